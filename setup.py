@@ -1,0 +1,45 @@
+"""Builds megazero and, where a C++ compiler is present, its native data helpers.
+
+The extension is optional: without a compiler the package installs and falls back to numpy, slower.
+"""
+
+from pybind11.setup_helpers import Pybind11Extension, build_ext
+from setuptools import find_packages, setup
+
+native_data = Pybind11Extension(
+    "megazero.data._native",
+    ["csrc/data/bindings.cpp"],
+    include_dirs=["csrc"],
+    cxx_std=17,
+    extra_compile_args=["-O3", "-Wall", "-Wextra"],
+    optional=True,
+)
+
+setup(
+    name="megazero",
+    version="0.1.0",
+    description="3D-parallel pretraining of GPT and BERT, the same numbers on any layout",
+    packages=find_packages(include=["megazero", "megazero.*", "data_tools", "data_tools.*"]),
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.9",
+        "numpy>=1.26",
+        "pydantic>=2.6",
+        "pyyaml>=6",
+        "tokenizers>=0.20",
+        "sentencepiece>=0.2",
+        "regex>=2023.12",
+        "safetensors>=0.4",
+        "rich>=13",
+        "tensorboard>=2.14",
+    ],
+    extras_require={
+        "fast": ["gigatoken>=0.10"],
+        "dev": ["pytest>=8", "pytest-xdist>=3.5", "ruff>=0.8", "hypothesis>=6", "transformers>=4.45"],
+        "plot": ["matplotlib>=3.8"],
+        "wandb": ["wandb"],
+    },
+    ext_modules=[native_data],
+    cmdclass={"build_ext": build_ext},
+    entry_points={"console_scripts": ["megazero=megazero.cli:main"]},
+)
