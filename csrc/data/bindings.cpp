@@ -1,0 +1,161 @@
+// Python module megazero.data._native: index building and sample gathering.
+//
+// Thin: shapes and types are checked here, the ideas live in the headers, and every function has a numpy
+// twin in megazero/data/index_build.py that gives the same arrays.
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <utility>
+
+#include "data/blending.hpp"
+#include "data/gather.hpp"
+#include "data/sample_index.hpp"
+
+namespace py = pybind11;
+using megazero::data::IdRange;
+using megazero::data::SampleSource;
+using megazero::data::Unaligned;
+
+namespace {
+
+template <typename T>
+using Array = py::array_t<T, py::array::c_style>;
+
+template <typename T>
+Unaligned<T> view(const Array<T>& array) {
+  return Unaligned<T>(static_cast<const py::array&>(array).data(), array.size());
+}
+
+template <typename Row, typename Document>
+py::array sample_index_as(const Array<std::int32_t>& lengths, const Array<Document>& documents,
+                          std::int64_t sequence_length, std::int64_t extra, std::int64_t samples) {
+  Array<Row> rows({samples + 1, std::int64_t{2}});
+  Row* out = rows.mutable_data();
+  const auto lengths_view = view(lengths);
+  const auto documents_view = view(documents);
+  {
+    py::gil_scoped_release release;
+    megazero::data::build_sample_index<Row, Document>(lengths_view, documents_view, sequence_length, extra, samples,
+                                                      out);
+  }
+  return std::move(rows);
+}
+
+template <typename Document>
+py::array sample_index(const Array<std::int32_t>& lengths, const Array<Document>& documents,
+                       std::int64_t sequence_length, std::int64_t extra, std::int64_t samples) {
+  if (sequence_length < 1 || samples < 0 || extra < 0) {
+    throw std::invalid_argument("sequence_length must be positive, extra and samples not negative");
+  }
+  if (documents.size() <= std::numeric_limits<std::int32_t>::max()) {
+    return sample_index_as<std::int32_t, Document>(lengths, documents, sequence_length, extra, samples);
+  }
+  return sample_index_as<std::int64_t, Document>(lengths, documents, sequence_length, extra, samples);
+}
+
+py::tuple blending_index(const Array<double>& weights, const py::object& limits, std::int64_t size) {
+  const std::int64_t datasets = weights.size();
+  if (datasets < 1 || datasets > std::numeric_limits<std::int16_t>::max() || size < 0) {
+    throw std::invalid_argument("there must be 1..32767 datasets and a size that is not negative");
+  }
+  Array<std::int64_t> limit_array;
+  const std::int64_t* limit_data = nullptr;
+  if (!limits.is_none()) {
+    limit_array = limits.cast<Array<std::int64_t>>();
+    limit_data = limit_array.data();
+    std::int64_t total = 0;
+    for (py::ssize_t d = 0; d < limit_array.size(); ++d) {
+      total += limit_data[d];
+    }
+    if (limit_array.size() != datasets || total < size) {
+      throw std::invalid_argument("the limits must be one per dataset and add up to the size");
+    }
+  }
+  Array<std::int16_t> dataset_index(size);
+  Array<std::int64_t> sample_index(size);
+  std::int16_t* dataset_out = dataset_index.mutable_data();
+  std::int64_t* sample_out = sample_index.mutable_data();
+  const double* weight_data = weights.data();
+  {
+    py::gil_scoped_release release;
+    megazero::data::build_blending_index(weight_data, limit_data, datasets, size, dataset_out, sample_out);
+  }
+  return py::make_tuple(dataset_index, sample_index);
+}
+
+// Cuts the `batch` samples that begin at the rows (position, offset) of `starts` [b, 2].
+template <typename Token, typename Document>
+IdRange gather_all(const SampleSource<Document>& source, const std::int64_t* starts, std::int64_t batch,
+                   std::int64_t length, std::int64_t extra, std::int64_t* tokens, std::int64_t* labels) {
+  IdRange range;
+  for (std::int64_t row = 0; row < batch; ++row) {
+    megazero::data::gather_sample<Token, Document>(source, starts[2 * row], starts[2 * row + 1], length, extra,
+                                                   tokens + row * length, labels + row * length, range);
+  }
+  return range;
+}
+
+template <typename Document>
+IdRange gather_any(char kind, std::int64_t width, const SampleSource<Document>& source, const std::int64_t* starts,
+                   std::int64_t batch, std::int64_t length, std::int64_t extra, std::int64_t* tokens,
+                   std::int64_t* labels) {
+  const auto run = [&](auto token) {
+    return gather_all<decltype(token), Document>(source, starts, batch, length, extra, tokens, labels);
+  };
+  if (kind == 'u' && width == 1) return run(std::uint8_t{});
+  if (kind == 'i' && width == 1) return run(std::int8_t{});
+  if (kind == 'u' && width == 2) return run(std::uint16_t{});
+  if (kind == 'i' && width == 2) return run(std::int16_t{});
+  if (kind == 'i' && width == 4) return run(std::int32_t{});
+  if (kind == 'i' && width == 8) return run(std::int64_t{});
+  throw std::invalid_argument("tokens must be uint8, int8, uint16, int16, int32 or int64");
+}
+
+// source: (tokens, lengths, offsets, documents). Returns (tokens, labels, lowest id, highest id).
+template <typename Document>
+py::tuple gather(const py::array& tokens, const Array<std::int32_t>& lengths, const Array<std::int64_t>& offsets,
+                 const Array<Document>& documents, const Array<std::int64_t>& starts, std::int64_t length,
+                 std::int64_t extra) {
+  if (starts.ndim() != 2 || starts.shape(1) != 2 || length < 1 || extra < 0 || extra > 1 ||
+      offsets.size() != lengths.size() || !(tokens.flags() & py::array::c_style)) {
+    throw std::invalid_argument("starts must be [b, 2], length positive, extra 0 or 1, the arrays contiguous");
+  }
+  const std::int64_t batch = starts.shape(0);
+  const SampleSource<Document> source{static_cast<const char*>(tokens.data()), tokens.nbytes(), view(lengths),
+                                      view(offsets), view(documents)};
+  Array<std::int64_t> out_tokens({batch, length});
+  Array<std::int64_t> out_labels({batch, length});
+  std::int64_t* token_data = out_tokens.mutable_data();
+  std::int64_t* label_data = out_labels.mutable_data();
+  const std::int64_t* start_data = starts.data();
+  const char kind = tokens.dtype().kind();
+  const std::int64_t width = tokens.itemsize();
+  IdRange range;
+  {
+    py::gil_scoped_release release;
+    range = gather_any<Document>(kind, width, source, start_data, batch, length, extra, token_data, label_data);
+  }
+  return py::make_tuple(out_tokens, out_labels, range.lowest, range.highest);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "Index building and sample gathering; see megazero/data/index_build.py for the reference twins.";
+  // noconvert: a wrong type must be an error and not a silent copy of a large mapped array.
+  const auto lengths = py::arg("lengths").noconvert();
+  const auto documents = py::arg("documents").noconvert();
+  module.def("sample_index", &sample_index<std::int32_t>, lengths, documents, py::arg("sequence_length"),
+             py::arg("extra"), py::arg("samples"));
+  module.def("sample_index", &sample_index<std::int64_t>, lengths, documents, py::arg("sequence_length"),
+             py::arg("extra"), py::arg("samples"));
+  module.def("blending_index", &blending_index, py::arg("weights"), py::arg("limits"), py::arg("size"));
+  module.def("gather", &gather<std::int32_t>, py::arg("tokens"), lengths, py::arg("offsets").noconvert(), documents,
+             py::arg("starts"), py::arg("length"), py::arg("extra"));
+  module.def("gather", &gather<std::int64_t>, py::arg("tokens"), lengths, py::arg("offsets").noconvert(), documents,
+             py::arg("starts"), py::arg("length"), py::arg("extra"));
+}

@@ -1,0 +1,125 @@
+"""What all data tools share: how they end, and how they name their inputs."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from megazero.data.tokenizers import TOKENIZER_KINDS, TokenizerSpec
+from megazero.errors import DataError, MegazeroError
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived; unwinds like KeyboardInterrupt so that temporary files and workers are cleaned up."""
+
+
+def run(tool: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
+    """Runs the tool and gives its exit status: 0, the error's own code, 1 for the disk's, 130/143 for signals."""
+    previous = _on_sigterm()
+    try:
+        tool(args)
+    except MegazeroError as error:
+        return _fail(str(error), error.exit_code)
+    except OSError as error:
+        return _fail(f"the operating system refused: {error}.", 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing was left behind.", 130)
+    except Terminated:
+        return _fail("terminated; nothing was left behind.", 143)
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGTERM, previous)
+    return 0
+
+
+def _on_sigterm():
+    def unwind(number, frame):
+        raise Terminated
+
+    try:
+        return signal.signal(signal.SIGTERM, unwind)
+    except ValueError:  # only the main thread may set handlers; a caller on another thread keeps its own
+        return None
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return status
+
+
+def expand_inputs(patterns: Sequence[str]) -> list[str]:
+    """The files these paths and globs name, in the order given, each glob sorted. DataError if one names none."""
+    paths: list[str] = []
+    for pattern in patterns:
+        found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        files = [path for path in found if os.path.isfile(path)]
+        if not files:
+            what = "is a directory" if os.path.isdir(pattern) else "matches no file"
+            raise DataError(f"`--input` must name existing files, but {pattern} {what}; correct the path.")
+        paths += files
+    return paths
+
+
+def add_tokenizer_flags(parser: argparse.ArgumentParser, required: bool) -> None:
+    """Megatron's flags that choose a tokenizer."""
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument(
+        "--tokenizer-type", required=required, choices=TOKENIZER_KINDS, help="kind of tokenizer"
+    )
+    group.add_argument("--vocab-file", metavar="FILE", help="vocab.json (GPT-2) or vocab.txt (BERT)")
+    group.add_argument("--merge-file", metavar="FILE", help="merges.txt (GPT-2)")
+    group.add_argument(
+        "--tokenizer-model", metavar="PATH", help="SentencePiece .model, or tokenizer.json or its directory"
+    )
+    group.add_argument("--vocab-size", type=int, metavar="N", help="vocabulary size of NullTokenizer")
+    group.add_argument(
+        "--vocab-extra-ids", type=int, default=0, metavar="N", help="sentinel tokens after the vocabulary"
+    )
+
+
+def tokenizer_spec(args: argparse.Namespace) -> TokenizerSpec:
+    """The spec these flags describe."""
+    return TokenizerSpec(
+        kind=args.tokenizer_type,
+        vocab_file=args.vocab_file,
+        merge_file=args.merge_file,
+        model=args.tokenizer_model,
+        vocab_size=args.vocab_size,
+        extra_ids=args.vocab_extra_ids,
+    )
+
+
+def positive_int(text: str) -> int:
+    """An argparse type: an integer of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, but is {number}")
+    return number
+
+
+@contextmanager
+def atomic_file(path: str | Path) -> Iterator[IO[bytes]]:
+    """A file that appears under its name only when the block ends without an exception."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files for the owner only
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

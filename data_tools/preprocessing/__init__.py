@@ -1,0 +1,2 @@
+"""The parts of `preprocess_data.py`: `chunks` cut and parse jsonl, `encode` makes tokens of a chunk, `pool` runs
+chunks on processes in order, `progress` reports, `pipeline` ties them to the dataset writers."""

@@ -1,0 +1,224 @@
+"""Cutting jsonl files at newlines and parsing the pieces, with every bad line named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import IO
+
+from megazero.errors import DataError
+
+CHUNK_BYTES = 8 << 20
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Whole lines of one file: bytes `start`..`end`, or `data` itself where the file is compressed."""
+
+    number: int
+    path: str
+    start: int
+    end: int
+    data: bytes | None = None
+
+    def read(self) -> bytes:
+        """The chunk's bytes. DataError if the file has become shorter."""
+        if self.data is not None:
+            return self.data
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            data = file.read(self.end - self.start)
+        if len(data) != self.end - self.start:
+            raise DataError(f"`{self.path}` must not change while it is read, but became shorter; run again.")
+        return data
+
+
+def cut(paths: Sequence[str], chunk_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]:
+    """The files' chunks in order. Where a chunk ends depends on the files and `chunk_bytes` alone.
+
+    A chunk is `chunk_bytes` and whatever completes its last line. Compressed files (gzip, told by their first
+    bytes) are unpacked here, others are read by whoever processes the chunk.
+    """
+    number = 0
+    for path in paths:
+        pieces = _cut_gzip(path, chunk_bytes) if _is_gzip(path) else _cut_plain(path, chunk_bytes)
+        for start, end, data in pieces:
+            yield Chunk(number, path, start, end, data)
+            number += 1
+
+
+def _is_gzip(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == b"\x1f\x8b"
+
+
+def _cut_plain(path: str, chunk_bytes: int) -> Iterator[tuple[int, int, None]]:
+    with open(path, "rb") as file:
+        start, size = 0, os.fstat(file.fileno()).st_size
+        while start < size:
+            # One byte back, so that a newline exactly at the boundary ends the chunk there.
+            file.seek(start + chunk_bytes - 1)
+            file.readline()
+            end = min(file.tell(), size)
+            yield start, end, None
+            start = end
+
+
+def _cut_gzip(path: str, chunk_bytes: int) -> Iterator[tuple[int, int, bytes]]:
+    with gzip.open(path, "rb") as file:
+        start = 0
+        while data := _read_lines(path, file, chunk_bytes):
+            yield start, start + len(data), data
+            start += len(data)
+
+
+def _read_lines(path: str, file: IO[bytes], chunk_bytes: int) -> bytes:
+    try:
+        data = file.read(chunk_bytes)
+        return data if not data or data.endswith(b"\n") else data + file.readline()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(
+            f"`{path}` must be a whole gzip file, but is damaged ({error}); fetch it again."
+        ) from error
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A line that cannot be used. `line` counts from 0 in its chunk; `reason` is the class, `detail` the case."""
+
+    line: int
+    reason: str
+    detail: str
+
+
+@dataclass
+class Column:
+    """The documents of one json key: `texts` in a row, `counts` texts in each document (None: one each)."""
+
+    texts: list[str]
+    counts: list[int] | None = None
+
+
+@dataclass
+class Parsed:
+    """A chunk's usable documents, one column per key, and its bad lines. `lines` counts all, blank ones too."""
+
+    lines: int
+    columns: list[Column]
+    problems: list[Problem] = field(default_factory=list)
+
+
+def split_lines(chunk: Chunk, data: bytes) -> list[bytes]:
+    """The lines without their newlines; a byte order mark at the start of a file is dropped."""
+    if chunk.start == 0 and data.startswith(_BOM):
+        data = data[len(_BOM) :]
+    lines = data.split(b"\n")
+    return lines[:-1] if not lines[-1] else lines
+
+
+def parse(lines: Sequence[bytes], keys: Sequence[str]) -> Parsed:
+    """The documents of these lines. JSON means what Python's `json` accepts: the last of two equal keys counts,
+    NaN is a number; but UTF-8 must be strict and a text must not hold half of a surrogate pair.
+    """
+    columns = _parse_all_good(lines, keys)
+    if columns is not None:
+        return Parsed(len(lines), [Column(texts) for texts in columns])
+    return parse_carefully(lines, keys)
+
+
+def _parse_all_good(lines: Sequence[bytes], keys: Sequence[str]) -> list[list[str]] | None:
+    """All lines at once if each is an object with a plain string under every key, else None."""
+    loads = json.loads
+    try:
+        rows = [loads(str(line, "utf-8")) for line in lines]
+        columns = [[row[key] for row in rows] for key in keys]
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return None  # parse_carefully finds the line and the reason
+    if not {type(row) for row in rows} <= {dict}:
+        return None
+    for texts in columns:
+        if not set(map(type, texts)) <= {str}:
+            return None
+    for texts in columns:
+        for line, text in zip(lines, texts, strict=True):
+            # Only an escape can smuggle in half of a surrogate pair; isascii() costs nothing.
+            if not text.isascii() and (b"\\ud" in line or b"\\uD" in line) and not _is_unicode(text):
+                return None
+    return columns
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def parse_carefully(
+    lines: Sequence[bytes], keys: Sequence[str], accept: Callable[[str], object] | None = None
+) -> Parsed:
+    """Line by line. A line that is bad under one key is left out under all, so that columns stay aligned.
+
+    `accept` may raise DataError for a text it cannot take.
+    """
+    columns = [Column([], []) for _ in keys]
+    problems: list[Problem] = []
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
+        found = _parse_line(line, keys, accept)
+        if isinstance(found, tuple):
+            problems.append(Problem(number, *found))
+            continue
+        for column, texts in zip(columns, found, strict=True):
+            column.texts += texts
+            column.counts.append(len(texts))
+    return Parsed(len(lines), columns, problems)
+
+
+def _parse_line(line: bytes, keys: Sequence[str], accept) -> list[list[str]] | tuple[str, str]:
+    """One list of texts per key, or the reason and detail of what is wrong."""
+    try:
+        row = json.loads(str(line, "utf-8"))
+    except UnicodeDecodeError as error:
+        return "not UTF-8", f"byte 0x{line[error.start]:02x} at column {error.start + 1} is not UTF-8"
+    except RecursionError:
+        return "malformed JSON", "it is nested too deeply"
+    except ValueError as error:
+        return "malformed JSON", str(error)
+    if not isinstance(row, dict):
+        return "not an object", f"the line must be a JSON object, but is a {type(row).__name__}"
+    columns = []
+    for key in keys:
+        if key not in row:
+            have = ", ".join(list(row)[:5]) or "none"
+            return "missing key", f"key `{key}` is missing (keys: {have})"
+        texts = [row[key]] if isinstance(row[key], str) else row[key]
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            return (
+                "wrong type",
+                f"key `{key}` must be a string or a list of strings, but is {_kind(row[key])}",
+            )
+        try:
+            for text in texts:
+                text.encode("utf-8")
+                if accept is not None:
+                    accept(text)
+        except UnicodeEncodeError as error:
+            return "lone surrogate", f"key `{key}` holds {text[error.start]!a}, half of a surrogate pair"
+        except DataError as error:
+            return "not tokenizable", f"key `{key}`: {error}"
+        columns.append(texts)
+    return columns
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, list):
+        return f"a list with a {next(type(item).__name__ for item in value if not isinstance(item, str))}"
+    return type(value).__name__

@@ -1,0 +1,192 @@
+"""From a chunk of jsonl to the tokens that go to disk."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from data_tools.preprocessing.chunks import (
+    Chunk,
+    Column,
+    Parsed,
+    Problem,
+    parse,
+    parse_carefully,
+    split_lines,
+)
+from megazero.data.indexed_format import dtype_for_vocab
+from megazero.data.tokenizers import (
+    TokenBatch,
+    TokenizerSpec,
+    build_tokenizer,
+    first_difference,
+    try_fast,
+)
+from megazero.errors import DataError
+
+KEPT_PROBLEMS = 10
+_FIRST_CHECKED, _CHECKED_PER_CHUNK, _CHECKED_LETTERS = 16, 2, 2000
+
+
+@dataclass(frozen=True)
+class EncodeJob:
+    """Everything a worker must know. `fast` False keeps to the tokenizer itself; `seed` picks checked texts."""
+
+    spec: TokenizerSpec
+    keys: tuple[str, ...]
+    append_eod: bool = False
+    skip_bad_lines: bool = False
+    fast: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class EncodedColumn:
+    """One key's share of a chunk. tokens [n] in the dataset's dtype, lengths int64 [sequences],
+    document_lengths int64 [documents] (None: one sequence each), `empty` documents dropped."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    document_lengths: np.ndarray | None
+    documents: int
+    empty: int
+
+
+@dataclass(frozen=True)
+class EncodedChunk:
+    """A chunk's tokens, or why it has none. `problems` holds the first few, `problem_counts` all by reason.
+    `disagreement` names a text on which the fast encoder was wrong; the columns are empty then."""
+
+    path: str
+    lines: int
+    bytes: int
+    columns: list[EncodedColumn]
+    problems: list[Problem] = field(default_factory=list)
+    problem_counts: Counter = field(default_factory=Counter)
+    disagreement: str | None = None
+
+
+@dataclass(frozen=True)
+class EncoderFacts:
+    """What the rest of a run must know about its encoder. `fast` None: the tokenizer itself, for this `reason`."""
+
+    tokenizer: str
+    dtype: np.dtype
+    has_fast_form: bool
+    fast: str | None
+    reason: str
+
+
+class ChunkEncoder:
+    """Encodes chunks with one tokenizer; each process has its own. Raises DataError for an unfit tokenizer."""
+
+    def __init__(self, job: EncodeJob):
+        self.job = job
+        self.tokenizer = build_tokenizer(job.spec)
+        self.dtype = dtype_for_vocab(self.tokenizer.vocab_size)
+        self.fast, self.reason = try_fast(self.tokenizer) if job.fast else (None, "switched off")
+        if job.append_eod and self.tokenizer.eod is None:
+            raise DataError(
+                f"`--append-eod` must have an end-of-document token, but {self.tokenizer.name} has none; "
+                "leave the flag out or choose another tokenizer."
+            )
+
+    @property
+    def facts(self) -> EncoderFacts:
+        """A description of this encoder that can be sent to another process."""
+        fast = None if self.fast is None else self.reason
+        has_fast_form = self.tokenizer.fast_source() is not None
+        return EncoderFacts(self.tokenizer.name, self.dtype, has_fast_form, fast, self.reason)
+
+    def __call__(self, chunk: Chunk) -> EncodedChunk:
+        """The chunk's tokens in the order of its lines."""
+        data = chunk.read()
+        lines = split_lines(chunk, data)
+        parsed = parse(lines, self.job.keys)
+        try:
+            return self._finish(chunk, len(data), parsed)
+        except DataError:
+            # Only now is each text tried by itself, to find the line.
+            parsed = parse_carefully(lines, self.job.keys, accept=self.tokenizer.encode)
+            if not parsed.problems:
+                raise
+            return self._finish(chunk, len(data), parsed)
+
+    def _finish(self, chunk: Chunk, size: int, parsed: Parsed) -> EncodedChunk:
+        if parsed.problems and not self.job.skip_bad_lines:
+            return EncodedChunk(chunk.path, parsed.lines, size, [], parsed.problems[:1])
+        columns = []
+        for key, column in zip(self.job.keys, parsed.columns, strict=True):
+            batch, disagreement = self._encode(column, chunk, key)
+            if batch is None:
+                return EncodedChunk(chunk.path, parsed.lines, size, [], disagreement=disagreement)
+            columns.append(self._assemble(batch, column.counts))
+        counts = Counter(problem.reason for problem in parsed.problems)
+        return EncodedChunk(chunk.path, parsed.lines, size, columns, parsed.problems[:KEPT_PROBLEMS], counts)
+
+    def _encode(self, column: Column, chunk: Chunk, key: str) -> tuple[TokenBatch | None, str | None]:
+        if self.fast is None:
+            return self.tokenizer.encode_batch(column.texts), None
+        where = f"{chunk.path}, key `{key}`"
+        try:
+            sample = _sample(column.texts, f"{self.job.seed} {chunk.number} {key}", chunk.number == 0)
+            different = first_difference(self.fast, self.tokenizer, sample)
+            if different is not None:
+                return None, f"{where}, in the text {sample[different][:60]!r}"
+            return self.fast.encode_batch(column.texts), None
+        except Exception as error:  # whatever the fast encoder cannot do, the tokenizer itself is asked to
+            return None, f"{where}, with {type(error).__name__}: {error}"
+
+    def _assemble(self, batch: TokenBatch, counts: Sequence[int] | None) -> EncodedColumn:
+        """Drops what is empty, puts EOD after each document (inside its last sequence), narrows the ids."""
+        kept = batch.lengths > 0
+        lengths = batch.lengths[kept]
+        if counts is None:
+            per_document = None
+            total, documents = len(batch.lengths), len(lengths)
+            last = np.arange(documents)
+        else:
+            bounds = np.concatenate([[0], np.cumsum(kept)])[
+                np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+            ]
+            per_document = np.diff(bounds)
+            per_document = per_document[per_document > 0]
+            total, documents = len(counts), len(per_document)
+            last = np.cumsum(per_document) - 1
+        ids = batch.ids
+        if len(ids) and int(ids.max()) >= self.tokenizer.vocab_size:
+            raise RuntimeError(f"{self.tokenizer.name} gave id {int(ids.max())} beyond its vocabulary")
+        if self.job.append_eod:
+            lengths = lengths.copy()
+            lengths[last] += 1
+            ids = _with_eod(ids, np.cumsum(lengths)[last] - 1, self.tokenizer.eod, self.dtype)
+        ids = ids.astype(self.dtype, copy=False)
+        return EncodedColumn(ids, lengths, per_document, documents, total - documents)
+
+
+def _with_eod(ids: np.ndarray, at: np.ndarray, eod: int, dtype: np.dtype) -> np.ndarray:
+    """`ids` with `eod` at the positions `at` of the result."""
+    out = np.empty(len(ids) + len(at), dtype=dtype)
+    is_text = np.ones(len(out), dtype=bool)
+    is_text[at] = False
+    out[is_text] = ids
+    out[at] = eod
+    return out
+
+
+def _sample(texts: Sequence[str], seed: str, first_of_run: bool) -> list[str]:
+    """What is encoded both ways: the first texts of the run and a few random ones of every chunk, each from a
+    random place and up to 2,000 letters long."""
+    if not texts:
+        return []
+    chance = random.Random(seed)
+    sample = [text[:_CHECKED_LETTERS] for text in texts[:_FIRST_CHECKED]] if first_of_run else []
+    for _ in range(_CHECKED_PER_CHUNK):
+        text = chance.choice(texts)
+        start = chance.randrange(max(1, len(text) - _CHECKED_LETTERS + 1))
+        sample.append(text[start : start + _CHECKED_LETTERS])
+    return sample

@@ -1,0 +1,109 @@
+"""How a run tells the user where it is: a bar on a terminal, plain lines elsewhere, a table at the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import IO
+
+from data_tools.preprocessing.encode import EncodedChunk
+
+
+@dataclass
+class Totals:
+    """What a run has done so far; documents, empty and tokens per key, the rest per input line."""
+
+    keys: tuple[str, ...]
+    lines: int = 0
+    bytes: int = 0
+    documents: Counter = field(default_factory=Counter)
+    empty: Counter = field(default_factory=Counter)
+    tokens: Counter = field(default_factory=Counter)
+    problems: Counter = field(default_factory=Counter)
+    first_problems: list[str] = field(default_factory=list)
+
+    def add(self, chunk: EncodedChunk) -> None:
+        """Counts one chunk in."""
+        self.lines += chunk.lines
+        self.bytes += chunk.bytes
+        self.problems += chunk.problem_counts
+        for key, column in zip(self.keys, chunk.columns, strict=True):
+            self.documents[key] += column.documents
+            self.empty[key] += column.empty
+            self.tokens[key] += len(column.tokens)
+
+
+class Progress:
+    """Shows totals while they grow. `interval` is in documents and counts only where there is no terminal."""
+
+    def __init__(self, paths: Sequence[str], interval: int, stream: IO[str] = sys.stderr):
+        self.started = time.perf_counter()
+        self._interval, self._next, self._stream = interval, interval, stream
+        self._bar = None
+        if stream.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import Progress as Bars
+
+            columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            self._bar = Bars(*columns, console=Console(file=stream), transient=True)
+            # A compressed file yields more bytes than it has, so with one the end is unknown.
+            size = None if any(path.endswith(".gz") for path in paths) else sum(map(os.path.getsize, paths))
+            self._task = self._bar.add_task("preprocess", total=size)
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, totals: Totals) -> None:
+        """Call after every chunk."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=totals.bytes)
+            return
+        done = max(totals.documents.values(), default=0)
+        if done >= self._next:
+            self._next = done - done % self._interval + self._interval
+            speed = totals.bytes / 1e6 / max(self.seconds(), 1e-9)
+            tokens = sum(totals.tokens.values())
+            print(f"{done:,} documents, {tokens:,} tokens, {speed:.1f} MB/s", file=self._stream, flush=True)
+
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.perf_counter() - self.started
+
+
+def print_table(totals: Totals, outputs: dict[str, str], encoder: str, seconds: float) -> None:
+    """The final account, on standard output."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{totals.lines:,} lines, encoded by {encoder}")
+    for name in ("output", "documents", "tokens", "empty (dropped)"):
+        table.add_column(name, justify="left" if name == "output" else "right", overflow="fold")
+    for key, prefix in outputs.items():
+        numbers = (totals.documents[key], totals.tokens[key], totals.empty[key])
+        table.add_row(prefix, *(f"{number:,}" for number in numbers))
+    console = Console(file=sys.stdout)
+    console.print(table)
+    speed = totals.bytes / 1e6 / max(seconds, 1e-9)
+    print(f"{totals.bytes / 1e6:,.1f} MB of jsonl in {seconds:.1f} s: {speed:,.1f} MB/s")
+    print_skipped(totals)
+
+
+def print_skipped(totals: Totals) -> None:
+    """The lines left out by `--on-error skip`: how many per reason, and the first few."""
+    if not totals.problems:
+        return
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(totals.problems.items()))
+    print(f"skipped {totals.problems.total():,} lines ({reasons}); the first:", file=sys.stderr)
+    for problem in totals.first_problems:
+        print(f"  {problem}", file=sys.stderr)

@@ -1,0 +1,111 @@
+"""Byte-level BPE from a jsonl corpus: `python data_tools/train_tokenizer.py --input corpus.jsonl --output DIR`.
+
+Writes `tokenizer.json` (for HFTokenizer) and `vocab.json` with `merges.txt` (for GPT2BPETokenizer); both give the
+same ids. `<|endoftext|>` is id 0. The same corpus and flags give the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data_tools import cli
+from data_tools.preprocessing.chunks import cut, parse_carefully, split_lines
+from megazero.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+_LEAST_VOCAB = 257  # the 256 bytes and the end of text
+
+
+def texts(paths: Sequence[str], key: str, limit: float | None) -> Iterator[str]:
+    """The texts under `key`, until `limit` bytes of jsonl have been read. DataError names a bad line."""
+    used, path, line = 0, None, 1
+    for chunk in cut(paths):
+        if limit is not None and used >= limit:
+            return
+        if chunk.path != path:
+            path, line = chunk.path, 1
+        lines = split_lines(chunk, chunk.read())
+        if limit is not None:
+            kept = 0
+            while kept < len(lines) and used < limit:
+                used += len(lines[kept]) + 1
+                kept += 1
+            lines = lines[:kept]
+        parsed = parse_carefully(lines, [key])
+        if parsed.problems:
+            problem = parsed.problems[0]
+            raise DataError(
+                f"{path}, line {line + problem.line}: {problem.reason}: {problem.detail}; mend the line."
+            )
+        line += parsed.lines
+        yield from parsed.columns[0].texts
+
+
+def train_tokenizer(args: argparse.Namespace) -> None:
+    """Trains and writes the three files, each whole or not at all."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if args.vocab_size < _LEAST_VOCAB:
+        raise DataError(
+            f"`--vocab-size` must be at least {_LEAST_VOCAB} for byte-level BPE, but is {args.vocab_size}."
+        )
+    paths = cli.expand_inputs(args.input)
+    limit = None if args.sample_mb is None else args.sample_mb * 1e6
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=args.vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(texts(paths, args.json_key, limit), trainer)
+    found = tokenizer.get_vocab_size()
+    if found < args.vocab_size:
+        raise DataError(
+            f"`--vocab-size` must not exceed what the text yields, but is {args.vocab_size} where {len(paths)} file(s) "
+            f"yield {found}; give more text or a smaller vocabulary."
+        )
+    _write(tokenizer, Path(args.output))
+    print(f"{args.output}: {found:,} tokens, {END_OF_TEXT} is id {tokenizer.token_to_id(END_OF_TEXT)}")
+
+
+def _write(tokenizer, directory: Path) -> None:
+    model = json.loads(tokenizer.to_str())["model"]
+    vocab = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    contents = {
+        "vocab.json": json.dumps(vocab, ensure_ascii=False),
+        "merges.txt": "\n".join(["#version: 0.2", *merges, ""]),
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+    }
+    for name, content in contents.items():
+        with cli.atomic_file(directory / name) as file:
+            file.write(content.encode())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool; 0 if the files were written."""
+    parser = argparse.ArgumentParser(prog="train_tokenizer.py", description=__doc__.split("\n")[0])
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="jsonl files or globs")
+    parser.add_argument("--output", required=True, metavar="DIR", help="directory for the three files")
+    parser.add_argument(
+        "--vocab-size", type=cli.positive_int, default=8192, metavar="N", help="default: 8192"
+    )
+    parser.add_argument(
+        "--json-key", default="text", metavar="KEY", help="key to take text from (default: text)"
+    )
+    parser.add_argument("--sample-mb", type=float, metavar="N", help="train on the first N MB of jsonl only")
+    return cli.run(train_tokenizer, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

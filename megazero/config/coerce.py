@@ -1,0 +1,131 @@
+"""From what a user wrote (text of a flag, a value of a YAML file) to a value of the field's type.
+
+Stricter than pydantic's lax mode where that would guess: `true` is no number, `1.5` is no integer, and
+an integer may be written as 1e6 or 300_000 only because that is exact.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal, InvalidOperation
+from types import MappingProxyType
+from typing import Any
+
+from megazero.config.fields import FieldSpec, Kind
+
+_LARGEST_EXPONENT = 30  # 1e30 is more than any count here; 1e999999999 would fill the memory
+_LONGEST_NUMBER = 40  # characters
+
+
+class Unreadable(ValueError):
+    """A value is not of the field's type. The message says what it must be: "must be an integer"."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word most like `word`, ignoring case and `_` versus `-`; None if none is close."""
+    spelled = {w.lower().replace("_", "-"): w for w in known}
+    found = difflib.get_close_matches(word.lower().replace("_", "-"), list(spelled), n=1, cutoff=0.6)
+    return spelled[found[0]] if found else None
+
+
+def coerce(spec: FieldSpec, value: Any) -> Any:
+    """`value` as the field's type; ranges are checked later, by the tree. Raises Unreadable."""
+    if value is None:
+        if not spec.optional:
+            raise Unreadable("must not be null; leave the key out for the default")
+        return None
+    return _READERS[spec.kind](spec, value)
+
+
+def _read_int(spec: FieldSpec, value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, float | str):
+        text = str(value).strip()
+        if len(text) > _LONGEST_NUMBER:
+            raise Unreadable("must be an integer of fewer digits")
+        if re.fullmatch(r"[+-]?\d+(_\d+)*", text):
+            return int(text)
+        if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text):
+            return _exact_int(text)
+    raise Unreadable("must be an integer")
+
+
+def _exact_int(text: str) -> int:
+    try:
+        number = Decimal(text)
+    except InvalidOperation as error:
+        raise Unreadable("must be an integer") from error
+    if number.adjusted() > _LARGEST_EXPONENT or number != number.to_integral_value():
+        raise Unreadable("must be an integer")
+    return int(number)
+
+
+def _read_float(spec: FieldSpec, value: Any) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError as error:
+            raise Unreadable("must be a number") from error
+    raise Unreadable("must be a number")
+
+
+def _read_text(spec: FieldSpec, value: Any) -> str:
+    if not isinstance(value, str):
+        raise Unreadable("must be text; put it in quotes")
+    return value
+
+
+def _read_choice(spec: FieldSpec, value: Any) -> str:
+    by_lower = {choice.lower(): choice for choice in spec.choices}
+    if isinstance(value, str) and value.lower() in by_lower:
+        return by_lower[value.lower()]
+    hint = nearest(value, spec.choices) if isinstance(value, str) else None
+    close = f" (did you mean {hint}?)" if hint else ""
+    raise Unreadable(f"must be one of {', '.join(spec.choices)}{close}")
+
+
+def _read_bool(spec: FieldSpec, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise Unreadable("must be true or false")
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, str):
+        return value.split()
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _read_ints(spec: FieldSpec, value: Any) -> tuple[int, ...]:
+    items = _items(value)
+    if len(items) != spec.length:
+        raise Unreadable(f"must be {spec.length} integers")
+    return tuple(_read_int(spec, item) for item in items)
+
+
+def _read_texts(spec: FieldSpec, value: Any) -> tuple[str, ...]:
+    """A list as it stands; a single text is split at blanks, as a shell splits a flag's values."""
+    items = _items(value)
+    if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
+        raise Unreadable("must be a list of texts")
+    return tuple(str(item) for item in items)
+
+
+_READERS: Mapping[Kind, Callable[[FieldSpec, Any], Any]] = MappingProxyType(
+    {
+        Kind.INT: _read_int,
+        Kind.FLOAT: _read_float,
+        Kind.TEXT: _read_text,
+        Kind.CHOICE: _read_choice,
+        Kind.BOOL: _read_bool,
+        Kind.INTS: _read_ints,
+        Kind.TEXTS: _read_texts,
+    }
+)

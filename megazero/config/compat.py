@@ -1,0 +1,90 @@
+"""Flags of Megatron-LM, Megatron-DeepSpeed and their launchers that are not fields of the tree.
+
+A flag is accepted without effect only where leaving it out keeps the user's numbers and intent; it is
+refused, with what to do instead, where the run would not be the one that was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megazero.config.compat_accepted import ACCEPTED, CONDITIONAL
+from megazero.config.compat_refused import REFUSED
+
+_UNLIMITED = 1_000_000
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """One foreign flag.
+
+    Attributes:
+        name: the flag.
+        accepted: why it needs no effect here, or None where it is refused with any value.
+        refused: what to do instead, or None where it is accepted with any value.
+        values: the values it is accepted with, compared in lower case; empty: any, or none for a switch.
+        most_values: how many arguments after it are its values.
+        beside: the flag without which it is refused.
+    """
+
+    name: str
+    accepted: str | None = None
+    refused: str | None = None
+    values: tuple[str, ...] = ()
+    most_values: int = _UNLIMITED
+    beside: str | None = None
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """A foreign flag that was given and has no effect here, with the reason."""
+
+    name: str
+    reason: str
+
+
+def verdict(foreign: Foreign, values: Sequence[str], argv: Sequence[str]) -> Ignored | str:
+    """What becomes of a foreign flag that was given `values`: Ignored, or the reason for refusing it."""
+    given = " ".join([foreign.name, *values])
+    if foreign.accepted is None:
+        return f"`{given}` is not accepted: {foreign.refused}."
+    if foreign.values and not (values and all(value.lower() in foreign.values for value in values)):
+        return f"`{given}` is not accepted: {foreign.refused}."
+    if foreign.beside and not any(token.split("=")[0] == foreign.beside for token in argv):
+        return f"`{given}` is not accepted: {foreign.refused}."
+    return Ignored(foreign.name, foreign.accepted)
+
+
+def _accepted() -> Iterable[Foreign]:
+    for reason, names in ACCEPTED.items():
+        for name in names.split():
+            bare = name.removesuffix("=")
+            yield Foreign(bare, accepted=reason, most_values=int(name != bare))
+
+
+def _conditional() -> Iterable[Foreign]:
+    for name, (values, accepted, refused) in CONDITIONAL.items():
+        if values.startswith("--"):
+            yield Foreign(name, accepted=accepted, refused=refused, most_values=0, beside=values)
+        else:
+            yield Foreign(name, accepted=accepted, refused=refused, values=tuple(values.split()))
+
+
+def _refused() -> Iterable[Foreign]:
+    for reason, names in REFUSED.items():
+        for name in names.split():
+            yield Foreign(name, refused=reason)
+
+
+def _table() -> dict[str, Foreign]:
+    table: dict[str, Foreign] = {}
+    for foreign in (*_accepted(), *_conditional(), *_refused()):
+        assert foreign.name not in table, f"{foreign.name} has two rows"
+        table[foreign.name] = foreign
+    return table
+
+
+FOREIGN_FLAGS: Mapping[str, Foreign] = MappingProxyType(_table())
+"""Flag name -> its row."""

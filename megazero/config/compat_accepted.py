@@ -1,0 +1,97 @@
+"""Foreign flags that are accepted without effect: the rows, grouped by reason.
+
+`ACCEPTED`: reason -> flags; a trailing `=` marks a flag that takes one value.
+`CONDITIONAL`: flag -> (accepted with these values, or beside this flag; the reason; what to do otherwise).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+ACCEPTED: Mapping[str, str] = MappingProxyType(
+    {
+        "there is one engine, with and without pipeline stages": """
+            --no-pipeline-parallel --use-mcore-models --use-legacy-models --no-contiguous-buffers-in-local-ddp
+            --no-scatter-gather-tensors-in-pipeline --overlap-p2p-communication --use-ring-exchange-p2p""",
+        "the fastest kernel that is built is used, and all compute the same": """
+            --use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton
+            --use-flash-attn-builder --attention-backend= --no-masked-softmax-fusion --no-bias-dropout-fusion
+            --no-bias-swiglu-fusion --no-rope-fusion --no-gradient-accumulation-fusion
+            --cross-entropy-loss-fusion --cross-entropy-fusion-impl= --no-persist-layer-norm
+            --disable-mem-efficient-ln --ds_fused_adam""",
+        "overlap of communication changes the speed only": """
+            --no-async-tensor-model-parallel-allreduce --tp-comm-overlap""",
+        "gradients are summed and reduced in fp32 always": "--accumulate-allreduce-grads-in-fp32",
+        "the softmax of attention is computed in fp32 always": """
+            --attention-softmax-in-fp32 --no-query-key-layer-scaling --apply-query-key-layer-scaling""",
+        "initial weights depend on the seed and the parameter's name alone": """
+            --use-cpu-initialization --no-initialization""",
+        "the loader reads ahead over an index that spans the training": """
+            --repeated-dataloader --mmap-warmup --no-mmap-bin-files --num-dataset-builder-threads=
+            --no-create-attention-mask-in-dataloader --use-pin-memory""",
+        "tokenizers are read from files and run no code of theirs": "--trust-remote-code",
+        "SIGTERM always saves and exits": "--exit-signal-handler",
+        "inf and nan are looked for in every step": "--no-check-for-nan-in-loss-and-grad",
+        "dropout depends on seed and step, so no generator state is saved": "--no-save-rng",
+        "checkpoints have one format, written in line": """
+            --ckpt-format= --dist-ckpt-format= --use-dist-ckpt --async-save""",
+        "the rank comes from the environment that torchrun sets": "--local_rank= --local-rank=",
+        "memory housekeeping is left to torch": """
+            --empty-unused-memory-level= --manual-gc --manual-gc-interval= --contigious-checkpointing
+            --synchronize-each-layer --split-transformers --scattered-embeddings""",
+        "metrics have a fixed set, and training is the same without these": """
+            --log-batch-size-to-tensorboard --log-optimizer-states-to-tensorboard --log-memory-to-tensorboard
+            --log-world-size-to-tensorboard --no-log-learnig-rate-to-tensorboard
+            --no-log-learning-rate-to-tensorboard --no-log-loss-scale-to-tensorboard
+            --log-learning-rate-to-tensorboard --log-loss-scale-to-tensorboard --timing-log-level=
+            --timing-log-option= --no-barrier-with-level-1-timing --log-throughput --log-progress
+            --no-one-logger""",
+        "it matters with ZeRO stages above 0 only": """
+            --zero-allgather-bucket-size= --zero-contigious-gradients --zero-reduce-scatter""",
+        "it matters with experts only, and there are none": """
+            --moe-loss-coeff= --moe-train-capacity-factor= --moe-eval-capacity-factor= --moe-min-capacity=
+            --create-moe-param-group --disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling
+            --enable-expert-tensor-parallelism --expert-interval= --topk= --mlp-type= --use-tutel""",
+    }
+)
+
+CONDITIONAL: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        "--DDP-impl": (
+            "local torch",
+            "there is one data-parallel engine",
+            "FSDP's sharding is not in this version; use `--DDP-impl local` or leave it out",
+        ),
+        "--data-impl": (
+            "mmap infer",
+            "datasets are memory-mapped",
+            "the lazy and cached formats cannot be read; convert the corpus with data_tools/preprocess_data.py",
+        ),
+        "--transformer-impl": (
+            "local transformer_engine",
+            "layers have one implementation",
+            "choose local or transformer_engine, or leave it out",
+        ),
+        "--zero-stage": (
+            "0 0.0",
+            "stage 0 keeps optimizer, gradients and parameters whole, as here",
+            "ZeRO stages 1 to 3 come in a later version; use `--zero-stage 0`",
+        ),
+        "--num-experts": (
+            "1",
+            "one expert is the dense model",
+            "mixture of experts comes in a later version; use `--num-experts 1` or leave it out",
+        ),
+        "--remote-device": (
+            "none",
+            "nothing is offloaded",
+            "offload comes in a later version; leave it out",
+        ),
+        "--group-query-attention": (
+            "--num-query-groups",
+            "`--num-query-groups` says it",
+            "say how many key/value heads there are with `--num-query-groups`",
+        ),
+    }
+)

@@ -1,0 +1,139 @@
+"""The configuration as a YAML document: read with line numbers, written so that it reads back equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megazero.config.coerce import Unreadable, coerce, nearest
+from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec
+from megazero.config.flags import Setting
+from megazero.config.tree import Config
+
+
+@dataclass
+class Document:
+    """What reading a file gave. `broken` are the paths of fields whose value could not be read."""
+
+    settings: list[Setting] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One `key: value` of a mapping, before its value is read."""
+
+    key: Any
+    node: yaml.Node
+    line: int
+
+
+def read_file(path: str) -> Document:
+    """Read a YAML file. A file that cannot be read is a problem of the document, not an exception."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        return Document(problems=[f"`--config` must name a readable file, but {path}: {error.strerror}."])
+    except UnicodeDecodeError as error:
+        return Document(problems=[f"`--config` must name a UTF-8 file, but {path} has {error.reason}."])
+    return read_text(text, path)
+
+
+def read_text(text: str, name: str = "<text>") -> Document:
+    """Read a YAML document; `name` stands before the line numbers of problems."""
+    document = Document()
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is not None:
+            for entry in _entries(document, loader, root, name, "the document"):
+                _read_section(document, loader, entry, name)
+    except yaml.YAMLError as error:
+        document.problems.append(_syntax_problem(error, name))
+    except RecursionError:
+        document.problems.append(f"{name}: the document must not be nested this deeply.")
+    finally:
+        loader.dispose()
+    return document
+
+
+def _syntax_problem(error: yaml.YAMLError, name: str) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{name}:{mark.line + 1}" if mark else name
+    reason = getattr(error, "problem", None) or " ".join(str(error).split())
+    return f"{where}: the document must be valid YAML, but {reason}."
+
+
+def _entries(
+    document: Document, loader: yaml.SafeLoader, node: yaml.Node, name: str, what: str
+) -> Iterator[_Entry]:
+    """The entries of a mapping; repeated keys and whatever is no mapping are problems."""
+    if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null":
+        return
+    where = f"{name}:{node.start_mark.line + 1}"
+    if not isinstance(node, yaml.MappingNode):
+        document.problems.append(f"{where}: {what} must be a mapping of names to values.")
+        return
+    seen: dict[Any, int] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else str(key_node.tag)
+        if key in seen:
+            document.problems.append(
+                f"{name}:{line}: `{key}` must be given once, but is given on line {seen[key]} too."
+            )
+            continue
+        seen[key] = line
+        yield _Entry(key, value_node, line)
+
+
+def _read_section(document: Document, loader: yaml.SafeLoader, entry: _Entry, name: str) -> None:
+    if entry.key not in SECTIONS:
+        document.problems.append(_unknown_key(entry, name))
+        return
+    for item in _entries(document, loader, entry.node, name, f"`{entry.key}`"):
+        spec = FIELD_BY_PATH.get(f"{entry.key}.{item.key}")
+        if spec is None:
+            document.problems.append(_unknown_key(item, name, entry.key))
+        else:
+            _read_value(document, spec, loader.construct_object(item.node, deep=True), f"{name}:{item.line}")
+
+
+def _read_value(document: Document, spec: FieldSpec, value: Any, where: str) -> None:
+    try:
+        document.settings.append(Setting(spec, coerce(spec, value), where))
+    except Unreadable as error:
+        document.problems.append(f"{where}: `{spec.path}` {error}, but is `{value}`.")
+        document.broken.add(spec.path)
+
+
+def _unknown_key(entry: _Entry, name: str, section: str | None = None) -> str:
+    """Names the nearest key: within the section, or wherever in the tree that key belongs."""
+    path = f"{section}.{entry.key}" if section else str(entry.key)
+    home = next((spec.path for spec in FIELDS if spec.name == entry.key), None)
+    own = [spec.name for spec in FIELDS if spec.section == section] if section else list(SECTIONS)
+    close = nearest(str(entry.key), own)
+    if home:
+        hint = f"it belongs in section `{home.split('.')[0]}`"
+    elif close:
+        hint = f"did you mean `{section + '.' if section else ''}{close}`?"
+    else:
+        hint = "docs/configuration.md lists the keys"
+    return f"{name}:{entry.line}: unknown key `{path}`; {hint}{'' if hint.endswith('?') else '.'}"
+
+
+def to_yaml(config: Config) -> str:
+    """The whole tree as YAML; reading it back gives an equal `Config`."""
+    tree = {
+        section: {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in getattr(config, section)
+        }
+        for section in SECTIONS
+    }
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)

@@ -1,0 +1,136 @@
+"""The fields of the tree as a flat table of facts: what flags, YAML, docs and rules are made from."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic.fields import FieldInfo
+
+from megazero.config.tree import Config, Section
+
+
+class Kind(Enum):
+    """How the text of a field is read."""
+
+    INT = "int"
+    FLOAT = "float"
+    TEXT = "text"
+    CHOICE = "choice"
+    BOOL = "bool"
+    INTS = "ints"
+    TEXTS = "texts"
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """One field: where it sits in the tree, how it is read, and how the command line spells it."""
+
+    section: str
+    name: str
+    kind: Kind
+    choices: tuple[str, ...]
+    length: int | None
+    optional: bool
+    required: bool
+    default: Any
+    help: str
+    flag: str
+    aliases: tuple[str, ...]
+    switches: Mapping[str, Any]
+    yielding: frozenset[str]
+    unit: str | None
+
+    @property
+    def path(self) -> str:
+        """`section.name`, the key of YAML and of rules."""
+        return f"{self.section}.{self.name}"
+
+    @property
+    def flag_value(self) -> bool:
+        """What the presence of a boolean's flag sets: the opposite of its default."""
+        return not self.default
+
+    @property
+    def type_name(self) -> str:
+        """The type in words, for help and docs."""
+        if self.kind is Kind.CHOICE:
+            return " | ".join(self.choices)
+        if self.kind is Kind.INTS:
+            return f"{self.length} x int"
+        return {"bool": "switch", "texts": "text ..."}.get(self.kind.value, self.kind.value)
+
+
+def _unwrap(annotation: Any) -> tuple[Any, bool]:
+    """Strip Annotated and `| None`; returns the bare type and whether None is allowed."""
+    optional = False
+    while True:
+        origin = get_origin(annotation)
+        if origin is Annotated:
+            annotation = get_args(annotation)[0]
+        elif origin in (Union, types.UnionType):
+            members = [a for a in get_args(annotation) if a is not types.NoneType]
+            assert len(members) == 1, f"a field has one type, or one type and None; got {annotation}"
+            annotation, optional = members[0], True
+        else:
+            return annotation, optional
+
+
+def _kind(annotation: Any) -> tuple[Kind, tuple[str, ...], int | None]:
+    if get_origin(annotation) is Literal:
+        return Kind.CHOICE, get_args(annotation), None
+    if get_origin(annotation) is tuple:
+        items = get_args(annotation)
+        if items[-1] is Ellipsis:
+            return Kind.TEXTS, (), None
+        return Kind.INTS, (), len(items)
+    return {int: Kind.INT, float: Kind.FLOAT, str: Kind.TEXT, bool: Kind.BOOL}[annotation], (), None
+
+
+def _field_spec(section: str, name: str, annotation: Any, info: FieldInfo) -> FieldSpec:
+    bare, optional = _unwrap(annotation)
+    kind, choices, length = _kind(bare)
+    extra = info.json_schema_extra
+    assert isinstance(extra, dict), f"{section}.{name} must be declared with option()"
+    return FieldSpec(
+        section=section,
+        name=name,
+        kind=kind,
+        choices=choices,
+        length=length,
+        optional=optional,
+        required=info.is_required(),
+        default=None if info.is_required() else info.default,
+        help=info.description or "",
+        flag=extra["flag"] or "--" + name.replace("_", "-"),
+        aliases=tuple(extra["aliases"]),
+        switches=types.MappingProxyType(extra["switches"]),
+        yielding=frozenset(extra["yielding"]),
+        unit=extra["unit"],
+    )
+
+
+def _section_fields(section: str, model: type[Section]) -> list[FieldSpec]:
+    hints = get_type_hints(model, include_extras=True)
+    return [_field_spec(section, name, hints[name], info) for name, info in model.model_fields.items()]
+
+
+SECTIONS: Mapping[str, type[Section]] = types.MappingProxyType(
+    {name: info.annotation for name, info in Config.model_fields.items()}
+)
+"""Section name -> its class, in the tree's order."""
+
+FIELDS: tuple[FieldSpec, ...] = tuple(
+    spec for section, model in SECTIONS.items() for spec in _section_fields(section, model)
+)
+"""Every field of the tree, in the tree's order."""
+
+FIELD_BY_PATH: Mapping[str, FieldSpec] = types.MappingProxyType({spec.path: spec for spec in FIELDS})
+
+
+def section_title(section: str) -> str:
+    """The section's heading: the first line of its docstring."""
+    return (SECTIONS[section].__doc__ or section).splitlines()[0]

@@ -1,0 +1,223 @@
+"""The command line: flags generated from the tree, and a reader that reports every problem at once.
+
+`argparse` is not used: it stops at the first bad value, and its help text differs between Python
+versions, while ours is frozen by a snapshot.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from megazero.config.coerce import Unreadable, coerce, nearest
+from megazero.config.compat import FOREIGN_FLAGS, Ignored, verdict
+from megazero.config.fields import FIELDS, FieldSpec, Kind
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One spelling on the command line of one field.
+
+    A switch sets `constant` and takes no value. A yielding flag gives way to the field's other flags.
+    """
+
+    name: str
+    spec: FieldSpec
+    is_switch: bool = False
+    constant: Any = None
+    yields: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value for one field, and where it was given: a flag's name or `file:line`."""
+
+    spec: FieldSpec
+    value: Any
+    source: str
+
+
+@dataclass
+class Scan:
+    """What reading a command line gave. `broken` are the paths of fields whose value could not be read."""
+
+    settings: list[Setting] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    ignored: list[Ignored] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
+    config_file: str | None = None
+    check_only: bool = False
+
+
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "--config": "FILE: read settings from a YAML file; flags take precedence over it",
+        "--check-config": "print the resolved configuration and exit; 0 accepted, 2 refused",
+        "--help": "print this text and exit",
+        "--version": "print the version and exit",
+    }
+)
+"""Flags that are not fields of the tree, with their help."""
+
+
+def _flags_of(spec: FieldSpec) -> list[Flag]:
+    names = (spec.flag, *spec.aliases)
+    if spec.kind is Kind.BOOL:
+        own = [Flag(name, spec, is_switch=True, constant=spec.flag_value) for name in names]
+    else:
+        own = [Flag(name, spec) for name in names]
+    switches = [
+        Flag(name, spec, is_switch=True, constant=constant, yields=name in spec.yielding)
+        for name, constant in spec.switches.items()
+    ]
+    return own + switches
+
+
+def _all_flags() -> dict[str, Flag]:
+    table: dict[str, Flag] = {}
+    for flag in (flag for spec in FIELDS for flag in _flags_of(spec)):
+        assert flag.name not in table and flag.name not in COMMANDS, f"{flag.name} is declared twice"
+        table[flag.name] = flag
+    return table
+
+
+FLAGS: Mapping[str, Flag] = MappingProxyType(_all_flags())
+"""Every flag of the tree: name -> Flag."""
+
+
+def scan(argv: Sequence[str]) -> Scan:
+    """Read a command line. Problems are collected, never raised."""
+    result = Scan()
+    position = 0
+    while position < len(argv):
+        token = argv[position]
+        position += 1
+        if not _is_flag(token):
+            result.problems.append(
+                f"unexpected argument `{token}`: values belong after a flag; quote those that hold blanks."
+            )
+            continue
+        name, equals, inline = token.partition("=")
+        values = [inline] if equals else []
+        following = [] if equals else _values_after(argv, position)
+        position += _read_flag(result, name, values, following, argv)
+    result.settings = _settle(result)
+    return result
+
+
+def _is_flag(token: str) -> bool:
+    return token.startswith("-") and len(token) > 1 and not re.match(r"-\.?\d", token)
+
+
+def _values_after(argv: Sequence[str], position: int) -> list[str]:
+    end = position
+    while end < len(argv) and not _is_flag(argv[end]):
+        end += 1
+    return list(argv[position:end])
+
+
+def _read_flag(
+    result: Scan, name: str, inline: list[str], following: list[str], argv: Sequence[str]
+) -> int:
+    """Read one flag with its values into `result`; returns how many of `following` it took."""
+    if name in FLAGS:
+        return _read_field(result, FLAGS[name], inline, following)
+    if name in COMMANDS or name == "-h":
+        return _read_command(result, name, inline, following)
+    if name in FOREIGN_FLAGS:
+        foreign = FOREIGN_FLAGS[name]
+        taken = 0 if inline else min(len(following), foreign.most_values)
+        outcome = verdict(foreign, inline or following[:taken], argv)
+        if isinstance(outcome, Ignored):
+            result.ignored.append(outcome)
+        else:
+            result.problems.append(outcome)
+        return taken
+    close = nearest(name, [*FLAGS, *COMMANDS])
+    hint = f"; did you mean `{close}`?" if close else "; see --help."
+    result.problems.append(f"unknown flag `{name}`{hint}")
+    return len(following)
+
+
+def _read_command(result: Scan, name: str, inline: list[str], following: list[str]) -> int:
+    if name == "--config":
+        values = inline or following[:1]
+        if not values or not values[0]:
+            result.problems.append("`--config` must be followed by a file, but no value follows.")
+        elif result.config_file is not None:
+            result.problems.append(
+                f"`--config` must be given once, but is given as {result.config_file} and {values[0]}."
+            )
+        else:
+            result.config_file = values[0]
+        return 0 if inline else len(values)
+    if inline:
+        result.problems.append(f"`{name}` must stand without a value, but has `{inline[0]}`.")
+    if name == "--check-config":
+        result.check_only = True
+    return 0
+
+
+def _read_field(result: Scan, flag: Flag, inline: list[str], following: list[str]) -> int:
+    spec = flag.spec
+    if flag.is_switch:
+        value = _switch_value(result, flag, inline)
+        if value is not None:
+            result.settings.append(Setting(spec, value, flag.name))
+        return 0
+    many = spec.kind in (Kind.INTS, Kind.TEXTS)
+    values = inline or (following if many else following[:1])
+    if not values:
+        result.problems.append(f"`{flag.name}` must be followed by a value ({spec.type_name}).")
+        result.broken.add(spec.path)
+        return 0
+    try:
+        value = coerce(spec, values if many and not inline else values[0])
+        result.settings.append(Setting(spec, value, flag.name))
+    except Unreadable as error:
+        result.problems.append(f"`{flag.name}` {error}, but is `{' '.join(values)}`.")
+        result.broken.add(spec.path)
+    return 0 if inline else len(values)
+
+
+def _switch_value(result: Scan, flag: Flag, inline: list[str]) -> Any:
+    """What a switch sets. `--switch=false` sets a boolean the other way, to overrule a YAML file."""
+    if not inline:
+        return flag.constant
+    text = inline[0].lower()
+    if flag.spec.kind is Kind.BOOL and text in ("true", "false"):
+        return flag.constant if text == "true" else not flag.constant
+    allowed = "true or false" if flag.spec.kind is Kind.BOOL else "no value"
+    result.problems.append(f"`{flag.name}` is a switch that takes {allowed}, but is `{inline[0]}`.")
+    result.broken.add(flag.spec.path)
+    return None
+
+
+def _settle(result: Scan) -> list[Setting]:
+    """One setting per field: yielding flags give way, a repeated flag's last value counts, rivals clash."""
+    by_path: dict[str, list[Setting]] = {}
+    for setting in result.settings:
+        by_path.setdefault(setting.spec.path, []).append(setting)
+    settled = []
+    for path, given in by_path.items():
+        given = [s for s in given if not FLAGS[s.source].yields] or given
+        last_of_flag = {setting.source: setting for setting in given}
+        for name, last in last_of_flag.items():
+            earlier = next((s for s in given if s.source == name and s.value != last.value), None)
+            if earlier:
+                result.warnings.append(
+                    f"`{name}` is given more than once (as {earlier.value}, then {last.value}); "
+                    "the last is used."
+                )
+        rivals = list(last_of_flag.values())
+        if any(setting.value != rivals[0].value for setting in rivals):
+            says = " and ".join(f"`{s.source}` says {s.value}" for s in rivals)
+            result.problems.append(f"`{path}` must be set one way, but {says}; keep one of these flags.")
+            result.broken.add(path)
+        else:
+            settled.append(given[-1])
+    return settled

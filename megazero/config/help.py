@@ -1,0 +1,62 @@
+"""The text of `--help`, generated from the tree."""
+
+from __future__ import annotations
+
+import textwrap
+
+from megazero.config.fields import FIELDS, SECTIONS, FieldSpec, Kind, section_title
+from megazero.config.flags import COMMANDS
+
+
+def format_help(program: str = "pretrain_gpt.py", width: int = 100) -> str:
+    """All flags by section, each with its values, meaning, unit, default and other spellings."""
+    lines = [
+        f"usage: {program} [--config FILE] [flags]",
+        "",
+        *textwrap.wrap(
+            "Settings come from defaults, then the YAML file, then flags. Choices are read in any case; "
+            "--SWITCH=false turns off a switch that the file turns on. docs/configuration.md lists the "
+            "same with the flags of other trainers that are accepted or refused.",
+            width,
+        ),
+        "",
+        "Commands",
+    ]
+    for name, text in COMMANDS.items():
+        lines += _entry(name, text, width)
+    for section in SECTIONS:
+        lines += ["", section_title(section)]
+        for spec in (spec for spec in FIELDS if spec.section == section):
+            lines += _entry(_usage(spec), _meaning(spec), width)
+    return "\n".join(lines) + "\n"
+
+
+def _entry(head: str, text: str, width: int) -> list[str]:
+    body = textwrap.wrap(
+        text, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
+    )
+    return [f"  {head}", *body]
+
+
+def _usage(spec: FieldSpec) -> str:
+    if spec.kind is Kind.BOOL:
+        return spec.flag
+    if spec.kind is Kind.CHOICE:
+        return f"{spec.flag} {{{','.join(spec.choices)}}}"
+    if spec.kind is Kind.INTS:
+        return f"{spec.flag} {' '.join(['INT'] * (spec.length or 0))}"
+    return f"{spec.flag} {spec.type_name.upper()}"
+
+
+def _meaning(spec: FieldSpec) -> str:
+    notes = []
+    if spec.unit:
+        notes.append(f"unit: {spec.unit}")
+    if spec.required:
+        notes.append("required")
+    elif spec.kind is not Kind.BOOL and spec.default not in (None, ()):
+        notes.append(f"default: {spec.default}")
+    if spec.aliases:
+        notes.append("also " + ", ".join(spec.aliases))
+    notes += [f"{name} sets {constant}" for name, constant in spec.switches.items()]
+    return f"{spec.help} ({'; '.join(notes)})" if notes else spec.help

@@ -1,0 +1,407 @@
+"""The configuration: one frozen, typed tree that every other part of megazero reads.
+
+A field states its type, default and meaning once. `flags.py` turns the metadata into command line
+flags, `document.py` reads and writes YAML, `reference.py` the documentation, and `rules.py` checks
+what spans fields. Names are Megatron's wherever Megatron has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    flag: str | None = None,
+    aliases: tuple[str, ...] = (),
+    switches: Mapping[str, Any] | None = None,
+    yielding: tuple[str, ...] = (),
+    unit: str | None = None,
+) -> Any:
+    """Declare one field of a section.
+
+    Args:
+        default: value when neither a file nor a flag sets it; ``...`` makes the field required.
+        help: one sentence for `--help` and the docs.
+        flag: the flag's name, when it is not ``--field-name``. A boolean whose default is true takes
+            the flag that turns it off (Megatron's ``store_false`` flags) here.
+        aliases: other spellings of the same flag, such as an older name.
+        switches: valueless flags that set this field to a constant, name -> constant.
+        yielding: those of the switches that give way to any other flag of this field, as they do in
+            Megatron scripts: `--no-position-embedding` beside `--use-rotary-position-embeddings` is rotary.
+        unit: what the number counts.
+    """
+    extra = {
+        "flag": flag,
+        "aliases": list(aliases),
+        "switches": dict(switches or {}),
+        "yielding": list(yielding),
+        "unit": unit,
+    }
+    return Field(default, description=help, json_schema_extra=extra)
+
+
+def _split_proportions(text: str) -> str:
+    parts = text.replace("/", ",").split(",")
+    try:
+        shares = [float(part) for part in parts]
+    except ValueError:
+        shares = []
+    if len(shares) != 3 or not all(0 <= share < float("inf") for share in shares) or sum(shares) <= 0:
+        raise ValueError("must be three proportions such as 969,30,1, none negative and not all zero")
+    return text
+
+
+Probability = Annotated[float, Field(ge=0, lt=1)]
+"""A dropout rate, a decay of a running mean, a share of the schedule: in [0, 1)."""
+
+Proportions = Annotated[str, AfterValidator(_split_proportions)]
+"""Train, validation and test proportions, separated by commas (or slashes, as Megatron also reads)."""
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, strict about unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )
+
+
+class ModelConfig(Section):
+    """Model shape"""
+
+    num_layers: PositiveInt = option(..., "number of transformer layers")
+    hidden_size: PositiveInt = option(..., "width of the residual stream")
+    num_attention_heads: PositiveInt = option(..., "number of query heads")
+    seq_length: PositiveInt = option(..., "training sequence length", unit="tokens")
+    max_position_embeddings: PositiveInt | None = option(
+        None, "rows of the position table and longest rotary range; default: the sequence length"
+    )
+    ffn_hidden_size: PositiveInt | None = option(
+        None, "inner width of the MLP; default: 4 x hidden, or 8/3 x hidden rounded to 64 with SwiGLU"
+    )
+    num_query_groups: PositiveInt | None = option(
+        None,
+        "key/value heads of grouped-query attention; default: one per query head",
+        aliases=("--num-key-value-heads",),
+    )
+    kv_channels: PositiveInt | None = option(None, "width of one head; default: hidden / heads")
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
+        "learned_absolute",
+        "how tokens learn their position",
+        switches={"--use-rotary-position-embeddings": "rope", "--no-position-embedding": "none"},
+        yielding=("--no-position-embedding",),
+    )
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] = option(1.0, "share of each head's channels that is rotated")
+    rotary_base: PositiveFloat = option(
+        10000.0, "base of the rotary frequencies", aliases=("--rotary-position-embeddings-theta",)
+    )
+    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "kind of normalization")
+    norm_epsilon: PositiveFloat = option(1e-5, "added to the variance", aliases=("--layernorm-epsilon",))
+    activation: Literal["gelu", "gelu_exact", "swiglu", "squared_relu"] = option(
+        "gelu",
+        "MLP nonlinearity; gelu is the tanh form of GPT-2, gelu_exact the erf form",
+        switches={
+            "--swiglu": "swiglu",
+            "--squared-relu": "squared_relu",
+            "--openai-gelu": "gelu",
+            # Megatron's fused bias+GELU is the tanh form; unfused it takes torch's exact GELU.
+            "--no-bias-gelu-fusion": "gelu_exact",
+        },
+        yielding=("--no-bias-gelu-fusion",),
+    )
+    add_bias_linear: bool = option(
+        True, "leave the biases out of linear layers", flag="--disable-bias-linear"
+    )
+    untie_embeddings_and_output_weights: bool = option(False, "give the output head a weight of its own")
+    hidden_dropout: Probability = option(0.1, "dropout on the residual branches and the embedding")
+    attention_dropout: Probability = option(0.1, "dropout on the attention probabilities")
+    init_method_std: PositiveFloat = option(0.02, "standard deviation of the initial weights")
+    vocab_size: PositiveInt | None = option(
+        None, "vocabulary entries before padding; default: the tokenizer's"
+    )
+    make_vocab_size_divisible_by: PositiveInt = option(
+        128, "pad the vocabulary to a multiple of this times the tensor-parallel size"
+    )
+    fp32_residual_connection: bool = option(False, "keep the residual stream in fp32")
+    apply_residual_connection_post_layernorm: bool = option(
+        False, "take the residual after the normalization instead of before"
+    )
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Inner width of the MLP (of each of the two halves with SwiGLU)."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if self.activation == "swiglu":
+            return max(64, int(4 * self.hidden_size * 2 / 3) // 64 * 64)
+        return 4 * self.hidden_size
+
+    @property
+    def positions(self) -> int:
+        """Longest sequence that the model can be given."""
+        return self.max_position_embeddings or self.seq_length
+
+
+class ParallelConfig(Section):
+    """Parallelism"""
+
+    tensor_model_parallel_size: PositiveInt = option(
+        1, "ranks that share each layer's weights", aliases=("--model-parallel-size",)
+    )
+    pipeline_model_parallel_size: PositiveInt = option(1, "pipeline stages")
+    context_parallel_size: PositiveInt = option(
+        1, "ranks that share each sequence", aliases=("--ds-sequence-parallel-size",)
+    )
+    expert_model_parallel_size: PositiveInt = option(
+        1, "ranks that share the experts of a layer", aliases=("--moe-expert-parallel-size",)
+    )
+    sequence_parallel: bool = option(
+        False, "shard norm and dropout regions over the tensor-parallel ranks along the sequence"
+    )
+    distributed_backend: Literal["auto", "nccl", "gloo"] = option(
+        "auto", "communication library; auto is nccl on CUDA, gloo elsewhere"
+    )
+    distributed_timeout_minutes: PositiveFloat = option(
+        10.0, "longest wait in one collective", unit="minutes"
+    )
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to train; auto is CUDA where present")
+    bucket_size: PositiveInt = option(
+        16_000_000,
+        "parameters of one gradient bucket",
+        aliases=("--zero-reduce-bucket-size",),
+        unit="elements",
+    )
+    overlap_grad_reduce: bool = option(
+        True,
+        "reduce gradients after backward instead of while it runs",
+        flag="--no-overlap-grad-reduce",
+        switches={"--overlap-grad-reduce": True},
+    )
+
+
+class BatchConfig(Section):
+    """Batch sizes"""
+
+    micro_batch_size: PositiveInt = option(..., "sequences of one forward pass on one replica")
+    global_batch_size: PositiveInt | None = option(
+        None, "sequences of one optimizer step; default: micro batch x data-parallel size"
+    )
+    rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = option(
+        None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES"
+    )
+
+
+class OptimizerConfig(Section):
+    """Optimizer"""
+
+    optimizer: Literal["adam", "sgd"] = option("adam", "adam is AdamW (decoupled weight decay)")
+    lr: PositiveFloat = option(..., "peak learning rate")
+    min_lr: NonNegativeFloat = option(0.0, "floor of the learning rate")
+    weight_decay: NonNegativeFloat = option(0.01, "decoupled weight decay of matrices and embeddings")
+    adam_beta1: Probability = option(0.9, "decay of the first moment")
+    adam_beta2: Probability = option(0.999, "decay of the second moment")
+    adam_eps: PositiveFloat = option(1e-8, "added to the root of the second moment")
+    sgd_momentum: NonNegativeFloat = option(0.9, "momentum of SGD")
+    clip_grad: NonNegativeFloat = option(1.0, "largest global gradient norm; 0 turns clipping off")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
+        "linear", "shape of the decay"
+    )
+    lr_decay_iters: PositiveInt | None = option(None, "length of the decay", unit="iterations")
+    lr_decay_samples: PositiveInt | None = option(None, "length of the decay", unit="samples")
+    lr_decay_tokens: PositiveInt | None = option(None, "length of the decay", unit="tokens")
+    lr_warmup_iters: NonNegativeInt = option(0, "linear warmup", unit="iterations")
+    lr_warmup_samples: NonNegativeInt = option(0, "linear warmup", unit="samples")
+    lr_warmup_tokens: NonNegativeInt = option(0, "linear warmup", unit="tokens")
+    lr_warmup_fraction: Probability | None = option(None, "linear warmup as a fraction of the decay length")
+    lr_warmup_init: NonNegativeFloat = option(0.0, "learning rate at the start of the warmup")
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
+        "exponential", "shape of the final decay of WSD"
+    )
+    lr_wsd_decay_iters: PositiveInt | None = option(None, "length of WSD's final decay", unit="iterations")
+    lr_wsd_decay_samples: PositiveInt | None = option(None, "length of WSD's final decay", unit="samples")
+    lr_wsd_decay_tokens: PositiveInt | None = option(None, "length of WSD's final decay", unit="tokens")
+    start_weight_decay: NonNegativeFloat | None = option(None, "weight decay at the start of its schedule")
+    end_weight_decay: NonNegativeFloat | None = option(None, "weight decay at the end of its schedule")
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
+        "constant", "how weight decay moves from start to end"
+    )
+
+
+class PrecisionConfig(Section):
+    """Precision"""
+
+    dtype: Literal["fp32", "fp16", "bf16"] = option(
+        "fp32",
+        "parameters and activations; masters, moments and gradient sums are always fp32",
+        flag="--params-dtype",
+        switches={"--fp16": "fp16", "--bf16": "bf16"},
+    )
+    loss_scale: PositiveFloat | None = option(None, "static loss scale of fp16; default: dynamic")
+    initial_loss_scale: PositiveFloat = option(2.0**32, "first dynamic loss scale")
+    min_loss_scale: PositiveFloat = option(1.0, "floor of the dynamic loss scale")
+    loss_scale_window: PositiveInt = option(1000, "good steps before the scale doubles", unit="iterations")
+    hysteresis: PositiveInt = option(2, "overflows tolerated before the scale halves")
+
+
+class RecomputeConfig(Section):
+    """Activation recompute"""
+
+    granularity: Literal["none", "selective", "full"] = option(
+        "none",
+        "what backward computes again: nothing, the attention core, or whole layers",
+        flag="--recompute-granularity",
+        switches={
+            "--recompute-activations": "selective",
+            "--checkpoint-activations": "full",
+            "--deepspeed-activation-checkpointing": "full",
+        },
+    )
+    method: Literal["uniform", "block"] = option(
+        "uniform",
+        "uniform: every unit of layers; block: only the first layers of a stage",
+        flag="--recompute-method",
+        aliases=("--activations-checkpoint-method",),
+    )
+    num_layers: PositiveInt = option(
+        1,
+        "uniform: layers per unit; block: layers recomputed",
+        flag="--recompute-num-layers",
+        aliases=("--checkpoint-num-layers",),
+    )
+
+
+class TokenizerConfig(Section):
+    """Tokenizer"""
+
+    tokenizer_type: (
+        Literal[
+            "GPT2BPETokenizer",
+            "HFTokenizer",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "ByteLevelTokenizer",
+            "NullTokenizer",
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+        ]
+        | None
+    ) = option(None, "kind of tokenizer")
+    vocab_file: str | None = option(None, "vocabulary file (GPT-2: vocab.json; BERT: vocab.txt)")
+    merge_file: str | None = option(None, "BPE merges file")
+    tokenizer_model: str | None = option(None, "sentencepiece model, tokenizer.json, or a folder with one")
+    vocab_extra_ids: NonNegativeInt = option(0, "sentinel tokens added to the vocabulary")
+
+
+class DataConfig(Section):
+    """Data"""
+
+    data_path: tuple[str, ...] = option((), "one dataset prefix, or WEIGHT PREFIX pairs to blend")
+    train_data_path: tuple[str, ...] = option((), "prefix or blend for training alone")
+    valid_data_path: tuple[str, ...] = option((), "prefix or blend for validation alone")
+    test_data_path: tuple[str, ...] = option((), "prefix or blend for testing alone")
+    split: Proportions = option("969, 30, 1", "train, validation and test proportions of --data-path")
+    data_cache_path: str | None = option(None, "folder for built indexes; default: beside the data")
+    train_data_exact_num_epochs: PositiveInt | None = option(
+        None, "build the training index for exactly so many epochs"
+    )
+    dataloader_type: Literal["single", "cyclic"] = option(
+        "single", "single: one pass in index order; cyclic: reshuffled every epoch, without end"
+    )
+    num_workers: NonNegativeInt = option(2, "batches read ahead by a background thread; 0 reads in line")
+    reset_position_ids: bool = option(False, "count positions anew after each end of document")
+    reset_attention_mask: bool = option(False, "let tokens attend only within their document")
+    eod_mask_loss: bool = option(False, "leave end-of-document inputs out of the loss")
+    mock_data: bool = option(False, "train on deterministic random tokens instead of files")
+
+
+class TrainingConfig(Section):
+    """Training length and evaluation"""
+
+    train_iters: PositiveInt | None = option(None, "length of the training", unit="iterations")
+    train_samples: PositiveInt | None = option(None, "length of the training", unit="samples")
+    train_tokens: PositiveInt | None = option(None, "length of the training", unit="tokens")
+    seed: NonNegativeInt = option(1234, "of initial weights, data order and dropout")
+    eval_interval: PositiveInt = option(1000, "iterations between evaluations", unit="iterations")
+    eval_iters: NonNegativeInt = option(100, "global batches of one evaluation; 0 turns it off")
+    exit_interval: PositiveInt | None = option(None, "save and exit at multiples of this", unit="iterations")
+    exit_duration_in_mins: PositiveFloat | None = option(
+        None, "save and exit after this time", unit="minutes"
+    )
+    skip_train: bool = option(False, "evaluate and test only")
+
+
+class CheckpointConfig(Section):
+    """Checkpoints"""
+
+    save: str | None = option(None, "folder to write checkpoints to")
+    load: str | None = option(None, "folder to read the latest checkpoint from")
+    save_interval: PositiveInt | None = option(None, "iterations between checkpoints", unit="iterations")
+    finetune: bool = option(False, "load weights only and start counting anew")
+    no_load_optim: bool = option(False, "leave the optimizer state unread")
+    no_load_rng: bool = option(False, "leave the seed of dropout as configured instead of as saved")
+    no_save_optim: bool = option(False, "leave the optimizer state unsaved")
+    exit_on_missing_checkpoint: bool = option(False, "fail where --load finds nothing, instead of starting")
+    override_opt_param_scheduler: bool = option(
+        False,
+        "take schedule values from the configuration, not the checkpoint",
+        flag="--override-opt_param-scheduler",
+        aliases=("--override-opt-param-scheduler",),
+    )
+
+
+class LoggingConfig(Section):
+    """Logging"""
+
+    log_interval: PositiveInt = option(100, "iterations between log lines", unit="iterations")
+    metrics_jsonl: str | None = option(None, "file that gets one JSON object per iteration")
+    tensorboard_dir: str | None = option(None, "folder for TensorBoard events")
+    tensorboard_log_interval: PositiveInt = option(1, "iterations between events", unit="iterations")
+    tensorboard_queue_size: PositiveInt = option(1000, "events held before they are written")
+    log_validation_ppl_to_tensorboard: bool = option(False, "also record validation perplexity")
+    log_timers_to_tensorboard: bool = option(False, "also record the time of each phase")
+    log_params_norm: bool = option(False, "also record the norm of the parameters")
+    log_num_zeros_in_grad: bool = option(False, "also record how many gradient elements are zero")
+    wandb_project: str | None = option(None, "Weights & Biases project; needs the wandb package")
+    wandb_exp_name: str | None = option(None, "Weights & Biases run name")
+    wandb_save_dir: str | None = option(None, "Weights & Biases local folder")
+
+
+class Config(Section):
+    """Everything that determines a run."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    batch: BatchConfig
+    optimizer: OptimizerConfig
+    precision: PrecisionConfig = PrecisionConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    data: DataConfig = DataConfig()
+    training: TrainingConfig = TrainingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()

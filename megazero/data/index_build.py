@@ -1,0 +1,254 @@
+"""From sequence lengths to the order of training samples: document, sample, shuffle and blending index.
+
+A GPT sample is `sequence_length` + 1 consecutive tokens of the shuffled documents laid end to end; consecutive
+samples share one token. Three arrays say which: the *document index* (epochs of shuffled sequence numbers), the
+*sample index* (where in them sample k begins) and the *shuffle index* (the order in which samples are drawn).
+The construction, its use of one `numpy.random.RandomState` and the 80% rule for the last epoch are
+Megatron-Core's, so the order of samples for a seed is too.
+
+Each builder has a `*_reference` twin in numpy; the compiled one (csrc/data) is used where it is built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megazero.data.native import NATIVE
+from megazero.errors import DataError
+
+_FINAL_EPOCH_SHARE = 0.80  # a last epoch used less than this is shuffled apart from the earlier ones
+MAX_DATASETS = int(np.iinfo(np.int16).max)
+
+
+@dataclass(frozen=True)
+class SamplePlan:
+    """How many samples a split gives and over how many epochs; all counts of samples but `tokens_per_epoch`.
+
+    samples: rows of the shuffle index, at least the number asked for. samples_before_last: of all epochs but
+    the last. separate_last: the last epoch is shuffled on its own, after the others.
+    """
+
+    tokens_per_epoch: int
+    sequence_length: int
+    extra: int
+    epochs: int
+    samples: int
+    samples_before_last: int
+    separate_last: bool
+
+
+@dataclass(frozen=True)
+class GPTIndex:
+    """document_index: int32|int64 [epochs * sequences]; sample_index: int32|int64 [samples + 1, 2], rows
+    (position in document_index, token offset); shuffle_index: uint32|int64 [samples]."""
+
+    document_index: np.ndarray
+    sample_index: np.ndarray
+    shuffle_index: np.ndarray
+
+
+def plan_samples(
+    tokens_per_epoch: int,
+    sequence_length: int,
+    num_samples: int | None,
+    epochs: int | None = None,
+    extra: int = 1,
+) -> SamplePlan:
+    """Counts epochs and samples.
+
+    num_samples: at least so many (None: one epoch); epochs: exactly so many instead. extra: 1 if a sample reads
+    one token past its end for the last label, else 0. Raises DataError if the data gives not one sample.
+    """
+    if sequence_length < 1:
+        raise DataError(f"`sequence_length` must be at least 1, but is {sequence_length}.")
+    if tokens_per_epoch < 1 or (
+        num_samples is None and (epochs or 1) * tokens_per_epoch < sequence_length + extra
+    ):
+        raise DataError(
+            f"`tokens` must be at least sequence_length + {extra} = {sequence_length + extra} for one sample, but "
+            f"are {tokens_per_epoch} in each of {epochs or 1} epoch(s); give more text or a shorter sequence."
+        )
+    if num_samples is not None and num_samples < 1:
+        raise DataError(f"`num_samples` must be at least 1, but is {num_samples}.")
+    if epochs is not None and epochs < 1:
+        raise DataError(f"`epochs` must be at least 1, but is {epochs}.")
+    if epochs is None:
+        wanted = 1 if num_samples is None else num_samples * sequence_length + extra
+        epochs = max(1, -(-wanted // tokens_per_epoch))
+    else:
+        num_samples = None
+    samples = (epochs * tokens_per_epoch - extra) // sequence_length
+    before_last = ((epochs - 1) * tokens_per_epoch - extra) // sequence_length if epochs > 1 else 0
+    per_epoch = (tokens_per_epoch - extra) // sequence_length
+    asked_of_last = (samples if num_samples is None else num_samples) - before_last
+    separate = epochs > 1 and asked_of_last < int(_FINAL_EPOCH_SHARE * per_epoch)
+    return SamplePlan(tokens_per_epoch, sequence_length, extra, epochs, samples, before_last, separate)
+
+
+def build_gpt_index(
+    lengths: np.ndarray, sequence_ids: np.ndarray, plan: SamplePlan, seed: int, native: bool = True
+) -> GPTIndex:
+    """The three arrays of a split.
+
+    lengths: int32 [S] of the whole dataset; sequence_ids: int [n] of the split; native: use the compiled
+    builder where it is built. `plan.tokens_per_epoch` must be the tokens of `sequence_ids`.
+    """
+    random = np.random.RandomState(seed)
+    document_index = build_document_index(sequence_ids, plan, random)
+    build = build_sample_index if native else sample_index_reference
+    sample_index = build(lengths, document_index, plan.sequence_length, plan.samples, plan.extra)
+    shuffle_index = build_shuffle_index(plan, random)
+    return GPTIndex(document_index, sample_index, shuffle_index)
+
+
+def build_document_index(
+    sequence_ids: np.ndarray, plan: SamplePlan, random: np.random.RandomState
+) -> np.ndarray:
+    """Epochs of `sequence_ids`, shuffled together, or the last one apart; int32 while the ids fit."""
+    fits = sequence_ids.size == 0 or int(sequence_ids.max()) <= np.iinfo(np.int32).max
+    ids = sequence_ids.astype(np.int32 if fits else np.int64)
+    parts = [plan.epochs - 1, 1] if plan.separate_last else [plan.epochs]
+    shuffled = []
+    for repeats in parts:
+        part = np.tile(ids, repeats)
+        random.shuffle(part)
+        shuffled.append(part)
+    return np.concatenate(shuffled) if len(shuffled) > 1 else shuffled[0]
+
+
+def build_shuffle_index(plan: SamplePlan, random: np.random.RandomState) -> np.ndarray:
+    """A permutation of the samples; with `separate_last` of those before the last epoch, then of the rest."""
+    dtype = np.uint32 if plan.samples < np.iinfo(np.uint32).max - 1 else np.int64
+    index = np.arange(plan.samples, dtype=dtype)
+    if plan.separate_last:
+        random.shuffle(index[: plan.samples_before_last])
+        random.shuffle(index[plan.samples_before_last :])
+    else:
+        random.shuffle(index)
+    return index
+
+
+def build_sample_index(
+    lengths: np.ndarray, document_index: np.ndarray, sequence_length: int, samples: int, extra: int = 1
+) -> np.ndarray:
+    """Rows (position in document_index, offset), [samples + 1, 2]; row k > 0 holds the last token of sample k - 1.
+
+    int32 while every position fits, else int64. Raises DataError if the documents hold too few tokens.
+    """
+    if NATIVE is None:
+        return sample_index_reference(lengths, document_index, sequence_length, samples, extra)
+    try:
+        return NATIVE.sample_index(lengths, document_index, sequence_length, extra, samples)
+    except IndexError as error:
+        raise _too_few_tokens(str(error), samples, sequence_length, extra) from error
+
+
+def sample_index_reference(
+    lengths: np.ndarray, document_index: np.ndarray, sequence_length: int, samples: int, extra: int = 1
+) -> np.ndarray:
+    """The same by prefix sums: sample k - 1 ends with token k * T + extra - 1, found by binary search."""
+    sizes = np.asarray(lengths)[document_index].astype(np.int64)
+    ends = np.cumsum(sizes)
+    needed = np.arange(1, samples + 1, dtype=np.int64) * sequence_length + extra
+    if samples and (ends.size == 0 or needed[-1] > ends[-1]):
+        raise _too_few_tokens("the documents hold fewer tokens", samples, sequence_length, extra)
+    position = np.searchsorted(ends, needed, side="left")
+    narrow = document_index.size <= np.iinfo(np.int32).max
+    rows = np.zeros((samples + 1, 2), dtype=np.int32 if narrow else np.int64)
+    rows[1:, 0] = position
+    rows[1:, 1] = needed - extra - (ends[position] - sizes[position])
+    return rows
+
+
+def _too_few_tokens(reason: str, samples: int, sequence_length: int, extra: int) -> DataError:
+    return DataError(
+        f"`tokens` must be at least {samples} samples * {sequence_length} + {extra} = "
+        f"{samples * sequence_length + extra}, but are fewer ({reason}); the index does not fit the dataset."
+    )
+
+
+def build_blending_index(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which dataset gives sample i of a blend, and which of its samples.
+
+    weights: [d], positive, normalized here; size: samples. At each i the dataset with the largest
+    weight * max(i, 1) - taken is chosen, the lowest number on ties. Returns int16 [size], int64 [size].
+    """
+    shares = normalized(weights)
+    if NATIVE is None:
+        return blending_index_reference(shares, None, size)
+    return NATIVE.blending_index(shares, None, size)
+
+
+def build_exhaustive_blending_index(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same over every sample of every dataset once, in shares of their sizes. sizes: int [d]."""
+    limits = np.asarray(sizes, dtype=np.int64)
+    if limits.size == 0 or int(limits.min()) < 0 or int(limits.sum()) < 1:
+        raise DataError(f"`sizes` must be counts with at least one sample, but are {limits.tolist()}.")
+    _check_dataset_count(limits.size)
+    total = int(limits.sum())
+    shares = limits / float(total)
+    if NATIVE is None:
+        return blending_index_reference(shares, limits, total)
+    return NATIVE.blending_index(shares, limits, total)
+
+
+def blending_index_reference(
+    shares: np.ndarray, limits: np.ndarray | None, size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Twin of both blending builders. shares: float64 [d] that add up to 1; limits: samples of each, or None."""
+    dataset_index = np.empty(size, dtype=np.int16)
+    sample_index = np.empty(size, dtype=np.int64)
+    taken = np.zeros(len(shares), dtype=np.int64)
+    for i in range(size):
+        lag = shares * float(max(i, 1)) - taken
+        if limits is not None:
+            lag[taken >= limits] = -np.inf
+        chosen = int(np.argmax(lag))
+        dataset_index[i] = chosen
+        sample_index[i] = taken[chosen]
+        taken[chosen] += 1
+    return dataset_index, sample_index
+
+
+def normalized(weights: np.ndarray) -> np.ndarray:
+    """`weights` divided by their sum, float64 [d]; DataError unless all are positive and finite."""
+    values = np.asarray(weights, dtype=np.float64)
+    if values.size == 0 or not np.isfinite(values).all() or float(values.min()) <= 0:
+        raise DataError(f"`weights` of a blend must be positive numbers, but are {values.tolist()}.")
+    _check_dataset_count(values.size)
+    return values / np.sum(values)
+
+
+def _check_dataset_count(count: int) -> None:
+    if count >= MAX_DATASETS:
+        raise DataError(f"`datasets` of a blend must be fewer than {MAX_DATASETS}, but are {count}; merge some.")
+
+
+def gather_reference(
+    tokens: np.ndarray,
+    tables: tuple[np.ndarray, np.ndarray, np.ndarray],
+    starts: np.ndarray,
+    length: int,
+    extra: int,
+) -> tuple[np.ndarray, np.ndarray, int, int]:
+    """Twin of the compiled gather.
+
+    tokens: ids [total] of the `.bin`; tables: (lengths, offsets, document_index); starts: int64 [b, 2], rows of the
+    sample index. Returns tokens and labels, int64 [b, length] each, and the lowest and highest id met. With extra
+    0 the last label is 0.
+    """
+    lengths, offsets, documents = tables
+    text = np.zeros((len(starts), length + 1), dtype=np.int64)
+    for row, (position, offset) in enumerate(starts.tolist()):
+        done = 0
+        while done < length + extra:
+            document = documents[position]
+            begin = int(offsets[document]) // tokens.itemsize + offset
+            count = min(int(lengths[document]) - offset, length + extra - done)
+            text[row, done : done + count] = tokens[begin : begin + count]
+            done, position, offset = done + count, position + 1, 0
+    met = text[:, : length + extra]
+    lowest, highest = (int(met.min()), int(met.max())) if met.size else (0, 0)
+    return np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:]), lowest, highest

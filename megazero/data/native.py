@@ -1,0 +1,15 @@
+"""The compiled helpers, or None where they are not built; the package then works in numpy and says so once."""
+
+from __future__ import annotations
+
+import warnings
+
+try:
+    from megazero.data import _native as NATIVE
+except ImportError as error:
+    NATIVE = None
+    warnings.warn(
+        f"megazero.data works without its compiled helpers ({error}): index building and sample gathering are "
+        "slower. Install a C++17 compiler and run `pip install -e .` to build them.",
+        stacklevel=2,
+    )

@@ -1,0 +1,20 @@
+"""Text to token ids and back. A newcomer starts at `build_tokenizer` (build.py); `fast.py` is the quick lane.
+
+Importing this package loads no tokenizer library; each kind imports its own when it is built.
+"""
+
+from megazero.data.tokenizers.base import TokenBatch, Tokenizer
+from megazero.data.tokenizers.build import TOKENIZER_KINDS, TokenizerSpec, build_tokenizer
+from megazero.data.tokenizers.fast import FastChoice, FastEncoder, first_difference, try_fast
+
+__all__ = [
+    "TOKENIZER_KINDS",
+    "FastChoice",
+    "FastEncoder",
+    "TokenBatch",
+    "Tokenizer",
+    "TokenizerSpec",
+    "build_tokenizer",
+    "first_difference",
+    "try_fast",
+]

@@ -1,0 +1,76 @@
+"""What every tokenizer offers.
+
+One rule holds for all kinds: **a document is plain text**. A document that happens to contain the letters
+`<|endoftext|>` (or `</s>`, `[MASK]`, ...) is encoded as these letters and never as the special id, so no text
+can forge an end of document. This is what Megatron's GPT-2 tokenizer and tiktoken's `encode_ordinary` do; the
+`tokenizers` library does it on request. Nothing is added around the text either (no BOS, no [CLS]): whoever
+builds samples adds what the model needs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from megazero.data.tokenizers.fast import FastSource
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Token ids of several texts, one after the other.
+
+    `ids` [total tokens], an unsigned or signed integer array; `lengths` int64 [texts], summing to len(ids).
+    """
+
+    ids: np.ndarray
+    lengths: np.ndarray
+
+    @staticmethod
+    def of(rows: Sequence[Sequence[int]]) -> TokenBatch:
+        """The batch of these id lists."""
+        lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
+        ids = np.empty(int(lengths.sum()), dtype=np.int64)
+        end = 0
+        for row in rows:
+            start, end = end, end + len(row)
+            ids[start:end] = row
+        return TokenBatch(ids, lengths)
+
+    def rows(self) -> list[np.ndarray]:
+        """One view of `ids` per text."""
+        return np.split(self.ids, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
+
+
+class Tokenizer(ABC):
+    """Text to ids and back.
+
+    `name` is the kind; `vocab_size` counts every id the tokenizer knows (one above the largest, unpadded);
+    `eod` is the id which ends a document, or None where the vocabulary has none; `special_ids` maps the roles
+    that exist ("bos", "eos", "pad", "cls", "sep", "mask", "unk") to ids.
+    """
+
+    name: str
+    vocab_size: int
+    eod: int | None
+    special_ids: Mapping[str, int]
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The ids of one plain text. Raises DataError where the text has none (NullTokenizer)."""
+
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
+        """The ids of several plain texts; the same ids as `encode` gives each."""
+        return TokenBatch.of([self.encode(text) for text in texts])
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids, special tokens by their names. Raises DataError on ids outside the vocabulary."""
+
+    def fast_source(self) -> FastSource | None:
+        """What a fast encoder can be built from, or None if this kind has no such form."""
+        return None

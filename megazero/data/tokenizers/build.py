@@ -1,0 +1,115 @@
+"""From the flags `--tokenizer-type`, `--vocab-file`, `--merge-file`, `--tokenizer-model` to a tokenizer."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megazero.data.tokenizers.base import Tokenizer
+from megazero.errors import DataError
+
+
+@dataclass(frozen=True)
+class TokenizerSpec:
+    """Which tokenizer, in Megatron's words; a value that can be sent to another process.
+
+    `kind` is `--tokenizer-type`, `model` is `--tokenizer-model`, `extra_ids` is `--vocab-extra-ids`
+    (sentinel tokens after the vocabulary, WordPiece and SentencePieceTokenizer only). `vocab_size` is needed by
+    NullTokenizer; elsewhere it may be left out, and if given it must agree with the files.
+    """
+
+    kind: str
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    model: str | None = None
+    vocab_size: int | None = None
+    extra_ids: int = 0
+
+
+def _gpt2(spec: TokenizerSpec) -> Tokenizer:
+    from megazero.data.tokenizers.library import load_gpt2_bpe
+
+    return load_gpt2_bpe(spec.vocab_file, spec.merge_file)
+
+
+def _tokenizer_json(spec: TokenizerSpec) -> Tokenizer:
+    from megazero.data.tokenizers.library import load_tokenizer_json
+
+    return load_tokenizer_json(spec.model, spec.kind)
+
+
+def _bert(spec: TokenizerSpec) -> Tokenizer:
+    from megazero.data.tokenizers.wordpiece import load_wordpiece
+
+    return load_wordpiece(spec.vocab_file, spec.kind, spec.extra_ids)
+
+
+def _gpt_sentencepiece(spec: TokenizerSpec) -> Tokenizer:
+    from megazero.data.tokenizers.sentence_piece import GPTSentencePieceTokenizer
+
+    return GPTSentencePieceTokenizer(spec.model)
+
+
+def _sentencepiece(spec: TokenizerSpec) -> Tokenizer:
+    from megazero.data.tokenizers.sentence_piece import SentencePieceTokenizer
+
+    return SentencePieceTokenizer(spec.model, spec.extra_ids)
+
+
+def _bytes(spec: TokenizerSpec) -> Tokenizer:
+    from megazero.data.tokenizers.simple import ByteLevelTokenizer
+
+    return ByteLevelTokenizer()
+
+
+def _null(spec: TokenizerSpec) -> Tokenizer:
+    from megazero.data.tokenizers.simple import NullTokenizer
+
+    return NullTokenizer(spec.vocab_size)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    make: Callable[[TokenizerSpec], Tokenizer]
+    has_extra_ids: bool = False
+    needs_vocab_size: bool = False
+
+
+_KINDS = {
+    "GPT2BPETokenizer": _Kind(_gpt2),
+    "HFTokenizer": _Kind(_tokenizer_json),
+    "TokenizerJson": _Kind(_tokenizer_json),
+    "SentencePieceTokenizer": _Kind(_sentencepiece, has_extra_ids=True),
+    "GPTSentencePieceTokenizer": _Kind(_gpt_sentencepiece),
+    "BertWordPieceLowerCase": _Kind(_bert, has_extra_ids=True),
+    "BertWordPieceCase": _Kind(_bert, has_extra_ids=True),
+    "ByteLevelTokenizer": _Kind(_bytes),
+    "NullTokenizer": _Kind(_null, needs_vocab_size=True),
+}
+
+TOKENIZER_KINDS: tuple[str, ...] = tuple(_KINDS)
+"""The values `--tokenizer-type` accepts."""
+
+
+def build_tokenizer(spec: TokenizerSpec) -> Tokenizer:
+    """The tokenizer `spec` describes. Raises DataError if a file is missing or unsuitable, or a value has no use."""
+    kind = _KINDS.get(spec.kind)
+    if kind is None:
+        near = difflib.get_close_matches(spec.kind, TOKENIZER_KINDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(TOKENIZER_KINDS)}."
+        raise DataError(f"`--tokenizer-type` must be a known tokenizer, but is {spec.kind}; {hint}")
+    if spec.extra_ids < 0:
+        raise DataError(f"`--vocab-extra-ids` must be at least 0, but is {spec.extra_ids}.")
+    if spec.extra_ids and not kind.has_extra_ids:
+        users = ", ".join(name for name, row in _KINDS.items() if row.has_extra_ids)
+        raise DataError(
+            f"`--vocab-extra-ids` must be 0 with {spec.kind}, but is {spec.extra_ids}; it is read by {users} only."
+        )
+    tokenizer = kind.make(spec)
+    if not kind.needs_vocab_size and spec.vocab_size not in (None, tokenizer.vocab_size):
+        raise DataError(
+            f"`--vocab-size` must be {tokenizer.vocab_size}, the size of this {spec.kind}'s vocabulary, "
+            f"but is {spec.vocab_size}; leave the flag out or give the files it belongs to."
+        )
+    return tokenizer

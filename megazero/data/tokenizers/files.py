@@ -1,0 +1,30 @@
+"""Finding and reading the files a tokenizer is made of, with errors that name the flag."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megazero.errors import DataError
+
+
+def require_file(path: str | None, flag: str, kind: str, content: str) -> Path:
+    """The existing file `path`, or DataError saying which flag gives `kind` its `content`."""
+    if path is None:
+        raise DataError(f"`{flag}` must name {content} for {kind}, but is missing; add `{flag} FILE`.")
+    found = Path(path)
+    if not found.is_file():
+        what = "a directory" if found.is_dir() else "not there"
+        raise DataError(f"`{flag}` must name {content} for {kind}, but {path} is {what}; correct `{flag}`.")
+    return found
+
+
+def read_json(path: Path, flag: str) -> Any:
+    """The parsed JSON file, or DataError naming it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"`{flag}` must be a JSON file, but {path} is not ({error}).") from error
+    except OSError as error:
+        raise DataError(f"`{flag}` must be readable, but {path} is not ({error}).") from error

@@ -1,0 +1,163 @@
+"""Tokenizers run by the `tokenizers` library: GPT-2's byte-level BPE and any `tokenizer.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megazero.data.tokenizers.base import TokenBatch, Tokenizer
+from megazero.data.tokenizers.fast import FastSource
+from megazero.data.tokenizers.files import read_json, require_file
+from megazero.errors import DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+END_OF_TEXT = "<|endoftext|>"
+_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+_ROLES = ("bos", "eos", "pad", "cls", "sep", "mask", "unk")
+
+
+class LibraryTokenizer(Tokenizer):
+    """A `tokenizers.Tokenizer` under megazero's rule that documents are plain text."""
+
+    def __init__(
+        self, name: str, backend: tokenizers.Tokenizer, special_ids: Mapping[str, int], eod: int | None
+    ):
+        # A tokenizer.json may carry truncation or padding for fine-tuning; either would change documents silently.
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        self.name = name
+        self.eod = eod
+        self.special_ids = dict(special_ids)
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self._backend = backend
+
+    def encode(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return TokenBatch.of([encoding.ids for encoding in encodings])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        ids = [int(i) for i in ids]
+        check_ids(ids, self.vocab_size)
+        return self._backend.decode(ids, skip_special_tokens=False)
+
+    def fast_source(self) -> FastSource | None:
+        config = json.loads(self._backend.to_str())
+        # Fast encoders always recognize special tokens; leaving them out makes documents plain text there too.
+        config["added_tokens"] = [token for token in config["added_tokens"] if not token["special"]]
+        config["post_processor"] = None
+        return FastSource("tokenizer.json", json.dumps(config).encode())
+
+
+def check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Raise DataError if an id is outside 0..vocab_size-1."""
+    for i in ids:
+        if not 0 <= i < vocab_size:
+            raise DataError(
+                f"token ids must be in 0..{vocab_size - 1}, but one is {i}; is it another vocabulary's?"
+            )
+
+
+def load_gpt2_bpe(vocab_file: str | None, merge_file: str | None) -> LibraryTokenizer:
+    """GPT-2's byte-level BPE (Radford et al. 2019) from vocab.json and merges.txt; eod is `<|endoftext|>`."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    kind = "GPT2BPETokenizer"
+    vocab = require_file(vocab_file, "--vocab-file", kind, "a vocab.json")
+    merges = require_file(merge_file, "--merge-file", kind, "a merges.txt")
+    table = read_json(vocab, "--vocab-file")
+    if not isinstance(table, dict) or not all(type(i) is int and i >= 0 for i in table.values()):
+        raise DataError(
+            f"`--vocab-file` must map tokens to ids, but {vocab} does not; give GPT-2's vocab.json."
+        )
+    _require_byte_alphabet(table, f"`--vocab-file` {vocab}")
+    if END_OF_TEXT not in table:
+        raise DataError(
+            f"`--vocab-file` must contain {END_OF_TEXT}, but {vocab} does not; documents need an end."
+        )
+    if len(set(table.values())) != len(table):
+        raise DataError(f"`--vocab-file` must give every token its own id, but {vocab} repeats some.")
+    try:
+        model = models.BPE.from_file(str(vocab), str(merges))
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(
+            f"`--merge-file` must hold merges of {vocab}, but {merges} does not fit ({error})."
+        ) from error
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    eod = table[END_OF_TEXT]
+    return LibraryTokenizer(kind, backend, {"bos": eod, "eos": eod}, eod)
+
+
+def load_tokenizer_json(model: str | None, kind: str) -> LibraryTokenizer:
+    """Any Hugging Face `tokenizer.json`: the file, or a local directory that holds one. Nothing is downloaded.
+
+    The special tokens' roles come from `tokenizer_config.json` and `special_tokens_map.json` beside it; without
+    them the first of `<|endoftext|>`, `<|end_of_text|>`, `</s>`, `<eos>`, `[EOS]` that exists ends documents.
+    """
+    import tokenizers
+
+    if model is not None and Path(model).is_dir():
+        model = str(Path(model) / "tokenizer.json")
+    path = require_file(model, "--tokenizer-model", kind, "a tokenizer.json or a directory holding one")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(
+            f"`--tokenizer-model` must be a tokenizer.json, but {path} is not ({error})."
+        ) from error
+    config = json.loads(backend.to_str())
+    if _drops_unknown_bytes(config):
+        _require_byte_alphabet(config["model"]["vocab"], f"`--tokenizer-model` {path}")
+    special_ids = _roles_beside(path, backend)
+    eod = special_ids.get("eos")
+    if eod is None:
+        known = (backend.token_to_id(name) for name in _END_NAMES)
+        eod = next((i for i in known if i is not None), None)
+    return LibraryTokenizer(kind, backend, special_ids, eod)
+
+
+def _drops_unknown_bytes(config: dict[str, Any]) -> bool:
+    """Whether a byte-level BPE has no answer for a byte outside its vocabulary (the library then drops it)."""
+    model = config["model"]
+    byte_level = '"ByteLevel"' in json.dumps([config["pre_tokenizer"], config["normalizer"]])
+    return model["type"] == "BPE" and byte_level and model.get("unk_token") is None
+
+
+def _require_byte_alphabet(vocab: Mapping[str, int], what: str) -> None:
+    from tokenizers import pre_tokenizers
+
+    missing = sum(letter not in vocab for letter in pre_tokenizers.ByteLevel.alphabet())
+    if missing:
+        raise DataError(
+            f"{what} must contain all 256 byte letters, but lacks {missing}; text with these bytes would lose them."
+        )
+
+
+def _roles_beside(path: Path, backend: tokenizers.Tokenizer) -> dict[str, int]:
+    roles: dict[str, int] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        beside = path.with_name(name)
+        if not beside.is_file():
+            continue
+        config = read_json(beside, "--tokenizer-model")
+        if not isinstance(config, dict):
+            raise DataError(
+                f"`--tokenizer-model` must come with an object in {name}, but {beside} holds none."
+            )
+        for role in _ROLES:
+            token = config.get(f"{role}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            found = backend.token_to_id(token) if isinstance(token, str) else None
+            if found is not None:
+                roles[role] = found
+    return roles

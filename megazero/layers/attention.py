@@ -1,0 +1,71 @@
+"""Causal self-attention, its heads sliced over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megazero.config.tree import ModelConfig
+from megazero.layers.inputs import LayerInputs
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
+from megazero.layers.placement import Placement
+from megazero.ops.attention import attention
+from megazero.ops.rotary import apply_rotary
+
+
+class SelfAttention(nn.Module):
+    """[s, b, h] -> ([s, b, h], bias still to be added); s/tp rows each way under sequence parallelism.
+
+    Queries, keys and values come from one weight of logical shape [groups, queries per group + 2, d, h]:
+    a group's query heads, then its key, then its value, so that a slice of groups is whole.
+
+    Args:
+        recompute: drop the attention core's activations and compute them again in backward (selective
+            recompute, Korthikanti et al. 2022).
+    """
+
+    def __init__(self, layer: int, config: ModelConfig, placement: Placement, *, recompute: bool = False):
+        super().__init__()
+        self.layer = layer
+        self.placement = placement
+        self.recompute = recompute
+        self.dropout = config.attention_dropout
+        self.queries_per_group = config.num_attention_heads // config.kv_heads
+        self.qkv = ColumnParallelLinear(
+            f"layers.{layer}.attention.qkv",
+            config.hidden_size,
+            (config.kv_heads, self.queries_per_group + 2, config.head_dim),
+            placement,
+            bias=config.add_bias_linear,
+            std=config.init_method_std,
+        )
+        self.out = RowParallelLinear(
+            f"layers.{layer}.attention.out",
+            config.num_attention_heads * config.head_dim,
+            config.hidden_size,
+            placement,
+            bias=config.add_bias_linear,
+            std=residual_std(config.init_method_std, config.num_layers),
+        )
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
+        qkv = self.qkv(x)
+        s, b, _ = qkv.shape
+        qkv = qkv.view(s, b, *self.qkv.local_shape)  # [s, b, g/tp, q + 2, d]
+        query = qkv[..., :-2, :].reshape(s, b, -1, qkv.shape[-1])  # [s, b, n/tp, d]
+        key, value = qkv[..., -2, :], qkv[..., -1, :]  # [s, b, g/tp, d]
+        if self.recompute:
+            context = checkpoint(
+                self._core, query, key, value, inputs, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            context = self._core(query, key, value, inputs)
+        return self.out(context)
+
+    def _core(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:
+        if inputs.rotary is not None:
+            query, key = apply_rotary(query, *inputs.rotary), apply_rotary(key, *inputs.rotary)
+        if inputs.cache is not None:
+            key, value = inputs.cache.extend(self.layer, key, value)
+        dropout = inputs.attention_dropout(self.dropout, query.shape[2], query, self.placement, self.layer)
+        return attention(query, key, value, causal=True, document_ids=inputs.document_ids, dropout=dropout)

@@ -1,0 +1,117 @@
+"""Collectives that autograd sees: each pairs a forward communication with its transpose.
+
+Sequence dims are dim 0 of `[s, b, h]`. The conjugate pairs are those of Megatron-LM (Shoeybi et al. 2019)
+and of sequence parallelism (Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megazero.mpu import Group
+
+
+def gather_rows(x: Tensor, group: Group) -> Tensor:
+    """[n, ...] of each member -> [size * n, ...] on all."""
+    output = x.new_empty(group.size * x.shape[0], *x.shape[1:])
+    group.all_gather(output, x.contiguous()).wait()
+    return output
+
+
+def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
+    """[size * n, ...] partial sums on each member -> this member's [n, ...] of the total."""
+    output = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
+    group.reduce_scatter(output, x.contiguous()).wait()
+    return output
+
+
+def own_rows(x: Tensor, group: Group) -> Tensor:
+    """This member's block of the rows of `x`."""
+    rows = x.shape[0] // group.size
+    return x.narrow(0, group.rank * rows, rows)
+
+
+class _CopyToSlices(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = grad.contiguous().clone()
+        ctx.group.all_reduce(total).wait()
+        return total, None
+
+
+class _ReduceFromSlices(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        total = x.contiguous().clone()
+        group.all_reduce(total).wait()
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _GatherSequence(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return gather_rows(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter_rows(grad, ctx.group), None
+
+
+class _ReduceScatterSequence(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return reduce_scatter_rows(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gather_rows(grad, ctx.group), None
+
+
+class _GatherFeatures(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, ctx.width = group, x.shape[-1]
+        slices = gather_rows(x.unsqueeze(0), group)
+        return torch.cat(list(slices), dim=-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.narrow(-1, ctx.group.rank * ctx.width, ctx.width).contiguous(), None
+
+
+def copy_to_slices(x: Tensor, group: Group) -> Tensor:
+    """Identity forward; backward sums the gradients that the slices send back."""
+    return x if group.size == 1 else _CopyToSlices.apply(x, group)
+
+
+def reduce_from_slices(x: Tensor, group: Group) -> Tensor:
+    """Sum the members' partial results; backward is the identity."""
+    return x if group.size == 1 else _ReduceFromSlices.apply(x, group)
+
+
+def gather_sequence(x: Tensor, group: Group) -> Tensor:
+    """[s/tp, b, h] -> [s, b, h]; backward sums and scatters."""
+    return x if group.size == 1 else _GatherSequence.apply(x, group)
+
+
+def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
+    """Partial [s, b, h] -> total [s/tp, b, h]; backward gathers."""
+    return x if group.size == 1 else _ReduceScatterSequence.apply(x, group)
+
+
+def gather_features(x: Tensor, group: Group) -> Tensor:
+    """[..., n/tp] -> [..., n]; backward takes this member's slice."""
+    return x if group.size == 1 else _GatherFeatures.apply(x, group)

@@ -1,0 +1,36 @@
+"""Layer norm and RMSNorm as modules."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megazero.layers.placement import Placement
+from megazero.mpu import Init, ParamSpec, new_parameter
+from megazero.ops.layer_norm import layer_norm
+from megazero.ops.rms_norm import rms_norm
+
+
+class Norm(nn.Module):
+    """[..., h] -> [..., h]. `kind` is ``LayerNorm`` (weight and bias) or ``RMSNorm`` (weight only)."""
+
+    def __init__(self, name: str, features: int, kind: str, eps: float, placement: Placement):
+        super().__init__()
+        self.eps = eps
+
+        def vector(suffix: str, init: str) -> nn.Parameter:
+            spec = ParamSpec(
+                f"{name}.{suffix}",
+                (features,),
+                Init(init),
+                weight_decay=False,
+                partial_grad=placement.sequence_parallel,
+            )
+            return new_parameter(spec, placement.tp.size, placement.dtype, placement.device)
+
+        self.weight = vector("weight", "ones")
+        self.bias = vector("bias", "zeros") if kind == "LayerNorm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return rms_norm(x, self.weight, self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps)

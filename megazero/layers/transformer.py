@@ -1,0 +1,45 @@
+"""One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megazero.config.tree import ModelConfig
+from megazero.layers.attention import SelfAttention
+from megazero.layers.inputs import LayerInputs
+from megazero.layers.mlp import MLP
+from megazero.layers.norm import Norm
+from megazero.layers.placement import Placement
+from megazero.ops.bias_dropout_add import bias_dropout_add
+
+
+class TransformerLayer(nn.Module):
+    """[s, b, h] -> [s, b, h] ([s/tp, b, h] under sequence parallelism)."""
+
+    def __init__(
+        self, layer: int, config: ModelConfig, placement: Placement, *, recompute_core: bool = False
+    ):
+        super().__init__()
+        self.layer = layer
+        self.placement = placement
+        self.dropout = config.hidden_dropout
+        self.residual_after_norm = config.apply_residual_connection_post_layernorm
+        norm = (config.hidden_size, config.normalization, config.norm_epsilon, placement)
+        self.input_norm = Norm(f"layers.{layer}.input_norm", *norm)
+        self.attention = SelfAttention(layer, config, placement, recompute=recompute_core)
+        self.mlp_norm = Norm(f"layers.{layer}.mlp_norm", *norm)
+        self.mlp = MLP(layer, config, placement)
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        normed = self.input_norm(x)
+        out, bias = self.attention(normed.to(self.placement.dtype), inputs)
+        x = self._add(out, bias, normed if self.residual_after_norm else x, inputs, "attention_out")
+        normed = self.mlp_norm(x)
+        out, bias = self.mlp(normed.to(self.placement.dtype))
+        return self._add(out, bias, normed if self.residual_after_norm else x, inputs, "mlp_out")
+
+    def _add(
+        self, out: Tensor, bias: Tensor | None, residual: Tensor, inputs: LayerInputs, site: str
+    ) -> Tensor:
+        dropout = inputs.dropout(self.dropout, out, self.placement, "hidden", self.layer, site)
+        return bias_dropout_add(out.to(residual.dtype), bias, residual, dropout)

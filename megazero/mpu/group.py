@@ -1,0 +1,90 @@
+"""The protocol for one communicator. All of megazero communicates through it and nothing else does.
+
+Tensors are contiguous. Collectives act in place or into a given output; with ``async_op=True`` they
+return at once and the result is there after `Work.wait`. Every member makes the same calls in the
+same order with the same shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+from torch import Tensor
+
+Reduction = Literal["sum", "max", "min"]
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Return when the result is there."""
+
+
+class Done:
+    """A collective that has already happened."""
+
+    def wait(self) -> None:
+        return None
+
+
+DONE = Done()
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One message of a batch: `kind` the tensor to or from group rank `peer`.
+
+    Messages of equal `tag` between two ranks arrive in the order they were sent.
+    """
+
+    kind: Literal["send", "recv"]
+    tensor: Tensor
+    peer: int
+    tag: int = 0
+
+
+@runtime_checkable
+class Group(Protocol):
+    """One communicator, as one of its members sees it."""
+
+    name: str
+    rank: int  # of this process within the group
+    ranks: tuple[int, ...]  # the members' world ranks
+
+    @property
+    def size(self) -> int:
+        """How many members there are."""
+
+    def all_reduce(self, tensor: Tensor, op: Reduction = "sum", *, async_op: bool = False) -> Work:
+        """Reduce `tensor` over the members, in place."""
+
+    def all_gather(self, output: Tensor, tensor: Tensor, *, async_op: bool = False) -> Work:
+        """Concatenate the members' `tensor` [n, ...] along dim 0 into `output` [size * n, ...]."""
+
+    def reduce_scatter(
+        self, output: Tensor, tensor: Tensor, op: Reduction = "sum", *, async_op: bool = False
+    ) -> Work:
+        """Reduce `tensor` [size * n, ...] and keep this member's rows in `output` [n, ...]."""
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """Send rows of `tensor` to each member and receive rows from each; splits count rows."""
+
+    def broadcast(self, tensor: Tensor, source: int, *, async_op: bool = False) -> Work:
+        """Overwrite `tensor` with that of group rank `source`."""
+
+    def exchange(self, transfers: Sequence[Transfer]) -> Work:
+        """Start a batch of sends and receives; no order among them is relied on."""
+
+    def barrier(self) -> None:
+        """Return when every member has called it."""

@@ -1,0 +1,101 @@
+"""Joining a job: from a launcher's environment variables to a `ParallelContext`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from megazero.config.tree import ParallelConfig
+from megazero.errors import ConfigError
+from megazero.mpu.context import ParallelContext, make_context, solo_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.torch_group import leave_world, open_group, start_world
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher (torchrun, SLURM through torchrun, or nothing) says about this process."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Launch:
+        """Read RANK, WORLD_SIZE and LOCAL_RANK; without them this is a job of one.
+
+        Raises:
+            ConfigError: a variable is not a number, or the rank lies outside the world.
+        """
+        environment = os.environ if environment is None else environment
+        values = {}
+        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)):
+            text = environment.get(name, str(default))
+            if not text.isdigit():
+                raise ConfigError(f"the environment variable `{name}` must be a number, but is {text!r}")
+            values[name.lower()] = int(text)
+        launch = cls(**values)
+        if launch.rank >= launch.world_size:
+            raise ConfigError(
+                f"the environment variable `RANK` must be below WORLD_SIZE ({launch.world_size}), "
+                f"but is {launch.rank}"
+            )
+        return launch
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """The device of this process: ``cuda`` means the one numbered `local_rank`.
+
+    Raises:
+        ConfigError: CUDA was asked for and there is none, or fewer devices than local ranks.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("`device` must be cpu on a machine without CUDA, but is cuda; set --device cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"`local rank` must be below the number of CUDA devices ({torch.cuda.device_count()}), but is "
+            f"{local_rank}; start fewer ranks per node or set --device cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def join(config: ParallelConfig, launch: Launch) -> ParallelContext:
+    """Join the job and open this rank's groups.
+
+    Raises:
+        ConfigError: the world does not factor into the configured axes.
+        CommunicationError: the other ranks could not be reached.
+    """
+    device = choose_device(config.device, launch.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    grid = ProcessGrid.factor(
+        launch.world_size,
+        tp=config.tensor_model_parallel_size,
+        pp=config.pipeline_model_parallel_size,
+        cp=config.context_parallel_size,
+        ep=config.expert_model_parallel_size,
+    )
+    if grid.world_size == 1:
+        return solo_context(device)
+    backend = config.distributed_backend
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    bound = {"device_id": device} if backend == "nccl" else {}
+    start_world(backend, launch.rank, launch.world_size, timeout, **bound)
+    return make_context(
+        grid, launch.rank, device, lambda name, ranks: open_group(name, launch.rank, ranks, timeout)
+    )
+
+
+def leave(context: ParallelContext) -> None:
+    """Leave the job in good order: wait for everyone, then close the groups."""
+    context.world.barrier()
+    leave_world()

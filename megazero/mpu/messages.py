@@ -1,0 +1,25 @@
+"""Small values (names, reports) between ranks, as JSON: nothing received is ever executed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from megazero.mpu.group import Group
+
+
+def gather_values(group: Group, value: Any, device: torch.device | str = "cpu") -> list[Any]:
+    """Every member's JSON-able `value`, in group order, on every member."""
+    data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    length = torch.tensor([data.numel()], device=device)
+    lengths = torch.empty(group.size, dtype=length.dtype, device=device)
+    group.all_gather(lengths, length).wait()
+    width = int(lengths.max())
+    padded = torch.zeros(width, dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    everyone = torch.empty(group.size * width, dtype=torch.uint8, device=device)
+    group.all_gather(everyone, padded).wait()
+    rows = everyone.view(group.size, width).cpu()
+    return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths.tolist(), strict=True)]

@@ -1,0 +1,135 @@
+"""A group over torch.distributed (NCCL or Gloo). This file knows which names torch changed when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megazero.errors import CommunicationError
+from megazero.mpu.group import DONE, Reduction, Transfer, Work
+
+# torch 2.13 renamed the two single-tensor collectives and deprecated the older names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class TorchGroup:
+    """A communicator backed by a torch process group.
+
+    Args:
+        name: the communicator's name in logs and errors.
+        world_rank: this process's rank in the world.
+        ranks: the members' world ranks, in group order.
+        process_group: the torch process group of exactly these ranks.
+    """
+
+    def __init__(self, name: str, world_rank: int, ranks: tuple[int, ...], process_group: dist.ProcessGroup):
+        self.name = name
+        self.rank = ranks.index(world_rank)
+        self.ranks = ranks
+        self.process_group = process_group
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def all_reduce(self, tensor: Tensor, op: Reduction = "sum", *, async_op: bool = False) -> Work:
+        return self._call("all_reduce", dist.all_reduce, tensor, op=_OPS[op], async_op=async_op)
+
+    def all_gather(self, output: Tensor, tensor: Tensor, *, async_op: bool = False) -> Work:
+        return self._call("all_gather", _all_gather, output, tensor, async_op=async_op)
+
+    def reduce_scatter(
+        self, output: Tensor, tensor: Tensor, op: Reduction = "sum", *, async_op: bool = False
+    ) -> Work:
+        return self._call("reduce_scatter", _reduce_scatter, output, tensor, op=_OPS[op], async_op=async_op)
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        splits = (output_splits and list(output_splits), input_splits and list(input_splits))
+        return self._call("all_to_all", dist.all_to_all_single, output, tensor, *splits, async_op=async_op)
+
+    def broadcast(self, tensor: Tensor, source: int, *, async_op: bool = False) -> Work:
+        return self._call("broadcast", dist.broadcast, tensor, src=self.ranks[source], async_op=async_op)
+
+    def exchange(self, transfers: Sequence[Transfer]) -> Work:
+        if not transfers:
+            return DONE
+        # NCCL matches messages of one peer by order alone, Gloo also by tag: both are given.
+        operations = [
+            dist.P2POp(
+                dist.isend if t.kind == "send" else dist.irecv,
+                t.tensor,
+                self.ranks[t.peer],
+                group=self.process_group,
+                tag=t.tag,
+            )
+            for t in sorted(transfers, key=lambda t: (t.tag, t.peer))
+        ]
+        try:
+            return _All(dist.batch_isend_irecv(operations))
+        except (RuntimeError, ValueError) as error:
+            raise self._failure("exchange", error) from error
+
+    def barrier(self) -> None:
+        self._call("barrier", dist.barrier)
+
+    def _call(self, what: str, collective, *args, **kwargs) -> Work:
+        try:
+            work = collective(*args, group=self.process_group, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            raise self._failure(what, error) from error
+        return DONE if work is None else work
+
+    def _failure(self, what: str, error: Exception) -> CommunicationError:
+        return CommunicationError(
+            f"`{what}` over group `{self.name}` (ranks {list(self.ranks)}) failed on rank "
+            f"{self.ranks[self.rank]}: {error}"
+        )
+
+
+class _All:
+    """Several operations waited for together."""
+
+    def __init__(self, works: list):
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def start_world(backend: str, rank: int, world_size: int, timeout: timedelta, **where) -> None:
+    """Join the world: `where` is torch's init_method, store or device_id, else the environment's."""
+    try:
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **where)
+    except (RuntimeError, ValueError) as error:
+        raise CommunicationError(
+            f"rank {rank} of {world_size} could not join the {backend} world: {error}"
+        ) from error
+
+
+def open_group(name: str, world_rank: int, ranks: tuple[int, ...], timeout: timedelta) -> TorchGroup:
+    """Open the group of `ranks`. Only its members need to call this."""
+    if len(ranks) == dist.get_world_size():
+        return TorchGroup(name, world_rank, ranks, dist.group.WORLD)
+    handle = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    return TorchGroup(name, world_rank, ranks, handle)
+
+
+def leave_world() -> None:
+    """Leave the world, if this process is in one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

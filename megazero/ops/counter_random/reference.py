@@ -1,0 +1,53 @@
+"""The generators in Python integers: what the tensor code must equal, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+MASK_64 = (1 << 64) - 1
+MASK_32 = (1 << 32) - 1
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+KEEP_MULTIPLIER = 0x7FEB352D
+
+
+def mix_64(z: int) -> int:
+    """SplitMix64's output function (Steele, Lea & Flood 2014, "Fast splittable PRNGs"), a bijection."""
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return z ^ (z >> 31)
+
+
+def splitmix_64(seed: int, index: int) -> int:
+    """The number at `index` of the SplitMix64 stream that starts at `seed`."""
+    return mix_64((seed + (index + 1) * GOLDEN_GAMMA) & MASK_64)
+
+
+def splitmix_64_stream(seed: int) -> Iterator[int]:
+    """The published sequential form, one state added to at a time."""
+    state = seed
+    while True:
+        state = (state + GOLDEN_GAMMA) & MASK_64
+        yield mix_64(state)
+
+
+def derive_reference(key: int, index: int) -> int:
+    """A stream of its own per key: the key is mixed first, so neighbouring keys share nothing."""
+    return splitmix_64(mix_64(key & MASK_64), index)
+
+
+def uniform_reference(key: int, index: int) -> float:
+    """The top 24 bits as a fraction of 2^24: every value is an exact fp32 number below 1."""
+    return (derive_reference(key, index) >> 40) / (1 << 24)
+
+
+def keep_reference(key: int, p: float, index: int) -> bool:
+    """Dropout's 32-bit generator: (low(row) + column) * (high(row) | 1), mixed once more.
+
+    `row` and `column` are 64-bit mixes of key and index; the element costs two 32-bit products.
+    """
+    row = mix_64((key + GOLDEN_GAMMA) & MASK_64)
+    column = splitmix_64(0, index) & MASK_32
+    x = ((row + column) * ((row >> 32) | 1)) & MASK_32
+    x = ((x ^ (x >> 16)) * KEEP_MULTIPLIER) & MASK_32
+    signed = x - (1 << 32) if x >> 31 else x
+    return signed >= round(p * (1 << 32)) - (1 << 31)

@@ -1,0 +1,34 @@
+"""The public layer norm and its table of implementations."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megazero.ops.dispatch import Implementation, Operator, choose
+from megazero.ops.layer_norm.reference import layer_norm_reference
+
+
+def _layer_norm_torch(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    if weight.dtype == x.dtype:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    # torch's CUDA kernel refuses weights wider than the input, so there the input is widened.
+    wide = F.layer_norm(x.to(weight.dtype), x.shape[-1:], weight, bias, eps)
+    return wide.to(x.dtype)
+
+
+LAYER_NORM = Operator(
+    "layer_norm",
+    (
+        Implementation("torch", _layer_norm_torch),
+        Implementation("reference", layer_norm_reference),
+    ),
+)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """x [..., h] normalized over h to mean 0 and variance 1, then times weight [h] plus bias [h].
+
+    Statistics are taken in fp32 even for a bf16 input; the result has x's dtype.
+    """
+    return choose(LAYER_NORM.implementations, x).fn(x, weight, bias, eps)

@@ -1,0 +1,50 @@
+"""How weights move: update rules, schedules, loss scales and the gradient norm.
+
+Everything here is a pure function or a frozen value and takes no communication; `train` and `zero`
+put the pieces together. `schedule.py`: learning rate and weight decay over the training. `update.py`:
+Adam and SGD on flat fp32 shards. `loss_scaler.py`: the scale of fp16 training. `grad_norm.py`: clipping.
+"""
+
+from megazero.optim.grad_norm import clip_coefficient, local_square_sum
+from megazero.optim.loss_scaler import (
+    DynamicLossScaler,
+    LossScaler,
+    NoScaler,
+    ScalerState,
+    StaticLossScaler,
+    build_loss_scaler,
+)
+from megazero.optim.schedule import (
+    Decay,
+    LearningRate,
+    Progress,
+    Warmup,
+    WeightDecay,
+    build_learning_rate,
+    build_weight_decay,
+    training_unit,
+)
+from megazero.optim.update import Adam, Sgd, UpdateRule, build_update_rule
+
+__all__ = [
+    "Adam",
+    "Decay",
+    "DynamicLossScaler",
+    "LearningRate",
+    "LossScaler",
+    "NoScaler",
+    "Progress",
+    "ScalerState",
+    "Sgd",
+    "StaticLossScaler",
+    "UpdateRule",
+    "Warmup",
+    "WeightDecay",
+    "build_learning_rate",
+    "build_loss_scaler",
+    "build_update_rule",
+    "build_weight_decay",
+    "clip_coefficient",
+    "local_square_sum",
+    "training_unit",
+]

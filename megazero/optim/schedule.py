@@ -1,0 +1,280 @@
+"""Learning rate and weight decay as pure functions of how far the training has come.
+
+The formulas and their edge cases are those of Megatron-Core's `OptimizerParamScheduler`, so a
+schedule gives the same values there and here. When in a step a value is read matters: Megatron moves
+its scheduler *after* each update, so the first update of a training uses progress 0 (with warmup from
+zero, a learning rate of zero), and update k uses the progress of the k - 1 updates before it. Read
+`LearningRate.at(progress)` with what was consumed before the step.
+
+Megatron's iteration-based training counts samples (iterations x global batch) inside; for a constant
+batch the ratios, and so the values, are the same. With a batch-size ramp, a length given in iterations
+counts iterations here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megazero.config.tree import OptimizerConfig, TrainingConfig
+from megazero.errors import ConfigError
+
+Unit = Literal["iterations", "samples", "tokens"]
+_UNITS: tuple[Unit, ...] = ("iterations", "samples", "tokens")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How much training has been consumed, counted in all three units at once.
+
+    A step that was skipped for non-finite gradients consumed its data: it counts as well.
+    """
+
+    iteration: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def count(self, unit: Unit) -> int:
+        """The progress in one unit."""
+        return self.iteration if unit == "iterations" else getattr(self, unit)
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """Linear rise from the rate `start` over `length` units (a fraction may make it no whole number)."""
+
+    length: float = 0
+    start: float = 0.0
+
+
+@dataclass(frozen=True)
+class Decay:
+    """The way down, finished after `length` units (counted from the start of the training).
+
+    `final_style` and `final_length` shape the last part of WSD (warmup, stable, decay; Hu et al. 2024,
+    arXiv:2404.06395), which keeps the peak until `length - final_length`.
+    """
+
+    style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+    length: float
+    final_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    final_length: float | None = None
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """A learning rate schedule; `unit` says in what the lengths are counted.
+
+    Raises:
+        ConfigError: with every reason why the values make no schedule.
+    """
+
+    peak: float
+    floor: float
+    warmup: Warmup
+    decay: Decay
+    unit: Unit = "iterations"
+
+    def __post_init__(self) -> None:
+        violations = list(self._violations())
+        if violations:
+            raise ConfigError(violations)
+
+    def _violations(self):
+        if self.floor > self.peak:
+            yield f"`min_lr` must be at most `lr` ({self.peak}), but is {self.floor}; lower it."
+        if self.warmup.start > self.peak:
+            yield f"`lr_warmup_init` must be at most `lr` ({self.peak}), but is {self.warmup.start}; lower it."
+        if not self.warmup.length < self.decay.length:
+            yield (
+                f"The warmup must be shorter than the decay of {self.decay.length} {self.unit}, but is "
+                f"{self.warmup.length} {self.unit} long; shorten `lr_warmup_{self.unit_suffix}` or lengthen "
+                f"`lr_decay_{self.unit_suffix}`."
+            )
+        if self.decay.style == "WSD" and self.decay.final_length is None:
+            yield (
+                f"`lr_wsd_decay_{self.unit_suffix}` must be set when `lr_decay_style` is WSD, but is not; set it "
+                f"to the length of the final decay."
+            )
+        if self.decay.style == "WSD" and (self.decay.final_length or 0) > self.decay.length:
+            yield (
+                f"`lr_wsd_decay_{self.unit_suffix}` must be at most the decay length ({self.decay.length}), but "
+                f"is {self.decay.final_length}; shorten it."
+            )
+
+    @property
+    def unit_suffix(self) -> str:
+        """The ending of the option names that are in this unit."""
+        return "iters" if self.unit == "iterations" else self.unit
+
+    def at(self, progress: Progress) -> float:
+        """The rate of the update that follows `progress`."""
+        count = progress.count(self.unit)
+        warmup, decay = self.warmup, self.decay
+        if warmup.length > 0 and count <= warmup.length:
+            return warmup.start + (self.peak - warmup.start) * float(count) / float(warmup.length)
+        if decay.style == "constant":
+            return self.peak
+        if count > decay.length:
+            return self.floor
+        if decay.style == "inverse-square-root":
+            rate = self.peak * max(warmup.length, 1) ** 0.5 / (max(count, 1) ** 0.5)
+            return max(self.floor, rate)
+        return self.floor + self._height(count) * (self.peak - self.floor)
+
+    def _height(self, count: int) -> float:
+        """Share of the way between floor and peak: 1 at the end of the warmup."""
+        decay = self.decay
+        if decay.style == "WSD":
+            stable_end = decay.length - decay.final_length
+            if count <= stable_end:
+                return 1.0
+            return _descend(decay.final_style, float(count - stable_end) / float(decay.final_length))
+        ratio = float(count - self.warmup.length) / float(decay.length - self.warmup.length)
+        return _descend(decay.style, ratio)
+
+
+def _descend(style: str, ratio: float) -> float:
+    """A curve from 1 at ratio 0 to 0 at ratio 1."""
+    if style == "linear":
+        return 1.0 - ratio
+    if style == "cosine":
+        return 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    if style == "exponential":
+        return (2.0 * math.pow(0.5, ratio)) - 1.0
+    if style == "minus_sqrt":
+        return 1.0 - math.sqrt(ratio)
+    raise ConfigError(
+        f"The decay style must be linear, cosine, exponential or minus_sqrt, but is {style!r}; change it."
+    )
+
+
+@dataclass(frozen=True)
+class WeightDecay:
+    """Weight decay moving from `start` to `end` over `length` units, then staying at `end`.
+
+    Raises:
+        ConfigError: where `end` is below `start`, or a constant one moves.
+    """
+
+    start: float
+    end: float
+    style: Literal["constant", "linear", "cosine"] = "constant"
+    length: float = 1
+    unit: Unit = "iterations"
+
+    def __post_init__(self) -> None:
+        if self.end < self.start:
+            raise ConfigError(
+                f"`end_weight_decay` must be at least `start_weight_decay` ({self.start}), but is {self.end}; "
+                f"raise it."
+            )
+        if self.style == "constant" and self.start != self.end:
+            raise ConfigError(
+                f"`weight_decay_incr_style` must be linear or cosine for a decay that moves from {self.start} "
+                f"to {self.end}, but is constant; change it."
+            )
+
+    def at(self, progress: Progress) -> float:
+        """The weight decay of the update that follows `progress`."""
+        count = progress.count(self.unit)
+        if self.style == "constant" or count > self.length:
+            return self.end
+        ratio = float(count) / float(self.length)
+        # cos(pi (1 - r)) and not 1 - descend(cosine, r), which rounds differently from Megatron-Core
+        height = ratio if self.style == "linear" else 0.5 * (math.cos(math.pi * (1 - ratio)) + 1.0)
+        return self.start + height * (self.end - self.start)
+
+
+def training_unit(training: TrainingConfig) -> Unit:
+    """The unit in which the length of the training is given; iterations where none is."""
+    if training.train_tokens is not None:
+        return "tokens"
+    if training.train_samples is not None:
+        return "samples"
+    return "iterations"
+
+
+def build_learning_rate(optimizer: OptimizerConfig, training: TrainingConfig, end: Progress) -> LearningRate:
+    """The learning rate schedule of a run.
+
+    It is counted in the unit its own lengths are given in, else in the training's; the decay is as
+    long as the training unless it has a length of its own.
+
+    Args:
+        optimizer: the `lr_*` fields.
+        training: which of its lengths is set gives the default unit.
+        end: the progress when the training is complete (the batch schedule knows it in every unit).
+
+    Raises:
+        ConfigError: for lengths in more than one unit, for a warmup given twice, or for values that
+            make no schedule.
+    """
+    unit = _schedule_unit(optimizer) or training_unit(training)
+    suffix = "iters" if unit == "iterations" else unit
+    length = getattr(optimizer, f"lr_decay_{suffix}") or end.count(unit)
+    warmup = getattr(optimizer, f"lr_warmup_{suffix}")
+    if optimizer.lr_warmup_fraction is not None:
+        if not 0.0 <= optimizer.lr_warmup_fraction < 1.0:
+            raise ConfigError(
+                f"`lr_warmup_fraction` must be at least 0 and below 1, but is {optimizer.lr_warmup_fraction}; "
+                f"change it."
+            )
+        if warmup:
+            raise ConfigError(
+                f"`lr_warmup_{suffix}` must be 0 when `lr_warmup_fraction` is set, but is {warmup}; keep one."
+            )
+        warmup = optimizer.lr_warmup_fraction * length
+    final_length = getattr(optimizer, f"lr_wsd_decay_{suffix}")
+    return LearningRate(
+        peak=optimizer.lr,
+        floor=optimizer.min_lr,
+        warmup=Warmup(warmup, optimizer.lr_warmup_init),
+        decay=Decay(optimizer.lr_decay_style, length, optimizer.lr_wsd_decay_style, final_length),
+        unit=unit,
+    )
+
+
+def _schedule_unit(optimizer: OptimizerConfig) -> Unit | None:
+    """The one unit in which lengths of the schedule are set, or None where none is set."""
+    fields = {
+        unit: [
+            name
+            for name in (f"lr_decay_{suffix}", f"lr_warmup_{suffix}", f"lr_wsd_decay_{suffix}")
+            if getattr(optimizer, name)
+        ]
+        for unit, suffix in zip(_UNITS, ("iters", "samples", "tokens"), strict=True)
+    }
+    used = [unit for unit in _UNITS if fields[unit]]
+    if len(used) > 1:
+        names = ", ".join(f"`{name}`" for unit in used for name in fields[unit])
+        raise ConfigError(
+            f"The lengths of the learning rate schedule must be in one unit, but are in {' and '.join(used)} "
+            f"({names}); keep one unit."
+        )
+    return used[0] if used else None
+
+
+def build_weight_decay(optimizer: OptimizerConfig, training: TrainingConfig, end: Progress) -> WeightDecay:
+    """The weight decay schedule of a run; it moves over the whole training, in the training's unit.
+
+    Raises:
+        ConfigError: where a moving decay lacks its start or end, or a constant one has them.
+    """
+    style = optimizer.weight_decay_incr_style
+    start, finish = optimizer.start_weight_decay, optimizer.end_weight_decay
+    unit = training_unit(training)
+    if style == "constant":
+        if start is not None or finish is not None:
+            raise ConfigError(
+                f"`start_weight_decay` and `end_weight_decay` must be unset when `weight_decay_incr_style` is "
+                f"constant, but are {start} and {finish}; set the style to linear or cosine."
+            )
+        return WeightDecay(optimizer.weight_decay, optimizer.weight_decay)
+    if start is None or finish is None:
+        raise ConfigError(
+            f"`start_weight_decay` and `end_weight_decay` must be set when `weight_decay_incr_style` is {style}, "
+            f"but are {start} and {finish}; set both."
+        )
+    return WeightDecay(start, finish, style, end.count(unit), unit)
