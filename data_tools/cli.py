@@ -22,7 +22,7 @@ class Terminated(BaseException):
 
 
 def run(tool: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
-    """Runs the tool and gives its exit status: 0, the error's own code, 1 for the disk's, 130/143 for signals."""
+    """Runs the tool; exit status 0, the error's own code, 1 for the disk's errors, 130/143 for signals."""
     previous = _on_sigterm()
     try:
         tool(args)
@@ -56,7 +56,7 @@ def _fail(message: str, status: int) -> int:
 
 
 def expand_inputs(patterns: Sequence[str]) -> list[str]:
-    """The files these paths and globs name, in the order given, each glob sorted. DataError if one names none."""
+    """The files these paths and globs name, in the order given, globs sorted. DataError if one names none."""
     paths: list[str] = []
     for pattern in patterns:
         found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))

@@ -1,8 +1,8 @@
 """A corpus every machine has: the Python standard library's own sources, as jsonl.
 
-`python data_tools/make_corpus.py --output corpus.jsonl [--max-mb N]` writes one object {"text", "path"} per `.py`
-file, in the order of the paths, without installed packages, the data of the library's tests (broken on purpose) and
-files equal to an earlier one.
+`python data_tools/make_corpus.py --output corpus.jsonl [--max-mb N]` writes one object {"text", "path"} per
+`.py` file, in the order of the paths, without installed packages, the data of the library's tests (broken on
+purpose) and files equal to an earlier one.
 """
 
 from __future__ import annotations

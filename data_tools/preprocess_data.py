@@ -1,8 +1,10 @@
-"""jsonl to Megatron's indexed dataset: `python data_tools/preprocess_data.py --input f.jsonl --output-prefix p ...`
+"""jsonl to Megatron's indexed dataset.
+
+`python data_tools/preprocess_data.py --input f.jsonl --output-prefix p --tokenizer-type ... --append-eod`
 
 One JSON object per line; the value under each of `--json-keys` is a document's text, or a list of texts that
-become the document's sequences. Writes `{prefix}_{key}_document.bin` and `.idx`. The bytes written depend on the
-input and the tokenizer alone, not on `--workers`.
+become the document's sequences. Writes `{prefix}_{key}_document.bin` and `.idx`. The bytes written depend on
+the input and the tokenizer alone, not on `--workers`.
 """
 
 from __future__ import annotations

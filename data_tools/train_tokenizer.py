@@ -1,7 +1,8 @@
-"""Byte-level BPE from a jsonl corpus: `python data_tools/train_tokenizer.py --input corpus.jsonl --output DIR`.
+"""Byte-level BPE from a jsonl corpus.
 
-Writes `tokenizer.json` (for HFTokenizer) and `vocab.json` with `merges.txt` (for GPT2BPETokenizer); both give the
-same ids. `<|endoftext|>` is id 0. The same corpus and flags give the same files.
+`python data_tools/train_tokenizer.py --input corpus.jsonl --output DIR` writes `tokenizer.json` (for
+HFTokenizer) and `vocab.json` with `merges.txt` (for GPT2BPETokenizer); both give the same ids.
+`<|endoftext|>` is id 0. The same corpus and flags give the same files.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_tools import cli
-from data_tools.preprocessing.chunks import cut, parse_carefully, split_lines
+from data_tools.preprocessing.chunks import cut, parse, split_lines
 from megazero.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -38,7 +39,7 @@ def texts(paths: Sequence[str], key: str, limit: float | None) -> Iterator[str]:
                 used += len(lines[kept]) + 1
                 kept += 1
             lines = lines[:kept]
-        parsed = parse_carefully(lines, [key])
+        parsed = parse(lines, [key])
         if parsed.problems:
             problem = parsed.problems[0]
             raise DataError(
@@ -71,8 +72,8 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     found = tokenizer.get_vocab_size()
     if found < args.vocab_size:
         raise DataError(
-            f"`--vocab-size` must not exceed what the text yields, but is {args.vocab_size} where {len(paths)} file(s) "
-            f"yield {found}; give more text or a smaller vocabulary."
+            f"`--vocab-size` must not exceed what the text yields, but is {args.vocab_size} where this "
+            f"text yields {found}; give more text or a smaller vocabulary."
         )
     _write(tokenizer, Path(args.output))
     print(f"{args.output}: {found:,} tokens, {END_OF_TEXT} is id {tokenizer.token_to_id(END_OF_TEXT)}")

@@ -1,2 +1,5 @@
-"""The parts of `preprocess_data.py`: `chunks` cut and parse jsonl, `encode` makes tokens of a chunk, `pool` runs
-chunks on processes in order, `progress` reports, `pipeline` ties them to the dataset writers."""
+"""The parts of `preprocess_data.py`.
+
+`chunks` cuts and parses jsonl, `encode` makes tokens of a chunk, `pool` runs chunks on processes in order,
+`progress` reports, `pipeline` ties them to the dataset writers.
+"""

@@ -34,7 +34,7 @@ _FIRST_CHECKED, _CHECKED_PER_CHUNK, _CHECKED_LETTERS = 16, 2, 2000
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """Everything a worker must know. `fast` False keeps to the tokenizer itself; `seed` picks checked texts."""
+    """All a worker must know. `fast` False keeps to the tokenizer itself; `seed` picks the checked texts."""
 
     spec: TokenizerSpec
     keys: tuple[str, ...]
@@ -72,23 +72,23 @@ class EncodedChunk:
 
 @dataclass(frozen=True)
 class EncoderFacts:
-    """What the rest of a run must know about its encoder. `fast` None: the tokenizer itself, for this `reason`."""
+    """What the rest of a run must know of its encoder. `fast` names the fast one, None is the tokenizer
+    itself; `reason` then tells why, if the user could have it otherwise."""
 
     tokenizer: str
     dtype: np.dtype
-    has_fast_form: bool
     fast: str | None
-    reason: str
+    reason: str | None
 
 
 class ChunkEncoder:
-    """Encodes chunks with one tokenizer; each process has its own. Raises DataError for an unfit tokenizer."""
+    """Encodes chunks with one tokenizer; each process has its own. DataError for an unfit tokenizer."""
 
     def __init__(self, job: EncodeJob):
         self.job = job
         self.tokenizer = build_tokenizer(job.spec)
         self.dtype = dtype_for_vocab(self.tokenizer.vocab_size)
-        self.fast, self.reason = try_fast(self.tokenizer) if job.fast else (None, "switched off")
+        self.fast, self.reason = try_fast(self.tokenizer) if job.fast else (None, None)
         if job.append_eod and self.tokenizer.eod is None:
             raise DataError(
                 f"`--append-eod` must have an end-of-document token, but {self.tokenizer.name} has none; "
@@ -98,9 +98,8 @@ class ChunkEncoder:
     @property
     def facts(self) -> EncoderFacts:
         """A description of this encoder that can be sent to another process."""
-        fast = None if self.fast is None else self.reason
-        has_fast_form = self.tokenizer.fast_source() is not None
-        return EncoderFacts(self.tokenizer.name, self.dtype, has_fast_form, fast, self.reason)
+        fast = None if self.fast is None else self.fast.name
+        return EncoderFacts(self.tokenizer.name, self.dtype, fast, self.reason)
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         """The chunk's tokens in the order of its lines."""

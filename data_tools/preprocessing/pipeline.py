@@ -1,4 +1,4 @@
-"""One run: chunks through the encoders into one indexed dataset per key, all of them whole or none visible."""
+"""One run: chunks through the encoders into one indexed dataset per key, all whole or none visible."""
 
 from __future__ import annotations
 
@@ -45,8 +45,11 @@ class _Disagreement(Exception):
 
 
 def preprocess(run: PreprocessRun) -> Outcome:
-    """Runs to the end. Raises DataError for bad lines (unless skipped), unfit tokenizers, a killed worker or a
-    disk that refuses; nothing is visible then. The output does not depend on the number of workers."""
+    """Runs to the end. The output does not depend on the number of workers.
+
+    Raises DataError for bad lines (unless skipped), unfit tokenizers, a killed worker or a disk that refuses;
+    nothing is visible then.
+    """
     with Progress(run.paths, run.log_interval) as progress:
         try:
             totals, encoder = _attempt(run, progress)
@@ -61,7 +64,7 @@ def _attempt(run: PreprocessRun, progress: Progress) -> tuple[Totals, str]:
     with ExitStack() as stack:
         crew = stack.enter_context(SoloCrew(run.job) if run.workers == 1 else Crew(run.job, run.workers))
         facts = crew.facts
-        if run.job.fast and facts.has_fast_form and facts.fast is None:
+        if facts.reason is not None:
             print(
                 f"note: encoding with the slower {facts.tokenizer} itself: {facts.reason}.", file=sys.stderr
             )
@@ -88,8 +91,8 @@ def _require_documents(totals: Totals) -> None:
     for key in totals.keys:
         if not totals.documents[key]:
             raise DataError(
-                f"`--input` must hold at least one document under key `{key}`, but holds none in {totals.lines} "
-                f"lines ({totals.problems.total()} skipped); nothing was written."
+                f"`--input` must hold at least one document under key `{key}`, but holds none in "
+                f"{totals.lines} lines ({totals.problems.total()} skipped); nothing was written."
             )
 
 

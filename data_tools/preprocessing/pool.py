@@ -1,8 +1,9 @@
 """Chunks on several processes, results in order.
 
-Chunk i goes to worker i mod N and its result is read from there, so order costs nothing and no lock is shared.
-Workers are started fresh ("spawn"): nothing of the parent's threads or signal handlers leaks into them. A worker
-that dies closes its pipe, and the parent knows; a parent that dies closes its end, and the workers leave.
+Chunk i goes to worker i mod N and its result is read from there, so order costs nothing and no lock is
+shared. Workers are started fresh ("spawn"): nothing of the parent's threads or signal handlers leaks
+into them. A worker that dies closes its pipe, and the parent knows; a parent that dies closes its end,
+and they leave.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Crew:
                 process.start()
                 self._processes.append(process)
                 theirs.close()
-            self.facts = [self._receive(worker) for worker in range(workers)][0]
+            every = [self._receive(worker) for worker in range(workers)]
+            self.facts = every[0]
         except BaseException:
             self.close()
             raise
@@ -112,8 +114,8 @@ class Crew:
             else f"with status {code}"
         )
         return DataError(
-            f"worker {worker} (process {process.pid}) must finish its work, but ended {how}; nothing was written. "
-            "If memory ran out, use fewer `--workers`."
+            f"worker {worker} (process {process.pid}) must finish its work, but ended {how}; nothing was "
+            "written. If memory ran out, use fewer `--workers`."
         )
 
     def close(self) -> None:

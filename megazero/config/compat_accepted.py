@@ -66,7 +66,7 @@ CONDITIONAL: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "--data-impl": (
             "mmap infer",
             "datasets are memory-mapped",
-            "the lazy and cached formats cannot be read; convert the corpus with data_tools/preprocess_data.py",
+            "the lazy and cached formats cannot be read; convert the corpus with preprocess_data.py",
         ),
         "--transformer-impl": (
             "local transformer_engine",

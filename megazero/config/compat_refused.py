@@ -17,7 +17,8 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "use `--finetune`, which loads weights only and starts counting anew": """
             --no-load-lr-state --reset-iteration""",
         "the configuration is not read from checkpoints; give the flags of the first run": """
-            --use-checkpoint-args --use-checkpoint-opt_param-scheduler --use-checkpoint-opt-param-scheduler""",
+            --use-checkpoint-args --use-checkpoint-opt_param-scheduler
+            --use-checkpoint-opt-param-scheduler""",
         "activations are shared over tensor-parallel ranks with `--sequence-parallel`; use that": """
             --partition-activations --distribute-checkpointed-activations --distribute-saved-activations""",
         "ZeRO comes in a later version; leave it out, and expect whole optimizer states on every rank": """

@@ -28,9 +28,7 @@ def data_parallel_size(config: Config, world_size: int) -> int:
 def model_ranks(config: Config) -> int:
     """Ranks of one replica."""
     sizes = config.parallel
-    return (
-        sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
-    )
+    return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:

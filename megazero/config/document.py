@@ -131,8 +131,7 @@ def to_yaml(config: Config) -> str:
     """The whole tree as YAML; reading it back gives an equal `Config`."""
     tree = {
         section: {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in getattr(config, section)
+            key: list(value) if isinstance(value, tuple) else value for key, value in getattr(config, section)
         }
         for section in SECTIONS
     }

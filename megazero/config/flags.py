@@ -80,7 +80,7 @@ def _flags_of(spec: FieldSpec) -> list[Flag]:
 def _all_flags() -> dict[str, Flag]:
     table: dict[str, Flag] = {}
     for flag in (flag for spec in FIELDS for flag in _flags_of(spec)):
-        assert flag.name not in table and flag.name not in COMMANDS, f"{flag.name} is declared twice"
+        assert flag.name not in {*table, *COMMANDS}, f"{flag.name} is declared twice"
         table[flag.name] = flag
     return table
 
@@ -120,9 +120,7 @@ def _values_after(argv: Sequence[str], position: int) -> list[str]:
     return list(argv[position:end])
 
 
-def _read_flag(
-    result: Scan, name: str, inline: list[str], following: list[str], argv: Sequence[str]
-) -> int:
+def _read_flag(result: Scan, name: str, inline: list[str], following: list[str], argv: Sequence[str]) -> int:
     """Read one flag with its values into `result`; returns how many of `following` it took."""
     if name in FLAGS:
         return _read_field(result, FLAGS[name], inline, following)

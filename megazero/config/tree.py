@@ -7,78 +7,11 @@ what spans fields. Names are Megatron's wherever Megatron has one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    flag: str | None = None,
-    aliases: tuple[str, ...] = (),
-    switches: Mapping[str, Any] | None = None,
-    yielding: tuple[str, ...] = (),
-    unit: str | None = None,
-) -> Any:
-    """Declare one field of a section.
-
-    Args:
-        default: value when neither a file nor a flag sets it; ``...`` makes the field required.
-        help: one sentence for `--help` and the docs.
-        flag: the flag's name, when it is not ``--field-name``. A boolean whose default is true takes
-            the flag that turns it off (Megatron's ``store_false`` flags) here.
-        aliases: other spellings of the same flag, such as an older name.
-        switches: valueless flags that set this field to a constant, name -> constant.
-        yielding: those of the switches that give way to any other flag of this field, as they do in
-            Megatron scripts: `--no-position-embedding` beside `--use-rotary-position-embeddings` is rotary.
-        unit: what the number counts.
-    """
-    extra = {
-        "flag": flag,
-        "aliases": list(aliases),
-        "switches": dict(switches or {}),
-        "yielding": list(yielding),
-        "unit": unit,
-    }
-    return Field(default, description=help, json_schema_extra=extra)
-
-
-def _split_proportions(text: str) -> str:
-    parts = text.replace("/", ",").split(",")
-    try:
-        shares = [float(part) for part in parts]
-    except ValueError:
-        shares = []
-    if len(shares) != 3 or not all(0 <= share < float("inf") for share in shares) or sum(shares) <= 0:
-        raise ValueError("must be three proportions such as 969,30,1, none negative and not all zero")
-    return text
-
-
-Probability = Annotated[float, Field(ge=0, lt=1)]
-"""A dropout rate, a decay of a running mean, a share of the schedule: in [0, 1)."""
-
-Proportions = Annotated[str, AfterValidator(_split_proportions)]
-"""Train, validation and test proportions, separated by commas (or slashes, as Megatron also reads)."""
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, strict about unknown keys."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
-    )
+from megazero.config.option import Probability, Proportions, Section, option
 
 
 class ModelConfig(Section):
@@ -106,7 +39,9 @@ class ModelConfig(Section):
         switches={"--use-rotary-position-embeddings": "rope", "--no-position-embedding": "none"},
         yielding=("--no-position-embedding",),
     )
-    rotary_percent: Annotated[float, Field(gt=0, le=1)] = option(1.0, "share of each head's channels that is rotated")
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] = option(
+        1.0, "share of each head's channels that is rotated"
+    )
     rotary_base: PositiveFloat = option(
         10000.0, "base of the rotary frequencies", aliases=("--rotary-position-embeddings-theta",)
     )

@@ -6,9 +6,10 @@ rewritten dataset or another setting asks for another name and a stale index is 
 (foreign, cut short, damaged) is rebuilt with a warning. Nothing here unpickles.
 
 Many processes may want the same entry at once, on a shared disk. Every one that does not find it builds it
-privately, writes to temporary names and renames them into place, the JSON last. Builds are deterministic, so the
-last writer replaces equal bytes with equal bytes. That wastes a few milliseconds in each process and needs no lock,
-of which every kind fails somewhere: flock is unreliable on NFS, and a lock file outlives a killed owner.
+privately, writes to temporary names and renames them into place, the JSON last. Builds are deterministic, so
+the last writer replaces equal bytes with equal bytes. That wastes a few milliseconds in each process and
+needs no lock, of which every kind fails somewhere: flock is unreliable on NFS, and a lock file outlives a
+killed owner.
 """
 
 from __future__ import annotations
@@ -42,19 +43,22 @@ def cached_arrays(
     directory: str | Path | None,
     name: str,
     description: Mapping[str, object],
+    names: tuple[str, ...],
     build: Callable[[], dict[str, np.ndarray]],
 ) -> dict[str, np.ndarray]:
     """The arrays `build()` gives, from the cache if a sound entry is there, else built and stored.
 
-    directory: of the cache, None for no cache; name: readable start of the file names; description: everything
-    the arrays depend on. Loaded arrays are read-only maps. A cache that cannot be written is a warning.
+    directory: of the cache, None for no cache; name: readable start of the file names; names: of the arrays;
+    description:
+    everything the arrays depend on. Loaded arrays are read-only maps. A cache that cannot be written is a
+    warning.
     """
     if directory is None:
         return build()
     stem = Path(directory) / f"{name}-{cache_key(description)}"
     try:
-        return _load(stem, description)
-    except FileNotFoundError:
+        return _load(stem, description, names)
+    except (FileNotFoundError, NotADirectoryError):
         pass
     except (_Unusable, OSError) as error:
         warnings.warn(f"index cache {stem}.json is not usable ({error}); it is rebuilt.", stacklevel=2)
@@ -63,7 +67,8 @@ def cached_arrays(
         _store(stem, description, arrays)
     except OSError as error:
         warnings.warn(
-            f"index cache {directory} cannot be written ({error.strerror or error}); the index stays in memory. "
+            f"index cache {directory} cannot be written ({error.strerror or error}); the index stays in "
+            f"memory. "
             "Set `data_cache_path` to a writable directory.",
             stacklevel=2,
         )
@@ -79,7 +84,7 @@ def _record(array: np.ndarray) -> dict[str, object]:
     return {"shape": list(array.shape), "dtype": array.dtype.str, "blake2b": hash_bytes(raw)}
 
 
-def _load(stem: Path, description: Mapping[str, object]) -> dict[str, np.ndarray]:
+def _load(stem: Path, description: Mapping[str, object], names: tuple[str, ...]) -> dict[str, np.ndarray]:
     """The entry, or FileNotFoundError if there is none, or _Unusable."""
     manifest_path = stem.with_name(stem.name + ".json")
     try:
@@ -87,6 +92,8 @@ def _load(stem: Path, description: Mapping[str, object]) -> dict[str, np.ndarray
         records = dict(manifest["arrays"])
         if manifest["format"] != _FORMAT or manifest["key"] != cache_key(description):
             raise _Unusable("it belongs to another format or dataset")
+        if sorted(records) != sorted(names):
+            raise _Unusable(f"it holds the arrays {sorted(records)} and not {sorted(names)}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _Unusable(f"its description is damaged: {error}") from error
     arrays = {}
@@ -95,7 +102,8 @@ def _load(stem: Path, description: Mapping[str, object]) -> dict[str, np.ndarray
             array = np.load(_array_path(stem, name), allow_pickle=False, mmap_mode="r")
         except FileNotFoundError as error:
             raise _Unusable(f"array {name} is missing") from error
-        except (ValueError, EOFError, SyntaxError, OverflowError, MemoryError) as error:
+        except Exception as error:
+            # numpy parses a text header: foreign bytes can trip it in many ways, all of which mean the same.
             raise _Unusable(f"array {name} is no .npy file: {error}") from error
         if not isinstance(array, np.ndarray) or array.dtype.hasobject or _record(array) != record:
             raise _Unusable(f"array {name} differs from its description")

@@ -1,10 +1,10 @@
 """From sequence lengths to the order of training samples: document, sample, shuffle and blending index.
 
-A GPT sample is `sequence_length` + 1 consecutive tokens of the shuffled documents laid end to end; consecutive
-samples share one token. Three arrays say which: the *document index* (epochs of shuffled sequence numbers), the
-*sample index* (where in them sample k begins) and the *shuffle index* (the order in which samples are drawn).
-The construction, its use of one `numpy.random.RandomState` and the 80% rule for the last epoch are
-Megatron-Core's, so the order of samples for a seed is too.
+A GPT sample is `sequence_length` + 1 consecutive tokens of the shuffled documents laid end to end;
+consecutive samples share one token. Three arrays say which: the *document index* (epochs of shuffled sequence
+numbers), the *sample index* (where in them sample k begins) and the *shuffle index* (the order in which
+samples are drawn). The construction, its use of one `numpy.random.RandomState` and the 80% rule for the last
+epoch are Megatron-Core's, so the order of samples for a seed is too.
 
 Each builder has a `*_reference` twin in numpy; the compiled one (csrc/data) is used where it is built.
 """
@@ -58,8 +58,9 @@ def plan_samples(
 ) -> SamplePlan:
     """Counts epochs and samples.
 
-    num_samples: at least so many (None: one epoch); epochs: exactly so many instead. extra: 1 if a sample reads
-    one token past its end for the last label, else 0. Raises DataError if the data gives not one sample.
+    num_samples: at least so many (None: one epoch); epochs: exactly so many instead. extra: 1 if a sample
+    reads one token past its end for the last label, else 0. Raises DataError if the data gives not one
+    sample.
     """
     if sequence_length < 1:
         raise DataError(f"`sequence_length` must be at least 1, but is {sequence_length}.")
@@ -67,7 +68,8 @@ def plan_samples(
         num_samples is None and (epochs or 1) * tokens_per_epoch < sequence_length + extra
     ):
         raise DataError(
-            f"`tokens` must be at least sequence_length + {extra} = {sequence_length + extra} for one sample, but "
+            f"`tokens` must be at least sequence_length + {extra} = {sequence_length + extra} for one "
+            f"sample, but "
             f"are {tokens_per_epoch} in each of {epochs or 1} epoch(s); give more text or a shorter sequence."
         )
     if num_samples is not None and num_samples < 1:
@@ -133,7 +135,8 @@ def build_shuffle_index(plan: SamplePlan, random: np.random.RandomState) -> np.n
 def build_sample_index(
     lengths: np.ndarray, document_index: np.ndarray, sequence_length: int, samples: int, extra: int = 1
 ) -> np.ndarray:
-    """Rows (position in document_index, offset), [samples + 1, 2]; row k > 0 holds the last token of sample k - 1.
+    """Rows (position in document_index, offset), [samples + 1, 2]; row k > 0 holds the last token of sample k
+    - 1.
 
     int32 while every position fits, else int64. Raises DataError if the documents hold too few tokens.
     """
@@ -197,7 +200,7 @@ def build_exhaustive_blending_index(sizes: np.ndarray) -> tuple[np.ndarray, np.n
 def blending_index_reference(
     shares: np.ndarray, limits: np.ndarray | None, size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Twin of both blending builders. shares: float64 [d] that add up to 1; limits: samples of each, or None."""
+    """Twin of both blending builders. shares: float64 [d], sum 1; limits: samples of each, or None."""
     dataset_index = np.empty(size, dtype=np.int16)
     sample_index = np.empty(size, dtype=np.int64)
     taken = np.zeros(len(shares), dtype=np.int64)
@@ -223,7 +226,9 @@ def normalized(weights: np.ndarray) -> np.ndarray:
 
 def _check_dataset_count(count: int) -> None:
     if count >= MAX_DATASETS:
-        raise DataError(f"`datasets` of a blend must be fewer than {MAX_DATASETS}, but are {count}; merge some.")
+        raise DataError(
+            f"`datasets` of a blend must be fewer than {MAX_DATASETS}, but are {count}; merge some."
+        )
 
 
 def gather_reference(
@@ -235,9 +240,9 @@ def gather_reference(
 ) -> tuple[np.ndarray, np.ndarray, int, int]:
     """Twin of the compiled gather.
 
-    tokens: ids [total] of the `.bin`; tables: (lengths, offsets, document_index); starts: int64 [b, 2], rows of the
-    sample index. Returns tokens and labels, int64 [b, length] each, and the lowest and highest id met. With extra
-    0 the last label is 0.
+    tokens: ids [total] of the `.bin`; tables: (lengths, offsets, document_index); starts: int64 [b, 2], rows
+    of the sample index. Returns tokens and labels, int64 [b, length] each, and the lowest and highest id met.
+    With extra 0 the last label is 0.
     """
     lengths, offsets, documents = tables
     text = np.zeros((len(starts), length + 1), dtype=np.int64)

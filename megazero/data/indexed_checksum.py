@@ -96,22 +96,25 @@ class Sidecar:
                 raise ValueError(f"{len(blocks)} block checksums for {sidecar.bin_size} bytes")
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise DataError(
-                f"`{path}` must be a checksum file of format {FORMAT}, but is not ({error}); delete it if the "
+                f"`{path}` must be a checksum file of format {FORMAT}, but is not ({error}); delete it if "
+                f"the "
                 "dataset was made by another tool, else make the dataset again."
             ) from error
         return sidecar
 
     def check_index(self, path: Path, idx_hash: str, idx_size: int, bin_size: int) -> None:
-        """Raises DataError unless the sizes of both files and the hash of the `.idx` are the recorded ones."""
+        """Raises DataError unless both files have the recorded sizes and the `.idx` the recorded hash."""
         for suffix, size, recorded in ((".idx", idx_size, self.idx_size), (".bin", bin_size, self.bin_size)):
             if size != recorded:
                 raise DataError(
-                    f"`{path.with_suffix(suffix)}` must be {recorded} bytes by its checksum file {path}, but is "
+                    f"`{path.with_suffix(suffix)}` must be {recorded} bytes by its checksum file {path}, "
+                    f"but is "
                     f"{size}; make the dataset again, or delete {path.name} if another tool rewrote it."
                 )
         if idx_hash != self.idx_hash:
             raise DataError(
-                f"`{path.with_suffix('.idx')}` must hash to {self.idx_hash} by {path}, but hashes to {idx_hash}; "
+                f"`{path.with_suffix('.idx')}` must hash to {self.idx_hash} by {path}, but hashes to "
+                f"{idx_hash}; "
                 f"the index is damaged, or delete {path.name} if another tool rewrote it."
             )
 
@@ -124,7 +127,8 @@ class Sidecar:
             if found != self.bin_blocks[number]:
                 raise DataError(
                     f"`{path.with_suffix('.bin')}` must have CRC-32 {self.bin_blocks[number]:08x} in bytes "
-                    f"{begin}..{min(begin + BLOCK, tokens.size)}, but has {found:08x}; the tokens are damaged, "
+                    f"{begin}..{min(begin + BLOCK, tokens.size)}, but has {found:08x}; the tokens are "
+                    f"damaged, "
                     f"make the dataset again, or delete {path.name} if another tool rewrote it."
                 )
 

@@ -82,7 +82,8 @@ class IndexedDataset:
             and self._tokens.min() < 0
         ):
             raise DataError(
-                f"`token ids` of {self.path_bin} must not be negative, but one is {int(self._tokens.min())} as "
+                f"`token ids` of {self.path_bin} must not be negative, but one is {int(self._tokens.min())} "
+                f"as "
                 f"{self.dtype.name}; the element code in the index is damaged."
             )
 
@@ -133,6 +134,10 @@ class IndexedDataset:
             f"documents={self.document_index.size - 1}, tokens={self.total_tokens}, dtype={self.dtype.name})"
         )
 
+    def __reduce__(self) -> tuple[type, tuple[str, bool]]:
+        """Pickles as a path: a worker process maps the files itself instead of receiving their bytes."""
+        return type(self), (self.prefix, self._multimodal)
+
     def __getitem__(self, index: int) -> np.ndarray:
         if not -len(self) <= index < len(self):
             raise IndexError(f"`index` must be below {len(self)} sequences of {self.prefix}, but is {index}.")
@@ -149,7 +154,8 @@ class IndexedDataset:
         count = whole - offset if length is None else int(length)
         if not (0 <= offset <= whole and 0 <= count <= whole - offset):
             raise DataError(
-                f"`offset` and `length` must stay inside the {whole} tokens of sequence {index} of {self.prefix}, "
+                f"`offset` and `length` must stay inside the {whole} tokens of sequence {index} of "
+                f"{self.prefix}, "
                 f"but are {offset} and {length}."
             )
         begin = int(self.offsets[index]) // self.dtype.itemsize + int(offset)
@@ -211,7 +217,8 @@ class IndexedDataset:
     def _check_bin(self) -> None:
         if self._sidecar is None:
             raise DataError(
-                f"`{self.path_sum}` must exist to verify the tokens of {self.prefix}, but does not; open without "
+                f"`{self.path_sum}` must exist to verify the tokens of {self.prefix}, but does not; open "
+                f"without "
                 "`verify`, or merge the dataset into a new one to get checksums."
             )
         self._sidecar.check_bin(self.path_sum, self._bytes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -50,8 +51,8 @@ class IndexedDatasetWriter:
         with self._disk(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
             self._bin = self._open_temporary(".bin")
-            self._lengths = tempfile.TemporaryFile(dir=self._directory)
-            self._counts = tempfile.TemporaryFile(dir=self._directory)
+            self._lengths = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 (closed by _release)
+            self._counts = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 (closed by _release)
 
     @property
     def tokens(self) -> int:
@@ -115,7 +116,7 @@ class IndexedDatasetWriter:
         self.documents += other.document_index.size - 1
 
     def close(self) -> None:
-        """Finishes the dataset and makes it visible; a second call does nothing. DataError on disk trouble."""
+        """Finishes the dataset and makes it visible; a second call does nothing. DataError if the disk fails."""
         if self._finished:
             return
         try:
@@ -150,7 +151,8 @@ class IndexedDatasetWriter:
             view = memoryview(tokens).cast("B")
             if view.nbytes % self.dtype.itemsize:
                 raise DataError(
-                    f"`tokens` must be a multiple of {self.dtype.itemsize} bytes for {self.dtype.name}, but are "
+                    f"`tokens` must be a multiple of {self.dtype.itemsize} bytes for {self.dtype.name}, but "
+                    f"are "
                     f"{view.nbytes}; encode them as {self.dtype.name}."
                 )
             return np.frombuffer(view, dtype=self.dtype)
@@ -252,14 +254,11 @@ class IndexedDatasetWriter:
             os.close(handle)
 
     def _open_temporary(self, suffix: str) -> IO[bytes]:
-        name = Path(self.prefix).name
-        handle, path = tempfile.mkstemp(prefix=f".{name}.tmp-", suffix=suffix, dir=self._directory)
-        self._temporary.append(Path(path))
-        # mkstemp makes files for the owner alone; a dataset is as open as any file this user creates.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.fchmod(handle, 0o666 & ~mask)
-        return os.fdopen(handle, "wb", buffering=1 << 20)
+        name = f".{Path(self.prefix).name}.tmp-{os.getpid()}-{secrets.token_hex(4)}{suffix}"
+        path = self._directory / name
+        file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115 (closed by _release)
+        self._temporary.append(path)
+        return file
 
     def _release(self) -> None:
         self._finished = True

@@ -1,4 +1,4 @@
-"""The compiled helpers, or None where they are not built; the package then works in numpy and says so once."""
+"""The compiled helpers, or None where they are not built: the package then uses numpy and says so once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ try:
 except ImportError as error:
     NATIVE = None
     warnings.warn(
-        f"megazero.data works without its compiled helpers ({error}): index building and sample gathering are "
+        f"megazero.data works without its compiled helpers ({error}): index building and sample gathering "
+        f"are "
         "slower. Install a C++17 compiler and run `pip install -e .` to build them.",
         stacklevel=2,
     )

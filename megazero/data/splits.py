@@ -1,9 +1,9 @@
 """Split strings such as "969,30,1": which sequences go to training, validation and test.
 
-Two readings of one string exist. Megatron-Core (the default here) rounds the *cumulative* fractions, so split k
-is [round(c_k N), round(c_{k+1} N)). Megatron-DeepSpeed rounds each *share*, adds them up and takes the overshoot off
-every bound. They differ by at most a few sequences: weights 1,1,1 over 2 sequences give 0,1,1,2 and 0,0,1,2.
-Both round half to even, as Python does.
+Two readings of one string exist. Megatron-Core (the default here) rounds the *cumulative* fractions, so split
+k is [round(c_k N), round(c_{k+1} N)). Megatron-DeepSpeed rounds each *share*, adds them up and takes the
+overshoot off every bound. They differ by at most a few sequences: weights 1,1,1 over 2 sequences give 0,1,1,2
+and 0,0,1,2. Both round half to even, as Python does.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import math
 import re
+from itertools import pairwise
 
 from megazero.errors import DataError
 
@@ -60,4 +61,4 @@ def split_ranges(
             bounds.append(bounds[-1] + round(share * float(count)))
         overshoot = bounds[-1] - count
         bounds[1:] = [bound - overshoot for bound in bounds[1:]]
-    return tuple(range(begin, max(begin, end)) for begin, end in zip(bounds, bounds[1:], strict=False))
+    return tuple(range(begin, max(begin, end)) for begin, end in pairwise(bounds))

@@ -136,7 +136,7 @@ class GPT(nn.Module):
         """Cross-entropy of each position, float32 [s, b], from logits [s, b, v/tp] and labels [b, s]."""
         start = self.placement.tp.rank * logits.shape[-1]
         return vocab_parallel_cross_entropy(
-            logits, labels.t(), self.placement.tp, vocab_start=start, vocab_size=self.vocab_size
+            logits, labels.t().contiguous(), self.placement.tp, vocab_start=start, vocab_size=self.vocab_size
         )
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -9,6 +9,7 @@ there is nothing to continue.
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 def derive_key(seed: int, *path: str | int) -> int:
     """A 63-bit key for the stream that `path` names under `seed`; different paths, unrelated keys."""
-    text = "/".join([str(seed), *(f"{type(part).__name__[0]}:{part}" for part in path)])
+    text = json.dumps([seed, *path])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 

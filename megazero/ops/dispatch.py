@@ -50,7 +50,8 @@ class Operator:
     def __post_init__(self) -> None:
         last = self.implementations[-1]
         assert last.name == "reference", f"{self.name}: the last implementation is the reference"
-        assert last.devices is None and last.dtypes is None, f"{self.name}: the reference runs anywhere"
+        anywhere = last.devices is None and last.dtypes is None
+        assert anywhere, f"{self.name}: the reference runs on every device and dtype"
 
     @property
     def reference(self) -> Callable[..., Any]:

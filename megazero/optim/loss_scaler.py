@@ -109,9 +109,9 @@ class DynamicLossScaler:
         stuck = state.overflows_at_floor + 1 if state.scale <= self.min_scale else 0
         if stuck >= self.floor_patience:
             raise NumericsError(
-                f"The gradients must be finite at the smallest loss scale ({self.min_scale}), but were not for "
-                f"{stuck} steps in a row; lower the learning rate, train in bf16, or look for bad values in the "
-                f"data or the checkpoint."
+                f"The gradients must be finite at the smallest loss scale ({self.min_scale}), but were not "
+                f"for {stuck} steps in a row; lower the learning rate, train in bf16, or look for bad "
+                f"values in the data or the checkpoint."
             )
         return ScalerState(max(state.scale * self.backoff, self.min_scale), 0, 0, stuck)
 

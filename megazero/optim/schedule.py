@@ -85,7 +85,9 @@ class LearningRate:
         if self.floor > self.peak:
             yield f"`min_lr` must be at most `lr` ({self.peak}), but is {self.floor}; lower it."
         if self.warmup.start > self.peak:
-            yield f"`lr_warmup_init` must be at most `lr` ({self.peak}), but is {self.warmup.start}; lower it."
+            yield (
+                f"`lr_warmup_init` must be at most `lr` ({self.peak}), but is {self.warmup.start}; lower it."
+            )
         if not self.warmup.length < self.decay.length:
             yield (
                 f"The warmup must be shorter than the decay of {self.decay.length} {self.unit}, but is "
@@ -94,13 +96,13 @@ class LearningRate:
             )
         if self.decay.style == "WSD" and self.decay.final_length is None:
             yield (
-                f"`lr_wsd_decay_{self.unit_suffix}` must be set when `lr_decay_style` is WSD, but is not; set it "
-                f"to the length of the final decay."
+                f"`lr_wsd_decay_{self.unit_suffix}` must be set when `lr_decay_style` is WSD, but is not; "
+                f"set it to the length of the final decay."
             )
         if self.decay.style == "WSD" and (self.decay.final_length or 0) > self.decay.length:
             yield (
-                f"`lr_wsd_decay_{self.unit_suffix}` must be at most the decay length ({self.decay.length}), but "
-                f"is {self.decay.final_length}; shorten it."
+                f"`lr_wsd_decay_{self.unit_suffix}` must be at most the decay length ({self.decay.length}), "
+                f"but is {self.decay.final_length}; shorten it."
             )
 
     @property
@@ -167,13 +169,13 @@ class WeightDecay:
     def __post_init__(self) -> None:
         if self.end < self.start:
             raise ConfigError(
-                f"`end_weight_decay` must be at least `start_weight_decay` ({self.start}), but is {self.end}; "
-                f"raise it."
+                f"`end_weight_decay` must be at least `start_weight_decay` ({self.start}), but is "
+                f"{self.end}; raise it."
             )
         if self.style == "constant" and self.start != self.end:
             raise ConfigError(
-                f"`weight_decay_incr_style` must be linear or cosine for a decay that moves from {self.start} "
-                f"to {self.end}, but is constant; change it."
+                f"`weight_decay_incr_style` must be linear or cosine for a decay that moves from "
+                f"{self.start} to {self.end}, but is constant; change it."
             )
 
     def at(self, progress: Progress) -> float:
@@ -216,11 +218,6 @@ def build_learning_rate(optimizer: OptimizerConfig, training: TrainingConfig, en
     length = getattr(optimizer, f"lr_decay_{suffix}") or end.count(unit)
     warmup = getattr(optimizer, f"lr_warmup_{suffix}")
     if optimizer.lr_warmup_fraction is not None:
-        if not 0.0 <= optimizer.lr_warmup_fraction < 1.0:
-            raise ConfigError(
-                f"`lr_warmup_fraction` must be at least 0 and below 1, but is {optimizer.lr_warmup_fraction}; "
-                f"change it."
-            )
         if warmup:
             raise ConfigError(
                 f"`lr_warmup_{suffix}` must be 0 when `lr_warmup_fraction` is set, but is {warmup}; keep one."
@@ -268,13 +265,13 @@ def build_weight_decay(optimizer: OptimizerConfig, training: TrainingConfig, end
     if style == "constant":
         if start is not None or finish is not None:
             raise ConfigError(
-                f"`start_weight_decay` and `end_weight_decay` must be unset when `weight_decay_incr_style` is "
-                f"constant, but are {start} and {finish}; set the style to linear or cosine."
+                f"`start_weight_decay` and `end_weight_decay` must be unset when `weight_decay_incr_style` "
+                f"is constant, but are {start} and {finish}; set the style to linear or cosine."
             )
         return WeightDecay(optimizer.weight_decay, optimizer.weight_decay)
     if start is None or finish is None:
         raise ConfigError(
-            f"`start_weight_decay` and `end_weight_decay` must be set when `weight_decay_incr_style` is {style}, "
-            f"but are {start} and {finish}; set both."
+            f"`start_weight_decay` and `end_weight_decay` must be set when `weight_decay_incr_style` is "
+            f"{style}, but are {start} and {finish}; set both."
         )
     return WeightDecay(start, finish, style, end.count(unit), unit)

@@ -79,9 +79,7 @@ class Adam:
         _check(self.state_names, params, grads, states, step, weight_decays)
         # The fused kernel takes one weight decay per call, and there are two values in most models.
         for decay in dict.fromkeys(weight_decays):
-            chosen = [
-                i for i, other in enumerate(weight_decays) if other == decay and params[i].numel() > 0
-            ]
+            chosen = [i for i, other in enumerate(weight_decays) if other == decay and params[i].numel() > 0]
             if chosen:
                 adam_step(
                     [params[i] for i in chosen],
@@ -149,12 +147,14 @@ def _check(names, params, grads, states, step, weight_decays) -> None:
     for index, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
         if tuple(state) != names:
             raise ValueError(
-                f"`states[{index}]` must have the keys {names}, but has {tuple(state)}; make it with `init_state`."
+                f"`states[{index}]` must have the keys {names}, but has {tuple(state)}; make it with "
+                f"`init_state`."
             )
         for name, tensor in {"params": param, "grads": grad, **state}.items():
             if not tensor.is_contiguous():
                 raise ValueError(
-                    f"`{name}[{index}]` must be contiguous, but has strides {tensor.stride()}; pass a flat tensor."
+                    f"`{name}[{index}]` must be contiguous, but has strides {tensor.stride()}; pass a flat "
+                    f"tensor."
                 )
             if tensor.dtype != torch.float32 or tensor.shape != param.shape:
                 raise ValueError(

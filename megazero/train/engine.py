@@ -117,11 +117,11 @@ class Engine:
         return totals
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable) -> float:
-        """Mean loss over all counted positions of `batches` on all ranks, in nats; changes nothing."""
+    def evaluate(self, batches: Iterable) -> tuple[float, int]:
+        """Mean loss over all counted positions of `batches` on all ranks, in nats, and their number."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.context.device)
         for batch in batches:
             totals += torch.stack(self.model.loss(batch)).double()
         self.context.data.all_reduce(totals).wait()
         loss_sum, tokens = totals.tolist()
-        return loss_sum / tokens if tokens else 0.0
+        return (loss_sum / tokens if tokens else 0.0), round(tokens)

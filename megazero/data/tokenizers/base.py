@@ -69,7 +69,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids, special tokens by their names. Raises DataError on ids outside the vocabulary."""
+        """The text of these ids, special tokens by name. Raises DataError on ids outside the vocabulary."""
 
     def fast_source(self) -> FastSource | None:
         """What a fast encoder can be built from, or None if this kind has no such form."""

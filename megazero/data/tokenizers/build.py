@@ -15,8 +15,8 @@ class TokenizerSpec:
     """Which tokenizer, in Megatron's words; a value that can be sent to another process.
 
     `kind` is `--tokenizer-type`, `model` is `--tokenizer-model`, `extra_ids` is `--vocab-extra-ids`
-    (sentinel tokens after the vocabulary, WordPiece and SentencePieceTokenizer only). `vocab_size` is needed by
-    NullTokenizer; elsewhere it may be left out, and if given it must agree with the files.
+    (sentinel tokens after the vocabulary, WordPiece and SentencePieceTokenizer only). `vocab_size` is needed
+    by NullTokenizer; elsewhere it may be left out, and if given it must agree with the files.
     """
 
     kind: str
@@ -93,7 +93,7 @@ TOKENIZER_KINDS: tuple[str, ...] = tuple(_KINDS)
 
 
 def build_tokenizer(spec: TokenizerSpec) -> Tokenizer:
-    """The tokenizer `spec` describes. Raises DataError if a file is missing or unsuitable, or a value has no use."""
+    """The tokenizer `spec` describes. DataError if a file is missing or unsuitable, or a value has no use."""
     kind = _KINDS.get(spec.kind)
     if kind is None:
         near = difflib.get_close_matches(spec.kind, TOKENIZER_KINDS, n=1)
@@ -104,7 +104,8 @@ def build_tokenizer(spec: TokenizerSpec) -> Tokenizer:
     if spec.extra_ids and not kind.has_extra_ids:
         users = ", ".join(name for name, row in _KINDS.items() if row.has_extra_ids)
         raise DataError(
-            f"`--vocab-extra-ids` must be 0 with {spec.kind}, but is {spec.extra_ids}; it is read by {users} only."
+            f"`--vocab-extra-ids` must be 0 with {spec.kind}, but is {spec.extra_ids}; "
+            f"it is read by {users} only."
         )
     tokenizer = kind.make(spec)
     if not kind.needs_vocab_size and spec.vocab_size not in (None, tokenizer.vocab_size):

@@ -18,20 +18,41 @@ from megazero.data.tokenizers.base import TokenBatch, Tokenizer
 
 @dataclass(frozen=True)
 class FastSource:
-    """What a tokenizer hands over: `form` is "tokenizer.json" or "sentencepiece", `data` the file's bytes."""
+    """What a tokenizer hands over: `form` is "tokenizer.json" or "sentencepiece", `data` the file's bytes.
+
+    `reserved` are strings that gigatoken would read as special tokens though a document means the letters.
+    """
 
     form: str
     data: bytes
+    reserved: tuple[str, ...] = ()
 
 
 class FastEncoder:
-    """Encodes batches on the calling thread; the ids are those of the tokenizer it was made for."""
+    """Encodes batches on the calling thread; the ids are those of the tokenizer it was made for.
 
-    def __init__(self, backend: Any):
+    Texts that contain a `reserved` string are left to the `tokenizer` itself.
+    """
+
+    name = "gigatoken"
+
+    def __init__(self, backend: Any, tokenizer: Tokenizer, reserved: tuple[str, ...]):
         self._backend = backend
+        self._tokenizer = tokenizer
+        self._reserved = reserved
 
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
         """The ids of several plain texts."""
+        if not self._reserved:
+            return self._encode(texts)
+        batches, start = [], 0
+        for i, text in enumerate(texts):
+            if any(word in text for word in self._reserved):
+                batches += [self._encode(texts[start:i]), self._tokenizer.encode_batch([text])]
+                start = i + 1
+        return _join([*batches, self._encode(texts[start:])])
+
+    def _encode(self, texts: Sequence[str]) -> TokenBatch:
         if not texts:
             return TokenBatch(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int64))
         layout = self._backend.encode_batch(list(texts), parallel=False).layout
@@ -39,18 +60,24 @@ class FastEncoder:
         return TokenBatch(np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets))
 
 
+def _join(batches: Sequence[TokenBatch]) -> TokenBatch:
+    ids = np.concatenate([batch.ids for batch in batches])
+    return TokenBatch(ids, np.concatenate([batch.lengths for batch in batches]))
+
+
 class FastChoice(NamedTuple):
-    """`encoder` is None where there is no quick lane; `reason` then says why, in words for the user."""
+    """`encoder` is None where there is no quick lane. `reason` then says in words for the user why it is
+    missing, or is None too where none is to be had for this kind of tokenizer."""
 
     encoder: FastEncoder | None
-    reason: str
+    reason: str | None
 
 
 def try_fast(tokenizer: Tokenizer) -> FastChoice:
     """A fast encoder for this tokenizer, or the reason why there is none."""
     source = tokenizer.fast_source()
     if source is None:
-        return FastChoice(None, f"{tokenizer.name} has no fast form")
+        return FastChoice(None, None)
     try:
         import gigatoken
     except ImportError:
@@ -62,7 +89,7 @@ def try_fast(tokenizer: Tokenizer) -> FastChoice:
             backend = gigatoken.Tokenizer.from_json(source.data)
     except Exception as error:  # whatever it does not support, the tokenizer itself still does
         return FastChoice(None, f"gigatoken does not support this tokenizer ({error})")
-    return FastChoice(FastEncoder(backend), "gigatoken")
+    return FastChoice(FastEncoder(backend, tokenizer, source.reserved), None)
 
 
 def first_difference(fast: FastEncoder, tokenizer: Tokenizer, texts: Sequence[str]) -> int | None:

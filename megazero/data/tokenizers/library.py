@@ -26,7 +26,7 @@ class LibraryTokenizer(Tokenizer):
     def __init__(
         self, name: str, backend: tokenizers.Tokenizer, special_ids: Mapping[str, int], eod: int | None
     ):
-        # A tokenizer.json may carry truncation or padding for fine-tuning; either would change documents silently.
+        # A tokenizer.json may carry truncation or padding; either would change documents silently.
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
@@ -50,7 +50,7 @@ class LibraryTokenizer(Tokenizer):
 
     def fast_source(self) -> FastSource | None:
         config = json.loads(self._backend.to_str())
-        # Fast encoders always recognize special tokens; leaving them out makes documents plain text there too.
+        # Fast encoders always recognize special tokens; without them documents are plain text there too.
         config["added_tokens"] = [token for token in config["added_tokens"] if not token["special"]]
         config["post_processor"] = None
         return FastSource("tokenizer.json", json.dumps(config).encode())
@@ -99,10 +99,11 @@ def load_gpt2_bpe(vocab_file: str | None, merge_file: str | None) -> LibraryToke
 
 
 def load_tokenizer_json(model: str | None, kind: str) -> LibraryTokenizer:
-    """Any Hugging Face `tokenizer.json`: the file, or a local directory that holds one. Nothing is downloaded.
+    """Any Hugging Face `tokenizer.json`: the file, or a local directory with one. Nothing is downloaded.
 
-    The special tokens' roles come from `tokenizer_config.json` and `special_tokens_map.json` beside it; without
-    them the first of `<|endoftext|>`, `<|end_of_text|>`, `</s>`, `<eos>`, `[EOS]` that exists ends documents.
+    The special tokens' roles come from `tokenizer_config.json` and `special_tokens_map.json` beside it;
+    without them the first of `<|endoftext|>`, `<|end_of_text|>`, `</s>`, `<eos>`, `[EOS]` that exists ends
+    documents.
     """
     import tokenizers
 
@@ -127,7 +128,7 @@ def load_tokenizer_json(model: str | None, kind: str) -> LibraryTokenizer:
 
 
 def _drops_unknown_bytes(config: dict[str, Any]) -> bool:
-    """Whether a byte-level BPE has no answer for a byte outside its vocabulary (the library then drops it)."""
+    """Whether this is a byte-level BPE in which the library drops bytes outside the vocabulary."""
     model = config["model"]
     byte_level = '"ByteLevel"' in json.dumps([config["pre_tokenizer"], config["normalizer"]])
     return model["type"] == "BPE" and byte_level and model.get("unk_token") is None
@@ -139,7 +140,8 @@ def _require_byte_alphabet(vocab: Mapping[str, int], what: str) -> None:
     missing = sum(letter not in vocab for letter in pre_tokenizers.ByteLevel.alphabet())
     if missing:
         raise DataError(
-            f"{what} must contain all 256 byte letters, but lacks {missing}; text with these bytes would lose them."
+            f"{what} must contain all 256 byte letters, but lacks {missing}; "
+            "text with these bytes would lose them."
         )
 
 

@@ -53,13 +53,16 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return self._processor.decode(ids)
 
     def fast_source(self) -> FastSource | None:
-        return FastSource("sentencepiece", self._model_bytes)
+        model = self._processor
+        pieces = range(model.get_piece_size())
+        reserved = [model.id_to_piece(i) for i in pieces if model.is_control(i) or model.is_unknown(i)]
+        return FastSource("sentencepiece", self._model_bytes, tuple(reserved))
 
 
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):
     """The model's pieces, then whichever of Megatron's special tokens it lacks, then `<extra_id_0>` ...
 
-    The order is Megatron's: `<CLS> <SEP> <EOD> <MASK>`, pad, bos, eos, extra ids. A document ends with `<EOD>`.
+    The order is Megatron's: `<CLS> <SEP> <EOD> <MASK>`, pad, bos, eos, extra ids. `<EOD>` ends a document.
     """
 
     name = "SentencePieceTokenizer"

@@ -16,9 +16,7 @@ def _fused_is_built() -> bool:
 
 
 @torch.no_grad()
-def _adam_fused(
-    params, grads, exp_avgs, exp_avg_sqs, *, step, lr, beta1, beta2, eps, weight_decay
-) -> None:
+def _adam_fused(params, grads, exp_avgs, exp_avg_sqs, *, step, lr, beta1, beta2, eps, weight_decay) -> None:
     """torch's one-pass kernel, which wants one dtype throughout."""
     device = params[0].device
     counter = torch.full((), float(step), dtype=torch.float32, device=device)
@@ -40,9 +38,7 @@ def _adam_fused(
 
 
 @torch.no_grad()
-def _adam_foreach(
-    params, grads, exp_avgs, exp_avg_sqs, *, step, lr, beta1, beta2, eps, weight_decay
-) -> None:
+def _adam_foreach(params, grads, exp_avgs, exp_avg_sqs, *, step, lr, beta1, beta2, eps, weight_decay) -> None:
     """The reference with each line over all tensors at once."""
     grads = [grad.to(m.dtype) for grad, m in zip(grads, exp_avgs, strict=True)]
     torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)

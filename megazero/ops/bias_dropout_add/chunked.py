@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 from megazero.ops.chunks import compute_dtype, row_chunks
-from megazero.ops.counter_random import keep_multiplier
+from megazero.ops.counter_random import KeepRows, keep_columns, keep_multiplier
 from megazero.ops.dropout import Dropout, hidden_row_keys
 
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _keep_hash(row_keys: Tensor, width: int) -> tuple[KeepRows, Tensor]:
+    return KeepRows.of(row_keys), keep_columns(torch.arange(width, device=row_keys.device))
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
@@ -25,10 +29,10 @@ class _BiasDropoutAdd(torch.autograd.Function):
         x_rows, residual_rows = _rows(x), _rows(residual)
         wide_type = compute_dtype(x.dtype)
         wide_bias = None if bias is None else bias.to(wide_type)
-        columns = torch.arange(x.shape[-1], device=x.device)
+        keep_rows, columns = _keep_hash(row_keys, x.shape[-1])
         out = torch.empty_like(residual_rows, memory_format=torch.contiguous_format)
         for chunk in row_chunks(x, *x_rows.shape):
-            multiplier = keep_multiplier(row_keys[chunk], p, columns, 1 / (1 - p)).to(wide_type)
+            multiplier = keep_multiplier(keep_rows[chunk], columns, p, 1 / (1 - p)).to(wide_type)
             wide = x_rows[chunk].to(wide_type)
             if wide_bias is not None:
                 wide = wide + wide_bias
@@ -40,11 +44,11 @@ class _BiasDropoutAdd(torch.autograd.Function):
         (row_keys,) = ctx.saved_tensors
         grad_rows = _rows(grad)
         wide_type = compute_dtype(ctx.x_dtype)
-        columns = torch.arange(grad.shape[-1], device=grad.device)
+        keep_rows, columns = _keep_hash(row_keys, grad.shape[-1])
         grad_x = torch.empty_like(grad_rows, dtype=ctx.x_dtype, memory_format=torch.contiguous_format)
         grad_bias = grad_rows.new_zeros(grad.shape[-1], dtype=wide_type)
         for chunk in row_chunks(grad, *grad_rows.shape):
-            multiplier = keep_multiplier(row_keys[chunk], ctx.p, columns, 1 / (1 - ctx.p)).to(wide_type)
+            multiplier = keep_multiplier(keep_rows[chunk], columns, ctx.p, 1 / (1 - ctx.p)).to(wide_type)
             multiplier.mul_(grad_rows[chunk])
             grad_x[chunk] = multiplier
             if ctx.bias_dtype is not None:

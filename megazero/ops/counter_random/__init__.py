@@ -5,8 +5,17 @@ and every layout sees the same numbers. `splitmix` holds the 64-bit generator, `
 weights, `keep` the cheaper 32-bit generator of dropout masks, `reference` both in Python integers.
 """
 
-from megazero.ops.counter_random.keep import keep_mask, keep_multiplier
+from megazero.ops.counter_random.keep import KeepRows, keep_columns, keep_mask, keep_multiplier
 from megazero.ops.counter_random.normal import normal, normal_block
 from megazero.ops.counter_random.splitmix import derive, hash_uniform
 
-__all__ = ["derive", "hash_uniform", "keep_mask", "keep_multiplier", "normal", "normal_block"]
+__all__ = [
+    "KeepRows",
+    "derive",
+    "hash_uniform",
+    "keep_columns",
+    "keep_mask",
+    "keep_multiplier",
+    "normal",
+    "normal_block",
+]

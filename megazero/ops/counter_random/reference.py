@@ -40,6 +40,10 @@ def uniform_reference(key: int, index: int) -> float:
     return (derive_reference(key, index) >> 40) / (1 << 24)
 
 
+def _signed_32(x: int) -> int:
+    return x - (1 << 32) if x >> 31 else x
+
+
 def keep_reference(key: int, p: float, index: int) -> bool:
     """Dropout's 32-bit generator: (low(row) + column) * (high(row) | 1), mixed once more.
 
@@ -48,6 +52,5 @@ def keep_reference(key: int, p: float, index: int) -> bool:
     row = mix_64((key + GOLDEN_GAMMA) & MASK_64)
     column = splitmix_64(0, index) & MASK_32
     x = ((row + column) * ((row >> 32) | 1)) & MASK_32
-    x = ((x ^ (x >> 16)) * KEEP_MULTIPLIER) & MASK_32
-    signed = x - (1 << 32) if x >> 31 else x
-    return signed >= round(p * (1 << 32)) - (1 << 31)
+    x = ((x ^ (_signed_32(x) >> 16)) * KEEP_MULTIPLIER) & MASK_32
+    return _signed_32(x) >= round(p * (1 << 32)) - (1 << 31)

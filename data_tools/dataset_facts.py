@@ -1,0 +1,60 @@
+"""Numbers about an indexed dataset: lengths, histograms, entropy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from megazero.data.indexed_reader import IndexedDataset
+
+_BLOCK = 1 << 24
+
+
+@dataclass(frozen=True)
+class LengthFacts:
+    """Lengths in tokens; all zero for nothing."""
+
+    min: int
+    median: float
+    mean: float
+    max: int
+
+    @staticmethod
+    def of(lengths: np.ndarray) -> LengthFacts:
+        """lengths: int [n]."""
+        if not lengths.size:
+            return LengthFacts(0, 0.0, 0.0, 0)
+        middle = float(np.median(lengths))
+        return LengthFacts(int(lengths.min()), middle, float(lengths.mean()), int(lengths.max()))
+
+
+def document_lengths(dataset: IndexedDataset) -> np.ndarray:
+    """int64 [documents], tokens of each document."""
+    before = np.concatenate([[0], np.cumsum(dataset.lengths, dtype=np.int64)])
+    return np.diff(before[dataset.document_index])
+
+
+def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
+    """(first, last, count) of the ranges 0, 1, 2-3, 4-7, ... up to the one that holds the longest length."""
+    if not lengths.size:
+        return []
+    # frexp gives the exponent exactly where log2 would round near powers of two.
+    bins = np.bincount(np.frexp(lengths.astype(np.float64))[1])
+    edges = [(0, 0), *((1 << b, (2 << b) - 1) for b in range(len(bins) - 1))]
+    return [(first, last, int(count)) for (first, last), count in zip(edges, bins, strict=True)]
+
+
+def unigram_entropy(dataset: IndexedDataset) -> float:
+    """Entropy of the token stream's unigram distribution in nats per token; 0 for an empty dataset.
+
+    This is the loss of the best model that knows only how frequent each token is.
+    """
+    counts = np.zeros(0, dtype=np.int64)
+    for start in range(0, dataset.total_tokens, _BLOCK):
+        found = np.bincount(dataset.tokens[start : start + _BLOCK], minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
+    seen = counts[counts > 0] / max(dataset.total_tokens, 1)
+    return math.fsum(-seen * np.log(seen))

@@ -1,0 +1,127 @@
+"""What is in an indexed dataset.
+
+`python data_tools/inspect_dataset.py PREFIX [--validate] [--document K ...]` prints counts and lengths;
+on request a histogram of document lengths, document K (as text if a tokenizer is given) and the unigram
+entropy. A damaged dataset gives an error and exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data_tools import cli
+
+_BAR = 50
+
+
+def inspect_dataset(args: argparse.Namespace) -> None:
+    """Prints what was asked for. Raises DataError for a damaged dataset or a document that is not there."""
+    facts = collect(args)
+    if args.json:
+        print(json.dumps(facts))
+    else:
+        print_facts(facts)
+
+
+def collect(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything the flags ask for, as plain JSON values."""
+    from data_tools.dataset_facts import LengthFacts, document_lengths, histogram, unigram_entropy
+    from megazero.data.indexed_reader import open_indexed
+
+    dataset = open_indexed(args.prefix)
+    documents = document_lengths(dataset)
+    facts: dict[str, Any] = {
+        "prefix": args.prefix,
+        "sequences": len(dataset),
+        "documents": len(documents),
+        "tokens": dataset.total_tokens,
+        "dtype": dataset.dtype.name,
+        "bin_bytes": dataset.path_bin.stat().st_size,
+        "idx_bytes": dataset.path_idx.stat().st_size,
+        "checksums": dataset.has_checksums,
+        "sequence_lengths": asdict(LengthFacts.of(dataset.lengths)),
+        "document_lengths": asdict(LengthFacts.of(documents)),
+    }
+    if args.validate:
+        dataset.validate(full=True)
+        facts["valid"] = True
+    if args.histogram:
+        facts["histogram"] = histogram(documents)
+    if args.unigram_entropy:
+        facts["unigram_entropy"] = unigram_entropy(dataset)
+    if args.document is not None:
+        facts["document"] = _document(dataset, args)
+    return facts
+
+
+def _document(dataset, args: argparse.Namespace) -> dict[str, Any]:
+    ids = [[int(i) for i in sequence] for sequence in dataset.document(args.document)]
+    shown: dict[str, Any] = {"number": args.document, "ids": ids}
+    if args.tokenizer_type is not None:
+        from megazero.data.tokenizers import build_tokenizer
+
+        tokenizer = build_tokenizer(cli.tokenizer_spec(args))
+        shown["text"] = [tokenizer.decode(sequence) for sequence in ids]
+    return shown
+
+
+def print_facts(facts: dict[str, Any]) -> None:
+    """The facts as lines for people."""
+    print(facts["prefix"])
+    for name in ("documents", "sequences", "tokens", "bin_bytes", "idx_bytes"):
+        print(f"  {name:<17} {facts[name]:,}")
+    print(f"  {'dtype':<17} {facts['dtype']}")
+    print(f"  {'checksums':<17} {'yes' if facts['checksums'] else 'no (.sum is missing)'}")
+    for name in ("sequence_lengths", "document_lengths"):
+        row = facts[name]
+        middle = f"median {row['median']:,.1f}, mean {row['mean']:,.1f}"
+        print(f"  {name:<17} min {row['min']:,}, {middle}, max {row['max']:,}")
+    if "valid" in facts:
+        checked = (
+            "index and tokens" if facts["checksums"] else "index only: there are no checksums for the tokens"
+        )
+        print(f"  {'valid':<17} yes ({checked})")
+    if "unigram_entropy" in facts:
+        print(f"  {'unigram_entropy':<17} {facts['unigram_entropy']:.4f} nats per token")
+    if "histogram" in facts:
+        print("  documents by length in tokens")
+        most = max((count for _, _, count in facts["histogram"]), default=1)
+        for first, last, count in facts["histogram"]:
+            bar = "#" * -(-count * _BAR // most)
+            print(f"  {first:>12,} - {last:<12,} {count:>10,} {bar}".rstrip())
+    if "document" in facts:
+        shown = facts["document"]
+        print(f"  document {shown['number']}: {len(shown['ids'])} sequences")
+        for content in shown.get("text", shown["ids"]):
+            print(content if isinstance(content, str) else " ".join(map(str, content)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool; 0 if the dataset is sound, 1 if not."""
+    parser = argparse.ArgumentParser(prog="inspect_dataset.py", description=__doc__.split("\n")[0])
+    parser.add_argument("prefix", metavar="PREFIX", help="path of the dataset without .bin or .idx")
+    parser.add_argument("--document", type=int, metavar="K", help="print document K, counted from 0")
+    parser.add_argument("--histogram", action="store_true", help="documents by length")
+    parser.add_argument(
+        "--unigram-entropy", action="store_true", help="entropy of the token frequencies in nats"
+    )
+    parser.add_argument("--validate", action="store_true", help="also compare every token with the checksums")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    cli.add_tokenizer_flags(parser, required=False)
+    args = parser.parse_args(argv)
+    if args.document is not None and args.document < 0:
+        parser.error(f"`--document` must be at least 0, but is {args.document}")
+    return cli.run(inspect_dataset, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

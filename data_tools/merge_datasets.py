@@ -1,0 +1,71 @@
+"""Several indexed datasets into one.
+
+`python data_tools/merge_datasets.py --input DIR_OR_PREFIX ... --output-prefix p`: a directory stands for
+all its datasets in the order of their names. Documents keep their order; the element types must be the
+same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data_tools import cli
+from megazero.errors import DataError
+
+
+def input_prefixes(inputs: Sequence[str], output: str) -> list[str]:
+    """The prefixes these directories and prefixes name, without the output's own. DataError if a directory or
+    the whole list is empty, or a prefix comes twice."""
+    prefixes: list[str] = []
+    for name in inputs:
+        if not Path(name).is_dir():
+            prefixes.append(name)
+            continue
+        found = [str(path)[: -len(".idx")] for path in sorted(Path(name).glob("*.idx"))]
+        found = [prefix for prefix in found if Path(prefix).resolve() != Path(output).resolve()]
+        if not found:
+            raise DataError(f"`--input` must name datasets, but the directory {name} holds no .idx file.")
+        prefixes += found
+    twice = next((prefix for i, prefix in enumerate(prefixes) if prefix in prefixes[:i]), None)
+    if twice is not None:
+        raise DataError(f"`--input` must name each dataset once, but names {twice} twice.")
+    if any(Path(prefix).resolve() == Path(output).resolve() for prefix in prefixes):
+        raise DataError(f"`--output-prefix` must be a new dataset, but {output} is one of the inputs.")
+    return prefixes
+
+
+def merge_datasets(args: argparse.Namespace) -> None:
+    """Merges and prints what each input brought."""
+    from megazero.data.indexed_reader import open_indexed
+    from megazero.data.indexed_writer import IndexedDatasetWriter
+
+    prefixes = input_prefixes(args.input, args.output_prefix)
+    with IndexedDatasetWriter(args.output_prefix, open_indexed(prefixes[0]).dtype) as writer:
+        for prefix in prefixes:
+            before = writer.documents, writer.tokens
+            writer.append_dataset(prefix)
+            documents, tokens = writer.documents - before[0], writer.tokens - before[1]
+            print(f"{prefix}: {documents:,} documents, {tokens:,} tokens")
+    print(f"{args.output_prefix}: {writer.documents:,} documents, {writer.tokens:,} tokens")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool; 0 if the merged dataset is whole."""
+    parser = argparse.ArgumentParser(prog="merge_datasets.py", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="PATH", help="directories or dataset prefixes"
+    )
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="path of the output without suffix"
+    )
+    return cli.run(merge_datasets, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

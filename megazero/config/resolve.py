@@ -1,0 +1,139 @@
+"""From a command line to a configuration: defaults, then the YAML file, then flags; then every check."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+import megazero
+from megazero.config.document import Document, read_file, to_yaml
+from megazero.config.fields import FIELDS, SECTIONS, FieldSpec
+from megazero.config.flags import Scan, Setting, scan
+from megazero.config.help import format_help
+from megazero.config.rules import check
+from megazero.config.tree import Config, Section
+from megazero.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """An accepted configuration, what to warn of, and whether only a check was asked for."""
+
+    config: Config
+    warnings: tuple[str, ...]
+    check_only: bool
+
+
+def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resolved:
+    """Resolve a command line.
+
+    `world_size` defaults to the environment's WORLD_SIZE, as torchrun sets it, or 1.
+    Raises ConfigError with every violation: unknown flags and keys, unreadable values, missing fields,
+    values out of range and broken rules.
+    """
+    flags = scan(argv)
+    document = Document() if flags.config_file is None else read_file(flags.config_file)
+    problems = [*document.problems, *flags.problems]
+    ranks = world_size_of_environment(problems) if world_size is None else world_size
+    settings = {setting.spec.path: setting for setting in [*document.settings, *flags.settings]}
+    broken = {*flags.broken, *(document.broken - {setting.spec.path for setting in flags.settings})}
+    config = _build(settings, broken, problems)
+    problems += check(config, ranks, broken)
+    if problems:
+        raise ConfigError(problems)
+    return Resolved(config, _warnings(flags), flags.check_only)
+
+
+def resolve_or_exit(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Config:
+    """What a script needs: the configuration, or the end of the process.
+
+    Answers `--help` and `--version`; prints the tree for `--check-config` (status 0); prints every
+    violation on the error stream (status 2). Of many ranks the first of each node speaks.
+    """
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    if "--help" in argv or "-h" in argv:
+        _say(format_help(program).rstrip(), speaks, sys.stdout)
+        raise SystemExit(0)
+    if "--version" in argv:
+        _say(f"megazero {megazero.__version__}", speaks, sys.stdout)
+        raise SystemExit(0)
+    try:
+        resolved = parse_config(argv)
+    except ConfigError as error:
+        count = len(error.violations)
+        heading = f"{program}: the configuration is refused for {count} reason{'s' if count > 1 else ''}:"
+        _say("\n".join([heading, *(f"  {line}" for line in error.violations)]), speaks, sys.stderr)
+        raise SystemExit(error.exit_code) from error
+    for warning in resolved.warnings:
+        _say(f"{program}: {warning}", speaks, sys.stderr)
+    if resolved.check_only:
+        _say(to_yaml(resolved.config).rstrip(), speaks, sys.stdout)
+        raise SystemExit(0)
+    return resolved.config
+
+
+def _say(text: str, speaks: bool, stream: Any) -> None:
+    if speaks:
+        print(text, file=stream, flush=True)
+
+
+def world_size_of_environment(problems: list[str]) -> int | None:
+    """WORLD_SIZE as torchrun sets it, or 1; None and a problem if it is no positive integer."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    problems.append(f"the environment's `WORLD_SIZE` must be a positive integer, but is `{text}`; unset it.")
+    return None
+
+
+def _build(settings: dict[str, Setting], broken: set[str], problems: list[str]) -> Config:
+    """The tree from the settings. Fields that fail are added to `broken` and stand at their default."""
+    sections = {name: _build_section(name, settings, broken, problems) for name in SECTIONS}
+    return Config.model_construct(**sections)
+
+
+def _build_section(
+    section: str, settings: dict[str, Setting], broken: set[str], problems: list[str]
+) -> Section:
+    model = SECTIONS[section]
+    given = {s.spec.name: s.value for s in settings.values() if s.spec.section == section}
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        by_name = {spec.name: spec for spec in FIELDS if spec.section == section}
+        for detail in error.errors():
+            spec = by_name[str(detail["loc"][0])]
+            if spec.path not in broken:
+                problems.append(_problem(spec, settings.get(spec.path), detail))
+            broken.add(spec.path)
+            given.pop(spec.name, None)
+    return model.model_construct(**given)
+
+
+def _problem(spec: FieldSpec, setting: Setting | None, detail: Any) -> str:
+    """pydantic's complaint about one field in our sentence form."""
+    if setting is None:
+        return f"`{spec.flag}` must be set ({spec.help}), but is missing."
+    reason = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    must = reason if reason.startswith("must") else f"must be {reason}"
+    value = " ".join(map(str, setting.value)) if isinstance(setting.value, tuple) else setting.value
+    where = f"`{spec.flag}`" if setting.source.startswith("--") else f"{setting.source}: `{spec.path}`"
+    return f"{where} {must}, but is `{value}`."
+
+
+def _warnings(flags: Scan) -> tuple[str, ...]:
+    """At most one line on ignored flags, then the rest."""
+    if not flags.ignored:
+        return tuple(flags.warnings)
+    by_reason: dict[str, list[str]] = {}
+    for ignored in flags.ignored:
+        names = by_reason.setdefault(ignored.reason, [])
+        if ignored.name not in names:
+            names.append(ignored.name)
+    listed = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
+    return (f"flags without effect here: {listed}.", *flags.warnings)

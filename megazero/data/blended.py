@@ -1,0 +1,171 @@
+"""Mixing datasets in given proportions, exactly.
+
+The rule is Megatron's: sample i comes from the dataset that lags furthest behind its share, so the realized
+ratio is right at every moment of training and not only on average.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megazero.data.cache import cached_arrays
+from megazero.data.index_build import build_blending_index, build_exhaustive_blending_index, normalized
+from megazero.errors import DataError
+
+_INDEX_ARRAYS = ("dataset_index", "sample_index")
+
+
+class SampleDataset(Protocol):
+    """What a blend is made of, and is itself."""
+
+    name: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]: ...
+
+    @property
+    def description(self) -> dict[str, object]: ...
+
+
+def parse_blend(entries: Sequence[str], must_exist: bool = True) -> list[tuple[float | None, str]]:
+    """(weight, prefix) of each dataset of a `--data-path`.
+
+    One prefix alone, or prefixes without any weight, have weight None (a blend in proportion to sizes);
+    otherwise "weight prefix weight prefix ...". must_exist: `prefix.idx` and `.bin` must be there. Raises
+    DataError for anything else and for weights that are not positive numbers.
+    """
+    entries = [str(entry) for entry in entries]
+    if not entries:
+        raise DataError("`data_path` must name at least one dataset, but is empty; give its prefix.")
+    if not any(_is_number(entry) for entry in entries):
+        pairs: list[tuple[float | None, str]] = [(None, entry) for entry in entries]
+    elif len(entries) % 2:
+        raise DataError(
+            f"`data_path` must be pairs of weight and prefix, but has {len(entries)} entries "
+            f"({' '.join(entries)}); give every prefix a weight."
+        )
+    else:
+        pairs = [(_weight(w), p) for w, p in zip(entries[::2], entries[1::2], strict=True)]
+    if must_exist:
+        for _, prefix in pairs:
+            for suffix in (".idx", ".bin"):
+                if not Path(prefix + suffix).is_file():
+                    raise DataError(
+                        f"`data_path` must name datasets, but {prefix}{suffix} is no file; give the path "
+                        f"without "
+                        ".idx or .bin."
+                    )
+    return pairs
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return not Path(text + ".idx").exists()  # a dataset may be called "2024"
+
+
+def _weight(text: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not (math.isfinite(weight) and weight > 0):
+        raise DataError(f"`weight` in `data_path` must be a positive number, but is {text!r}; give one.")
+    return weight
+
+
+class BlendedDataset:
+    """A mixture of datasets; items as theirs plus `dataset_id` (int64).
+
+    weights: one positive number each, normalized here, or None to mix in proportion to sizes; size: samples,
+    or None (only without weights) for every sample of every dataset exactly once. Raises DataError if a
+    dataset would have to give more samples than it has.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[SampleDataset],
+        weights: Sequence[float] | None,
+        size: int | None,
+        cache_dir: str | Path | None = None,
+        name: str = "train",
+    ):
+        if weights is not None and len(weights) != len(datasets):
+            raise DataError(
+                f"`weights` must be one for each of {len(datasets)} datasets, but are {len(weights)}."
+            )
+        if weights is not None and size is None:
+            raise DataError("`size` must be given for a weighted blend, but is None; say how many samples.")
+        self.datasets = list(datasets)
+        self.name = name
+        self._sizes = [len(dataset) for dataset in self.datasets]
+        # None: every sample once. Otherwise shares, by weight or by size.
+        self._shares = None if size is None else normalized(self._sizes if weights is None else weights)
+        self._size = sum(self._sizes) if size is None else size
+        arrays = cached_arrays(cache_dir, f"blend-{name}", self.description, _INDEX_ARRAYS, self._build)
+        self.dataset_index: np.ndarray = arrays["dataset_index"]
+        self.sample_index: np.ndarray = arrays["sample_index"]
+        self._check_sizes()
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Sample `index`, arrays [T] and `dataset_id` []. IndexError past the end."""
+        return {key: array[0] for key, array in self.batch([index]).items()}
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """The samples `indices` stacked, arrays [b, T] and `dataset_id` [b]. IndexError past the end."""
+        indices = np.asarray(indices, dtype=np.int64)
+        if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < len(self)):
+            raise IndexError(
+                f"`index` must be in 0..{len(self) - 1} of the {self.name} blend, but spans "
+                f"{int(indices.min())}.."
+                f"{int(indices.max())}."
+            )
+        owners = self.dataset_index[indices].astype(np.int64)
+        samples = self.sample_index[indices]
+        merged: dict[str, np.ndarray] = {}
+        for owner in np.unique(owners):
+            rows = np.flatnonzero(owners == owner)
+            for key, part in self.datasets[owner].batch(samples[rows]).items():
+                if key not in merged:
+                    merged[key] = np.empty((len(indices), *part.shape[1:]), dtype=part.dtype)
+                merged[key][rows] = part
+        return {**merged, "dataset_id": owners}
+
+    @property
+    def description(self) -> dict[str, object]:
+        return {
+            "kind": "blend",
+            "datasets": [dataset.description for dataset in self.datasets],
+            "shares": None if self._shares is None else [float(share) for share in self._shares],
+            "size": self._size,
+        }
+
+    def _build(self) -> dict[str, np.ndarray]:
+        if self._shares is None:
+            owners, samples = build_exhaustive_blending_index(np.array(self._sizes))
+        else:
+            owners, samples = build_blending_index(self._shares, self._size)
+        return {"dataset_index": owners, "sample_index": samples}
+
+    def _check_sizes(self) -> None:
+        taken = np.bincount(self.dataset_index, minlength=len(self.datasets))
+        for number, (asked, given) in enumerate(zip(taken.tolist(), self._sizes, strict=True)):
+            if asked > given:
+                raise DataError(
+                    f"`samples` of dataset {number} of the {self.name} blend must be at least {asked}, but "
+                    f"are "
+                    f"{given}; ask it for more samples or lower its weight."
+                )

@@ -1,0 +1,231 @@
+"""GPT training samples from an indexed dataset, in Megatron-Core's order.
+
+A sample is a dict of numpy arrays, [T] each: `tokens` and `labels` int64 (labels are the tokens one further
+on), `loss_mask` float32, `position_ids` int64, and, with `reset_attention_mask`, `document_ids` int32: tokens
+attend only to earlier tokens of the same number. The [T, T] mask is left to the layers, which need none for
+the plain causal case. `batch` gives the same stacked, [b, T], and is the fast path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megazero.data.cache import cached_arrays
+from megazero.data.index_build import GPTIndex, SamplePlan, build_gpt_index, gather_reference, plan_samples
+from megazero.data.indexed_reader import IndexedDataset
+from megazero.data.native import NATIVE
+from megazero.errors import DataError
+
+_INDEX_ARRAYS = ("document_index", "sample_index", "shuffle_index")
+
+
+@dataclass(frozen=True)
+class GPTSettings:
+    """What all GPT datasets of a run share.
+
+    sequence_length: T, tokens. seed: of document and sample order. cache_dir: index cache, None for none.
+    vocab_size: ids at or above it are an error, None not to look. eod_token: id that ends a document, needed
+    by the three flags: eod_mask_loss (no loss where the input is EOD), reset_position_ids (positions restart
+    after EOD), reset_attention_mask (adds `document_ids`). add_extra_token: samples read T + 1 tokens, so
+    that the last label is known; without, samples do not overlap and the last label is masked.
+    """
+
+    sequence_length: int
+    seed: int = 1234
+    cache_dir: str | Path | None = None
+    vocab_size: int | None = None
+    eod_token: int | None = None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    add_extra_token: bool = True
+
+    def __post_init__(self) -> None:
+        flags = [
+            n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(self, n)
+        ]
+        if flags and self.eod_token is None:
+            raise DataError(f"`eod_token` must be given for {', '.join(flags)}, but is None; name the token.")
+        if self.sequence_length < 1:
+            raise DataError(f"`sequence_length` must be at least 1, but is {self.sequence_length}.")
+
+    @property
+    def extra(self) -> int:
+        return int(self.add_extra_token)
+
+
+class GPTDataset:
+    """Samples of one split of one indexed dataset.
+
+    sequence_ids: the split's sequences, a range or int [n]; num_samples: at least so many, over as many
+    epochs as it takes (None: one epoch); epochs: exactly so many instead. name: of the split, for messages
+    and cache files. Raises DataError if the split holds too few tokens for one sample.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        sequence_ids: range | np.ndarray,
+        num_samples: int | None,
+        settings: GPTSettings,
+        name: str = "train",
+        epochs: int | None = None,
+    ):
+        self.indexed = indexed
+        self.settings = settings
+        self.name = name
+        self._ids = sequence_ids
+        self.plan = self._plan(num_samples, epochs)
+        arrays = cached_arrays(
+            settings.cache_dir, f"gpt-{name}", self.description, _INDEX_ARRAYS, self._build
+        )
+        self.index = GPTIndex(arrays["document_index"], arrays["sample_index"], arrays["shuffle_index"])
+        self._tables = (indexed.lengths, indexed.offsets, self.index.document_index)
+
+    def __len__(self) -> int:
+        return self.plan.samples
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Sample `index` of the shuffled order, arrays [T]. IndexError past the end."""
+        return {key: array[0] for key, array in self.batch([index]).items()}
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """The samples `indices` stacked, [b, T]. IndexError past the end, DataError for foreign ids."""
+        indices = np.asarray(indices, dtype=np.int64)
+        if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < len(self)):
+            raise IndexError(
+                f"`index` must be in 0..{len(self) - 1} of {self.name} split of {self.indexed.prefix}, but "
+                f"spans "
+                f"{int(indices.min())}..{int(indices.max())}."
+            )
+        tokens, labels = self._gather(indices)
+        return finish_batch(tokens, labels, self.settings)
+
+    @property
+    def description(self) -> dict[str, object]:
+        """All that the order and content of the samples depend on, JSON-able: the key of caches."""
+        ids = self._ids
+        if isinstance(ids, range):
+            split = f"{ids.start}..{ids.stop}"
+        else:
+            split = hashlib.blake2b(np.ascontiguousarray(ids, dtype="<i8"), digest_size=16).hexdigest()
+        plan = self.plan
+        return {
+            "kind": "gpt",
+            "dataset": self.indexed.fingerprint,
+            "sequences": split,
+            "sequence_length": plan.sequence_length,
+            "extra": plan.extra,
+            "epochs": plan.epochs,
+            "samples": plan.samples,
+            "separate_last": plan.separate_last,
+            "seed": self.settings.seed,
+        }
+
+    def _plan(self, num_samples: int | None, epochs: int | None) -> SamplePlan:
+        lengths, ids = self.indexed.lengths, self._ids
+        chosen = lengths[ids.start : ids.stop] if isinstance(ids, range) else lengths[ids]
+        tokens = int(chosen.sum(dtype=np.int64))
+        try:
+            return plan_samples(
+                tokens, self.settings.sequence_length, num_samples, epochs, self.settings.extra
+            )
+        except DataError as error:
+            raise DataError(
+                f"{self.name} split of {self.indexed.prefix} ({len(ids)} sequences): {error}"
+            ) from error
+
+    def _build(self) -> dict[str, np.ndarray]:
+        ids = np.arange(self._ids.start, self._ids.stop) if isinstance(self._ids, range) else self._ids
+        return vars(build_gpt_index(self.indexed.lengths, ids, self.plan, self.settings.seed))
+
+    def _gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        starts = self.index.sample_index[self.index.shuffle_index[indices]].astype(np.int64)
+        length, extra = self.plan.sequence_length, self.plan.extra
+        if NATIVE is None:
+            found = gather_reference(self.indexed.tokens, self._tables, starts, length, extra)
+        else:
+            found = NATIVE.gather(self.indexed.tokens, *self._tables, starts, length, extra)
+        tokens, labels, lowest, highest = found
+        limit = self.settings.vocab_size
+        if indices.size and (lowest < 0 or (limit is not None and highest >= limit)):
+            self._refuse_ids(indices, tokens, labels)
+        return tokens, labels
+
+    def _refuse_ids(self, indices: np.ndarray, tokens: np.ndarray, labels: np.ndarray) -> None:
+        limit = self.settings.vocab_size or np.iinfo(np.int64).max
+        for ids in (tokens, labels):
+            wrong = np.argwhere((ids < 0) | (ids >= limit))
+            if len(wrong):
+                row, column = wrong[0]
+                raise DataError(
+                    f"`token id` must be in 0..{limit - 1}, but is {int(ids[row, column])} in sample "
+                    f"{int(indices[row])} of the {self.name} split of {self.indexed.prefix}; use the "
+                    f"tokenizer the "
+                    "dataset was made with."
+                )
+
+
+def finish_batch(tokens: np.ndarray, labels: np.ndarray, settings: GPTSettings) -> dict[str, np.ndarray]:
+    """The batch of `tokens` and `labels`, int64 [b, T], with loss mask, positions and document numbers."""
+    shape = tokens.shape
+    loss_mask = np.ones(shape, dtype=np.float32)
+    if not settings.add_extra_token:
+        loss_mask[:, -1] = 0.0
+    if settings.eod_mask_loss:
+        loss_mask[tokens == settings.eod_token] = 0.0
+    places = np.arange(shape[1], dtype=np.int64)
+    position_ids = np.empty(shape, dtype=np.int64)
+    position_ids[:] = places
+    batch = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
+    if settings.reset_position_ids or settings.reset_attention_mask:
+        # A document starts one after an EOD; the EOD itself still belongs to the document it ends.
+        starts = np.zeros(shape, dtype=bool)
+        starts[:, 1:] = tokens[:, :-1] == settings.eod_token
+        if settings.reset_position_ids:
+            position_ids -= np.maximum.accumulate(np.where(starts, places, 0), axis=1)
+        if settings.reset_attention_mask:
+            batch["document_ids"] = np.cumsum(starts, axis=1, dtype=np.int32)
+    return batch
+
+
+class MockGPTDataset:
+    """Random tokens for trying out a run without data: sample i is a function of (seed, name, i) alone.
+
+    Items as `GPTDataset`'s. Raises DataError without a vocabulary size.
+    """
+
+    def __init__(self, num_samples: int, settings: GPTSettings, name: str = "train"):
+        if settings.vocab_size is None:
+            raise DataError("`vocab_size` must be given for mock data, but is None; set it.")
+        self.settings = settings
+        self.name = name
+        self._size = num_samples
+        digest = hashlib.blake2b(f"{settings.seed} {name}".encode(), digest_size=8).digest()
+        self._key = int.from_bytes(digest, "little")
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {key: array[0] for key, array in self.batch([index]).items()}
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """The samples `indices` stacked, arrays [b, T]. IndexError past the end."""
+        rows = []
+        for index in np.asarray(indices, dtype=np.int64).tolist():
+            if not 0 <= index < self._size:
+                raise IndexError(f"`index` must be in 0..{self._size - 1} of mock data, but is {index}.")
+            random = np.random.Generator(np.random.Philox(key=[self._key, index]))
+            rows.append(random.integers(0, self.settings.vocab_size, self.settings.sequence_length + 1))
+        text = np.array(rows, dtype=np.int64).reshape(-1, self.settings.sequence_length + 1)
+        return finish_batch(text[:, :-1].copy(), text[:, 1:].copy(), self.settings)
+
+    @property
+    def description(self) -> dict[str, object]:
+        return {"kind": "mock", "name": self.name, "key": self._key, "samples": self._size}

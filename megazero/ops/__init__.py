@@ -1,0 +1,45 @@
+"""Operators: the fused pieces of a transformer, each with a plain reference that says what it means.
+
+One folder per operator: `reference.py` reads like the formula and autograd through it is the truth;
+`front.py` is the function to call and the table of implementations it chooses from (see `dispatch.py`);
+any other file is a faster way to the same numbers. tests/ops/test_sweep.py holds every row of every
+table to its reference, forward and backward, on ragged sizes and extreme values.
+
+Activations are [s, b, h], sequence first. Randomness is by counter (`counter_random`, `dropout`): a
+function of keys and absolute positions, so that every layout sees the same numbers.
+
+`operators()` lists all tables; `dispatch.explain(operator)` says which implementation runs where.
+"""
+
+from megazero.ops.adam import ADAM
+from megazero.ops.attention import ATTENTION, ATTENTION_DROPOUT
+from megazero.ops.bias_dropout_add import BIAS_DROPOUT_ADD
+from megazero.ops.bias_gelu import BIAS_GELU
+from megazero.ops.cross_entropy import CROSS_ENTROPY
+from megazero.ops.dispatch import Implementation, Operator, choose, explain
+from megazero.ops.layer_norm import LAYER_NORM
+from megazero.ops.rms_norm import RMS_NORM
+from megazero.ops.rotary import ROTARY
+from megazero.ops.scaled_softmax import SCALED_SOFTMAX
+from megazero.ops.squared_relu import SQUARED_RELU
+from megazero.ops.swiglu import SWIGLU
+
+__all__ = ["Implementation", "Operator", "choose", "explain", "operators"]
+
+
+def operators() -> tuple[Operator, ...]:
+    """Every operator with a choice of implementations, in alphabetical order."""
+    return (
+        ADAM,
+        ATTENTION,
+        ATTENTION_DROPOUT,
+        BIAS_DROPOUT_ADD,
+        BIAS_GELU,
+        CROSS_ENTROPY,
+        LAYER_NORM,
+        RMS_NORM,
+        ROTARY,
+        SCALED_SOFTMAX,
+        SQUARED_RELU,
+        SWIGLU,
+    )

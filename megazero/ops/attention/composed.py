@@ -1,0 +1,58 @@
+"""Attention for accelerators: torch's SDPA, and with dropout the composition that keeps masks exact.
+
+SDPA draws its own dropout from a stream that no other layout can replay, so with dropout the
+probabilities are made and masked here instead.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megazero.ops.dropout import Dropout, dropout_mask_attention
+from megazero.ops.scaled_softmax import scaled_softmax
+
+
+def _heads_second(x: Tensor) -> Tensor:
+    """[s, b, n, d] -> [b, n, s, d], a view."""
+    return x.permute(1, 2, 0, 3)
+
+
+def attention_sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: Dropout | None,
+    scale: float,
+) -> Tensor:
+    assert dropout is None
+    s, b, n, d = q.shape
+    out = F.scaled_dot_product_attention(
+        *(_heads_second(each) for each in (q, k, v)),
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        scale=scale,
+        enable_gqa=k.shape[2] != n,
+    )
+    return out.permute(2, 0, 1, 3).reshape(s, b, n * d)
+
+
+def attention_with_dropout(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: Dropout | None,
+    scale: float,
+) -> Tensor:
+    s, b, n, d = q.shape
+    repeats = n // k.shape[2]
+    keys, values = (_heads_second(each).repeat_interleave(repeats, 1) for each in (k, v))
+    probs = scaled_softmax(_heads_second(q) @ keys.transpose(2, 3), scale, causal, mask)
+    if dropout is not None:
+        probs = probs * dropout_mask_attention(dropout, b, n, s, k.shape[0])
+        values = values / (1 - dropout.p)
+    return (probs @ values).permute(2, 0, 1, 3).reshape(s, b, n * d)

@@ -1,0 +1,272 @@
+"""Attention on CPU: torch's flash forward, and a blocked backward of a few matmuls per block.
+
+torch's own CPU backward of flash attention takes ten times its forward in bf16. This one recomputes
+the probabilities from the saved log-sum-exp (Dao et al. 2022), a block of queries at a time, skipping
+the keys after a causal block's end.
+
+In bf16 a product is rounded to 8 bits when it leaves the matmul, so a score of 10 would carry an error
+of 4% into its probability. Here the matmul itself subtracts the log-sum-exp: it rides along as extra
+columns of q against columns of ones beside k, split into three bf16 numbers whose sum is exact to 24
+bits, and the accumulator is fp32. What leaves is log(probability), near zero where it matters. The
+same trick takes the row term of the softmax gradient out of dO v^T. Two elementwise passes remain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megazero.ops.counter_random import KeepRows, keep_columns, keep_multiplier
+from megazero.ops.dropout import Dropout, attention_row_keys
+
+_BLOCK_ELEMENTS = 1 << 19  # scores per block and thread
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What is attended to, without the tensors. Queries are aligned to the end of the keys."""
+
+    s: int
+    t: int
+    heads: int
+    groups: int
+    causal: bool
+    scale: float
+
+    def blocks(self) -> Iterator[tuple[int, int, int]]:
+        """(first query, end of queries, end of keys they may attend) of each block of queries."""
+        budget = _BLOCK_ELEMENTS * torch.get_num_threads() // max(1, self.heads * self.t)
+        step = min(max(budget, 16), 128)
+        for start in range(0, self.s, step):
+            stop = min(start + step, self.s)
+            keys = min(self.t, max(0, self.t - self.s + stop)) if self.causal else self.t
+            if keys:
+                yield start, stop, keys
+
+
+def _foldable(x: Tensor) -> bool:
+    """Whether [s, b, n, d] views as [s, b n, d]."""
+    return x.stride(1) == x.shape[2] * x.stride(2)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float):
+    """out [s, b, n d] and log-sum-exp [b, n, s].
+
+    Without a mask the samples are folded into the heads: the kernel writes [batch, s, heads, d], so
+    with a batch of one its result is [s, b, n d] as it lies, with no copy.
+    """
+    s, b, n, d = q.shape
+    repeats = n // k.shape[2]
+    if repeats > 1:
+        k, v = (each.repeat_interleave(repeats, 2) for each in (k, v))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    if mask is None and all(_foldable(each) for each in (q, k, v)):
+        heads = [each.view(1, each.shape[0], b * n, d).transpose(1, 2) for each in (q, k, v)]
+        out, lse = flash(*heads, is_causal=causal, scale=scale)
+        return out.transpose(1, 2).reshape(s, b, n * d), lse.view(b, n, s)
+    additive = None
+    if mask is not None:
+        additive = q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    heads = [each.permute(1, 2, 0, 3) for each in (q, k, v)]
+    out, lse = flash(*heads, is_causal=causal and mask is None, attn_mask=additive, scale=scale)
+    return out.permute(2, 0, 1, 3).reshape(s, b, n * d), lse.reshape(b, n, s)
+
+
+def _split(column: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """`column` as numbers of `dtype` that sum to it: one if the type is wide enough, three for bf16."""
+    parts = []
+    for _ in range(3 if dtype == torch.bfloat16 else 1):
+        part = column.to(dtype)
+        parts.append(part)
+        column = column - part.to(column.dtype)
+    return parts
+
+
+def _beside(x: Tensor, column: Tensor | None) -> Tensor:
+    """x [..., d] with `column` [...] (or ones, to meet it in a product) as extra columns."""
+    if column is None:
+        width = 3 if x.dtype == torch.bfloat16 else 1
+        return torch.cat((x, x.new_ones(*x.shape[:-1], width)), -1)
+    return torch.cat((x, *(part.unsqueeze(-1) for part in _split(column, x.dtype))), -1)
+
+
+def _columns_first(x: Tensor) -> Tensor:
+    """[g, t, c] as [g, c, t] in memory, the layout that the bf16 matmul multiplies by twice as fast."""
+    return x.transpose(1, 2).contiguous()
+
+
+def _first_keys(x: Tensor, keys: int) -> Tensor:
+    """The first keys of x [g, c, t], contiguous: a strided batch is slower than this copy."""
+    return x[:, :, :keys].contiguous()
+
+
+class _Sample:
+    """One sample's queries and keys, ready to give the probabilities of a block.
+
+    q [s, n, d], k [t, g, d], lse [n, s]; blocked [b or 1, n or 1, s, t] is True where none may attend.
+    """
+
+    def __init__(self, shape: _Shape, q: Tensor, k: Tensor, lse: Tensor, blocked: Tensor | None):
+        self.shape, self.blocked = shape, blocked
+        # A power of two scales bf16 exactly; another scale waits until the scores are fp32.
+        exact = q.dtype != torch.bfloat16 or math.frexp(shape.scale)[0] == 0.5
+        self.late_scale = 1.0 if exact else shape.scale
+        early_scale = shape.scale / self.late_scale
+        by_head = (q.transpose(0, 1) * early_scale).contiguous()
+        self.q = _beside(by_head, -lse.to(_wide(q.dtype)) / self.late_scale)
+        self.k = _columns_first(_beside(k.transpose(0, 1), None))
+
+    def by_group(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of x [n, s, c] as [g, n/g * rows, c]."""
+        return x[:, start:stop].reshape(self.shape.groups, -1, x.shape[-1]).contiguous()
+
+    def probabilities(self, start: int, stop: int, keys: int) -> Tensor:
+        """[n, stop - start, keys], in q's dtype."""
+        log_probs = torch.bmm(self.by_group(self.q, start, stop), _first_keys(self.k, keys))
+        if self.late_scale == 1.0:
+            probs = log_probs.exp_()
+        else:
+            probs = log_probs.float().mul_(self.late_scale).exp_().to(log_probs.dtype)
+        probs = probs.view(self.shape.heads, stop - start, keys)
+        if self.shape.causal:
+            diagonal = self.shape.t - self.shape.s + start
+            probs[..., max(diagonal, 0) :].tril_(min(diagonal, 0))
+        if self.blocked is not None:
+            probs.masked_fill_(self.blocked[:, start:stop, :keys], 0)
+        return probs
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class _Keep:
+    """One sample's dropout: the hash of its rows [n, s, 1] and of the keys [t]."""
+
+    rows: KeepRows
+    columns: Tensor
+    p: float
+
+    def multiplier(self, start: int, stop: int, like: Tensor) -> Tensor:
+        """0 or 1 per probability of a block."""
+        columns = self.columns[: like.shape[-1]]
+        return keep_multiplier(self.rows[:, start:stop], columns, self.p, 1.0).to(like.dtype)
+
+
+def _keeps(row_keys: Tensor, t: int, p: float) -> list[_Keep]:
+    """Each sample's dropout, from row keys [b, n, s]."""
+    columns = keep_columns(torch.arange(t, device=row_keys.device))
+    return [_Keep(KeepRows.of(keys.unsqueeze(-1)), columns, p) for keys in row_keys]
+
+
+def _dropped_forward(shape: _Shape, samples: Iterator[_Sample], v: Tensor, keeps: list[_Keep]) -> Tensor:
+    """[s, b, n, d]: (mask * probabilities) v / (1 - p), block by block."""
+    out = v.new_zeros(shape.s, v.shape[1], shape.heads, v.shape[-1])
+    for i, (sample, keep) in enumerate(zip(samples, keeps, strict=True)):
+        values = v[:, i].transpose(0, 1)
+        for start, stop, keys in shape.blocks():
+            probs = sample.probabilities(start, stop, keys)
+            probs.mul_(keep.multiplier(start, stop, probs))
+            block = torch.bmm(probs.view(shape.groups, -1, keys), values[:, :keys])
+            out[start:stop, i] = block.view(shape.heads, stop - start, -1).transpose(0, 1)
+    return out.div_(1 - keeps[0].p)
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Where the gradients of q [s, b, n, d], k and v [t, b, g, d] are written."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def _backward_sample(
+    sample: _Sample, tensors: tuple[Tensor, ...], delta: Tensor, keep: _Keep | None, into: _Gradients
+) -> None:
+    """q, dO [s, n, d]; k, v [t, g, d]; delta [n, s] the sum of dO * O."""
+    shape = sample.shape
+    q, k, v, grad = (each.transpose(0, 1).contiguous() for each in tensors)
+    wide = _wide(q.dtype)
+    if keep is None:
+        grad_beside, v_columns = _beside(grad, -delta), _columns_first(_beside(v, None))
+    grad_k, grad_v = torch.zeros(2, shape.groups, q.shape[-1], shape.t, dtype=wide)  # columns first
+    grad_q = torch.zeros_like(q)
+    for start, stop, keys in shape.blocks():
+        probs = sample.probabilities(start, stop, keys)
+        grad_block = sample.by_group(grad, start, stop)
+        if keep is None:
+            kept = probs.view(shape.groups, -1, keys)
+            grad_scores = torch.bmm(sample.by_group(grad_beside, start, stop), _first_keys(v_columns, keys))
+            grad_v[..., :keys] += torch.bmm(grad_block.transpose(1, 2), kept).to(wide)
+            grad_scores.mul_(kept)
+        else:
+            mask, p = keep.multiplier(start, stop, probs), keep.p
+            kept = (probs * mask).view(shape.groups, -1, keys)
+            grad_probs = torch.bmm(grad_block, v[:, :keys].transpose(1, 2)).view_as(probs)
+            grad_v[..., :keys] += torch.bmm(grad_block.transpose(1, 2), kept).to(wide).div_(1 - p)
+            centered = grad_probs.mul_(mask).to(wide).div_(1 - p).sub_(delta[:, start:stop, None])
+            grad_scores = centered.mul_(probs).to(q.dtype).view(shape.groups, -1, keys)
+        grad_q_block = torch.bmm(grad_scores, k[:, :keys])
+        grad_q[:, start:stop] = grad_q_block.view(shape.heads, stop - start, -1)
+        q_block = sample.by_group(q, start, stop)
+        grad_k[..., :keys] += torch.bmm(q_block.transpose(1, 2), grad_scores).to(wide)
+    into.q.copy_(grad_q.mul_(shape.scale).transpose(0, 1))
+    into.k.copy_(grad_k.mul_(shape.scale).permute(2, 0, 1))
+    into.v.copy_(grad_v.permute(2, 0, 1))
+
+
+class _FlashCPU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, mask, causal: bool, row_keys, p: float, scale: float) -> Tensor:
+        s, b, n, d = q.shape
+        shape = _Shape(s, k.shape[0], n, k.shape[2], causal, scale)
+        out, lse = _flash(q, k, v, mask, causal, scale)
+        if row_keys is not None:
+            samples = _samples(shape, q, k, lse, mask)
+            out = _dropped_forward(shape, samples, v, _keeps(row_keys, shape.t, p)).view(s, b, n * d)
+        ctx.save_for_backward(q, k, v, out, lse, mask, row_keys)
+        ctx.attention_shape, ctx.p = shape, p
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        q, k, v, out, lse, mask, row_keys = ctx.saved_tensors
+        wide = _wide(q.dtype)
+        grad = grad.reshape(q.shape)
+        delta = torch.linalg.vecdot(grad.to(wide), out.view(q.shape).to(wide)).permute(1, 2, 0)
+        grads = _Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
+        keeps = [None] * q.shape[1] if row_keys is None else _keeps(row_keys, k.shape[0], ctx.p)
+        for i, sample in enumerate(_samples(ctx.attention_shape, q, k, lse, mask)):
+            tensors = tuple(x[:, i] for x in (q, k, v, grad))
+            into = _Gradients(grads.q[:, i], grads.k[:, i], grads.v[:, i])
+            _backward_sample(sample, tensors, delta[i], keeps[i], into)
+        return grads.q, grads.k, grads.v, None, None, None, None, None
+
+
+def _samples(shape: _Shape, q: Tensor, k: Tensor, lse: Tensor, mask: Tensor | None) -> Iterator[_Sample]:
+    """Each sample in turn, made only when its turn comes."""
+    b = q.shape[1]
+    blocked = None if mask is None else (~mask).expand(b, -1, -1, -1)
+    for i in range(b):
+        yield _Sample(shape, q[:, i], k[:, i], lse[i], None if blocked is None else blocked[i])
+
+
+def attention_flash_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: Dropout | None,
+    scale: float,
+) -> Tensor:
+    if dropout is None:
+        return _FlashCPU.apply(q, k, v, mask, causal, None, 0.0, scale)
+    row_keys = attention_row_keys(dropout, q.shape[2], q.shape[0])
+    return _FlashCPU.apply(q, k, v, mask, causal, row_keys, dropout.p, scale)

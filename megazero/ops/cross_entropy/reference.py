@@ -1,0 +1,34 @@
+"""Vocab-parallel cross-entropy as its formula reads: log-softmax of the whole row, negated at the target."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megazero.ops.chunks import compute_dtype
+
+
+class _GatherVocabulary(torch.autograd.Function):
+    """Every rank's slice placed in zeros of the full width and summed; backward takes the slice back."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, group, vocab_start: int) -> Tensor:
+        width = logits.shape[-1]
+        ctx.slice = slice(vocab_start, vocab_start + width)
+        whole = logits.new_zeros(*logits.shape[:-1], width * group.size)
+        whole[..., ctx.slice] = logits
+        group.all_reduce(whole, op="sum")
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad[..., ctx.slice].clone(), None, None
+
+
+def vocab_parallel_cross_entropy_reference(
+    logits: Tensor, target: Tensor, group, vocab_start: int, vocab_size: int
+) -> Tensor:
+    """-log softmax(all ranks' logits, padding left out)[target]."""
+    whole = _GatherVocabulary.apply(logits.to(compute_dtype(logits.dtype)), group, vocab_start)
+    log_probs = torch.log_softmax(whole[..., :vocab_size], -1)
+    return -log_probs.gather(-1, target.unsqueeze(-1)).squeeze(-1)

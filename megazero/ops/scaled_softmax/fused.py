@@ -1,0 +1,37 @@
+"""Scaled, masked softmax that saves its result alone, in the input's dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megazero.ops.chunks import compute_dtype
+from megazero.ops.scaled_softmax.reference import may_attend
+
+
+class _ScaledSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
+        q, k = scores.shape[-2:]
+        wide = scores.to(compute_dtype(scores.dtype)) * scale
+        if causal and q > 1:
+            wide.masked_fill_(may_attend(q, k, scores.device).logical_not_(), -torch.inf)
+        if mask is not None:
+            wide.masked_fill_(~mask, -torch.inf)
+        probs = torch.softmax(wide, -1)
+        if mask is not None or (causal and q > k):
+            probs.masked_fill_(wide.amax(-1, keepdim=True) == -torch.inf, 0)
+        probs = probs.to(scores.dtype)
+        ctx.save_for_backward(probs)
+        ctx.scale = scale
+        return probs
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (probs,) = ctx.saved_tensors
+        grad_scores = torch._softmax_backward_data(grad, probs, -1, probs.dtype)
+        return grad_scores.mul_(ctx.scale), None, None, None
+
+
+def scaled_softmax_fused(scores: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
+    return _ScaledSoftmax.apply(scores, scale, causal, mask)

@@ -1,0 +1,27 @@
+"""Scaled, masked softmax as its formula reads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megazero.ops.chunks import compute_dtype
+
+
+def may_attend(q: int, k: int, device: torch.device) -> Tensor:
+    """bool [q, k], True at and before the diagonal; with q != k the last query sees the last key."""
+    return torch.ones(q, k, dtype=torch.bool, device=device).tril(k - q)
+
+
+def scaled_softmax_reference(scores: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
+    """exp(scale * scores) over the keys that may be attended, divided by its sum; zeros if none may."""
+    wide = scores.to(compute_dtype(scores.dtype)) * scale
+    allowed = torch.ones_like(wide, dtype=torch.bool)
+    if causal:
+        allowed = allowed & may_attend(*scores.shape[-2:], scores.device)
+    if mask is not None:
+        allowed = allowed & mask
+    none_allowed = ~allowed.any(-1, keepdim=True)
+    # A row with nothing to attend gets finite scores first, for softmax of all -inf has no gradient.
+    wide = wide.masked_fill(~allowed, -torch.inf).masked_fill(none_allowed, 0)
+    return torch.softmax(wide, -1).masked_fill(none_allowed, 0).to(scores.dtype)

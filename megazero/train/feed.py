@@ -1,0 +1,96 @@
+"""From a dataset to micro-batches on the device, read ahead by a background thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from megazero.data import SamplerSpec, batch_indices
+from megazero.data.blended import SampleDataset
+
+# A micro-batch's arrays and the positions of its samples in the training order, to what the model takes.
+Collate = Callable[[dict[str, np.ndarray], tuple[int, ...]], object]
+
+
+@dataclass(frozen=True)
+class Feed:
+    """This rank's micro-batches of one dataset, a function of the samples consumed so far.
+
+    Attributes:
+        dataset: gives stacked arrays for a list of sample numbers.
+        spec: which samples are this rank's.
+        collate: makes the model's input of them.
+        reader: reads ahead `ahead` micro-batches where given.
+    """
+
+    dataset: SampleDataset
+    spec: SamplerSpec
+    collate: Collate
+    reader: ReadAhead | None = None
+
+    def micro_batches(self, consumed_samples: int, count: int) -> list:
+        """The `count` micro-batches of the step that starts after `consumed_samples`.
+
+        Raises:
+            DataError: the dataset ends before, or holds a token outside the vocabulary.
+        """
+        starts = [consumed_samples + i * self.spec.stride for i in range(count)]
+        read = self._read if self.reader is None else self.reader.take
+        batches = [self.collate(read(start), self._samples(start)) for start in starts]
+        if self.reader is not None:
+            self.reader.expect(starts[-1] + self.spec.stride, self.spec.stride)
+        return batches
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self.reader is not None:
+            self.reader.close()
+
+    def _samples(self, start: int) -> tuple[int, ...]:
+        first = start + self.spec.data_parallel_rank * self.spec.micro_batch_size
+        return tuple(range(first, first + self.spec.micro_batch_size))
+
+    def _read(self, start: int) -> dict[str, np.ndarray]:
+        return self.dataset.batch(batch_indices(self.spec, start))
+
+
+class ReadAhead:
+    """Reads micro-batches before they are asked for, at most `ahead` of them.
+
+    An error while reading is raised when its micro-batch is taken; one that is never taken was past the
+    end of the training and does not matter.
+    """
+
+    def __init__(self, read: Callable[[int], dict[str, np.ndarray]], ahead: int):
+        self._read = read
+        self._ahead = ahead
+        self._pending: dict[int, Future] = {}
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
+
+    def take(self, start: int) -> dict[str, np.ndarray]:
+        """The micro-batch at `start`, whether expected or not."""
+        future = self._pending.pop(start, None)
+        return self._read(start) if future is None else future.result()
+
+    def expect(self, start: int, stride: int) -> None:
+        """Begin to read the micro-batches from `start` on."""
+        wanted = [start + i * stride for i in range(self._ahead)]
+        self._pending = {s: f for s, f in self._pending.items() if s in wanted}
+        for s in wanted:
+            if s not in self._pending:
+                self._pending[s] = self._executor.submit(self._read, s)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+def make_feed(dataset: SampleDataset, spec: SamplerSpec, collate: Collate, ahead: int) -> Feed:
+    """A feed that reads `ahead` micro-batches in the background; 0 reads in line."""
+    feed = Feed(dataset, spec, collate)
+    if ahead == 0:
+        return feed
+    return Feed(dataset, spec, collate, ReadAhead(feed._read, ahead))

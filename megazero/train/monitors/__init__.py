@@ -1,0 +1,53 @@
+"""Monitors: where the numbers of a run go. One file per destination.
+
+`base.py` has the protocol and the composite, `console.py` the lines and the progress bar, `jsonl.py` one
+object per iteration, `tensorboard.py` and `weights_and_biases.py` the charts, under the names in `tags.py`.
+"""
+
+from __future__ import annotations
+
+from megazero.config.tree import Config
+from megazero.train.monitors.base import CompositeMonitor, Monitor
+from megazero.train.monitors.console import ConsoleMonitor
+from megazero.train.monitors.jsonl import JsonlMonitor
+from megazero.train.monitors.tensorboard import TensorBoardMonitor
+from megazero.train.monitors.weights_and_biases import WandbMonitor
+
+__all__ = [
+    "CompositeMonitor",
+    "ConsoleMonitor",
+    "JsonlMonitor",
+    "Monitor",
+    "TensorBoardMonitor",
+    "WandbMonitor",
+    "build_monitors",
+]
+
+
+def build_monitors(
+    config: Config, is_writer_rank: bool, resume_iteration: int = 0, total_iterations: int | None = None
+) -> CompositeMonitor:
+    """The monitors that the configuration asks for; none on ranks that do not write.
+
+    Args:
+        config: its `logging` section decides.
+        is_writer_rank: true on exactly one rank.
+        resume_iteration: iterations done in the checkpoint that training continues from.
+        total_iterations: length of the training where it is known in iterations.
+
+    Raises:
+        ConfigError: where a destination cannot be written or its package is missing.
+    """
+    if not is_writer_rank:
+        return CompositeMonitor()
+    logging = config.logging
+    members: list[Monitor] = [
+        ConsoleMonitor(logging.log_interval, total_iterations, resume_iteration),
+    ]
+    if logging.metrics_jsonl is not None:
+        members.append(JsonlMonitor(logging.metrics_jsonl, resume_iteration))
+    if logging.tensorboard_dir is not None:
+        members.append(TensorBoardMonitor(logging))
+    if logging.wandb_project is not None:
+        members.append(WandbMonitor(config))
+    return CompositeMonitor(members)

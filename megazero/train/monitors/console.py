@@ -1,0 +1,131 @@
+"""What a person sees: a progress bar on a terminal, plain lines everywhere."""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megazero.train.metrics import EvalMetrics, StepMetrics
+from megazero.train.monitors.base import Monitor
+
+
+class ConsoleMonitor(Monitor):
+    """Prints a line every `log_interval` iterations in Megatron's manner.
+
+    The loss is the mean over the interval's updates that were made, times and rates are over all its
+    iterations, and the rest is the latest iteration's. On a terminal a progress bar below the
+    lines follows every iteration.
+
+    Args:
+        log_interval: iterations per line.
+        total_iterations: length of the training, for the bar; None where it is not known.
+        resume_iteration: iterations done before this process.
+        console: where to print; standard output by default.
+    """
+
+    def __init__(
+        self,
+        log_interval: int,
+        total_iterations: int | None = None,
+        resume_iteration: int = 0,
+        console: Console | None = None,
+    ) -> None:
+        self._console = console or Console()
+        self._log_interval = log_interval
+        self._total = total_iterations
+        self._interval: list[StepMetrics] = []
+        self._bar: Progress | None = None
+        self._resumed_at = resume_iteration
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._interval.append(metrics)
+        if metrics.skipped:
+            self._print(_skipped_line(metrics))
+        if metrics.iteration % self._log_interval == 0:
+            self._print(f" [{datetime.now():%Y-%m-%d %H:%M:%S}] {interval_line(self._interval, self._total)}")
+            self._interval = []
+        if self._console.is_terminal:
+            self._advance_bar(metrics)
+
+    def evaluation(self, metrics: EvalMetrics) -> None:
+        line = (
+            f" {metrics.split} loss at iteration {metrics.iteration} | "
+            f"lm loss value: {metrics.lm_loss:.6E} | lm loss PPL: {metrics.perplexity:.6E} | "
+            f"seconds: {metrics.seconds:.1f} |"
+        )
+        rule = "-" * len(line)
+        self._print(f"{rule}\n{line}\n{rule}")
+
+    def message(self, text: str) -> None:
+        self._print(text)
+
+    def close(self) -> None:
+        if self._interval:
+            self._print(f" [{datetime.now():%Y-%m-%d %H:%M:%S}] {interval_line(self._interval, self._total)}")
+            self._interval = []
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _print(self, text: str) -> None:
+        # No markup or wrapping: a line is one line in a log file, brackets and all.
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _advance_bar(self, metrics: StepMetrics) -> None:
+        if self._bar is None:  # made with the first step, so that start-up messages stay clear of it
+            self._bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._bar.add_task("training", total=self._total, completed=self._resumed_at, note="")
+            self._bar.start()
+        note = f"loss {metrics.lm_loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s"
+        self._bar.update(self._bar.task_ids[0], completed=metrics.iteration, note=note)
+
+
+def interval_line(interval: list[StepMetrics], total: int | None) -> str:
+    """Summary of one or more iterations, without the time stamp."""
+    last = interval[-1]
+    made = [metrics.lm_loss for metrics in interval if not metrics.skipped]
+    seconds = sum(metrics.seconds for metrics in interval)
+
+    def rate(name: str) -> float:
+        """Mean of a per-second value over the time of the interval."""
+        done = sum(getattr(metrics, name) * metrics.seconds for metrics in interval)
+        return done / seconds if seconds > 0 else math.nan
+
+    parts = [
+        f"iteration {last.iteration:8d}/{total if total is not None else '?':>8}",
+        f"consumed samples: {last.consumed_samples:12d}",
+        f"consumed tokens: {last.consumed_tokens:12d}",
+        f"elapsed time per iteration (ms): {1000 * seconds / len(interval):.1f}",
+        f"tokens per second: {rate('tokens_per_second'):.1f}",
+        f"throughput per rank (TFLOP/s): {rate('tflops'):.3f}",
+        f"share of matmul rate: {100 * rate('matmul_share'):.1f}%",
+        f"learning rate: {last.learning_rate:.6E}",
+        f"global batch size: {last.global_batch_size:5d}",
+    ]
+    if made:
+        parts.append(f"lm loss: {sum(made) / len(made):.6E}")
+    parts += [f"loss scale: {last.loss_scale:.1f}", f"grad norm: {last.grad_norm:.3f}"]
+    if last.num_zeros is not None:
+        parts.append(f"num zeros: {last.num_zeros}")
+    if last.params_norm is not None:
+        parts.append(f"params norm: {last.params_norm:.3f}")
+    parts.append(f"number of skipped iterations: {sum(metrics.skipped for metrics in interval):3d}")
+    parts.append(f"number of nan iterations: {sum(map(math.isnan, made)):3d}")
+    return " | ".join(parts) + " |"
+
+
+def _skipped_line(metrics: StepMetrics) -> str:
+    where = f"; first in `{metrics.first_bad_parameter}`" if metrics.first_bad_parameter else ""
+    return (
+        f" iteration {metrics.iteration}: update skipped, a gradient is inf or NaN at loss scale "
+        f"{metrics.loss_scale:g}{where}"
+    )

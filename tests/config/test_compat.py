@@ -1,0 +1,109 @@
+"""Flags of Megatron-LM and Megatron-DeepSpeed: each is a setting, accepted without effect, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megazero.config.compat import FOREIGN_FLAGS
+from megazero.config.flags import scan
+
+MEGATRON_FLAGS = Path(__file__).with_name("megatron_flags.txt").read_text(encoding="utf-8").split()
+
+
+def test_the_list_is_whole() -> None:
+    assert len(set(MEGATRON_FLAGS)) == 407
+
+
+@pytest.mark.parametrize("name", MEGATRON_FLAGS)
+def test_no_megatron_flag_is_merely_unknown(name: str) -> None:
+    assert not any("unknown flag" in problem for problem in scan([name, "1"]).problems)
+
+
+@pytest.mark.parametrize("name", sorted(FOREIGN_FLAGS))
+def test_each_foreign_flag_says_why(name: str) -> None:
+    row = FOREIGN_FLAGS[name]
+    assert row.accepted or row.refused
+    for reason in (row.accepted, row.refused):
+        assert reason is None or (len(reason) > 10 and not reason.endswith("."))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--no-pipeline-parallel",
+        "--DDP-impl torch",
+        "--data-impl mmap",
+        "--zero-stage 0",
+        "--zero-stage=0",
+        "--num-experts 1",
+        "--num-experts 1 1 1",
+        "--moe-loss-coeff 0.01",
+        "--local_rank 3",
+        "--local_rank=3",
+        "--use-flash-attn-v2",
+        "--group-query-attention --num-query-groups 2",
+        "--num-query-groups=2 --group-query-attention",
+    ],
+)
+def test_accepted_without_effect(argv: str) -> None:
+    result = scan([*argv.split(), "--num-layers", "7"])
+    assert result.problems == []
+    assert len(result.ignored) == 1
+    assert 7 in [setting.value for setting in result.settings]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("--zero-stage 2", "`--zero-stage 2` is not accepted: ZeRO stages 1 to 3 come in a later version"),
+        ("--zero-stage", "`--zero-stage` is not accepted"),
+        ("--num-experts 64 128", "`--num-experts 64 128` is not accepted: mixture of experts"),
+        ("--DDP-impl FSDP", "`--DDP-impl FSDP` is not accepted"),
+        (
+            "--deepspeed_config ds.json",
+            "`--deepspeed_config ds.json` is not accepted: the engine is built in",
+        ),
+        ("--batch-size 8", "`--batch-size 8` is not accepted: use `--micro-batch-size`."),
+        ("--cpu-optimizer", "offload to the host"),
+        ("--group-query-attention", "say how many key/value heads"),
+        ("--random-ltd", "`--random-ltd` is not accepted: curriculum learning and token dropping"),
+        ("--master_port 6000", "it belongs to the launcher"),
+        ("--task MNLI", "fine-tuning"),
+        ("--fp8-hybrid", "fp8 is not offered"),
+    ],
+)
+def test_refused_with_what_to_do(argv: str, says: str) -> None:
+    result = scan([*argv.split(), "--num-layers", "7"])
+    assert len(result.problems) == 1
+    assert says in result.problems[0]
+    assert [setting.value for setting in result.settings] == [7]
+
+
+def test_a_switch_without_effect_swallows_no_value() -> None:
+    assert len(scan(["--no-pipeline-parallel", "stray"]).problems) == 1
+
+
+def test_the_command_line_of_a_megatron_deepspeed_script_is_read() -> None:
+    """The flags of its 1.3B dense GPT example, with ZeRO off and no DeepSpeed engine."""
+    argv = """--override-opt_param-scheduler --adam-beta1 0.9 --adam-beta2 0.95
+        --tensor-model-parallel-size 1 --moe-expert-parallel-size 1 --num-experts 1 --moe-loss-coeff 0.01
+        --moe-train-capacity-factor 1.0 --moe-eval-capacity-factor 1.0 --moe-min-capacity 4
+        --init-method-std 0.013 --lr-decay-tokens 260000000000 --lr-warmup-tokens 375000000
+        --micro-batch-size 4 --exit-duration-in-mins 30000000 --global-batch-size 512 --num-layers 24
+        --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048
+        --train-tokens 300000000000 --train-samples 146484375 --lr 2.0e-4 --min-lr 2.0e-5
+        --lr-decay-style cosine --split 98,2,0 --log-interval 10 --eval-interval 100 --eval-iters 10
+        --save-interval 10000 --weight-decay 0.1 --clip-grad 1.0 --hysteresis 2 --num-workers 0 --fp16
+        --load ckpt --save ckpt --tensorboard-queue-size 1 --log-timers-to-tensorboard
+        --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard --tensorboard-dir tb
+        --checkpoint-activations --create-moe-param-group --vocab-file v --merge-file m --data-path d
+        --data-impl mmap --zero-stage 0 --no-pipeline-parallel --deepspeed-activation-checkpointing""".split()
+    from megazero.config import parse_config
+
+    resolved = parse_config([*argv, "--tokenizer-type", "GPT2BPETokenizer"], world_size=64)
+    assert resolved.config.model.hidden_size == 2048
+    assert resolved.config.training.train_tokens == 300_000_000_000
+    assert len(resolved.warnings) == 1
+    assert "--no-pipeline-parallel" in resolved.warnings[0]

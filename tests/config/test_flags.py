@@ -1,0 +1,142 @@
+"""The command line: spellings, switches, clashes, and every problem at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from megazero.config.compat import FOREIGN_FLAGS
+from megazero.config.flags import FLAGS, scan
+
+
+def values(*argv: str) -> dict[str, object]:
+    result = scan(argv)
+    assert result.problems == []
+    return {setting.spec.path: setting.value for setting in result.settings}
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--num-layers 24", {"model.num_layers": 24}),
+        ("--num-layers=24", {"model.num_layers": 24}),
+        ("--init-method-std -1", {"model.init_method_std": -1.0}),
+        ("--disable-bias-linear", {"model.add_bias_linear": False}),
+        ("--sequence-parallel", {"parallel.sequence_parallel": True}),
+        ("--sequence-parallel=false", {"parallel.sequence_parallel": False}),
+        ("--no-overlap-grad-reduce", {"parallel.overlap_grad_reduce": False}),
+        ("--no-overlap-grad-reduce=false", {"parallel.overlap_grad_reduce": True}),
+        ("--overlap-grad-reduce", {"parallel.overlap_grad_reduce": True}),
+        ("--fp16", {"precision.dtype": "fp16"}),
+        ("--params-dtype BF16", {"precision.dtype": "bf16"}),
+        ("--model-parallel-size 2", {"parallel.tensor_model_parallel_size": 2}),
+        ("--num-key-value-heads 4", {"model.num_query_groups": 4}),
+        ("--override-opt_param-scheduler", {"checkpoint.override_opt_param_scheduler": True}),
+        ("--checkpoint-activations", {"recompute.granularity": "full"}),
+        ("--activations-checkpoint-method block", {"recompute.method": "block"}),
+        ("--rampup-batch-size 16 8 1e6", {"batch.rampup_batch_size": (16, 8, 1_000_000)}),
+        ("--data-path 0.3 a 0.7 b --lr 1", {"data.data_path": ("0.3", "a", "0.7", "b"), "optimizer.lr": 1.0}),
+        ("--data-path=a", {"data.data_path": ("a",)}),
+    ],
+)
+def test_one_flag(argv: str, expected: dict[str, object]) -> None:
+    assert values(*argv.split()) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "value"),
+    [
+        # What Megatron scripts write for Llama: rotary positions, no learned ones.
+        (
+            "--use-rotary-position-embeddings --no-position-embedding",
+            "model.position_embedding_type",
+            "rope",
+        ),
+        ("--no-position-embedding", "model.position_embedding_type", "none"),
+        # Unfused, Megatron computes torch's exact GELU; fused, the tanh form.
+        ("--no-bias-gelu-fusion", "model.activation", "gelu_exact"),
+        ("--no-bias-gelu-fusion --swiglu", "model.activation", "swiglu"),
+        ("--no-bias-gelu-fusion --openai-gelu", "model.activation", "gelu"),
+        # Saying the same thing several ways is no clash.
+        (
+            "--checkpoint-activations --deepspeed-activation-checkpointing --recompute-granularity full",
+            "recompute.granularity",
+            "full",
+        ),
+    ],
+)
+def test_flags_that_go_together(argv: str, field: str, value: str) -> None:
+    assert values(*argv.split()) == {field: value}
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (
+            "--fp16 --bf16",
+            "`precision.dtype` must be set one way, but `--fp16` says fp16 and `--bf16` says bf16; keep one of "
+            "these flags.",
+        ),
+        (
+            "--swiglu --squared-relu",
+            "`model.activation` must be set one way, but `--swiglu` says swiglu and `--squared-relu` says "
+            "squared_relu; keep one of these flags.",
+        ),
+        (
+            "--model-parallel-size 2 --tensor-model-parallel-size 4",
+            "`parallel.tensor_model_parallel_size` must be set one way, but `--model-parallel-size` says 2 and "
+            "`--tensor-model-parallel-size` says 4; keep one of these flags.",
+        ),
+        ("--hiden-size 64", "unknown flag `--hiden-size`; did you mean `--hidden-size`?"),
+        ("--hidden_size 64", "unknown flag `--hidden_size`; did you mean `--hidden-size`?"),
+        ("--xyzzy", "unknown flag `--xyzzy`; see --help."),
+        ("--num-lay 3", "unknown flag `--num-lay`; did you mean `--num-layers`?"),
+        ("-n 3", "unknown flag `-n`; see --help."),
+        ("--lr", "`--lr` must be followed by a value (float)."),
+        ("--data-path --fp16", "`--data-path` must be followed by a value (text ...)."),
+        (
+            "stray --fp16",
+            "unexpected argument `stray`: values belong after a flag; quote those that hold blanks.",
+        ),
+        (
+            "--split 949, 50, 1",
+            "unexpected argument `50,`: values belong after a flag; quote those that hold blanks.",
+        ),
+        ("--fp16=yes", "`--fp16` is a switch that takes no value, but is `yes`."),
+        ("--sequence-parallel=2", "`--sequence-parallel` is a switch that takes true or false, but is `2`."),
+        ("--num-layers x", "`--num-layers` must be an integer, but is `x`."),
+        ("--config", "`--config` must be followed by a file, but no value follows."),
+        ("--config a --config b", "`--config` must be given once, but is given as a and b."),
+        ("--check-config=1", "`--check-config` must stand without a value, but has `1`."),
+    ],
+)
+def test_problems(argv: str, problem: str) -> None:
+    assert problem in scan(argv.split()).problems
+
+
+def test_all_problems_are_collected() -> None:
+    argv = "--hiden-size 64 --num-layers x --fp16 --bf16 --deepspeed --lr --seq-lenght 3".split()
+    assert len(scan(argv).problems) == 6
+
+
+def test_reading_goes_on_after_an_unknown_flag() -> None:
+    result = scan("--hiden-size 64 --num-layers 3".split())
+    assert [(s.spec.name, s.value) for s in result.settings] == [("num_layers", 3)]
+
+
+def test_a_repeated_flag_keeps_its_last_value_and_warns() -> None:
+    result = scan("--lr 1e-3 --lr 2e-3".split())
+    assert [s.value for s in result.settings] == [2e-3]
+    assert result.problems == []
+    assert result.warnings == ["`--lr` is given more than once (as 0.001, then 0.002); the last is used."]
+    assert scan("--lr 1e-3 --lr 1e-3".split()).warnings == []
+
+
+def test_the_input_is_not_changed_and_the_scan_keeps_no_state() -> None:
+    argv = ["--lr", "1", "--no-pipeline-parallel"]
+    first, second = scan(argv), scan(argv)
+    assert argv == ["--lr", "1", "--no-pipeline-parallel"]
+    assert [i.name for i in first.ignored] == [i.name for i in second.ignored] == ["--no-pipeline-parallel"]
+
+
+def test_no_flag_is_both_ours_and_foreign() -> None:
+    assert not set(FLAGS) & set(FOREIGN_FLAGS)

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megazero.data import (
+    BlendedDataset,
+    DatasetRequest,
+    GPTDataset,
+    GPTSettings,
+    SplitReading,
+    build_gpt_datasets,
+)
+from megazero.errors import DataError
+from tests.data.corpora import write_lengths
+
+SETTINGS = GPTSettings(sequence_length=8, seed=7, vocab_size=60000)
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    rng = np.random.default_rng(8)
+    prefixes = []
+    for name, sequences in (("a", 100), ("b", 60)):
+        prefixes.append(str(write_lengths(tmp_path / name, rng.integers(10, 40, sequences))))
+    return prefixes
+
+
+def request(**fields) -> DatasetRequest:
+    return DatasetRequest(**{"settings": SETTINGS, "num_samples": (50, 20, 10), "split": "8,1,1", **fields})
+
+
+def test_one_dataset_is_split(corpora):
+    train, valid, test = build_gpt_datasets(request(data_path=(corpora[0],)))
+    assert [type(d) for d in (train, valid, test)] == [GPTDataset] * 3
+    assert [len(d) >= n for d, n in zip((train, valid, test), (50, 20, 10), strict=True)] == [True] * 3
+    starts = train.indexed.offsets // 2
+    for dataset, low, high in ((train, 0, 80), (valid, 80, 90), (test, 90, 100)):
+        ids = dataset.batch(range(len(dataset)))["tokens"]
+        end = starts[high] if high < 100 else train.indexed.total_tokens
+        assert ids.min() >= starts[low]
+        assert ids.max() < end
+
+
+def test_weighted_blend_sizes_and_ratio(corpora):
+    train, valid, _ = build_gpt_datasets(request(data_path=("0.3", corpora[0], "0.9", corpora[1])))
+    assert isinstance(train, BlendedDataset)
+    assert (len(train), len(valid)) == (13 + 38, 20)  # ceil(50 / 4) + ceil(150 / 4); ceil(5) + ceil(15)
+    counts = np.bincount(train.dataset_index)
+    assert abs(counts[0] / len(train) - 0.25) < 1 / len(train)
+    assert [len(d) >= n for d, n in zip(train.datasets, (14, 39), strict=True)] == [True, True]
+    assert train[0]["dataset_id"] == 1
+
+
+def test_one_weighted_prefix_is_a_blend_of_one(corpora):
+    train, _, _ = build_gpt_datasets(request(data_path=("1.0", corpora[0])))
+    assert isinstance(train, BlendedDataset)
+    assert len(train) == 50
+
+
+def test_unweighted_prefixes_mix_by_size(corpora):
+    whole, _, _ = build_gpt_datasets(request(data_path=tuple(corpora), num_samples=(None, 0, 0)))
+    assert len(whole) == sum(len(d) for d in whole.datasets)
+    assert [d.plan.epochs for d in whole.datasets] == [1, 1]
+    part, valid, test = build_gpt_datasets(request(data_path=tuple(corpora), num_samples=(32, 0, 0)))
+    assert len(part) == 32
+    assert (valid, test) == (None, None)
+
+
+def test_own_paths_use_whole_datasets(corpora):
+    train, valid, test = build_gpt_datasets(
+        request(train_data_path=(corpora[0],), valid_data_path=(corpora[1],), num_samples=(None, None, None))
+    )
+    assert test is None
+    assert train.plan.tokens_per_epoch == train.indexed.total_tokens
+    assert valid.indexed.prefix == corpora[1]
+
+
+def test_splits_without_share_or_sequences_are_none(corpora):
+    assert build_gpt_datasets(request(data_path=(corpora[0],), split="1"))[1:] == (None, None)
+    with pytest.warns(
+        UserWarning, match="test split is empty: split 9990,9,1 gives it none of the 100 sequences"
+    ):
+        train, valid, test = build_gpt_datasets(
+            request(data_path=(corpora[0],), split="9990,9,1", num_samples=(5, 0, 5))
+        )
+    assert valid is None
+    assert test is None
+    assert len(train) >= 5
+
+
+def test_a_blend_where_only_one_dataset_has_no_share_is_refused(corpora, tmp_path):
+    small = str(write_lengths(tmp_path / "small", [500, 500]))
+    with pytest.raises(DataError, match="`valid` split of .*small must have a sequence"):
+        build_gpt_datasets(request(data_path=("1", corpora[0], "1", small)))
+
+
+def test_exact_epochs(corpora):
+    train, valid, _ = build_gpt_datasets(request(data_path=(corpora[0],), train_exact_num_epochs=3))
+    assert train.plan.epochs == 3
+    assert len(train) == (3 * train.plan.tokens_per_epoch - 1) // 8
+    assert valid.plan.epochs == 1
+    mixed, _, _ = build_gpt_datasets(request(data_path=tuple(corpora), train_exact_num_epochs=2))
+    assert [d.plan.epochs for d in mixed.datasets] == [2, 2]
+    assert len(mixed) == sum(len(d) for d in mixed.datasets)
+    with pytest.raises(DataError, match="without weights"):
+        build_gpt_datasets(request(data_path=("1", corpora[0]), train_exact_num_epochs=2))
+
+
+def test_split_reading_is_a_choice(tmp_path):
+    prefix = str(write_lengths(tmp_path / "two", [30, 30]))
+    core = build_gpt_datasets(request(data_path=(prefix,), split="1,0,1", num_samples=(1, 0, 1)))
+    assert (len(core[0]._ids), len(core[2]._ids)) == (1, 1)
+    fields = {"data_path": (prefix,), "split": "1,1,1", "num_samples": (1, 1, 1)}
+    with pytest.warns(UserWarning, match="valid split is empty"):
+        assert [d is None for d in build_gpt_datasets(request(**fields))] == [False, True, False]
+    with pytest.warns(UserWarning, match="train split is empty"):
+        mds = build_gpt_datasets(request(**fields, split_reading=SplitReading.MEGATRON_DEEPSPEED))
+    assert [d is None for d in mds] == [True, False, False]
+
+
+def test_mock_needs_no_files():
+    train, valid, test = build_gpt_datasets(request(mock=True, num_samples=(9, 4, 0)))
+    assert (len(train), len(valid), test) == (9, 4, None)
+    assert train[0]["tokens"].shape == (8,)
+
+
+def test_sources_exclude_each_other(corpora):
+    with pytest.raises(DataError, match="but is none"):
+        request()
+    with pytest.raises(DataError, match="data_path and mock"):
+        request(mock=True, data_path=(corpora[0],))
+    with pytest.raises(DataError, match="data_path and train_data_path"):
+        request(valid_data_path=(corpora[1],), data_path=(corpora[0],))
+
+
+def test_cache_directory_is_shared_by_all(corpora, tmp_path):
+    settings = replace(SETTINGS, cache_dir=tmp_path / "cache")
+    asked = request(settings=settings, data_path=("1", corpora[0], "2", corpora[1]))
+    first, second = build_gpt_datasets(asked), build_gpt_datasets(asked)
+    assert len(list((tmp_path / "cache").glob("*.json"))) == 9
+    for one, two in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one.batch(range(10))["tokens"], two.batch(range(10))["tokens"])

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megazero.data.tokenizers import TOKENIZER_KINDS, TokenizerSpec, build_tokenizer
+from megazero.errors import DataError
+
+
+@pytest.mark.parametrize(
+    ("spec", "flag"),
+    [
+        (TokenizerSpec("GPT2BPETokenizer"), "--vocab-file"),
+        (TokenizerSpec("GPT2BPETokenizer", vocab_file=__file__), "--merge-file"),
+        (TokenizerSpec("BertWordPieceLowerCase"), "--vocab-file"),
+        (TokenizerSpec("BertWordPieceCase"), "--vocab-file"),
+        (TokenizerSpec("HFTokenizer"), "--tokenizer-model"),
+        (TokenizerSpec("TokenizerJson"), "--tokenizer-model"),
+        (TokenizerSpec("SentencePieceTokenizer"), "--tokenizer-model"),
+        (TokenizerSpec("GPTSentencePieceTokenizer"), "--tokenizer-model"),
+        (TokenizerSpec("NullTokenizer"), "--vocab-size"),
+    ],
+)
+def test_missing_file_is_refused_by_naming_its_flag(spec, flag):
+    with pytest.raises(DataError, match=flag):
+        build_tokenizer(spec)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in TOKENIZER_KINDS if kind not in ("ByteLevelTokenizer", "NullTokenizer")]
+)
+def test_file_of_another_kind_is_refused_by_naming_it(kind, tmp_path):
+    wrong = tmp_path / "wrong.bin"
+    wrong.write_bytes(b"\x80\x81 not a tokenizer \xff")
+    spec = TokenizerSpec(kind, vocab_file=str(wrong), merge_file=str(wrong), model=str(wrong))
+    with pytest.raises(DataError, match=r"wrong\.bin"):
+        build_tokenizer(spec)
+
+
+def test_path_that_looks_like_a_hub_name_is_only_a_missing_file():
+    with pytest.raises(DataError, match="gpt2 is not there"):
+        build_tokenizer(TokenizerSpec("HFTokenizer", model="openai-community/gpt2"))
+
+
+def test_unknown_kind_names_the_nearest():
+    with pytest.raises(DataError, match="did you mean GPT2BPETokenizer"):
+        build_tokenizer(TokenizerSpec("GPT2BPETokeniser"))
+
+
+def test_values_without_use_are_refused():
+    with pytest.raises(DataError, match=r"--vocab-size.*257.*but is 300"):
+        build_tokenizer(TokenizerSpec("ByteLevelTokenizer", vocab_size=300))
+    with pytest.raises(DataError, match=r"--vocab-extra-ids.*must be 0"):
+        build_tokenizer(TokenizerSpec("ByteLevelTokenizer", extra_ids=3))
+    with pytest.raises(DataError, match=r"--vocab-extra-ids.*but is -1"):
+        build_tokenizer(TokenizerSpec("BertWordPieceCase", extra_ids=-1))
+
+
+def test_importing_the_package_loads_no_tokenizer_library():
+    code = (
+        "import sys, megazero.data.tokenizers;"
+        "print(sorted({'tokenizers', 'sentencepiece', 'gigatoken', 'transformers', 'awkward'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+
+from megazero.data.tokenizers import TokenizerSpec, build_tokenizer
+from megazero.errors import DataError
+
+
+def test_ids_follow_the_longest_match_rule(wordpiece_file):
+    tokenizer = build_tokenizer(TokenizerSpec("BertWordPieceLowerCase", wordpiece_file))
+    assert tokenizer.encode("The CAT sat unable") == [5, 6, 7, 8, 9]
+    assert tokenizer.encode("dog") == [1]
+    assert tokenizer.decode([5, 6, 8, 9]) == "the cat unable"
+
+
+def test_case_is_kept_by_the_cased_kind(wordpiece_file):
+    tokenizer = build_tokenizer(TokenizerSpec("BertWordPieceCase", wordpiece_file))
+    assert tokenizer.encode("the The") == [5, 1]
+
+
+def test_special_tokens_written_in_a_document_are_plain_text(wordpiece_file):
+    tokenizer = build_tokenizer(TokenizerSpec("BertWordPieceLowerCase", wordpiece_file))
+    assert tokenizer.encode("[MASK]") == [10, 12, 11]
+
+
+def test_ids_after_the_vocabulary_are_megatrons(wordpiece_file):
+    tokenizer = build_tokenizer(TokenizerSpec("BertWordPieceCase", wordpiece_file, extra_ids=2))
+    assert tokenizer.special_ids == {
+        "cls": 2, "sep": 3, "pad": 0, "mask": 4, "unk": 1, "eos": 13, "bos": 14,
+    }  # fmt: skip
+    assert (tokenizer.vocab_size, tokenizer.eod) == (17, None)
+    assert tokenizer.decode([5, 13, 6, 16]) == "the [EOS] cat <extra_id_1>"
+
+
+def test_words_of_200_letters_are_tried_and_longer_ones_unknown(wordpiece_file, tmp_path):
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text(open(wordpiece_file).read() + "x\n##x\n")
+    tokenizer = build_tokenizer(TokenizerSpec("BertWordPieceCase", str(vocab)))
+    assert tokenizer.encode("x" * 200) == [13] + [14] * 199
+    assert tokenizer.encode("x" * 201) == [1]
+
+
+def test_unfit_vocabularies_are_refused(tmp_path):
+    path = tmp_path / "vocab.txt"
+    path.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nthe\n")
+    with pytest.raises(DataError, match=r"must contain \[MASK\]"):
+        build_tokenizer(TokenizerSpec("BertWordPieceCase", str(path)))
+    path.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\nthe\n")
+    with pytest.raises(DataError, match="repeats 'the'"):
+        build_tokenizer(TokenizerSpec("BertWordPieceCase", str(path)))

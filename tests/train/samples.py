@@ -1,0 +1,36 @@
+"""Metrics with handy defaults."""
+
+from __future__ import annotations
+
+from megazero.train.metrics import EvalMetrics, StepMetrics
+
+
+def step(iteration: int = 1, **fields) -> StepMetrics:
+    values = {
+        "consumed_samples": 8 * iteration,
+        "consumed_tokens": 512 * iteration,
+        "lm_loss": 4.0,
+        "grad_norm": 1.5,
+        "learning_rate": 3e-4,
+        "loss_scale": 1.0,
+        "skipped": False,
+        "seconds": 0.5,
+        "tokens_per_second": 1024.0,
+        "tflops": 0.25,
+        "matmul_share": 0.3,
+        "global_batch_size": 8,
+        "num_micro_batches": 2,
+    }
+    return StepMetrics(iteration=iteration, **{**values, **fields})
+
+
+def evaluation(iteration: int = 10, **fields) -> EvalMetrics:
+    values = {
+        "split": "validation",
+        "lm_loss": 2.0,
+        "consumed_samples": 8 * iteration,
+        "consumed_tokens": 512 * iteration,
+        "num_tokens": 640,
+        "seconds": 1.0,
+    }
+    return EvalMetrics(iteration=iteration, **{**values, **fields})

@@ -1,0 +1,397 @@
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import struct
+import sys
+import types
+
+import pytest
+from rich.console import Console
+
+from megazero.config.tree import BatchConfig, Config, LoggingConfig, ModelConfig, OptimizerConfig
+from megazero.errors import ConfigError
+from megazero.train.monitors import (
+    CompositeMonitor,
+    ConsoleMonitor,
+    JsonlMonitor,
+    Monitor,
+    TensorBoardMonitor,
+    WandbMonitor,
+    build_monitors,
+)
+from tests.train.samples import evaluation, step
+
+
+def config(**logging) -> Config:
+    return Config(
+        model=ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8),
+        batch=BatchConfig(micro_batch_size=1),
+        optimizer=OptimizerConfig(lr=1e-3),
+        logging=LoggingConfig(**logging),
+    )
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class TestJsonl:
+    def run(self, path, iterations, resume=0, **fields):
+        monitor = JsonlMonitor(path, resume)
+        for iteration in iterations:
+            monitor.step(step(iteration, **fields))
+        monitor.close()
+
+    def test_one_object_per_iteration_in_full_precision(self, tmp_path):
+        path = tmp_path / "new" / "m.jsonl"
+        loss = math.pi * 1e-7
+        self.run(path, [1, 2], lm_loss=loss, skipped=True, phase_seconds={"data": 0.1})
+        first, second = records(path)
+        assert (first["iteration"], second["iteration"]) == (1, 2)
+        assert struct.pack("d", first["lm_loss"]) == struct.pack("d", loss)
+        assert first["skipped"] is True
+        assert first["phase_seconds"] == {"data": 0.1}
+        assert set(first) >= {
+            *("consumed_samples", "consumed_tokens", "grad_norm", "learning_rate", "loss_scale"),
+            "tokens_per_second",
+        }
+
+    def test_a_line_is_in_the_file_at_once(self, tmp_path):
+        monitor = JsonlMonitor(tmp_path / "m.jsonl")
+        monitor.step(step(1))
+        assert len(records(tmp_path / "m.jsonl")) == 1
+
+    def test_non_finite_values_are_valid_json_that_float_reads(self, tmp_path):
+        path = tmp_path / "m.jsonl"
+        self.run(path, [1], lm_loss=math.nan, grad_norm=math.inf, params_norm=-math.inf)
+        (record,) = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+        assert (record["lm_loss"], record["grad_norm"], record["params_norm"]) == (
+            "NaN",
+            "Infinity",
+            "-Infinity",
+        )
+        assert float(record["grad_norm"]) == math.inf
+
+    def test_resume_drops_what_will_be_repeated(self, tmp_path):
+        path = tmp_path / "m.jsonl"
+        self.run(path, range(1, 8))
+        self.run(path, range(6, 10), resume=5)
+        assert [r["iteration"] for r in records(path)] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["m.jsonl"]
+
+    @pytest.mark.parametrize("cut", [1, 40, -1], ids=["brace", "half", "newline"])
+    def test_resume_drops_a_line_cut_short_by_a_crash(self, tmp_path, cut):
+        path = tmp_path / "m.jsonl"
+        self.run(path, [1, 2])
+        whole = path.read_bytes()
+        last = whole.splitlines(keepends=True)[-1]
+        path.write_bytes(whole[: -len(last)] + last[:cut])
+        self.run(path, [2], resume=1)
+        assert [r["iteration"] for r in records(path)] == [1, 2]
+
+    def test_a_new_training_keeps_the_old_file_aside(self, tmp_path):
+        path = tmp_path / "m.jsonl"
+        for iterations in ([1, 2, 3], [1, 2], [1]):
+            self.run(path, iterations)
+        lengths = {p.name: len(records(p)) for p in tmp_path.iterdir()}
+        assert lengths == {"m.jsonl": 1, "m.jsonl.1": 3, "m.jsonl.2": 2}
+
+    @pytest.mark.parametrize("resume", [0, 5])
+    @pytest.mark.parametrize("content", ['{"text": "corpus"}\n', "not json\n", "[1]\n", "short", "\xff\n"])
+    def test_a_foreign_file_is_refused_unharmed(self, tmp_path, content, resume):
+        path = tmp_path / "corpus.jsonl"
+        path.write_bytes(content.encode("latin-1"))
+        with pytest.raises(ConfigError, match=r"line 1 of .*corpus.jsonl"):
+            JsonlMonitor(path, resume)
+        assert path.read_bytes() == content.encode("latin-1")
+        assert [p.name for p in tmp_path.iterdir()] == ["corpus.jsonl"]
+
+    def test_a_path_that_cannot_be_written_is_refused(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ConfigError, match=r"`metrics_jsonl` must be a file that can be written"):
+            JsonlMonitor(tmp_path / "file" / "m.jsonl")
+
+    def test_evaluations_go_beside_and_rewind_alike(self, tmp_path):
+        monitor = JsonlMonitor(tmp_path / "m.jsonl")
+        monitor.step(step(1))
+        for iteration in (10, 20):
+            monitor.evaluation(evaluation(iteration, lm_loss=0.0))
+        monitor.close()
+        JsonlMonitor(tmp_path / "m.jsonl", 10).close()
+        (record,) = records(tmp_path / "m.eval.jsonl")
+        assert (record["iteration"], record["split"], record["perplexity"]) == (10, "validation", 1.0)
+        assert len(records(tmp_path / "m.jsonl")) == 1
+
+    @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /dev/full")
+    def test_a_full_disk_turns_it_off_with_one_warning(self, tmp_path):
+        monitor = JsonlMonitor(tmp_path / "m.jsonl")
+        monitor._steps = open("/dev/full", "a")  # noqa: SIM115
+        warnings = []
+        composite = CompositeMonitor([monitor], warnings.append)
+        composite.step(step(1))
+        composite.step(step(2))
+        (warning,) = warnings
+        assert "JsonlMonitor is off" in warning
+        assert "No space left" in warning
+        assert str(tmp_path / "m.jsonl") in warning
+
+
+class TestComposite:
+    class Recorder(Monitor):
+        def __init__(self):
+            self.seen = []
+
+        def step(self, metrics):
+            self.seen.append(metrics.iteration)
+
+        def message(self, text):
+            self.seen.append(text)
+
+    class Broken(Monitor):
+        def step(self, metrics):
+            raise OSError(errno.EPIPE, "Broken pipe", "/some/path")
+
+    def test_everything_reaches_every_member(self):
+        members = [self.Recorder(), self.Recorder()]
+        composite = CompositeMonitor(members)
+        composite.step(step(4))
+        composite.message("hello")
+        composite.evaluation(evaluation())
+        composite.close()
+        assert [m.seen for m in members] == [[4, "hello"]] * 2
+
+    def test_a_failing_member_is_dropped_and_the_rest_go_on(self, capsys):
+        recorder = self.Recorder()
+        composite = CompositeMonitor([self.Broken(), recorder])
+        composite.step(step(1))
+        composite.step(step(2))
+        assert recorder.seen == [1, 2]
+        assert capsys.readouterr().err.count("warning: Broken is off from here on") == 1
+
+    def test_a_bug_in_a_member_is_not_hidden(self):
+        class Buggy(Monitor):
+            def step(self, metrics):
+                raise AttributeError("bug")
+
+        with pytest.raises(AttributeError):
+            CompositeMonitor([Buggy()]).step(step())
+
+
+class TestConsole:
+    def lines(self, metrics, log_interval=2, terminal=False, total=100):
+        stream = io.StringIO()
+        monitor = ConsoleMonitor(
+            log_interval, total, console=Console(file=stream, force_terminal=terminal, width=60)
+        )
+        for each in metrics:
+            monitor.step(each)
+        monitor.close()
+        return stream.getvalue()
+
+    def test_a_line_per_interval_averages_over_it(self):
+        out = self.lines(
+            [
+                step(1, lm_loss=4.0, seconds=0.1, tokens_per_second=1000.0),
+                step(2, lm_loss=2.0, seconds=0.3, tokens_per_second=200.0, learning_rate=5e-5),
+            ]
+        )
+        assert out.count("\n") == 1
+        for part in (
+            "iteration        2/     100 |",
+            "lm loss: 3.000000E+00",
+            "elapsed time per iteration (ms): 200.0",
+            "tokens per second: 400.0",
+            "learning rate: 5.000000E-05",
+            "number of skipped iterations:   0",
+        ):
+            assert part in out
+
+    def test_skipped_updates_stay_out_of_the_loss_and_name_the_parameter(self):
+        bad = step(1, lm_loss=math.inf, grad_norm=math.inf, skipped=True, first_bad_parameter="head.weight")
+        out = self.lines([bad, step(2, lm_loss=2.0)])
+        assert "iteration 1: update skipped" in out
+        assert "`head.weight`" in out
+        assert "lm loss: 2.000000E+00" in out
+        assert "number of skipped iterations:   1" in out
+
+    def test_an_interval_of_skipped_updates_alone_has_no_loss(self):
+        out = self.lines([step(i, skipped=True) for i in (1, 2)])
+        assert "number of skipped iterations:   2" in out
+        assert "lm loss" not in out
+
+    def test_nan_losses_are_counted(self):
+        assert "number of nan iterations:   1" in self.lines([step(1, lm_loss=math.nan), step(2)])
+
+    def test_the_unfinished_interval_is_shown_at_the_end(self):
+        assert "iteration        3/" in self.lines([step(1), step(2), step(3)])
+
+    def test_optional_values_appear_when_given(self):
+        out = self.lines([step(1, num_zeros=12, params_norm=3.25)], log_interval=1, total=None)
+        assert "num zeros: 12 |" in out
+        assert "params norm: 3.250 |" in out
+        assert "iteration        1/       ?" in out
+
+    def test_plain_output_has_no_control_codes(self):
+        assert "\x1b" not in self.lines([step(1), step(2)])
+
+    def test_a_terminal_gets_a_progress_bar(self):
+        out = self.lines([step(i) for i in range(1, 51)], terminal=True)
+        assert " 50/100" in out
+        assert "loss 4.0000" in out
+        assert "iteration        2/     100" in out
+
+    def test_evaluations_and_messages(self):
+        stream = io.StringIO()
+        monitor = ConsoleMonitor(1, console=Console(file=stream, width=40))
+        monitor.evaluation(evaluation(10, lm_loss=0.0))
+        monitor.message("saved [checkpoint] to /x")
+        rule, line, rule_again, message = stream.getvalue().splitlines()
+        assert rule == rule_again == "-" * len(line)
+        assert (
+            "validation loss at iteration 10 | lm loss value: 0.000000E+00 | lm loss PPL: 1.000000E+00"
+            in line
+        )
+        assert message == "saved [checkpoint] to /x"
+
+
+def scalars(folder):
+    """Tag -> [(step, value)] of all events in a folder."""
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = loader.EventAccumulator(str(folder), size_guidance={loader.SCALARS: 0})
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+class TestTensorBoard:
+    def test_megatron_tags_at_the_interval(self, tmp_path):
+        monitor = TensorBoardMonitor(LoggingConfig(tensorboard_dir=str(tmp_path), tensorboard_log_interval=2))
+        for iteration in range(1, 5):
+            monitor.step(step(iteration, lm_loss=float(iteration), phase_seconds={"optimizer": 0.5}))
+        monitor.step(step(6, skipped=True, num_zeros=3))
+        monitor.evaluation(evaluation(4, lm_loss=0.5))
+        monitor.close()
+        found = scalars(tmp_path)
+        assert found["lm loss"] == [(2, 2.0), (4, 4.0)]
+        assert found["lm loss vs samples"] == [(16, 2.0), (32, 4.0)]
+        assert found["grad-norm"] == [(2, 1.5), (4, 1.5), (6, 1.5)]
+        assert found["lm loss validation"] == [(4, 0.5)]
+        assert found["lm loss validation vs samples"] == [(32, 0.5)]
+        assert found["num-zeros"] == [(6, 3.0)]
+        assert {"learning-rate", "loss-scale", "batch-size", "learning-rate vs samples"} <= set(found)
+        assert not {"optimizer-time", "lm loss validation ppl"} & set(found)
+
+    def test_perplexity_and_timers_on_request(self, tmp_path):
+        monitor = TensorBoardMonitor(
+            LoggingConfig(
+                tensorboard_dir=str(tmp_path),
+                log_validation_ppl_to_tensorboard=True,
+                log_timers_to_tensorboard=True,
+            )
+        )
+        monitor.step(step(1, phase_seconds={"optimizer": 0.5}))
+        monitor.evaluation(evaluation(1, lm_loss=0.0))
+        monitor.close()
+        found = scalars(tmp_path)
+        assert found["optimizer-time"] == [(1, 0.5)]
+        assert found["lm loss validation ppl"] == [(1, 1.0)]
+
+    def test_an_unwritable_folder_is_refused(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ConfigError, match="`tensorboard_dir` must be a folder that can be written"):
+            TensorBoardMonitor(LoggingConfig(tensorboard_dir=str(tmp_path / "file" / "events")))
+
+    def test_a_missing_package_says_what_to_install(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+        with pytest.raises(ConfigError, match="pip install tensorboard"):
+            TensorBoardMonitor(LoggingConfig(tensorboard_dir=str(tmp_path)))
+
+    def test_a_full_disk_is_reported_with_the_folder(self, tmp_path, monkeypatch):
+        monitor = TensorBoardMonitor(LoggingConfig(tensorboard_dir=str(tmp_path)))
+
+        def full(*args):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(monitor._writer, "add_scalar", full)
+        with pytest.raises(OSError, match=f"No space left.*{tmp_path}"):
+            monitor.step(step(1))
+
+
+class FakeWandb(types.ModuleType):
+    """What the monitor uses of the wandb package."""
+
+    class Error(Exception):
+        pass
+
+    def __init__(self, refuse=False):
+        super().__init__("wandb")
+        self.refuse, self.logged, self.finished = refuse, [], False
+
+    def init(self, **fields):
+        if self.refuse:
+            raise self.Error("no API key")
+        self.fields = fields
+        return self
+
+    def log(self, values, step):
+        if math.isnan(values.get("lm loss", 0.0)):
+            raise self.Error("gone")
+        self.logged.append((step, values))
+
+    def finish(self):
+        self.finished = True
+
+
+class TestWandb:
+    def test_logs_to_the_named_project(self, monkeypatch):
+        fake = FakeWandb()
+        monkeypatch.setitem(sys.modules, "wandb", fake)
+        monitor = WandbMonitor(config(wandb_project="p", wandb_exp_name="n", wandb_save_dir="d"))
+        monitor.step(step(3))
+        monitor.evaluation(evaluation(3, lm_loss=0.0))
+        monitor.close()
+        assert (fake.fields["project"], fake.fields["name"], fake.fields["dir"]) == ("p", "n", "d")
+        assert fake.fields["config"]["model"]["hidden_size"] == 8
+        assert fake.logged[0][0] == 3
+        assert fake.logged[0][1]["lm loss"] == 4.0
+        assert fake.logged[1] == (3, {"lm loss validation": 0.0, "lm loss validation ppl": 1.0})
+        assert fake.finished
+
+    def test_its_errors_only_turn_it_off(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+        warnings = []
+        composite = CompositeMonitor([WandbMonitor(config(wandb_project="p"))], warnings.append)
+        composite.step(step(1, lm_loss=math.nan))
+        assert warnings == ["warning: WandbMonitor is off from here on: wandb cannot log: gone"]
+
+    def test_a_refused_run_is_a_config_error(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "wandb", FakeWandb(refuse=True))
+        with pytest.raises(ConfigError, match="no API key"):
+            WandbMonitor(config(wandb_project="p"))
+
+    def test_a_missing_package_says_what_to_install(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "wandb", None)
+        with pytest.raises(ConfigError, match="pip install wandb"):
+            WandbMonitor(config(wandb_project="p"))
+
+
+class TestBuild:
+    def kinds(self, is_writer_rank=True, **logging):
+        composite = build_monitors(config(**logging), is_writer_rank, 0, 10)
+        composite.close()
+        return [type(member).__name__ for member in composite.members]
+
+    def test_the_console_is_always_there(self):
+        assert self.kinds() == ["ConsoleMonitor"]
+
+    def test_each_destination_adds_a_monitor(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+        assert self.kinds(
+            metrics_jsonl=str(tmp_path / "m.jsonl"), tensorboard_dir=str(tmp_path / "tb"), wandb_project="p"
+        ) == ["ConsoleMonitor", "JsonlMonitor", "TensorBoardMonitor", "WandbMonitor"]
+
+    def test_other_ranks_write_nothing(self, tmp_path):
+        assert self.kinds(is_writer_rank=False, metrics_jsonl=str(tmp_path / "m.jsonl")) == []
+        assert list(tmp_path.iterdir()) == []
