@@ -205,7 +205,7 @@ def _parse_line(line: bytes, keys: Sequence[str], accept) -> list[list[str]] | t
     except ValueError as error:
         return "malformed JSON", str(error)
     if not isinstance(row, dict):
-        return "not an object", f"the line must be a JSON object, but is a {type(row).__name__}"
+        return "not an object", f"the line must be a JSON object, but is {_kind(row)}"
     columns = []
     for key in keys:
         if key not in row:
@@ -231,6 +231,8 @@ def _parse_line(line: bytes, keys: Sequence[str], accept) -> list[list[str]] | t
 
 
 def _kind(value: object) -> str:
-    if isinstance(value, list):
-        return f"a list with a {next(type(item).__name__ for item in value if not isinstance(item, str))}"
-    return type(value).__name__
+    odd = [item for item in value if not isinstance(item, str)] if isinstance(value, list) else []
+    if odd:
+        return f"a list with {_kind(odd[0])}"
+    names = {float: "a number", bool: "a boolean", dict: "an object", str: "a string", type(None): "null"}
+    return names.get(type(value), "a list")

@@ -106,6 +106,10 @@ class ChunkEncoder:
         data = chunk.read()
         lines = split_lines(chunk, data)
         parsed = parse(lines, self.job.keys)
+        if parsed.problems and not self.job.skip_bad_lines:
+            # The run ends here; an earlier line that cannot be tokenized is to be named before this one.
+            until = lines[: parsed.problems[0].line + 1]
+            parsed = parse_carefully(until, self.job.keys, accept=self.tokenizer.encode)
         try:
             return self._finish(chunk, len(data), parsed)
         except DataError:

@@ -40,8 +40,9 @@ class Totals:
 class Progress:
     """Shows totals while they grow. `interval` is in documents and counts only where there is no terminal."""
 
-    def __init__(self, paths: Sequence[str], interval: int, stream: IO[str] = sys.stderr):
+    def __init__(self, paths: Sequence[str], interval: int, stream: IO[str] | None = None):
         self.started = time.perf_counter()
+        stream = sys.stderr if stream is None else stream
         self._interval, self._next, self._stream = interval, interval, stream
         self._bar = None
         if stream.isatty():

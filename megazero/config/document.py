@@ -47,18 +47,16 @@ def read_file(path: str) -> Document:
 def read_text(text: str, name: str = "<text>") -> Document:
     """Read a YAML document; `name` stands before the line numbers of problems."""
     document = Document()
-    loader = yaml.SafeLoader(text)
     try:
+        loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if root is not None:
-            for entry in _entries(document, loader, root, name, "the document"):
+            for entry in _entries(document, root, name, "the document"):
                 _read_section(document, loader, entry, name)
     except yaml.YAMLError as error:
         document.problems.append(_syntax_problem(error, name))
     except RecursionError:
         document.problems.append(f"{name}: the document must not be nested this deeply.")
-    finally:
-        loader.dispose()
     return document
 
 
@@ -69,14 +67,12 @@ def _syntax_problem(error: yaml.YAMLError, name: str) -> str:
     return f"{where}: the document must be valid YAML, but {reason}."
 
 
-def _entries(
-    document: Document, loader: yaml.SafeLoader, node: yaml.Node, name: str, what: str
-) -> Iterator[_Entry]:
+def _entries(document: Document, node: yaml.Node, name: str, what: str) -> Iterator[_Entry]:
     """The entries of a mapping; repeated keys and whatever is no mapping are problems."""
     if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null":
         return
     where = f"{name}:{node.start_mark.line + 1}"
-    if not isinstance(node, yaml.MappingNode):
+    if not isinstance(node, yaml.MappingNode) or node.tag != "tag:yaml.org,2002:map":
         document.problems.append(f"{where}: {what} must be a mapping of names to values.")
         return
     seen: dict[Any, int] = {}
@@ -96,19 +92,25 @@ def _read_section(document: Document, loader: yaml.SafeLoader, entry: _Entry, na
     if entry.key not in SECTIONS:
         document.problems.append(_unknown_key(entry, name))
         return
-    for item in _entries(document, loader, entry.node, name, f"`{entry.key}`"):
+    for item in _entries(document, entry.node, name, f"`{entry.key}`"):
         spec = FIELD_BY_PATH.get(f"{entry.key}.{item.key}")
         if spec is None:
             document.problems.append(_unknown_key(item, name, entry.key))
         else:
-            _read_value(document, spec, loader.construct_object(item.node, deep=True), f"{name}:{item.line}")
+            _read_value(document, loader, spec, item.node, f"{name}:{item.line}")
 
 
-def _read_value(document: Document, spec: FieldSpec, value: Any, where: str) -> None:
+def _read_value(
+    document: Document, loader: yaml.SafeLoader, spec: FieldSpec, node: yaml.Node, where: str
+) -> None:
+    value: Any = getattr(node, "value", None)
     try:
+        value = loader.construct_object(node, deep=True)
         document.settings.append(Setting(spec, coerce(spec, value), where))
-    except Unreadable as error:
-        document.problems.append(f"{where}: `{spec.path}` {error}, but is `{value}`.")
+    except ValueError as error:
+        # YAML itself refuses such as the date 2026-99-99 with a bare ValueError
+        must = error if isinstance(error, Unreadable) else f"must be a valid {spec.type_name}"
+        document.problems.append(f"{where}: `{spec.path}` {must}, but is `{str(value)[:80]}`.")
         document.broken.add(spec.path)
 
 

@@ -116,7 +116,7 @@ class IndexedDatasetWriter:
         self.documents += other.document_index.size - 1
 
     def close(self) -> None:
-        """Finishes the dataset and makes it visible; a second call does nothing. DataError if the disk fails."""
+        """Finishes the dataset and makes it visible; twice is once. DataError if the disk fails."""
         if self._finished:
             return
         try:

@@ -7,6 +7,7 @@ and a batch-size ramp changes only how many micro-batches make a step. The two o
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -89,8 +90,16 @@ def epoch_permutation(spec: SamplerSpec, epoch: int) -> np.ndarray:
     else:
         size = spec.num_samples // spec.micro_batch_size * spec.micro_batch_size
     generator = torch.Generator()
-    generator.manual_seed(((spec.seed << 32) + epoch) % (1 << 63))
+    generator.manual_seed(_generator_seed(spec.seed, epoch))
     return torch.randperm(size, generator=generator).numpy()
+
+
+def _generator_seed(seed: int, epoch: int) -> int:
+    """32 bits, all that torch's CPU generator looks at: the epoch for seed 0, else a hash of both."""
+    if seed == 0:
+        return epoch
+    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _single(spec: SamplerSpec, consumed: int) -> np.ndarray:

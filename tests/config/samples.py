@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from megazero.config import Config
 
-BASE_FLAGS = (
+BASE_FLAGS = shlex.split(
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
     "--lr 1e-3 --train-iters 100 --tokenizer-type ByteLevelTokenizer --data-path my_text_document"
-).split()
+)
 
 _BASE = {
     "model": {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32},

@@ -1,11 +1,13 @@
-"""Flags of Megatron-LM and Megatron-DeepSpeed: each is a setting, accepted without effect, or refused by name."""
+"""Each flag of Megatron-LM and Megatron-DeepSpeed is a setting, has no effect here, or is refused by name."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 
+from megazero.config import parse_config
 from megazero.config.compat import FOREIGN_FLAGS
 from megazero.config.flags import scan
 
@@ -87,7 +89,7 @@ def test_a_switch_without_effect_swallows_no_value() -> None:
 
 def test_the_command_line_of_a_megatron_deepspeed_script_is_read() -> None:
     """The flags of its 1.3B dense GPT example, with ZeRO off and no DeepSpeed engine."""
-    argv = """--override-opt_param-scheduler --adam-beta1 0.9 --adam-beta2 0.95
+    argv = shlex.split("""--override-opt_param-scheduler --adam-beta1 0.9 --adam-beta2 0.95
         --tensor-model-parallel-size 1 --moe-expert-parallel-size 1 --num-experts 1 --moe-loss-coeff 0.01
         --moe-train-capacity-factor 1.0 --moe-eval-capacity-factor 1.0 --moe-min-capacity 4
         --init-method-std 0.013 --lr-decay-tokens 260000000000 --lr-warmup-tokens 375000000
@@ -99,9 +101,7 @@ def test_the_command_line_of_a_megatron_deepspeed_script_is_read() -> None:
         --load ckpt --save ckpt --tensorboard-queue-size 1 --log-timers-to-tensorboard
         --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard --tensorboard-dir tb
         --checkpoint-activations --create-moe-param-group --vocab-file v --merge-file m --data-path d
-        --data-impl mmap --zero-stage 0 --no-pipeline-parallel --deepspeed-activation-checkpointing""".split()
-    from megazero.config import parse_config
-
+        --data-impl mmap --zero-stage 0 --no-pipeline-parallel --deepspeed-activation-checkpointing""")
     resolved = parse_config([*argv, "--tokenizer-type", "GPT2BPETokenizer"], world_size=64)
     assert resolved.config.model.hidden_size == 2048
     assert resolved.config.training.train_tokens == 300_000_000_000

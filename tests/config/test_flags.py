@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from megazero.config.compat import FOREIGN_FLAGS
@@ -73,8 +75,8 @@ def test_flags_that_go_together(argv: str, field: str, value: str) -> None:
     [
         (
             "--fp16 --bf16",
-            "`precision.dtype` must be set one way, but `--fp16` says fp16 and `--bf16` says bf16; keep one of "
-            "these flags.",
+            "`precision.dtype` must be set one way, but `--fp16` says fp16 and `--bf16` says bf16; keep "
+            "one of these flags.",
         ),
         (
             "--swiglu --squared-relu",
@@ -83,8 +85,8 @@ def test_flags_that_go_together(argv: str, field: str, value: str) -> None:
         ),
         (
             "--model-parallel-size 2 --tensor-model-parallel-size 4",
-            "`parallel.tensor_model_parallel_size` must be set one way, but `--model-parallel-size` says 2 and "
-            "`--tensor-model-parallel-size` says 4; keep one of these flags.",
+            "`parallel.tensor_model_parallel_size` must be set one way, but `--model-parallel-size` says 2 "
+            "and `--tensor-model-parallel-size` says 4; keep one of these flags.",
         ),
         ("--hiden-size 64", "unknown flag `--hiden-size`; did you mean `--hidden-size`?"),
         ("--hidden_size 64", "unknown flag `--hidden_size`; did you mean `--hidden-size`?"),
@@ -114,21 +116,21 @@ def test_problems(argv: str, problem: str) -> None:
 
 
 def test_all_problems_are_collected() -> None:
-    argv = "--hiden-size 64 --num-layers x --fp16 --bf16 --deepspeed --lr --seq-lenght 3".split()
+    argv = shlex.split("--hiden-size 64 --num-layers x --fp16 --bf16 --deepspeed --lr --seq-lenght 3")
     assert len(scan(argv).problems) == 6
 
 
 def test_reading_goes_on_after_an_unknown_flag() -> None:
-    result = scan("--hiden-size 64 --num-layers 3".split())
+    result = scan(shlex.split("--hiden-size 64 --num-layers 3"))
     assert [(s.spec.name, s.value) for s in result.settings] == [("num_layers", 3)]
 
 
 def test_a_repeated_flag_keeps_its_last_value_and_warns() -> None:
-    result = scan("--lr 1e-3 --lr 2e-3".split())
+    result = scan(shlex.split("--lr 1e-3 --lr 2e-3"))
     assert [s.value for s in result.settings] == [2e-3]
     assert result.problems == []
     assert result.warnings == ["`--lr` is given more than once (as 0.001, then 0.002); the last is used."]
-    assert scan("--lr 1e-3 --lr 1e-3".split()).warnings == []
+    assert scan(shlex.split("--lr 1e-3 --lr 1e-3")).warnings == []
 
 
 def test_the_input_is_not_changed_and_the_scan_keeps_no_state() -> None:

@@ -93,7 +93,7 @@ def test_splits_without_share_or_sequences_are_none(corpora):
 
 def test_a_blend_where_only_one_dataset_has_no_share_is_refused(corpora, tmp_path):
     small = str(write_lengths(tmp_path / "small", [500, 500]))
-    with pytest.raises(DataError, match="`valid` split of .*small must have a sequence"):
+    with pytest.raises(DataError, match=r"`valid` split of .*small must have a sequence"):
         build_gpt_datasets(request(data_path=("1", corpora[0], "1", small)))
 
 

@@ -21,7 +21,8 @@ from tests.data.corpora import write_golden, write_lengths
 # The golden lengths 5,3,7,2,1 with ids counting up: sequence s begins with id 0, 5, 8, 15, 17.
 LENGTHS = [5, 3, 7, 2, 1]
 STREAM_8_1234 = [  # documents 2,2,4,1,0,3,4,0,1,3 end to end
-    *range(8, 15), *range(8, 15), 17, *range(5, 8), *range(5), *range(15, 17), 17, *range(5), *range(5, 8), 15, 16,
+    *range(8, 15), *range(8, 15), 17, *range(5, 8), *range(5),
+    *range(15, 17), 17, *range(5), *range(5, 8), *range(15, 17),
 ]  # fmt: skip
 
 
@@ -112,7 +113,7 @@ def test_masks_need_the_token(flag):
         GPTSettings(4, **{flag: True})
 
 
-def test_too_little_text_names_the_dataset_and_the_arithmetic(tmp_path):
+def test_too_little_text_shows_dataset_and_arithmetic(tmp_path):
     indexed = open_indexed(write_golden(tmp_path / "g"))
     with pytest.raises(DataError) as caught:
         GPTDataset(indexed, range(5), None, GPTSettings(sequence_length=12), name="valid")

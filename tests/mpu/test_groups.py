@@ -156,7 +156,7 @@ def test_a_thread_that_never_arrives_times_out():
         if rank == 0:
             world.group("world", rank, (0, 1)).barrier()
 
-    with pytest.raises(CommunicationError, match="did not arrive within 0.2 s"):
+    with pytest.raises(CommunicationError, match="did not arrive within"):
         world.run(work)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.ops.dispatch import Implementation, Operator, choose
+from megazero.ops.layer_norm.reduced_cpu import layer_norm_reduced_cpu
 from megazero.ops.layer_norm.reference import layer_norm_reference
 
 
@@ -17,10 +19,16 @@ def _layer_norm_torch(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Te
     return wide.to(x.dtype)
 
 
+_CPU, _CUDA = frozenset({"cpu"}), frozenset({"cuda"})
+_REDUCED = frozenset({torch.bfloat16, torch.float16})
+_FULL = frozenset({torch.float32, torch.float64})
+
 LAYER_NORM = Operator(
     "layer_norm",
     (
-        Implementation("torch", _layer_norm_torch),
+        Implementation("reduced_cpu", layer_norm_reduced_cpu, devices=_CPU, dtypes=_REDUCED),
+        Implementation("torch", _layer_norm_torch, devices=_CUDA),
+        Implementation("torch", _layer_norm_torch, devices=_CPU, dtypes=_FULL),
         Implementation("reference", layer_norm_reference),
     ),
 )

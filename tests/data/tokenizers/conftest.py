@@ -6,9 +6,8 @@ import pytest
 
 from megazero.data.tokenizers import TokenizerSpec, build_tokenizer
 
-WORDS = (
-    "the quick brown fox jumps over the lazy dog while naïve Zoë counts 12345 stars and 私は猫です".split()
-)
+SENTENCE = "the quick brown fox jumps over the lazy dog while naïve Zoë counts 12345 stars and 私は猫です"
+WORDS = SENTENCE.split()
 LINES = [" ".join(WORDS[i % 17 :] + WORDS[: i % 17]) + f" line {i}.\n" for i in range(400)]
 WORDPIECE = [
     "[PAD]",
@@ -26,7 +25,7 @@ WORDPIECE = [
     "mask",
 ]
 
-# Texts that trip tokenizers: blanks, controls, other scripts, joined emoji, and special tokens as plain letters.
+# Texts that trip tokenizers: blanks, controls, scripts, joined emoji, special tokens as plain letters.
 HARD_TEXTS = [
     "",
     " ",
@@ -51,7 +50,8 @@ def bpe_dir(tmp_path_factory) -> Path:
     from data_tools.train_tokenizer import main
 
     folder = tmp_path_factory.mktemp("bpe")
-    (folder / "c.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES))
+    rows = [json.dumps({"text": line}) + "\n" for line in LINES]
+    (folder / "c.jsonl").write_text("".join(rows))
     assert main(["--input", str(folder / "c.jsonl"), "--output", str(folder), "--vocab-size", "350"]) == 0
     return folder
 

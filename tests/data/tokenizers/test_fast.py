@@ -35,7 +35,11 @@ def test_fast_never_makes_an_end_of_document_out_of_text(fast, gpt2):
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.text(st.characters(exclude_categories=("Cs",))) | st.sampled_from(["</s>", "a<s>", "the fox"])))
+@given(
+    st.lists(
+        st.text(st.characters(exclude_categories=("Cs",))) | st.sampled_from(["</s>", "a<s>", "the fox"])
+    )
+)
 def test_fast_sentencepiece_bpe_agrees(sp_bpe_model, texts):
     pytest.importorskip("gigatoken")
     tokenizer = build_tokenizer(TokenizerSpec("GPTSentencePieceTokenizer", model=sp_bpe_model))
@@ -65,7 +69,7 @@ def test_first_difference_finds_the_text(gpt2):
         def encode_batch(self, texts):
             rows = gpt2.encode_batch(texts).rows()
             return TokenBatch.of(
-                [np.append(row, 7) if "fox" in text else row for row, text in zip(rows, texts)]
+                [np.append(row, 7) if "fox" in text else row for row, text in zip(rows, texts, strict=True)]
             )
 
     assert first_difference(Liar(), gpt2, ["dog", "cat", "a fox", "fox"]) == 2

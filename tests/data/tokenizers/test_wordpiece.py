@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megazero.data.tokenizers import TokenizerSpec, build_tokenizer
@@ -34,7 +36,7 @@ def test_ids_after_the_vocabulary_are_megatrons(wordpiece_file):
 
 def test_words_of_200_letters_are_tried_and_longer_ones_unknown(wordpiece_file, tmp_path):
     vocab = tmp_path / "vocab.txt"
-    vocab.write_text(open(wordpiece_file).read() + "x\n##x\n")
+    vocab.write_text(Path(wordpiece_file).read_text() + "x\n##x\n")
     tokenizer = build_tokenizer(TokenizerSpec("BertWordPieceCase", str(vocab)))
     assert tokenizer.encode("x" * 200) == [13] + [14] * 199
     assert tokenizer.encode("x" * 201) == [1]

@@ -1,0 +1,87 @@
+"""`megazero <verb>`: one front for what is not training. Torch is imported only by the verbs that need it."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import megazero
+from megazero.errors import MegazeroError
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A word after `megazero`: its line of help, and what runs it (arguments -> exit status)."""
+
+    name: str
+    help: str
+    run: Callable[[list[str]], int]
+
+
+def _config(arguments: list[str]) -> int:
+    from megazero.config import resolve_or_exit
+
+    resolve_or_exit([*arguments, "--check-config"], program="megazero config")
+    return 0
+
+
+def _generate(arguments: list[str]) -> int:
+    from megazero.inference.command import main as generate
+
+    return generate(arguments)
+
+
+def _version(arguments: list[str]) -> int:
+    print(f"megazero {megazero.__version__}")
+    return 0
+
+
+VERBS = (
+    Verb("config", "resolve the flags of pretrain_gpt.py, print the tree or every reason against it", _config),
+    Verb("generate", "generate text from a checkpoint", _generate),
+    Verb("version", "print the version", _version),
+)
+
+
+def usage() -> str:
+    """The text of `megazero --help`."""
+    width = max(len(verb.name) for verb in VERBS)
+    lines = [f"  {verb.name:<{width}}  {verb.help}" for verb in VERBS]
+    return "\n".join(
+        ["usage: megazero VERB [flags]", "", *lines, "", "`megazero VERB --help` lists a verb's flags."]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb. Status: the verb's own; 2 for no verb or an unknown one; an error's `exit_code`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        print(usage(), file=sys.stderr)
+        return 2
+    name, *rest = arguments
+    if name in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    name = "version" if name == "--version" else name
+    verb = next((verb for verb in VERBS if verb.name == name), None)
+    if verb is None:
+        print(f"error: {_unknown(name)}", file=sys.stderr)
+        return 2
+    try:
+        return verb.run(rest)
+    except MegazeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _unknown(name: str) -> str:
+    names = [verb.name for verb in VERBS]
+    near = difflib.get_close_matches(name, names, n=1)
+    remedy = f"did you mean `{near[0]}`?" if near else "see `megazero --help`."
+    return f"the verb must be one of {', '.join(names)}, but is `{name}`; {remedy}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Keys and values of earlier positions, so that each generated token costs one position."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megazero.errors import ConfigError
+
+
+class KeyValueCache:
+    """A `layers.KeyValueStore` in preallocated memory.
+
+    A layer's buffers, [max_length, b, g/tp, d] each, are allocated when it is first extended and take
+    their shape, dtype and device from what it brings, so the cache serves any model and any slice of it.
+
+    Args:
+        max_length: positions that fit.
+    """
+
+    def __init__(self, max_length: int):
+        self.max_length = max_length
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._lengths: dict[int, int] = {}
+
+    @property
+    def length(self) -> int:
+        """Positions that every layer holds."""
+        return min(self._lengths.values(), default=0)
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append [s, b, g/tp, d] of `layer` and return all positions so far, views of [t, b, g/tp, d].
+
+        Raises:
+            ConfigError: more positions than fit.
+        """
+        start = self._lengths.get(layer, 0)
+        stop = start + key.shape[0]
+        if stop > self.max_length:
+            raise ConfigError(
+                f"`max_length` of the key-value cache must be at least {stop}, but is {self.max_length}; "
+                f"make a longer cache or generate fewer tokens"
+            )
+        if layer not in self._buffers:
+            self._buffers[layer] = tuple(x.new_empty(self.max_length, *x.shape[1:]) for x in (key, value))
+        keys, values = self._buffers[layer]
+        keys[start:stop] = key
+        values[start:stop] = value
+        self._lengths[layer] = stop
+        return keys[:stop], values[:stop]

@@ -1,0 +1,98 @@
+"""The command `megazero generate`: text from a checkpoint. Under torchrun the first rank prints."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megazero.errors import ConfigError, DataError, MegazeroError
+from megazero.inference.sampling import Sampling
+from megazero.inference.text import TextGenerator
+from megazero.mpu import Launch, leave
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags; names as in Megatron's text generation where it has one."""
+    parser = argparse.ArgumentParser(prog="megazero generate", description="Generate text from a checkpoint.")
+    parser.add_argument("--load", required=True, help="folder of the checkpoint")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", action="append", help="text to continue; may be given several times")
+    source.add_argument("--prompt-file", help="UTF-8 file with one prompt per line")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="most tokens to add (default 64)")
+    parser.add_argument("--num-samples", type=int, default=1, help="continuations per prompt (default 1)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="divides the logits (default 1)")
+    parser.add_argument("--top-k", type=int, default=0, help="draw among so many tokens; 0: all (default)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw within this mass; 1: all (default)")
+    parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
+    parser.add_argument("--seed", type=int, default=0, help="of the random choices (default 0)")
+    parser.add_argument("--batch-size", type=int, default=16, help="continued at a time (default 16)")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command with its flags; returns the exit status."""
+    flags = build_parser().parse_args(argv)
+    try:
+        _run(flags)
+    except MegazeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _run(flags: argparse.Namespace) -> None:
+    prompts = read_prompts(flags.prompt_file) if flags.prompt is None else flags.prompt
+    if flags.num_samples < 1:
+        raise ConfigError(f"`num_samples` must be at least 1, but is {flags.num_samples}; ask for one")
+    sampling = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.greedy, flags.seed)
+    # Imports every part of megazero: only once the flags are known to be good.
+    from megazero.train.assemble import load_for_inference
+
+    context, model, tokenizer, _ = load_for_inference(flags.load, Launch.from_environment())
+    repeated = [prompt for prompt in prompts for _ in range(flags.num_samples)]
+    texts = TextGenerator(model, tokenizer).complete(
+        repeated, max_new_tokens=flags.max_new_tokens, sampling=sampling, batch_size=flags.batch_size
+    )
+    if context.rank == 0:
+        print(format_results(repeated, texts, flags.num_samples))
+    leave(context)
+
+
+def format_results(prompts: Sequence[str], texts: Sequence[str], num_samples: int) -> str:
+    """Each prompt with its continuation; a line above says which it is where there are several."""
+    whole = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+    if len(whole) == 1:
+        return whole[0]
+    return "\n".join(
+        f"--- prompt {i // num_samples + 1}, sample {i % num_samples + 1} ---\n{text}"
+        for i, text in enumerate(whole)
+    )
+
+
+def read_prompts(path: str) -> list[str]:
+    """The lines of a UTF-8 file.
+
+    Raises:
+        DataError: it cannot be read, is not UTF-8 or has no line.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"`--prompt-file` must be a readable file, but {path} is not: {error}") from error
+    # Not str.splitlines, which also splits at characters that a prompt may contain.
+    lines = content.split(b"\n")
+    if lines[-1] == b"":
+        lines.pop()
+    if not lines:
+        raise DataError(f"`--prompt-file` must have a line per prompt, but {path} is empty; write a prompt")
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            prompts.append(line.removesuffix(b"\r").decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"`--prompt-file` must be UTF-8, but {path} line {number} is not: {error.reason}; convert it"
+            ) from error
+    return prompts

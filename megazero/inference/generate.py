@@ -1,0 +1,172 @@
+"""Tokens in, tokens out: a batch of prompts of any lengths is continued token by token.
+
+All sequences advance through the same positions, each from its own start, with nothing padded between: up
+to the end of a prompt its tokens are fed, from there on those that were drawn (as Megatron-LM generates).
+So a batch gives the tokens that each prompt alone would. While every sequence still has prompt ahead, many
+positions are fed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megazero.errors import ConfigError, DataError
+from megazero.inference.cache import KeyValueCache
+from megazero.inference.sampling import Sampling, choose_tokens
+from megazero.layers.collectives import gather_features
+from megazero.models import GPT, Batch
+
+OnToken = Callable[[int, int], None]
+
+PREFILL_CHUNK = 256  # positions fed at once, which bounds the logits [s, b, v/tp] that a prompt needs
+
+
+def generate(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    eod: int | None = None,
+    numbers: Sequence[int] | None = None,
+    on_token: OnToken | None = None,
+) -> list[list[int]]:
+    """Continue each prompt; every tensor-parallel rank calls this alike and returns the same.
+
+    Dropout is off and nothing of the model changes.
+
+    Args:
+        model: without sequence parallelism (`for_generation` makes it so).
+        prompts: token ids of each, at least one.
+        max_new_tokens: most tokens to add to each prompt.
+        sampling: how tokens are drawn; None draws from the model's distribution as it is.
+        eod: the id that ends a sequence; None lets all run to `max_new_tokens`.
+        numbers: of the sequences in the random stream, so that a prompt draws the same tokens in any
+            batch; default: 0, 1, 2, ...
+        on_token: called with (index of the prompt, token) as soon as a token is known, on every rank.
+
+    Returns:
+        The new tokens of each prompt, without the prompt and without the `eod` that ended it.
+
+    Raises:
+        ConfigError: the model is sequence-parallel, the sequences outgrow a learned position table, or an
+            argument is out of range.
+        DataError: a prompt is empty or has a token outside the vocabulary.
+        NumericsError: the model's logits are not finite.
+    """
+    _check(model, prompts, max_new_tokens, numbers)
+    if not prompts:
+        return []
+    sampling = sampling or Sampling()
+    numbers = list(range(len(prompts))) if numbers is None else list(numbers)
+    rows = [list(prompt) for prompt in prompts]
+    ends = [len(row) + max_new_tokens for row in rows]
+    live = set(range(len(rows)))
+    step = _Stepper(model, max(ends) - 1)
+    position = 0
+    with torch.inference_mode():
+        while live:
+            stop = _next_stop(position, min(len(rows[i]) for i in live))
+            logits = step([_span(row, position, stop) for row in rows])
+            position = stop
+            due = sorted(i for i in live if len(rows[i]) == position)
+            if not due:
+                continue
+            tokens = choose_tokens(logits[due], sampling, [numbers[i] for i in due], position).tolist()
+            for i, token in zip(due, tokens, strict=True):
+                if token == eod:
+                    live.discard(i)
+                    continue
+                rows[i].append(token)
+                if len(rows[i]) == ends[i]:
+                    live.discard(i)
+                if on_token is not None:
+                    on_token(i, token)
+    return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
+
+
+def for_generation(model: GPT) -> GPT:
+    """`model` as `generate` wants it: the same weights, in the same memory, without sequence parallelism.
+
+    A sequence under generation is one token long and cannot be cut over the tensor-parallel ranks. The
+    slices of the weights do not depend on sequence parallelism.
+    """
+    if not model.placement.sequence_parallel:
+        return model
+    placement = replace(model.placement, sequence_parallel=False)
+    padded_size = model.embedding.word.shape[0] * placement.tp.size
+    on_meta = replace(placement, device=torch.device("meta"))
+    twin = GPT(model.config, (model.vocab_size, padded_size), on_meta)
+    twin.load_state_dict(model.state_dict(), assign=True)
+    return twin
+
+
+class _Stepper:
+    """Feeds positions to the model and returns the logits after the last of them."""
+
+    def __init__(self, model: GPT, max_length: int):
+        self.model = model
+        self.cache = KeyValueCache(max_length)
+
+    def __call__(self, tokens: list[list[int]]) -> Tensor:
+        """tokens [b, s], following those already fed -> logits of the next, float32 [b, v]."""
+        device = self.model.embedding.word.device
+        start = self.cache.length
+        batch = Batch(
+            tokens=torch.tensor(tokens, device=device),
+            position_ids=torch.arange(start, start + len(tokens[0]), device=device),
+        )
+        logits = self.model(batch, self.cache)[-1]  # [b, v/tp]
+        whole = gather_features(logits, self.model.placement.tp)
+        return whole[:, : self.model.vocab_size].float()
+
+
+def _next_stop(position: int, shortest: int) -> int:
+    """End of the span to feed next, given the length so far of the shortest live sequence.
+
+    A live sequence is always longer than what was fed, by its last drawn token at least.
+    """
+    return min(shortest, position + PREFILL_CHUNK)
+
+
+def _span(row: list[int], start: int, stop: int) -> list[int]:
+    """Tokens [start, stop) of a sequence; one that has ended is filled up with a token nobody reads."""
+    tokens = row[start:stop]
+    return tokens + [row[0]] * (stop - start - len(tokens))
+
+
+def _check(
+    model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int, numbers: Sequence[int] | None
+) -> None:
+    if model.placement.sequence_parallel:
+        raise ConfigError(
+            "`sequence_parallel` must be off to generate, but is on; pass `for_generation(model)`, which "
+            "has the same weights"
+        )
+    if max_new_tokens < 1:
+        raise ConfigError(f"`max_new_tokens` must be at least 1, but is {max_new_tokens}; ask for a token")
+    if numbers is not None and len(numbers) != len(prompts):
+        raise ConfigError(
+            f"`numbers` must be one per prompt ({len(prompts)}), but are {len(numbers)}; leave them out"
+        )
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise DataError(f"`prompts` must have a token each, but prompt {i} is empty; begin it with eod")
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= model.vocab_size:
+            raise DataError(
+                f"`prompts` must have tokens in [0, {model.vocab_size}), but those of prompt {i} range from "
+                f"{low} to {high}; was it made with another tokenizer?"
+            )
+    positions = model.config.positions
+    # The last token drawn is never fed.
+    needed = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens - 1
+    if model.config.position_embedding_type == "learned_absolute" and needed > positions:
+        raise ConfigError(
+            f"`prompt length + max_new_tokens - 1` must be at most the {positions} learned positions, but is "
+            f"{needed}; shorten the prompt or set fewer new tokens"
+        )

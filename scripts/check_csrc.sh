@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Whether csrc compiles: the native module where there is a C++ compiler, each CUDA source where there is nvcc.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if [[ -n $(python scripts/setup_facts.py native) ]]; then
+    python -c 'from megazero.data import _native'
+    echo "csrc: the native module is built and loads"
+elif command -v "${CXX:-c++}" g++ clang++ >/dev/null; then
+    echo "csrc: error: there is a C++ compiler, but the native module does not build:" >&2
+    python setup.py build_ext --inplace --force >&2
+    exit 1
+else
+    echo "csrc: no C++ compiler, so the native module was not built"
+fi
+
+sources=()
+while IFS= read -r source; do sources+=("$source"); done < <(find csrc -name '*.cu' | sort)
+if ! command -v nvcc >/dev/null; then
+    echo "csrc: no nvcc, so 0 of ${#sources[@]} CUDA sources were compiled"
+    exit 0
+fi
+for source in ${sources[@]+"${sources[@]}"}; do
+    for architecture in sm_80 sm_90; do
+        nvcc -std=c++17 -I csrc -arch="$architecture" -c -o /dev/null "$source"
+    done
+done
+echo "csrc: ${#sources[@]} CUDA sources were compiled for sm_80 and sm_90"

@@ -1,0 +1,126 @@
+# shellcheck shell=bash
+# Makes Python ready for the other scripts, which source this file from the repository root:
+#
+#   SETUP_EXTRAS=plot . scripts/setup.sh
+#
+# Uses the active virtual environment, or makes .venv. Installs torch by its exact version (unless a torch
+# from 2.9 on is there already: then torch and all that is installed beside it stay as they are), the
+# other dependencies as pinned in constraints.txt, megazero itself (editable), and builds csrc. Run again,
+# it finds its stamp and does nothing.
+#
+# SETUP_EXTRAS    extras of setup.py that must be there, separated by commas
+# SETUP_OPTIONAL  extras that make things faster; without them a message, not a failure
+# PYTHON          the Python (>= 3.10) to make .venv from
+#
+# Afterwards `python` is the environment's own.
+
+setup_say() { echo "setup: $*"; }
+
+setup_die() {
+    echo "setup: error: $*" >&2
+    exit 1
+}
+
+# The first Python from 3.10 on. Version managers leave names on the PATH that fail, hence the trial.
+setup_find_python() {
+    local candidate
+    for candidate in "${PYTHON:-}" python3 python python3.12 python3.11 python3.10; do
+        if [[ -n $candidate ]] &&
+            "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    setup_die "Python must be 3.10 or newer, but none such is on the PATH; install one or set PYTHON to it."
+}
+
+# Makes `python` the environment's own.
+setup_activate() {
+    local found
+    if [[ -n ${VIRTUAL_ENV:-} ]]; then
+        export PATH="$VIRTUAL_ENV/bin:$PATH"
+        return
+    fi
+    found=$(setup_find_python)
+    if "$found" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)'; then
+        # This Python is an environment's, though nobody activated it (as in many containers).
+        VIRTUAL_ENV=$("$found" -c 'import sys; print(sys.prefix)')
+    else
+        VIRTUAL_ENV=$PWD/.venv
+        if ! "$VIRTUAL_ENV/bin/python" -c '' 2>/dev/null; then
+            setup_say "making .venv with $("$found" --version)"
+            local flags=()
+            # A machine with a torch of its own (its GPU's) lends it.
+            if [[ -n $("$found" scripts/setup_facts.py torch) ]]; then flags=(--system-site-packages); fi
+            "$found" -m venv --clear ${flags[@]+"${flags[@]}"} "$VIRTUAL_ENV" ||
+                setup_die "no virtual environment could be made; install Python's venv module (python3-venv)."
+        fi
+    fi
+    export VIRTUAL_ENV PATH="$VIRTUAL_ENV/bin:$PATH"
+}
+
+setup_pip() {
+    # Twice quiet: errors only. Sources are compiled to bytecode when first imported, which is sooner done.
+    python -m pip --disable-pip-version-check --no-input "$1" -qq --no-compile "${@:2}"
+}
+
+# torch first and alone: as a requirement of others, a resolver would choose its own version of it.
+setup_install() {
+    local constraints=$1 torch
+    python -m pip --version >/dev/null 2>&1 || python -m ensurepip >/dev/null ||
+        setup_die "the environment $VIRTUAL_ENV must have pip, but has none; install it there."
+    torch=$(python scripts/setup_facts.py torch)
+    if [[ -z $torch ]]; then
+        setup_say "installing torch==2.13.0"
+        setup_pip install -c constraints.txt torch==2.13.0 || setup_die "torch could not be installed; see above."
+    fi
+    python scripts/setup_facts.py constraints >"$constraints"
+    setup_say "installing the other dependencies${SETUP_EXTRAS:+ and the extras $SETUP_EXTRAS}"
+    # The build tools live in the environment too, so that pip need not make another one for each build.
+    setup_pip install -c "$constraints" "setuptools>=68" "pybind11>=2.12" ||
+        setup_die "the build tools could not be installed; see above."
+    setup_build_native
+    if [[ -n ${SETUP_OPTIONAL:-} ]]; then
+        if setup_self "${SETUP_EXTRAS:+$SETUP_EXTRAS,}$SETUP_OPTIONAL" --retries 1 2>/dev/null; then return; fi
+        setup_say "trying without the extra $SETUP_OPTIONAL, which makes things faster but is not to be had here"
+    fi
+    setup_self "${SETUP_EXTRAS:-}" || setup_die "the dependencies could not be installed; see above."
+}
+
+# megazero with these extras, and what they need.
+setup_self() {
+    setup_pip install -c "$constraints" --no-build-isolation --editable ".${1:+[$1]}" "${@:2}"
+}
+
+# Compiles csrc in place, from scratch: the build's own time stamps do not see changed headers.
+setup_build_native() {
+    local log=build/native.log
+    mkdir -p build
+    if python setup.py build_ext --inplace --force >"$log" 2>&1 && [[ -n $(python scripts/setup_facts.py native) ]]; then
+        return
+    fi
+    setup_say "csrc was not compiled (is there a C++ compiler? see $log); indexes are built in numpy, slower"
+}
+
+setup_main() {
+    local started=$SECONDS stamp key
+    setup_activate
+    stamp=$VIRTUAL_ENV/.megazero/${SETUP_EXTRAS:-none}
+    key=$(python scripts/setup_facts.py key)
+    if [[ -f $stamp && $(<"$stamp") == "$key" ]]; then return; fi
+    mkdir -p "${stamp%/*}"
+    # Two scripts that start at once must not install at once.
+    if command -v flock >/dev/null; then
+        exec 9>"$VIRTUAL_ENV/.megazero/lock"
+        flock 9
+    fi
+    if [[ ! -f $stamp || $(<"$stamp") != "$key" ]]; then
+        setup_install "$VIRTUAL_ENV/.megazero/constraints.txt"
+        python scripts/setup_facts.py key >"$stamp.part"
+        mv "$stamp.part" "$stamp"
+        setup_say "done in $((SECONDS - started)) s"
+    fi
+    exec 9>&-
+}
+
+setup_main

@@ -1,0 +1,64 @@
+"""What scripts/setup.sh asks about the Python it sets up; runs before anything is installed.
+
+`python scripts/setup_facts.py torch`: the installed torch if it is recent enough, else nothing.
+`... constraints`: the constraints pip shall keep. `... native`: the compiled module's path, or nothing.
+`... key`: what the set-up depends on, as one hash.
+"""
+
+import hashlib
+import re
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OLDEST_TORCH = (2, 9)
+INPUTS = ("setup.py", "pyproject.toml", "constraints.txt", "scripts/setup.sh", "scripts/setup_facts.py")
+
+
+def version(package):
+    """The installed version, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def torch():
+    """The installed torch's version if megazero can use it, else an empty string."""
+    found = version("torch")
+    if found is None or tuple(int(part) for part in found.split(".")[:2]) < OLDEST_TORCH:
+        return ""
+    return found
+
+
+def constraints():
+    """The pins. Beside a torch that is not ours, what is installed keeps its version."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    if f"torch=={torch().partition('+')[0]}" in pins:
+        return "\n".join(pins)
+    free = [pin for pin in pins if version(re.split("[=;]", pin)[0]) is None]
+    return "\n".join([f"torch=={torch()}", *free])
+
+
+def native():
+    """Where the compiled module for this Python is, or an empty string."""
+    path = ROOT / "megazero" / "data" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return str(path) if path.is_file() else ""
+
+
+def key():
+    """A hash of this checkout's place, this Python, torch, the native module's presence and all inputs."""
+    digest = hashlib.sha256()
+    sources = sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
+    for path in [ROOT / name for name in INPUTS] + sources:
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
+    for fact in (str(ROOT), sys.version, torch(), str(bool(native()))):
+        digest.update(fact.encode() + b"\0")
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    print({"torch": torch, "constraints": constraints, "native": native, "key": key}[sys.argv[1]]())

@@ -1,0 +1,174 @@
+"""YAML: what is read, what is refused and on which line, and the round trip as a law."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from megazero.config import Config
+from megazero.config.document import read_file, read_text, to_yaml
+from megazero.config.fields import FIELDS, SECTIONS, FieldSpec, Kind
+from tests.config.samples import make_config
+
+
+def test_values_by_section() -> None:
+    text = """
+model:
+  num_layers: 2
+  normalization: rmsnorm   # any case
+data:
+  data_path: [0.3, a, 0.7, b]
+  split: 969,30,1
+optimizer: {lr: 1e-4, weight_decay: 0}
+training: {train_tokens: 3e11}
+checkpoint:
+  save: null
+logging:
+"""
+    document = read_text(text)
+    assert document.problems == []
+    assert {s.spec.path: s.value for s in document.settings} == {
+        "model.num_layers": 2,
+        "model.normalization": "RMSNorm",
+        "data.data_path": ("0.3", "a", "0.7", "b"),
+        "data.split": "969,30,1",
+        "optimizer.lr": 1e-4,
+        "optimizer.weight_decay": 0.0,
+        "training.train_tokens": 300_000_000_000,
+        "checkpoint.save": None,
+    }
+    assert document.settings[0].source == "<text>:3"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "model:\n  num_layer: 2",
+            "f.yaml:2: unknown key `model.num_layer`; did you mean `model.num_layers`?",
+        ),
+        ("modle:\n  num_layers: 2", "f.yaml:1: unknown key `modle`; did you mean `model`?"),
+        ("model:\n  lr: 2", "f.yaml:2: unknown key `model.lr`; it belongs in section `optimizer`."),
+        ("num_layers: 2", "f.yaml:1: unknown key `num_layers`; it belongs in section `model`."),
+        ("model:\n  xyzzy: 2", "f.yaml:2: unknown key `model.xyzzy`; docs/configuration.md lists the keys."),
+        (
+            "model:\n  num_layers: 2\n  num_layers: 3",
+            "f.yaml:3: `num_layers` must be given once, but is given on line 2 too.",
+        ),
+        ("model: {}\nmodel: {}", "f.yaml:2: `model` must be given once, but is given on line 1 too."),
+        ("model: 3", "f.yaml:1: `model` must be a mapping of names to values."),
+        ("- a\n- b", "f.yaml:1: the document must be a mapping of names to values."),
+        (
+            "model:\n  num_layers: two",
+            "f.yaml:2: `model.num_layers` must be an integer, but is `two`.",
+        ),
+        (
+            "model:\n  num_layers: yes",
+            "f.yaml:2: `model.num_layers` must be an integer, but is `True`.",
+        ),
+        (
+            "model: {a: [}",
+            "f.yaml:1: the document must be valid YAML, but expected the node content, but found '}'.",
+        ),
+        (
+            "checkpoint:\n  save: 2026-99-99",
+            "f.yaml:2: `checkpoint.save` must be a valid text, but is `2026-99-99`.",
+        ),
+        (f"model:\n  num_layers: {'9' * 5000}", None),
+        ("model:\n  num_layers: !!python/name:os.system 1", None),
+        ("model: !!python/object:os.system {}", None),
+        ("a: 1\n---\nb: 2", None),
+        ("model: &a\n  num_layers: *a", None),
+        ("[" * 5000, None),
+        ("\x00", None),
+    ],
+)
+def test_problems_name_the_line(text: str, problem: str | None) -> None:
+    problems = read_text(text, "f.yaml").problems
+    assert len(problems) == 1
+    assert problem is None or problems == [problem]
+    assert problems[0].startswith("f.yaml")
+
+
+def test_every_problem_of_a_file_is_reported() -> None:
+    text = "model:\n  num_layer: 2\n  hidden_size: wide\noptimiser: {}\n"
+    assert len(read_text(text).problems) == 3
+
+
+def test_an_empty_document_sets_nothing() -> None:
+    for text in ("", "# nothing\n", "---\n", "null"):
+        document = read_text(text)
+        assert (document.settings, document.problems) == ([], [])
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"model: \xff\xfe")
+    for name, reason in (("missing.yaml", "No such file"), (".", "Is a directory"), ("latin.yaml", "UTF-8")):
+        problems = read_file(str(tmp_path / name)).problems
+        assert len(problems) == 1
+        assert reason in problems[0]
+
+
+def _base_values(spec: FieldSpec) -> st.SearchStrategy[Any]:
+    text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+    return {
+        Kind.INT: st.integers(1, 10**13),
+        Kind.FLOAT: st.one_of(st.floats(0.001, 0.999), st.floats(1e-300, 1e300)),
+        Kind.TEXT: st.sampled_from(["969,30,1", "1/1/1"]) if spec.name == "split" else text,
+        Kind.CHOICE: st.sampled_from(spec.choices or ("",)),
+        Kind.BOOL: st.booleans(),
+        Kind.INTS: st.tuples(*[st.integers(1, 10**9)] * (spec.length or 0)),
+        Kind.TEXTS: st.lists(text, max_size=4).map(tuple),
+    }[spec.kind]
+
+
+def _values(spec: FieldSpec) -> st.SearchStrategy[Any]:
+    adapter = TypeAdapter(get_type_hints(SECTIONS[spec.section], include_extras=True)[spec.name])
+
+    def allowed(value: Any) -> bool:
+        try:
+            adapter.validate_python(value)
+        except ValidationError:
+            return False
+        return True
+
+    values = _base_values(spec).filter(allowed)
+    return st.one_of(st.none(), values) if spec.optional else values
+
+
+_TREES = st.fixed_dictionaries(
+    {
+        name: st.fixed_dictionaries({s.name: _values(s) for s in FIELDS if s.section == name})
+        for name in SECTIONS
+    }
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(_TREES)
+def test_what_is_written_reads_back_equal(tree: dict[str, dict[str, Any]]) -> None:
+    config = Config.model_validate(tree)
+    document = read_text(to_yaml(config))
+    assert document.problems == []
+    read: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for setting in document.settings:
+        read[setting.spec.section][setting.spec.name] = setting.value
+    assert Config.model_validate(read) == config
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=60))
+def test_no_text_raises(text: str) -> None:
+    document = read_text(text)
+    assert not (document.settings and "model" not in text and ":" not in text)
+
+
+def test_the_whole_tree_is_written() -> None:
+    text = to_yaml(make_config())
+    for spec in FIELDS:
+        assert f"\n  {spec.name}:" in text

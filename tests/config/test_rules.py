@@ -1,0 +1,236 @@
+"""Every rule has an example that breaks it and no other; the base configuration breaks none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megazero.config import Config
+from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS
+from megazero.config.rule import Case
+from megazero.config.rules import RULES, broken_rules, check
+from tests.config.samples import make_config
+
+WORLD = 4
+
+# rule -> the changes to the base configuration that break it alone, on 4 ranks
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "hidden_multiple_of_heads": {"model.hidden_size": 66},
+    "query_groups_divide_heads": {"model.num_query_groups": 3},
+    "rotary_dim_even": {"model.position_embedding_type": "rope", "model.kv_channels": 15},
+    "rotary_settings_need_rope": {"model.rotary_percent": 0.5},
+    "positions_cover_sequence": {"model.max_position_embeddings": 31},
+    "vocabulary_known": {"tokenizer.tokenizer_type": None},
+    "world_size_factors": {"parallel.tensor_model_parallel_size": 8, "model.num_attention_heads": 8},
+    "heads_over_tensor_ranks": {"parallel.tensor_model_parallel_size": 4, "model.num_attention_heads": 2},
+    "query_groups_over_tensor_ranks": {
+        "parallel.tensor_model_parallel_size": 4,
+        "model.num_query_groups": 2,
+    },
+    "ffn_over_tensor_ranks": {"parallel.tensor_model_parallel_size": 4, "model.ffn_hidden_size": 102},
+    "sequence_over_tensor_ranks": {
+        "parallel.tensor_model_parallel_size": 4,
+        "parallel.sequence_parallel": True,
+        "model.seq_length": 30,
+    },
+    "pipeline_parallel_unavailable": {"parallel.pipeline_model_parallel_size": 2},
+    "context_parallel_unavailable": {"parallel.context_parallel_size": 2},
+    "expert_parallel_unavailable": {"parallel.expert_model_parallel_size": 2},
+    "nccl_needs_cuda": {"parallel.distributed_backend": "nccl", "parallel.device": "cpu"},
+    "global_batch_multiple": {"batch.global_batch_size": 12},
+    "ramp_needs_global_batch": {"batch.rampup_batch_size": (8, 8, 100)},
+    "ramp_starts_below_global_batch": {
+        "batch.global_batch_size": 16,
+        "batch.rampup_batch_size": (24, 8, 100),
+    },
+    "ramp_whole_increments": {"batch.global_batch_size": 32, "batch.rampup_batch_size": (8, 16, 100)},
+    "ramp_multiples": {"batch.global_batch_size": 32, "batch.rampup_batch_size": (8, 4, 100)},
+    "samples_fill_a_batch": {"training.train_iters": None, "training.train_samples": 7},
+    "training_length_given": {"training.train_iters": None},
+    "iters_or_samples": {"training.train_samples": 1000},
+    "min_lr_below_lr": {"optimizer.min_lr": 2e-3},
+    "warmup_starts_below_lr": {"optimizer.lr_warmup_init": 2e-3},
+    "one_lr_unit": {"optimizer.lr_decay_iters": 90, "optimizer.lr_warmup_samples": 9},
+    "warmup_fraction_or_length": {"optimizer.lr_warmup_fraction": 0.1, "optimizer.lr_warmup_iters": 9},
+    "warmup_shorter_than_decay": {"optimizer.lr_warmup_iters": 100},
+    "wsd_needs_decay_length": {"optimizer.lr_decay_style": "WSD"},
+    "wsd_length_needs_wsd": {"optimizer.lr_wsd_decay_iters": 10},
+    "wsd_decay_fits": {
+        "optimizer.lr_decay_style": "WSD",
+        "optimizer.lr_wsd_decay_iters": 60,
+        "optimizer.lr_warmup_iters": 50,
+    },
+    "weight_decay_range_complete": {
+        "optimizer.start_weight_decay": 0.1,
+        "optimizer.weight_decay_incr_style": "linear",
+    },
+    "weight_decay_range_needs_style": {
+        "optimizer.start_weight_decay": 0.1,
+        "optimizer.end_weight_decay": 0.2,
+    },
+    "weight_decay_style_needs_range": {"optimizer.weight_decay_incr_style": "cosine"},
+    "weight_decay_grows": {
+        "optimizer.start_weight_decay": 0.2,
+        "optimizer.end_weight_decay": 0.1,
+        "optimizer.weight_decay_incr_style": "linear",
+    },
+    "loss_scale_needs_fp16": {"precision.loss_scale": 4096.0, "precision.dtype": "bf16"},
+    "min_loss_scale_below_initial": {"precision.min_loss_scale": 8.0, "precision.initial_loss_scale": 4.0},
+    "recompute_units_within_model": {"recompute.granularity": "full", "recompute.num_layers": 5},
+    "recompute_units_need_full": {"recompute.granularity": "selective", "recompute.method": "block"},
+    "gpt2_tokenizer_files": {
+        "tokenizer.tokenizer_type": "GPT2BPETokenizer",
+        "tokenizer.vocab_file": "vocab.json",
+    },
+    "tokenizer_model_given": {"tokenizer.tokenizer_type": "SentencePieceTokenizer"},
+    "wordpiece_vocab_file": {"tokenizer.tokenizer_type": "BertWordPieceCase"},
+    "null_tokenizer_vocab_size": {"tokenizer.tokenizer_type": "NullTokenizer"},
+    "extra_ids_have_a_tokenizer": {"tokenizer.vocab_extra_ids": 10},
+    "data_source_given": {"data.data_path": ()},
+    "one_data_source": {"data.mock_data": True},
+    "training_data_given": {"data.data_path": (), "data.valid_data_path": ("v",)},
+    "blend_in_pairs": {"data.data_path": ("0.5", "a", "b")},
+    "exact_epochs_need_single_pass": {
+        "data.train_data_exact_num_epochs": 1,
+        "data.dataloader_type": "cyclic",
+    },
+    "save_interval_needs_save": {"checkpoint.save_interval": 10},
+    "no_save_optim_needs_save": {"checkpoint.no_save_optim": True},
+    "load_switches_need_load": {"checkpoint.finetune": True},
+    "tensorboard_switches_need_dir": {"logging.log_timers_to_tensorboard": True},
+    "wandb_needs_project": {"logging.wandb_exp_name": "first"},
+}
+
+# Combinations near a rule's border that must run.
+ACCEPTED: list[dict[str, Any]] = [
+    {},
+    {"model.hidden_size": 66, "model.kv_channels": 16},
+    {"model.num_query_groups": 1},
+    {"model.position_embedding_type": "rope", "model.rotary_percent": 0.25},
+    {"model.max_position_embeddings": 32},
+    {"model.vocab_size": 100, "tokenizer.tokenizer_type": None},
+    {"parallel.sequence_parallel": True, "model.seq_length": 31},
+    {"parallel.tensor_model_parallel_size": 4, "parallel.sequence_parallel": True},
+    {"precision.dtype": "fp16", "precision.loss_scale": 12.0, "parallel.device": "cpu"},
+    {"batch.global_batch_size": 32, "batch.rampup_batch_size": (8, 8, 100)},
+    {"batch.global_batch_size": 8, "batch.rampup_batch_size": (8, 8, 100)},
+    {"training.train_tokens": 10**6},
+    {"training.train_iters": None, "training.train_samples": 8},
+    {"training.train_iters": None, "training.train_tokens": 1},
+    {"optimizer.min_lr": 1e-3},
+    {"optimizer.lr_warmup_iters": 99},
+    {"optimizer.lr_warmup_samples": 799},
+    {"optimizer.lr_warmup_fraction": 0.5, "optimizer.lr_decay_tokens": 10**6},
+    {
+        "optimizer.lr_decay_style": "WSD",
+        "optimizer.lr_wsd_decay_iters": 50,
+        "optimizer.lr_warmup_iters": 50,
+    },
+    {"data.data_path": ("0.3", "a", "7", "b")},
+    {"data.data_path": (), "data.mock_data": True},
+    {"data.data_path": (), "data.valid_data_path": ("v",), "training.skip_train": True},
+    {"data.data_path": (), "data.train_data_path": ("1", "a", "2", "b"), "data.valid_data_path": ("v",)},
+    {"recompute.granularity": "full", "recompute.method": "block", "recompute.num_layers": 4},
+]
+
+
+def test_the_examples_are_of_all_rules() -> None:
+    assert [rule.name for rule in RULES] == list(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_example_breaks_its_rule_alone(name: str) -> None:
+    config = make_config(EXAMPLES[name])
+    assert [rule.name for rule in broken_rules(config, WORLD)] == [name]
+    (sentence,) = check(config, WORLD)
+    assert " must " in sentence
+    assert ", but " in sentence
+    assert sentence.endswith(f"[rule {name}].")
+
+
+@pytest.mark.parametrize("changes", ACCEPTED)
+def test_accepted(changes: dict[str, Any]) -> None:
+    assert check(make_config(changes), WORLD) == []
+
+
+def test_without_a_world_size_only_its_rules_are_silent() -> None:
+    silent = {name for name, changes in EXAMPLES.items() if not check(make_config(changes), None)}
+    assert silent == {
+        "world_size_factors",
+        "global_batch_multiple",
+        "ramp_multiples",
+        "samples_fill_a_batch",
+        "warmup_shorter_than_decay",
+        "wsd_decay_fits",
+    }
+
+
+def test_violations_are_reported_together() -> None:
+    changes = {
+        **EXAMPLES["min_lr_below_lr"],
+        **EXAMPLES["blend_in_pairs"],
+        **EXAMPLES["positions_cover_sequence"],
+    }
+    assert [rule.name for rule in broken_rules(make_config(changes), WORLD)] == [
+        "positions_cover_sequence",
+        "min_lr_below_lr",
+        "blend_in_pairs",
+    ]
+
+
+def test_a_violation_reads_as_a_sentence_with_values_and_what_would_do() -> None:
+    changes = {"parallel.tensor_model_parallel_size": 4, "model.num_query_groups": 2}
+    assert check(make_config(changes), 6) == [
+        "the world size must be a multiple of tensor x pipeline x context parallel size, but "
+        "`tensor_model_parallel_size` is 4 and `pipeline_model_parallel_size` is 1 and "
+        "`context_parallel_size` is 1 (the world size is 6: tensor x data parallel can be 1 x 6, 2 x 3); "
+        "start another number of ranks (torchrun --nproc-per-node; with --check-config set WORLD_SIZE), or "
+        "change the layout [rule world_size_factors].",
+        "`num_query_groups` must be a multiple of `tensor_model_parallel_size`, but `num_query_groups` is 2 "
+        "and `tensor_model_parallel_size` is 4; use more query groups or fewer tensor-parallel ranks "
+        "[rule query_groups_over_tensor_ranks].",
+    ]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_names_and_fields_are_real(rule: Any) -> None:
+    assert rule.fields or rule.reads
+    assert all(path in FIELD_BY_PATH for path in rule.fields + rule.reads)
+    assert not rule.remedy.endswith(".")
+
+
+def _recording(config: Config, seen: set[str]) -> Config:
+    """A copy of `config` that notes each field that is read."""
+
+    def recorder(section: str) -> type:
+        class Recorder(SECTIONS[section]):  # type: ignore[misc]
+            def __getattribute__(self, name: str) -> Any:
+                if f"{section}.{name}" in FIELD_BY_PATH:
+                    seen.add(f"{section}.{name}")
+                return super().__getattribute__(name)
+
+        return Recorder
+
+    sections = {name: recorder(name).model_construct(**dict(getattr(config, name))) for name in SECTIONS}
+    seen.clear()
+    return Config.model_construct(**sections)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_rule_declares_all_that_it_reads(rule: Any) -> None:
+    """A rule is left out where a field it reads is unsound, so it must not read others."""
+    for changes in [*EXAMPLES.values(), *ACCEPTED]:
+        seen: set[str] = set()
+        case = Case(_recording(make_config(changes), seen), WORLD)
+        rule.holds(case)
+        if rule.detail:
+            rule.detail(case)
+        assert seen <= set(rule.fields + rule.reads)
+
+
+def test_rules_on_unsound_fields_are_left_out() -> None:
+    config = make_config(EXAMPLES["min_lr_below_lr"])
+    assert check(config, WORLD, {"optimizer.lr"}) == []
+    for spec in FIELDS:
+        assert check(make_config(), WORLD, {spec.path}) == []

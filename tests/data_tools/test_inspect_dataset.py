@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from data_tools.dataset_facts import LengthFacts, histogram, unigram_entropy
+from data_tools.inspect_dataset import main
+from megazero.data import IndexedDatasetWriter, open_indexed
+
+
+@pytest.fixture
+def prefix(out):
+    with IndexedDatasetWriter(str(out / "d"), np.uint16) as writer:
+        writer.add_document([np.array([104, 105]), np.array([33])])
+        writer.add_document([])
+        writer.add_document([np.array([97, 97, 97, 97, 256])])
+    return str(out / "d")
+
+
+def test_facts_as_json(prefix, capsys):
+    assert main([prefix, "--json", "--histogram", "--validate", "--unigram-entropy", "--document", "0"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    entropy = facts.pop("unigram_entropy")
+    assert facts == {
+        "prefix": prefix, "sequences": 3, "documents": 3, "tokens": 8, "dtype": "uint16",
+        "bin_bytes": 16, "idx_bytes": 34 + 12 * 3 + 8 * 4, "checksums": True, "valid": True,
+        "sequence_lengths": {"min": 1, "median": 2.0, "mean": 8 / 3, "max": 5},
+        "document_lengths": {"min": 0, "median": 3.0, "mean": 8 / 3, "max": 5},
+        "histogram": [[0, 0, 1], [1, 1, 0], [2, 3, 1], [4, 7, 1]],
+        "document": {"number": 0, "ids": [[104, 105], [33]]},
+    }  # fmt: skip
+    # Half the tokens are one id, the others four different ones: ln 2 / 2 + 4 * ln 8 / 8.
+    assert entropy == pytest.approx(2 * math.log(2), abs=1e-12)
+
+
+def test_text_output_decodes_a_document(prefix, capsys):
+    flags = ["--document", "2", "--tokenizer-type", "ByteLevelTokenizer", "--validate", "--histogram"]
+    assert main([prefix, *flags]) == 0
+    shown = capsys.readouterr().out
+    assert shown.rstrip().endswith("document 2: 1 sequences\naaaa<|endoftext|>")
+    assert "valid             yes (index and tokens)" in shown
+    assert "           4 - 7                     1 " + "#" * 50 in shown
+
+
+@pytest.mark.parametrize("end", [".bin", ".idx"])
+def test_damaged_dataset_exits_1(prefix, capsys, end):
+    with open(prefix + end, "r+b") as file:
+        file.seek(-3, 2)
+        byte = file.read(1)[0]
+        file.seek(-3, 2)
+        file.write(bytes([byte ^ 4]))
+    assert main([prefix, "--validate"]) == 1
+    assert "error: " in capsys.readouterr().err
+
+
+def test_missing_dataset_or_document_exits_1(prefix, capsys):
+    assert main([prefix + "x"]) == 1
+    assert "dx.idx" in capsys.readouterr().err
+    assert main([prefix, "--document", "3"]) == 1
+    assert "0..2" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([prefix, "--document", "-1"])
+
+
+def test_histogram_edges_are_exact_at_powers_of_two():
+    lengths = np.array([0, 1, 2, 3, 4, 7, 8, 2**30 - 1, 2**30, 2**31 - 1])
+    rows = {(first, last): count for first, last, count in histogram(lengths)}
+    assert rows[(0, 0)] == rows[(1, 1)] == rows[(8, 15)] == rows[(2**29, 2**30 - 1)] == 1
+    assert rows[(2, 3)] == rows[(4, 7)] == rows[(2**30, 2**31 - 1)] == 2
+    assert sum(rows.values()) == 10
+
+
+def test_empty_dataset_has_zero_everywhere(out):
+    with IndexedDatasetWriter(str(out / "e"), np.int32):
+        pass
+    assert main([str(out / "e"), "--histogram", "--unigram-entropy", "--validate"]) == 0
+    assert unigram_entropy(open_indexed(str(out / "e"))) == 0.0
+    assert LengthFacts.of(np.zeros(0)) == LengthFacts(0, 0.0, 0.0, 0)

@@ -1,0 +1,222 @@
+"""For each operator, the calls on which every implementation must equal the reference.
+
+Ragged sizes (odd, one, not a multiple of any vector), extreme values, masks that leave rows empty.
+A case gives float inputs as fp64 tensors, to be cast; `call(fn, *inputs)` binds the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megazero.ops.dropout import Dropout
+from megazero.ops.rotary import rotary_table
+
+
+@dataclass(frozen=True)
+class Case:
+    operator: str
+    label: str
+    inputs: tuple[Tensor, ...]
+    call: Callable[..., Tensor]
+    gradcheck: bool = False
+    # How much larger than usual the terms are that cancel: a saturated softmax has gradients near
+    # zero made of terms of order one, and rounds its scores in proportion to their size.
+    slack: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.operator}: {self.label}"
+
+
+class OneRank:
+    size, rank = 1, 0
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        pass
+
+
+def _randn(*shape: int, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape) * 31 + len(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
+
+
+def norm_cases() -> list[Case]:
+    cases = []
+    shapes = ((3, 2, 5), (1, 1, 1), (131, 3, 67), (2, 0, 8))
+    for shape in shapes:
+        h = shape[-1]
+        for scale in (1.0, 1e4, 1e-4):
+            x, w, b = _randn(*shape, scale=scale), 1 + _randn(h), _randn(h)
+            small = shape == (3, 2, 5) and scale == 1.0
+            label = f"{shape} x {scale}"
+            slack = 2.0 if h == 1 else 1.0  # one channel: the variance is zero, the result pure rounding
+            cases.append(Case("layer_norm", label, (x, w, b), lambda f, *a: f(*a, 1e-5), small, slack))
+            cases.append(Case("rms_norm", label, (x, w), lambda f, *a: f(*a, 1e-5), small))
+    return cases
+
+
+def activation_cases() -> list[Case]:
+    cases = []
+    for shape in ((3, 5), (1, 1), (257, 2, 33), (0, 4)):
+        for scale in (1.0, 60.0):
+            x, label = _randn(*shape, scale=scale), f"{shape} x {scale}"
+            small = shape == (3, 5) and scale == 1.0
+            for exact in (False, True):
+                inputs = (x, _randn(shape[-1]))
+                cases.append(
+                    Case("bias_gelu", f"{label} {exact=}", inputs, lambda f, *a, e=exact: f(*a, e), small)
+                )
+            cases.append(Case("bias_gelu", f"{label} no bias", (x,), lambda f, a: f(a, None), small))
+            cases.append(Case("squared_relu", label, (x,), lambda f, a: f(a), small))
+            pairs = _randn(*shape[:-1], 2, shape[-1], scale=scale)
+            cases.append(Case("swiglu", label, (pairs,), lambda f, a: f(a), small))
+    return cases
+
+
+def dropout_add_cases() -> list[Case]:
+    cases = []
+    for s, b, h in ((3, 2, 5), (1, 1, 1), (211, 3, 129)):
+        x, bias, residual = _randn(s, b, h), _randn(h), _randn(s, b, h)
+        for p in (None, 0.0, 0.1, 0.9):
+            dropout = None if p is None else Dropout(p, torch.arange(b) * 7 - 3, offset=5)
+            label = f"{(s, b, h)} {p=}"
+            cases.append(
+                Case(
+                    "bias_dropout_add",
+                    label,
+                    (x, bias, residual),
+                    lambda f, *a, d=dropout: f(*a, d),
+                    (s, p) == (3, 0.1),
+                )
+            )
+            cases.append(
+                Case(
+                    "bias_dropout_add",
+                    f"{label} no bias",
+                    (x, residual),
+                    lambda f, x, r, d=dropout: f(x, None, r, d),
+                )
+            )
+    return cases
+
+
+def softmax_cases() -> list[Case]:
+    cases = []
+    for b, n, q, k in ((2, 3, 5, 5), (1, 2, 1, 7), (2, 1, 3, 8), (2, 1, 8, 3), (1, 2, 65, 65)):
+        keep = _randn(b, 1, q, k) > -0.3
+        keep[0, 0, q // 2] = False
+        for scale in (0.125, 30.0):
+            for causal in (False, True):
+                for mask in (None, keep, torch.zeros(1, 1, q, k, dtype=torch.bool)):
+                    label = (
+                        f"{(b, n, q, k)} {scale=} {causal=} mask={None if mask is None else int(mask.sum())}"
+                    )
+                    cases.append(
+                        Case(
+                            "scaled_softmax",
+                            label,
+                            (_randn(b, n, q, k),),
+                            lambda f, x, s=scale, c=causal, m=mask: f(x, s, c, m),
+                            q == 5 and scale < 1,
+                            8.0 if scale > 1 else 1.0,
+                        )
+                    )
+    return cases
+
+
+def rotary_cases() -> list[Case]:
+    cases = []
+    for s, b, n, d, dim in ((5, 2, 3, 8, 8), (3, 1, 1, 6, 4), (129, 2, 5, 34, 34), (1, 1, 1, 2, 2)):
+        for positions in (torch.arange(s) + 1000, torch.arange(s * b).view(s, b) * 37):
+            table = rotary_table(positions, dim, 10000.0)
+            label = f"{(s, b, n, d)} {dim=} positions {tuple(positions.shape)}"
+            cases.append(
+                Case(
+                    "rotary",
+                    label,
+                    (_randn(s, b, n, d),),
+                    lambda f, x, t=table: f(
+                        x, *(each.to(torch.promote_types(each.dtype, x.dtype)) for each in t)
+                    ),
+                    s <= 5,
+                )
+            )
+    return cases
+
+
+def attention_cases() -> list[Case]:
+    cases = []
+    shapes = (
+        (5, 5, 2, 4, 2, 3),
+        (1, 9, 2, 2, 1, 8),
+        (3, 7, 1, 2, 2, 4),
+        (150, 150, 2, 4, 4, 16),
+        (131, 140, 1, 3, 1, 10),
+        (6, 3, 1, 2, 2, 4),
+    )
+    for s, t, b, n, g, d in shapes:
+        keep = _randn(b, 1, s, t) > -0.3
+        keep[0, 0, s // 2] = False
+        for scale, causal in ((1.0, True), (1.0, False), (12.0, True)):
+            inputs = (_randn(s, b, n, d, scale=scale), _randn(t, b, g, d), _randn(t + 0, b, g, d) + 1)
+            for mask in (None, keep, torch.zeros(1, 1, s, t, dtype=torch.bool)):
+                masked = None if mask is None else int(mask.sum())
+                label = f"s={s} t={t} b={b} n={n} g={g} d={d} x {scale} {causal=} mask={masked}"
+                small = s == 5 and scale == 1.0
+                cases.append(_attention_case("attention", label, inputs, mask, causal, None, small))
+                dropout = Dropout(0.2, torch.arange(b) + 11, head_offset=4)
+                cases.append(
+                    _attention_case("attention_dropout", label, inputs, mask, causal, dropout, small)
+                )
+    return cases
+
+
+def _attention_case(operator, label, inputs, mask, causal, dropout, small) -> Case:
+    """Below the front, which joins causal and mask where torch's kernels cannot take both."""
+    s, t, d = inputs[0].shape[0], inputs[1].shape[0], inputs[0].shape[-1]
+    if causal and (mask is not None or s != t):
+        order = torch.ones(s, t, dtype=torch.bool).tril(t - s).view(1, 1, s, t)
+        mask = order if mask is None else mask & order
+    slack = (8.0 if " x 12" in label else 1.0) * (1.0 if dropout is None else 2.0)
+    return Case(operator, label, inputs, lambda f, *a: f(*a, mask, causal, dropout, d**-0.5), small, slack)
+
+
+def cross_entropy_cases() -> list[Case]:
+    cases = []
+    for s, b, padded, vocab in ((3, 2, 8, 8), (5, 1, 11, 7), (1, 1, 1, 1), (67, 3, 1030, 1021)):
+        target = torch.arange(s * b).view(s, b) * 3 % vocab
+        target[-1, -1] = vocab - 1
+        for scale in (1.0, 200.0):
+            logits = _randn(s, b, padded, scale=scale)
+            logits[..., vocab:] += 1e4
+            label = f"{(s, b, padded)} {vocab=} x {scale}"
+            cases.append(
+                Case(
+                    "cross_entropy",
+                    label,
+                    (logits,),
+                    lambda f, x, t=target, v=vocab: f(x, t, OneRank(), 0, v),
+                    s <= 5 and scale == 1.0,
+                )
+            )
+    masked = _randn(3, 2, 8)
+    masked[..., 5] = -torch.inf
+    call = lambda f, x: f(x, torch.tensor([[0, 1], [2, 3], [4, 6]]), OneRank(), 0, 8)  # noqa: E731
+    cases.append(Case("cross_entropy", "a column of -inf", (masked,), call))
+    return cases
+
+
+def all_cases() -> list[Case]:
+    families = (
+        norm_cases,
+        activation_cases,
+        dropout_add_cases,
+        softmax_cases,
+        rotary_cases,
+        attention_cases,
+        cross_entropy_cases,
+    )
+    return [case for family in families for case in family()]

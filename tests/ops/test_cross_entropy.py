@@ -1,0 +1,110 @@
+"""Vocab-parallel cross-entropy over 1, 2 and 4 thread ranks, padding, and bad targets."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megazero.errors import DataError
+from megazero.ops import operators
+from megazero.ops.cross_entropy import CROSS_ENTROPY, vocab_parallel_cross_entropy
+
+
+class _Room:
+    """Where the ranks of one group meet: a slot each and a barrier."""
+
+    def __init__(self, size: int):
+        self.slots: list[Tensor | None] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=20)
+
+
+class _Rank:
+    def __init__(self, room: _Room, rank: int):
+        self.room, self.rank, self.size = room, rank, len(room.slots)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        self.room.slots[self.rank] = tensor.clone()
+        self.room.barrier.wait()
+        stacked = torch.stack([slot for slot in self.room.slots if slot is not None])
+        self.room.barrier.wait()
+        tensor.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0))
+
+
+def _on_ranks(tp: int, fn) -> list:
+    room = _Room(tp)
+    with ThreadPoolExecutor(tp) as pool:
+        return list(pool.map(lambda rank: fn(_Rank(room, rank)), range(tp)))
+
+
+def _sliced_loss(
+    logits: Tensor, target: Tensor, vocab: int, tp: int, implementation
+) -> tuple[Tensor, Tensor]:
+    """Loss, checked equal on all ranks, and the gradient of its weighted sum, gathered."""
+    width = logits.shape[-1] // tp
+    weights = torch.arange(1, target.numel() + 1).view(target.shape) / target.numel()
+
+    def one(group: _Rank) -> tuple[Tensor, Tensor]:
+        start = group.rank * width
+        own = logits[..., start : start + width].clone().requires_grad_()
+        loss = implementation.fn(own, target, group, start, vocab)
+        (grad,) = torch.autograd.grad(loss, own, weights.to(loss.dtype))
+        return loss.detach(), grad
+
+    results = _on_ranks(tp, one)
+    assert all(torch.equal(loss, results[0][0]) for loss, _ in results)
+    return results[0][0], torch.cat([grad for _, grad in results], -1)
+
+
+@pytest.mark.parametrize("implementation", CROSS_ENTROPY.implementations, ids=lambda each: each.name)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("vocab", [16, 13, 5, 1])
+@pytest.mark.parametrize("scale", [1.0, 1e3])
+def test_slices_equal_the_whole(implementation, tp: int, vocab: int, scale: float) -> None:
+    """Also where padding fills whole slices: a vocabulary of 5 or 1 over four slices of 4."""
+    torch.manual_seed(0)
+    logits = torch.randn(5, 3, 16, dtype=torch.float64) * scale
+    target = torch.randint(vocab, (5, 3))
+    whole = logits[..., :vocab].clone().requires_grad_()
+    true = F.cross_entropy(whole.reshape(-1, vocab), target.view(-1), reduction="none").view(5, 3)
+    weights = torch.arange(1, 16).view(5, 3) / 15
+    (true_grad,) = torch.autograd.grad(true, whole, weights.double())
+
+    loss, grad = _sliced_loss(logits, target, vocab, tp, implementation)
+
+    assert torch.allclose(loss, true, rtol=1e-10, atol=1e-10)
+    assert torch.allclose(grad[..., :vocab], true_grad, rtol=1e-9, atol=1e-10)
+    assert not grad[..., vocab:].any(), "padding gets no gradient"
+
+
+def test_a_slice_of_minus_infinity_counts_nothing() -> None:
+    logits = torch.randn(2, 1, 8)
+    logits[..., 4:] = -torch.inf
+    target = torch.tensor([[1], [3]])
+    loss, grad = _sliced_loss(logits, target, 8, 2, CROSS_ENTROPY.implementations[0])
+    true = F.cross_entropy(logits[..., :4].view(2, 4), target.view(-1), reduction="none").view(2, 1)
+    assert torch.allclose(loss, true)
+    assert not grad[..., 4:].any()
+
+
+def test_bf16_logits_give_an_fp32_loss_and_a_bf16_gradient() -> None:
+    logits = torch.randn(4, 2, 32).bfloat16()
+    loss, grad = _sliced_loss(logits, torch.randint(32, (4, 2)), 32, 2, CROSS_ENTROPY.implementations[0])
+    assert (loss.dtype, grad.dtype) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("bad", "at"), [(13, [1, 2]), (-1, [0, 1]), (-100, [1, 0])])
+def test_a_target_outside_the_vocabulary_is_named(bad: int, at: list[int]) -> None:
+    target = torch.zeros(2, 3, dtype=torch.int64)
+    target[tuple(at)] = bad
+    expected = rf"`target` must be in \[0, 13\), but is {bad} at \[{at[0]}, {at[1]}\] of \[2, 3\]"
+    with pytest.raises(DataError, match=expected):
+        vocab_parallel_cross_entropy(torch.zeros(2, 3, 16), target, _Rank(_Room(1), 0), 0, 13)
+
+
+def test_it_is_listed() -> None:
+    assert CROSS_ENTROPY in operators()

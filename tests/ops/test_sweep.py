@@ -1,0 +1,80 @@
+"""Law 6: every implementation in every table equals its reference, forward and backward."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from megazero.ops import Implementation, operators
+from tests.ops.cases import Case, all_cases
+
+CASES = all_cases()
+TABLES = {operator.name: operator for operator in operators()}
+# Of the largest magnitude of the truth, or of 0.1 where terms of order one cancel: a few roundings.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+DTYPES = tuple(TOLERANCE)
+
+
+def _members(case: Case) -> list[tuple[Implementation, torch.dtype]]:
+    implementations = TABLES[case.operator].implementations
+    pairs = itertools.product(implementations, DTYPES)
+    return [(each, dtype) for each, dtype in pairs if _runs_on_cpu(each, dtype)]
+
+
+def _runs_on_cpu(each: Implementation, dtype: torch.dtype) -> bool:
+    on_cpu = each.devices is None or "cpu" in each.devices
+    return on_cpu and each.available() and (each.dtypes is None or dtype in each.dtypes)
+
+
+def _forward_backward(case: Case, fn, dtype: torch.dtype, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    leaves = [each.to(dtype, copy=True).requires_grad_() for each in inputs]
+    out = case.call(fn, *leaves)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    grad = grad.bfloat16().to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+@pytest.mark.parametrize("operator", sorted(TABLES))
+def test_every_operator_is_swept(operator: str) -> None:
+    swept = {case.operator for case in CASES}
+    assert operator in swept | {"adam"}, "adam is in place and has tests of its own"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_reference(case: Case) -> None:
+    """In each dtype against the reference in fp64, on the inputs as that dtype holds them."""
+    for implementation, dtype in _members(case):
+        inputs = tuple(each.to(dtype).double() for each in case.inputs)
+        truth = _forward_backward(case, TABLES[case.operator].reference, torch.float64, inputs)
+        got = _forward_backward(case, implementation.fn, dtype, inputs)
+        for which, (ours, true) in enumerate(zip(got, truth, strict=True)):
+            where = f"{implementation.name} {dtype} {'result' if which == 0 else f'gradient {which - 1}'}"
+            assert ours.shape == true.shape, where
+            assert bool(ours.isfinite().all()), where
+            if true.numel():
+                error = (ours.double() - true).abs().max().item()
+                assert error <= case.slack * TOLERANCE[dtype] * max(0.1, true.abs().max().item()), where
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.gradcheck], ids=str)
+def test_gradcheck(case: Case) -> None:
+    """The gradient is the derivative of the result, in fp64 by finite differences."""
+    for implementation, dtype in _members(case):
+        if dtype == torch.float64:
+            leaves = [each.clone().requires_grad_() for each in case.inputs]
+            bound = lambda *inputs, fn=implementation.fn: case.call(fn, *inputs)  # noqa: E731
+            assert torch.autograd.gradcheck(bound, leaves, fast_mode=True), implementation.name
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results_keep_the_input_dtype(case: Case) -> None:
+    """Losses are fp32; all else, and every gradient, has the dtype of what went in."""
+    for implementation, dtype in _members(case):
+        if dtype == torch.bfloat16:
+            result, *grads = _forward_backward(case, implementation.fn, dtype, case.inputs)
+            expected = torch.float32 if case.operator == "cross_entropy" else dtype
+            assert result.dtype == expected, implementation.name
+            assert {each.dtype for each in grads} == {dtype}, implementation.name
