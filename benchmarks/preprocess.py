@@ -1,10 +1,11 @@
-"""Claim: jsonl to `.bin/.idx` with GPT-2's BPE at 100 MB/s of text or more on one core, close to twice that on two.
+"""Claim: jsonl to `.bin/.idx` with GPT-2's BPE at 100 MB/s of text on one core, close to twice that on two.
 
-`python benchmarks/preprocess.py [--mb 220] [--rounds 3] [--cache DIR]` makes a corpus and a vocabulary of GPT-2's
-size (50,257) from the standard library's sources, once, then times `data_tools/preprocess_data.py` as a user runs
-it, from process start to exit: 1 worker on one core, 2 workers on two, and the same tool confined to the
-`tokenizers` library (on a slice, as it is slow). They take turns; each JSON line holds medians over the rounds.
-The exit status is 1 if any two of them write different bytes.
+`python benchmarks/preprocess.py [--mb 220] [--rounds 3] [--cache DIR]` makes a corpus and a vocabulary
+of GPT-2's size (50,257) from the standard library's sources, once, then times
+`data_tools/preprocess_data.py` as a user runs it, from process start to exit: 1 worker on one core, 2
+workers on two, and the same tool confined to the `tokenizers` library (on a slice, as it is slow). They
+take turns; each JSON line holds medians over the rounds. The exit status is 1 if any two of them write
+different bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB_SIZE = 50257
 _WORD = re.compile(r"[A-Za-z]{4,}")
-_SLOW = "import sys; sys.modules['gigatoken'] = None; from data_tools.preprocess_data import main; sys.exit(main())"
+_SLOW = """import sys
+sys.modules["gigatoken"] = None
+from data_tools.preprocess_data import main
+sys.exit(main())"""
 
 
 @dataclass(frozen=True)

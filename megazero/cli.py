@@ -39,7 +39,7 @@ def _version(arguments: list[str]) -> int:
 
 
 VERBS = (
-    Verb("config", "resolve the flags of pretrain_gpt.py, print the tree or every reason against it", _config),
+    Verb("config", "resolve pretrain_gpt.py's flags, print the tree or every reason against it", _config),
     Verb("generate", "generate text from a checkpoint", _generate),
     Verb("version", "print the version", _version),
 )

@@ -10,7 +10,8 @@ import pytest
 import megazero
 from megazero import cli
 
-SHAPE = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --lr 1".split()
+SHAPE = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=2", "--seq-length=8"]
+TRAINING = ["--micro-batch-size=1", "--lr=1", "--train-iters=1", "--mock-data", "--vocab-size=64"]
 
 
 def test_help_names_every_verb_and_exits_0(capsys):
@@ -51,7 +52,7 @@ def test_an_unknown_verb_is_answered_with_the_nearest(capsys, word, answer):
 
 def test_config_prints_the_tree_and_exits_0(capsys):
     with pytest.raises(SystemExit) as end:
-        cli.main(["config", *SHAPE, "--mock-data", "--vocab-size", "64", "--train-iters", "1"])
+        cli.main(["config", *SHAPE, *TRAINING])
     assert end.value.code == 0
     assert "hidden_size: 8" in capsys.readouterr().out
 

@@ -137,4 +137,15 @@ def to_yaml(config: Config) -> str:
         }
         for section in SECTIONS
     }
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the line breaks of Unicode, which PyYAML would write plainly and read back as blanks."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        style = '"' if set(data) & set("\x85\u2028\u2029\ufeff") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)

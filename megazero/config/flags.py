@@ -212,7 +212,7 @@ def _settle(result: Scan) -> list[Setting]:
                     "the last is used."
                 )
         rivals = list(last_of_flag.values())
-        if any(setting.value != rivals[0].value for setting in rivals):
+        if any(setting.value != rivals[0].value for setting in rivals[1:]):
             says = " and ".join(f"`{s.source}` says {s.value}" for s in rivals)
             result.problems.append(f"`{path}` must be set one way, but {says}; keep one of these flags.")
             result.broken.add(path)

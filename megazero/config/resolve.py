@@ -78,8 +78,13 @@ def resolve_or_exit(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Co
 
 
 def _say(text: str, speaks: bool, stream: Any) -> None:
-    if speaks:
+    if not speaks:
+        return
+    try:
         print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        # The reader has seen enough, as in `--help | head`; Python would complain again when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def world_size_of_environment(problems: list[str]) -> int | None:

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(flags: argparse.Namespace) -> None:
-    prompts = read_prompts(flags.prompt_file) if flags.prompt is None else flags.prompt
+    prompts = read_prompts(flags.prompt_file) if flags.prompt is None else check_prompts(flags.prompt)
     if flags.num_samples < 1:
         raise ConfigError(f"`num_samples` must be at least 1, but is {flags.num_samples}; ask for one")
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.greedy, flags.seed)
@@ -69,6 +69,18 @@ def format_results(prompts: Sequence[str], texts: Sequence[str], num_samples: in
         f"--- prompt {i // num_samples + 1}, sample {i % num_samples + 1} ---\n{text}"
         for i, text in enumerate(whole)
     )
+
+
+def check_prompts(prompts: list[str]) -> list[str]:
+    """The prompts themselves.
+
+    Raises:
+        DataError: one came as bytes that are not UTF-8, which Python hands over as lone surrogates.
+    """
+    for number, prompt in enumerate(prompts, 1):
+        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+            raise DataError(f"`--prompt` must be UTF-8, but prompt {number} is {prompt!r}; convert it")
+    return prompts
 
 
 def read_prompts(path: str) -> list[str]:

@@ -9,7 +9,7 @@ positions are fed at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -62,31 +62,27 @@ def generate(
     if not prompts:
         return []
     sampling = sampling or Sampling()
-    numbers = list(range(len(prompts))) if numbers is None else list(numbers)
-    rows = [list(prompt) for prompt in prompts]
-    ends = [len(row) + max_new_tokens for row in rows]
-    live = set(range(len(rows)))
-    step = _Stepper(model, max(ends) - 1)
+    numbers = range(len(prompts)) if numbers is None else numbers
+    rows = [
+        _Row(list(prompt), len(prompt) + max_new_tokens, number)
+        for prompt, number in zip(prompts, numbers, strict=True)
+    ]
+    step = _Stepper(model, max(row.end for row in rows) - 1)
     position = 0
     with torch.inference_mode():
-        while live:
-            stop = _next_stop(position, min(len(rows[i]) for i in live))
-            logits = step([_span(row, position, stop) for row in rows])
+        while live := [row for row in rows if row.live]:
+            # A live sequence is longer than what was fed, by its last drawn token at least.
+            stop = min(position + PREFILL_CHUNK, *(len(row.tokens) for row in live))
+            logits = step([row.span(position, stop) for row in rows])
             position = stop
-            due = sorted(i for i in live if len(rows[i]) == position)
+            due = [i for i, row in enumerate(rows) if row.live and len(row.tokens) == position]
             if not due:
                 continue
-            tokens = choose_tokens(logits[due], sampling, [numbers[i] for i in due], position).tolist()
-            for i, token in zip(due, tokens, strict=True):
-                if token == eod:
-                    live.discard(i)
-                    continue
-                rows[i].append(token)
-                if len(rows[i]) == ends[i]:
-                    live.discard(i)
-                if on_token is not None:
+            drawn = choose_tokens(logits[due], sampling, [rows[i].number for i in due], position)
+            for i, token in zip(due, drawn.tolist(), strict=True):
+                if rows[i].accept(token, eod) and on_token is not None:
                     on_token(i, token)
-    return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
+    return [row.tokens[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
 
 
 def for_generation(model: GPT) -> GPT:
@@ -103,6 +99,30 @@ def for_generation(model: GPT) -> GPT:
     twin = GPT(model.config, (model.vocab_size, padded_size), on_meta)
     twin.load_state_dict(model.state_dict(), assign=True)
     return twin
+
+
+@dataclass
+class _Row:
+    """One sequence under way: `tokens` so far, to grow to `end` of them at most."""
+
+    tokens: list[int]
+    end: int
+    number: int
+    live: bool = True
+
+    def span(self, start: int, stop: int) -> list[int]:
+        """Tokens [start, stop); a sequence that has ended is filled up with a token that nobody reads."""
+        tokens = self.tokens[start:stop]
+        return tokens + [self.tokens[0]] * (stop - start - len(tokens))
+
+    def accept(self, token: int, eod: int | None) -> bool:
+        """Append a drawn token, unless it ends the sequence; whether it was appended."""
+        if token == eod:
+            self.live = False
+            return False
+        self.tokens.append(token)
+        self.live = len(self.tokens) < self.end
+        return True
 
 
 class _Stepper:
@@ -123,20 +143,6 @@ class _Stepper:
         logits = self.model(batch, self.cache)[-1]  # [b, v/tp]
         whole = gather_features(logits, self.model.placement.tp)
         return whole[:, : self.model.vocab_size].float()
-
-
-def _next_stop(position: int, shortest: int) -> int:
-    """End of the span to feed next, given the length so far of the shortest live sequence.
-
-    A live sequence is always longer than what was fed, by its last drawn token at least.
-    """
-    return min(shortest, position + PREFILL_CHUNK)
-
-
-def _span(row: list[int], start: int, stop: int) -> list[int]:
-    """Tokens [start, stop) of a sequence; one that has ended is filled up with a token nobody reads."""
-    tokens = row[start:stop]
-    return tokens + [row[0]] * (stop - start - len(tokens))
 
 
 def _check(

@@ -14,7 +14,7 @@ from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context
 
 VOCAB = (53, 64)  # entries, entries after padding
 
-# Initial weights twice as large as usual: a model without any preference would make equal tokens prove little.
+# Large initial weights: equal tokens from models that prefer none would prove little.
 COMMON = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 24}
 GPT2 = ModelConfig(**COMMON, init_method_std=0.4)
 LLAMA = ModelConfig(
@@ -28,7 +28,7 @@ LLAMA = ModelConfig(
     add_bias_linear=False,
     untie_embeddings_and_output_weights=True,
 )
-MULTI_QUERY_OF_FOUR = LLAMA.model_copy(update={"num_query_groups": 4})
+LLAMA_FOUR_GROUPS = LLAMA.model_copy(update={"num_query_groups": 4})
 
 # Lengths on both sides of each other and a single token; ids within VOCAB.
 PROMPTS = [[5, 17, 3, 44, 8, 21, 9], [52], [0, 1, 2], [30, 30, 31, 7]]

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 
+from megazero.config.tree import RecomputeConfig
 from megazero.errors import ConfigError, DataError
 from megazero.inference import Sampling, for_generation, generate
-from megazero.inference import generate as generate_function
 from megazero.inference.sampling import choose_tokens
 from megazero.layers.collectives import gather_features
 from megazero.models import GPT, Batch
 from megazero.mpu import ParallelContext, ProcessGrid, make_context
-from tests.inference.samples import GPT2, LLAMA, MULTI_QUERY_OF_FOUR, PROMPTS, VOCAB, build, on_threads
+from tests.inference.samples import GPT2, LLAMA, LLAMA_FOUR_GROUPS, PROMPTS, VOCAB, build, on_threads
 
 GREEDY = Sampling(greedy=True)
 DRAWN = Sampling(temperature=1.3, top_k=20, top_p=0.95, seed=5)
-SHAPES = pytest.mark.parametrize("config", [GPT2, LLAMA, MULTI_QUERY_OF_FOUR], ids=["gpt2", "llama", "mha"])
+SHAPES = pytest.mark.parametrize("config", [GPT2, LLAMA, LLAMA_FOUR_GROUPS], ids=["gpt2", "llama", "mha"])
 RULES = pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 NEW = 8
 
@@ -54,9 +56,8 @@ def test_long_prompts_are_fed_in_chunks(monkeypatch):
     model = build(LLAMA)
     prompts = [list(range(20)), list(range(30, 43))]
     expected = generate(model, prompts, max_new_tokens=3, sampling=GREEDY)
-    import sys
-
-    monkeypatch.setattr(sys.modules[generate_function.__module__], "PREFILL_CHUNK", 4)
+    # By name: in the package, `generate` is the function.
+    monkeypatch.setattr(import_module("megazero.inference.generate"), "PREFILL_CHUNK", 4)
     fed = []
     model.register_forward_pre_hook(lambda _, args: fed.append(args[0].tokens.shape[1]))
     assert generate(model, prompts, max_new_tokens=3, sampling=GREEDY) == expected
@@ -80,7 +81,7 @@ def test_equal_prompts_draw_different_continuations():
 def generate_on_rank(context: ParallelContext) -> list[list[list[int]]]:
     """Both shapes, both rules, and both shapes built for sequence-parallel training."""
     results = []
-    for config in (GPT2, MULTI_QUERY_OF_FOUR):
+    for config in (GPT2, LLAMA_FOUR_GROUPS):
         plain = build(config, context)
         trained = for_generation(build(config, context, sequence_parallel=True))
         results += [
@@ -186,8 +187,6 @@ def test_the_model_is_left_as_it_was(mode):
 
 
 def test_recompute_settings_do_not_matter():
-    from megazero.config.tree import RecomputeConfig
-
     plain = build(GPT2)
     expected = generate(plain, PROMPTS, max_new_tokens=NEW, sampling=DRAWN)
     for granularity in ("selective", "full"):

@@ -49,5 +49,5 @@ def test_keys_must_be_one_per_sequence() -> None:
 
 
 def test_share_must_be_below_one() -> None:
-    with pytest.raises(ValueError, match="but is 1.0"):
+    with pytest.raises(ValueError, match=r"but is 1\.0"):
         Dropout(1.0, torch.zeros(1, dtype=torch.int64))

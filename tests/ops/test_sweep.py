@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.ops import Implementation, operators
-from tests.ops.cases import Case, all_cases
+from megazero.ops import Implementation, choose, operators
+from tests.ops.cases import Case, all_cases, meta_cases
 
 CASES = all_cases()
 TABLES = {operator.name: operator for operator in operators()}
@@ -78,3 +78,16 @@ def test_results_keep_the_input_dtype(case: Case) -> None:
             expected = torch.float32 if case.operator == "cross_entropy" else dtype
             assert result.dtype == expected, implementation.name
             assert {each.dtype for each in grads} == {dtype}, implementation.name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_operator_traces_on_the_meta_device(dtype: torch.dtype) -> None:
+    """Law 7: shapes and dtypes of forward and backward without any numbers."""
+    cases = meta_cases()
+    assert {case.operator for case in cases} == set(TABLES) - {"adam"}
+    for case in cases:
+        leaves = [each.to(device="meta", dtype=dtype).requires_grad_() for each in case.inputs]
+        fn = choose(TABLES[case.operator].implementations, leaves[0]).fn
+        out = case.call(fn, *leaves)
+        for leaf, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
+            assert (grad.shape, grad.dtype, grad.device.type) == (leaf.shape, dtype, "meta"), str(case)

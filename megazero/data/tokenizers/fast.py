@@ -15,17 +15,23 @@ import numpy as np
 
 from megazero.data.tokenizers.base import TokenBatch, Tokenizer
 
+# A batch call is quicker only for many texts, and its first use imports a large library (a quarter second).
+_ONE_BY_ONE = 4096
+_PROBED = (*range(0xD800), *range(0xE000, 0x10000))
+
 
 @dataclass(frozen=True)
 class FastSource:
     """What a tokenizer hands over: `form` is "tokenizer.json" or "sentencepiece", `data` the file's bytes.
 
-    `reserved` are strings that gigatoken would read as special tokens though a document means the letters.
+    `reserved` are strings that gigatoken would read as special tokens though a document means the letters;
+    `normalizes` tells that text is changed before it is cut into tokens.
     """
 
     form: str
     data: bytes
     reserved: tuple[str, ...] = ()
+    normalizes: bool = False
 
 
 class FastEncoder:
@@ -55,6 +61,10 @@ class FastEncoder:
     def _encode(self, texts: Sequence[str]) -> TokenBatch:
         if not texts:
             return TokenBatch(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int64))
+        if len(texts) <= _ONE_BY_ONE:
+            rows = [self._backend.encode(text) for text in texts]
+            lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+            return TokenBatch(np.concatenate(rows), lengths)
         layout = self._backend.encode_batch(list(texts), parallel=False).layout
         offsets = np.asarray(layout.offsets.data)
         return TokenBatch(np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets))
@@ -89,7 +99,15 @@ def try_fast(tokenizer: Tokenizer) -> FastChoice:
             backend = gigatoken.Tokenizer.from_json(source.data)
     except Exception as error:  # whatever it does not support, the tokenizer itself still does
         return FastChoice(None, f"gigatoken does not support this tokenizer ({error})")
-    return FastChoice(FastEncoder(backend, tokenizer, source.reserved), None)
+    encoder = FastEncoder(backend, tokenizer, source.reserved)
+    if source.normalizes:
+        # Normalization may differ in letters too rare for a sample, such as U+0085, so each is tried first.
+        probes = [text for code in _PROBED for text in (chr(code), f"a{chr(code)} {chr(code)}b")]
+        different = first_difference(encoder, tokenizer, probes)
+        if different is not None:
+            text = ascii(probes[different])
+            return FastChoice(None, f"gigatoken gives other ids than {tokenizer.name} on {text}")
+    return FastChoice(encoder, None)
 
 
 def first_difference(fast: FastEncoder, tokenizer: Tokenizer, texts: Sequence[str]) -> int | None:

@@ -53,7 +53,8 @@ class LibraryTokenizer(Tokenizer):
         # Fast encoders always recognize special tokens; without them documents are plain text there too.
         config["added_tokens"] = [token for token in config["added_tokens"] if not token["special"]]
         config["post_processor"] = None
-        return FastSource("tokenizer.json", json.dumps(config).encode())
+        normalizes = config["normalizer"] is not None
+        return FastSource("tokenizer.json", json.dumps(config).encode(), normalizes=normalizes)
 
 
 def check_ids(ids: Sequence[int], vocab_size: int) -> None:

@@ -56,7 +56,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
         model = self._processor
         pieces = range(model.get_piece_size())
         reserved = [model.id_to_piece(i) for i in pieces if model.is_control(i) or model.is_unknown(i)]
-        return FastSource("sentencepiece", self._model_bytes, tuple(reserved))
+        return FastSource("sentencepiece", self._model_bytes, tuple(reserved), normalizes=True)
 
 
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):

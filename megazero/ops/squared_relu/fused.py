@@ -1,4 +1,4 @@
-"""Squared ReLU that saves its input alone, not the clamped copy as well."""
+"""Squared ReLU that saves max(x, 0) alone: backward is 2 max(x, 0) grad, two passes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from torch import Tensor
 class _SquaredReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.clamp(min=0).square_()
+        positive = x.clamp(min=0)
+        ctx.save_for_backward(positive)
+        return positive * positive
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return x.clamp(min=0).mul_(grad).mul_(2)
+        (positive,) = ctx.saved_tensors
+        return (positive * grad).mul_(2)
 
 
 def squared_relu_fused(x: Tensor) -> Tensor:

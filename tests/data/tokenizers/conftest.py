@@ -77,6 +77,14 @@ def unigram_model(tmp_path_factory) -> str:
 def sp_bpe_model(tmp_path_factory) -> str:
     """A SentencePiece BPE model with byte fallback, as Llama's."""
     folder = tmp_path_factory.mktemp("spbpe")
+    plain = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    return _train_sentencepiece(folder, vocab_size=400, model_type="bpe", byte_fallback=True, **plain)
+
+
+@pytest.fixture(scope="session")
+def normalizing_model(tmp_path_factory) -> str:
+    """A SentencePiece BPE model that also normalizes (NFKC and more)."""
+    folder = tmp_path_factory.mktemp("spnorm")
     return _train_sentencepiece(folder, vocab_size=400, model_type="bpe", byte_fallback=True)
 
 

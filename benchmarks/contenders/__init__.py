@@ -1,0 +1,42 @@
+"""Who is compared in `benchmarks/train_step.py`: one file per contender.
+
+Each has ``build(shape, rank, world_size) -> step``, where ``step()`` trains one optimizer step on one rank's
+micro-batches of fixed random tokens and returns the loss of the last one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model and the batch, the same for all: a 23M-parameter GPT with a tied vocabulary."""
+
+    layers: int = 6
+    hidden: int = 512
+    heads: int = 8
+    sequence: int = 512
+    vocab: int = 8192
+    micro_batch: int = 4
+    accumulations: int = 2
+    dtype: str = "bf16"
+    device: str = "cpu"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return {"bf16": torch.bfloat16, "fp32": torch.float32}[self.dtype]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of one rank."""
+        return self.micro_batch * self.sequence * self.accumulations
+
+    def batches(self, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(tokens, labels) [b, s] of each accumulation."""
+        generator = torch.Generator().manual_seed(rank)
+        size = (self.accumulations, self.micro_batch, self.sequence + 1)
+        text = torch.randint(0, self.vocab, size, generator=generator).to(self.device)
+        return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in text]

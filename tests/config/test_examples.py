@@ -1,0 +1,25 @@
+"""The example configurations are accepted on the number of ranks that they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megazero.config import parse_config
+
+EXAMPLES = Path(__file__).parents[2] / "examples_3d"
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "extra"),
+    [
+        ("gpt_tiny_cpu", 1, []),
+        ("gpt_tiny_cpu", 2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+        ("gpt2_345m", 8, []),
+        ("llama_1b_tp2_sp", 8, []),
+    ],
+)
+def test_accepted(name: str, world_size: int, extra: list[str]) -> None:
+    resolved = parse_config(["--config", str(EXAMPLES / f"{name}.yaml"), *extra], world_size=world_size)
+    assert resolved.warnings == ()

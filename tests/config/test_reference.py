@@ -1,0 +1,57 @@
+"""The generated pages and the command line's help are as committed.
+
+After an intended change run `MEGAZERO_UPDATE_SNAPSHOTS=1 python -m pytest tests/config/test_reference.py`,
+then read the difference that git shows: it is what users will notice.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megazero.config.compat import FOREIGN_FLAGS
+from megazero.config.fields import FIELDS
+from megazero.config.flags import FLAGS
+from megazero.config.help import format_help
+from megazero.config.reference import compatibility_page, configuration_page, write_pages
+from megazero.config.rules import RULES
+
+ROOT = Path(__file__).parents[2]
+SNAPSHOTS = {
+    ROOT / "docs" / "configuration.md": configuration_page,
+    ROOT / "docs" / "compatibility.md": compatibility_page,
+    Path(__file__).with_name("cli_snapshot.txt"): format_help,
+}
+
+
+@pytest.mark.parametrize("path", SNAPSHOTS, ids=lambda path: path.name)
+def test_snapshot_is_current(path: Path) -> None:
+    text = SNAPSHOTS[path]()
+    if os.environ.get("MEGAZERO_UPDATE_SNAPSHOTS"):
+        path.write_text(text, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == text
+
+
+def test_the_pages_name_everything(tmp_path: Path) -> None:
+    configuration, compatibility = (path.read_text(encoding="utf-8") for path in write_pages(tmp_path))
+    for name in (*FLAGS, *FOREIGN_FLAGS):
+        assert f"`{name}`" in configuration
+    for rule in RULES:
+        assert f"`{rule.name}`" in compatibility
+
+
+def test_help_fits_its_width_and_names_every_flag() -> None:
+    for width in (80, 100):
+        lines = format_help(width=width).splitlines()
+        too_long = [line for line in lines if len(line) > width and not line.startswith("  --")]
+        assert too_long == []
+    assert all(name in format_help() for name in FLAGS)
+
+
+@pytest.mark.parametrize("spec", FIELDS, ids=lambda spec: spec.path)
+def test_every_field_is_documented(spec) -> None:
+    assert spec.help
+    assert not spec.help.endswith(".")
+    assert spec.flag.startswith("--")

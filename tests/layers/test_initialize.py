@@ -1,0 +1,90 @@
+"""Initial weights are a function of (seed, global name) alone."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from megazero.config.tree import ModelConfig
+from megazero.layers import Placement, initialize
+from megazero.models import GPT
+from megazero.mpu import (
+    Init,
+    ParamSpec,
+    ProcessGrid,
+    ThreadWorld,
+    TrafficLog,
+    new_parameter,
+    recording_context,
+    solo_context,
+    spec_of,
+    thread_context,
+)
+
+
+def small(**changes) -> ModelConfig:
+    shape = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8, **changes}
+    return ModelConfig(**shape)
+
+
+def gathered(context, config: ModelConfig, seed: int, padded: int) -> dict[str, str]:
+    model = GPT(config, (13, padded), Placement.of(context, torch.float32))
+    initialize(model, seed, context.tp.rank, context.tp.size)
+    whole = {spec_of(p).name: spec_of(p).unshard(p.detach(), context.tp) for p in model.parameters()}
+    return {k: hashlib.sha256(v.contiguous().numpy().tobytes()).hexdigest() for k, v in whole.items()}
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_gathered_weights_have_one_hash_on_every_layout_and_padding(activation):
+    config = small(activation=activation)
+    expected = gathered(solo_context(), config, 5, 13)
+    assert len(expected) == 2 + 2 * 12 + 2
+    for tp, padded in ((2, 14), (4, 32)):
+        world = ThreadWorld(tp)
+        grid = ProcessGrid(tp=tp)
+        runs = world.run(
+            lambda r, world=world, grid=grid, padded=padded: gathered(
+                thread_context(world, grid, r), config, 5, padded
+            )
+        )
+        assert all(run == expected for run in runs)
+
+
+def test_seed_and_name_decide():
+    a = gathered(solo_context(), small(), 5, 13)
+    b = gathered(solo_context(), small(), 6, 13)
+    drawn = [name for name in a if a[name] != b[name]]
+    assert len(drawn) == 2 + 2 * 4  # embeddings, and four matrices of each layer; the rest are ones and zeros
+    assert len({a[name] for name in drawn}) == len(drawn)
+
+
+def test_weights_are_normal_with_the_wanted_deviation():
+    placement = Placement.of(solo_context(), torch.float32)
+    holder = torch.nn.Module()
+    spec = ParamSpec("w", (400, 500), Init("normal", 0.02))
+    holder.w = new_parameter(spec, placement.tp.size, placement.dtype, placement.device)
+    initialize(holder, 1, 0, 1)
+    assert abs(holder.w.mean().item()) < 2e-4
+    assert abs(holder.w.std().item() - 0.02) < 2e-4
+    # Three sigmas hold 99.73% of a normal distribution.
+    assert abs((holder.w.abs() < 0.06).float().mean().item() - 0.9973) < 1e-3
+
+
+def test_padding_rows_are_zero_and_stay_out_of_sight():
+    model = GPT(small(), (13, 32), Placement.of(solo_context(), torch.float32))
+    initialize(model, 1, 0, 1)
+    assert torch.equal(model.embedding.word[13:], torch.zeros(19, 16))
+    assert model.embedding.word[:13].abs().min() > 0
+
+
+def test_a_rank_of_a_thousand_constructs_on_meta():
+    log = TrafficLog()
+    context = recording_context(ProcessGrid(dp=128, tp=8), 1023, log)
+    config = small(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048)
+    model = GPT(config, (50257, 51200), Placement.of(context, torch.bfloat16, sequence_parallel=True))
+    initialize(model, 1, context.tp.rank, context.tp.size)
+    mine = sum(p.numel() for p in model.parameters())
+    assert all(p.is_meta for p in model.parameters())
+    assert mine == 21_843_259_392

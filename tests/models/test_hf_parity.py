@@ -1,0 +1,133 @@
+"""megazero's GPT against `transformers`' own GPT-2 and Llama with the same weights: logits and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megazero.config.tree import ModelConfig
+from megazero.inference import Sampling, generate
+from megazero.layers import Placement, initialize
+from megazero.layers.collectives import gather_features
+from megazero.models import GPT, Batch
+from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, derive_key, spec_of, thread_context
+from megazero.ops.counter_random import normal
+from tests.models.hf_weights import (
+    global_gradients,
+    global_weights,
+    gpt2_model,
+    llama_model,
+    to_gpt2,
+    to_llama,
+)
+
+pytest.importorskip("transformers")
+
+VOCAB = (101, 128)  # entries, entries after padding
+TOLERANCE = 1e-5
+
+# Ragged on purpose: 6 heads of 7, an MLP that is not four times as wide, an epsilon that is no default.
+GPT2 = ModelConfig(
+    num_layers=3,
+    hidden_size=42,
+    num_attention_heads=6,
+    seq_length=31,
+    ffn_hidden_size=74,
+    norm_epsilon=3e-4,
+    init_method_std=0.08,
+)
+# Heads wider than hidden / heads, a base and an epsilon that are no defaults.
+LLAMA = ModelConfig(
+    num_layers=3,
+    hidden_size=36,
+    num_attention_heads=6,
+    num_query_groups=2,
+    kv_channels=10,
+    seq_length=31,
+    ffn_hidden_size=58,
+    position_embedding_type="rope",
+    rotary_base=500.0,
+    normalization="RMSNorm",
+    norm_epsilon=3e-4,
+    activation="swiglu",
+    add_bias_linear=False,
+    init_method_std=0.08,
+)
+UNTIED = {"untie_embeddings_and_output_weights": True}
+SHAPES = {
+    "gpt2": (GPT2, gpt2_model, to_gpt2),
+    "gpt2-untied": (GPT2.model_copy(update=UNTIED), gpt2_model, to_gpt2),
+    "gpt2-exact-gelu": (GPT2.model_copy(update={"activation": "gelu_exact"}), gpt2_model, to_gpt2),
+    "llama": (LLAMA.model_copy(update=UNTIED), llama_model, to_llama),
+    "llama-tied": (LLAMA, llama_model, to_llama),
+    "llama-one-group": (LLAMA.model_copy(update={"num_query_groups": 1}), llama_model, to_llama),
+    "llama-all-groups": (LLAMA.model_copy(update={"num_query_groups": 6}), llama_model, to_llama),
+}
+TOKENS = torch.randint(VOCAB[0], (3, 30), generator=torch.Generator().manual_seed(5))
+
+
+@torch.no_grad()
+def build(config: ModelConfig, context: ParallelContext) -> GPT:
+    """Random everywhere, also where initial weights are ones and zeros, or a swap of two would not show."""
+    model = GPT(config, VOCAB, Placement.of(context, torch.float32))
+    initialize(model, 11, context.tp.rank, context.tp.size)
+    for parameter in model.parameters():
+        spec = spec_of(parameter)
+        if spec.init.kind != "normal":
+            noise = normal(derive_key(11, "noise", spec.name), spec.shape, 0.1)
+            parameter += spec.shard(noise, context.tp.rank, context.tp.size)
+    return model
+
+
+def run_ours(config: ModelConfig, tp: int) -> tuple:
+    """Logits [b, s, v], loss, weights and gradients by global name, and greedy tokens, on `tp` ranks."""
+    world = ThreadWorld(tp)
+    batch = Batch(TOKENS[:, :-1], labels=TOKENS[:, 1:].contiguous())
+
+    def work(rank: int) -> tuple:
+        context = thread_context(world, ProcessGrid(tp=tp), rank)
+        model = build(config, context)
+        with torch.no_grad():
+            logits = gather_features(model(batch), context.tp)[..., : VOCAB[0]].transpose(0, 1)
+        total, count = model.loss(batch)
+        loss = total / count
+        loss.backward()
+        tokens = generate(model, TOKENS[:, :9].tolist(), max_new_tokens=12, sampling=Sampling(greedy=True))
+        return (
+            logits,
+            loss.detach(),
+            global_weights(model, context.tp),
+            global_gradients(model, context.tp),
+            tokens,
+        )
+
+    return world.run(work)[-1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tp"),
+    [(shape, 1) for shape in SHAPES] + [("gpt2", 2), ("llama", 2), ("llama-tied", 2)],
+)
+def test_logits_loss_gradients_and_greedy_tokens_agree(shape, tp):
+    config, make, rename = SHAPES[shape]
+    logits, loss, weights, gradients, tokens = run_ours(config, tp)
+    theirs = make(config, VOCAB[0])
+    # `strict` finds every weight that one side has and the other lacks.
+    theirs.load_state_dict(rename(weights, config.num_layers), strict=True)
+
+    expected = theirs(TOKENS, labels=TOKENS)
+    assert 0.3 < expected.logits.std() < 10  # neither dead nor saturated
+    torch.testing.assert_close(logits, expected.logits[:, :-1].detach(), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(loss, expected.loss.detach(), atol=0, rtol=TOLERANCE)
+
+    expected.loss.backward()
+    renamed = rename(gradients, config.num_layers)
+    for name, parameter in theirs.named_parameters():
+        difference = (renamed[name] - parameter.grad).norm() / parameter.grad.norm()
+        assert difference < TOLERANCE, f"gradient of {name} differs by {difference:.1e}"
+
+    prompts = TOKENS[:, :9]
+    alike = theirs.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=12, do_sample=False, pad_token_id=0
+    )
+    assert tokens == alike[:, 9:].tolist()

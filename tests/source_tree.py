@@ -1,0 +1,99 @@
+"""The project's sources as syntax trees, for tests that hold the architecture."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name. `lazy` imports stand in a function; `typing` ones under TYPE_CHECKING."""
+
+    target: str
+    line: int
+    lazy: bool
+    typing: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of Python. `module` is its dotted name, `package` true for an `__init__.py`."""
+
+    module: str
+    text: str
+    package: bool = False
+
+    @classmethod
+    def read(cls, path: Path, root: Path = ROOT) -> Source:
+        """The file at `path`, named relative to `root`."""
+        parts = list(path.relative_to(root).with_suffix("").parts)
+        package = parts[-1] == "__init__"
+        return cls(".".join(parts[:-1] if package else parts), path.read_text(encoding="utf-8"), package)
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The syntax tree."""
+        return ast.parse(self.text)
+
+    def imports(self) -> Iterator[Import]:
+        """Every import; `from a import b` counts as a.b, the caller knows whether that is a module."""
+        yield from self._imports(self.tree, lazy=False, typing=False)
+
+    def _imports(self, node: ast.AST, *, lazy: bool, typing: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                for name in child.names:
+                    yield Import(name.name, child.lineno, lazy, typing)
+            elif isinstance(child, ast.ImportFrom):
+                base = self._base(child)
+                for name in child.names:
+                    yield Import(f"{base}.{name.name}", child.lineno, lazy, typing)
+            else:
+                inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+                checked = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+                yield from self._imports(child, lazy=lazy or inside, typing=typing or checked)
+
+    def _base(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        parts = self.module.split(".")
+        here = parts[: len(parts) - node.level + self.package]
+        return ".".join([*here, *([node.module] if node.module else [])])
+
+    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+        """Every function and method."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield node
+
+
+def sources(*folders: str) -> list[Source]:
+    """The Python files below these folders of the project, in a fixed order."""
+    return [Source.read(path) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Some cycle of a directed graph, as its nodes in order with the first again at the end; or nothing."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for target in sorted(graph.get(node, ())):
+            if cycle := visit(target, [*path, node]):
+                return cycle
+        done.add(node)
+        return []
+
+    for start in sorted(graph):
+        if cycle := visit(start, []):
+            return cycle
+    return []

@@ -1,0 +1,298 @@
+"""The laws of the house, held over the sources: who imports whom, no hidden state, legible sizes.
+
+Each check is a function from sources to violations, tried on a small offender first, then on the project.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import enum
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.source_tree import ROOT, Source, find_cycle, sources
+
+# A package imports from lower numbers only; of its own number, itself.
+LEVELS = {
+    "errors": -1,
+    "config": 0,
+    **dict.fromkeys(("mpu", "ops", "data"), 1),
+    **dict.fromkeys(("data_efficiency", "layers", "moe", "optim", "zero", "pipeline"), 2),
+    **dict.fromkeys(("models", "checkpoint"), 3),
+    "train": 4,
+    **dict.fromkeys(("plan", "inference", "launch"), 5),
+    "cli": 6,
+}
+SAME_LEVEL = {("moe", "layers"), ("zero", "optim")}
+TOOLS_MAY_IMPORT = {"errors", "config", "data"}
+LONGEST_FILE = 450
+LONGEST_FUNCTION = 75
+OPS = sorted(path.parent.name for path in (ROOT / "megazero/ops").glob("*/__init__.py"))
+PACKAGES = sorted(path.parent.name for path in (ROOT / "megazero").glob("*/__init__.py"))
+MODULES = [source.module for source in sources("megazero")]
+
+
+def unit_of(module: str) -> str | None:
+    """The package or top-level module of megazero that a dotted name lies in."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "megazero" and len(parts) > 1 else None
+
+
+def import_violations(source: Source) -> Iterator[str]:
+    """Imports that go up, or sideways without being an exception."""
+    unit = unit_of(source.module)
+    for each in source.imports():
+        target = unit_of(each.target)
+        if unit is None or target not in LEVELS or target == unit:
+            continue
+        if LEVELS[target] >= LEVELS[unit] and (unit, target) not in SAME_LEVEL:
+            yield f"{source.module}:{each.line} imports {target} (level {LEVELS[target]} from {LEVELS[unit]})"
+
+
+def tool_violations(source: Source) -> Iterator[str]:
+    """Imports of data_tools beyond what they are command lines of."""
+    for each in source.imports():
+        target = unit_of(each.target)
+        if target is not None and target not in TOOLS_MAY_IMPORT:
+            yield f"{source.module}:{each.line} imports {each.target}"
+
+
+def distributed_violations(source: Source) -> Iterator[str]:
+    """Mentions of torch.distributed outside mpu."""
+    if unit_of(source.module) == "mpu":
+        return
+    for each in source.imports():
+        if f"{each.target}.".startswith("torch.distributed."):
+            yield f"{source.module}:{each.line} imports {each.target}"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            yield f"{source.module}:{node.lineno} names torch.distributed"
+
+
+def global_violations(source: Source) -> Iterator[str]:
+    """`global` statements."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Global):
+            yield f"{source.module}:{node.lineno} says global {', '.join(node.names)}"
+
+
+def docstring_violations(source: Source) -> Iterator[str]:
+    """Modules and public top-level functions and classes that say nothing of themselves."""
+    nodes = [
+        node
+        for node in source.tree.body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+    ]
+    for node in [source.tree, *nodes]:
+        if not (ast.get_docstring(node) or "").strip():
+            yield f"{source.module}: {getattr(node, 'name', 'the module')} has no docstring"
+
+
+def size_violations(source: Source) -> Iterator[str]:
+    """Files and functions too long to be read in one go."""
+    lines = source.text.count("\n")
+    if lines >= LONGEST_FILE:
+        yield f"{source.module} has {lines} lines"
+    for node in source.functions():
+        length = node.end_lineno - node.lineno + 1
+        if length >= LONGEST_FUNCTION:
+            yield f"{source.module}:{node.lineno} {node.name} has {length} lines"
+
+
+EVERYWHERE = (distributed_violations, global_violations, docstring_violations, size_violations)
+
+
+@pytest.mark.parametrize(
+    ("check", "module", "text", "offends"),
+    [
+        (import_violations, "megazero.ops.x", "from megazero.layers import linear", True),
+        (import_violations, "megazero.ops.x", "def f():\n    import megazero.layers.linear", True),
+        (import_violations, "megazero.ops.x", "import megazero.mpu", True),
+        (import_violations, "megazero.optim.x", "import megazero.zero", True),
+        (import_violations, "megazero.zero.x", "import megazero.optim", False),
+        (import_violations, "megazero.ops.x", "from megazero.ops.y import z", False),
+        (import_violations, "megazero.ops.x", "from ..layers import z", True),
+        (import_violations, "megazero.errors", "import megazero.config", True),
+        (tool_violations, "data_tools.x", "from megazero.mpu import y", True),
+        (tool_violations, "data_tools.x", "from megazero.data.cache import y", False),
+        (distributed_violations, "megazero.zero.x", "import torch.distributed as dist", True),
+        (distributed_violations, "megazero.zero.x", "from torch import distributed", True),
+        (distributed_violations, "megazero.zero.x", "from torch.distributed.fsdp import x", True),
+        (distributed_violations, "megazero.zero.x", "torch.distributed.barrier()", True),
+        (distributed_violations, "megazero.mpu.x", "import torch.distributed", False),
+        (distributed_violations, "megazero.zero.x", "import torch.distributions", False),
+        (global_violations, "megazero.ops.x", "def f():\n    global y\n    y = 1", True),
+        (global_violations, "megazero.ops.x", "def f():\n    nonlocal_y = 1", False),
+        (docstring_violations, "megazero.ops.x", "def f(): pass", True),
+        (docstring_violations, "megazero.ops.x", '"""Module."""\nclass C: pass', True),
+        (docstring_violations, "megazero.ops.x", '"""Module."""\ndef _f(): pass', False),
+        (size_violations, "megazero.ops.x", "x = 1\n" * 450, True),
+        (size_violations, "megazero.ops.x", "def f():\n" + "    x = 1\n" * 74, True),
+        (size_violations, "megazero.ops.x", "def f():\n" + "    x = 1\n" * 73, False),
+    ],
+)
+def test_each_check_tells_an_offender_from_a_neighbour(check, module, text, offends):
+    assert bool(list(check(Source(module, text)))) is offends
+
+
+@pytest.mark.parametrize(
+    "check",
+    [import_violations, global_violations, docstring_violations, size_violations, distributed_violations],
+)
+def test_megazero_keeps_it(check):
+    assert [violation for source in sources("megazero") for violation in check(source)] == []
+
+
+@pytest.mark.parametrize(
+    "check",
+    [tool_violations, global_violations, docstring_violations, size_violations, distributed_violations],
+)
+def test_data_tools_keep_it(check):
+    assert [violation for source in sources("data_tools") for violation in check(source)] == []
+
+
+def test_every_package_has_a_level():
+    units = {unit_of(module) for module in MODULES} - {None}
+    assert units - set(LEVELS) == set()
+
+
+def import_graph(files: list[Source]) -> dict[str, set[str]]:
+    """Module -> the modules its import runs; a name imported from a package is that package's."""
+    known = {source.module for source in files}
+
+    def module_of(target: str) -> str:
+        return target if target in known else target.rpartition(".")[0]
+
+    return {
+        source.module: {module_of(e.target) for e in source.imports() if not (e.lazy or e.typing)} & known
+        for source in files
+    }
+
+
+def test_a_cycle_of_imports_is_found():
+    files = [Source("megazero.a", "from megazero.b import x"), Source("megazero.b", "import megazero.a")]
+    assert find_cycle(import_graph(files)) == ["megazero.a", "megazero.b", "megazero.a"]
+
+
+def test_imports_have_no_cycle():
+    assert find_cycle(import_graph(sources("megazero", "data_tools"))) == []
+
+
+def test_only_assemble_knows_all_parts():
+    """No other file imports every package of level 1 to 3."""
+    parts = {unit for unit in PACKAGES if 1 <= LEVELS[unit] <= 3}
+    for source in sources("megazero"):
+        met = parts & {unit_of(each.target) for each in source.imports()}
+        assert (met == parts) <= (source.module == "megazero.train.assemble"), source.module
+
+
+def mutable(value: object) -> bool:
+    """Whether a module-level value could carry state from one call to another."""
+    if isinstance(value, tuple):
+        return any(mutable(item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return not value.__dataclass_params__.frozen
+    if isinstance(value, (type, enum.Enum)):
+        return False
+    if callable(getattr(value, "cache_clear", None)):
+        return True
+    return type(value).__name__ in {
+        *("list", "dict", "set", "bytearray", "deque", "defaultdict", "Counter", "OrderedDict"),
+        *("ndarray", "Tensor", "Parameter", "Generator", "ContextVar", "local", "WeakKeyDictionary"),
+        *("WeakValueDictionary", "count", "iterator", "generator", "ChainMap", "array", "SimpleNamespace"),
+    }
+
+
+def names_bound_by(source: Source) -> Iterator[str]:
+    """The names a module's own statements bind at its level, imports left out."""
+    for node in source.tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+    for node in source.tree.body:
+        for target in (
+            ast.walk(node) if isinstance(node, (ast.Assign, ast.AnnAssign, ast.If, ast.Try)) else ()
+        ):
+            if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store):
+                yield target.id
+
+
+@pytest.mark.parametrize("value", [[], {}, set(), ([],), importlib.import_module("functools").cache(len)])
+def test_a_mutable_value_is_known(value):
+    assert mutable(value)
+
+
+@pytest.mark.parametrize("value", [1, "x", (), frozenset(), len, int])
+def test_an_immutable_value_is_known(value):
+    assert not mutable(value)
+
+
+def test_nothing_mutable_lives_at_module_level():
+    found = []
+    for source in sources("megazero", "data_tools"):
+        module = importlib.import_module(source.module)
+        for name in set(names_bound_by(source)) - {"__all__"}:
+            if hasattr(module, name) and mutable(getattr(module, name)):
+                found.append(f"{source.module}.{name}")
+    assert found == []
+
+
+def test_config_needs_no_torch():
+    imported = {each.target.split(".")[0] for s in sources("megazero/config") for each in s.imports()}
+    assert "torch" not in imported
+    code = "import megazero.config, megazero.errors, megazero.cli, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "op", sorted(path.parent.name for path in (ROOT / "megazero/ops").glob("*/__init__.py"))
+)
+def test_every_op_has_a_reference_and_a_front(op):
+    assert (ROOT / "megazero/ops" / op / "reference.py").is_file()
+    assert importlib.import_module(f"megazero.ops.{op}").__all__
+
+
+def test_every_flag_is_documented():
+    from megazero.config.fields import FIELDS
+
+    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    flags = {name for spec in FIELDS for name in (spec.flag, *spec.aliases, *spec.switches)}
+    assert {flag for flag in flags if f"`{flag}`" not in page} == set()
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "data_tools"])
+def test_every_package_has_its_page(package):
+    page = (ROOT / "docs" / f"{package}.md").read_text(encoding="utf-8")
+    assert page.startswith(f"# {package}")
+    assert f"({package}.md)" in (ROOT / "docs/index.md").read_text(encoding="utf-8")
+
+
+def text_files() -> Iterator[tuple[str, str]]:
+    """The project's own texts, by path."""
+    folders = (
+        "megazero",
+        "data_tools",
+        "csrc",
+        "scripts",
+        "examples_3d",
+        "tests",
+        "benchmarks",
+        "docs",
+        ".ci",
+    )
+    suffixes = {".py", ".md", ".sh", ".yaml", ".txt", ".toml", ".hpp", ".cpp", ".cu", ".cuh", ".json", ""}
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*")] + list(ROOT.glob("*"))
+    for path in sorted(paths):
+        if path.is_file() and path.suffix in suffixes and "__pycache__" not in path.parts:
+            yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+
+
+def test_no_text_names_a_place_of_one_machine():
+    """Taken apart here so that this file does not match."""
+    places = ["/" + "work" + "/", "/" + "tmp" + "/mz", "/" + "root" + "/", "/" + "home" + "/"]
+    found = [f"{path}: {place}" for path, text in text_files() for place in places if place in text]
+    assert found == []
