@@ -3,8 +3,8 @@
     python benchmarks/dataset.py [--tokens N] [--documents N] [--sequence-length T] [--repeats R]
 
 Prints one JSON line per measurement: `index_ms`, the time to build document, sample and shuffle index of one
-epoch, and `samples_per_second`, random samples read one after the other in batches of 16 (megatron-core has no
-batches: its samples are read one by one and not collated, which favours it). Both sides take turns within one
+epoch, and `samples_per_second`, random samples read one after another in batches of 16 (megatron-core has no
+batches: its samples are read one by one and not collated, which favours it). Both take turns within one
 process and the medians are compared; `ratio` above 1 means megazero is faster. Without megatron-core only our
 own figures are printed.
 """

@@ -104,16 +104,16 @@ stage_done
 
 stage "5/7 training: $steps steps on $nproc ranks"
 done_steps=$(cat "$checkpoint/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
-global_batch=$((nproc * 8 > 32 ? nproc * 8 : 32))
-if ((32 % nproc)); then global_batch=$((nproc * 8)); fi
+together=$((nproc * 8)) # sequences of one forward pass of all ranks
+global_batch=$(((32 + together - 1) / together * together))
 model=(--num-layers 6 --hidden-size 256 --num-attention-heads 8 --seq-length 256
     --hidden-dropout 0 --attention-dropout 0)
 batch=(--micro-batch-size 8 --global-batch-size "$global_batch" --train-iters "$steps")
 optimizer=(--lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters $((steps / 10))
     --weight-decay 0.1 --adam-beta2 0.95)
 inputs=(--data-path "$data" --split 96,4,0 --tokenizer-type HFTokenizer --tokenizer-model "$tokenizer")
-outputs=(--save "$checkpoint" --load "$checkpoint" --save-interval 100
-    --eval-interval $((steps < 6 ? 1 : steps / 6)) --eval-iters 10
+outputs=(--save "$checkpoint" --load "$checkpoint" --save-interval 50
+    --eval-interval $((steps < 60 ? 10 : steps / 6)) --eval-iters 10
     --log-interval $((steps < 30 ? 1 : steps / 30)) --metrics-jsonl "$metrics")
 if ((done_steps >= steps)); then
     echo "$checkpoint stands at step $done_steps; nothing is left to train"
@@ -124,17 +124,17 @@ else
 fi
 stage_done
 
-stage "6/7 text from the model"
-python -m megazero.cli generate --load "$checkpoint" --prompt "def main(" \
-    --max-new-tokens 80 --temperature 0.8 --top-p 0.95 --seed 1
-stage_done
-
-stage "7/7 what was learned"
+stage "6/7 what was learned"
 entropy=$(python data_tools/inspect_dataset.py "$data" --unigram-entropy --json |
     python -c 'import json, sys; print(json.load(sys.stdin)["unigram_entropy"])')
 python scripts/plot_loss.py "$metrics" --output "$run/loss.png" --unigram-entropy "$entropy"
 verdict=0
 python scripts/compare_loss.py "$metrics" --unigram-entropy "$entropy" --judge-from-step 100 || verdict=$?
+stage_done
+
+stage "7/7 text from the model"
+python -m megazero.cli generate --load "$checkpoint" --prompt "def main(" \
+    --max-new-tokens 80 --temperature 0.8 --top-p 0.95 --seed 1
 stage_done
 
 echo

@@ -17,6 +17,7 @@
 
 namespace py = pybind11;
 using megazero::data::IdRange;
+using megazero::data::SampleBatch;
 using megazero::data::SampleSource;
 using megazero::data::Unaligned;
 
@@ -87,31 +88,23 @@ py::tuple blending_index(const Array<double>& weights, const py::object& limits,
   return py::make_tuple(dataset_index, sample_index);
 }
 
-// Cuts the `batch` samples that begin at the rows (position, offset) of `starts` [b, 2].
 template <typename Token, typename Document>
-IdRange gather_all(const SampleSource<Document>& source, const std::int64_t* starts, std::int64_t batch,
-                   std::int64_t length, std::int64_t extra, std::int64_t* tokens, std::int64_t* labels) {
+IdRange gather_all(const SampleSource<Document>& source, const SampleBatch& batch) {
   IdRange range;
-  for (std::int64_t row = 0; row < batch; ++row) {
-    megazero::data::gather_sample<Token, Document>(source, starts[2 * row], starts[2 * row + 1], length, extra,
-                                                   tokens + row * length, labels + row * length, range);
+  for (std::int64_t row = 0; row < batch.batch; ++row) {
+    megazero::data::gather_sample<Token, Document>(source, batch, row, range);
   }
   return range;
 }
 
 template <typename Document>
-IdRange gather_any(char kind, std::int64_t width, const SampleSource<Document>& source, const std::int64_t* starts,
-                   std::int64_t batch, std::int64_t length, std::int64_t extra, std::int64_t* tokens,
-                   std::int64_t* labels) {
-  const auto run = [&](auto token) {
-    return gather_all<decltype(token), Document>(source, starts, batch, length, extra, tokens, labels);
-  };
-  if (kind == 'u' && width == 1) return run(std::uint8_t{});
-  if (kind == 'i' && width == 1) return run(std::int8_t{});
-  if (kind == 'u' && width == 2) return run(std::uint16_t{});
-  if (kind == 'i' && width == 2) return run(std::int16_t{});
-  if (kind == 'i' && width == 4) return run(std::int32_t{});
-  if (kind == 'i' && width == 8) return run(std::int64_t{});
+IdRange gather_any(char kind, std::int64_t width, const SampleSource<Document>& source, const SampleBatch& batch) {
+  if (kind == 'u' && width == 1) return gather_all<std::uint8_t>(source, batch);
+  if (kind == 'i' && width == 1) return gather_all<std::int8_t>(source, batch);
+  if (kind == 'u' && width == 2) return gather_all<std::uint16_t>(source, batch);
+  if (kind == 'i' && width == 2) return gather_all<std::int16_t>(source, batch);
+  if (kind == 'i' && width == 4) return gather_all<std::int32_t>(source, batch);
+  if (kind == 'i' && width == 8) return gather_all<std::int64_t>(source, batch);
   throw std::invalid_argument("tokens must be uint8, int8, uint16, int16, int32 or int64");
 }
 
@@ -124,20 +117,18 @@ py::tuple gather(const py::array& tokens, const Array<std::int32_t>& lengths, co
       offsets.size() != lengths.size() || !(tokens.flags() & py::array::c_style)) {
     throw std::invalid_argument("starts must be [b, 2], length positive, extra 0 or 1, the arrays contiguous");
   }
-  const std::int64_t batch = starts.shape(0);
   const SampleSource<Document> source{static_cast<const char*>(tokens.data()), tokens.nbytes(), view(lengths),
                                       view(offsets), view(documents)};
-  Array<std::int64_t> out_tokens({batch, length});
-  Array<std::int64_t> out_labels({batch, length});
-  std::int64_t* token_data = out_tokens.mutable_data();
-  std::int64_t* label_data = out_labels.mutable_data();
-  const std::int64_t* start_data = starts.data();
+  Array<std::int64_t> out_tokens({starts.shape(0), length});
+  Array<std::int64_t> out_labels({starts.shape(0), length});
+  const SampleBatch batch{starts.data(), starts.shape(0),           length,
+                          extra,         out_tokens.mutable_data(), out_labels.mutable_data()};
   const char kind = tokens.dtype().kind();
   const std::int64_t width = tokens.itemsize();
   IdRange range;
   {
     py::gil_scoped_release release;
-    range = gather_any<Document>(kind, width, source, start_data, batch, length, extra, token_data, label_data);
+    range = gather_any<Document>(kind, width, source, batch);
   }
   return py::make_tuple(out_tokens, out_labels, range.lowest, range.highest);
 }

@@ -28,6 +28,17 @@ struct SampleSource {
   Unaligned<Document> documents;
 };
 
+// Which samples, and where they go. starts: [batch, 2] rows (position, offset); tokens, labels: [batch, length].
+// A sample reads `length` + `extra` ids.
+struct SampleBatch {
+  const std::int64_t* starts;
+  std::int64_t batch;
+  std::int64_t length;
+  std::int64_t extra;
+  std::int64_t* tokens;
+  std::int64_t* labels;
+};
+
 // Widens `count` ids to int64.
 template <typename Token>
 void widen(const char* from, std::int64_t count, std::int64_t* to) {
@@ -54,16 +65,20 @@ void extend_range(const char* from, std::int64_t count, IdRange& range) {
   }
 }
 
-// Cuts one sample that starts at (position, offset): tokens [length] are its first `length` ids, labels [length] the
-// ids one further on; with extra = 0 the last label stays 0. Throws std::out_of_range if the documents end first.
+// Cuts sample `row`: its tokens are the first `length` ids, its labels the ids one further on; with extra = 0 the
+// last label stays 0. Throws std::out_of_range if the documents end first.
 template <typename Token, typename Document>
-void gather_sample(const SampleSource<Document>& source, std::int64_t position, std::int64_t offset,
-                   std::int64_t length, std::int64_t extra, std::int64_t* tokens, std::int64_t* labels,
+void gather_sample(const SampleSource<Document>& source, const SampleBatch& batch, std::int64_t row,
                    IdRange& range) {
   constexpr std::int64_t width = sizeof(Token);
+  const std::int64_t length = batch.length;
+  std::int64_t position = batch.starts[2 * row];
+  std::int64_t offset = batch.starts[2 * row + 1];
+  std::int64_t* tokens = batch.tokens + row * length;
+  std::int64_t* labels = batch.labels + row * length;
   labels[length - 1] = 0;
   std::int64_t done = 0;
-  for (const std::int64_t wanted = length + extra; done < wanted; ++position, offset = 0) {
+  for (const std::int64_t wanted = length + batch.extra; done < wanted; ++position, offset = 0) {
     if (position < 0 || position >= source.documents.size()) {
       throw std::out_of_range("a sample runs past the end of the document index");
     }

@@ -158,12 +158,15 @@ def train_length(config: Config, data_parallel_size: int) -> TrainLength:
 
 @dataclass(frozen=True)
 class LrLengths:
-    """Lengths of the learning rate schedule, all counted in `unit`. `wsd_decay` is 0 without WSD."""
+    """Lengths of the learning rate schedule, all counted in `unit`.
+
+    A warmup that is a fraction of the decay may be no whole number; `wsd_decay` is None without WSD.
+    """
 
     unit: Unit
-    warmup: int
+    warmup: float
     decay: int
-    wsd_decay: int
+    wsd_decay: int | None
 
 
 def lr_unit(config: Config) -> Unit:
@@ -187,8 +190,8 @@ def lr_lengths(config: Config, data_parallel_size: int) -> LrLengths:
         length = train_length(config, data_parallel_size)
         decay = {"iters": length.iterations, "samples": length.samples, "tokens": length.tokens}[unit]
     if values.lr_warmup_fraction is not None:
-        warmup = int(values.lr_warmup_fraction * decay)
+        warmup = values.lr_warmup_fraction * decay
     else:
         warmup = getattr(values, f"lr_warmup_{unit}")
-    wsd_decay = getattr(values, f"lr_wsd_decay_{unit}") or 0
-    return LrLengths(unit, warmup, decay, wsd_decay if values.lr_decay_style == "WSD" else 0)
+    wsd_decay = getattr(values, f"lr_wsd_decay_{unit}") if values.lr_decay_style == "WSD" else None
+    return LrLengths(unit, warmup, decay, wsd_decay)

@@ -51,7 +51,7 @@ def _warmup_shorter(case: Case) -> bool:
 
 def _wsd_fits(case: Case) -> bool:
     lengths = _lr(case)
-    return lengths is None or lengths.wsd_decay == 0 or lengths.warmup + lengths.wsd_decay <= lengths.decay
+    return lengths is None or lengths.wsd_decay is None or lengths.warmup + lengths.wsd_decay <= lengths.decay
 
 
 def _lengths_clause(case: Case) -> str:

@@ -112,7 +112,8 @@ class BlendedDataset:
         # None: every sample once. Otherwise shares, by weight or by size.
         self._shares = None if size is None else normalized(self._sizes if weights is None else weights)
         self._size = sum(self._sizes) if size is None else size
-        arrays = cached_arrays(cache_dir, f"blend-{name}", self.description, _INDEX_ARRAYS, self._build)
+        description = {} if cache_dir is None else self.description
+        arrays = cached_arrays(cache_dir, f"blend-{name}", description, _INDEX_ARRAYS, self._build)
         self.dataset_index: np.ndarray = arrays["dataset_index"]
         self.sample_index: np.ndarray = arrays["sample_index"]
         self._check_sizes()

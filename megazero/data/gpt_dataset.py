@@ -81,9 +81,9 @@ class GPTDataset:
         self.name = name
         self._ids = sequence_ids
         self.plan = self._plan(num_samples, epochs)
-        arrays = cached_arrays(
-            settings.cache_dir, f"gpt-{name}", self.description, _INDEX_ARRAYS, self._build
-        )
+        # The description hashes the dataset, which only a cache needs.
+        description = {} if settings.cache_dir is None else self.description
+        arrays = cached_arrays(settings.cache_dir, f"gpt-{name}", description, _INDEX_ARRAYS, self._build)
         self.index = GPTIndex(arrays["document_index"], arrays["sample_index"], arrays["shuffle_index"])
         self._tables = (indexed.lengths, indexed.offsets, self.index.document_index)
 

@@ -22,8 +22,6 @@ from megazero.models import GPT, Batch
 
 OnToken = Callable[[int, int], None]
 
-PREFILL_CHUNK = 256  # positions fed at once, which bounds the logits [s, b, v/tp] that a prompt needs
-
 
 def generate(
     model: GPT,
@@ -72,7 +70,7 @@ def generate(
     with torch.inference_mode():
         while live := [row for row in rows if row.live]:
             # A live sequence is longer than what was fed, by its last drawn token at least.
-            stop = min(position + PREFILL_CHUNK, *(len(row.tokens) for row in live))
+            stop = min(len(row.tokens) for row in live)
             logits = step([row.span(position, stop) for row in rows])
             position = stop
             due = [i for i, row in enumerate(rows) if row.live and len(row.tokens) == position]
@@ -140,7 +138,8 @@ class _Stepper:
             tokens=torch.tensor(tokens, device=device),
             position_ids=torch.arange(start, start + len(tokens[0]), device=device),
         )
-        logits = self.model(batch, self.cache)[-1]  # [b, v/tp]
+        hidden = self.model.hidden(batch, self.cache)
+        logits = self.model.head(hidden[-1:])[0]  # [b, v/tp]
         whole = gather_features(logits, self.model.placement.tp)
         return whole[:, : self.model.vocab_size].float()
 

@@ -113,15 +113,18 @@ class GPT(nn.Module):
         self.head = Head(config, vocab, placement, tied)
         self.units = recompute_units(config.num_layers, recompute)
 
-    def forward(self, batch: Batch, cache: KeyValueStore | None = None) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         """Logits of the next token, [s, b, v/tp]."""
+        return self.head(self.hidden(batch))
+
+    def hidden(self, batch: Batch, cache: KeyValueStore | None = None) -> Tensor:
+        """Hidden states before the head, [s, b, h] ([s/tp, b, h] under sequence parallelism)."""
         positions = batch.position_ids
         if positions is None:
             positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         inputs = LayerInputs(self._rotary(positions), batch.document_ids, batch.streams, cache)
         x = self.embedding(batch.tokens, positions, inputs)
-        x = run_layers(self.layers, x, inputs, self.units)
-        return self.head(x)
+        return run_layers(self.layers, x, inputs, self.units)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sum of the masked cross-entropies in nats, and the sum of the mask; both float32 scalars."""

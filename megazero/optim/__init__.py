@@ -22,7 +22,6 @@ from megazero.optim.schedule import (
     WeightDecay,
     build_learning_rate,
     build_weight_decay,
-    training_unit,
 )
 from megazero.optim.update import Adam, Sgd, UpdateRule, build_update_rule
 
@@ -46,5 +45,4 @@ __all__ = [
     "build_weight_decay",
     "clip_coefficient",
     "local_square_sum",
-    "training_unit",
 ]

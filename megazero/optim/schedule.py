@@ -17,11 +17,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megazero.config.tree import OptimizerConfig, TrainingConfig
+from megazero.config.derive import LrLengths, Unit
+from megazero.config.tree import OptimizerConfig
 from megazero.errors import ConfigError
-
-Unit = Literal["iterations", "samples", "tokens"]
-_UNITS: tuple[Unit, ...] = ("iterations", "samples", "tokens")
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Progress:
 
     def count(self, unit: Unit) -> int:
         """The progress in one unit."""
-        return self.iteration if unit == "iterations" else getattr(self, unit)
+        return self.iteration if unit == "iters" else getattr(self, unit)
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class LearningRate:
     floor: float
     warmup: Warmup
     decay: Decay
-    unit: Unit = "iterations"
+    unit: Unit = "iters"
 
     def __post_init__(self) -> None:
         violations = list(self._violations())
@@ -91,24 +89,19 @@ class LearningRate:
         if not self.warmup.length < self.decay.length:
             yield (
                 f"The warmup must be shorter than the decay of {self.decay.length} {self.unit}, but is "
-                f"{self.warmup.length} {self.unit} long; shorten `lr_warmup_{self.unit_suffix}` or lengthen "
-                f"`lr_decay_{self.unit_suffix}`."
+                f"{self.warmup.length} {self.unit} long; shorten `lr_warmup_{self.unit}` or lengthen "
+                f"`lr_decay_{self.unit}`."
             )
         if self.decay.style == "WSD" and self.decay.final_length is None:
             yield (
-                f"`lr_wsd_decay_{self.unit_suffix}` must be set when `lr_decay_style` is WSD, but is not; "
+                f"`lr_wsd_decay_{self.unit}` must be set when `lr_decay_style` is WSD, but is not; "
                 f"set it to the length of the final decay."
             )
         if self.decay.style == "WSD" and (self.decay.final_length or 0) > self.decay.length:
             yield (
-                f"`lr_wsd_decay_{self.unit_suffix}` must be at most the decay length ({self.decay.length}), "
+                f"`lr_wsd_decay_{self.unit}` must be at most the decay length ({self.decay.length}), "
                 f"but is {self.decay.final_length}; shorten it."
             )
-
-    @property
-    def unit_suffix(self) -> str:
-        """The ending of the option names that are in this unit."""
-        return "iters" if self.unit == "iterations" else self.unit
 
     def at(self, progress: Progress) -> float:
         """The rate of the update that follows `progress`."""
@@ -164,7 +157,7 @@ class WeightDecay:
     end: float
     style: Literal["constant", "linear", "cosine"] = "constant"
     length: float = 1
-    unit: Unit = "iterations"
+    unit: Unit = "iters"
 
     def __post_init__(self) -> None:
         if self.end < self.start:
@@ -189,79 +182,29 @@ class WeightDecay:
         return self.start + height * (self.end - self.start)
 
 
-def training_unit(training: TrainingConfig) -> Unit:
-    """The unit in which the length of the training is given; iterations where none is."""
-    if training.train_tokens is not None:
-        return "tokens"
-    if training.train_samples is not None:
-        return "samples"
-    return "iterations"
-
-
-def build_learning_rate(optimizer: OptimizerConfig, training: TrainingConfig, end: Progress) -> LearningRate:
-    """The learning rate schedule of a run.
-
-    It is counted in the unit its own lengths are given in, else in the training's; the decay is as
-    long as the training unless it has a length of its own.
-
-    Args:
-        optimizer: the `lr_*` fields.
-        training: which of its lengths is set gives the default unit.
-        end: the progress when the training is complete (the batch schedule knows it in every unit).
+def build_learning_rate(optimizer: OptimizerConfig, lengths: LrLengths) -> LearningRate:
+    """The learning rate schedule of a run whose lengths `config.derive.lr_lengths` has worked out.
 
     Raises:
-        ConfigError: for lengths in more than one unit, for a warmup given twice, or for values that
-            make no schedule.
+        ConfigError: for values that make no schedule.
     """
-    unit = _schedule_unit(optimizer) or training_unit(training)
-    suffix = "iters" if unit == "iterations" else unit
-    length = getattr(optimizer, f"lr_decay_{suffix}") or end.count(unit)
-    warmup = getattr(optimizer, f"lr_warmup_{suffix}")
-    if optimizer.lr_warmup_fraction is not None:
-        if warmup:
-            raise ConfigError(
-                f"`lr_warmup_{suffix}` must be 0 when `lr_warmup_fraction` is set, but is {warmup}; keep one."
-            )
-        warmup = optimizer.lr_warmup_fraction * length
-    final_length = getattr(optimizer, f"lr_wsd_decay_{suffix}")
     return LearningRate(
         peak=optimizer.lr,
         floor=optimizer.min_lr,
-        warmup=Warmup(warmup, optimizer.lr_warmup_init),
-        decay=Decay(optimizer.lr_decay_style, length, optimizer.lr_wsd_decay_style, final_length),
-        unit=unit,
+        warmup=Warmup(lengths.warmup, optimizer.lr_warmup_init),
+        decay=Decay(optimizer.lr_decay_style, lengths.decay, optimizer.lr_wsd_decay_style, lengths.wsd_decay),
+        unit=lengths.unit,
     )
 
 
-def _schedule_unit(optimizer: OptimizerConfig) -> Unit | None:
-    """The one unit in which lengths of the schedule are set, or None where none is set."""
-    fields = {
-        unit: [
-            name
-            for name in (f"lr_decay_{suffix}", f"lr_warmup_{suffix}", f"lr_wsd_decay_{suffix}")
-            if getattr(optimizer, name)
-        ]
-        for unit, suffix in zip(_UNITS, ("iters", "samples", "tokens"), strict=True)
-    }
-    used = [unit for unit in _UNITS if fields[unit]]
-    if len(used) > 1:
-        names = ", ".join(f"`{name}`" for unit in used for name in fields[unit])
-        raise ConfigError(
-            f"The lengths of the learning rate schedule must be in one unit, but are in {' and '.join(used)} "
-            f"({names}); keep one unit."
-        )
-    return used[0] if used else None
-
-
-def build_weight_decay(optimizer: OptimizerConfig, training: TrainingConfig, end: Progress) -> WeightDecay:
-    """The weight decay schedule of a run; it moves over the whole training, in the training's unit.
+def build_weight_decay(optimizer: OptimizerConfig, end: Progress) -> WeightDecay:
+    """The weight decay schedule of a run; it moves over the samples of the whole training, until `end`.
 
     Raises:
         ConfigError: where a moving decay lacks its start or end, or a constant one has them.
     """
     style = optimizer.weight_decay_incr_style
     start, finish = optimizer.start_weight_decay, optimizer.end_weight_decay
-    unit = training_unit(training)
     if style == "constant":
         if start is not None or finish is not None:
             raise ConfigError(
@@ -274,4 +217,4 @@ def build_weight_decay(optimizer: OptimizerConfig, training: TrainingConfig, end
             f"`start_weight_decay` and `end_weight_decay` must be set when `weight_decay_incr_style` is "
             f"{style}, but are {start} and {finish}; set both."
         )
-    return WeightDecay(start, finish, style, end.count(unit), unit)
+    return WeightDecay(start, finish, style, end.samples, "samples")

@@ -18,14 +18,14 @@ from megazero.checkpoint import (
     read_tensors,
     save_checkpoint,
 )
-from megazero.config.derive import batch_ramp, global_batch_size, padded_vocab_size, train_length
+from megazero.config.derive import batch_ramp, global_batch_size, lr_lengths, padded_vocab_size, train_length
 from megazero.config.tree import Config
 from megazero.data import DatasetRequest, GPTSettings, SamplerSpec, build_gpt_datasets
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, build_tokenizer
 from megazero.errors import CheckpointError, ConfigError
 from megazero.layers import Placement, initialize
 from megazero.models import GPT, Batch
-from megazero.mpu import Launch, ParallelContext, SampleStreams, join, leave
+from megazero.mpu import Launch, ParallelContext, SampleStreams, join, leave, spec_of
 from megazero.optim import (
     Progress,
     ScalerState,
@@ -114,8 +114,8 @@ def build_engine(config: Config, model: GPT, context: ParallelContext) -> Engine
         Optimizer(buckets, build_update_rule(config.optimizer), context, config.optimizer.clip_grad),
         build_loss_scaler(config.precision),
         (
-            build_learning_rate(config.optimizer, config.training, end),
-            build_weight_decay(config.optimizer, config.training, end),
+            build_learning_rate(config.optimizer, lr_lengths(config, context.data.size)),
+            build_weight_decay(config.optimizer, end),
         ),
         context,
     )
@@ -318,6 +318,34 @@ def _check_schedule(config: Config, saved: Mapping[str, Any], folder: Path) -> N
             f"`{folder}` was trained with another schedule ({'; '.join(changed)}); "
             f"set --override-opt_param-scheduler to use the new values"
         )
+
+
+def load_for_inference(directory: str, launch: Launch) -> tuple[ParallelContext, GPT, Tokenizer, Config]:
+    """The newest model of a checkpoint folder, ready to generate, on this rank of the job.
+
+    Raises:
+        CheckpointError: there is none, or it was written by another tensor-parallel size.
+        ConfigError: the model was trained without a tokenizer.
+    """
+    iteration = latest_iteration(directory)
+    if iteration is None:
+        raise CheckpointError(f"`load` must hold a checkpoint, but {directory} has none; check the path")
+    folder = iteration_folder(directory, iteration)
+    config = Config.model_validate(read_facts(folder)["config"])
+    # A sequence under generation is one token long and cannot be cut over ranks.
+    parallel = config.parallel.model_copy(update={"sequence_parallel": False})
+    config = config.model_copy(update={"parallel": parallel})
+    vocabulary = build_vocabulary(config)
+    if vocabulary.tokenizer is None:
+        raise ConfigError(
+            f"`tokenizer_type` must be known to generate text, but {folder} was trained without one"
+        )
+    context = join(config.parallel, launch)
+    model = build_model(config, vocabulary, context)
+    with torch.no_grad():
+        weights = {f"{spec_of(p).name}/weight": p for p in model.parameters()}
+        read_tensors(folder, weights, context)
+    return context, model, vocabulary.tokenizer, config
 
 
 def pretrain(config: Config, launch: Launch | None = None) -> TrainState:

@@ -117,13 +117,13 @@ def test_train_length_without_a_limit() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, LrLengths("iters", 0, 100, 0)),
-        ({"optimizer.lr_warmup_iters": 7}, LrLengths("iters", 7, 100, 0)),
-        ({"optimizer.lr_warmup_fraction": 0.25}, LrLengths("iters", 25, 100, 0)),
-        ({"optimizer.lr_warmup_samples": 7}, LrLengths("samples", 7, 400, 0)),
-        ({"optimizer.lr_warmup_tokens": 7}, LrLengths("tokens", 7, 12800, 0)),
-        ({"optimizer.lr_decay_tokens": 99}, LrLengths("tokens", 0, 99, 0)),
-        ({"training.train_iters": None, "training.train_samples": 41}, LrLengths("samples", 0, 40, 0)),
+        ({}, LrLengths("iters", 0, 100, None)),
+        ({"optimizer.lr_warmup_iters": 7}, LrLengths("iters", 7, 100, None)),
+        ({"optimizer.lr_warmup_fraction": 0.25}, LrLengths("iters", 25, 100, None)),
+        ({"optimizer.lr_warmup_samples": 7}, LrLengths("samples", 7, 400, None)),
+        ({"optimizer.lr_warmup_tokens": 7}, LrLengths("tokens", 7, 12800, None)),
+        ({"optimizer.lr_decay_tokens": 99}, LrLengths("tokens", 0, 99, None)),
+        ({"training.train_iters": None, "training.train_samples": 41}, LrLengths("samples", 0, 40, None)),
         (
             {"optimizer.lr_decay_style": "WSD", "optimizer.lr_wsd_decay_iters": 20},
             LrLengths("iters", 0, 100, 20),

@@ -31,10 +31,10 @@ EOD = 3
 
 @pytest.fixture
 def corpora(tmp_path):
+    # Large enough that every split has sequences: Megatron-Core loops for ever over a split without tokens.
     rng = np.random.default_rng(11)
-    return [
-        str(write_lengths(tmp_path / name, rng.integers(1, 60, n))) for name, n in (("a", 211), ("b", 90))
-    ]
+    named = (("a", 2110), ("b", 900))
+    return [str(write_lengths(tmp_path / name, rng.integers(1, 60, size))) for name, size in named]
 
 
 def core_config(tmp_path, blend, split, length, seed, **flags):

@@ -1,4 +1,6 @@
-"""Law 1: any layout trains the same model as one process. Here a layout is run and all it did written down."""
+"""Law 1: any layout trains the same model as one process.
+
+Here a layout is run and what it did written down."""
 
 from __future__ import annotations
 

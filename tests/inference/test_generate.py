@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import pytest
 import torch
 
@@ -50,19 +48,6 @@ def test_a_batch_equals_its_prompts_alone(config, sampling):
     for i, prompt in enumerate(PROMPTS):
         alone = generate(model, [prompt], max_new_tokens=NEW, sampling=sampling, numbers=[i])
         assert alone == together[i : i + 1]
-
-
-def test_long_prompts_are_fed_in_chunks(monkeypatch):
-    model = build(LLAMA)
-    prompts = [list(range(20)), list(range(30, 43))]
-    expected = generate(model, prompts, max_new_tokens=3, sampling=GREEDY)
-    # By name: in the package, `generate` is the function.
-    monkeypatch.setattr(import_module("megazero.inference.generate"), "PREFILL_CHUNK", 4)
-    fed = []
-    model.register_forward_pre_hook(lambda _, args: fed.append(args[0].tokens.shape[1]))
-    assert generate(model, prompts, max_new_tokens=3, sampling=GREEDY) == expected
-    # To 13 in fours, then three tokens for the second; it is done, so the first hurries on to its end.
-    assert fed == [4, 4, 4, 1, 1, 1, 4, 1, 1, 1]
 
 
 def test_a_seed_repeats_itself_and_another_differs():
@@ -145,7 +130,7 @@ def test_generation_ends_with_the_last_live_sequence():
     model = build(GPT2)
     eod = generate(model, [[5, 6]], max_new_tokens=1, sampling=GREEDY)[0][0]
     calls = []
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    model.head.register_forward_pre_hook(lambda *_: calls.append(1))
     assert generate(model, [[5, 6]], max_new_tokens=20, sampling=GREEDY, eod=eod) == [[]]
     assert len(calls) == 1
 

@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 
-from megazero.config.tree import OptimizerConfig, TrainingConfig
+from megazero.config.derive import lr_lengths
+from megazero.config.tree import BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
 from megazero.errors import ConfigError
 from megazero.optim.schedule import (
     Decay,
@@ -24,8 +25,14 @@ def rates(schedule, counts, unit="iteration"):
     return [schedule.at(Progress(**{unit: count})) for count in counts]
 
 
-def make(**fields):
-    return build_learning_rate(OptimizerConfig(lr=1.0, **fields), TrainingConfig(train_iters=100), END)
+def make(training=None, **fields):
+    config = Config(
+        model=ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=64),
+        batch=BatchConfig(micro_batch_size=8),
+        optimizer=OptimizerConfig(lr=1.0, **fields),
+        training=TrainingConfig(**(training or {"train_iters": 100})),
+    )
+    return build_learning_rate(config.optimizer, lr_lengths(config, 1))
 
 
 def test_first_update_with_warmup_has_the_initial_rate():
@@ -72,13 +79,13 @@ def test_unit_follows_the_lengths_given():
 @pytest.mark.parametrize(
     ("length", "unit", "decay"),
     [
-        ("train_iters", "iterations", 100),
+        ("train_iters", "iters", 100),
         ("train_samples", "samples", 800),
         ("train_tokens", "tokens", 51200),
     ],
 )
 def test_without_lengths_the_schedule_spans_the_training(length, unit, decay):
-    schedule = build_learning_rate(OptimizerConfig(lr=1.0), TrainingConfig(**{length: decay}), END)
+    schedule = make({length: decay})
     assert (schedule.unit, schedule.decay.length) == (unit, decay)
 
 
@@ -94,9 +101,7 @@ def test_warmup_fraction_is_of_the_decay_length():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"lr_decay_tokens": 10, "lr_warmup_samples": 5}, ["samples and tokens", "`lr_decay_tokens`"]),
         ({"lr_warmup_iters": 100}, ["shorter than the decay of 100", "`lr_warmup_iters`"]),
-        ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 3}, ["`lr_warmup_iters` must be 0"]),
         ({"min_lr": 2.0, "lr_warmup_init": 3.0}, ["`min_lr`", "`lr_warmup_init`"]),
         ({"lr_decay_style": "WSD"}, ["`lr_wsd_decay_iters` must be set"]),
         ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101}, ["at most the decay length (100)"]),
@@ -112,12 +117,12 @@ def test_weight_decay_moves_over_the_training():
     config = OptimizerConfig(
         lr=1.0, start_weight_decay=0.0, end_weight_decay=0.4, weight_decay_incr_style="linear"
     )
-    schedule = build_weight_decay(config, TrainingConfig(train_samples=800), END)
+    schedule = build_weight_decay(config, END)
     assert rates(schedule, [0, 200, 800, 801], "samples") == pytest.approx([0.0, 0.1, 0.4, 0.4])
 
 
 def test_constant_weight_decay_is_the_configured_one():
-    schedule = build_weight_decay(OptimizerConfig(lr=1.0, weight_decay=0.3), TrainingConfig(), END)
+    schedule = build_weight_decay(OptimizerConfig(lr=1.0, weight_decay=0.3), END)
     assert rates(schedule, [0, 50, 10**6]) == [0.3, 0.3, 0.3]
 
 
@@ -134,7 +139,7 @@ def test_constant_weight_decay_is_the_configured_one():
 )
 def test_bad_weight_decay_is_refused(fields, word):
     with pytest.raises(ConfigError, match=word):
-        build_weight_decay(OptimizerConfig(lr=1.0, **fields), TrainingConfig(), END)
+        build_weight_decay(OptimizerConfig(lr=1.0, **fields), END)
 
 
 def test_a_constant_weight_decay_may_not_move():

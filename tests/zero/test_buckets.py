@@ -30,6 +30,10 @@ def test_partial_gradients_and_dtypes_do_not_mix():
     assert [members for _, members in plan] == [[3], [2], [1], [0]]
 
 
+def gradients(bucket) -> dict[str, list[float]]:
+    return {s.name: g.tolist() for s, g in bucket.named(bucket.grads)}
+
+
 class Two(nn.Module):
     """y = used * x; the other parameter gets no gradient."""
 
@@ -62,7 +66,7 @@ def test_an_unused_parameter_has_gradient_zero_every_step():
                 reducer.last_backward()
             (model.used * (step + 1.0)).sum().backward()
         reducer.finish()
-        grads = {s.name: g.tolist() for s, g in buckets[0].named(buckets[0].grads)}
+        grads = gradients(buckets[0])
         assert grads == {"used": [2.0 * (step + 1)] * 4, "unused": [0.0] * 4}
 
 
@@ -77,7 +81,7 @@ def test_bf16_gradients_are_summed_in_fp32():
             reducer.last_backward()
         model.used.sum().backward()
     reducer.finish()
-    grads = dict((s.name, g.tolist()) for s, g in buckets[0].named(buckets[0].grads))
+    grads = gradients(buckets[0])
     assert grads["used"] == [1000.0] * 4
 
 
@@ -89,4 +93,4 @@ def test_a_parameter_used_twice_is_collected_once_with_both_uses():
     reducer.last_backward()
     (model.used * 2.0 + model.used * 3.0).sum().backward()
     reducer.finish()
-    assert dict((s.name, g.tolist()) for s, g in buckets[0].named(buckets[0].grads))["used"] == [5.0] * 4
+    assert gradients(buckets[0])["used"] == [5.0] * 4

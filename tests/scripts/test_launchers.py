@@ -1,0 +1,73 @@
+"""The shell scripts: launchers are accepted by the configuration, bad options are refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.source_tree import ROOT
+
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def bash(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """The finished script."""
+    return subprocess.run(
+        ["bash", f"scripts/{script}", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PATH": PATH, "VIRTUAL_ENV": sys.prefix, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "layout", "shown"),
+    [
+        ("pretrain_gpt_345m.sh", {}, "num_layers: 24"),
+        ("pretrain_gpt_345m.sh", {"GPUS_PER_NODE": "4", "NNODES": "2"}, "num_layers: 24"),
+        ("pretrain_llama_1b.sh", {}, "tensor_model_parallel_size: 2"),
+        ("pretrain_llama_1b.sh", {"TP": "1", "GPUS_PER_NODE": "1"}, "tensor_model_parallel_size: 1"),
+    ],
+)
+def test_a_launcher_is_accepted(script, layout, shown):
+    run = bash(script, CHECK="1", **layout)
+    assert run.returncode == 0, run.stderr
+    assert shown in run.stdout
+
+
+def test_a_launcher_says_why_a_layout_is_refused():
+    run = bash("pretrain_llama_1b.sh", CHECK="1", TP="3")
+    assert run.returncode == 2
+    assert "`num_attention_heads` must be a multiple of `tensor_model_parallel_size`" in run.stderr
+
+
+def test_flags_after_a_launcher_take_precedence():
+    assert "seq_length: 512" in bash("pretrain_gpt_345m.sh", "--seq-length", "512", CHECK="1").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--stepz", "3"], "the option must be --steps, --nproc or --out, but is `--stepz`."),
+        (["--steps", "0"], "`--steps` must be a positive integer, but is `0`."),
+        (["--nproc=two"], "`--nproc` must be a positive integer, but is `two`."),
+        (["--out"], "`--out` must have a value, but is the last word."),
+        (["--out="], "`--out` must be a folder, but is empty."),
+    ],
+)
+def test_the_quickstart_refuses_bad_options_before_it_does_anything(arguments, reason):
+    run = bash("quickstart.sh", *arguments)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert reason in run.stderr
+
+
+def test_the_quickstart_has_help():
+    run = bash("quickstart.sh", "--help")
+    assert run.returncode == 0
+    assert all(option in run.stdout for option in ("--steps N", "--nproc N", "--out DIR"))

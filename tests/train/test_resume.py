@@ -1,0 +1,136 @@
+"""Law 3 on one layout: k steps equal j steps, a stop and a resume, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megazero.checkpoint import iteration_folder, latest_iteration
+from megazero.config.resolve import parse_config
+from megazero.errors import CheckpointError
+from megazero.mpu import Launch
+from megazero.train.assemble import pretrain
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SMALL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data "
+    "--micro-batch-size 2 --global-batch-size 8 --rampup-batch-size 4 4 20 --lr 1e-3 --lr-warmup-iters 3 "
+    "--lr-decay-style cosine --train-iters 8 --eval-interval 4 --eval-iters 1 --log-interval 4"
+)
+
+
+def run(*flags: object) -> list[dict]:
+    """Train in this process; the metrics of every iteration."""
+    argv = [*SMALL.split(), *map(str, flags)]
+    pretrain(parse_config(argv, world_size=1).config, Launch())
+    path = Path(argv[argv.index("--metrics-jsonl") + 1])
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def curve(records: list[dict]) -> list[tuple]:
+    keys = ("iteration", "consumed_samples", "consumed_tokens", "lm_loss", "grad_norm", "learning_rate")
+    return [tuple(r[k] for k in keys) for r in records]
+
+
+def tensors(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
+    whole = {}
+    for path in sorted(iteration_folder(folder, iteration).glob("*.safetensors")):
+        whole.update({f"{path.stem}/{k}": v for k, v in load_file(path).items()})
+    return whole
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_resumed_training_is_bit_identical(tmp_path, dtype):
+    flags = ["--params-dtype", dtype] + (["--initial-loss-scale", "4096"] if dtype == "fp16" else [])
+    straight = run(*flags, "--metrics-jsonl", tmp_path / "a.jsonl", "--save", tmp_path / "a")
+    assert [r["global_batch_size"] for r in straight][:1] == [4], "the ramp is meant to be under way"
+    both = ["--metrics-jsonl", tmp_path / "b.jsonl", "--save", tmp_path / "b", "--load", tmp_path / "b"]
+    run(*flags, *both, "--exit-interval", 3)
+    assert latest_iteration(tmp_path / "b") == 3
+    resumed = run(*flags, *both)
+    assert curve(resumed) == curve(straight)
+    a, b = tensors(tmp_path / "a", 8), tensors(tmp_path / "b", 8)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_sigterm_saves_and_exits_cleanly(tmp_path):
+    """The real program, two ranks: a SIGTERM to one of them ends both with a checkpoint."""
+    metrics = tmp_path / "m.jsonl"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(str(ROOT / "pretrain_gpt.py"), *SMALL.split(), "--train-iters", "100000"),
+        *(
+            "--tensor-model-parallel-size",
+            "2",
+            "--metrics-jsonl",
+            str(metrics),
+            "--save",
+            str(tmp_path / "c"),
+        ),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + 90
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert process.poll() is None, process.communicate()[0].decode()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    listing = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+    os.kill(int(listing.stdout.split()[1]), signal.SIGTERM)
+    output = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 0, output
+    assert "stopping after iteration" in output
+    saved = latest_iteration(tmp_path / "c")
+    assert saved == json.loads(metrics.read_text().splitlines()[-1])["iteration"]
+
+
+def test_finetune_takes_weights_and_starts_anew(tmp_path):
+    run("--metrics-jsonl", tmp_path / "a.jsonl", "--save", tmp_path / "a")
+    again = run("--metrics-jsonl", tmp_path / "b.jsonl", "--load", tmp_path / "a", "--finetune")
+    assert again[0]["iteration"] == 1
+    first = json.loads((tmp_path / "a.jsonl").read_text().splitlines()[0])
+    assert again[0]["lm_loss"] != first["lm_loss"]
+
+
+def test_a_changed_schedule_is_refused_unless_overridden(tmp_path):
+    run("--metrics-jsonl", tmp_path / "a.jsonl", "--save", tmp_path / "a", "--exit-interval", 4)
+    flags = ["--metrics-jsonl", tmp_path / "a.jsonl", "--load", tmp_path / "a", "--lr", "5e-4"]
+    with pytest.raises(CheckpointError, match=r"lr: 0.001 -> 0.0005.*--override-opt_param-scheduler"):
+        run(*flags)
+    resumed = run(*flags, "--override-opt_param-scheduler")
+    assert max(r["learning_rate"] for r in resumed[4:]) < 5e-4
+
+
+def test_exit_by_duration_saves(tmp_path):
+    records = run(
+        *("--metrics-jsonl", tmp_path / "a.jsonl", "--save", tmp_path / "a"),
+        *("--exit-duration-in-mins", "1e-6"),
+    )
+    assert len(records) == 1
+    assert latest_iteration(tmp_path / "a") == 1
+
+
+def test_evaluation_leaves_training_untouched(tmp_path):
+    often = run("--metrics-jsonl", tmp_path / "a.jsonl", "--eval-interval", 1)
+    never = run("--metrics-jsonl", tmp_path / "b.jsonl", "--eval-iters", 0)
+    assert curve(often) == curve(never)
+
+
+def test_missing_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="has none"):
+        run(
+            *("--metrics-jsonl", tmp_path / "a.jsonl", "--load", tmp_path / "nothing"),
+            "--exit-on-missing-checkpoint",
+        )
+    assert len(run("--metrics-jsonl", tmp_path / "a.jsonl", "--load", tmp_path / "nothing")) == 8
