@@ -11,7 +11,7 @@ native_data = Pybind11Extension(
     ["csrc/data/bindings.cpp"],
     include_dirs=["csrc"],
     cxx_std=17,
-    extra_compile_args=["-O3", "-Wall", "-Wextra"],
+    extra_compile_args=["-O3", "-Wall", "-Wextra", "-ffp-contract=off"],
     optional=True,
 )
 

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="compare_loss.py", description=__doc__.split("\n")[0])
     parser.add_argument("metrics", metavar="METRICS.jsonl", help="what --metrics-jsonl wrote")
     parser.add_argument("--unigram-entropy", type=float, required=True, metavar="X", help="nats per token")
-    parser.add_argument("--margin", type=float, default=1.0, metavar="X", help="nats (default: 1)")
+    parser.add_argument("--margin", type=float, default=0.5, metavar="X", help="nats (default: 0.5)")
     parser.add_argument(
         "--judge-from-step", type=int, default=0, metavar="N", help="shorter trainings are shown, not judged"
     )

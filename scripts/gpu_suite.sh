@@ -6,7 +6,7 @@
 # csrc for the GPU, the tests marked `gpu`, a short quickstart in bf16, and the training step beside plain
 # PyTorch. Results go to $OUT, or benchmarks/results/. Goes on after a failure and ends with status 1 then.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 results=$(mkdir -p "${OUT:-benchmarks/results}" && cd "${OUT:-benchmarks/results}" && pwd) || exit 1
 
 SETUP_EXTRAS=plot SETUP_OPTIONAL=fast

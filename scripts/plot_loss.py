@@ -37,6 +37,7 @@ def draw(curves: Curves, entropy: float | None, output: str) -> None:
         label = f"unigram entropy ({entropy:.2f})"
         axes.axhline(entropy, color="tab:gray", linestyle="--", label=label)
     axes.set(xlabel="iteration", ylabel="loss (nats per token)", title="Language model loss")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(output, dpi=120)

@@ -43,7 +43,7 @@ FLAGS=(
     --clip-grad 1.0
     --bf16
     --data-path "$DATA_PATH"
-    --split 949,50,1
+    --split "949,50,1"
     --tokenizer-type GPT2BPETokenizer
     --vocab-file "$VOCAB_FILE"
     --merge-file "$MERGE_FILE"

@@ -54,7 +54,7 @@ FLAGS=(
     --bf16
     --recompute-activations
     --data-path "$DATA_PATH"
-    --split 99,1,0
+    --split "99,1,0"
     --tokenizer-type GPTSentencePieceTokenizer
     --tokenizer-model "$TOKENIZER_MODEL"
     --save "$CHECKPOINT_PATH"

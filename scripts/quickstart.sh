@@ -9,7 +9,7 @@ usage: bash scripts/quickstart.sh [--steps N] [--nproc N] [--out DIR]
 
 Trains a small GPT on the sources of Python's standard library and shows what it learned.
 
-  --steps N    optimizer steps (default 200, or 100 on a CPU without bf16 instructions);
+  --steps N    optimizer steps (default 250, or 100 on a CPU without bf16 instructions);
                below 100 the loss is shown but not judged
   --nproc N    ranks, each with a part of every batch (default: the GPUs, or 2 without any)
   --out DIR    where everything is written (default out/quickstart)
@@ -67,7 +67,7 @@ nproc=${nproc:-$((gpus > 0 ? gpus : 2))}
 # On a CPU without instructions for it, bf16 is slower than fp32.
 precision=() default_steps=100
 if ((gpus > 0)) || grep -qwsE 'amx_bf16|avx512_bf16|bf16' /proc/cpuinfo; then
-    precision=(--bf16) default_steps=200
+    precision=(--bf16) default_steps=250
 fi
 steps=${steps:-$default_steps}
 export OMP_NUM_THREADS=$((cores > nproc ? cores / nproc : 1))
@@ -111,9 +111,9 @@ model=(--num-layers 6 --hidden-size 256 --num-attention-heads 8 --seq-length 256
 batch=(--micro-batch-size 8 --global-batch-size "$global_batch" --train-iters "$steps")
 optimizer=(--lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters $((steps / 10))
     --weight-decay 0.1 --adam-beta2 0.95)
-inputs=(--data-path "$data" --split 96,4,0 --tokenizer-type HFTokenizer --tokenizer-model "$tokenizer")
+inputs=(--data-path "$data" --split "96,4,0" --tokenizer-type HFTokenizer --tokenizer-model "$tokenizer")
 outputs=(--save "$checkpoint" --load "$checkpoint" --save-interval 50
-    --eval-interval $((steps < 60 ? 10 : steps / 6)) --eval-iters 10
+    --eval-interval $((steps < 50 ? 10 : steps / 5)) --eval-iters 10
     --log-interval $((steps < 30 ? 1 : steps / 30)) --metrics-jsonl "$metrics")
 if ((done_steps >= steps)); then
     echo "$checkpoint stands at step $done_steps; nothing is left to train"

@@ -102,22 +102,32 @@ setup_build_native() {
     setup_say "csrc was not compiled (is there a C++ compiler? see $log); indexes are built in numpy, slower"
 }
 
-setup_main() {
-    local started=$SECONDS stamp key
-    setup_activate
-    stamp=$VIRTUAL_ENV/.megazero/${SETUP_EXTRAS:-none}
+# Whether every extra that is asked for has been set up from the present inputs.
+setup_is_done() {
+    local key extra
     key=$(python scripts/setup_facts.py key)
-    if [[ -f $stamp && $(<"$stamp") == "$key" ]]; then return; fi
-    mkdir -p "${stamp%/*}"
+    for extra in base ${SETUP_EXTRAS//,/ }; do
+        [[ $(cat "$VIRTUAL_ENV/.megazero/$extra" 2>/dev/null) == "$key" ]] || return 1
+    done
+}
+
+setup_main() {
+    local started=$SECONDS stamps extra
+    setup_activate
+    stamps=$VIRTUAL_ENV/.megazero
+    if setup_is_done; then return; fi
+    mkdir -p "$stamps"
     # Two scripts that start at once must not install at once.
     if command -v flock >/dev/null; then
-        exec 9>"$VIRTUAL_ENV/.megazero/lock"
+        exec 9>"$stamps/lock"
         flock 9
     fi
-    if [[ ! -f $stamp || $(<"$stamp") != "$key" ]]; then
-        setup_install "$VIRTUAL_ENV/.megazero/constraints.txt"
-        python scripts/setup_facts.py key >"$stamp.part"
-        mv "$stamp.part" "$stamp"
+    if ! setup_is_done; then
+        setup_install "$stamps/constraints.txt"
+        for extra in base ${SETUP_EXTRAS//,/ }; do
+            python scripts/setup_facts.py key >"$stamps/part"
+            mv "$stamps/part" "$stamps/$extra"
+        done
         setup_say "done in $((SECONDS - started)) s"
     fi
     exec 9>&-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,9 +73,10 @@ class Source:
                 yield node
 
 
-def sources(*folders: str) -> list[Source]:
+@cache
+def sources(*folders: str) -> tuple[Source, ...]:
     """The Python files below these folders of the project, in a fixed order."""
-    return [Source.read(path) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return tuple(Source.read(path) for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
 
 
 def find_cycle(graph: dict[str, set[str]]) -> list[str]:

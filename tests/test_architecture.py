@@ -11,7 +11,7 @@ import enum
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -32,7 +32,10 @@ SAME_LEVEL = {("moe", "layers"), ("zero", "optim")}
 TOOLS_MAY_IMPORT = {"errors", "config", "data"}
 LONGEST_FILE = 450
 LONGEST_FUNCTION = 75
-OPS = sorted(path.parent.name for path in (ROOT / "megazero/ops").glob("*/__init__.py"))
+# dropout only says what to drop; the numbers and their reference are counter_random's.
+OPS = sorted({path.parent.name for path in (ROOT / "megazero/ops").glob("*/__init__.py")} - {"dropout"})
+# Extension modules: no source of Python, so no part of an import cycle.
+COMPILED = {"megazero.data._native"}
 PACKAGES = sorted(path.parent.name for path in (ROOT / "megazero").glob("*/__init__.py"))
 MODULES = [source.module for source in sources("megazero")]
 
@@ -161,7 +164,7 @@ def test_every_package_has_a_level():
     assert units - set(LEVELS) == set()
 
 
-def import_graph(files: list[Source]) -> dict[str, set[str]]:
+def import_graph(files: Iterable[Source]) -> dict[str, set[str]]:
     """Module -> the modules its import runs; a name imported from a package is that package's."""
     known = {source.module for source in files}
 
@@ -169,7 +172,12 @@ def import_graph(files: list[Source]) -> dict[str, set[str]]:
         return target if target in known else target.rpartition(".")[0]
 
     return {
-        source.module: {module_of(e.target) for e in source.imports() if not (e.lazy or e.typing)} & known
+        source.module: known
+        & {
+            module_of(each.target)
+            for each in source.imports()
+            if not (each.lazy or each.typing or each.target in COMPILED)
+        }
         for source in files
     }
 
@@ -248,9 +256,7 @@ def test_config_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize(
-    "op", sorted(path.parent.name for path in (ROOT / "megazero/ops").glob("*/__init__.py"))
-)
+@pytest.mark.parametrize("op", OPS)
 def test_every_op_has_a_reference_and_a_front(op):
     assert (ROOT / "megazero/ops" / op / "reference.py").is_file()
     assert importlib.import_module(f"megazero.ops.{op}").__all__

@@ -41,7 +41,7 @@ def test_smoothing_averages_the_last_points():
     ("loss", "status", "words"),
     [
         (5.5, 0, "passed: 1.0800 nats below"),
-        (5.7, 1, "FAILED: 0.8800 nats below"),
+        (6.2, 1, "FAILED: 0.3800 nats below"),
         ("NaN", 1, "FAILED: nan nats below"),
     ],
 )

@@ -18,8 +18,12 @@ _CPU = frozenset({"cpu"})
 _CPU_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16})
 _REFERENCE = Implementation("reference", attention_reference)
 _FLASH_CPU = Implementation("flash_cpu", attention_flash_cpu, devices=_CPU, dtypes=_CPU_DTYPES)
+# In fp32 torch's own backward is as fast.
+_FLASH_CPU_BF16 = Implementation(
+    "flash_cpu", attention_flash_cpu, devices=_CPU, dtypes=frozenset({torch.bfloat16})
+)
 
-ATTENTION = Operator("attention", (_FLASH_CPU, Implementation("sdpa", attention_sdpa), _REFERENCE))
+ATTENTION = Operator("attention", (_FLASH_CPU_BF16, Implementation("sdpa", attention_sdpa), _REFERENCE))
 
 ATTENTION_DROPOUT = Operator(
     "attention_dropout",

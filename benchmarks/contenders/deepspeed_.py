@@ -1,0 +1,73 @@
+"""DeepSpeed on the plain GPT: ZeRO stages 0 and 1, its own bf16 mode, accumulation and clipping.
+
+The optimizer is PyTorch's fused AdamW, as for the other contenders, so that nothing is compiled at the start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+import torch
+
+from benchmarks.contenders import Shape
+from benchmarks.contenders.plain import PlainGPT
+
+
+def _config(shape: Shape, world_size: int, stage: int) -> dict:
+    config = {
+        "train_micro_batch_size_per_gpu": shape.micro_batch,
+        "gradient_accumulation_steps": shape.accumulations,
+        "train_batch_size": shape.micro_batch * shape.accumulations * world_size,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": shape.dtype == "bf16"},
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 10**9,
+    }
+    # Outside ZeRO, DeepSpeed refuses to accumulate the gradients of a bf16 model in fp32.
+    if stage > 0:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+def _engine(shape: Shape, rank: int, world_size: int, stage: int):
+    """DeepSpeed reads its device and its rank from the environment, when it is imported."""
+    os.environ["DS_ACCELERATOR"] = shape.device
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    import deepspeed
+
+    model = PlainGPT(shape).to(torch.device(shape.device, rank) if shape.device == "cuda" else "cpu")
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(
+            model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        ),
+        config=_config(shape, world_size, stage),
+        dist_init_required=False,
+    )
+    return engine
+
+
+def _build(shape: Shape, rank: int, world_size: int, stage: int):
+    # Its log goes to standard output, where it would mix with the JSON lines.
+    with contextlib.redirect_stdout(sys.stderr):
+        engine = _engine(shape, rank, world_size, stage)
+    batches = shape.batches(rank)
+
+    def step() -> float:
+        for tokens, labels in batches:
+            loss = engine(tokens, labels)
+            engine.backward(loss)  # divides by the accumulations
+            engine.step()  # acts with the last micro-batch only
+        return float(loss.detach())
+
+    return step
+
+
+def build_0(shape: Shape, rank: int, world_size: int):
+    return _build(shape, rank, world_size, stage=0)
+
+
+def build_1(shape: Shape, rank: int, world_size: int):
+    return _build(shape, rank, world_size, stage=1)
