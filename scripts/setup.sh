@@ -81,7 +81,7 @@ setup_install() {
         setup_die "the build tools could not be installed; see above."
     setup_build_native
     if [[ -n ${SETUP_OPTIONAL:-} ]]; then
-        if setup_self "${SETUP_EXTRAS:+$SETUP_EXTRAS,}$SETUP_OPTIONAL" --retries 1 2>/dev/null; then return; fi
+        if setup_self "${SETUP_EXTRAS:+$SETUP_EXTRAS,}$SETUP_OPTIONAL" --retries 1 --timeout 15 2>/dev/null; then return; fi
         setup_say "trying without the extra $SETUP_OPTIONAL, which makes things faster but is not to be had here"
     fi
     setup_self "${SETUP_EXTRAS:-}" || setup_die "the dependencies could not be installed; see above."
@@ -92,14 +92,19 @@ setup_self() {
     setup_pip install -c "$constraints" --no-build-isolation --editable ".${1:+[$1]}" "${@:2}"
 }
 
-# Compiles csrc in place, from scratch: the build's own time stamps do not see changed headers.
+# Compiles csrc in place, from scratch: the build's own time stamps do not see changed headers. The extension is
+# optional, so a build that fails says so by leaving nothing.
 setup_build_native() {
-    local log=build/native.log
-    mkdir -p build
-    if python setup.py build_ext --inplace --force >"$log" 2>&1 && [[ -n $(python scripts/setup_facts.py native) ]]; then
-        return
+    local folder=build/native log=build/native.log old
+    old=$(python scripts/setup_facts.py native)
+    if [[ -n $old ]]; then rm -f "$old"; fi
+    rm -rf "$folder"
+    mkdir -p "$folder"
+    python setup.py build_ext --inplace --force --build-temp "$folder/temp" --build-lib "$folder/lib" \
+        >"$log" 2>&1 || true
+    if [[ -z $(python scripts/setup_facts.py native) ]]; then
+        setup_say "csrc was not compiled (is there a C++ compiler? see $log); indexes are built in numpy, slower"
     fi
-    setup_say "csrc was not compiled (is there a C++ compiler? see $log); indexes are built in numpy, slower"
 }
 
 # Whether every extra that is asked for has been set up from the present inputs.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -25,16 +26,18 @@ TNTIDX_MAGIC = b"TNTIDX\x00\x00"
 MMIDIDX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, element code, sequences, document entries
 TNTIDX_HEADER = struct.Struct("<8sQQQQQQ")  # magic, version, code, element size, items, sizes, documents
 
-DTYPE_CODES = {
-    1: np.dtype("u1"),
-    2: np.dtype("i1"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    8: np.dtype("<u2"),
-}
-FLOAT_CODES = {6: "float64", 7: "float32"}
-CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_CODES.items()}
+DTYPE_CODES = MappingProxyType(
+    {
+        1: np.dtype("u1"),
+        2: np.dtype("i1"),
+        3: np.dtype("<i2"),
+        4: np.dtype("<i4"),
+        5: np.dtype("<i8"),
+        8: np.dtype("<u2"),
+    }
+)
+FLOAT_CODES = MappingProxyType({6: "float64", 7: "float32"})
+CODE_OF_DTYPE = MappingProxyType({dtype: code for code, dtype in DTYPE_CODES.items()})
 
 _CHUNK = 1 << 20  # sequences per vectorised check: bounds memory, and int32 * 8 bytes * 2^20 fits int64
 

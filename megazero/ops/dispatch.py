@@ -19,6 +19,7 @@ TRAINING_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def always() -> bool:
+    """True: an implementation that needs nothing built."""
     return True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megazero.data.tokenizers.base import Tokenizer
 from megazero.errors import DataError
@@ -76,17 +77,19 @@ class _Kind:
     needs_vocab_size: bool = False
 
 
-_KINDS = {
-    "GPT2BPETokenizer": _Kind(_gpt2),
-    "HFTokenizer": _Kind(_tokenizer_json),
-    "TokenizerJson": _Kind(_tokenizer_json),
-    "SentencePieceTokenizer": _Kind(_sentencepiece, has_extra_ids=True),
-    "GPTSentencePieceTokenizer": _Kind(_gpt_sentencepiece),
-    "BertWordPieceLowerCase": _Kind(_bert, has_extra_ids=True),
-    "BertWordPieceCase": _Kind(_bert, has_extra_ids=True),
-    "ByteLevelTokenizer": _Kind(_bytes),
-    "NullTokenizer": _Kind(_null, needs_vocab_size=True),
-}
+_KINDS = MappingProxyType(
+    {
+        "GPT2BPETokenizer": _Kind(_gpt2),
+        "HFTokenizer": _Kind(_tokenizer_json),
+        "TokenizerJson": _Kind(_tokenizer_json),
+        "SentencePieceTokenizer": _Kind(_sentencepiece, has_extra_ids=True),
+        "GPTSentencePieceTokenizer": _Kind(_gpt_sentencepiece),
+        "BertWordPieceLowerCase": _Kind(_bert, has_extra_ids=True),
+        "BertWordPieceCase": _Kind(_bert, has_extra_ids=True),
+        "ByteLevelTokenizer": _Kind(_bytes),
+        "NullTokenizer": _Kind(_null, needs_vocab_size=True),
+    }
+)
 
 TOKENIZER_KINDS: tuple[str, ...] = tuple(_KINDS)
 """The values `--tokenizer-type` accepts."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 from megazero.data.tokenizers.fast import FastSource
 from megazero.data.tokenizers.files import require_file
 from megazero.data.tokenizers.library import LibraryTokenizer, check_ids
 from megazero.errors import DataError
 
-_ROLES = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]", "unk": "[UNK]"}
+_ROLES = MappingProxyType({"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]", "unk": "[UNK]"})
 # Google's WordPiece gives up on words longer than this; the library's own default is 100.
 _LONGEST_WORD = 200
 

@@ -27,6 +27,7 @@ def attention_sdpa(
     dropout: Dropout | None,
     scale: float,
 ) -> Tensor:
+    """Attention by torch's SDPA, which chooses the kernel; without dropout."""
     assert dropout is None
     s, b, n, d = q.shape
     out = F.scaled_dot_product_attention(
@@ -48,6 +49,7 @@ def attention_with_dropout(
     dropout: Dropout | None,
     scale: float,
 ) -> Tensor:
+    """Attention composed of matmuls and our softmax, so that dropout's masks are exact."""
     s, b, n, d = q.shape
     repeats = n // k.shape[2]
     keys, values = (_heads_second(each).repeat_interleave(repeats, 1) for each in (k, v))

@@ -271,6 +271,7 @@ def attention_flash_cpu(
     dropout: Dropout | None,
     scale: float,
 ) -> Tensor:
+    """Attention by torch's CPU flash kernel forward and our blocks backward."""
     if dropout is None:
         return _FlashCPU.apply(q, k, v, mask, causal, None, 0.0, scale)
     row_keys = attention_row_keys(dropout, q.shape[2], q.shape[0])

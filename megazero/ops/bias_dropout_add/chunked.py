@@ -60,6 +60,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
 def bias_dropout_add_chunked(
     x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None
 ) -> Tensor:
+    """residual + dropout(x + bias), chunk by chunk; shapes [s, b, h]."""
     if dropout is None:
         return residual + (x if bias is None else x + bias)
     row_keys = hidden_row_keys(dropout, x.shape[0]).view(-1, 1)

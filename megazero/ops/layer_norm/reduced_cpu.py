@@ -40,4 +40,5 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def layer_norm_reduced_cpu(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Layer norm of x [..., h] in bf16 or fp16 on CPU."""
     return _LayerNorm.apply(x, weight, bias, eps)

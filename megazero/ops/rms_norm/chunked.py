@@ -44,4 +44,5 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm_chunked(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of x [..., h], chunk by chunk."""
     return _RMSNorm.apply(x, weight, eps)

@@ -38,4 +38,5 @@ class _Rotary(torch.autograd.Function):
 
 
 def apply_rotary_fused(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [s, b, n, d] turned by the table's angles."""
     return _Rotary.apply(x, cos, sin)

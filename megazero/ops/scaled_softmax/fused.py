@@ -34,4 +34,5 @@ class _ScaledSoftmax(torch.autograd.Function):
 
 
 def scaled_softmax_fused(scores: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
+    """Softmax of scale * scores [..., q, k] where the mask allows."""
     return _ScaledSoftmax.apply(scores, scale, causal, mask)

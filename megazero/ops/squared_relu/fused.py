@@ -20,4 +20,5 @@ class _SquaredReLU(torch.autograd.Function):
 
 
 def squared_relu_fused(x: Tensor) -> Tensor:
+    """max(x, 0)^2 of any shape."""
     return _SquaredReLU.apply(x)

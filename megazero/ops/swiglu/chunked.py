@@ -40,4 +40,5 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu_chunked(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of gate_up [..., 2, f], chunk by chunk; [..., f]."""
     return _SwiGLU.apply(gate_up)
