@@ -1,7 +1,10 @@
-"""Builds megazero and, where a C++ compiler is present, its native data helpers.
+"""Builds megazero and, where a C++ compiler is present, its native data helpers and CPU kernels.
 
-The extension is optional: without a compiler the package installs and falls back to numpy, slower.
+The extensions are optional: without a compiler the package installs and falls back to numpy and torch, slower.
 """
+
+import sys
+from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import find_packages, setup
@@ -12,6 +15,20 @@ native_data = Pybind11Extension(
     include_dirs=["csrc"],
     cxx_std=17,
     extra_compile_args=["-O3", "-Wall", "-Wextra", "-ffp-contract=off"],
+    optional=True,
+)
+
+# Compiled for OpenMP but not linked to a runtime: the symbols are those of the one that torch has loaded, so that there
+# is one pool of threads. (Apple's compiler has no OpenMP; there the kernels run in one thread.)
+native_ops = Pybind11Extension(
+    "megazero.ops._native",
+    sorted(str(path) for path in Path("csrc").glob("*/cpu.cpp")) + ["csrc/common/bindings.cpp"],
+    include_dirs=["csrc"],
+    cxx_std=17,
+    extra_compile_args=[
+        *("-O3", "-Wall", "-Wextra", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+        *(["-fopenmp"] if sys.platform == "linux" else []),
+    ],
     optional=True,
 )
 
@@ -34,12 +51,12 @@ setup(
         "tensorboard>=2.14",
     ],
     extras_require={
-        "fast": ["gigatoken>=0.10"],
+        "fast": ["gigatoken>=0.10", "orjson>=3.9"],
         "dev": ["pytest>=8", "pytest-xdist>=3.5", "ruff>=0.8", "hypothesis>=6", "transformers>=4.45"],
         "plot": ["matplotlib>=3.8"],
         "wandb": ["wandb"],
     },
-    ext_modules=[native_data],
+    ext_modules=[native_data, native_ops],
     cmdclass={"build_ext": build_ext},
     entry_points={"console_scripts": ["megazero=megazero.cli:main"]},
 )

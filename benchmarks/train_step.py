@@ -12,6 +12,7 @@ measured in the same processes between the rounds. Contenders whose package is m
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import multiprocessing
@@ -33,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 CONTENDERS = {
     "eager": ("plain", "build", (1,), "torch"),
     "compiled": ("plain", "build_compiled", (1,), "torch"),
+    "eager-allocator": ("plain", "build_tuned", (1,), "torch"),
     "ddp": ("plain", "build_ddp", (2,), "torch"),
     "fsdp2": ("fsdp2", "build", (2,), "torch"),
     "deepspeed-0": ("deepspeed_", "build_0", (1, 2), "deepspeed"),
@@ -144,7 +146,7 @@ class Team:
 
     def close(self) -> None:
         for connection, process in zip(self.connections, self.processes, strict=True):
-            if process.is_alive():
+            with contextlib.suppress(BrokenPipeError):  # one that failed has left already
                 connection.send(None)
             process.join(10)
             if process.is_alive():

@@ -1,6 +1,7 @@
 """DeepSpeed on the plain GPT: ZeRO stages 0 and 1, its own bf16 mode, accumulation and clipping.
 
-The optimizer is PyTorch's fused AdamW, as for the other contenders, so that nothing is compiled at the start.
+The optimizer is PyTorch's fused AdamW, as for the other contenders. On CPUs, DeepSpeed compiles an extension
+for its shared-memory collectives when it is first started, before anything is timed.
 """
 
 from __future__ import annotations

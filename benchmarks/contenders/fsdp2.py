@@ -1,6 +1,6 @@
 """PyTorch's FSDP2 (`fully_shard`) on the plain GPT, a unit per layer and one for the vocabulary.
 
-Set for speed at this size: parameters stay gathered from the first forward of a step to its last backward
+Set to communicate least: parameters stay gathered from the first forward of a step to its last backward
 (`reshard_after_forward=False`), and gradients are reduced once per step, with the last micro-batch.
 """
 

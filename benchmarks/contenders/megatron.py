@@ -1,8 +1,9 @@
 """NVIDIA's megatron-core: its GPTModel (local layer spec) and its DistributedDataParallel, T=1 or T=2.
 
-Two pieces are ours, because megatron-core has none that runs here. Its unfused attention gives way to PyTorch's
+Two pieces are ours, because megatron-core has none that runs here. Its unfused attention gives way to
 SDPA, as Transformer Engine's fused one would replace it on a GPU. Its optimizers accept CUDA tensors only, so
-the fp32 main parameters, the clipping over the tensor-parallel ranks and the fused AdamW step are in this file.
+the fp32 main parameters, the clipping over the tensor-parallel ranks and the fused AdamW step are in this
+file. In fp32 and from the plain GPT's weights, it gives the plain GPT's losses.
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ def build(shape: Shape, rank: int, world_size: int, tp: int = 1):
             torch.cuda.set_device(rank)
         else:
             # megatron-core allocates its gradient buffers on "the current CUDA device".
-            stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")))
+            cpu = torch.device("cpu")
+            stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=cpu))
         model = _model(shape, tp)
     optimizer = MainParameters(model, parallel_state.get_tensor_model_parallel_group())
     batches = shape.batches(parallel_state.get_data_parallel_rank())

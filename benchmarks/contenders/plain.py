@@ -81,3 +81,11 @@ def build_compiled(shape: Shape, rank: int, world_size: int):
 def build_ddp(shape: Shape, rank: int, world_size: int):
     model = nn.parallel.DistributedDataParallel(PlainGPT(shape).to(shape.device))
     return make_step(model, shape, rank, model.no_sync)
+
+
+def build_tuned(shape: Shape, rank: int, world_size: int):
+    """The plain loop with megazero's allocator setting, to tell what the rest is worth."""
+    from megazero.train.allocator import keep_freed_memory
+
+    keep_freed_memory()
+    return build(shape, rank, world_size)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megazero.ops.counter_random import KeepRows, keep_columns, keep_multiplier
 from megazero.ops.dropout import Dropout, attention_row_keys
+from megazero.ops.native import NATIVE, NATIVE_DTYPES, address, available, rows_of
 
 # Scores per block and thread, and queries per block: in fp32 the causal triangle that small blocks skip
 # is worth more, in bf16 the larger matmuls are (measured at 512 queries, 8 heads of 64 channels).
@@ -132,17 +133,34 @@ class _Sample:
     def probabilities(self, start: int, stop: int, keys: int) -> Tensor:
         """[n, stop - start, keys], in q's dtype."""
         log_probs = torch.bmm(self.by_group(self.q, start, stop), _first_keys(self.k, keys))
-        if self.late_scale == 1.0:
-            probs = log_probs.exp_()
-        else:
-            probs = log_probs.float().mul_(self.late_scale).exp_().to(log_probs.dtype)
-        probs = probs.view(self.shape.heads, stop - start, keys)
-        if self.shape.causal:
-            diagonal = self.shape.t - self.shape.s + start
-            probs[..., max(diagonal, 0) :].tril_(min(diagonal, 0))
+        log_probs = log_probs.view(self.shape.heads, stop - start, keys)
+        diagonal = self.shape.t - self.shape.s + start if self.shape.causal else keys
+        exponentiate = _exponentiate_native if _native_serves(log_probs) else _exponentiate
+        probs = exponentiate(log_probs, self.late_scale, diagonal)
         if self.blocked is not None:
             probs.masked_fill_(self.blocked[:, start:stop, :keys], 0)
         return probs
+
+
+def _exponentiate(log_probs: Tensor, factor: float, diagonal: int) -> Tensor:
+    """exp(factor * log_probs) of [n, queries, keys], 0 beyond key `query + diagonal`; may be in place."""
+    if factor == 1.0:
+        probs = log_probs.exp_()
+    else:
+        probs = log_probs.float().mul_(factor).exp_().to(log_probs.dtype)
+    probs[..., max(diagonal, 0) :].tril_(min(diagonal, 0))
+    return probs
+
+
+def _exponentiate_native(log_probs: Tensor, factor: float, diagonal: int) -> Tensor:
+    """The same by the kernel of csrc/attention, in one pass in place that skips the zeros."""
+    _, queries, keys = log_probs.shape
+    NATIVE.attention_probabilities(rows_of(log_probs, keys), queries, diagonal, factor, address(log_probs))
+    return log_probs
+
+
+def _native_serves(log_probs: Tensor) -> bool:
+    return available() and log_probs.dtype in NATIVE_DTYPES and log_probs.is_contiguous()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

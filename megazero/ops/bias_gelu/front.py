@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from megazero.ops.bias_gelu.composed import bias_gelu_torch
+from megazero.ops.bias_gelu.native_cpu import bias_gelu_native_cpu
 from megazero.ops.bias_gelu.reference import bias_gelu_reference
 from megazero.ops.dispatch import Implementation, Operator, choose
-
-
-def _bias_gelu_torch(x: Tensor, bias: Tensor | None, exact: bool = False) -> Tensor:
-    z = x if bias is None else x + bias
-    return F.gelu(z, approximate="none" if exact else "tanh")
+from megazero.ops.native import CPU, NATIVE_DTYPES, available
 
 
 BIAS_GELU = Operator(
     "bias_gelu",
     (
-        Implementation("torch", _bias_gelu_torch),
+        Implementation("native_cpu", bias_gelu_native_cpu, available, CPU, NATIVE_DTYPES),
+        Implementation("torch", bias_gelu_torch),
         Implementation("reference", bias_gelu_reference),
     ),
 )

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from megazero.errors import DataError
 from megazero.ops.cross_entropy.chunked import vocab_parallel_cross_entropy_chunked
+from megazero.ops.cross_entropy.native_cpu import vocab_parallel_cross_entropy_native_cpu
 from megazero.ops.cross_entropy.reference import vocab_parallel_cross_entropy_reference
 from megazero.ops.dispatch import Implementation, Operator, choose
+from megazero.ops.native import CPU, NATIVE_DTYPES, available
 
 
 class ReduceGroup(Protocol):
@@ -25,6 +27,7 @@ class ReduceGroup(Protocol):
 CROSS_ENTROPY = Operator(
     "cross_entropy",
     (
+        Implementation("native_cpu", vocab_parallel_cross_entropy_native_cpu, available, CPU, NATIVE_DTYPES),
         Implementation("chunked", vocab_parallel_cross_entropy_chunked),
         Implementation("reference", vocab_parallel_cross_entropy_reference),
     ),

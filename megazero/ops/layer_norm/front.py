@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.ops.dispatch import Implementation, Operator, choose
+from megazero.ops.native import CPU, NATIVE_DTYPES, available
+from megazero.ops.layer_norm.native_cpu import layer_norm_native_cpu
 from megazero.ops.layer_norm.reduced_cpu import layer_norm_reduced_cpu
 from megazero.ops.layer_norm.reference import layer_norm_reference
 
@@ -19,16 +21,17 @@ def _layer_norm_torch(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Te
     return wide.to(x.dtype)
 
 
-_CPU, _CUDA = frozenset({"cpu"}), frozenset({"cuda"})
+_CUDA = frozenset({"cuda"})
 _REDUCED = frozenset({torch.bfloat16, torch.float16})
 _FULL = frozenset({torch.float32, torch.float64})
 
 LAYER_NORM = Operator(
     "layer_norm",
     (
-        Implementation("reduced_cpu", layer_norm_reduced_cpu, devices=_CPU, dtypes=_REDUCED),
+        Implementation("native_cpu", layer_norm_native_cpu, available, CPU, NATIVE_DTYPES),
+        Implementation("reduced_cpu", layer_norm_reduced_cpu, devices=CPU, dtypes=_REDUCED),
         Implementation("torch", _layer_norm_torch, devices=_CUDA),
-        Implementation("torch", _layer_norm_torch, devices=_CPU, dtypes=_FULL),
+        Implementation("torch", _layer_norm_torch, devices=CPU, dtypes=_FULL),
         Implementation("reference", layer_norm_reference),
     ),
 )

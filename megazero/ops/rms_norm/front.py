@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.ops.dispatch import Implementation, Operator, choose
+from megazero.ops.native import CPU, NATIVE_DTYPES, available
 from megazero.ops.rms_norm.chunked import rms_norm_chunked
+from megazero.ops.rms_norm.native_cpu import rms_norm_native_cpu
 from megazero.ops.rms_norm.reference import rms_norm_reference
 
 
@@ -19,6 +21,7 @@ def _rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 RMS_NORM = Operator(
     "rms_norm",
     (
+        Implementation("native_cpu", rms_norm_native_cpu, available, CPU, NATIVE_DTYPES),
         Implementation("torch", _rms_norm_torch, devices=frozenset({"cuda"})),
         Implementation("chunked", rms_norm_chunked, devices=frozenset({"cpu"})),
         Implementation("reference", rms_norm_reference),

@@ -1,0 +1,10 @@
+// GELU of x + bias, the tanh form (Hendrycks & Gimpel 2016). bias: fp32 [width], or null.
+#pragma once
+
+#include "common/parallel.hpp"
+
+extern "C" {
+void megazero_bias_gelu_forward(megazero::Rows rows, const void* x, const float* bias, void* y);
+void megazero_bias_gelu_backward(megazero::Rows rows, const void* x, const float* bias, const void* grad_y,
+                                 void* grad_x);
+}

@@ -1,0 +1,71 @@
+// Python module megazero.ops._native: the CPU kernels of csrc, called with addresses.
+//
+// Thin: an address is `tensor.data_ptr()`, 0 for an optional array that is not there. Types, lengths and contiguity
+// are the caller's to ensure (megazero/ops/*/native_cpu.py does); only sizes are looked at here.
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <type_traits>
+
+#include "attention/cpu.hpp"
+#include "bias_gelu/cpu.hpp"
+#include "common/parallel.hpp"
+#include "cross_entropy/cpu.hpp"
+#include "layer_norm/cpu.hpp"
+#include "rms_norm/cpu.hpp"
+#include "swiglu/cpu.hpp"
+
+namespace py = pybind11;
+using megazero::Rows;
+
+namespace {
+
+Rows make_rows(std::int64_t count, std::int64_t width, std::int64_t threads, bool narrow) {
+  if (count < 0 || width < 0 || threads < 1) {
+    throw std::invalid_argument("count and width must not be negative, threads must be positive");
+  }
+  return {count, width, threads, narrow};
+}
+
+// How an argument comes from Python: a pointer as a number, all else as it is.
+template <typename T>
+using FromPython = std::conditional_t<std::is_pointer_v<T>, std::uintptr_t, T>;
+
+template <typename T>
+T to_kernel(FromPython<T> value) {
+  if constexpr (std::is_pointer_v<T>) {
+    return reinterpret_cast<T>(value);
+  } else {
+    return value;
+  }
+}
+
+// Binds a kernel; other Python threads run while it does.
+template <typename... Arguments>
+void bind(py::module_& module, const char* name, void (*kernel)(Arguments...)) {
+  module.def(name, [kernel](FromPython<Arguments>... arguments) {
+    py::gil_scoped_release release;
+    kernel(to_kernel<Arguments>(arguments)...);
+  });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "CPU kernels of megazero.ops; see the headers csrc/*/cpu.hpp for their arguments.";
+  py::class_<Rows>(module, "Rows")
+      .def(py::init(&make_rows), py::arg("count"), py::arg("width"), py::arg("threads"), py::arg("narrow"));
+  bind(module, "attention_probabilities", megazero_attention_probabilities);
+  bind(module, "bias_gelu_forward", megazero_bias_gelu_forward);
+  bind(module, "bias_gelu_backward", megazero_bias_gelu_backward);
+  bind(module, "cross_entropy_statistics", megazero_cross_entropy_statistics);
+  bind(module, "cross_entropy_gradient", megazero_cross_entropy_gradient);
+  bind(module, "layer_norm_forward", megazero_layer_norm_forward);
+  bind(module, "layer_norm_backward", megazero_layer_norm_backward);
+  bind(module, "rms_norm_forward", megazero_rms_norm_forward);
+  bind(module, "rms_norm_backward", megazero_rms_norm_backward);
+  bind(module, "swiglu_forward", megazero_swiglu_forward);
+  bind(module, "swiglu_backward", megazero_swiglu_backward);
+}

@@ -1,0 +1,33 @@
+// Sums over rows, one per column, when several threads share the rows: each adds into floats of its own.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace megazero {
+
+class ColumnSums {
+ public:
+  ColumnSums(int workers, std::int64_t width)
+      : workers_(workers), width_(width), partial_(static_cast<std::size_t>(workers * width), 0.0f) {}
+
+  float* of(std::int64_t worker) { return partial_.data() + worker * width_; }
+
+  // The sums over all threads, in a fixed order.
+  void write(float* out) const {
+    for (std::int64_t column = 0; column < width_; ++column) {
+      float total = 0.0f;
+      for (std::int64_t worker = 0; worker < workers_; ++worker) {
+        total += partial_[static_cast<std::size_t>(worker * width_ + column)];
+      }
+      out[column] = total;
+    }
+  }
+
+ private:
+  std::int64_t workers_;
+  std::int64_t width_;
+  std::vector<float> partial_;
+};
+
+}  // namespace megazero
