@@ -3,8 +3,8 @@
 #include <cmath>
 
 #include "common/clones.hpp"
-#include "common/column_sums.hpp"
 #include "common/numbers.hpp"
+#include "common/thread_rows.hpp"
 
 namespace megazero {
 namespace {
@@ -32,11 +32,12 @@ MEGAZERO_CLONES void forward(const T* x, const float* weight, const float* bias,
 }
 
 // With n = (x - mean) scale and g = grad_y weight: grad_x = scale (g - mean(g) - n mean(g n)); the parameters'
-// gradients are the sums of grad_y n and grad_y over rows, here added to.
+// gradients are the sums of grad_y n and grad_y over rows, here added to. g waits in `weighted` [width]: computed again
+// it would be fused into the subtraction, unrounded, and not cancel against its own mean where all g are alike.
 template <typename T>
 MEGAZERO_CLONES void backward(const T* x, const float* weight, const float* mean, const float* scale, const T* grad_y,
-                              T* grad_x, float* grad_weight, float* grad_bias, std::int64_t count,
-                              std::int64_t width) {
+                              T* grad_x, float* grad_weight, float* grad_bias, float* weighted,
+                              std::int64_t count, std::int64_t width) {
   for (std::int64_t row = 0; row < count; ++row, x += width, grad_y += width, grad_x += width) {
     const float middle = mean[row];
     const float factor = scale[row];
@@ -48,15 +49,16 @@ MEGAZERO_CLONES void backward(const T* x, const float* weight, const float* mean
       const float normed = (load(x + i) - middle) * factor;
       grad_weight[i] += grad * normed;
       grad_bias[i] += grad;
-      sum += grad * weight[i];
-      product += grad * weight[i] * normed;
+      weighted[i] = grad * weight[i];
+      sum += weighted[i];
+      product += weighted[i] * normed;
     }
     const float mean_grad = sum / static_cast<float>(width);
     const float mean_product = product / static_cast<float>(width);
 #pragma omp simd
     for (std::int64_t i = 0; i < width; ++i) {
       const float normed = (load(x + i) - middle) * factor;
-      store(factor * (load(grad_y + i) * weight[i] - mean_grad - normed * mean_product), grad_x + i);
+      store(factor * (weighted[i] - mean_grad - normed * mean_product), grad_x + i);
     }
   }
 }
@@ -81,17 +83,18 @@ void megazero_layer_norm_backward(megazero::Rows rows, const void* x, const floa
                                   const float* scale, const void* grad_y, void* grad_x, float* grad_weight,
                                   float* grad_bias) {
   const int workers = megazero::workers_for(rows.count, rows.width, rows.threads);
-  megazero::ColumnSums weight_sums(workers, rows.width);
-  megazero::ColumnSums bias_sums(workers, rows.width);
+  megazero::ThreadRows weight_sums(workers, rows.width);
+  megazero::ThreadRows bias_sums(workers, rows.width);
+  megazero::ThreadRows weighted(workers, rows.width);
   megazero::with_element(rows.narrow, [&](auto element) {
     using T = decltype(element);
     megazero::parallel_for(rows.count, workers, [&](std::int64_t begin, std::int64_t end, std::int64_t worker) {
       const std::int64_t at = begin * rows.width;
       megazero::backward(static_cast<const T*>(x) + at, weight, mean + begin, scale + begin,
                          static_cast<const T*>(grad_y) + at, static_cast<T*>(grad_x) + at, weight_sums.of(worker),
-                         bias_sums.of(worker), end - begin, rows.width);
+                         bias_sums.of(worker), weighted.of(worker), end - begin, rows.width);
     });
   });
-  weight_sums.write(grad_weight);
-  bias_sums.write(grad_bias);
+  weight_sums.write_sum(grad_weight);
+  bias_sums.write_sum(grad_bias);
 }

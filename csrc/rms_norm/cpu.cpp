@@ -3,8 +3,8 @@
 #include <cmath>
 
 #include "common/clones.hpp"
-#include "common/column_sums.hpp"
 #include "common/numbers.hpp"
+#include "common/thread_rows.hpp"
 
 namespace megazero {
 namespace {
@@ -64,7 +64,7 @@ void megazero_rms_norm_forward(megazero::Rows rows, const void* x, const float* 
 void megazero_rms_norm_backward(megazero::Rows rows, const void* x, const float* weight, const float* scale,
                                 const void* grad_y, void* grad_x, float* grad_weight) {
   const int workers = megazero::workers_for(rows.count, rows.width, rows.threads);
-  megazero::ColumnSums sums(workers, rows.width);
+  megazero::ThreadRows sums(workers, rows.width);
   megazero::with_element(rows.narrow, [&](auto element) {
     using T = decltype(element);
     megazero::parallel_for(rows.count, workers, [&](std::int64_t begin, std::int64_t end, std::int64_t worker) {
@@ -73,5 +73,5 @@ void megazero_rms_norm_backward(megazero::Rows rows, const void* x, const float*
                          static_cast<T*>(grad_x) + at, sums.of(worker), end - begin, rows.width);
     });
   });
-  sums.write(grad_weight);
+  sums.write_sum(grad_weight);
 }

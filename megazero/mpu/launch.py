@@ -88,8 +88,9 @@ def join(config: ParallelConfig, launch: Launch) -> ParallelContext:
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    bound = {"device_id": device} if backend == "nccl" else {}
-    start_world(backend, launch.rank, launch.world_size, timeout, **bound)
+    # Not bound to the device: torch would then make groups by splitting the world's communicator, for which
+    # every rank must call, while here only a group's members do.
+    start_world(backend, launch.rank, launch.world_size, timeout)
     return make_context(
         grid, launch.rank, device, lambda name, ranks: open_group(name, launch.rank, ranks, timeout)
     )

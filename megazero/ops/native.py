@@ -15,8 +15,8 @@ try:
 except ImportError as error:
     NATIVE = None
     warnings.warn(
-        f"megazero.ops works without its compiled kernels ({error}): activations, norms and the loss are slower "
-        "on CPU. Install a C++17 compiler and run `pip install -e .` to build them.",
+        f"megazero.ops works without its compiled kernels ({error}): activations, norms and the loss are "
+        "slower on CPU. Install a C++17 compiler and run `pip install -e .` to build them.",
         stacklevel=2,
     )
 

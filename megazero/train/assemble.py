@@ -213,7 +213,6 @@ def build_plan(config: Config, vocabulary: Vocabulary, context: ParallelContext)
         sequence_length=config.model.seq_length,
         flops_per_token=flops_per_token(config.model, vocabulary.padded),
         matmul_rate=measure_matmul_rate(DTYPES(config.precision.dtype), context.device),
-        model_ranks=context.model.size,
         eval_interval=training.eval_interval,
         eval_iters=training.eval_iters,
         save_interval=config.checkpoint.save_interval,
@@ -221,6 +220,7 @@ def build_plan(config: Config, vocabulary: Vocabulary, context: ParallelContext)
         exit_seconds=None if minutes is None else minutes * 60,
         log_params_norm=logging.log_params_norm,
         log_num_zeros=logging.log_num_zeros_in_grad,
+        exact_timers=logging.log_timers_to_tensorboard,
     )
 
 

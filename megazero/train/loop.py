@@ -29,12 +29,12 @@ class Plan:
         sequence_length: tokens per sample.
         flops_per_token: of forward and backward.
         matmul_rate: this rank's measured matmul rate, FLOP/s.
-        model_ranks: ranks that share one model.
         eval_interval, eval_iters: when to evaluate and over how many global batches.
         save_interval: iterations between checkpoints, or None.
         exit_interval: stop at multiples of this, or None.
         exit_seconds: stop after this time, or None.
         log_params_norm, log_num_zeros: whether steps report these.
+        exact_timers: wait for the device at both ends of each timed phase.
     """
 
     iterations: int
@@ -42,7 +42,6 @@ class Plan:
     sequence_length: int
     flops_per_token: float
     matmul_rate: float
-    model_ranks: int
     eval_interval: int
     eval_iters: int
     save_interval: int | None = None
@@ -50,6 +49,7 @@ class Plan:
     exit_seconds: float | None = None
     log_params_norm: bool = False
     log_num_zeros: bool = False
+    exact_timers: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Loop:
         self.monitor = monitor
         self.save = save
         self.context = context
-        self.timers = Timers(context.device)
+        self.timers = Timers(context.device, synchronize=plan.exact_timers)
 
     def fit(self, state: TrainState) -> TrainState:
         """Train from `state` on; returns the state at the end. A SIGTERM saves and ends it early."""

@@ -66,18 +66,22 @@ def _sliced_loss(
 @pytest.mark.parametrize("scale", [1.0, 1e3])
 def test_slices_equal_the_whole(implementation, tp: int, vocab: int, scale: float) -> None:
     """Also where padding fills whole slices: a vocabulary of 5 or 1 over four slices of 4."""
+    if not implementation.available():
+        pytest.skip(f"{implementation.name} is not built")
+    narrow = implementation.dtypes is not None and torch.float64 not in implementation.dtypes
+    dtype, tolerance = (torch.float32, 1e-5) if narrow else (torch.float64, 1e-10)
     torch.manual_seed(0)
-    logits = torch.randn(5, 3, 16, dtype=torch.float64) * scale
+    logits = torch.randn(5, 3, 16, dtype=dtype) * scale
     target = torch.randint(vocab, (5, 3))
-    whole = logits[..., :vocab].clone().requires_grad_()
+    whole = logits[..., :vocab].double().requires_grad_()
     true = F.cross_entropy(whole.reshape(-1, vocab), target.view(-1), reduction="none").view(5, 3)
     weights = torch.arange(1, 16).view(5, 3) / 15
     (true_grad,) = torch.autograd.grad(true, whole, weights.double())
 
     loss, grad = _sliced_loss(logits, target, vocab, tp, implementation)
 
-    assert torch.allclose(loss, true, rtol=1e-10, atol=1e-10)
-    assert torch.allclose(grad[..., :vocab], true_grad, rtol=1e-9, atol=1e-10)
+    assert torch.allclose(loss.double(), true, rtol=tolerance, atol=tolerance)
+    assert torch.allclose(grad[..., :vocab].double(), true_grad, rtol=10 * tolerance, atol=tolerance)
     assert not grad[..., vocab:].any(), "padding gets no gradient"
 
 

@@ -10,7 +10,6 @@ from megazero.ops.bias_gelu.reference import bias_gelu_reference
 from megazero.ops.dispatch import Implementation, Operator, choose
 from megazero.ops.native import CPU, NATIVE_DTYPES, available
 
-
 BIAS_GELU = Operator(
     "bias_gelu",
     (

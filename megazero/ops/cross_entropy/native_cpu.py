@@ -1,4 +1,4 @@
-"""Vocab-parallel cross-entropy whose passes over the logits are the compiled kernels of csrc/cross_entropy."""
+"""Vocab-parallel cross-entropy whose passes over the logits are the kernels of csrc/cross_entropy."""
 
 from __future__ import annotations
 

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.ops.dispatch import Implementation, Operator, choose
-from megazero.ops.native import CPU, NATIVE_DTYPES, available
 from megazero.ops.layer_norm.native_cpu import layer_norm_native_cpu
 from megazero.ops.layer_norm.reduced_cpu import layer_norm_reduced_cpu
 from megazero.ops.layer_norm.reference import layer_norm_reference
+from megazero.ops.native import CPU, NATIVE_DTYPES, available
 
 
 def _layer_norm_torch(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -32,6 +32,7 @@ def swiglu_native_cpu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of gate_up [..., 2, f] in fp32 or bf16 on CPU; [..., f]."""
     if gate_up.shape[-2] != 2:
         raise ValueError(
-            f"`gate_up` must be [..., 2, f], but is {list(gate_up.shape)}; stack gate and up before the last dim."
+            f"`gate_up` must be [..., 2, f], but is {list(gate_up.shape)}; "
+            "stack gate and up before the last dim."
         )
     return _SwiGLU.apply(gate_up)

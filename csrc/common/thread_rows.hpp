@@ -1,4 +1,4 @@
-// Sums over rows, one per column, when several threads share the rows: each adds into floats of its own.
+// A row of floats, zero at first, for each thread: to add up its share of the rows in, or to keep what it needs.
 #pragma once
 
 #include <cstdint>
@@ -6,15 +6,15 @@
 
 namespace megazero {
 
-class ColumnSums {
+class ThreadRows {
  public:
-  ColumnSums(int workers, std::int64_t width)
+  ThreadRows(int workers, std::int64_t width)
       : workers_(workers), width_(width), partial_(static_cast<std::size_t>(workers * width), 0.0f) {}
 
   float* of(std::int64_t worker) { return partial_.data() + worker * width_; }
 
   // The sums over all threads, in a fixed order.
-  void write(float* out) const {
+  void write_sum(float* out) const {
     for (std::int64_t column = 0; column < width_; ++column) {
       float total = 0.0f;
       for (std::int64_t worker = 0; worker < workers_; ++worker) {

@@ -1,0 +1,158 @@
+"""The whole way on real text, as a user goes it: corpus, tokenizer, dataset, training, text, Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.models import Batch
+from megazero.mpu import Launch
+from megazero.train.assemble import load_for_inference
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXTS = [
+    "argparse.py",
+    "ast.py",
+    "bisect.py",
+    "calendar.py",
+    "copy.py",
+    "csv.py",
+    "dis.py",
+    "enum.py",
+    "glob.py",
+]
+
+COMMON = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 4 "
+    "--global-batch-size 16 --train-iters 40 --lr 5e-3 --lr-warmup-iters 4 --hidden-dropout 0 "
+    "--attention-dropout 0 --split 90,10,0 --eval-interval 40 --eval-iters 2 --log-interval 20"
+)
+SHAPES = {
+    "gpt2": "",
+    "llama": "--use-rotary-position-embeddings --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --num-query-groups 2 --sequence-parallel "
+    "--tensor-model-parallel-size 2",
+}
+
+
+def call(*command: object) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """A folder with a tokenizer and a dataset of some standard library sources."""
+    folder = tmp_path_factory.mktemp("data")
+    library = Path(sysconfig.get_path("stdlib"))
+    lines = [json.dumps({"text": (library / name).read_text(encoding="utf-8")}) for name in TEXTS * 2]
+    (folder / "corpus.jsonl").write_text("\n".join(lines) + "\n")
+    call(
+        "data_tools/train_tokenizer.py",
+        "--input",
+        folder / "corpus.jsonl",
+        "--output",
+        folder,
+        "--vocab-size",
+        500,
+    )
+    call(
+        *(
+            "data_tools/preprocess_data.py",
+            "--input",
+            folder / "corpus.jsonl",
+            "--output-prefix",
+            folder / "d",
+        ),
+        *("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", folder / "vocab.json"),
+        *("--merge-file", folder / "merges.txt", "--append-eod", "--workers", 2),
+    )
+    return folder
+
+
+def train(shape: str, data: Path, folder: Path) -> list[dict]:
+    metrics = folder / "metrics.jsonl"
+    call(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "pretrain_gpt.py"),
+        *COMMON.split(),
+        *SHAPES[shape].split(),
+        *("--data-path", data / "d_text_document", "--tokenizer-type", "GPT2BPETokenizer"),
+        *("--vocab-file", data / "vocab.json", "--merge-file", data / "merges.txt"),
+        *("--save", folder / "checkpoint", "--metrics-jsonl", metrics),
+    )
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def test_gpt2_learns_speaks_and_equals_transformers(data, tmp_path):
+    pytest.importorskip("transformers")
+    from tests.models.hf_weights import global_weights, gpt2_model, to_gpt2
+
+    records = train("gpt2", data, tmp_path)
+    facts = json.loads(
+        call("data_tools/inspect_dataset.py", data / "d_text_document", "--unigram-entropy", "--json")
+    )
+    assert records[0]["lm_loss"] == pytest.approx(math.log(500), rel=0.05)
+    assert records[-1]["lm_loss"] < facts["unigram_entropy"] - 0.1
+    assert records[-1]["consumed_tokens"] == 40 * 16 * 64
+    text = call(
+        *("-m", "megazero.cli", "generate", "--load", tmp_path / "checkpoint", "--prompt", "def "),
+        *("--max-new-tokens", 20, "--greedy"),
+    )
+    assert "def " in text
+
+    context, model, tokenizer, config = load_for_inference(str(tmp_path / "checkpoint"), Launch())
+    theirs = gpt2_model(config.model, model.vocab_size)
+    theirs.load_state_dict(to_gpt2(global_weights(model, context.tp), config.model.num_layers), strict=False)
+    tokens = torch.tensor([tokenizer.encode("def main(argv):\n    return sorted(argv)\n")])
+    with torch.no_grad():
+        ours = model(Batch(tokens)).transpose(0, 1)[..., : model.vocab_size]
+        torch.testing.assert_close(ours, theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_llama_trained_on_slices_equals_transformers(data, tmp_path):
+    pytest.importorskip("transformers")
+    from safetensors.torch import load_file
+
+    from megazero.config.resolve import parse_config
+    from megazero.mpu import solo_context, spec_of
+    from megazero.train.assemble import build_model, build_vocabulary
+    from tests.models.hf_weights import global_weights, llama_model, to_llama
+
+    records = train("llama", data, tmp_path)
+    assert records[-1]["lm_loss"] < records[0]["lm_loss"] - 1.0
+
+    one_rank = SHAPES["llama"].replace("--sequence-parallel --tensor-model-parallel-size 2", "")
+    flags = [*COMMON.split(), *one_rank.split(), "--mock-data", "--tokenizer-type", "GPT2BPETokenizer"]
+    flags += ["--vocab-file", str(data / "vocab.json"), "--merge-file", str(data / "merges.txt")]
+    config = parse_config(flags, world_size=1).config
+    context = solo_context()
+    model = build_model(config, build_vocabulary(config), context)
+    parts = [
+        load_file(tmp_path / "checkpoint" / "iter_0000040" / f"model_tp{rank:02d}_pp00.safetensors")
+        for rank in range(2)
+    ]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spec = spec_of(parameter)
+            slices = [part[f"{spec.name}/weight"] for part in parts]
+            whole = slices[0] if spec.shard_dim is None else torch.cat(slices, spec.shard_dim)
+            logical = whole[: spec.shape[0]] if spec.shard_dim == 0 else whole
+            parameter.copy_(spec.shard(logical, 0, 1))
+    theirs = llama_model(config.model, model.vocab_size)
+    theirs.load_state_dict(to_llama(global_weights(model, context.tp), config.model.num_layers), strict=False)
+    tokens = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        ours = model(Batch(tokens)).transpose(0, 1)[..., : model.vocab_size]
+        torch.testing.assert_close(ours, theirs(tokens).logits, rtol=0, atol=1e-5)
