@@ -12,12 +12,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from megazero.data.tokenizers.fast import FastSource
 
 
 @dataclass(frozen=True)
@@ -44,6 +40,20 @@ class TokenBatch:
     def rows(self) -> list[np.ndarray]:
         """One view of `ids` per text."""
         return np.split(self.ids, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
+
+
+@dataclass(frozen=True)
+class FastSource:
+    """What a tokenizer hands over: `form` is "tokenizer.json" or "sentencepiece", `data` the file's bytes.
+
+    `reserved` are strings that gigatoken would read as special tokens though a document means the letters;
+    `normalizes` tells that text is changed before it is cut into tokens.
+    """
+
+    form: str
+    data: bytes
+    reserved: tuple[str, ...] = ()
+    normalizes: bool = False
 
 
 class Tokenizer(ABC):

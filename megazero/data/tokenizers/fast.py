@@ -8,7 +8,6 @@ tokenizer itself where the two disagree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,20 +17,6 @@ from megazero.data.tokenizers.base import TokenBatch, Tokenizer
 # A batch call is quicker only for many texts, and its first use imports a large library (a quarter second).
 _ONE_BY_ONE = 4096
 _PROBED = (*range(0xD800), *range(0xE000, 0x10000))
-
-
-@dataclass(frozen=True)
-class FastSource:
-    """What a tokenizer hands over: `form` is "tokenizer.json" or "sentencepiece", `data` the file's bytes.
-
-    `reserved` are strings that gigatoken would read as special tokens though a document means the letters;
-    `normalizes` tells that text is changed before it is cut into tokens.
-    """
-
-    form: str
-    data: bytes
-    reserved: tuple[str, ...] = ()
-    normalizes: bool = False
 
 
 class FastEncoder:

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megazero.data.tokenizers.base import TokenBatch, Tokenizer
-from megazero.data.tokenizers.fast import FastSource
+from megazero.data.tokenizers.base import FastSource, TokenBatch, Tokenizer
 from megazero.data.tokenizers.files import read_json, require_file
 from megazero.errors import DataError
 

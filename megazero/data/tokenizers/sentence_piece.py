@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megazero.data.tokenizers.base import TokenBatch, Tokenizer
-from megazero.data.tokenizers.fast import FastSource
+from megazero.data.tokenizers.base import FastSource, TokenBatch, Tokenizer
 from megazero.data.tokenizers.files import require_file
 from megazero.data.tokenizers.library import check_ids
 from megazero.errors import DataError

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import MappingProxyType
 
-from megazero.data.tokenizers.fast import FastSource
 from megazero.data.tokenizers.files import require_file
 from megazero.data.tokenizers.library import LibraryTokenizer, check_ids
 from megazero.errors import DataError
