@@ -27,6 +27,8 @@ native_ops = Pybind11Extension(
     cxx_std=17,
     extra_compile_args=[
         *("-O3", "-Wall", "-Wextra", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+        # Threading jumps turns a chain of selections into masks of masks, which cost more than they save.
+        *("-fno-thread-jumps", "-fno-split-paths"),
         *(["-fopenmp"] if sys.platform == "linux" else []),
     ],
     optional=True,

@@ -21,4 +21,4 @@ echo "== csrc"
 bash scripts/check_csrc.sh
 
 echo "== tests"
-python -m pytest -n "${TEST_WORKERS:-2}" --dist loadfile "$@"
+python -m pytest -n "${TEST_WORKERS:-2}" --dist worksteal "$@"

@@ -17,6 +17,8 @@ from megazero.models import Batch
 from megazero.mpu import Launch
 from megazero.train.assemble import load_for_inference
 
+pytestmark = pytest.mark.gloo
+
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = [
     "argparse.py",

@@ -29,11 +29,17 @@ MEGAZERO_INLINE float exponential_within(float x) {
   return p * bits_as<float>((bits_as<std::uint32_t>(shifted) << 23) + (127u << 23));
 }
 
-// exp of any x: infinity above 88, 0 below -87 (about where floats turn denormal, which costs a hundred cycles each).
-MEGAZERO_INLINE float exponential(float x) {
+// exp of x below 88, as all logarithms of probabilities are; 0 below -87, about where floats turn denormal, which costs
+// a hundred cycles each.
+MEGAZERO_INLINE float exponential_below(float x) {
   const float within = exponential_within(x);
-  const float capped = x > 88.0f ? std::numeric_limits<float>::infinity() : within;
-  return x < -87.0f ? 0.0f : capped;
+  return x < -87.0f ? 0.0f : within;
+}
+
+// exp of any x: as above, and infinity above 88.
+MEGAZERO_INLINE float exponential(float x) {
+  const float below = exponential_below(x);
+  return x > 88.0f ? std::numeric_limits<float>::infinity() : below;
 }
 
 // 1 / (1 + exp(-x)): 0 and 1 at the ends, NaN of NaN.

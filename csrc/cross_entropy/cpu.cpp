@@ -20,7 +20,7 @@ MEGAZERO_CLONES void row_statistics(const T* logits, std::int64_t columns, float
   }
   float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
-  for (std::int64_t i = 0; i < columns; ++i) sum += exponential(load(logits + i) - highest);
+  for (std::int64_t i = 0; i < columns; ++i) sum += exponential_below(load(logits + i) - highest);
   *maximum = highest;
   *total = sum;
 }
@@ -28,12 +28,12 @@ MEGAZERO_CLONES void row_statistics(const T* logits, std::int64_t columns, float
 template <typename T>
 MEGAZERO_CLONES void row_gradient(const T* logits, std::int64_t columns, float normalizer, float grad, T* out) {
 #pragma omp simd
-  for (std::int64_t i = 0; i < columns; ++i) store(exponential(load(logits + i) - normalizer) * grad, out + i);
+  for (std::int64_t i = 0; i < columns; ++i) store(exponential_below(load(logits + i) - normalizer) * grad, out + i);
 }
 
 template <typename T>
 void set_target(const T* logit, float normalizer, float grad, T* out) {
-  store((exponential(load(logit) - normalizer) - 1.0f) * grad, out);
+  store((exponential_below(load(logit) - normalizer) - 1.0f) * grad, out);
 }
 
 }  // namespace

@@ -29,7 +29,7 @@ from megazero.data.tokenizers import (
 from megazero.errors import DataError
 
 KEPT_PROBLEMS = 10
-_FIRST_CHECKED, _CHECKED_PER_CHUNK, _CHECKED_LETTERS = 16, 2, 2000
+_FIRST_CHECKED, _CHECKED_PER_CHUNK, _CHECKED_LETTERS = 16, 1, 1000
 
 
 @dataclass(frozen=True)

@@ -50,24 +50,26 @@ def preprocess(run: PreprocessRun) -> Outcome:
     Raises DataError for bad lines (unless skipped), unfit tokenizers, a killed worker or a disk that refuses;
     nothing is visible then.
     """
-    with Progress(run.paths, run.log_interval) as progress:
-        try:
-            totals, encoder = _attempt(run, progress)
-        except _Disagreement as disagreement:
-            print(f"note: {disagreement}; starting again with the slower tokenizer itself.", file=sys.stderr)
-            totals, encoder = _attempt(replace(run, job=replace(run.job, fast=False)), progress)
-        return Outcome(totals, encoder, progress.seconds())
+    progress = Progress(run.paths, run.log_interval)
+    try:
+        totals, encoder = _attempt(run, progress)
+    except _Disagreement as disagreement:
+        print(f"note: {disagreement}; starting again with the slower tokenizer itself.", file=sys.stderr)
+        totals, encoder = _attempt(replace(run, job=replace(run.job, fast=False)), progress)
+    return Outcome(totals, encoder, progress.seconds())
 
 
 def _attempt(run: PreprocessRun, progress: Progress) -> tuple[Totals, str]:
     totals = Totals(run.job.keys)
     with ExitStack() as stack:
-        crew = stack.enter_context(SoloCrew(run.job) if run.workers == 1 else Crew(run.job, run.workers))
+        crew = stack.enter_context(_crew(run))
         facts = crew.facts
         if facts.reason is not None:
             print(
                 f"note: encoding with the slower {facts.tokenizer} itself: {facts.reason}.", file=sys.stderr
             )
+        # Only now: the bar draws on a thread, and a process with threads cannot fork its workers.
+        stack.enter_context(progress)
         writers = [
             stack.enter_context(IndexedDatasetWriter(prefix, facts.dtype))
             for prefix in run.outputs().values()
@@ -85,6 +87,10 @@ def _attempt(run: PreprocessRun, progress: Progress) -> tuple[Totals, str]:
             progress.show(totals)
         _require_documents(totals)
     return totals, facts.fast or facts.tokenizer
+
+
+def _crew(run: PreprocessRun) -> SoloCrew | Crew:
+    return SoloCrew(run.job) if run.workers == 1 else Crew(run.job, run.workers, run.chunk_bytes)
 
 
 def _require_documents(totals: Totals) -> None:

@@ -1,9 +1,10 @@
 """Chunks on several processes, results in order.
 
 Chunk i goes to worker i mod N and its result is read from there, so order costs nothing and no lock is
-shared. Workers are started fresh ("spawn"): nothing of the parent's threads or signal handlers leaks
-into them. A worker that dies closes its pipe, and the parent knows; a parent that dies closes its end,
-and they leave.
+shared. On Linux the tokenizer is loaded once and the workers are forked with it; they hand their arrays over
+in shared memory. Where fork is unavailable or unsafe (other threads exist) they are started fresh ("spawn"),
+load the tokenizer themselves and send everything through their pipes. A worker that dies closes its pipe,
+and the parent knows; a parent that dies closes its end, and they leave.
 """
 
 from __future__ import annotations
@@ -12,18 +13,23 @@ import multiprocessing
 import os
 import queue
 import signal
+import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from typing import Any
 
-from data_tools.preprocessing.chunks import Chunk
+from data_tools.preprocessing.chunks import CHUNK_BYTES, Chunk
 from data_tools.preprocessing.encode import ChunkEncoder, EncodedChunk, EncodeJob, EncoderFacts
+from data_tools.preprocessing.slots import SharedSlots
 from megazero.errors import DataError, MegazeroError
 
-# Chunks a worker holds at most: one in work and one waiting, so it never idles; memory stays bounded.
-_AHEAD = 2
+# Chunks a worker holds at most: one in work, the others waiting, so that it never idles while the parent
+# writes; memory stays bounded.
+_AHEAD = 4
+_STOPPING = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
 class SoloCrew:
@@ -46,29 +52,47 @@ class SoloCrew:
 
 class Crew:
     """Several worker processes; a context manager that ends them. Raises what a worker raised, and DataError
-    naming the worker if one is killed."""
+    naming the worker if one is killed. `chunk_bytes` is the usual size of a chunk."""
 
     facts: EncoderFacts
 
-    def __init__(self, job: EncodeJob, workers: int):
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, job: EncodeJob, workers: int, chunk_bytes: int = CHUNK_BYTES):
         self._pipes: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
+        # Kept to the end: to free it would copy the pages that the workers still share.
+        self._encoder = ChunkEncoder(job) if can_fork() else None
+        self._slots: list[SharedSlots | None] = [None] * workers
+        if self._encoder is not None:
+            # A token for every byte of the chunk; what needs more goes through the pipe.
+            capacity = chunk_bytes * self._encoder.dtype.itemsize
+            self._slots = [SharedSlots(_AHEAD, capacity) for _ in range(workers)]
         try:
             for number in range(workers):
-                ours, theirs = context.Pipe()
-                self._pipes.append(ours)
-                process = context.Process(
-                    target=work, args=(theirs, job), name=f"preprocess-{number}", daemon=True
-                )
-                process.start()
-                self._processes.append(process)
-                theirs.close()
+                self._start(number, job)
             every = [self._receive(worker) for worker in range(workers)]
             self.facts = every[0]
         except BaseException:
             self.close()
             raise
+
+    def _start(self, number: int, job: EncodeJob) -> None:
+        forked = self._encoder is not None
+        context = multiprocessing.get_context("fork" if forked else "spawn")
+        # A signal must neither reach a child that still has the parent's handlers nor leave one unrecorded.
+        with _signals_held() if forked else nullcontext():
+            ours, theirs = context.Pipe()
+            self._pipes.append(ours)
+            source = self._encoder if forked else job
+            inherited = tuple(self._pipes) if forked else ()
+            process = context.Process(
+                target=work,
+                args=(theirs, source, self._slots[number], inherited),
+                name=f"preprocess-{number}",
+                daemon=True,
+            )
+            process.start()
+            self._processes.append(process)
+            theirs.close()
 
     def __enter__(self) -> Crew:
         return self
@@ -77,7 +101,7 @@ class Crew:
         self.close()
 
     def results(self, chunks: Iterable[Chunk]) -> Iterator[EncodedChunk]:
-        """The encoded chunks in order."""
+        """The encoded chunks in order. The arrays of each hold until the next one is asked for."""
         workers = len(self._pipes)
         sent = received = 0
         for chunk in chunks:
@@ -102,7 +126,8 @@ class Crew:
             raise self._death(worker) from error
         if isinstance(result, BaseException):
             raise result
-        return result
+        slots = self._slots[worker]
+        return result if slots is None else slots.unpack(result)
 
     def _death(self, worker: int) -> DataError:
         process = self._processes[worker]
@@ -128,20 +153,52 @@ class Crew:
             pipe.close()
 
 
-def work(pipe: Connection, job: EncodeJob) -> None:
-    """A worker's whole life: encode what comes through `pipe` until the other end closes."""
+def can_fork() -> bool:
+    """Whether this process can be forked safely: on Linux, while it has no other Python thread. (macOS' system
+    libraries do not survive it.)"""
+    return sys.platform == "linux" and threading.active_count() == 1
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait until the end of the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def work(
+    pipe: Connection,
+    source: EncodeJob | ChunkEncoder,
+    slots: SharedSlots | None,
+    inherited: Sequence[Connection],
+) -> None:
+    """A worker's whole life: encode what comes through `pipe` until the other end closes.
+
+    `inherited` are the parent's ends, which a fork copies: while a worker held one, no worker would see the
+    parent leave.
+    """
     # Ctrl-C reaches every process of the terminal; only the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if inherited:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+    for end in inherited:
+        end.close()
+    # Also guards a forked worker from the library's threads, which stayed behind in the parent.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     inbox: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
     # Reading on its own thread keeps both ends from waiting for each other with full pipes.
     threading.Thread(target=_drain, args=(pipe, inbox), daemon=True).start()
     try:
-        encoder = ChunkEncoder(job)
+        encoder = source if isinstance(source, ChunkEncoder) else ChunkEncoder(source)
         pipe.send(encoder.facts)
         while (chunk := inbox.get()) is not None:
-            pipe.send(encoder(chunk))
-    except BrokenPipeError:
+            encoded = encoder(chunk)
+            pipe.send(encoded if slots is None else slots.pack(encoded))
+    except (BrokenPipeError, ConnectionResetError):
         return
     except (MegazeroError, OSError) as error:
         pipe.send(error)

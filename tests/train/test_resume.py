@@ -64,6 +64,7 @@ def test_resumed_training_is_bit_identical(tmp_path, dtype):
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
+@pytest.mark.gloo
 def test_sigterm_saves_and_exits_cleanly(tmp_path):
     """The real program, two ranks: a SIGTERM to one of them ends both with a checkpoint."""
     metrics = tmp_path / "m.jsonl"
