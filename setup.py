@@ -1,6 +1,6 @@
 """Builds megazero and, where a C++ compiler is present, its native data helpers and CPU kernels.
 
-The extensions are optional: without a compiler the package installs and falls back to numpy and torch, slower.
+The extensions are optional: without a compiler the package installs and uses numpy and torch, slower.
 """
 
 import sys
@@ -18,18 +18,18 @@ native_data = Pybind11Extension(
     optional=True,
 )
 
-# Compiled for OpenMP but not linked to a runtime: the symbols are those of the one that torch has loaded, so that there
-# is one pool of threads. (Apple's compiler has no OpenMP; there the kernels run in one thread.)
+# Compiled for OpenMP but not linked to a runtime: its symbols are those of the one that torch has loaded, so
+# that there is one pool of threads. Apple's compiler has no OpenMP; there the kernels run in one thread.
 native_ops = Pybind11Extension(
     "megazero.ops._native",
-    sorted(str(path) for path in Path("csrc").glob("*/cpu.cpp")) + ["csrc/common/bindings.cpp"],
+    ["csrc/common/bindings.cpp", *sorted(str(path) for path in Path("csrc").glob("*/cpu.cpp"))],
     include_dirs=["csrc"],
     cxx_std=17,
     extra_compile_args=[
         *("-O3", "-Wall", "-Wextra", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
         # Threading jumps turns a chain of selections into masks of masks, which cost more than they save.
         *("-fno-thread-jumps", "-fno-split-paths"),
-        *(["-fopenmp"] if sys.platform == "linux" else []),
+        "-fopenmp" if sys.platform == "linux" else "-fopenmp-simd",
     ],
     optional=True,
 )

@@ -77,6 +77,12 @@ def _activations(leaf: Callable[..., Tensor]) -> Iterator[Contest]:
         lambda x, b: F.gelu(x + b, approximate="tanh"),
     )
     yield Contest(
+        "gelu",
+        (leaf(S, B, 4 * H),),
+        lambda x: bias_gelu(x, None),
+        lambda x: F.gelu(x, approximate="tanh"),
+    )
+    yield Contest(
         "swiglu",
         (leaf(S, B, 2, 1408),),
         swiglu,

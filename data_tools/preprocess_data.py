@@ -73,8 +73,6 @@ def preprocess_data(args: argparse.Namespace) -> None:
             raise DataError(
                 f"`--json-keys` must fit into a file name, but one is {key}; rename it in the jsonl."
             )
-    # `--workers` alone decides how many cores are used.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     job = EncodeJob(
         cli.tokenizer_spec(args),
         tuple(args.json_keys),

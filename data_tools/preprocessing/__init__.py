@@ -1,5 +1,5 @@
 """The parts of `preprocess_data.py`.
 
 `chunks` cuts and parses jsonl, `encode` makes tokens of a chunk, `pool` runs chunks on processes in order,
-`progress` reports, `pipeline` ties them to the dataset writers.
+`slots` brings their results over, `progress` reports, `pipeline` ties them to the dataset writers.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -90,6 +91,8 @@ def _attempt(run: PreprocessRun, progress: Progress) -> tuple[Totals, str]:
 
 
 def _crew(run: PreprocessRun) -> SoloCrew | Crew:
+    # `--workers` alone decides how many cores are used; nor should a library have threads when we fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return SoloCrew(run.job) if run.workers == 1 else Crew(run.job, run.workers, run.chunk_bytes)
 
 

@@ -1,10 +1,11 @@
 """Chunks on several processes, results in order.
 
-Chunk i goes to worker i mod N and its result is read from there, so order costs nothing and no lock is
-shared. On Linux the tokenizer is loaded once and the workers are forked with it; they hand their arrays over
-in shared memory. Where fork is unavailable or unsafe (other threads exist) they are started fresh ("spawn"),
-load the tokenizer themselves and send everything through their pipes. A worker that dies closes its pipe,
-and the parent knows; a parent that dies closes its end, and they leave.
+Each chunk goes to the worker with the least to do, so that one on a busy core does not hold up the rest; the
+parent remembers the order. Every worker has its own pipe and no lock is shared. On Linux the tokenizer is
+loaded once and the workers are forked with it; they hand their arrays over in shared memory. Where fork is
+unavailable or unsafe (other threads exist) they are started fresh ("spawn"), load the tokenizer themselves
+and send everything through their pipes. A worker that dies closes its pipe, and the parent knows; a parent
+that dies closes its end, and they leave.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from data_tools.preprocessing.chunks import CHUNK_BYTES, Chunk
@@ -26,9 +29,9 @@ from data_tools.preprocessing.encode import ChunkEncoder, EncodedChunk, EncodeJo
 from data_tools.preprocessing.slots import SharedSlots
 from megazero.errors import DataError, MegazeroError
 
-# Chunks a worker holds at most: one in work, the others waiting, so that it never idles while the parent
-# writes; memory stays bounded.
-_AHEAD = 4
+# Chunks a worker has at most: one in work and one waiting, so that it never idles; and, counting those whose
+# result waits for its turn, enough that it need not stop for one that is held up. This bounds memory.
+_QUEUED, _AHEAD = 2, 8
 _STOPPING = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
@@ -50,6 +53,49 @@ class SoloCrew:
         """Nothing to end."""
 
 
+@dataclass
+class _Worker:
+    """The parent's view of a worker. `working` counts chunks sent to it whose result is not yet here,
+    `results` are those that are and wait for their turn."""
+
+    name: str
+    pipe: Connection
+    slots: SharedSlots | None
+    process: multiprocessing.process.BaseProcess | None = None
+    working: int = 0
+    results: deque[EncodedChunk | BaseException] = field(default_factory=deque)
+
+    def has_room(self) -> bool:
+        return self.working < _QUEUED and self.working + len(self.results) < _AHEAD
+
+    def send(self, chunk: Chunk) -> None:
+        try:
+            self.pipe.send(chunk)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise self._death() from error
+        self.working += 1
+
+    def receive(self) -> Any:
+        try:
+            result = self.pipe.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise self._death() from error
+        return result if self.slots is None else self.slots.unpack(result)
+
+    def _death(self) -> DataError:
+        self.process.join(timeout=5)
+        code = self.process.exitcode
+        how = (
+            f"by signal {signal.Signals(-code).name}"
+            if code is not None and code < 0
+            else f"with status {code}"
+        )
+        return DataError(
+            f"{self.name} (process {self.process.pid}) must finish its work, but ended {how}; nothing was "
+            "written. If memory ran out, use fewer `--workers`."
+        )
+
+
 class Crew:
     """Several worker processes; a context manager that ends them. Raises what a worker raised, and DataError
     naming the worker if one is killed. `chunk_bytes` is the usual size of a chunk."""
@@ -57,41 +103,38 @@ class Crew:
     facts: EncoderFacts
 
     def __init__(self, job: EncodeJob, workers: int, chunk_bytes: int = CHUNK_BYTES):
-        self._pipes: list[Connection] = []
-        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._workers: list[_Worker] = []
         # Kept to the end: to free it would copy the pages that the workers still share.
         self._encoder = ChunkEncoder(job) if can_fork() else None
-        self._slots: list[SharedSlots | None] = [None] * workers
-        if self._encoder is not None:
-            # A token for every byte of the chunk; what needs more goes through the pipe.
-            capacity = chunk_bytes * self._encoder.dtype.itemsize
-            self._slots = [SharedSlots(_AHEAD, capacity) for _ in range(workers)]
         try:
             for number in range(workers):
-                self._start(number, job)
-            every = [self._receive(worker) for worker in range(workers)]
+                self._start(number, job, chunk_bytes)
+            every = [_or_raise(worker.receive()) for worker in self._workers]
             self.facts = every[0]
         except BaseException:
             self.close()
             raise
 
-    def _start(self, number: int, job: EncodeJob) -> None:
+    def _start(self, number: int, job: EncodeJob, chunk_bytes: int) -> None:
         forked = self._encoder is not None
         context = multiprocessing.get_context("fork" if forked else "spawn")
+        # Room for a token per byte of the chunk; what needs more goes through the pipe.
+        slots = SharedSlots(_AHEAD, chunk_bytes * self._encoder.dtype.itemsize) if forked else None
         # A signal must neither reach a child that still has the parent's handlers nor leave one unrecorded.
         with _signals_held() if forked else nullcontext():
             ours, theirs = context.Pipe()
-            self._pipes.append(ours)
+            worker = _Worker(f"worker {number}", ours, slots)
+            self._workers.append(worker)
             source = self._encoder if forked else job
-            inherited = tuple(self._pipes) if forked else ()
+            inherited = tuple(other.pipe for other in self._workers) if forked else ()
             process = context.Process(
                 target=work,
-                args=(theirs, source, self._slots[number], inherited),
+                args=(theirs, source, slots, inherited),
                 name=f"preprocess-{number}",
                 daemon=True,
             )
             process.start()
-            self._processes.append(process)
+            worker.process = process
             theirs.close()
 
     def __enter__(self) -> Crew:
@@ -102,60 +145,55 @@ class Crew:
 
     def results(self, chunks: Iterable[Chunk]) -> Iterator[EncodedChunk]:
         """The encoded chunks in order. The arrays of each hold until the next one is asked for."""
-        workers = len(self._pipes)
-        sent = received = 0
-        for chunk in chunks:
-            self._send(sent % workers, chunk)
-            sent += 1
-            if sent - received == workers * _AHEAD:
-                yield self._receive(received % workers)
-                received += 1
-        for number in range(received, sent):
-            yield self._receive(number % workers)
+        chunks = iter(chunks)
+        turns: deque[_Worker] = deque()
+        while True:
+            while (worker := self._with_room()) is not None and (chunk := next(chunks, None)) is not None:
+                worker.send(chunk)
+                turns.append(worker)
+            if not turns:
+                return
+            if turns[0].results:
+                yield _or_raise(turns.popleft().results.popleft())
+            else:
+                self._collect()
 
-    def _send(self, worker: int, chunk: Chunk) -> None:
-        try:
-            self._pipes[worker].send(chunk)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise self._death(worker) from error
+    def _with_room(self) -> _Worker | None:
+        """The worker to get the next chunk: of those with room, the one with the least to do."""
+        free = (worker for worker in self._workers if worker.has_room())
+        return min(free, key=lambda worker: worker.working, default=None)
 
-    def _receive(self, worker: int) -> Any:
-        try:
-            result = self._pipes[worker].recv()
-        except (EOFError, ConnectionResetError) as error:
-            raise self._death(worker) from error
-        if isinstance(result, BaseException):
-            raise result
-        slots = self._slots[worker]
-        return result if slots is None else slots.unpack(result)
-
-    def _death(self, worker: int) -> DataError:
-        process = self._processes[worker]
-        process.join(timeout=5)
-        code = process.exitcode
-        how = (
-            f"by signal {signal.Signals(-code).name}"
-            if code is not None and code < 0
-            else f"with status {code}"
-        )
-        return DataError(
-            f"worker {worker} (process {process.pid}) must finish its work, but ended {how}; nothing was "
-            "written. If memory ran out, use fewer `--workers`."
-        )
+    def _collect(self) -> None:
+        """Waits for a result, takes in all there are."""
+        by_pipe = {worker.pipe: worker for worker in self._workers if worker.working}
+        for pipe in wait(by_pipe):
+            worker = by_pipe[pipe]
+            worker.results.append(worker.receive())
+            worker.working -= 1
 
     def close(self) -> None:
         """Ends the workers, whatever they are doing."""
-        for process in self._processes:
+        started = [worker.process for worker in self._workers if worker.process is not None]
+        for process in started:
             process.terminate()
-        for process in self._processes:
+        for process in started:
             process.join()
-        for pipe in self._pipes:
-            pipe.close()
+        for worker in self._workers:
+            worker.pipe.close()
+
+
+def _or_raise(result: Any) -> Any:
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def can_fork() -> bool:
-    """Whether this process can be forked safely: on Linux, while it has no other Python thread. (macOS' system
-    libraries do not survive it.)"""
+    """Whether this process can be forked safely: on Linux, while it has no other Python thread.
+
+    The system libraries of macOS do not survive a fork, and a lock held by another thread is never released
+    in the child.
+    """
     return sys.platform == "linux" and threading.active_count() == 1
 
 
@@ -193,17 +231,26 @@ def work(
     # Reading on its own thread keeps both ends from waiting for each other with full pipes.
     threading.Thread(target=_drain, args=(pipe, inbox), daemon=True).start()
     try:
-        encoder = source if isinstance(source, ChunkEncoder) else ChunkEncoder(source)
+        encoder = source if isinstance(source, ChunkEncoder) else _outcome(ChunkEncoder, source)
+        if isinstance(encoder, BaseException):
+            pipe.send(encoder)
+            return
         pipe.send(encoder.facts)
         while (chunk := inbox.get()) is not None:
-            encoded = encoder(chunk)
-            pipe.send(encoded if slots is None else slots.pack(encoded))
+            result = _outcome(encoder, chunk)
+            pipe.send(result if slots is None else slots.pack(result))
     except (BrokenPipeError, ConnectionResetError):
         return
+
+
+def _outcome(action: Callable[[Any], Any], argument: Any) -> Any:
+    """What the action returns or, for the parent to raise in its turn, the error."""
+    try:
+        return action(argument)
     except (MegazeroError, OSError) as error:
-        pipe.send(error)
+        return error
     except Exception:
-        pipe.send(RuntimeError(f"a preprocessing worker failed:\n{traceback.format_exc()}"))
+        return RuntimeError(f"a preprocessing worker failed:\n{traceback.format_exc()}")
 
 
 def _drain(pipe: Connection, inbox: queue.SimpleQueue[Chunk | None]) -> None:

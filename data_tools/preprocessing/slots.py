@@ -12,7 +12,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Parcel:
-    """A value whose arrays lie in a slot: `spans` are their (start, end) in bytes, `header` is all the rest."""
+    """A value whose arrays lie in a slot at `spans`, (start, end) in bytes; `header` holds all the rest."""
 
     slot: int
     header: bytes

@@ -310,16 +310,20 @@ def test_full_disk_is_an_error_and_leaves_nothing(tmp_path, out):
     assert visible(out) == []
 
 
-def test_orphaned_workers_leave(tmp_path):
-    """SIGKILL gives the parent no chance to end its workers; they must see its pipe close."""
+@pytest.mark.parametrize("threads", [0, 1])
+def test_orphaned_workers_leave(tmp_path, threads):
+    """SIGKILL gives the parent no chance to end its workers; they must see its pipe close, whether forked
+    or, as the parent has threads, spawned."""
     code = (
-        "import time\n"
+        "import threading, time\n"
         "from data_tools.preprocessing.encode import EncodeJob\n"
         "from data_tools.preprocessing.pool import Crew\n"
         "from megazero.data.tokenizers import TokenizerSpec\n"
         "if __name__ == '__main__':\n"
+        f"    for _ in range({threads}):\n"
+        "        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
         "    crew = Crew(EncodeJob(TokenizerSpec('ByteLevelTokenizer'), ('text',)), 2)\n"
-        "    print(*[process.pid for process in crew._processes], flush=True)\n"
+        "    print(*[worker.process.pid for worker in crew._workers], flush=True)\n"
         "    time.sleep(60)\n"
     )
     script = tmp_path / "parent.py"
