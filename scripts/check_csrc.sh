@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Whether csrc compiles: the native module where there is a C++ compiler, each CUDA source where there is nvcc.
+# Whether csrc compiles: the native modules where there is a C++ compiler, each CUDA source where there is nvcc.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-if [[ -n $(python scripts/setup_facts.py native) ]]; then
-    python -c 'from megazero.data import _native'
-    echo "csrc: the native module is built and loads"
+if [[ -z $(python scripts/setup_facts.py missing) ]]; then
+    python -c 'import torch; from megazero.data import _native; from megazero.ops import _native'
+    echo "csrc: the native modules are built and load"
 elif command -v "${CXX:-c++}" g++ clang++ >/dev/null; then
-    echo "csrc: error: there is a C++ compiler, but the native module does not build:" >&2
+    echo "csrc: error: there is a C++ compiler, but the native modules do not build:" >&2
     python setup.py build_ext --inplace --force >&2
     exit 1
 else
-    echo "csrc: no C++ compiler, so the native module was not built"
+    echo "csrc: no C++ compiler, so the native modules were not built"
 fi
 
 sources=()

@@ -96,14 +96,15 @@ setup_self() {
 # optional, so a build that fails says so by leaving nothing.
 setup_build_native() {
     local folder=build/native log=build/native.log old
-    old=$(python scripts/setup_facts.py native)
-    if [[ -n $old ]]; then rm -f "$old"; fi
+    while IFS= read -r old; do
+        if [[ -n $old ]]; then rm -f "$old"; fi
+    done < <(python scripts/setup_facts.py native)
     rm -rf "$folder"
     mkdir -p "$folder"
     python setup.py build_ext --inplace --force --build-temp "$folder/temp" --build-lib "$folder/lib" \
         >"$log" 2>&1 || true
-    if [[ -z $(python scripts/setup_facts.py native) ]]; then
-        setup_say "csrc was not compiled (is there a C++ compiler? see $log); indexes are built in numpy, slower"
+    if [[ -n $(python scripts/setup_facts.py missing) ]]; then
+        setup_say "csrc was not compiled (is there a C++ compiler? see $log); numpy and torch do its work, slower"
     fi
 }
 

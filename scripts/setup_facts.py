@@ -1,8 +1,8 @@
 """What scripts/setup.sh asks about the Python it sets up; runs before anything is installed.
 
 `python scripts/setup_facts.py torch`: the installed torch if it is recent enough, else nothing.
-`... constraints`: the constraints pip shall keep. `... native`: the compiled module's path, or nothing.
-`... key`: what the set-up depends on, as one hash.
+`... constraints`: the constraints pip shall keep. `... native`: the paths of the compiled modules that are
+there. `... missing`: the paths of those that are not. `... key`: what the set-up depends on, as one hash.
 """
 
 import hashlib
@@ -43,22 +43,33 @@ def constraints():
     return "\n".join([f"torch=={torch()}", *free])
 
 
+def modules():
+    """Where the compiled modules for this Python belong."""
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    return [ROOT / "megazero" / package / f"_native{suffix}" for package in ("data", "ops")]
+
+
 def native():
-    """Where the compiled module for this Python is, or an empty string."""
-    path = ROOT / "megazero" / "data" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
-    return str(path) if path.is_file() else ""
+    """The compiled modules that are there, a line each."""
+    return "\n".join(str(path) for path in modules() if path.is_file())
+
+
+def missing():
+    """The compiled modules that are not there, a line each."""
+    return "\n".join(str(path) for path in modules() if not path.is_file())
 
 
 def key():
-    """A hash of this checkout's place, this Python, torch, the native module's presence and all inputs."""
+    """A hash of this checkout's place, this Python, torch, which native modules are missing and all inputs."""
     digest = hashlib.sha256()
     sources = sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
     for path in [ROOT / name for name in INPUTS] + sources:
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
-    for fact in (str(ROOT), sys.version, torch(), str(bool(native()))):
+    for fact in (str(ROOT), sys.version, torch(), missing()):
         digest.update(fact.encode() + b"\0")
     return digest.hexdigest()
 
 
 if __name__ == "__main__":
-    print({"torch": torch, "constraints": constraints, "native": native, "key": key}[sys.argv[1]]())
+    facts = {"torch": torch, "constraints": constraints, "native": native, "missing": missing, "key": key}
+    print(facts[sys.argv[1]]())
