@@ -60,7 +60,7 @@ def missing():
 
 
 def key():
-    """A hash of this checkout's place, this Python, torch, which native modules are missing and all inputs."""
+    """A hash of this checkout's place, this Python, torch, what is not compiled and all inputs."""
     digest = hashlib.sha256()
     sources = sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
     for path in [ROOT / name for name in INPUTS] + sources:
