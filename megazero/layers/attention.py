@@ -52,8 +52,10 @@ class SelfAttention(nn.Module):
         qkv = self.qkv(x)
         s, b, _ = qkv.shape
         qkv = qkv.view(s, b, *self.qkv.local_shape)  # [s, b, g/tp, q + 2, d]
-        query = qkv[..., :-2, :].reshape(s, b, -1, qkv.shape[-1])  # [s, b, n/tp, d]
-        key, value = qkv[..., -2, :], qkv[..., -1, :]  # [s, b, g/tp, d]
+        # One split: its backward is one concatenation, where slices would each bring a tensor of zeros.
+        query, key, value = qkv.split((self.queries_per_group, 1, 1), dim=3)
+        query = query.reshape(s, b, -1, qkv.shape[-1])  # [s, b, n/tp, d]
+        key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/tp, d]
         if self.recompute:
             context = checkpoint(
                 self._core, query, key, value, inputs, use_reentrant=False, preserve_rng_state=False
