@@ -13,7 +13,7 @@ from megazero.config.tree import ParallelConfig
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext, make_context, solo_context
 from megazero.mpu.grid import ProcessGrid
-from megazero.mpu.torch_group import leave_world, open_group, start_world
+from megazero.mpu.torch_group import TorchGroup, leave_world, open_group, start_world
 
 
 @dataclass(frozen=True)
@@ -99,4 +99,7 @@ def join(config: ParallelConfig, launch: Launch) -> ParallelContext:
 def leave(context: ParallelContext) -> None:
     """Leave the job in good order: wait for everyone, then close the groups."""
     context.world.barrier()
+    for group in context.groups.values():
+        if isinstance(group, TorchGroup):
+            group.close()
     leave_world()

@@ -87,6 +87,14 @@ class TorchGroup:
     def barrier(self) -> None:
         self._call("barrier", dist.barrier)
 
+    def close(self) -> None:
+        """Let go of the process group, so that leaving the world ends its threads then and there.
+
+        Whoever still holds this object (a hook, a closure) would otherwise keep them running until the
+        interpreter exits, where torch may abort over them.
+        """
+        self.process_group = None
+
     def _call(self, what: str, collective, *args, **kwargs) -> Work:
         try:
             work = collective(*args, group=self.process_group, **kwargs)
