@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 import torch
 
@@ -18,6 +19,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    # The same examples every time: a suite that fails must fail again.
+    hypothesis.settings.register_profile("repeatable", derandomize=True)
+    hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,7 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from data_tools.preprocessing import chunks
@@ -27,6 +27,7 @@ def _lines(paths, size):
 def test_chunks_hold_every_line_once_whatever_their_size(tmp_path_factory, lines, size, ends_with_newline):
     folder = tmp_path_factory.mktemp("cut")
     content = b"\n".join(lines) + (b"\n" if ends_with_newline else b"")
+    assume(not content.startswith(b"\x1f\x8b"))  # that would be taken for gzip, and no JSON begins so
     (folder / "plain").write_bytes(content)
     (folder / "packed").write_bytes(gzip.compress(content))
     expected = content.split(b"\n")

@@ -71,6 +71,7 @@ class Case:
     overlap: bool = True
     dtype: str = "fp32"
     bucket_size: int = 3000  # several buckets, even of this small model
+    micro_batch: int = 1  # the serial run always accumulates sample by sample
 
     @property
     def serial(self) -> Case:
@@ -103,7 +104,7 @@ class Case:
                 bucket_size=self.bucket_size,
                 overlap_grad_reduce=self.overlap,
             ),
-            batch=BatchConfig(micro_batch_size=1, global_batch_size=GLOBAL_BATCH),
+            batch=BatchConfig(micro_batch_size=self.micro_batch, global_batch_size=GLOBAL_BATCH),
             # Clipping is active. Epsilon is far above rounding noise: the key bias has no gradient but noise
             # (softmax does not feel it), which Adam would otherwise blow up to whole steps.
             optimizer=OptimizerConfig(
@@ -125,15 +126,19 @@ class Record:
     weights: list[dict[str, Tensor]]
 
 
-def micro_batches(step: int, context: ParallelContext) -> list[Batch]:
-    """This rank's samples of a step. Masks are uneven: sample i counts about 1 / (1 + i) of its positions."""
+def micro_batches(step: int, context: ParallelContext, size: int = 1) -> list[Batch]:
+    """This rank's samples of a step, `size` at a time.
+
+    Masks are uneven: sample i counts about 1 / (1 + i) of its positions.
+    """
     rng = np.random.default_rng(100 + step)
     text = rng.integers(0, VOCAB, (GLOBAL_BATCH, SEQ + 1))
     mask = (rng.random((GLOBAL_BATCH, SEQ)) < 1.0 / (1 + np.arange(GLOBAL_BATCH))[:, None]).astype(np.float32)
     batches = []
-    for i in range(context.data.rank, GLOBAL_BATCH, context.data.size):
-        arrays = {"tokens": text[i : i + 1, :-1], "labels": text[i : i + 1, 1:], "loss_mask": mask[i : i + 1]}
-        streams = SampleStreams(3, (step * GLOBAL_BATCH + i,))
+    for i in range(context.data.rank * size, GLOBAL_BATCH, context.data.size * size):
+        rows = slice(i, i + size)
+        arrays = {"tokens": text[rows, :-1], "labels": text[rows, 1:], "loss_mask": mask[rows]}
+        streams = SampleStreams(3, tuple(step * GLOBAL_BATCH + j for j in range(i, i + size)))
         arrays = {key: np.ascontiguousarray(value) for key, value in arrays.items()}
         batches.append(Batch.from_arrays(arrays, context.device, streams))
     return batches
@@ -150,7 +155,9 @@ def train(case: Case, context: ParallelContext) -> Record:
     optimizer = engine.optimizer
     for step in range(STEPS):
         tokens = GLOBAL_BATCH * SEQ
-        result = engine.train_step(micro_batches(step, context), tokens, state.progress, timers)
+        result = engine.train_step(
+            micro_batches(step, context, case.micro_batch), tokens, state.progress, timers
+        )
         state = state.after(GLOBAL_BATCH, tokens, result.skipped)
         record.losses.append(result.loss)
         record.grad_norms.append(result.grad_norm)

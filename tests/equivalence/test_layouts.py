@@ -14,7 +14,16 @@ from megazero.mpu.torch_group import open_group
 from tests.equivalence.harness import Case, Record, assert_same, train, train_in_threads, train_serial
 
 CASES = [
-    Case(tp=tp, dp=dp, sequence_parallel=sp, shape=shape, untied=untied, recompute=recompute)
+    Case(
+        tp=tp,
+        dp=dp,
+        sequence_parallel=sp,
+        shape=shape,
+        untied=untied,
+        recompute=recompute,
+        # With and without accumulation over micro-batches on each layout.
+        micro_batch=1 if recompute == "none" else 2,
+    )
     for shape, tp, dp, sp, untied, recompute in product(
         ("gpt2", "llama"), (1, 2, 4), (1, 2), (False, True), (False, True), ("none", "full", "selective")
     )
@@ -40,7 +49,10 @@ def test_layout_equals_one_process(case):
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize(("tp", "dp", "sp"), [(1, 1, False), (2, 2, False), (2, 1, True), (4, 2, True)])
 def test_dropout_is_the_same_on_every_layout(tp, dp, sp, recompute, shape):
-    check(Case(tp=tp, dp=dp, sequence_parallel=sp, shape=shape, recompute=recompute, dropout=0.2))
+    case = Case(
+        tp=tp, dp=dp, sequence_parallel=sp, shape=shape, recompute=recompute, dropout=0.2, micro_batch=2
+    )
+    check(case)
 
 
 def test_dropout_does_something():
