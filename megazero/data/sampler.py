@@ -143,20 +143,24 @@ class BatchSampler:
     def __init__(self, spec: SamplerSpec, consumed_samples: int = 0):
         self.spec = spec
         self.consumed_samples = consumed_samples
-        self._epoch = -1
-        self._permutation = np.empty(0, dtype=np.int64)
+        # One value, so that threads see an epoch with its own permutation.
+        self._kept: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return self
 
     def __next__(self) -> np.ndarray:
-        if self.spec.kind is SamplerKind.SINGLE:
-            indices = batch_indices(self.spec, self.consumed_samples)
-        else:
-            epoch, done = _epoch_of(self.spec, self.consumed_samples)
-            if epoch != self._epoch:
-                self._permutation = epoch_permutation(self.spec, epoch)
-                self._epoch = epoch
-            indices = _cyclic(self.spec, self._permutation, done)
+        indices = self.at(self.consumed_samples)
         self.consumed_samples += self.spec.stride
         return indices
+
+    def at(self, consumed_samples: int) -> np.ndarray:
+        """`batch_indices` of any position, which moves nothing and may be asked from several threads."""
+        if self.spec.kind is SamplerKind.SINGLE or consumed_samples < 0:
+            return batch_indices(self.spec, consumed_samples)
+        epoch, done = _epoch_of(self.spec, consumed_samples)
+        kept, permutation = self._kept
+        if epoch != kept:
+            permutation = epoch_permutation(self.spec, epoch)
+            self._kept = (epoch, permutation)
+        return _cyclic(self.spec, permutation, done)

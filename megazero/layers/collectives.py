@@ -33,19 +33,6 @@ def own_rows(x: Tensor, group: Group) -> Tensor:
     return x.narrow(0, group.rank * rows, rows)
 
 
-class _CopyToSlices(Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        total = grad.contiguous().clone()
-        ctx.group.all_reduce(total).wait()
-        return total, None
-
-
 class _ReduceFromSlices(Function):
     @staticmethod
     def forward(ctx, x, group):
@@ -56,17 +43,6 @@ class _ReduceFromSlices(Function):
     @staticmethod
     def backward(ctx, grad):
         return grad, None
-
-
-class _GatherSequence(Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return gather_rows(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return reduce_scatter_rows(grad, ctx.group), None
 
 
 class _ReduceScatterSequence(Function):
@@ -92,19 +68,9 @@ class _GatherFeatures(Function):
         return grad.narrow(-1, ctx.group.rank * ctx.width, ctx.width).contiguous(), None
 
 
-def copy_to_slices(x: Tensor, group: Group) -> Tensor:
-    """Identity forward; backward sums the gradients that the slices send back."""
-    return x if group.size == 1 else _CopyToSlices.apply(x, group)
-
-
 def reduce_from_slices(x: Tensor, group: Group) -> Tensor:
     """Sum the members' partial results; backward is the identity."""
     return x if group.size == 1 else _ReduceFromSlices.apply(x, group)
-
-
-def gather_sequence(x: Tensor, group: Group) -> Tensor:
-    """[s/tp, b, h] -> [s, b, h]; backward sums and scatters."""
-    return x if group.size == 1 else _GatherSequence.apply(x, group)
 
 
 def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megazero.config.tree import ModelConfig
 from megazero.errors import DataError
-from megazero.layers.collectives import reduce_from_slices, reduce_scatter_sequence
+from megazero.layers.collectives import own_rows, reduce_from_slices, reduce_scatter_sequence
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.placement import Placement
 from megazero.mpu import Init, ParamSpec, new_parameter
@@ -58,8 +58,7 @@ class Embedding(nn.Module):
         if self.position is not None:
             positions = positions.t() if positions.dim() == 2 else positions.unsqueeze(1)
             if placement.sequence_parallel:
-                rows = positions.shape[0] // placement.tp.size
-                positions = positions.narrow(0, placement.tp.rank * rows, rows)
+                positions = own_rows(positions, placement.tp)
             x = x + F.embedding(positions, self.position)
         if self.config.fp32_residual_connection:
             x = x.float()

@@ -20,7 +20,7 @@ from megazero.checkpoint import (
 )
 from megazero.config.derive import batch_ramp, global_batch_size, lr_lengths, padded_vocab_size, train_length
 from megazero.config.tree import Config
-from megazero.data import DatasetRequest, GPTSettings, SamplerSpec, build_gpt_datasets
+from megazero.data import DatasetRequest, GPTSettings, SamplerSpec, build_gpt_datasets, parse_blend
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, build_tokenizer
 from megazero.errors import CheckpointError, ConfigError
 from megazero.layers import Placement, initialize
@@ -180,8 +180,10 @@ def build_feeds(config: Config, vocabulary: Vocabulary, context: ParallelContext
 
 def default_cache(paths: tuple[str, ...]) -> str | None:
     """Beside the first dataset, where Megatron-DeepSpeed keeps its indexes too."""
-    prefixes = [p for p in paths if not p.replace(".", "", 1).isdigit()]
-    return str(Path(prefixes[0]).parent / "index-cache") if prefixes else None
+    if not paths:
+        return None
+    _, prefix = parse_blend(paths, must_exist=False)[0]
+    return str(Path(prefix).parent / "index-cache")
 
 
 @dataclass(frozen=True)

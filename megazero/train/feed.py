@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megazero.data import SamplerSpec, batch_indices
+from megazero.data import BatchSampler, SamplerSpec
 from megazero.data.blended import SampleDataset
 
 # A micro-batch's arrays and the positions of its samples in the training order, to what the model takes.
@@ -21,15 +21,20 @@ class Feed:
 
     Attributes:
         dataset: gives stacked arrays for a list of sample numbers.
-        spec: which samples are this rank's.
+        sampler: which samples are this rank's.
         collate: makes the model's input of them.
         reader: reads ahead `ahead` micro-batches where given.
     """
 
     dataset: SampleDataset
-    spec: SamplerSpec
+    sampler: BatchSampler
     collate: Collate
     reader: ReadAhead | None = None
+
+    @property
+    def spec(self) -> SamplerSpec:
+        """The fixed facts of the sampler."""
+        return self.sampler.spec
 
     def micro_batches(self, consumed_samples: int, count: int) -> list:
         """The `count` micro-batches of the step that starts after `consumed_samples`.
@@ -54,7 +59,7 @@ class Feed:
         return tuple(range(first, first + self.spec.micro_batch_size))
 
     def _read(self, start: int) -> dict[str, np.ndarray]:
-        return self.dataset.batch(batch_indices(self.spec, start))
+        return self.dataset.batch(self.sampler.at(start))
 
 
 class ReadAhead:
@@ -90,7 +95,5 @@ class ReadAhead:
 
 def make_feed(dataset: SampleDataset, spec: SamplerSpec, collate: Collate, ahead: int) -> Feed:
     """A feed that reads `ahead` micro-batches in the background; 0 reads in line."""
-    feed = Feed(dataset, spec, collate)
-    if ahead == 0:
-        return feed
-    return Feed(dataset, spec, collate, ReadAhead(feed._read, ahead))
+    feed = Feed(dataset, BatchSampler(spec), collate)
+    return replace(feed, reader=ReadAhead(feed._read, ahead)) if ahead else feed
