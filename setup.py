@@ -34,6 +34,17 @@ native_ops = Pybind11Extension(
     optional=True,
 )
 
+# Shared memory and futexes as Linux has them; elsewhere ranks of one host talk over Gloo.
+native_mpu = Pybind11Extension(
+    "megazero.mpu._native",
+    sorted(str(path) for path in Path("csrc/shared").glob("*.cpp")),
+    include_dirs=["csrc"],
+    cxx_std=17,
+    extra_compile_args=["-O3", "-Wall", "-Wextra", "-fopenmp-simd"],
+    extra_link_args=["-pthread"],
+    optional=True,
+)
+
 setup(
     name="megazero",
     version="0.1.0",
@@ -58,7 +69,7 @@ setup(
         "plot": ["matplotlib>=3.8"],
         "wandb": ["wandb"],
     },
-    ext_modules=[native_data, native_ops],
+    ext_modules=[native_data, native_ops, *([native_mpu] if sys.platform == "linux" else [])],
     cmdclass={"build_ext": build_ext},
     entry_points={"console_scripts": ["megazero=megazero.cli:main"]},
 )

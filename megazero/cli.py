@@ -33,6 +33,18 @@ def _generate(arguments: list[str]) -> int:
     return generate(arguments)
 
 
+def _plan(arguments: list[str]) -> int:
+    from megazero.plan.command import main as plan
+
+    return plan(arguments)
+
+
+def _verify(arguments: list[str]) -> int:
+    from megazero.verify.command import main as verify
+
+    return verify(arguments)
+
+
 def _version(arguments: list[str]) -> int:
     print(f"megazero {megazero.__version__}")
     return 0
@@ -41,6 +53,8 @@ def _version(arguments: list[str]) -> int:
 VERBS = (
     Verb("config", "resolve pretrain_gpt.py's flags, print the tree or every reason against it", _config),
     Verb("generate", "generate text from a checkpoint", _generate),
+    Verb("plan", "say what a launch would do: `megazero plan schedule` draws a pipeline schedule", _plan),
+    Verb("verify", "check that a configuration's layout trains like one process", _verify),
     Verb("version", "print the version", _version),
 )
 

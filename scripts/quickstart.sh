@@ -5,14 +5,21 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: bash scripts/quickstart.sh [--steps N] [--nproc N] [--out DIR]
+usage: bash scripts/quickstart.sh [--steps N] [--tp T] [--pp P] [--dp D] [--zero-stage Z] [--out DIR]
 
 Trains a small GPT on the sources of Python's standard library and shows what it learned.
 
-  --steps N    optimizer steps (default 250, or 100 on a CPU without bf16 instructions);
-               below 100 the loss is shown but not judged
-  --nproc N    ranks, each with a part of every batch (default: the GPUs, or 2 without any)
-  --out DIR    where everything is written (default out/quickstart)
+  --steps N       optimizer steps (default 250, or 100 on a CPU without bf16 instructions);
+                  below 100 the loss is shown but not judged
+  --tp T          ranks that share each layer (default 1)
+  --pp P          pipeline stages (default 1)
+  --dp D          replicas, each with a part of every batch (default: what the GPUs allow, or 2 without any;
+                  1 with --tp or --pp)
+  --zero-stage Z  what the replicas share: 0 nothing, 1 optimizer state, 2 also gradients, 3 also
+                  parameters (default 2)
+  --out DIR       where everything is written (default out/quickstart)
+
+T x P x D ranks are started. Every layout learns the same.
 TEXT
 }
 
@@ -22,28 +29,34 @@ refuse() {
     exit 2
 }
 
-steps='' nproc='' out=out/quickstart
+steps='' tp=1 pp=1 dp='' zero_stage=2 out=out/quickstart
 while (($#)); do
     case $1 in
         -h | --help)
             usage
             exit 0
             ;;
-        --steps | --nproc | --out)
+        --steps | --tp | --pp | --dp | --zero-stage | --out)
             (($# > 1)) || refuse "\`$1\` must have a value, but is the last word."
             case $1 in
                 --steps) steps=$2 ;;
-                --nproc) nproc=$2 ;;
+                --tp) tp=$2 ;;
+                --pp) pp=$2 ;;
+                --dp) dp=$2 ;;
+                --zero-stage) zero_stage=$2 ;;
                 --out) out=$2 ;;
             esac
             shift 2
             ;;
-        --steps=* | --nproc=* | --out=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
-        *) refuse "the option must be --steps, --nproc or --out, but is \`$1\`." ;;
+        --steps=* | --tp=* | --pp=* | --dp=* | --zero-stage=* | --out=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
+        *) refuse "the option must be one of those that --help lists, but is \`$1\`." ;;
     esac
 done
-[[ -z $steps || $steps =~ ^[1-9][0-9]*$ ]] || refuse "\`--steps\` must be a positive integer, but is \`$steps\`."
-[[ -z $nproc || $nproc =~ ^[1-9][0-9]*$ ]] || refuse "\`--nproc\` must be a positive integer, but is \`$nproc\`."
+for name in steps tp pp dp; do
+    [[ -z ${!name} || ${!name} =~ ^[1-9][0-9]*$ ]] ||
+        refuse "\`--$name\` must be a positive integer, but is \`${!name}\`."
+done
+[[ $zero_stage =~ ^[0-3]$ ]] || refuse "\`--zero-stage\` must be 0, 1, 2 or 3, but is \`$zero_stage\`."
 [[ -n $out ]] || refuse "\`--out\` must be a folder, but is empty."
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
@@ -63,7 +76,11 @@ SETUP_EXTRAS=plot SETUP_OPTIONAL=fast
 . scripts/setup.sh
 cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-nproc=${nproc:-$((gpus > 0 ? gpus : 2))}
+if [[ -z $dp ]]; then
+    dp=$((tp * pp > 1 ? 1 : 2))
+    if ((gpus >= tp * pp)); then dp=$((gpus / (tp * pp))); fi
+fi
+nproc=$((tp * pp * dp))
 # On a CPU without instructions for it, bf16 is slower than fp32.
 precision=() default_steps=100
 if ((gpus > 0)) || grep -qwsE 'amx_bf16|avx512_bf16|bf16' /proc/cpuinfo; then
@@ -74,7 +91,7 @@ export OMP_NUM_THREADS=$((cores > nproc ? cores / nproc : 1))
 stage_done
 
 corpus=$out/corpus.jsonl tokenizer=$out/tokenizer/tokenizer.json data=$out/stdlib_text_document
-run=$out/steps-$steps
+run=$out/steps-$steps-tp$tp-pp$pp-dp$dp-zero$zero_stage
 metrics=$run/metrics.jsonl checkpoint=$run/checkpoint
 
 stage "2/7 corpus: the standard library's sources"
@@ -102,12 +119,14 @@ else
 fi
 stage_done
 
-stage "5/7 training: $steps steps on $nproc ranks"
+stage "5/7 training: $steps steps on $nproc ranks (tensor $tp x pipeline $pp x data $dp, ZeRO stage $zero_stage)"
 done_steps=$(cat "$checkpoint/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
-together=$((nproc * 8)) # sequences of one forward pass of all ranks
+together=$((dp * 8)) # sequences of one forward pass of all replicas
 global_batch=$(((32 + together - 1) / together * together))
 model=(--num-layers 6 --hidden-size 256 --num-attention-heads 8 --seq-length 256
     --hidden-dropout 0 --attention-dropout 0)
+layout=(--tensor-model-parallel-size "$tp" --pipeline-model-parallel-size "$pp" --zero-stage "$zero_stage")
+if ((tp > 1)); then layout+=(--sequence-parallel); fi
 batch=(--micro-batch-size 8 --global-batch-size "$global_batch" --train-iters "$steps")
 optimizer=(--lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters $((steps / 10))
     --weight-decay 0.1 --adam-beta2 0.95)
@@ -119,7 +138,7 @@ if ((done_steps >= steps)); then
     echo "$checkpoint stands at step $done_steps; nothing is left to train"
 else
     python -m torch.distributed.run --standalone --nproc-per-node "$nproc" pretrain_gpt.py \
-        "${model[@]}" "${batch[@]}" "${optimizer[@]}" ${precision[@]+"${precision[@]}"} \
+        "${model[@]}" "${layout[@]}" "${batch[@]}" "${optimizer[@]}" ${precision[@]+"${precision[@]}"} \
         "${inputs[@]}" "${outputs[@]}"
 fi
 stage_done
@@ -133,8 +152,9 @@ python scripts/compare_loss.py "$metrics" --unigram-entropy "$entropy" --judge-f
 stage_done
 
 stage "7/7 text from the model"
-python -m megazero.cli generate --load "$checkpoint" --prompt "def main(" \
-    --max-new-tokens 80 --temperature 0.8 --top-p 0.95 --seed 1
+# A checkpoint is read by as many ranks as one replica had.
+python -m torch.distributed.run --standalone --nproc-per-node $((tp * pp)) -m megazero.cli generate \
+    --load "$checkpoint" --prompt "def main(" --max-new-tokens 80 --temperature 0.8 --top-p 0.95 --seed 1
 stage_done
 
 echo

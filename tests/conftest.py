@@ -15,6 +15,7 @@ from tests.pool import WorkerPool
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests that take minutes")
+    parser.addoption("--all-layouts", action="store_true", help="law 1 on every allowed layout: hours")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -25,7 +25,7 @@ LEVELS = {
     **dict.fromkeys(("data_efficiency", "layers", "moe", "optim", "zero", "pipeline"), 2),
     **dict.fromkeys(("models", "checkpoint"), 3),
     "train": 4,
-    **dict.fromkeys(("plan", "inference", "launch"), 5),
+    **dict.fromkeys(("plan", "inference", "launch", "verify"), 5),
     "cli": 6,
 }
 SAME_LEVEL = {("moe", "layers"), ("zero", "optim")}

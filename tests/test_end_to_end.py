@@ -129,7 +129,7 @@ def test_llama_trained_on_slices_equals_transformers(data, tmp_path):
 
     from megazero.config.resolve import parse_config
     from megazero.mpu import solo_context, spec_of
-    from megazero.train.assemble import build_model, build_vocabulary
+    from megazero.train.model import build_chunks, build_vocabulary
     from tests.models.hf_weights import global_weights, llama_model, to_llama
 
     records = train("llama", data, tmp_path)
@@ -140,7 +140,7 @@ def test_llama_trained_on_slices_equals_transformers(data, tmp_path):
     flags += ["--vocab-file", str(data / "vocab.json"), "--merge-file", str(data / "merges.txt")]
     config = parse_config(flags, world_size=1).config
     context = solo_context()
-    model = build_model(config, build_vocabulary(config), context)
+    model = build_chunks(config, build_vocabulary(config), context, context.device)[0]
     parts = [
         load_file(tmp_path / "checkpoint" / "iter_0000040" / f"model_tp{rank:02d}_pp00.safetensors")
         for rank in range(2)

@@ -1,12 +1,14 @@
-"""Who is compared in `benchmarks/train_step.py`: one file per contender.
+"""Who is compared in `train_step.py`, `zero.py` and `pipeline.py`: one file per way to train.
 
-Each has ``build(shape, rank, world_size) -> step``, where ``step()`` trains one optimizer step on one rank's
-micro-batches of fixed random tokens and returns the loss of the last one.
+Each has ``build(shape, rank, world_size, **options) -> step``, where ``step()`` trains one optimizer step on
+one rank's micro-batches of fixed random tokens and returns a loss: of the last micro-batch, or the mean of
+all where that is at hand. A step of a pipeline also has ``take_action_times()``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -40,3 +42,20 @@ class Shape:
         size = (self.accumulations, self.micro_batch, self.sequence + 1)
         text = torch.randint(0, self.vocab, size, generator=generator).to(self.device)
         return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in text]
+
+
+class ActionTime(NamedTuple):
+    """How long one computation of a pipeline took.
+
+    Attributes:
+        stage: that computed it.
+        op: F forward, B backward, I and W its two halves (input and weight gradients), U what follows the
+            schedule (sum of the tied gradients, clipping, optimizer).
+        chunk: of the model; 0 for U.
+        seconds: without waiting for other stages, but for U.
+    """
+
+    stage: int
+    op: str
+    chunk: int
+    seconds: float

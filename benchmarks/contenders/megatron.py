@@ -134,7 +134,3 @@ def build(shape: Shape, rank: int, world_size: int, tp: int = 1):
         return float(loss.detach())
 
     return step
-
-
-def build_tp2(shape: Shape, rank: int, world_size: int):
-    return build(shape, rank, world_size, tp=2)

@@ -2,68 +2,134 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
 
-from benchmarks.contenders import Shape
+from benchmarks.contenders import ActionTime, Shape
+from megazero.config.rules import check
 from megazero.config.tree import (
     BatchConfig,
     Config,
+    DataConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
     TrainingConfig,
+    ZeroConfig,
 )
+from megazero.errors import ConfigError
 from megazero.models import Batch
-from megazero.mpu import ProcessGrid, make_context
+from megazero.mpu import ParallelContext, ProcessGrid, make_context
 from megazero.mpu.torch_group import open_group
+from megazero.pipeline import Action
 from megazero.train.allocator import keep_freed_memory
-from megazero.train.assemble import Vocabulary, build_engine, build_model
+from megazero.train.assemble import build_engine
+from megazero.train.engine import Engine
+from megazero.train.model import Vocabulary, build_chunks
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
 
 
-def build(shape: Shape, rank: int, world_size: int, tp: int = 1):
-    keep_freed_memory()
+def model_config(shape: Shape) -> ModelConfig:
+    """The shape of the plain GPT."""
+    return ModelConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        seq_length=shape.sequence,
+        vocab_size=shape.vocab,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+
+
+def make_config(shape: Shape, world_size: int, parallel: ParallelConfig, zero: ZeroConfig) -> Config:
+    """The run of one contender.
+
+    Raises:
+        ConfigError: the parts do not go together.
+    """
+    replicas = world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     config = Config(
-        model=ModelConfig(
-            num_layers=shape.layers,
-            hidden_size=shape.hidden,
-            num_attention_heads=shape.heads,
-            seq_length=shape.sequence,
-            vocab_size=shape.vocab,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-        ),
-        parallel=ParallelConfig(tensor_model_parallel_size=tp),
+        model=model_config(shape),
+        parallel=parallel,
+        zero=zero,
         batch=BatchConfig(
             micro_batch_size=shape.micro_batch,
-            global_batch_size=shape.micro_batch * shape.accumulations * (world_size // tp),
+            global_batch_size=shape.micro_batch * shape.accumulations * replicas,
         ),
         optimizer=OptimizerConfig(lr=1e-4, adam_beta2=0.95, weight_decay=0.1, lr_decay_style="constant"),
         precision=PrecisionConfig(dtype=shape.dtype),
+        data=DataConfig(mock_data=True),
         training=TrainingConfig(train_iters=1000),
     )
+    wrong = check(config, world_size)
+    if wrong:
+        raise ConfigError(wrong)
+    return config
+
+
+def vocabulary_of(shape: Shape) -> Vocabulary:
+    """All entries of the plain GPT, without padding."""
+    return Vocabulary(shape.vocab, shape.vocab, None, None)
+
+
+def open_context(shape: Shape, rank: int, world_size: int, tp: int = 1, pp: int = 1) -> ParallelContext:
+    """This rank's place in a job whose process group exists."""
     device = torch.device(shape.device, rank) if shape.device == "cuda" else torch.device("cpu")
-    context = make_context(
-        ProcessGrid.factor(world_size, tp=tp),
+    return make_context(
+        ProcessGrid.factor(world_size, tp=tp, pp=pp),
         rank,
         device,
         lambda name, ranks: open_group(name, rank, ranks, timedelta(minutes=5)),
     )
-    vocabulary = Vocabulary(shape.vocab, shape.vocab, None, None)
-    engine = build_engine(config, build_model(config, vocabulary, context), context)
-    batches = [Batch(tokens, labels) for tokens, labels in shape.batches(context.data.rank)]
-    tokens = shape.tokens_per_step * context.data.size
-    timers, state = Timers(), TrainState()
-
-    def step() -> float:
-        return engine.train_step(batches, tokens, state.progress, timers).loss
-
-    return step
 
 
-def build_tp2(shape: Shape, rank: int, world_size: int):
-    return build(shape, rank, world_size, tp=2)
+class Trainer:
+    """The engine's training step on the micro-batches of a rank."""
+
+    def __init__(self, shape: Shape, engine: Engine, context: ParallelContext):
+        self.engine = engine
+        self.batches = [Batch(tokens, labels) for tokens, labels in shape.batches(context.data.rank)]
+        self.tokens = shape.tokens_per_step * context.data.size
+        self.timers, self.state = Timers(), TrainState()
+        self.stage = context.pp.rank
+        self.times: list[ActionTime] = []
+        if context.pp.size > 1:
+            engine.executor.observer = self.observe
+
+    def observe(self, action: Action, seconds: float) -> None:
+        """What the executor tells of each action."""
+        if action.op.computes:
+            self.times.append(ActionTime(self.stage, action.op.value, action.chunk, seconds))
+
+    def __call__(self) -> float:
+        loss = self.engine.train_step(self.batches, self.tokens, self.state.progress, self.timers).loss
+        self.times.append(ActionTime(self.stage, "U", 0, self.timers.collect()["optimizer"]))
+        return loss
+
+    def take_action_times(self) -> list[ActionTime]:
+        """Since they were last taken."""
+        taken, self.times = self.times, []
+        return taken
+
+
+def build(
+    shape: Shape,
+    rank: int,
+    world_size: int,
+    tp: int = 1,
+    pp: int = 1,
+    parallel: Mapping[str, object] | None = None,
+    zero: Mapping[str, object] | None = None,
+):
+    """`parallel` and `zero` are further fields of `ParallelConfig`, and those of `ZeroConfig`."""
+    keep_freed_memory()
+    layout = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, **(parallel or {})}
+    config = make_config(shape, world_size, ParallelConfig(**layout), ZeroConfig(**(zero or {})))
+    context = open_context(shape, rank, world_size, tp, pp)
+    engine = build_engine(config, build_chunks(config, vocabulary_of(shape), context), context)
+    return Trainer(shape, engine, context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -47,11 +48,12 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.view(-1))
 
 
-def make_step(model: nn.Module, shape: Shape, rank: int, no_sync=None):
-    """The training step of `model(tokens, labels) -> loss`."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
+ADAMW = MappingProxyType({"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True})
+
+
+def make_step(model: nn.Module, shape: Shape, rank: int, no_sync=None, optimizer=None):
+    """The training step of `model(tokens, labels) -> loss`; `optimizer` is AdamW where none is given."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), **ADAMW)
     batches = shape.batches(rank)
     low = shape.dtype != "fp32"
 
@@ -81,6 +83,15 @@ def build_compiled(shape: Shape, rank: int, world_size: int):
 def build_ddp(shape: Shape, rank: int, world_size: int):
     model = nn.parallel.DistributedDataParallel(PlainGPT(shape).to(shape.device))
     return make_step(model, shape, rank, model.no_sync)
+
+
+def build_zero_redundancy(shape: Shape, rank: int, world_size: int):
+    """DDP with PyTorch's `ZeroRedundancyOptimizer`: its state is dealt out by whole parameters."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.parallel.DistributedDataParallel(PlainGPT(shape).to(shape.device))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
+    return make_step(model, shape, rank, model.no_sync, optimizer)
 
 
 def build_tuned(shape: Shape, rank: int, world_size: int):

@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,35 +115,63 @@ def read_facts(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def read_tensors(folder: Path, wanted: dict[str, Tensor], context: ParallelContext) -> None:
-    """Copy this rank's slice of a checkpoint into the tensors of `wanted`, by key.
+class SliceReader(Mapping[str, Tensor]):
+    """This rank's slice of a checkpoint, read tensor by tensor.
+
+    Args:
+        folder: of the checkpoint.
+        shapes: key -> shape, of all that will be read.
+        context: says which slice is this rank's.
 
     Raises:
-        CheckpointError: the checkpoint is of another layout, or lacks a tensor or has it in another shape;
-            all such tensors are listed and nothing has been changed.
+        CheckpointError: the checkpoint is of another layout, damaged, or lacks a tensor or has it in another
+            shape; all such tensors are listed.
     """
-    saved = read_facts(folder)["layout"]
-    if saved != layout(context):
-        raise CheckpointError(
-            f"`{folder}` was written with {saved}, but this run has {layout(context)}; use the same sizes"
-        )
-    path = folder / part_name(context)
-    try:
-        with safe_open(path, framework="pt") as file:
-            present = set(file.keys())
-            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in present}
-            wrong = [f"{key} is missing" for key in wanted if key not in present]
-            wrong += [
-                f"{key} has shape {shapes[key]}, not {tuple(tensor.shape)}"
-                for key, tensor in wanted.items()
-                if key in present and shapes[key] != tuple(tensor.shape)
-            ]
-            if wrong:
-                raise CheckpointError(f"`{path}` does not fit this model: " + "; ".join(wrong))
-            for key, tensor in wanted.items():
-                tensor.copy_(file.get_tensor(key))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"`{path}` must be a safetensors file, but cannot be read: {error}") from error
+
+    def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]], context: ParallelContext):
+        saved = read_facts(folder)["layout"]
+        if saved != layout(context):
+            raise CheckpointError(
+                f"`{folder}` was written with {saved}, but this run has {layout(context)}; use the same sizes"
+            )
+        self.path = folder / part_name(context)
+        self.shapes = shapes
+        with self._errors():
+            self.file = safe_open(self.path, framework="pt")
+            present = {key: tuple(self.file.get_slice(key).get_shape()) for key in self.file.keys()}  # noqa: SIM118
+        wrong = [f"{key} is missing" for key in shapes if key not in present]
+        wrong += [
+            f"{key} has shape {present[key]}, not {shape}"
+            for key, shape in shapes.items()
+            if key in present and present[key] != shape
+        ]
+        if wrong:
+            raise CheckpointError(f"`{self.path}` does not fit this model: " + "; ".join(wrong))
+
+    def __enter__(self) -> SliceReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.__exit__(*error)
+
+    def __getitem__(self, key: str) -> Tensor:
+        with self._errors():
+            return self.file.get_tensor(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"`{self.path}` must be a safetensors file, but cannot be read: {error}"
+            ) from error
 
 
 def layout(context: ParallelContext) -> dict[str, int]:

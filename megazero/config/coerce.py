@@ -80,13 +80,26 @@ def _read_text(spec: FieldSpec, value: Any) -> str:
     return value
 
 
-def _read_choice(spec: FieldSpec, value: Any) -> str:
+def _read_choice(spec: FieldSpec, value: Any) -> Any:
+    if isinstance(spec.choices[0], int):
+        return _read_numbered_choice(spec, value)
     by_lower = {choice.lower(): choice for choice in spec.choices}
     if isinstance(value, str) and value.lower() in by_lower:
         return by_lower[value.lower()]
     hint = nearest(value, spec.choices) if isinstance(value, str) else None
     close = f" (did you mean {hint}?)" if hint else ""
     raise Unreadable(f"must be one of {', '.join(spec.choices)}{close}")
+
+
+def _read_numbered_choice(spec: FieldSpec, value: Any) -> int:
+    """One of a few integers; Megatron-DeepSpeed writes its default stage as 1.0, which is exact."""
+    try:
+        number = _read_int(spec, value)
+    except Unreadable:
+        number = None
+    if number not in spec.choices:
+        raise Unreadable(f"must be one of {', '.join(map(str, spec.choices))}")
+    return number
 
 
 def _read_bool(spec: FieldSpec, value: Any) -> bool:

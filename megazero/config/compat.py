@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from megazero.config.compat_accepted import ACCEPTED, CONDITIONAL
 from megazero.config.compat_refused import REFUSED
@@ -27,6 +28,7 @@ class Foreign:
         values: the values it is accepted with, compared in lower case; empty: any, or none for a switch.
         most_values: how many arguments after it are its values.
         beside: the flag without which it is refused.
+        where: a field of the tree and the value that it must turn out to have.
     """
 
     name: str
@@ -35,14 +37,24 @@ class Foreign:
     values: tuple[str, ...] = ()
     most_values: int = _UNLIMITED
     beside: str | None = None
+    where: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
 class Ignored:
-    """A foreign flag that was given and has no effect here, with the reason."""
+    """A foreign flag that was given and has no effect here, with the reason and the row that says so."""
 
     name: str
     reason: str
+    foreign: Foreign
+
+
+def contradiction(ignored: Ignored, value: Any) -> str | None:
+    """Why the flag is refused after all where its row's field turned out as `value`; None if it is not."""
+    foreign = ignored.foreign
+    if foreign.where is None or str(value) == foreign.where[1]:
+        return None
+    return f"`{foreign.name}` is not accepted: {foreign.refused}."
 
 
 def verdict(foreign: Foreign, values: Sequence[str], argv: Sequence[str]) -> Ignored | str:
@@ -54,7 +66,7 @@ def verdict(foreign: Foreign, values: Sequence[str], argv: Sequence[str]) -> Ign
         return f"`{given}` is not accepted: {foreign.refused}."
     if foreign.beside and not any(token.split("=")[0] == foreign.beside for token in argv):
         return f"`{given}` is not accepted: {foreign.refused}."
-    return Ignored(foreign.name, foreign.accepted)
+    return Ignored(foreign.name, foreign.accepted, foreign)
 
 
 def _accepted() -> Iterable[Foreign]:
@@ -68,6 +80,9 @@ def _conditional() -> Iterable[Foreign]:
     for name, (values, accepted, refused) in CONDITIONAL.items():
         if values.startswith("--"):
             yield Foreign(name, accepted=accepted, refused=refused, most_values=0, beside=values)
+        elif "=" in values:
+            path, _, value = values.partition("=")
+            yield Foreign(name, accepted=accepted, refused=refused, most_values=0, where=(path, value))
         else:
             yield Foreign(name, accepted=accepted, refused=refused, values=tuple(values.split()))
 

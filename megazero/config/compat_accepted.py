@@ -1,7 +1,8 @@
 """Foreign flags that are accepted without effect: the rows, grouped by reason.
 
 `ACCEPTED`: reason -> flags; a trailing `=` marks a flag that takes one value.
-`CONDITIONAL`: flag -> (accepted with these values, or beside this flag; the reason; what to do otherwise).
+`CONDITIONAL`: flag -> (when, the reason, what to do otherwise). `when` lists values, or names a
+flag that must stand beside it, or is `section.field=value` of the tree.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from types import MappingProxyType
 ACCEPTED: Mapping[str, str] = MappingProxyType(
     {
         "there is one engine, with and without pipeline stages": """
-            --no-pipeline-parallel --use-mcore-models --use-legacy-models --no-contiguous-buffers-in-local-ddp
+            --use-mcore-models --use-legacy-models --no-contiguous-buffers-in-local-ddp
             --no-scatter-gather-tensors-in-pipeline --overlap-p2p-communication --use-ring-exchange-p2p""",
         "the fastest kernel that is built is used, and all compute the same": """
             --use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton
@@ -22,7 +23,6 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
             --disable-mem-efficient-ln --ds_fused_adam""",
         "overlap of communication changes the speed only": """
             --no-async-tensor-model-parallel-allreduce --tp-comm-overlap""",
-        "gradients are summed and reduced in fp32 always": "--accumulate-allreduce-grads-in-fp32",
         "the softmax of attention is computed in fp32 always": """
             --attention-softmax-in-fp32 --no-query-key-layer-scaling --apply-query-key-layer-scaling""",
         "initial weights depend on the seed and the parameter's name alone": """
@@ -47,8 +47,10 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
             --log-learning-rate-to-tensorboard --log-loss-scale-to-tensorboard --timing-log-level=
             --timing-log-option= --no-barrier-with-level-1-timing --log-throughput --log-progress
             --no-one-logger""",
-        "it matters with ZeRO stages above 0 only": """
-            --zero-allgather-bucket-size= --zero-contigious-gradients --zero-reduce-scatter""",
+        "gradients lie in flat buffers always, and are reduce-scattered wherever they are cut": """
+            --zero-contigious-gradients --zero-reduce-scatter""",
+        "reductions and gathers share the buckets of `--bucket-size`": "--zero-allgather-bucket-size=",
+        "zero-bubble schedules are exact always": "--enable-zbh1-exact-semantics",
         "it matters with experts only, and there are none": """
             --moe-loss-coeff= --moe-train-capacity-factor= --moe-eval-capacity-factor= --moe-min-capacity=
             --create-moe-param-group --disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling
@@ -61,7 +63,7 @@ CONDITIONAL: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "--DDP-impl": (
             "local torch",
             "there is one data-parallel engine",
-            "FSDP's sharding is not in this version; use `--DDP-impl local` or leave it out",
+            "shard with `--zero-stage 3`, and use `--DDP-impl local` or leave it out",
         ),
         "--data-impl": (
             "mmap infer",
@@ -73,10 +75,11 @@ CONDITIONAL: Mapping[str, tuple[str, str, str]] = MappingProxyType(
             "layers have one implementation",
             "choose local or transformer_engine, or leave it out",
         ),
-        "--zero-stage": (
-            "0 0.0",
-            "stage 0 keeps optimizer, gradients and parameters whole, as here",
-            "ZeRO stages 1 to 3 come in a later version; use `--zero-stage 0`",
+        "--no-pipeline-parallel": (
+            "parallel.pipeline_model_parallel_size=1",
+            "there is one engine, with and without pipeline stages",
+            "it contradicts `--pipeline-model-parallel-size`; leave one of the two out (ZeRO stages 2 and 3 "
+            "run under pipeline stages too)",
         ),
         "--num-experts": (
             "1",

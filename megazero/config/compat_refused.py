@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "the engine is built in; leave it out and give the JSON file's settings as flags": """
-            --deepspeed --deepspeed_config""",
+        "use `--deepspeed` and `--deepspeed_config`": "--deepscale --deepscale_config",
+        "ranks find each other through the environment; start them with torchrun": "--deepspeed_mpi",
         "use `--micro-batch-size`": "--batch-size",
         "use `--lr-warmup-fraction`": "--warmup",
         "use `--num-layers`": "--encoder-num-layers",
@@ -19,17 +19,16 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "the configuration is not read from checkpoints; give the flags of the first run": """
             --use-checkpoint-args --use-checkpoint-opt_param-scheduler
             --use-checkpoint-opt-param-scheduler""",
-        "activations are shared over tensor-parallel ranks with `--sequence-parallel`; use that": """
-            --partition-activations --distribute-checkpointed-activations --distribute-saved-activations""",
-        "ZeRO comes in a later version; leave it out, and expect whole optimizer states on every rank": """
-            --use-distributed-optimizer --overlap-param-gather --use-torch-fsdp2 --use-megatron-fsdp""",
-        "offload to the host comes in a later version; leave it out": """
-            --cpu-optimizer --cpu_torch_adam --checkpoint-in-cpu --optimizer-cpu-offload --cpu-offloading
+        "use `--zero-stage 3`": "--use-torch-fsdp2 --use-megatron-fsdp",
+        "offload of the optimizer and the parameters comes in a later version; leave it out": """
+            --cpu-optimizer --cpu_torch_adam --optimizer-cpu-offload --cpu-offloading""",
+        "tiled linear layers are not offered; cut the layer with `--tensor-model-parallel-size`": """
             --memory-centric-tiled-linear --tile-factor""",
-        "pipeline schedules come in a later version; leave it out": """
-            --num-layers-per-virtual-pipeline-stage --enable-zbh1-pipeline --enable-zbh1-exact-semantics
-            --standalone-embedding-stage --decoder-first-pipeline-num-layers
-            --decoder-last-pipeline-num-layers""",
+        "use `--pipeline-partition`: the layers of each stage, such as 5,6,6,5, or `parameters`, which "
+        "weighs the embedding too": """
+            --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
+            --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
+            --standalone-embedding-stage --pipeline-model-parallel-layout""",
         "long-context parallelism comes in a later version; leave it out": """
             --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size
             --ds-sequence-parallel-fpdt-offloading --force-ds-sequence-parallel""",

@@ -1,4 +1,4 @@
-"""Quantities that follow from the configuration: batch sizes over time, lengths in every unit, vocabulary."""
+"""What follows from the configuration: pipeline chunks, batch sizes over time, lengths in every unit."""
 
 from __future__ import annotations
 
@@ -29,6 +29,32 @@ def model_ranks(config: Config) -> int:
     """Ranks of one replica."""
     sizes = config.parallel
     return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
+
+
+def chunks_per_stage(config: Config) -> int:
+    """Model chunks (virtual stages) that each pipeline stage holds: one unless set; two with zb-v."""
+    parallel = config.parallel
+    if parallel.pipeline_schedule == "zb-v":
+        return 2
+    if parallel.num_virtual_stages_per_pipeline_rank is not None:
+        return parallel.num_virtual_stages_per_pipeline_rank
+    if parallel.num_layers_per_virtual_pipeline_stage is None:
+        return 1
+    layers_of_a_round = parallel.pipeline_model_parallel_size * parallel.num_layers_per_virtual_pipeline_stage
+    return max(1, config.model.num_layers // layers_of_a_round)
+
+
+def num_chunks(config: Config) -> int:
+    """Model chunks of the whole pipeline."""
+    return config.parallel.pipeline_model_parallel_size * chunks_per_stage(config)
+
+
+def schedule_kind(config: Config) -> str:
+    """The pipeline schedule by name; auto is interleaved with several chunks per stage, else 1f1b."""
+    kind = config.parallel.pipeline_schedule
+    if kind != "auto":
+        return kind
+    return "interleaved" if chunks_per_stage(config) > 1 else "1f1b"
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:

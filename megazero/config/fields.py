@@ -32,7 +32,7 @@ class FieldSpec:
     section: str
     name: str
     kind: Kind
-    choices: tuple[str, ...]
+    choices: tuple[str, ...] | tuple[int, ...]
     length: int | None
     optional: bool
     required: bool
@@ -58,7 +58,7 @@ class FieldSpec:
     def type_name(self) -> str:
         """The type in words, for help and docs."""
         if self.kind is Kind.CHOICE:
-            return " | ".join(self.choices)
+            return " | ".join(map(str, self.choices))
         if self.kind is Kind.INTS:
             return f"{self.length} x int"
         return {"bool": "switch", "texts": "text ..."}.get(self.kind.value, self.kind.value)

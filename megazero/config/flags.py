@@ -50,12 +50,17 @@ class Scan:
     ignored: list[Ignored] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     config_file: str | None = None
+    deepspeed: bool = False
+    deepspeed_config: str | None = None
     check_only: bool = False
 
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "--config": "FILE: read settings from a YAML file; flags take precedence over it",
+        "--deepspeed": "read the file of --deepspeed_config, as scripts for DeepSpeed say",
+        "--deepspeed_config": "FILE: read settings from a DeepSpeed JSON; it takes precedence over the YAML "
+        "file, and flags that say otherwise are refused (also --deepspeed-config)",
         "--check-config": "print the resolved configuration and exit; 0 accepted, 2 refused",
         "--help": "print this text and exit",
         "--version": "print the version and exit",
@@ -106,7 +111,20 @@ def scan(argv: Sequence[str]) -> Scan:
         following = [] if equals else _values_after(argv, position)
         position += _read_flag(result, name, values, following, argv)
     result.settings = _settle(result)
+    result.problems += _deepspeed_pair(result)
     return result
+
+
+def _deepspeed_pair(result: Scan) -> list[str]:
+    """`--deepspeed` and `--deepspeed_config` go together: either alone asks for something half."""
+    if result.deepspeed and result.deepspeed_config is None:
+        return [
+            "`--deepspeed` must go with `--deepspeed_config FILE`, but no file is given; name it, or leave "
+            "`--deepspeed` out: the engine is the same."
+        ]
+    if result.deepspeed_config is not None and not result.deepspeed:
+        return ["`--deepspeed_config` must go with `--deepspeed`, but it is missing; add it."]
+    return []
 
 
 def _is_flag(token: str) -> bool:
@@ -124,7 +142,7 @@ def _read_flag(result: Scan, name: str, inline: list[str], following: list[str],
     """Read one flag with its values into `result`; returns how many of `following` it took."""
     if name in FLAGS:
         return _read_field(result, FLAGS[name], inline, following)
-    if name in COMMANDS or name == "-h":
+    if name in COMMANDS or name in ("-h", "--deepspeed-config"):
         return _read_command(result, name, inline, following)
     if name in FOREIGN_FLAGS:
         foreign = FOREIGN_FLAGS[name]
@@ -143,21 +161,30 @@ def _read_flag(result: Scan, name: str, inline: list[str], following: list[str],
 
 def _read_command(result: Scan, name: str, inline: list[str], following: list[str]) -> int:
     if name == "--config":
-        values = inline or following[:1]
-        if not values or not values[0]:
-            result.problems.append("`--config` must be followed by a file, but no value follows.")
-        elif result.config_file is not None:
-            result.problems.append(
-                f"`--config` must be given once, but is given as {result.config_file} and {values[0]}."
-            )
-        else:
-            result.config_file = values[0]
-        return 0 if inline else len(values)
+        result.config_file = _read_file_name(result, name, inline or following[:1], result.config_file)
+        return 0 if inline else len(following[:1])
+    if name in ("--deepspeed_config", "--deepspeed-config"):
+        result.deepspeed_config = _read_file_name(
+            result, name, inline or following[:1], result.deepspeed_config
+        )
+        return 0 if inline else len(following[:1])
     if inline:
         result.problems.append(f"`{name}` must stand without a value, but has `{inline[0]}`.")
     if name == "--check-config":
         result.check_only = True
+    if name == "--deepspeed":
+        result.deepspeed = True
     return 0
+
+
+def _read_file_name(result: Scan, name: str, values: list[str], earlier: str | None) -> str | None:
+    if not values or not values[0]:
+        result.problems.append(f"`{name}` must be followed by a file, but no value follows.")
+        return earlier
+    if earlier is not None:
+        result.problems.append(f"`{name}` must be given once, but is given as {earlier} and {values[0]}.")
+        return earlier
+    return values[0]
 
 
 def _read_field(result: Scan, flag: Flag, inline: list[str], following: list[str]) -> int:

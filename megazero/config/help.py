@@ -14,7 +14,8 @@ def format_help(program: str = "pretrain_gpt.py", width: int = 100) -> str:
         f"usage: {program} [--config FILE] [flags]",
         "",
         *textwrap.wrap(
-            "Settings come from defaults, then the YAML file, then flags. Choices are read in any case; "
+            "Settings come from defaults, then the YAML file, then the DeepSpeed JSON, then flags. Choices "
+            "are read in any case; "
             "--SWITCH=false turns off a switch that the file turns on. docs/configuration.md lists the "
             "same with the flags of other trainers that are accepted or refused.",
             width,
@@ -42,7 +43,7 @@ def _usage(spec: FieldSpec) -> str:
     if spec.kind is Kind.BOOL:
         return spec.flag
     if spec.kind is Kind.CHOICE:
-        return f"{spec.flag} {{{','.join(spec.choices)}}}"
+        return f"{spec.flag} {{{','.join(map(str, spec.choices))}}}"
     if spec.kind is Kind.INTS:
         return f"{spec.flag} {' '.join(['INT'] * (spec.length or 0))}"
     return f"{spec.flag} {spec.type_name.upper()}"

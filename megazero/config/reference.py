@@ -1,6 +1,6 @@
 """Writes the reference pages from the tree, the compatibility tables and the rules.
 
-`python -m megazero.config.reference docs` writes docs/configuration.md and docs/compatibility.md.
+`python -m megazero.config.reference docs` writes configuration.md, compatibility.md and deepspeed_json.md.
 """
 
 from __future__ import annotations
@@ -10,12 +10,32 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from megazero.config.compat import FOREIGN_FLAGS, Foreign
+from megazero.config.deepspeed_row import NOTHING, Row
+from megazero.config.deepspeed_table import GROUPS
 from megazero.config.fields import FIELDS, SECTIONS, FieldSpec, Kind, section_title
 from megazero.config.flags import COMMANDS
 from megazero.config.rule import Rule
 from megazero.config.rules import RULES
 
 _HEADER = "<!-- Written by `python -m megazero.config.reference docs`; do not edit. -->"
+
+_DEEPSPEED_INTRODUCTION = """\
+`--deepspeed --deepspeed_config FILE` reads a DeepSpeed JSON into the same tree of settings as flags and YAML.
+It takes precedence over the YAML file. A flag that sets a field differently is refused, and all such
+conflicts are listed at once. `megazero.initialize(config=...)` reads the same table.
+
+Each key sets fields of the tree; or it has no effect here, and one warning names all such keys with the
+reasons; or it is refused with what to do instead. Unknown keys, keys given twice and values of another type
+are refused. `null` leaves a key out. An integer may be written as `5e8`. Below a key of type object nothing
+further is read.
+
+Where "auto" is allowed, the value is what flags, YAML or the caller give. For `reduce_bucket_size`,
+`stage3_prefetch_bucket_size` and `stage3_param_persistence_threshold` it is h x h, 0.9 x h x h and 10 x h
+with the hidden size h, as in transformers, unless a flag sets the field.
+
+`train_batch_size` is `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x data-parallel ranks.
+What is missing or auto is taken from `--global-batch-size` and `--micro-batch-size`. Two sizes then give the
+third, and one alone goes with one accumulation step."""
 
 
 def configuration_page() -> str:
@@ -27,7 +47,8 @@ def configuration_page() -> str:
         "",
         "A run is determined by one tree of settings. Each setting is a flag and a key of the YAML file",
         "that `--config FILE` reads (`section: {key: value}`). Defaults give way to the file, and the file",
-        "to flags. `--check-config` prints the resolved tree and exits: 0 accepted, 2 refused, with every",
+        "to flags. A DeepSpeed JSON is read into the same tree ([deepspeed_json.md](deepspeed_json.md)).",
+        "`--check-config` prints the resolved tree and exits: 0 accepted, 2 refused, with every",
         "reason at once. It judges the layout for the number of ranks in the environment's `WORLD_SIZE`",
         "(1 if unset). Names are Megatron-LM's wherever it has one. Rules across settings are in",
         "[compatibility.md](compatibility.md).",
@@ -60,9 +81,46 @@ def compatibility_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def deepspeed_page() -> str:
+    """docs/deepspeed_json.md: what becomes of every key of a DeepSpeed JSON."""
+    lines = [
+        "# DeepSpeed JSON",
+        "",
+        _HEADER,
+        "",
+        *_DEEPSPEED_INTRODUCTION.splitlines(),
+    ]
+    for title, rows in GROUPS.items():
+        lines += ["", f"## {title}", ""]
+        lines += _table(("Key", "Type", '"auto"', "What becomes of it"), map(_deepspeed_row, rows))
+    return "\n".join(lines) + "\n"
+
+
+def _deepspeed_row(row: Row) -> tuple[str, ...]:
+    if row.fields:
+        effects = ["sets " + ", ".join(f"`{path}`" for path in row.fields)]
+    elif row.extra:
+        script = f"refused in a script: {row.script_refused}" if row.script_refused else None
+        without = f"no effect in a script: {row.accepted}" if row.accepted else None
+        effects = ["`megazero.initialize` reads it", *filter(None, (script or without,))]
+    else:
+        effects = [f"no effect: {row.accepted}"] if row.accepted else []
+    if row.when:
+        effects.append(f"with `{row.when}`")
+    if row.absent is not NOTHING:
+        effects.append(f"default {row.absent}")
+    if row.refused:
+        effects.append(f"refused{f' unless {row.only.says}' if row.only else ''}: {row.refused}")
+    return (f"`{row.key}`", row.shape.says, "yes" if row.auto else "", "; ".join(effects))
+
+
 def write_pages(folder: Path) -> list[Path]:
-    """Write both pages into `folder`; returns their paths."""
-    pages = {"configuration.md": configuration_page(), "compatibility.md": compatibility_page()}
+    """Write the pages into `folder`; returns their paths."""
+    pages = {
+        "configuration.md": configuration_page(),
+        "compatibility.md": compatibility_page(),
+        "deepspeed_json.md": deepspeed_page(),
+    }
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -129,7 +187,10 @@ def _foreign_lines() -> list[str]:
 
 
 def _conditional_row(row: Foreign) -> tuple[str, ...]:
-    when = f"beside `{row.beside}`" if row.beside else f"with {' or '.join(row.values)}"
+    if row.where:
+        when = f"where `{row.where[0]}` is {row.where[1]}"
+    else:
+        when = f"beside `{row.beside}`" if row.beside else f"with {' or '.join(row.values)}"
     return (f"`{row.name}`", when, row.accepted or "", row.refused or "")
 
 

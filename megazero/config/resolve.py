@@ -1,23 +1,33 @@
-"""From a command line to a configuration: defaults, then the YAML file, then flags; then every check."""
+"""From a command line to a configuration: defaults, YAML file, DeepSpeed JSON, flags; then every check."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
 import megazero
+from megazero.config.compat import Ignored, contradiction
+from megazero.config.deepspeed import DeepSpeedSettings, conflicts, read_deepspeed
 from megazero.config.document import Document, read_file, to_yaml
 from megazero.config.fields import FIELDS, SECTIONS, FieldSpec
 from megazero.config.flags import Scan, Setting, scan
 from megazero.config.help import format_help
+from megazero.config.rule import value_at
 from megazero.config.rules import check
 from megazero.config.tree import Config, Section
 from megazero.errors import ConfigError
+
+_MODEL_RANKS = (
+    "parallel.tensor_model_parallel_size",
+    "parallel.pipeline_model_parallel_size",
+    "parallel.context_parallel_size",
+)
 
 
 @dataclass(frozen=True)
@@ -40,13 +50,39 @@ def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resol
     document = Document() if flags.config_file is None else read_file(flags.config_file)
     problems = [*document.problems, *flags.problems]
     ranks = world_size_of_environment(problems) if world_size is None else world_size
-    settings = {setting.spec.path: setting for setting in [*document.settings, *flags.settings]}
-    broken = {*flags.broken, *(document.broken - {setting.spec.path for setting in flags.settings})}
+    given = [*document.settings, *flags.settings]
+    deepspeed = _read_deepspeed(flags, given, ranks)
+    problems += [*deepspeed.problems, *deepspeed.script_problems]
+    problems += conflicts(flags.settings, deepspeed.settings)
+    layers = (deepspeed.defaults, document.settings, deepspeed.settings, flags.settings)
+    settings = {setting.spec.path: setting for layer in layers for setting in layer}
+    broken = flags.broken | ((document.broken | deepspeed.broken) - {s.spec.path for s in flags.settings})
     config = _build(settings, broken, problems)
+    problems += [line for each in flags.ignored if (line := _contradiction(each, config, broken))]
     problems += check(config, ranks, broken)
     if problems:
         raise ConfigError(problems)
-    return Resolved(config, _warnings(flags), flags.check_only)
+    return Resolved(config, _warnings(flags, deepspeed), flags.check_only)
+
+
+def _read_deepspeed(flags: Scan, given: list[Setting], ranks: int | None) -> DeepSpeedSettings:
+    """The settings of `--deepspeed_config`, completed by what else is given; none without the flag."""
+    if flags.deepspeed_config is None:
+        return DeepSpeedSettings("")
+    known = {setting.spec.path: setting.value for setting in given}
+    sizes = [known.get(path, 1) for path in _MODEL_RANKS]
+    replica = math.prod(sizes)
+    whole = ranks is not None and min(sizes) > 0 and ranks % replica == 0
+    return read_deepspeed(
+        flags.deepspeed_config, data_parallel=ranks // replica if whole else None, given=known
+    )
+
+
+def _contradiction(ignored: Ignored, config: Config, broken: set[str]) -> str | None:
+    where = ignored.foreign.where
+    if where is None or where[0] in broken:
+        return None
+    return contradiction(ignored, value_at(config, where[0]))
 
 
 def resolve_or_exit(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Config:
@@ -102,6 +138,15 @@ def _build(settings: dict[str, Setting], broken: set[str], problems: list[str]) 
     return Config.model_construct(**sections)
 
 
+def build_section(section: str, settings: Iterable[Setting]) -> Section:
+    """One section of the tree from its settings among these. Raises ConfigError with every bad value."""
+    problems: list[str] = []
+    built = _build_section(section, {setting.spec.path: setting for setting in settings}, set(), problems)
+    if problems:
+        raise ConfigError(problems)
+    return built
+
+
 def _build_section(
     section: str, settings: dict[str, Setting], broken: set[str], problems: list[str]
 ) -> Section:
@@ -131,14 +176,19 @@ def _problem(spec: FieldSpec, setting: Setting | None, detail: Any) -> str:
     return f"{where} {must}, but is `{value}`."
 
 
-def _warnings(flags: Scan) -> tuple[str, ...]:
-    """At most one line on ignored flags, then the rest."""
-    if not flags.ignored:
-        return tuple(flags.warnings)
+def _warnings(flags: Scan, deepspeed: DeepSpeedSettings) -> tuple[str, ...]:
+    """At most one line on ignored flags and one on ignored keys, then the rest."""
+    keys = [*deepspeed.ignored, *deepspeed.script_ignored]
+    return (
+        *_without_effect("flags", [(each.name, each.reason) for each in flags.ignored]),
+        *_without_effect(f"keys of {deepspeed.name}", [(each.key, each.reason) for each in keys]),
+        *flags.warnings,
+    )
+
+
+def _without_effect(what: str, ignored: list[tuple[str, str]]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
-    for ignored in flags.ignored:
-        names = by_reason.setdefault(ignored.reason, [])
-        if ignored.name not in names:
-            names.append(ignored.name)
+    for name, reason in dict.fromkeys(ignored):
+        by_reason.setdefault(reason, []).append(name)
     listed = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
-    return (f"flags without effect here: {listed}.", *flags.warnings)
+    return [f"{what} without effect here: {listed}."] if ignored else []

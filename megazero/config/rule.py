@@ -14,6 +14,15 @@ from megazero.config.tree import Config
 
 _NAME_COUNTS = MappingProxyType(Counter(spec.name for spec in FIELDS))
 
+CHUNK_FIELDS = (
+    "model.num_layers",
+    "parallel.pipeline_model_parallel_size",
+    "parallel.pipeline_schedule",
+    "parallel.num_layers_per_virtual_pipeline_stage",
+    "parallel.num_virtual_stages_per_pipeline_rank",
+)
+"""What the number of pipeline chunks follows from."""
+
 
 @dataclass(frozen=True)
 class Case:

@@ -7,16 +7,21 @@ from collections.abc import Set
 from megazero.config.rule import Case, Rule
 from megazero.config.rules_files import DATA_RULES, OUTPUT_RULES, TOKENIZER_RULES
 from megazero.config.rules_model import BATCH_RULES, MODEL_RULES, PARALLEL_RULES
+from megazero.config.rules_pipeline import PIPELINE_RULES
 from megazero.config.rules_training import LENGTH_RULES, PRECISION_RULES, SCHEDULE_RULES
+from megazero.config.rules_zero import KEPT_ACTIVATION_RULES, ZERO_RULES
 from megazero.config.tree import Config
 
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *PARALLEL_RULES,
     *BATCH_RULES,
+    *PIPELINE_RULES,
+    *ZERO_RULES,
     *LENGTH_RULES,
     *SCHEDULE_RULES,
     *PRECISION_RULES,
+    *KEPT_ACTIVATION_RULES,
     *TOKENIZER_RULES,
     *DATA_RULES,
     *OUTPUT_RULES,

@@ -16,6 +16,7 @@ _LOAD_SWITCHES = (
     "checkpoint.no_load_rng",
     "checkpoint.exit_on_missing_checkpoint",
 )
+_WANDB = tuple(f"logging.wandb_{name}" for name in ("exp_name", "save_dir", "entity", "group"))
 
 TOKENIZER_RULES: tuple[Rule, ...] = (
     Rule(
@@ -169,12 +170,11 @@ OUTPUT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "wandb_needs_project",
-        ("logging.wandb_exp_name", "logging.wandb_save_dir", "logging.wandb_project"),
+        (*_WANDB, "logging.wandb_project"),
         "`wandb_project` must be set with the other settings of Weights & Biases",
         "add `--wandb-project`",
         lambda c: (
-            bool(c.config.logging.wandb_project)
-            or not (c.config.logging.wandb_exp_name or c.config.logging.wandb_save_dir)
+            bool(c.config.logging.wandb_project) or not any(value_at(c.config, path) for path in _WANDB)
         ),
     ),
 )

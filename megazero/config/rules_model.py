@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from megazero.config.derive import train_length
-from megazero.config.rule import Case, Rule
+import math
+
+from megazero.config.derive import chunks_per_stage, train_length
+from megazero.config.rule import CHUNK_FIELDS, Case, Rule
 
 _HEAD_SHAPE = ("model.hidden_size", "model.num_attention_heads", "model.kv_channels")
+_MOST_LAYOUTS = 8  # named in one message
 
 
 def _rotary_dim_is_even(case: Case) -> bool:
@@ -70,19 +73,28 @@ MODEL_RULES: tuple[Rule, ...] = (
 
 
 def _fitting_layouts(case: Case) -> str:
-    """The tensor x data parallel layouts that this many ranks and this model allow."""
+    """The tensor x pipeline x data parallel layouts that these ranks and this model allow, nearest first."""
     model, parallel = case.config.model, case.config.parallel
-    others = parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    world = case.world_size or 1
+    world, context = case.world_size or 1, parallel.context_parallel_size
+    most_stages = max(1, model.num_layers // chunks_per_stage(case.config))
     fits = [
-        f"{size} x {world // (size * others)}"
-        for size in range(1, world + 1)
-        if world % (size * others) == 0
-        and model.num_attention_heads % size == 0
-        and model.kv_heads % size == 0
-        and model.ffn_size % size == 0
+        (tensor, stages, world // (tensor * stages * context))
+        for tensor in range(1, world + 1)
+        for stages in range(1, min(most_stages, world // tensor) + 1)
+        if world % (tensor * stages * context) == 0
+        and model.num_attention_heads % tensor == 0
+        and model.kv_heads % tensor == 0
+        and model.ffn_size % tensor == 0
     ]
-    layouts = f"tensor x data parallel can be {', '.join(fits)}" if fits else "no layout fits"
+
+    def distance(layout: tuple[int, int, int]) -> float:
+        tensor, stages, _ = layout
+        return abs(math.log(tensor / parallel.tensor_model_parallel_size)) + abs(
+            math.log(stages / parallel.pipeline_model_parallel_size)
+        )
+
+    shown = [" x ".join(map(str, layout)) for layout in sorted(fits, key=distance)[:_MOST_LAYOUTS]]
+    layouts = f"tensor x pipeline x data parallel can be {', '.join(shown)}" if shown else "no layout fits"
     return f"the world size is {world}: {layouts}"
 
 
@@ -115,6 +127,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
             "model.ffn_hidden_size",
             "model.hidden_size",
             "model.activation",
+            *CHUNK_FIELDS,
         ),
     ),
     Rule(
@@ -157,7 +170,6 @@ PARALLEL_RULES: tuple[Rule, ...] = (
             or c.config.model.seq_length % c.config.parallel.tensor_model_parallel_size == 0
         ),
     ),
-    _unavailable("pipeline", "pipeline_model_parallel_size", "--pipeline-model-parallel-size"),
     _unavailable("context", "context_parallel_size", "--context-parallel-size"),
     _unavailable("expert", "expert_model_parallel_size", "--expert-model-parallel-size"),
     Rule(

@@ -109,6 +109,22 @@ class ParallelConfig(Section):
         1, "ranks that share each layer's weights", aliases=("--model-parallel-size",)
     )
     pipeline_model_parallel_size: PositiveInt = option(1, "pipeline stages")
+    num_layers_per_virtual_pipeline_stage: PositiveInt | None = option(
+        None, "layers of one model chunk, of which each stage holds several (interleaved schedule)"
+    )
+    num_virtual_stages_per_pipeline_rank: PositiveInt | None = option(
+        None, "the same as a number of chunks per stage"
+    )
+    pipeline_schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = option(
+        "auto",
+        "order of forward and backward passes; auto is 1f1b, or interleaved with virtual stages",
+        switches={"--enable-zbh1-pipeline": "zb-h1"},
+    )
+    pipeline_partition: str = option(
+        "uniform",
+        "how layers are dealt to the stages: uniform, parameters, cost, measured, type:REGEX, or their "
+        "numbers such as 5,6,6,5",
+    )
     context_parallel_size: PositiveInt = option(
         1, "ranks that share each sequence", aliases=("--ds-sequence-parallel-size",)
     )
@@ -121,14 +137,29 @@ class ParallelConfig(Section):
     distributed_backend: Literal["auto", "nccl", "gloo"] = option(
         "auto", "communication library; auto is nccl on CUDA, gloo elsewhere"
     )
+    check_collectives: bool = option(
+        False, "verify before each collective that all its members make the same call; slow"
+    )
     distributed_timeout_minutes: PositiveFloat = option(
         10.0, "longest wait in one collective", unit="minutes"
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to train; auto is CUDA where present")
+
+
+class ZeroConfig(Section):
+    """ZeRO data parallelism"""
+
+    stage: Literal[0, 1, 2, 3] = option(
+        0,
+        "what is cut over the data-parallel ranks: nothing, 1 the optimizer state, 2 also the gradients, "
+        "3 also the parameters",
+        flag="--zero-stage",
+        switches={"--use-distributed-optimizer": 1},
+    )
     bucket_size: PositiveInt = option(
         16_000_000,
-        "parameters of one gradient bucket",
-        aliases=("--zero-reduce-bucket-size",),
+        "parameters of one bucket, which is reduced or gathered by one call",
+        aliases=("--zero-reduce-bucket-size", "--ddp-bucket-size"),
         unit="elements",
     )
     overlap_grad_reduce: bool = option(
@@ -136,6 +167,51 @@ class ParallelConfig(Section):
         "reduce gradients after backward instead of while it runs",
         flag="--no-overlap-grad-reduce",
         switches={"--overlap-grad-reduce": True},
+    )
+    overlap_param_gather: bool = option(
+        True,
+        "gather the parameters of stage 3 when they are used instead of ahead",
+        flag="--no-overlap-param-gather",
+        switches={"--overlap-param-gather": True},
+    )
+    prefetch_size: NonNegativeInt = option(
+        50_000_000,
+        "stage 3: parameters gathered ahead of their use",
+        flag="--zero-prefetch-bucket-size",
+        unit="elements",
+    )
+    param_persistence_threshold: NonNegativeInt = option(
+        100_000,
+        "stage 3: parameters below this size stay whole on every rank",
+        flag="--zero-param-persistence-threshold",
+        unit="elements",
+    )
+    max_live_parameters: NonNegativeInt = option(
+        1_000_000_000,
+        "stage 3: gathered parameters are kept for their next use in the step while no more than this "
+        "are; 0 frees each after its use",
+        flag="--zero-max-live-parameters",
+        unit="elements",
+    )
+    hpz_partition_size: PositiveInt = option(
+        1,
+        "stage 3: ranks of one node that hold a second partition of the parameters, so that backward "
+        "gathers within the node (ZeRO++); 1 is off",
+        flag="--zero-hpz-partition-size",
+    )
+    grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = option(
+        "fp32",
+        "gradients on the wire between data-parallel ranks",
+        switches={"--grad-reduce-in-bf16": "bf16"},
+    )
+    grad_accumulation_dtype: Literal["fp32", "bf16", "fp16"] = option(
+        "fp32",
+        "gradient sums over the micro-batches",
+        aliases=("--main-grads-dtype",),
+        switches={"--accumulate-allreduce-grads-in-fp32": "fp32"},
+    )
+    main_params_dtype: Literal["fp32", "bf16", "fp16"] = option(
+        "fp32", "the optimizer's own copy of the weights"
     )
 
 
@@ -192,7 +268,8 @@ class PrecisionConfig(Section):
 
     dtype: Literal["fp32", "fp16", "bf16"] = option(
         "fp32",
-        "parameters and activations; masters, moments and gradient sums are always fp32",
+        "parameters and activations; moments are always fp32, and so are master weights and gradient sums "
+        "unless the section `zero` says otherwise",
         flag="--params-dtype",
         switches={"--fp16": "fp16", "--bf16": "bf16"},
     )
@@ -216,17 +293,27 @@ class RecomputeConfig(Section):
             "--deepspeed-activation-checkpointing": "full",
         },
     )
-    method: Literal["uniform", "block"] = option(
+    method: Literal["uniform", "block", "every"] = option(
         "uniform",
-        "uniform: every unit of layers; block: only the first layers of a stage",
+        "uniform: every unit of layers; block: only the first layers of each model chunk; "
+        "every: one layer of each unit",
         flag="--recompute-method",
         aliases=("--activations-checkpoint-method",),
     )
     num_layers: PositiveInt = option(
         1,
-        "uniform: layers per unit; block: layers recomputed",
+        "uniform, every: layers per unit; block: layers recomputed per model chunk",
         flag="--recompute-num-layers",
         aliases=("--checkpoint-num-layers",),
+    )
+    partition_activations: bool = option(
+        False,
+        "keep only this rank's part of what a recomputed unit starts from, of those of all "
+        "tensor-parallel ranks",
+        aliases=("--distribute-saved-activations", "--distribute-checkpointed-activations"),
+    )
+    offload: bool = option(
+        False, "keep what a recomputed unit starts from in host memory", flag="--checkpoint-in-cpu"
     )
 
 
@@ -319,11 +406,18 @@ class LoggingConfig(Section):
     tensorboard_queue_size: PositiveInt = option(1000, "events held before they are written")
     log_validation_ppl_to_tensorboard: bool = option(False, "also record validation perplexity")
     log_timers_to_tensorboard: bool = option(False, "also record the time of each phase")
+    wall_clock_breakdown: bool = option(False, "also print the time of each phase")
+    comms_logger: bool = option(
+        False, "count the collectives and their bytes, and print a summary at the end"
+    )
+    csv_dir: str | None = option(None, "folder for one CSV file per metric")
     log_params_norm: bool = option(False, "also record the norm of the parameters")
     log_num_zeros_in_grad: bool = option(False, "also record how many gradient elements are zero")
     wandb_project: str | None = option(None, "Weights & Biases project; needs the wandb package")
     wandb_exp_name: str | None = option(None, "Weights & Biases run name")
     wandb_save_dir: str | None = option(None, "Weights & Biases local folder")
+    wandb_entity: str | None = option(None, "Weights & Biases team")
+    wandb_group: str | None = option(None, "Weights & Biases group of runs")
 
 
 class Config(Section):
@@ -331,6 +425,7 @@ class Config(Section):
 
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
+    zero: ZeroConfig = ZeroConfig()
     batch: BatchConfig
     optimizer: OptimizerConfig
     precision: PrecisionConfig = PrecisionConfig()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megazero.errors import ConfigError, DataError, MegazeroError
 from megazero.inference.sampling import Sampling
+from megazero.inference.staged import StagedModel
 from megazero.inference.text import TextGenerator
 from megazero.mpu import Launch, leave
 
@@ -48,16 +49,17 @@ def _run(flags: argparse.Namespace) -> None:
         raise ConfigError(f"`num_samples` must be at least 1, but is {flags.num_samples}; ask for one")
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.greedy, flags.seed)
     # Imports every part of megazero: only once the flags are known to be good.
-    from megazero.train.assemble import load_for_inference
+    from megazero.train.snapshot import load_for_inference
 
-    context, model, tokenizer, _ = load_for_inference(flags.load, Launch.from_environment())
+    loaded = load_for_inference(flags.load, Launch.from_environment())
+    model = StagedModel(loaded.chunks, loaded.stage_of, loaded.context.pp)
     repeated = [prompt for prompt in prompts for _ in range(flags.num_samples)]
-    texts = TextGenerator(model, tokenizer).complete(
+    texts = TextGenerator(model, loaded.tokenizer).complete(
         repeated, max_new_tokens=flags.max_new_tokens, sampling=sampling, batch_size=flags.batch_size
     )
-    if context.rank == 0:
+    if loaded.context.rank == 0:
         print(format_results(repeated, texts, flags.num_samples))
-    leave(context)
+    leave(loaded.context)
 
 
 def format_results(prompts: Sequence[str], texts: Sequence[str], num_samples: int) -> str:

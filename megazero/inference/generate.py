@@ -17,14 +17,14 @@ from torch import Tensor
 from megazero.errors import ConfigError, DataError
 from megazero.inference.cache import KeyValueCache
 from megazero.inference.sampling import Sampling, choose_tokens
-from megazero.layers.collectives import gather_features
+from megazero.inference.staged import StagedModel
 from megazero.models import GPT, Batch
 
 OnToken = Callable[[int, int], None]
 
 
 def generate(
-    model: GPT,
+    model: GPT | StagedModel,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -33,12 +33,12 @@ def generate(
     numbers: Sequence[int] | None = None,
     on_token: OnToken | None = None,
 ) -> list[list[int]]:
-    """Continue each prompt; every tensor-parallel rank calls this alike and returns the same.
+    """Continue each prompt; every rank of the model calls this alike and returns the same.
 
     Dropout is off and nothing of the model changes.
 
     Args:
-        model: without sequence parallelism (`for_generation` makes it so).
+        model: without sequence parallelism (`for_generation` makes it so); whole, or this stage's parts.
         prompts: token ids of each, at least one.
         max_new_tokens: most tokens to add to each prompt.
         sampling: how tokens are drawn; None draws from the model's distribution as it is.
@@ -56,6 +56,7 @@ def generate(
         DataError: a prompt is empty or has a token outside the vocabulary.
         NumericsError: the model's logits are not finite.
     """
+    model = StagedModel.whole(model) if isinstance(model, GPT) else model
     _check(model, prompts, max_new_tokens, numbers)
     if not prompts:
         return []
@@ -92,9 +93,12 @@ def for_generation(model: GPT) -> GPT:
     if not model.placement.sequence_parallel:
         return model
     placement = replace(model.placement, sequence_parallel=False)
-    padded_size = model.embedding.word.shape[0] * placement.tp.size
+    vocabulary = model.embedding.word if model.embedding is not None else None
+    if vocabulary is None and model.head is not None:
+        vocabulary = model.head.weight
+    padded_size = model.vocab_size if vocabulary is None else vocabulary.shape[0] * placement.tp.size
     on_meta = replace(placement, device=torch.device("meta"))
-    twin = GPT(model.config, (model.vocab_size, padded_size), on_meta)
+    twin = GPT(model.config, (model.vocab_size, padded_size), on_meta, part=model.part)
     twin.load_state_dict(model.state_dict(), assign=True)
     return twin
 
@@ -126,26 +130,23 @@ class _Row:
 class _Stepper:
     """Feeds positions to the model and returns the logits after the last of them."""
 
-    def __init__(self, model: GPT, max_length: int):
+    def __init__(self, model: StagedModel, max_length: int):
         self.model = model
         self.cache = KeyValueCache(max_length)
 
     def __call__(self, tokens: list[list[int]]) -> Tensor:
         """tokens [b, s], following those already fed -> logits of the next, float32 [b, v]."""
-        device = self.model.embedding.word.device
+        device = self.model.placement.device
         start = self.cache.length
         batch = Batch(
             tokens=torch.tensor(tokens, device=device),
             position_ids=torch.arange(start, start + len(tokens[0]), device=device),
         )
-        hidden = self.model.hidden(batch, self.cache)
-        logits = self.model.head(hidden[-1:])[0]  # [b, v/tp]
-        whole = gather_features(logits, self.model.placement.tp)
-        return whole[:, : self.model.vocab_size].float()
+        return self.model.logits(batch, self.cache)
 
 
 def _check(
-    model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int, numbers: Sequence[int] | None
+    model: StagedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, numbers: Sequence[int] | None
 ) -> None:
     if model.placement.sequence_parallel:
         raise ConfigError(

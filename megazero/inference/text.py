@@ -9,6 +9,7 @@ from megazero.data.tokenizers import Tokenizer
 from megazero.errors import ConfigError, DataError
 from megazero.inference.generate import for_generation, generate
 from megazero.inference.sampling import Sampling
+from megazero.inference.staged import StagedModel
 from megazero.models import GPT
 
 
@@ -19,13 +20,13 @@ class TextGenerator:
         DataError: the tokenizer has more tokens than the model.
     """
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer):
+    def __init__(self, model: GPT | StagedModel, tokenizer: Tokenizer):
         if tokenizer.vocab_size > model.vocab_size:
             raise DataError(
                 f"`tokenizer` must have at most the model's {model.vocab_size} tokens, but has "
                 f"{tokenizer.vocab_size}; use the one that the model was trained with"
             )
-        self.model = for_generation(model)
+        self.model = for_generation(model) if isinstance(model, GPT) else model
         self.tokenizer = tokenizer
 
     def complete(

@@ -5,17 +5,19 @@ communications that autograd sees, `initialize.py` where the initial weights com
 """
 
 from megazero.layers.embedding import Embedding, vocabulary_spec
-from megazero.layers.initialize import initialize
-from megazero.layers.inputs import KeyValueStore, LayerInputs
+from megazero.layers.initialize import initialize, initialize_parameters
+from megazero.layers.inputs import Deferred, KeyValueStore, LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linear
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
-from megazero.layers.recompute import recompute_units, run_layers
+from megazero.layers.recompute import InputKeeping, recompute_units, run_layers
 from megazero.layers.transformer import TransformerLayer
 
 __all__ = [
     "ColumnParallelLinear",
+    "Deferred",
     "Embedding",
+    "InputKeeping",
     "KeyValueStore",
     "LayerInputs",
     "Norm",
@@ -24,6 +26,7 @@ __all__ = [
     "TransformerLayer",
     "column_linear",
     "initialize",
+    "initialize_parameters",
     "recompute_units",
     "run_layers",
     "vocabulary_spec",

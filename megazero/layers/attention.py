@@ -49,7 +49,7 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
-        qkv = self.qkv(x)
+        qkv = self.qkv(x, inputs.deferred)
         s, b, _ = qkv.shape
         qkv = qkv.view(s, b, *self.qkv.local_shape)  # [s, b, g/tp, q + 2, d]
         # One split: its backward is one concatenation, where slices would each bring a tensor of zeros.
@@ -62,7 +62,7 @@ class SelfAttention(nn.Module):
             )
         else:
             context = self._core(query, key, value, inputs)
-        return self.out(context)
+        return self.out(context, inputs.deferred)
 
     def _core(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:
         if inputs.rotary is not None:

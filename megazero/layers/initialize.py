@@ -5,6 +5,8 @@ Each rank computes only its own slice, and every layout starts from the same mod
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -12,10 +14,18 @@ from megazero.mpu import derive_key, spec_of
 from megazero.ops.counter_random import normal_block
 
 
-@torch.no_grad()
 def initialize(model: nn.Module, seed: int, tp_rank: int, tp_size: int) -> None:
     """Fill every parameter of `model` as its spec says; padding becomes zero. Meta tensors are left alone."""
-    for parameter in model.parameters():
+    initialize_parameters(model.parameters(), seed, tp_rank, tp_size)
+
+
+@torch.no_grad()
+def initialize_parameters(params: Iterable[nn.Parameter], seed: int, tp_rank: int, tp_size: int) -> None:
+    """Fill parameters as their specs say, like `initialize`.
+
+    A copy of a parameter of another pipeline stage starts with the values of its original.
+    """
+    for parameter in params:
         spec = spec_of(parameter)
         if parameter.is_meta:
             continue
@@ -30,7 +40,7 @@ def initialize(model: nn.Module, seed: int, tp_rank: int, tp_size: int) -> None:
         if 0 in present:
             continue
         block = normal_block(
-            derive_key(seed, "init", spec.name),
+            derive_key(seed, "init", spec.tied_with or spec.name),
             spec.shape,
             offset,
             present,

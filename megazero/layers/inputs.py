@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.layers.placement import Placement
 from megazero.mpu import SampleStreams
 from megazero.ops.dropout import Dropout
+
+# What backward has left to do: each call adds one weight's gradient to its `grad` and returns the weight.
+Deferred = list[Callable[[], nn.Parameter]]
 
 
 class KeyValueStore(Protocol):
@@ -26,12 +30,15 @@ class LayerInputs:
     document_ids: int [b, s]; positions attend only within equal ids. None: all earlier positions.
     streams: random streams of the micro-batch's samples; None turns dropout off.
     cache: earlier keys and values during generation.
+    deferred: where backward leaves the gradients of the linear layers' weights, to be computed later (the
+        weight half of a split backward, Qi et al. 2023); None: backward computes them.
     """
 
     rotary: tuple[Tensor, Tensor] | None = None
     document_ids: Tensor | None = None
     streams: SampleStreams | None = None
     cache: KeyValueStore | None = None
+    deferred: Deferred | None = None
 
     def dropout(self, p: float, x: Tensor, placement: Placement, *site: str | int) -> Dropout | None:
         """The dropout of hidden states `x` [s or s/tp, b, h] at `site` of the model."""

@@ -2,6 +2,9 @@
 
 A column-parallel layer slices its outputs, a row-parallel one its inputs; one after the other needs one
 communication in each direction.
+
+Backward may be split (Qi et al. 2023): the input half computes the gradients of input and bias and does the
+communications that they need, the weight half, run later in a pipeline's idle time, the weight's gradient.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megazero.layers.collectives import gather_rows, reduce_from_slices, reduce_scatter_sequence
+from megazero.layers.inputs import Deferred
 from megazero.layers.placement import Placement
-from megazero.mpu import DONE, Group, Init, ParamSpec, new_parameter
+from megazero.mpu import DONE, Group, Init, ParamSpec, SoloGroup, Work, new_parameter
 
 
 class _ColumnLinear(Function):
@@ -36,28 +40,107 @@ class _ColumnLinear(Function):
         if ctx.sequence_parallel:
             whole = x.new_empty(group.size * x.shape[0], *x.shape[1:])
             gathering = group.all_gather(whole, x.contiguous(), async_op=True)
-        partial = grad @ weight
-        if ctx.sequence_parallel:
-            grad_x = x.new_empty(x.shape)
-            reducing = group.reduce_scatter(grad_x, partial, async_op=True)
-        else:
-            grad_x = partial
-            reducing = group.all_reduce(grad_x, async_op=True)
+        grad_x, reducing = _reduce_input_grad(grad @ weight, group, ctx.sequence_parallel)
         gathering.wait()
-        rows = grad.reshape(-1, grad.shape[-1])
-        grad_weight = rows.t() @ whole.reshape(-1, whole.shape[-1])
-        grad_bias = rows.sum(0) if ctx.has_bias else None
+        grad_weight = _rows(grad).t() @ _rows(whole)
+        grad_bias = _rows(grad).sum(0) if ctx.has_bias else None
         reducing.wait()
         return grad_x, grad_weight, grad_bias, None, None
 
 
+class _InputHalf(Function):
+    """`x @ weight.T + bias`, whose backward hands what the weight's gradient needs to `defer(x, grad)`.
+
+    `weight` must be detached: autograd would call the hooks of a parameter that gets no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, group, sequence_parallel, defer):
+        assert not weight.requires_grad, "the weight half computes this weight's gradient"
+        ctx.defer = defer
+        return _ColumnLinear.forward(ctx, x, weight, bias, group, sequence_parallel)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad_x, reducing = _reduce_input_grad(grad @ weight, ctx.group, ctx.sequence_parallel)
+        # Detached: `x` would hold the graph that made it.
+        ctx.defer(x.detach(), grad.detach())
+        grad_bias = _rows(grad).sum(0) if ctx.has_bias else None
+        reducing.wait()
+        return grad_x, None, grad_bias, None, None, None
+
+
+class _WeightHalf:
+    """Adds the gradient of a weight to its `grad`, once, and lets go of the activations.
+
+    Args:
+        weight: the parameter, [..., h].
+        x: [s, b, h], or [s/tp, b, h] with a `group` to gather it over.
+        grad: of the output, [s, b, n/tp].
+        group: the ranks that hold the other parts of the sequence, or None where `x` is whole. Gathering it
+            here and not in the input half leaves 1/tp of it to wait, and shortens the input half.
+    """
+
+    def __init__(self, weight: nn.Parameter, x: Tensor, grad: Tensor, group: Group | None):
+        self.weight = weight
+        self.group = group
+        self._held: tuple[Tensor, Tensor] | None = (x, grad)
+
+    def __call__(self) -> nn.Parameter:
+        assert self._held is not None, "this weight gradient has been computed already"
+        (x, grad), self._held = self._held, None
+        whole = x if self.group is None else gather_rows(x, self.group)
+        grad_weight = (_rows(grad).t() @ _rows(whole)).view_as(self.weight)
+        if self.weight.grad is None:
+            self.weight.grad = grad_weight
+        else:
+            self.weight.grad.add_(grad_weight)
+        return self.weight
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., n] -> [rows, n]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _reduce_input_grad(partial: Tensor, group: Group, sequence_parallel: bool) -> tuple[Tensor, Work]:
+    """Start the sum of the slices' input gradients [s, b, h]; the result is whole, or [s/tp, b, h]."""
+    if not sequence_parallel:
+        return partial, group.all_reduce(partial, async_op=True)
+    grad_x = partial.new_empty(partial.shape[0] // group.size, *partial.shape[1:])
+    return grad_x, group.reduce_scatter(grad_x, partial, async_op=True)
+
+
 def column_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence_parallel: bool
+    x: Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    group: Group,
+    sequence_parallel: bool,
+    deferred: Deferred | None = None,
 ) -> Tensor:
-    """x [s, b, h] (or [s/tp, b, h]) times weight [n/tp, h] -> [s, b, n/tp]."""
+    """x [s, b, h] (or [s/tp, b, h]) times weight [..., h] -> [s, b, n/tp], n/tp rows of the flattened weight.
+
+    Args:
+        weight: the parameter itself, in its own shape.
+        bias: [...], in its own shape.
+        deferred: where backward leaves the weight's gradient; None: backward computes it. The bias's gradient
+            is a sum that backward always computes.
+    """
+    matrix = weight.flatten(0, -2)
+    vector = None if bias is None else bias.flatten()
+    # Autograd runs the input half only where the input has a gradient.
+    if deferred is not None and x.requires_grad:
+        part = group if sequence_parallel else None
+
+        def defer(x: Tensor, grad: Tensor) -> None:
+            deferred.append(_WeightHalf(weight, x, grad, part))
+
+        return _InputHalf.apply(x, matrix.detach(), vector, group, sequence_parallel, defer)
     if group.size == 1:
-        return F.linear(x, weight, bias)
-    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel)
+        return F.linear(x, matrix, vector)
+    return _ColumnLinear.apply(x, matrix, vector, group, sequence_parallel)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -91,10 +174,10 @@ class ColumnParallelLinear(nn.Module):
             self.bias = make(ParamSpec(f"{name}.bias", shape, Init("zeros"), shard_dim, weight_decay=False))
         self.local_shape = tuple(self.weight.shape[:-1])
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.view(-1, self.weight.shape[-1])
-        bias = None if self.bias is None else self.bias.view(-1)
-        return column_linear(x, weight, bias, self.placement.tp, self.placement.sequence_parallel)
+    def forward(self, x: Tensor, deferred: Deferred | None = None) -> Tensor:
+        """`deferred` as in `column_linear`."""
+        placement = self.placement
+        return column_linear(x, self.weight, self.bias, placement.tp, placement.sequence_parallel, deferred)
 
 
 class RowParallelLinear(nn.Module):
@@ -134,11 +217,16 @@ class RowParallelLinear(nn.Module):
                 )
             )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The product, and the bias that the caller has still to add (it fuses with what follows)."""
+    def forward(self, x: Tensor, deferred: Deferred | None = None) -> tuple[Tensor, Tensor | None]:
+        """The product, and the bias that the caller has still to add (it fuses with what follows).
+
+        `deferred` as in `column_linear`.
+        """
+        alone = SoloGroup()
         if self.placement.tp.size == 1:
-            return F.linear(x, self.weight, self.bias), None
-        partial = F.linear(x, self.weight)
+            return column_linear(x, self.weight, self.bias, alone, False, deferred), None
+        # A slice of the inputs needs nothing of the other ranks until the sum.
+        partial = column_linear(x, self.weight, None, alone, False, deferred)
         reduce = reduce_scatter_sequence if self.placement.sequence_parallel else reduce_from_slices
         return reduce(partial, self.placement.tp), self.bias
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megazero.config.tree import ModelConfig
+from megazero.layers.inputs import Deferred
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
 from megazero.layers.placement import Placement
 from megazero.ops.bias_gelu import bias_gelu
@@ -40,12 +41,12 @@ class MLP(nn.Module):
             std=residual_std(config.init_method_std, config.num_layers),
         )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        inner = self.up(x)
+    def forward(self, x: Tensor, deferred: Deferred | None = None) -> tuple[Tensor, Tensor | None]:
+        inner = self.up(x, deferred)
         if self.activation == "swiglu":
             inner = swiglu(inner.view(*inner.shape[:-1], 2, -1))
         elif self.activation == "squared_relu":
             inner = squared_relu(inner)
         else:
             inner = bias_gelu(inner, None, exact=self.activation == "gelu_exact")
-        return self.down(inner)
+        return self.down(inner, deferred)

@@ -3,34 +3,98 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megazero.config.tree import RecomputeConfig
+from megazero.layers.collectives import gather_rows
 from megazero.layers.inputs import LayerInputs
+from megazero.layers.placement import Placement
+from megazero.mpu import Group
 
 
 def recompute_units(num_layers: int, config: RecomputeConfig) -> list[tuple[range, bool]]:
     """How consecutive layers are grouped: (layers, whether the group is recomputed).
 
     ``uniform`` cuts all layers in units of `num_layers`, ``block`` recomputes the first `num_layers` one by
-    one and keeps the rest.
+    one and keeps the rest, ``every`` recomputes the first of each `num_layers` and keeps the others.
     """
     if config.granularity != "full":
         return [(range(num_layers), False)]
     if config.method == "uniform":
         size = config.num_layers
         return [(range(i, min(i + size, num_layers)), True) for i in range(0, num_layers, size)]
+    if config.method == "every":
+        units = []
+        for i in range(0, num_layers, config.num_layers):
+            rest = range(i + 1, min(i + config.num_layers, num_layers))
+            units += [(range(i, i + 1), True)] + ([(rest, False)] if rest else [])
+        return units
     first = min(config.num_layers, num_layers)
     units = [(range(i, i + 1), True) for i in range(first)]
     return units + ([(range(first, num_layers), False)] if first < num_layers else [])
 
 
+@dataclass(frozen=True)
+class InputKeeping:
+    """How the input of a recomputed unit waits for backward.
+
+    Attributes:
+        partition: the ranks that have equal inputs: each keeps 1/size of it, gathered again in backward
+            (P_a of ZeRO-R, Rajbhandari et al. 2020). None: each keeps it whole.
+        offload: in host memory.
+    """
+
+    partition: Group | None = None
+    offload: bool = False
+
+    @classmethod
+    def of(cls, config: RecomputeConfig, placement: Placement) -> InputKeeping:
+        """What `config` wants of the layers at `placement`."""
+        wanted = config.partition_activations and placement.tp.size > 1
+        assert not (wanted and placement.sequence_parallel), "sequence parallelism has partitioned them"
+        return cls(placement.tp if wanted else None, config.offload)
+
+    def hooks(self) -> AbstractContextManager:
+        """Within it, autograd keeps what it saves in this way."""
+        if self.partition is None and not self.offload:
+            return nullcontext()
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, x: Tensor) -> tuple[Tensor, torch.Size, torch.device]:
+        kept = x.detach()
+        if self.partition is not None:
+            kept = kept.reshape(self.partition.size, -1)[self.partition.rank]
+        # A buffer of its own, so that nothing of `x` stays.
+        pin = self.offload and x.is_cuda
+        own = torch.empty_like(kept, device="cpu" if self.offload else None, pin_memory=pin)
+        return own.copy_(kept, non_blocking=True), x.shape, x.device
+
+    def _unpack(self, packed: tuple[Tensor, torch.Size, torch.device]) -> Tensor:
+        kept, shape, device = packed
+        kept = kept.to(device, non_blocking=True)
+        return kept if self.partition is None else gather_rows(kept, self.partition).view(shape)
+
+
 def run_layers(
-    layers: Sequence[nn.Module], x: Tensor, inputs: LayerInputs, units: list[tuple[range, bool]]
+    layers: Sequence[nn.Module],
+    x: Tensor,
+    inputs: LayerInputs,
+    units: list[tuple[range, bool]],
+    keeping: InputKeeping | None = None,
 ) -> Tensor:
-    """Apply `layers` in order. Random streams are functions of place, so replay needs no saved state."""
+    """Apply `layers` in order. Random streams are functions of place, so replay needs no saved state.
+
+    Args:
+        layers: the layers of a pipeline chunk; units count from its first.
+        keeping: how the inputs of recomputed units are kept; None: whole and where they are.
+    """
+    keeping = keeping or InputKeeping()
 
     def run(x: Tensor, span: range) -> Tensor:
         for i in span:
@@ -38,8 +102,10 @@ def run_layers(
         return x
 
     for span, again in units:
-        if again and x.requires_grad:
-            x = checkpoint(run, x, span, use_reentrant=False, preserve_rng_state=False)
+        if again and torch.is_grad_enabled():
+            # All that the unit itself saves is dropped, so the hooks see its input alone.
+            with keeping.hooks():
+                x = checkpoint(run, x, span, use_reentrant=False, preserve_rng_state=False)
         else:
             x = run(x, span)
     return x

@@ -35,7 +35,7 @@ class TransformerLayer(nn.Module):
         out, bias = self.attention(normed.to(self.placement.dtype), inputs)
         x = self._add(out, bias, normed if self.residual_after_norm else x, inputs, "attention_out")
         normed = self.mlp_norm(x)
-        out, bias = self.mlp(normed.to(self.placement.dtype))
+        out, bias = self.mlp(normed.to(self.placement.dtype), inputs.deferred)
         return self._add(out, bias, normed if self.residual_after_norm else x, inputs, "mlp_out")
 
     def _add(

@@ -11,6 +11,7 @@ from megazero.mpu.context import (
     solo_context,
     thread_context,
 )
+from megazero.mpu.counting_group import CountingGroup, count_traffic
 from megazero.mpu.grid import AXES, COMMUNICATORS, Coordinate, ProcessGrid
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
 from megazero.mpu.launch import Launch, choose_device, join, leave
@@ -26,6 +27,7 @@ __all__ = [
     "COMMUNICATORS",
     "DONE",
     "Coordinate",
+    "CountingGroup",
     "Group",
     "Init",
     "Launch",
@@ -42,6 +44,7 @@ __all__ = [
     "Transfer",
     "Work",
     "choose_device",
+    "count_traffic",
     "derive_key",
     "gather_values",
     "join",

@@ -22,7 +22,8 @@ from megazero.mpu.thread_group import ThreadWorld
 class ParallelContext:
     """One rank's view of the job.
 
-    `groups` holds one `Group` per name of `grid.COMMUNICATORS`.
+    `groups` holds one `Group` per name of `grid.COMMUNICATORS`, and two that are no product of axes: ``ends``
+    (the first and the last pipeline stage) and ``node`` (replicas on one node).
     """
 
     grid: ProcessGrid
@@ -59,6 +60,16 @@ class ParallelContext:
     def replica(self) -> Group:
         """Ranks that hold the same dense parameters."""
         return self.groups["replica"]
+
+    @property
+    def ends(self) -> Group:
+        """The first and the last pipeline stage, which hold a tied embedding; between, this rank."""
+        return self.groups["ends"]
+
+    @property
+    def node(self) -> Group:
+        """Replicas on one node, which hold a second partition of the parameters (hpZ)."""
+        return self.groups["node"]
 
     @property
     def model(self) -> Group:
@@ -119,16 +130,19 @@ class ParallelContext:
 GroupMaker = Callable[[str, tuple[int, ...]], Group]
 
 
-def make_context(grid: ProcessGrid, rank: int, device: torch.device, maker: GroupMaker) -> ParallelContext:
+def make_context(
+    grid: ProcessGrid, rank: int, device: torch.device, maker: GroupMaker, *, node_size: int = 1
+) -> ParallelContext:
     """A context whose groups of more than one rank come from ``maker(name, ranks)``.
 
     Communicators that span the same ranks share one group: a second communicator over them would only
-    cost memory and connection time.
+    cost memory and connection time. `node_size` is the number of replicas that ``node`` spans.
     """
+    spans = {name: grid.members(rank, axes) for name, axes in COMMUNICATORS.items()}
+    spans |= {"ends": grid.ends(rank), "node": grid.node(rank, node_size)}
     groups: dict[str, Group] = {}
     opened: dict[tuple[int, ...], Group] = {}
-    for name, axes in COMMUNICATORS.items():
-        ranks = grid.members(rank, axes)
+    for name, ranks in spans.items():
         if ranks not in opened:
             opened[ranks] = SoloGroup(name, rank) if len(ranks) == 1 else maker(name, ranks)
         groups[name] = opened[ranks]
@@ -144,18 +158,29 @@ def solo_context(device: torch.device | str = "cpu") -> ParallelContext:
     return make_context(ProcessGrid(), 0, torch.device(device), never)
 
 
-def thread_context(world: ThreadWorld, grid: ProcessGrid, rank: int) -> ParallelContext:
+def thread_context(
+    world: ThreadWorld, grid: ProcessGrid, rank: int, *, node_size: int = 1
+) -> ParallelContext:
     """The context of one rank of a world of threads."""
     assert world.size == grid.world_size
-    return make_context(grid, rank, torch.device("cpu"), lambda name, ranks: world.group(name, rank, ranks))
+
+    def maker(name: str, ranks: tuple[int, ...]) -> Group:
+        return world.group(name, rank, ranks)
+
+    return make_context(grid, rank, torch.device("cpu"), maker, node_size=node_size)
 
 
 def recording_context(
-    grid: ProcessGrid, rank: int, log: TrafficLog, device: torch.device | str = "meta"
+    grid: ProcessGrid,
+    rank: int,
+    log: TrafficLog,
+    device: torch.device | str = "meta",
+    *,
+    node_size: int = 1,
 ) -> ParallelContext:
     """The context of one rank of a job that does not run: its groups only count."""
 
     def maker(name: str, ranks: tuple[int, ...]) -> Group:
         return RecordingGroup(name, ranks.index(rank), ranks, log)
 
-    return make_context(grid, rank, torch.device(device), maker)
+    return make_context(grid, rank, torch.device(device), maker, node_size=node_size)

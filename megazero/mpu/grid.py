@@ -114,6 +114,29 @@ class ProcessGrid:
         spans = [range(self[a]) if a in axes else (getattr(place, a),) for a in AXES]
         return tuple(self.rank(Coordinate(*values)) for values in product(*spans))
 
+    def ends(self, rank: int) -> tuple[int, ...]:
+        """The first and the last pipeline stage at `rank`'s other coordinates; `rank` alone if it is neither.
+
+        These two hold a tied embedding.
+        """
+        line = self.members(rank, ("pp",))
+        return tuple(dict.fromkeys((line[0], line[-1]))) if rank in (line[0], line[-1]) else (rank,)
+
+    def node(self, rank: int, size: int) -> tuple[int, ...]:
+        """The `size` neighbours among the replicas of `rank`'s dense parameters that `rank` is one of.
+
+        Raises:
+            ConfigError: `size` does not divide the number of replicas.
+        """
+        replicas = self.members(rank, COMMUNICATORS["replica"])
+        if len(replicas) % size:
+            raise ConfigError(
+                f"`hpz_partition_size` must divide the data-parallel size ({len(replicas)}), but is {size}; "
+                "choose a divisor"
+            )
+        first = replicas.index(rank) // size * size
+        return replicas[first : first + size]
+
     def partition(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All groups over `axes`: disjoint, covering every rank, ordered by first member."""
         return tuple(sorted({self.members(rank, axes) for rank in range(self.world_size)}))

@@ -83,8 +83,11 @@ class Group(Protocol):
     def broadcast(self, tensor: Tensor, source: int, *, async_op: bool = False) -> Work:
         """Overwrite `tensor` with that of group rank `source`."""
 
-    def exchange(self, transfers: Sequence[Transfer]) -> Work:
-        """Start a batch of sends and receives; no order among them is relied on."""
+    def exchange(self, transfers: Sequence[Transfer]) -> list[Work]:
+        """Start a batch of sends and receives, and return the work of each, in the order given.
+
+        No order within the batch is relied on. Two ranks start the batches between them in one order.
+        """
 
     def barrier(self) -> None:
         """Return when every member has called it."""

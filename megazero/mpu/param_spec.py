@@ -35,6 +35,7 @@ class ParamSpec:
         weight_decay: whether the optimizer decays it.
         expert: whether it belongs to an expert, and is replicated over fewer ranks than dense ones.
         tied_with: global name of the parameter that this is a copy of on another pipeline stage.
+        shared: whether another pipeline stage holds a copy (both are marked); their gradients are summed.
         partial_grad: each tensor-parallel rank's gradient covers its part of the sequence only (sequence
             parallelism), so the gradients must be summed over them.
     """
@@ -47,6 +48,7 @@ class ParamSpec:
     weight_decay: bool = True
     expert: bool = False
     tied_with: str | None = None
+    shared: bool = False
     partial_grad: bool = False
 
     @property

@@ -74,10 +74,8 @@ class RecordingGroup:
     def broadcast(self, tensor: Tensor, source: int, *, async_op: bool = False) -> Work:
         return self._record("broadcast", tensor)
 
-    def exchange(self, transfers: Sequence[Transfer]) -> Work:
-        for transfer in transfers:
-            self._record(transfer.kind, transfer.tensor)
-        return DONE
+    def exchange(self, transfers: Sequence[Transfer]) -> list[Work]:
+        return [self._record(transfer.kind, transfer.tensor) for transfer in transfers]
 
     def barrier(self) -> None:
         return None

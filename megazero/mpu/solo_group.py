@@ -47,7 +47,7 @@ class SoloGroup:
         assert source == 0, f"a group of one has no rank {source}"
         return DONE
 
-    def exchange(self, transfers: Sequence[Transfer]) -> Work:
+    def exchange(self, transfers: Sequence[Transfer]) -> list[Work]:
         sent: dict[int, list[Tensor]] = {}
         for transfer in transfers:
             if transfer.kind == "send":
@@ -55,7 +55,7 @@ class SoloGroup:
         for transfer in transfers:
             if transfer.kind == "recv":
                 transfer.tensor.copy_(sent[transfer.tag].pop(0))
-        return DONE
+        return [DONE] * len(transfers)
 
     def barrier(self) -> None:
         return None

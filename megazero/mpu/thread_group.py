@@ -158,14 +158,14 @@ class ThreadGroup:
         tensor.copy_(value)
         return DONE
 
-    def exchange(self, transfers: Sequence[Transfer]) -> Work:
+    def exchange(self, transfers: Sequence[Transfer]) -> list[Work]:
         meeting = self._meeting
         with meeting.arrived:
             for t in transfers:
                 if t.kind == "send":
                     meeting.mail[self.rank, t.peer, t.tag].append(t.tensor.detach().clone())
             meeting.arrived.notify_all()
-        return _Receipt(self, [t for t in transfers if t.kind == "recv"])
+        return [DONE if t.kind == "send" else _Receipt(self, t) for t in transfers]
 
     def barrier(self) -> None:
         self._meet("barrier", None, lambda all_: None)
@@ -183,6 +183,7 @@ class ThreadGroup:
         differ = any(other != calls[0] for other in calls)
         result = None if differ else combine(list(meeting.tensors))
         self._wait(call)
+        meeting.tensors[self.rank] = None  # nobody's tensor is kept alive until the next call
         if differ:
             listing = "; ".join(f"rank {r}: {c}" for r, c in zip(self.ranks, calls, strict=True))
             raise CommunicationError(f"the members of group `{self.name}` made different calls: {listing}")
@@ -199,32 +200,34 @@ class ThreadGroup:
 
 
 class _Receipt:
-    """Receives under way; `wait` blocks until each message has come."""
+    """A receive under way; `wait` blocks until its message has come."""
 
-    def __init__(self, group: ThreadGroup, receives: list[Transfer]):
+    def __init__(self, group: ThreadGroup, transfer: Transfer):
         self.group = group
-        self.receives = receives
+        self.transfer = transfer
+        self.come = False
 
     def wait(self) -> None:
-        group, meeting = self.group, self.group._meeting
-        for t in self.receives:
+        if self.come:
+            return
+        group, t, meeting = self.group, self.transfer, self.group._meeting
+        with meeting.arrived:
             box = meeting.mail[t.peer, group.rank, t.tag]
-            with meeting.arrived:
-                come = meeting.arrived.wait_for(lambda box=box: box or meeting.broken, meeting.timeout)
-                if not box:
-                    why = "another member failed" if come else f"nothing came within {meeting.timeout} s"
-                    raise CommunicationError(
-                        f"receive from rank {t.peer} (tag {t.tag}) over group `{group.name}` on rank "
-                        f"{group.rank}: {why}"
-                    )
-                message = box.popleft()
-            if message.shape != t.tensor.shape or message.dtype != t.tensor.dtype:
+            awake = meeting.arrived.wait_for(lambda: box or meeting.broken, meeting.timeout)
+            if not box:
+                why = "another member failed" if awake else f"nothing came within {meeting.timeout} s"
                 raise CommunicationError(
-                    f"receive from rank {t.peer} (tag {t.tag}) over group `{group.name}`: expected "
-                    f"{tuple(t.tensor.shape)} {t.tensor.dtype}, got {tuple(message.shape)} {message.dtype}"
+                    f"receive from rank {t.peer} (tag {t.tag}) over group `{group.name}` on rank "
+                    f"{group.rank}: {why}"
                 )
-            t.tensor.copy_(message)
-        self.receives = []
+            message = box.popleft()
+        if message.shape != t.tensor.shape or message.dtype != t.tensor.dtype:
+            raise CommunicationError(
+                f"receive from rank {t.peer} (tag {t.tag}) over group `{group.name}`: expected "
+                f"{tuple(t.tensor.shape)} {t.tensor.dtype}, got {tuple(message.shape)} {message.dtype}"
+            )
+        t.tensor.copy_(message)
+        self.come = True
 
 
 def _reduce(tensors: list[Tensor], op: Reduction) -> Tensor:

@@ -65,10 +65,11 @@ class TorchGroup:
     def broadcast(self, tensor: Tensor, source: int, *, async_op: bool = False) -> Work:
         return self._call("broadcast", dist.broadcast, tensor, src=self.ranks[source], async_op=async_op)
 
-    def exchange(self, transfers: Sequence[Transfer]) -> Work:
+    def exchange(self, transfers: Sequence[Transfer]) -> list[Work]:
         if not transfers:
-            return DONE
+            return []
         # NCCL matches messages of one peer by order alone, Gloo also by tag: both are given.
+        order = sorted(range(len(transfers)), key=lambda i: (transfers[i].tag, transfers[i].peer))
         operations = [
             dist.P2POp(
                 dist.isend if t.kind == "send" else dist.irecv,
@@ -77,12 +78,15 @@ class TorchGroup:
                 group=self.process_group,
                 tag=t.tag,
             )
-            for t in sorted(transfers, key=lambda t: (t.tag, t.peer))
+            for t in (transfers[i] for i in order)
         ]
         try:
-            return _All(dist.batch_isend_irecv(operations))
+            works = dist.batch_isend_irecv(operations)
         except (RuntimeError, ValueError) as error:
             raise self._failure("exchange", error) from error
+        if len(works) != len(order):  # NCCL gives one work for the whole batch
+            return works * len(order)
+        return [work for _, work in sorted(zip(order, works, strict=True), key=lambda pair: pair[0])]
 
     def barrier(self) -> None:
         self._call("barrier", dist.barrier)
@@ -109,17 +113,6 @@ class TorchGroup:
         )
 
 
-class _All:
-    """Several operations waited for together."""
-
-    def __init__(self, works: list):
-        self.works = works
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-
 def start_world(backend: str, rank: int, world_size: int, timeout: timedelta, **where) -> None:
     """Join the world: `where` is torch's init_method, store or device_id, else the environment's."""
     try:
@@ -128,6 +121,11 @@ def start_world(backend: str, rank: int, world_size: int, timeout: timedelta, **
         raise CommunicationError(
             f"rank {rank} of {world_size} could not join the {backend} world: {error}"
         ) from error
+
+
+def join_file_world(path: str, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Join a Gloo world of processes on one host that meet in a file."""
+    start_world("gloo", rank, world_size, timeout, store=dist.FileStore(path, world_size))
 
 
 def open_group(name: str, world_rank: int, ranks: tuple[int, ...], timeout: timedelta) -> TorchGroup:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megazero.mpu import ParallelContext
 from megazero.optim import LearningRate, LossScaler, Progress, WeightDecay
+from megazero.pipeline import Executor, Program
 from megazero.train.timers import Timers
-from megazero.zero import GradientReducer, Optimizer
+from megazero.zero import Optimizer
 
 
-class LossModel(Protocol):
-    """What the engine trains: anything with a summed loss over a micro-batch."""
+@dataclass(frozen=True)
+class Programs:
+    """What this rank's stage does in a step of so many micro-batches: (their number) -> program."""
 
-    def loss(self, batch: object) -> tuple[Tensor, Tensor]:
-        """Sum of the losses of the positions that count, and how many count; float32 scalars."""
+    train: Callable[[int], Program]
+    evaluate: Callable[[int], Program]
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class StepResult:
 
 
 class Engine:
-    """Trains `model` step by step. Its state is the optimizer's and `scaler_state`.
+    """Trains a model step by step. Its state is the optimizer's and `scaler_state`.
 
     Args:
-        model: computes losses.
-        reducer: collects the gradients.
+        executor: runs this rank's stage of the model.
+        programs: what it runs.
         optimizer: updates the weights.
         scaler: decides the loss scale.
         schedules: learning rate and weight decay over the training.
@@ -57,15 +58,15 @@ class Engine:
 
     def __init__(
         self,
-        model: LossModel,
-        reducer: GradientReducer,
+        executor: Executor,
+        programs: Programs,
         optimizer: Optimizer,
         scaler: LossScaler,
         schedules: tuple[LearningRate, WeightDecay],
         context: ParallelContext,
     ):
-        self.model = model
-        self.reducer = reducer
+        self.executor = executor
+        self.programs = programs
         self.optimizer = optimizer
         self.scaler = scaler
         self.scaler_state = scaler.initial()
@@ -85,10 +86,9 @@ class Engine:
         """
         scale = self.scaler_state.scale
         with timers("forward-backward"):
-            totals = self._accumulate(batches, scale / nominal_tokens)
+            totals = self.executor.train(self.programs.train(len(batches)), batches, scale / nominal_tokens)
         with timers("optimizer"):
-            self.context.data.all_reduce(totals).wait()
-            loss_sum, tokens = totals.tolist()
+            loss_sum, tokens = self._everywhere(totals)
             # Every counted position weighs the same, on whichever rank and micro-batch it fell.
             average = nominal_tokens / tokens if tokens else 0.0
             lr = self.learning_rate.at(progress)
@@ -103,25 +103,21 @@ class Engine:
             first_bad_parameter=report.first_bad_parameter,
         )
 
-    def _accumulate(self, batches: Sequence, factor: float) -> Tensor:
-        """Sum gradients over micro-batches and ranks; returns [loss sum, counted positions] of this rank."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self.context.device)
-        self.reducer.start()
-        for i, batch in enumerate(batches):
-            loss, tokens = self.model.loss(batch)
-            if i == len(batches) - 1:
-                self.reducer.last_backward()
-            (loss * factor).backward()
-            totals += torch.stack([loss.detach(), tokens]).double()
-        self.reducer.finish()
-        return totals
+    def evaluate(self, global_batches: Iterable[Sequence]) -> tuple[float, int]:
+        """Mean loss over all counted positions of all ranks, in nats, and their number.
 
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable) -> tuple[float, int]:
-        """Mean loss over all counted positions of `batches` on all ranks, in nats, and their number."""
+        Args:
+            global_batches: this rank's micro-batches of each.
+        """
         totals = torch.zeros(2, dtype=torch.float64, device=self.context.device)
-        for batch in batches:
-            totals += torch.stack(self.model.loss(batch)).double()
+        for batches in global_batches:
+            totals += self.executor.evaluate(self.programs.evaluate(len(batches)), batches)
+        loss_sum, tokens = self._everywhere(totals)
+        return (loss_sum / tokens if tokens else 0.0), round(tokens)
+
+    def _everywhere(self, totals: Tensor) -> tuple[float, float]:
+        """Sums over the stages, of which the last has them, and over the ranks with other samples."""
+        self.context.pp.all_reduce(totals).wait()
         self.context.data.all_reduce(totals).wait()
         loss_sum, tokens = totals.tolist()
-        return (loss_sum / tokens if tokens else 0.0), round(tokens)
+        return loss_sum, tokens

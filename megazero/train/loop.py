@@ -127,7 +127,7 @@ class Loop:
 
         def batches():
             for i in range(self.plan.eval_iters):
-                yield from feed.micro_batches(start + i * size, count)
+                yield feed.micro_batches(start + i * size, count)
 
         began = time.perf_counter()
         with self.timers("evaluation"):

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megazero.checkpoint import (
+    SliceReader,
     Snapshot,
     iteration_folder,
     latest_iteration,
     read_facts,
-    read_tensors,
     save_checkpoint,
     simple,
 )
@@ -27,6 +27,13 @@ TENSORS = {"a/weight": torch.arange(6.0).view(2, 3), "b/weight": torch.tensor([7
 def saved(tmp_path):
     save_checkpoint(tmp_path, 4, Snapshot(TENSORS, {"note": "x"}), solo_context())
     return tmp_path
+
+
+def read_tensors(folder, into, context):
+    """Read a slice into the tensors of `into`."""
+    with SliceReader(folder, {key: tuple(t.shape) for key, t in into.items()}, context) as tensors:
+        for key, tensor in into.items():
+            tensor.copy_(tensors[key])
 
 
 def empty() -> dict[str, torch.Tensor]:

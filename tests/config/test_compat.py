@@ -10,6 +10,8 @@ import pytest
 from megazero.config import parse_config
 from megazero.config.compat import FOREIGN_FLAGS
 from megazero.config.flags import scan
+from megazero.errors import ConfigError
+from tests.config.samples import BASE_FLAGS
 
 MEGATRON_FLAGS = Path(__file__).with_name("megatron_flags.txt").read_text(encoding="utf-8").split()
 
@@ -37,8 +39,9 @@ def test_each_foreign_flag_says_why(name: str) -> None:
         "--no-pipeline-parallel",
         "--DDP-impl torch",
         "--data-impl mmap",
-        "--zero-stage 0",
-        "--zero-stage=0",
+        "--enable-zbh1-exact-semantics",
+        "--zero-allgather-bucket-size 500000000",
+        "--zero-contigious-gradients",
         "--num-experts 1",
         "--num-experts 1 1 1",
         "--moe-loss-coeff 0.01",
@@ -59,16 +62,25 @@ def test_accepted_without_effect(argv: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ("--zero-stage 2", "`--zero-stage 2` is not accepted: ZeRO stages 1 to 3 come in a later version"),
-        ("--zero-stage", "`--zero-stage` is not accepted"),
+        ("--zero-stage 4", "`--zero-stage` must be one of 0, 1, 2, 3, but is `4`."),
+        ("--zero-stage 1.5", "`--zero-stage` must be one of 0, 1, 2, 3, but is `1.5`."),
+        ("--zero-stage", "`--zero-stage` must be followed by a value (0 | 1 | 2 | 3)."),
         ("--num-experts 64 128", "`--num-experts 64 128` is not accepted: mixture of experts"),
         ("--DDP-impl FSDP", "`--DDP-impl FSDP` is not accepted"),
+        ("--deepspeed", "`--deepspeed` must go with `--deepspeed_config FILE`, but no file is given"),
+        ("--deepspeed_config ds.json", "`--deepspeed_config` must go with `--deepspeed`, but it is missing"),
+        ("--deepspeed-config", "`--deepspeed-config` must be followed by a file, but no value follows."),
         (
-            "--deepspeed_config ds.json",
-            "`--deepspeed_config ds.json` is not accepted: the engine is built in",
+            "--deepspeed --deepspeed_config a --deepspeed_config=b",
+            "must be given once, but is given as a and b.",
         ),
+        ("--deepscale_config ds.json", "use `--deepspeed` and `--deepspeed_config`"),
+        ("--remote-device cpu", "`--remote-device cpu` is not accepted: offload"),
+        ("--remote-device nvme", "`--remote-device nvme` is not accepted: offload"),
+        ("--decoder-first-pipeline-num-layers 3", "use `--pipeline-partition`"),
+        ("--account-for-embedding-in-pipeline-split", "use `--pipeline-partition`"),
         ("--batch-size 8", "`--batch-size 8` is not accepted: use `--micro-batch-size`."),
-        ("--cpu-optimizer", "offload to the host"),
+        ("--cpu-optimizer", "offload of the optimizer"),
         ("--group-query-attention", "say how many key/value heads"),
         ("--random-ltd", "`--random-ltd` is not accepted: curriculum learning and token dropping"),
         ("--master_port 6000", "it belongs to the launcher"),
@@ -85,6 +97,41 @@ def test_refused_with_what_to_do(argv: str, says: str) -> None:
 
 def test_a_switch_without_effect_swallows_no_value() -> None:
     assert len(scan(["--no-pipeline-parallel", "stray"]).problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "path", "value"),
+    [
+        ("--zero-stage 1.0", "zero.stage", 1),
+        ("--use-distributed-optimizer", "zero.stage", 1),
+        ("--zero-reduce-bucket-size 9e7", "zero.bucket_size", 90_000_000),
+        ("--zero-stage 3 --no-overlap-param-gather", "zero.overlap_param_gather", False),
+        ("--accumulate-allreduce-grads-in-fp32", "zero.grad_accumulation_dtype", "fp32"),
+        ("--enable-zbh1-pipeline", "parallel.pipeline_schedule", "zb-h1"),
+        ("--num-layers-per-virtual-pipeline-stage 2", "parallel.num_layers_per_virtual_pipeline_stage", 2),
+        ("--distribute-checkpointed-activations", "recompute.partition_activations", True),
+        ("--checkpoint-in-cpu", "recompute.offload", True),
+    ],
+)
+def test_flags_of_parallel_training_are_settings(argv: str, path: str, value: object) -> None:
+    result = scan(argv.split())
+    assert (result.problems, result.ignored) == ([], [])
+    assert {setting.spec.path: setting.value for setting in result.settings}[path] == value
+
+
+def test_no_pipeline_parallel_contradicts_pipeline_stages(tmp_path: Path) -> None:
+    """Megatron-DeepSpeed scripts pass it beside ZeRO 2 and 3, where DeepSpeed has no pipeline."""
+    argv = [*BASE_FLAGS, "--no-pipeline-parallel", "--zero-stage", "3"]
+    assert parse_config(argv, world_size=2).config.zero.stage == 3
+    file = tmp_path / "run.yaml"
+    file.write_text("parallel: {pipeline_model_parallel_size: 2}\n")
+    for more in (["--pipeline-model-parallel-size", "2"], ["--config", str(file)]):
+        with pytest.raises(ConfigError) as caught:
+            parse_config([*argv, *more], world_size=2)
+        assert caught.value.violations == [
+            "`--no-pipeline-parallel` is not accepted: it contradicts `--pipeline-model-parallel-size`; "
+            "leave one of the two out (ZeRO stages 2 and 3 run under pipeline stages too)."
+        ]
 
 
 def test_the_command_line_of_a_megatron_deepspeed_script_is_read() -> None:

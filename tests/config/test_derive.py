@@ -13,11 +13,14 @@ from megazero.config.derive import (
     LrLengths,
     TrainLength,
     batch_ramp,
+    chunks_per_stage,
     data_parallel_size,
     global_batch_size,
     lr_lengths,
+    num_chunks,
     num_micro_batches,
     padded_vocab_size,
+    schedule_kind,
     train_length,
 )
 from megazero.errors import ConfigError
@@ -44,6 +47,32 @@ def test_data_parallel_size() -> None:
     for world in (7, 0, -2):
         with pytest.raises(ConfigError, match="must be a multiple of"):
             data_parallel_size(config, world)
+
+
+@pytest.mark.parametrize(
+    ("stages", "changes", "per_stage", "kind"),
+    [
+        (1, {}, 1, "1f1b"),
+        (4, {}, 1, "1f1b"),
+        (4, {"pipeline_schedule": "gpipe"}, 1, "gpipe"),
+        (1, {"pipeline_schedule": "zb-v"}, 2, "zb-v"),
+        (4, {"pipeline_schedule": "zb-v"}, 2, "zb-v"),
+        (4, {"num_layers_per_virtual_pipeline_stage": 1}, 3, "interleaved"),
+        (4, {"num_layers_per_virtual_pipeline_stage": 3}, 1, "1f1b"),
+        (2, {"num_layers_per_virtual_pipeline_stage": 3}, 2, "interleaved"),
+        (3, {"num_virtual_stages_per_pipeline_rank": 2}, 2, "interleaved"),
+        (3, {"num_virtual_stages_per_pipeline_rank": 1}, 1, "1f1b"),
+        (2, {"pipeline_schedule": "interleaved"}, 1, "interleaved"),
+    ],
+)
+def test_chunks_and_schedule_of_twelve_layers(
+    stages: int, changes: dict[str, Any], per_stage: int, kind: str
+) -> None:
+    parallel = {"pipeline_model_parallel_size": stages, **changes}
+    config = make_config({"model.num_layers": 12, **{f"parallel.{k}": v for k, v in parallel.items()}})
+    assert chunks_per_stage(config) == per_stage
+    assert num_chunks(config) == stages * per_stage
+    assert schedule_kind(config) == kind
 
 
 def test_global_batch_size() -> None:

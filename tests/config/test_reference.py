@@ -12,16 +12,23 @@ from pathlib import Path
 import pytest
 
 from megazero.config.compat import FOREIGN_FLAGS
+from megazero.config.deepspeed_table import ROWS as DEEPSPEED_ROWS
 from megazero.config.fields import FIELDS
 from megazero.config.flags import FLAGS
 from megazero.config.help import format_help
-from megazero.config.reference import compatibility_page, configuration_page, write_pages
+from megazero.config.reference import (
+    compatibility_page,
+    configuration_page,
+    deepspeed_page,
+    write_pages,
+)
 from megazero.config.rules import RULES
 
 ROOT = Path(__file__).parents[2]
 SNAPSHOTS = {
     ROOT / "docs" / "configuration.md": configuration_page,
     ROOT / "docs" / "compatibility.md": compatibility_page,
+    ROOT / "docs" / "deepspeed_json.md": deepspeed_page,
     Path(__file__).with_name("cli_snapshot.txt"): format_help,
 }
 
@@ -35,11 +42,15 @@ def test_snapshot_is_current(path: Path) -> None:
 
 
 def test_the_pages_name_everything(tmp_path: Path) -> None:
-    configuration, compatibility = (path.read_text(encoding="utf-8") for path in write_pages(tmp_path))
+    configuration, compatibility, deepspeed = (
+        path.read_text(encoding="utf-8") for path in write_pages(tmp_path)
+    )
     for name in (*FLAGS, *FOREIGN_FLAGS):
         assert f"`{name}`" in configuration
     for rule in RULES:
         assert f"`{rule.name}`" in compatibility
+    for key in DEEPSPEED_ROWS:
+        assert f"| `{key}` |" in deepspeed
 
 
 def test_help_fits_its_width_and_names_every_flag() -> None:

@@ -64,10 +64,10 @@ def test_every_kind_of_problem_in_one_report(tmp_path: Path) -> None:
         f"{file}:2: unknown key `model.num_layerz`; did you mean `model.num_layers`?",
         "unknown flag `--hiden-size`; did you mean `--hidden-size`?",
         "`--num-attention-heads` must be an integer, but is `four`.",
-        "`--deepspeed` is not accepted: the engine is built in; leave it out and give the JSON file's "
-        "settings as flags.",
         "`precision.dtype` must be set one way, but `--fp16` says fp16 and `--bf16` says bf16; keep one "
         "of these flags.",
+        "`--deepspeed` must go with `--deepspeed_config FILE`, but no file is given; name it, or leave "
+        "`--deepspeed` out: the engine is the same.",
         "`--num-layers` must be set (number of transformer layers), but is missing.",
         "`--hidden-size` must be set (width of the residual stream), but is missing.",
         f"{file}:3: `model.kv_channels` must be greater than 0, but is `0`.",

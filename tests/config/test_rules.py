@@ -34,7 +34,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "parallel.sequence_parallel": True,
         "model.seq_length": 30,
     },
-    "pipeline_parallel_unavailable": {"parallel.pipeline_model_parallel_size": 2},
     "context_parallel_unavailable": {"parallel.context_parallel_size": 2},
     "expert_parallel_unavailable": {"parallel.expert_model_parallel_size": 2},
     "nccl_needs_cuda": {"parallel.distributed_backend": "nccl", "parallel.device": "cpu"},
@@ -47,6 +46,37 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "ramp_whole_increments": {"batch.global_batch_size": 32, "batch.rampup_batch_size": (8, 16, 100)},
     "ramp_multiples": {"batch.global_batch_size": 32, "batch.rampup_batch_size": (8, 4, 100)},
     "samples_fill_a_batch": {"training.train_iters": None, "training.train_samples": 7},
+    "one_way_to_virtual_stages": {
+        "parallel.pipeline_model_parallel_size": 2,
+        "parallel.num_layers_per_virtual_pipeline_stage": 1,
+        "parallel.num_virtual_stages_per_pipeline_rank": 2,
+        "batch.global_batch_size": 8,
+    },
+    "layers_fill_virtual_stages": {
+        "parallel.pipeline_model_parallel_size": 2,
+        "parallel.num_layers_per_virtual_pipeline_stage": 2,
+        "model.num_layers": 6,
+    },
+    "virtual_stages_need_interleaving": {
+        "parallel.pipeline_model_parallel_size": 2,
+        "parallel.num_virtual_stages_per_pipeline_rank": 2,
+        "parallel.pipeline_schedule": "1f1b",
+    },
+    "chunks_within_layers": {
+        "parallel.pipeline_model_parallel_size": 2,
+        "parallel.pipeline_schedule": "zb-v",
+        "model.num_layers": 3,
+    },
+    "interleaved_micro_batches": {
+        "parallel.pipeline_model_parallel_size": 2,
+        "parallel.num_virtual_stages_per_pipeline_rank": 2,
+        "batch.global_batch_size": 12,
+    },
+    "partition_well_formed": {"parallel.pipeline_partition": "5"},
+    "hpz_needs_stage_3": {"zero.hpz_partition_size": 2, "zero.stage": 2},
+    "hpz_divides_data_parallel": {"zero.hpz_partition_size": 3, "zero.stage": 3},
+    "fp16_gradients_need_fp16": {"zero.grad_accumulation_dtype": "fp16"},
+    "main_params_fp32_or_same": {"zero.main_params_dtype": "bf16"},
     "training_length_given": {"training.train_iters": None},
     "iters_or_samples": {"training.train_samples": 1000},
     "min_lr_below_lr": {"optimizer.min_lr": 2e-3},
@@ -79,6 +109,12 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "min_loss_scale_below_initial": {"precision.min_loss_scale": 8.0, "precision.initial_loss_scale": 4.0},
     "recompute_units_within_model": {"recompute.granularity": "full", "recompute.num_layers": 5},
     "recompute_units_need_full": {"recompute.granularity": "selective", "recompute.method": "block"},
+    "kept_activations_need_full": {"recompute.granularity": "selective", "recompute.offload": True},
+    "partition_activations_or_sequence_parallel": {
+        "recompute.granularity": "full",
+        "recompute.partition_activations": True,
+        "parallel.sequence_parallel": True,
+    },
     "gpt2_tokenizer_files": {
         "tokenizer.tokenizer_type": "GPT2BPETokenizer",
         "tokenizer.vocab_file": "vocab.json",
@@ -132,6 +168,23 @@ ACCEPTED: list[dict[str, Any]] = [
     {"data.data_path": (), "data.valid_data_path": ("v",), "training.skip_train": True},
     {"data.data_path": (), "data.train_data_path": ("1", "a", "2", "b"), "data.valid_data_path": ("v",)},
     {"recompute.granularity": "full", "recompute.method": "block", "recompute.num_layers": 4},
+    {"recompute.granularity": "full", "recompute.partition_activations": True, "recompute.offload": True},
+    {"parallel.pipeline_model_parallel_size": 4},
+    {"parallel.pipeline_model_parallel_size": 2, "parallel.pipeline_schedule": "zb-v"},
+    {"parallel.pipeline_schedule": "zb-v"},
+    {"parallel.num_virtual_stages_per_pipeline_rank": 1},
+    {
+        "parallel.pipeline_model_parallel_size": 2,
+        "parallel.num_layers_per_virtual_pipeline_stage": 1,
+        "batch.global_batch_size": 24,
+        "batch.rampup_batch_size": (8, 8, 100),
+    },
+    {"parallel.pipeline_model_parallel_size": 2, "parallel.pipeline_partition": "3, 1"},
+    {"parallel.pipeline_partition": "type:transformer.*"},
+    {"zero.stage": 3, "zero.hpz_partition_size": 2, "zero.prefetch_size": 0},
+    {"zero.prefetch_size": 0, "zero.max_live_parameters": 0, "zero.param_persistence_threshold": 0},
+    {"precision.dtype": "fp16", "zero.main_params_dtype": "fp16", "zero.grad_reduce_dtype": "fp16"},
+    {"precision.dtype": "fp16", "zero.grad_accumulation_dtype": "bf16"},
 ]
 
 
@@ -161,9 +214,50 @@ def test_without_a_world_size_only_its_rules_are_silent() -> None:
         "global_batch_multiple",
         "ramp_multiples",
         "samples_fill_a_batch",
+        "interleaved_micro_batches",
+        "hpz_divides_data_parallel",
         "warmup_shorter_than_decay",
         "wsd_decay_fits",
     }
+
+
+@pytest.mark.parametrize(
+    ("partition", "fault"),
+    [
+        ("parameter", "it is none of uniform, parameters, cost, measured, type:REGEX and numbers of layers"),
+        ("Uniform", "it is none of"),
+        ("", "it is none of"),
+        ("4,", "it is none of"),
+        ("2,-1,3", "it is none of"),
+        ("type:", "the regular expression is empty"),
+        ("type:(", "the regular expression is not valid: missing ), unterminated subpattern at position 0"),
+        ("1,3,0", "2 positive numbers are needed that add up to 4"),
+        ("4,0", "2 positive numbers are needed that add up to 4"),
+        ("2,3", "2 positive numbers are needed that add up to 4"),
+        ("4", "2 positive numbers are needed that add up to 4"),
+    ],
+)
+def test_what_is_wrong_with_a_partition_is_said(partition: str, fault: str) -> None:
+    changes = {"parallel.pipeline_model_parallel_size": 2, "parallel.pipeline_partition": partition}
+    (sentence,) = check(make_config(changes), 2)
+    assert f"({fault}" in sentence
+
+
+def test_too_many_chunks_are_told_how_many_fit() -> None:
+    changes = {"parallel.pipeline_model_parallel_size": 4, "parallel.pipeline_schedule": "zb-v"}
+    (sentence,) = check(make_config(changes), 4)
+    assert "(that makes 8 chunks; 4 layers suffice for 2 stages of 2)" in sentence
+
+
+def test_interleaved_micro_batches_are_judged_at_every_rung_of_the_ramp() -> None:
+    changes = {
+        "parallel.pipeline_model_parallel_size": 2,
+        "parallel.num_layers_per_virtual_pipeline_stage": 1,
+        "batch.global_batch_size": 16,
+        "batch.rampup_batch_size": (8, 4, 100),
+    }
+    (sentence,) = check(make_config(changes), 4)
+    assert "(micro-batches of the steps: 2, 3, 4)" in sentence
 
 
 def test_violations_are_reported_together() -> None:
@@ -184,9 +278,10 @@ def test_a_violation_reads_as_a_sentence_with_values_and_what_would_do() -> None
     assert check(make_config(changes), 6) == [
         "the world size must be a multiple of tensor x pipeline x context parallel size, but "
         "`tensor_model_parallel_size` is 4 and `pipeline_model_parallel_size` is 1 and "
-        "`context_parallel_size` is 1 (the world size is 6: tensor x data parallel can be 1 x 6, 2 x 3); "
-        "start another number of ranks (torchrun --nproc-per-node; with --check-config set WORLD_SIZE), or "
-        "change the layout [rule world_size_factors].",
+        "`context_parallel_size` is 1 (the world size is 6: tensor x pipeline x data parallel can be "
+        "2 x 1 x 3, 1 x 1 x 6, 2 x 3 x 1, 1 x 2 x 3, 1 x 3 x 2); start another number of ranks (torchrun "
+        "--nproc-per-node; with --check-config set WORLD_SIZE), or change the layout "
+        "[rule world_size_factors].",
         "`num_query_groups` must be a multiple of `tensor_model_parallel_size`, but `num_query_groups` is 2 "
         "and `tensor_model_parallel_size` is 4; use more query groups or fewer tensor-parallel ranks "
         "[rule query_groups_over_tensor_ranks].",

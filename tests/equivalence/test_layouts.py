@@ -1,111 +1,163 @@
-"""Law 1 over tensor and data parallelism: same loss, gradient norm, gradients and weights as one process."""
+"""Law 1: any layout trains the same model as one process. `megazero.verify` does the work.
+
+The default suite runs a selection of the layouts that the rules allow, in which every pair of settings meets;
+`--all-layouts` runs every one of them (hours).
+"""
 
 from __future__ import annotations
 
 from functools import cache
-from itertools import product
 
 import pytest
-import torch
 
-from megazero.mpu import Launch, ProcessGrid
-from megazero.mpu.context import make_context
-from megazero.mpu.torch_group import open_group
-from tests.equivalence.harness import Case, Record, assert_same, train, train_in_threads, train_serial
+from megazero.verify.compare import compare
+from megazero.verify.layouts import SHAPES, Layout, all_layouts, covering
+from megazero.verify.record import Record
+from megazero.verify.run import run_alone, run_in_threads, run_on_gloo
 
-CASES = [
-    Case(
-        tp=tp,
-        dp=dp,
-        sequence_parallel=sp,
-        shape=shape,
-        untied=untied,
-        recompute=recompute,
-        # With and without accumulation over micro-batches on each layout.
-        micro_batch=1 if recompute == "none" else 2,
-    )
-    for shape, tp, dp, sp, untied, recompute in product(
-        ("gpt2", "llama"), (1, 2, 4), (1, 2), (False, True), (False, True), ("none", "full", "selective")
-    )
-]
+COUNT = 240
 
 
 @cache
-def serial(case: Case) -> Record:
-    return train_serial(case)
+def serial(layout: Layout) -> Record:
+    return run_alone(layout.config())
 
 
-def check(case: Case) -> None:
-    for record in train_in_threads(case):
-        assert_same(record, serial(case.serial))
+def check(records: list[Record], layout: Layout) -> None:
+    bad = [str(d) for d in compare(records, serial(layout.serial)) if d.share > 1]
+    assert not bad, "\n".join(bad)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_layout_equals_one_process(case):
-    check(case)
+def run(layout: Layout) -> list[Record]:
+    return run_in_threads(layout.config(), layout.grid)
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-@pytest.mark.parametrize(("tp", "dp", "sp"), [(1, 1, False), (2, 2, False), (2, 1, True), (4, 2, True)])
-def test_dropout_is_the_same_on_every_layout(tp, dp, sp, recompute, shape):
-    case = Case(
-        tp=tp, dp=dp, sequence_parallel=sp, shape=shape, recompute=recompute, dropout=0.2, micro_batch=2
-    )
-    check(case)
+def pytest_generate_tests(metafunc):
+    if "selected" in metafunc.fixturenames:
+        layouts = list(all_layouts())
+        if not metafunc.config.getoption("--all-layouts"):
+            layouts = covering(layouts, COUNT)
+        metafunc.parametrize("selected", layouts, ids=lambda layout: layout.name)
+
+
+def test_layout_equals_one_process(selected):
+    check(run(selected), selected)
+
+
+def test_the_selection_holds_every_pair_of_settings():
+    everything = list(all_layouts())
+    chosen = covering(everything, COUNT)
+    assert len(chosen) == len(set(chosen)) == COUNT >= 200
+    for name in ("tp", "pp", "dp", "schedule", "zero", "recompute"):
+        for other in ("zero", "shape", "untied", "sequence_parallel", "micro_batch"):
+            pairs = [{(getattr(x, name), getattr(x, other)) for x in xs} for xs in (everything, chosen)]
+            assert pairs[0] == pairs[1]
+
+
+def test_covering_takes_the_few_that_hold_all_pairs():
+    grid = [Layout(tp=tp, dp=dp, zero=zero) for tp in (1, 2) for dp in (1, 2) for zero in (0, 1)]
+    chosen = covering(grid, 0)
+    assert len(chosen) < len(grid)
+    for a, b in (("tp", "dp"), ("tp", "zero"), ("dp", "zero")):
+        assert len({(getattr(x, a), getattr(x, b)) for x in chosen}) == 4
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"tp": 2, "dp": 2, "zero": 1},
+        {"tp": 2, "sequence_parallel": True, "recompute": "full"},
+        {"tp": 4, "dp": 2, "sequence_parallel": True, "recompute": "selective"},
+        {"pp": 2, "dp": 2, "zero": 3, "recompute": "full"},
+        {"pp": 4, "schedule": "zb-h1", "recompute": "selective", "layers": 4},
+        {"pp": 2, "tp": 2, "schedule": "interleaved", "virtual": 2, "layers": 4, "recompute": "full"},
+        {"pp": 2, "schedule": "zb-v", "layers": 4, "recompute": "full"},
+        {"dp": 4, "zero": 2, "recompute": "selective"},
+    ],
+    ids=lambda settings: Layout(**settings).name,
+)
+def test_dropout_is_the_same_on_every_layout(layout, shape):
+    layout = Layout(dropout=0.2, micro_batch=2, shape=shape, **layout)
+    check(run(layout), layout)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("hpz", [2, 4])
+def test_a_second_partition_within_a_node_changes_nothing(hpz, schedule):
+    layout = Layout(dp=4, zero=3, hpz=hpz, schedule=schedule)
+    check(run(layout), layout)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
+def test_gradient_accumulation(micro_batch):
+    for layout in (Layout(zero=2), Layout(pp=2, zero=1)):
+        layout = Layout(**{**vars(layout), "micro_batch": micro_batch})
+        check(run(layout) if layout.world_size > 1 else [run_alone(layout.config())], layout)
 
 
 def test_dropout_does_something():
-    assert serial(Case(dropout=0.2)).losses[0] != serial(Case()).losses[0]
+    assert serial(Layout(dropout=0.2)).losses[0] != serial(Layout()).losses[0]
 
 
 def test_a_model_that_learns():
     # The law would hold for a training that moves nothing; this one moves.
-    record = serial(Case())
+    record = serial(Layout())
     first, last = record.weights[0], record.weights[-1]
-    assert all(not torch.equal(first[name], last[name]) for name in first)
+    assert all(not first[name].equal(last[name]) for name in first)
     assert all(norm > 0.5 for norm in record.grad_norms), "clipping is not active"
 
 
-@pytest.mark.parametrize("bucket_size", [1, 10**9])
-def test_overlap_and_bucket_sizes_change_nothing(bucket_size):
-    # Bitwise: the same sums in the same order, whenever they are started.
-    runs = [
-        train_in_threads(Case(tp=2, dp=2, overlap=overlap, bucket_size=size))[0]
-        for overlap, size in [(False, 3000), (True, 3000), (True, bucket_size)]
+@pytest.mark.parametrize("zero", range(4))
+def test_overlap_and_bucket_sizes_change_nothing(zero):
+    layouts = [
+        Layout(tp=2, dp=2, zero=zero, overlap=o, bucket_size=b) for o, b in [(0, 3000), (1, 1), (1, 10**9)]
     ]
-    for run in runs[1:]:
-        for got, want in zip(run.weights, runs[0].weights, strict=True):
-            for name in want:
-                # Clipping's sum of squares is over buckets, so only its last digits may differ.
-                torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-7)
+    for layout in layouts:
+        check(run(layout), layout)
 
 
-def _gloo_rank(rank: int, world_size: int, case: Case) -> Record:
-    from datetime import timedelta
+@pytest.mark.parametrize("broken", ["losses", "grad_norms", "gradients", "weights"])
+def test_a_difference_is_seen(broken):
+    layout = Layout(tp=2)
+    records = run(layout)
+    values = getattr(records[1], broken)
+    if broken in ("losses", "grad_norms"):
+        values[3] *= 1.001
+    else:
+        values[3]["layers.1.mlp.up.weight"].view(-1)[5] += 1e-3
+    bad = [d for d in compare(records, serial(layout.serial)) if d.share > 1]
+    kinds = {"losses": "loss", "grad_norms": "norm"}
+    assert [d.kind for d in bad] == [kinds.get(broken, broken)]
+    assert "step 3" in bad[0].where
 
-    grid = ProcessGrid(dp=case.dp, tp=case.tp)
-    launch = Launch(rank, world_size, rank)
-    context = make_context(
-        grid,
-        launch.rank,
-        torch.device("cpu"),
-        lambda name, ranks: open_group(name, rank, ranks, timedelta(seconds=30)),
-    )
-    return train(case, context)
+
+def test_a_tied_copy_that_differs_in_one_bit_is_seen():
+    layout = Layout(pp=2)
+    records = run(layout)
+    copy = records[1].weights[2]["copy of embedding.word.weight"]
+    copy[0, 0] = copy[0, 0].nextafter(copy[0, 0] + 1)
+    assert [d.kind for d in compare(records, serial(layout.serial)) if d.share > 1] == ["tied copies"]
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    "case",
+    "layout",
     [
-        Case(tp=1, dp=2),
-        Case(tp=2, dp=1, sequence_parallel=True, shape="llama", untied=True),
-        Case(tp=2, dp=2, sequence_parallel=True, recompute="full", dropout=0.1),
-        Case(tp=4, dp=1, shape="llama", recompute="selective"),
+        Layout(dp=2),
+        Layout(tp=2, sequence_parallel=True, shape="llama", untied=True),
+        Layout(tp=2, dp=2, sequence_parallel=True, recompute="full", dropout=0.1, zero=2),
+        Layout(tp=4, shape="llama", recompute="selective"),
+        Layout(pp=2, zero=1),
+        Layout(pp=2, dp=2, zero=3, schedule="interleaved", virtual=2, layers=4),
+        Layout(pp=2, tp=2, sequence_parallel=True, schedule="zb-v", layers=4, shape="llama"),
+        Layout(pp=4, schedule="zb-h1", layers=4, dropout=0.1),
+        Layout(pp=4, schedule="gpipe", layers=4, untied=True),
+        Layout(dp=4, zero=3, hpz=2),
+        Layout(tp=2, pp=2, dp=2, zero=3, sequence_parallel=True, recompute="full"),
     ],
-    ids=lambda case: case.name,
+    ids=lambda layout: layout.name,
 )
-def test_gloo_processes_equal_one_process(pool, case):
-    for record in pool.run(_gloo_rank, case.tp * case.dp, case):
-        assert_same(record, serial(case.serial))
+def test_gloo_processes_equal_one_process(pool, layout):
+    check(pool.run(run_on_gloo, layout.world_size, layout.config(), layout.grid), layout)

@@ -42,14 +42,17 @@ def conform(group: Group) -> dict:
     out["broadcast"] = b.tolist()
     ahead, behind = (r + 1) % n, (r - 1) % n
     c, d = torch.empty(1), torch.empty(1)
-    group.exchange(
+    works = group.exchange(
         [
             Transfer("send", torch.tensor([r + 0.5]), ahead, tag=1),
             Transfer("send", torch.tensor([r + 0.25]), ahead, tag=2),
             Transfer("recv", d, behind, tag=2),
             Transfer("recv", c, behind, tag=1),
         ]
-    ).wait()
+    )
+    assert len(works) == 4
+    for work in works:
+        work.wait()
     out["ring"] = [c.item(), d.item()]
     bf = torch.full((3,), 1.0 + r, dtype=torch.bfloat16)
     group.all_reduce(bf).wait()

@@ -1,96 +1,200 @@
-"""Buckets: what shares one, and that weights live in them."""
+"""Buckets: weights live in them, come to be one by one, and take the memory that ZeRO's formulas say."""
 
 from __future__ import annotations
 
+import gc
+
+import pytest
 import torch
 from torch import nn
 
-from megazero.mpu import Init, ParamSpec, new_parameter, solo_context
-from megazero.zero import GradientReducer, build_buckets, plan_buckets
+from megazero.errors import ConfigError
+from megazero.layers.initialize import initialize_parameters
+from megazero.mpu import (
+    Init,
+    ParamSpec,
+    ProcessGrid,
+    TrafficLog,
+    new_parameter,
+    recording_context,
+    solo_context,
+)
+from megazero.optim import Adam
+from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_buckets, module_units
+from megazero.zero.bucket import Segment
 
-F32 = torch.float32
-
-
-def spec(name: str, **changes) -> ParamSpec:
-    return ParamSpec(name, (4,), Init("zeros"), **changes)
-
-
-def test_plan_drawn_by_hand():
-    specs = [spec("a"), spec("b", weight_decay=False), spec("c"), spec("d", shard_dim=0), spec("e")]
-    plan = plan_buckets(specs, [4, 4, 4, 4, 100], [F32] * 5, limit=8)
-    # From the last parameter on; the big one fills a bucket alone; kinds do not mix.
-    assert [members for _, members in plan] == [[4], [3], [2, 0], [1]]
-    assert plan[3][0].weight_decay is False
-    assert plan[1][0].sharded is True
-
-
-def test_partial_gradients_and_dtypes_do_not_mix():
-    specs = [spec("a"), spec("b", partial_grad=True), spec("c", expert=True), spec("d")]
-    plan = plan_buckets(specs, [4] * 4, [F32, F32, F32, torch.bfloat16], limit=100)
-    assert [members for _, members in plan] == [[3], [2], [1], [0]]
+F32, BF16 = torch.float32, torch.bfloat16
 
 
-def gradients(bucket) -> dict[str, list[float]]:
-    return {s.name: g.tolist() for s, g in bucket.named(bucket.grads)}
+def stack(widths: list[int], dtype=F32, device="cpu") -> nn.ParameterList:
+    """Parameters of these sizes, normally distributed once initialized."""
+    specs = [ParamSpec(f"p{i}", (n,), Init("normal", 1.0)) for i, n in enumerate(widths)]
+    return nn.ParameterList([new_parameter(spec, 1, dtype, device) for spec in specs])
 
 
-class Two(nn.Module):
-    """y = used * x; the other parameter gets no gradient."""
+def one_rank(size: int, device: str = "cpu"):
+    """Rank 0 of so many data-parallel ranks, the others left out."""
+    return recording_context(ProcessGrid(dp=size), 0, TrafficLog(), device)
 
-    def __init__(self, dtype=F32):
-        super().__init__()
-        self.used = new_parameter(spec("used"), 1, dtype, "cpu")
-        self.unused = new_parameter(spec("unused"), 1, dtype, "cpu")
-        with torch.no_grad():
-            self.used.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-            self.unused.fill_(7.0)
+
+def fill(params) -> None:
+    initialize_parameters(params, 5, 0, 1)
+
+
+def apart(params) -> list[Unit]:
+    """Each parameter in a unit of its own."""
+    return [Unit(0, nn.Module(), (p,)) for p in params]
 
 
 def test_parameters_are_views_of_the_bucket():
-    model = Two()
-    (bucket,) = build_buckets(model, 100)
-    assert bucket.weights.tolist() == [7.0] * 4 + [1.0, 2.0, 3.0, 4.0]
-    bucket.weights.fill_(5.0)
-    assert model.used.tolist() == [5.0] * 4
+    model = nn.Linear(2, 2)
+    values = [p.detach().clone() for p in model.parameters()]
+    (bucket,) = build_buckets(module_units(model), ZeroPolicy(), solo_context())
+    assert bucket.full.tolist() == torch.cat([v.flatten() for v in values]).tolist()
+    bucket.full.fill_(5.0)
+    assert model.weight.tolist() == [[5.0, 5.0], [5.0, 5.0]]
 
 
-def test_an_unused_parameter_has_gradient_zero_every_step():
-    model = Two()
-    buckets = build_buckets(model, 100)
-    reducer = GradientReducer(buckets, solo_context())
-    for step in range(2):
-        buckets[0].grads.fill_(99.0)  # what an earlier step might have left
-        reducer.start()
-        for last in (False, True):
-            if last:
-                reducer.last_backward()
-            (model.used * (step + 1.0)).sum().backward()
-        reducer.finish()
-        grads = gradients(buckets[0])
-        assert grads == {"used": [2.0 * (step + 1)] * 4, "unused": [0.0] * 4}
+def test_segments_of_a_rank():
+    specs = [
+        ParamSpec("a", (2,), Init("zeros"), weight_decay=False),
+        ParamSpec("b", (3,), Init("zeros"), shard_dim=0),
+        ParamSpec("c", (4,), Init("zeros")),
+        ParamSpec("d", (1,), Init("zeros")),
+    ]
+    params = [nn.Parameter(torch.zeros(s.shape)) for s in specs]
+    for param, spec in zip(params, specs, strict=True):
+        param.spec = spec
+    context = recording_context(ProcessGrid(tp=2, dp=4), 1, TrafficLog(), "cpu")  # second slice
+    units = [Unit(0, nn.Module(), tuple(params))]
+    (bucket,) = build_buckets(units, ZeroPolicy(stage=1), context, groups={id(params[3]): 1})
+    assert bucket.segments == (
+        Segment(0, 3, weight_decay=True, counted=True, partial_grad=False),
+        Segment(3, 7, weight_decay=True, counted=False, partial_grad=False),
+        Segment(7, 9, weight_decay=False, counted=False, partial_grad=False),
+        Segment(9, 10, weight_decay=True, counted=False, partial_grad=False, group=1),
+    )
+    # Ten elements over four ranks: three each, and this one has the first.
+    assert (bucket.padded, bucket.own) == (12, slice(0, 3))
+    flat = torch.arange(3.0)
+    assert [(s.start, piece.tolist()) for s, piece in bucket.pieces(flat)] == [(0, [0.0, 1.0, 2.0])]
 
 
-def test_bf16_gradients_are_summed_in_fp32():
-    # 1000 micro-batches of a gradient of 1.0: a bf16 sum would stick at 256.
-    model = Two(torch.bfloat16)
-    buckets = build_buckets(model, 100)
-    reducer = GradientReducer(buckets, solo_context())
-    reducer.start()
-    for i in range(1000):
-        if i == 999:
-            reducer.last_backward()
-        model.used.sum().backward()
-    reducer.finish()
-    grads = gradients(buckets[0])
-    assert grads["used"] == [1000.0] * 4
+def test_freed_parameters_are_loud():
+    params = stack([6], device="meta")
+    (bucket,) = build_buckets(apart(params), ZeroPolicy(3, persistence_threshold=0), one_rank(2), fill)
+    param = params[0]
+    assert param.shape == (6,)
+    assert torch.isnan(param).all()
+    with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
+        param.add_(1.0)
+    assert bucket.storage.nbytes() == 0
+    before = bucket.shard.clone()
+    bucket.fetch()
+    bucket.arrive()
+    assert param.tolist() == before.tolist() * 2  # the group repeats this rank's shard
+    bucket.free()
+    assert torch.isnan(param).all()
 
 
-def test_a_parameter_used_twice_is_collected_once_with_both_uses():
-    model = Two()
-    buckets = build_buckets(model, 100)
-    reducer = GradientReducer(buckets, solo_context())
-    reducer.start()
-    reducer.last_backward()
-    (model.used * 2.0 + model.used * 3.0).sum().backward()
-    reducer.finish()
-    assert gradients(buckets[0])["used"] == [5.0] * 4
+def test_saved_views_are_alive_again_after_a_gather():
+    params = stack([6], device="meta")
+    (bucket,) = build_buckets(apart(params), ZeroPolicy(3, persistence_threshold=0), one_rank(2), fill)
+    bucket.fetch()
+    bucket.arrive()
+    x = torch.ones(2, requires_grad=True)
+    weight = params[0].view(3, 2).t()
+    values = weight.detach().clone()
+    y = x @ weight
+    bucket.free()
+    bucket.fetch()
+    bucket.arrive()
+    y.sum().backward()
+    assert x.grad.tolist() == values.sum(1).tolist()
+    assert params[0].grad.tolist() == [1.0] * 6
+
+
+def test_meta_parameters_get_the_values_of_their_names_and_stay_the_same_objects():
+    real, later = stack([5, 70], device="cpu"), stack([5, 70], device="meta")
+    fill(real)
+    known = [id(p) for p in later]
+    build_buckets(apart(later), ZeroPolicy(), one_rank(2), fill)
+    assert [id(p) for p in later] == known
+    for a, b in zip(real, later, strict=True):
+        assert torch.equal(a, b)
+        assert b.spec == a.spec
+        assert b.requires_grad
+
+
+def test_meta_parameters_need_values():
+    with pytest.raises(ConfigError, match="`fill` must be given for the 1 parameters .* such as p0"):
+        build_buckets(apart(stack([3], device="meta")), ZeroPolicy(), solo_context())
+
+
+def alive() -> int:
+    """Bytes of all real tensors that Python holds."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and not x.is_meta]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def test_a_sharded_model_is_never_whole_on_one_rank():
+    params = stack([1000] * 8, dtype=BF16, device="meta")
+    start, seen = alive(), []
+
+    def watch(unmade) -> None:
+        seen.append(alive() - start)
+        fill(unmade)
+
+    build_buckets(apart(params), ZeroPolicy(3, persistence_threshold=0), one_rank(4), watch)
+    rest = (2 + 4 + 4) * 1000 // 4  # shard, master, gradient sums: bytes that each earlier bucket left
+    placeholders = 2
+    assert seen == [i * (rest + placeholders) + 2000 + placeholders for i in range(8)]
+
+
+def at_rest(buckets, optimizer) -> int:
+    """Bytes of all that lives from step to step, each storage once."""
+    tensors = [t for b in buckets for t in (b.full, b.shard, b.master, b.grads)]
+    tensors += [t for state in optimizer.states for t in state.values()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "accumulation", "main", "expected"),
+    [
+        # bytes of one parameter on each of N = 4 ranks, by stage
+        (BF16, F32, F32, (2 + 4 + 12, 2 + 4 + 12 / 4, 2 + (4 + 12) / 4, (2 + 4 + 12) / 4)),
+        (BF16, BF16, F32, (2 + 2 + 12, 2 + 2 + 12 / 4, 2 + (2 + 12) / 4, (2 + 2 + 12) / 4)),
+        (F32, F32, F32, (4 + 4 + 8, 4 + 4 + 8 / 4, 4 + (4 + 8) / 4, (4 + 4 + 8) / 4)),
+        (BF16, F32, BF16, (2 + 4 + 8, 2 + 4 + 8 / 4, 2 + (4 + 8) / 4, (2 + 4 + 8) / 4)),
+    ],
+)
+@pytest.mark.parametrize("stage", range(4))
+def test_memory_at_rest(stage, dtype, accumulation, main, expected):
+    policy = ZeroPolicy(
+        stage, persistence_threshold=0, max_live=0, accumulation_dtype=accumulation, main_dtype=main
+    )
+    params, context = stack([4000, 400, 40], dtype, "meta"), one_rank(4)
+    units = apart(params)
+    buckets = build_buckets(units, policy, context, fill)
+    optimizer = Optimizer(buckets, Adam(), context, 0.0)
+    parallel = DataParallel(units, buckets, policy, context)
+    for _ in range(2):
+        assert at_rest(buckets, optimizer) == expected[stage] * 4440
+        parallel.start()
+        with parallel.gathered():
+            pass
+        parallel.finish()
+        optimizer.step(1e-3, 0.0)
+
+
+def test_everything_constructs_on_meta():
+    params, context = stack([10**9, 10**9], BF16, "meta"), one_rank(64, "meta")
+    policy = ZeroPolicy(3, max_live=0)
+    units = apart(params)
+    buckets = build_buckets(units, policy, context)
+    optimizer = Optimizer(buckets, Adam(), context, 1.0)
+    DataParallel(units, buckets, policy, context)
+    assert [b.shard.numel() for b in buckets] == [10**9 // 64] * 2
+    assert all(t.is_meta for state in optimizer.states for t in state.values())

@@ -1,0 +1,77 @@
+// Waiting for another process: first a short spin, as the answer is often a few microseconds away, then giving the
+// core to whoever can use it, then sleeping on a futex until woken.
+#pragma once
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstdint>
+
+namespace megazero::shared {
+
+using Clock = std::chrono::steady_clock;
+
+// A word of shared memory that others change, and how many threads of all processes sleep until it does.
+struct alignas(64) Word {
+  std::atomic<std::uint32_t> value;
+  std::atomic<std::uint32_t> sleepers;
+};
+static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "a word must be shared between processes as it is");
+
+// Both sides touch value and sleepers in opposite order and in one total order (seq_cst), so one of them sees the other.
+inline void wake(Word& word) {
+  if (word.sleepers.load() > 0) {
+    syscall(SYS_futex, &word.value, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
+}
+
+inline void sleep_while(Word& word, std::uint32_t seen, std::chrono::milliseconds longest) {
+  const timespec limit{longest.count() / 1000, longest.count() % 1000 * 1000000};
+  word.sleepers.fetch_add(1);
+  syscall(SYS_futex, &word.value, FUTEX_WAIT, seen, &limit, nullptr, 0);
+  word.sleepers.fetch_sub(1);
+}
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+constexpr std::chrono::microseconds kSpin{20};
+constexpr std::chrono::microseconds kYield{150};
+constexpr std::chrono::milliseconds kSleep{100};
+
+// Returns when ready(), which reads `word` among others, is true. Now and then it calls check(waited), which throws to
+// end the wait: before the first sleep and after each.
+template <typename Ready, typename Check>
+void wait_until(Word& word, const Ready& ready, const Check& check) {
+  if (ready()) return;
+  const auto start = Clock::now();
+  for (;;) {
+    for (int i = 0; i < 16; ++i) {
+      if (ready()) return;
+      relax();
+    }
+    const auto waited = Clock::now() - start;
+    if (waited < kSpin) continue;
+    if (waited < kYield) {
+      sched_yield();
+      continue;
+    }
+    const std::uint32_t seen = word.value.load();
+    if (ready()) return;
+    check(waited);
+    sleep_while(word, seen, kSleep);
+  }
+}
+
+}  // namespace megazero::shared

@@ -1,0 +1,83 @@
+"""A model whose parts lie on the stages of a pipeline, as text generation sees it: tokens in, logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megazero.config.tree import ModelConfig
+from megazero.inference.cache import KeyValueCache
+from megazero.layers.collectives import gather_features
+from megazero.layers.placement import Placement
+from megazero.models import GPT, Batch
+from megazero.mpu import Group, SoloGroup, Transfer
+
+
+class StagedModel:
+    """A model as the parts of it that this stage holds; one process holds one part, the whole.
+
+    A token passes the stages one after another, and every stage learns the logits.
+
+    Args:
+        chunks: this stage's parts by their numbers along the model, without sequence parallelism.
+        stage_of: chunk -> the stage that holds it.
+        pp: the ranks of the pipeline; group rank is the stage.
+    """
+
+    def __init__(self, chunks: Mapping[int, GPT], stage_of: tuple[int, ...], pp: Group):
+        self.chunks = dict(chunks)
+        self.stage_of = stage_of
+        self.pp = pp
+
+    @classmethod
+    def whole(cls, model: GPT) -> StagedModel:
+        """The model of one stage."""
+        return cls({0: model}, (0,), SoloGroup("pp", 0))
+
+    @property
+    def any_part(self) -> GPT:
+        """A part, for what all have in common."""
+        return next(iter(self.chunks.values()))
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+        return self.any_part.config
+
+    @property
+    def placement(self) -> Placement:
+        """Where the layers live."""
+        return self.any_part.placement
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows, without padding."""
+        return self.any_part.vocab_size
+
+    def logits(self, batch: Batch, cache: KeyValueCache) -> Tensor:
+        """Logits of the token after `batch`, float32 [b, v], the same on every stage."""
+        hidden = None
+        for number, stage in enumerate(self.stage_of):
+            if stage != self.pp.rank:
+                continue
+            chunk = self.chunks[number]
+            if number > 0 and self.stage_of[number - 1] != stage:
+                shape = chunk.hidden_shape(batch)
+                hidden = torch.empty(shape, dtype=chunk.hidden_dtype, device=batch.tokens.device)
+                self._move("recv", hidden, self.stage_of[number - 1], number)
+            hidden = chunk.hidden(batch, hidden, cache=cache)
+            if number + 1 < len(self.stage_of) and self.stage_of[number + 1] != stage:
+                self._move("send", hidden.contiguous(), self.stage_of[number + 1], number + 1)
+        whole = torch.empty(len(batch.tokens), self.vocab_size, device=batch.tokens.device)
+        if self.stage_of[-1] == self.pp.rank:
+            last = self.chunks[len(self.stage_of) - 1]
+            sliced = last.head(hidden[-1:])[0]  # [b, v/tp]
+            whole.copy_(gather_features(sliced, self.placement.tp)[:, : self.vocab_size])
+        self.pp.broadcast(whole, self.stage_of[-1]).wait()
+        return whole
+
+    def _move(self, kind: str, tensor: Tensor, peer: int, tag: int) -> None:
+        for work in self.pp.exchange([Transfer(kind, tensor, peer, tag)]):
+            work.wait()

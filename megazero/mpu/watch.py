@@ -1,0 +1,295 @@
+"""`Watch`: no process of a failed job waits for ever, and the first rank that diverged is named.
+
+Each process notes its calls (`watch_log.py`). When a call takes too long, or something raises, the process
+leaves a note on the job's board; all processes then post their reports, one of them makes the diagnosis
+(`watch_diagnose.py`) and prints it, and every process ends with an error.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+from types import FrameType, TracebackType
+
+import torch
+
+from megazero.errors import CommunicationError
+from megazero.mpu.group import Group, Work
+from megazero.mpu.watch_board import Board
+from megazero.mpu.watch_diagnose import spell_ranks
+from megazero.mpu.watch_group import WatchedGroup
+from megazero.mpu.watch_inquest import Inquest
+from megazero.mpu.watch_log import HERE, Call, CallLog, Lane, spell_place
+from megazero.mpu.watch_report import Alarm, CallRecord, LaneRecord, Report
+
+EXIT_STATUS = 70
+_LONGEST_ERROR = 500
+
+
+class Ending:
+    """How the process of a failed job ends where its main thread cannot end it."""
+
+    def prepare(self, seconds: float) -> None:
+        """End the process after `seconds`, whatever then holds the interpreter, showing all stacks."""
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+
+    def cancel(self) -> None:
+        """Take `prepare` back."""
+        faulthandler.cancel_dump_traceback_later()
+
+    def end(self) -> None:
+        """End the process now, and its children: no handler of this process's exit will run to end them."""
+        for child in multiprocessing.active_children():
+            child.kill()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_STATUS)
+
+
+class Watch:
+    """Watches the calls of this process, and the board for word from the others.
+
+    A world of one starts nothing. Call `close` at the end of the job, on all processes alike.
+
+    Args:
+        board: where the processes of the job leave notes.
+        rank: of this process in the world.
+        world_size: number of processes.
+        timeout: seconds that a call may take; groups should themselves wait longer.
+        grace: seconds that a process has to post its report, and the main thread to end by itself.
+        poll: seconds between two looks at calls and board.
+        ending: ends the process whose main thread does not.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        grace: float = 10.0,
+        poll: float = 1.0,
+        ending: Ending | None = None,
+    ):
+        self.rank = rank
+        self.timeout = timeout
+        self.grace = grace
+        self.poll = poll
+        self._ending = ending or Ending()
+        self._lanes: dict[str, Lane] = {}
+        self._lock = threading.Lock()
+        self._alarm: tuple[Alarm, str, tuple[str, ...]] | None = None
+        self._wake, self._settled, self._closed = threading.Event(), threading.Event(), threading.Event()
+        self._summary = "its report did not come through"
+        self._threads: list[threading.Thread] = []
+        self._log = _open_log() if world_size > 1 else CallLog()
+        self._inquest = Inquest(board, rank, world_size, grace)
+        if world_size > 1:
+            self._inquest.announce(socket.gethostname(), self._log.path)
+            atexit.register(self._at_exit)
+            self._start(self._watch_calls, self._watch_board)
+
+    def wrap(self, group: Group, *, check_on: torch.device | str | None = None) -> Group:
+        """`group` with its calls noted; with `check_on`, also compared before each call (`WatchedGroup`)."""
+        return group if group.size == 1 else WatchedGroup(group, self, check_on)
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other processes that this one ends with `error`; returns when the diagnosis is printed."""
+        kind = Alarm.COMMUNICATION if isinstance(error, CommunicationError) else Alarm.RAISED
+        self._sound(kind, f"{type(error).__name__}: {error}", error.__traceback__)
+        self._await_settled()
+
+    def close(self) -> None:
+        """Stop watching. In a failed job, first see the diagnosis through."""
+        if self._closed.is_set():
+            return
+        self._await_settled()
+        self._closed.set()
+        self._wake.set()
+        for thread in self._threads:
+            thread.join(self.grace)
+        if self._alarm is not None:
+            self._ending.cancel()
+        self._log.close()
+        atexit.unregister(self._at_exit)
+
+    # What `WatchedGroup` calls.
+
+    def collective_lane(self, name: str, ranks: tuple[int, ...]) -> Lane:
+        """The line of a group's collectives."""
+        key = f"{name[:40]}#{zlib.crc32(repr(ranks).encode()):08x}"
+        return self._lane(key, lambda: Lane(key, f"group `{name}` (ranks {spell_ranks(ranks)})", ranks))
+
+    def message_lane(self, group: Lane, ends: tuple[int, int], tag: int) -> Lane:
+        """The line of messages with `tag` from world rank ``ends[0]`` to ``ends[1]`` over a group."""
+        key = f"{group.key}:{ends[0]}>{ends[1]}:{tag}"
+        label = f"the messages from rank {ends[0]} to rank {ends[1]} (tag {tag}) over {group.label}"
+        return self._lane(key, lambda: Lane(key, label, ends))
+
+    def begin(
+        self,
+        lane: Lane,
+        what: str,
+        detail: str | int | None,
+        shape: Sequence[int | str] | None,
+        dtype: torch.dtype | None,
+    ) -> Call:
+        """Note a call that starts now.
+
+        Raises:
+            CommunicationError: the job has failed.
+        """
+        if self._alarm is not None:
+            raise self._failure()
+        return self._log.begin(lane, what, detail, shape, dtype)
+
+    def leave_open(self, call: Call, work: Work) -> None:
+        """Note that `call` goes on without anybody waiting for it."""
+        self._log.leave_open(call, work)
+
+    def wait_for(self, call: Call) -> None:
+        """Note that somebody now waits for `call`.
+
+        Raises:
+            CommunicationError: the job has failed.
+        """
+        if self._alarm is not None:
+            raise self._failure()
+        if not hasattr(call.work, "is_completed"):
+            call.started = time.monotonic()  # such a work may begin only now
+        self._log.wait_for(call)
+
+    def finish(self, call: Call) -> None:
+        """Note that `call` is done, or given up."""
+        self._log.finish(call)
+
+    def fail(self, call: Call, error: Exception) -> CommunicationError:
+        """What to raise for `call`, which raised `error`: the job has failed."""
+        record = self._log.record(call)
+        # Of a group's own error the cause says less that is known here.
+        text = f"{record.what} at {record.place} failed: {error.__cause__ or error}"
+        self._sound(Alarm.COMMUNICATION, text[:_LONGEST_ERROR], error.__traceback__)
+        return self._failure() if self._threads else CommunicationError(text)
+
+    def record(self, call: Call) -> CallRecord:
+        """`call` as the others would see it."""
+        return self._log.record(call)
+
+    def _lane(self, key: str, make: Callable[[], Lane]) -> Lane:
+        lane = self._lanes.get(key)
+        return self._lanes.setdefault(key, make()) if lane is None else lane
+
+    def _failure(self) -> CommunicationError:
+        self._await_settled()
+        return CommunicationError(f"the job has failed: {self._summary}")
+
+    def _await_settled(self) -> None:
+        if self._alarm is not None and threading.current_thread() not in self._threads:
+            self._settled.wait(self._inquest.longest)
+
+    def _start(self, *bodies: Callable[[], None]) -> None:
+        self._threads = [threading.Thread(target=body, daemon=True, name=body.__name__) for body in bodies]
+        for thread in self._threads:
+            thread.start()
+
+    def _sound(self, kind: Alarm, text: str, trace: TracebackType | None = None) -> None:
+        """The first alarm of this process is the one that counts; without threads there is nobody to tell."""
+        with self._lock:
+            if self._alarm is None and self._threads and not self._closed.is_set():
+                frames = () if trace is None else _spell_frames(traceback.walk_tb(trace))
+                self._alarm = kind, text, frames
+                self._wake.set()
+
+    # The two threads.
+
+    def _watch_board(self) -> None:
+        while not self._wake.wait(self.poll):
+            try:
+                told = self._inquest.trouble()
+            except CommunicationError as error:
+                # At the end of a job the store may go before this process does.
+                if not self._wake.wait(self.grace):
+                    self._sound(Alarm.BOARD, str(error))
+                return
+            if told:
+                self._sound(Alarm.TOLD, "")
+
+    def _watch_calls(self) -> None:
+        while not self._wake.wait(self.poll):
+            if overdue := self._overdue():
+                what = self._log.record(overdue).what
+                self._sound(Alarm.TIMEOUT, f"{what} took more than {self.timeout:g} s")
+        if self._alarm is None:
+            return
+        self._ending.prepare(self._inquest.longest + self.grace)
+        self._summary = self._inquest.hold(self._report())
+        self._settled.set()
+        if not self._closed.wait(self.grace):
+            self._log.close()
+            self._ending.end()
+
+    def _overdue(self) -> Call | None:
+        """The oldest call that has taken too long."""
+        latest = time.monotonic() - self.timeout
+        for call in list(self._log.pending.values()):
+            if call.started > latest:
+                continue
+            if not call.is_open:
+                return call
+            is_completed = getattr(call.work, "is_completed", None)
+            if is_completed is not None and not is_completed():
+                self._log.wait_for(call)
+                return call
+        return None
+
+    def _report(self) -> Report:
+        kind, text, frames = self._alarm
+        main = sys._current_frames().get(threading.main_thread().ident)
+        return Report(
+            rank=self.rank,
+            where=f"{socket.gethostname()}, process {os.getpid()}",
+            time=time.time(),
+            alarm=kind,
+            error=text,
+            lanes={
+                lane.key: LaneRecord(lane.label, lane.members, lane.count)
+                for lane in list(self._lanes.values())
+            },
+            calls=tuple(self._log.records()),
+            stack=frames or _spell_frames(reversed(list(traceback.walk_stack(main)))),
+        )
+
+    def _at_exit(self) -> None:
+        # The interpreter keeps here what nobody caught.
+        if (error := getattr(sys, "last_value", None)) is not None:
+            self.report(error)
+        self.close()
+
+
+def _open_log() -> CallLog:
+    try:
+        return CallLog(tempfile.gettempdir())
+    except OSError as error:
+        warnings.warn(
+            f"calls of a rank that dies will not be known, for want of a file: {error}", stacklevel=3
+        )
+        return CallLog()
+
+
+def _spell_frames(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, ...]:
+    """`frames` from the outermost to the one that called into this package."""
+    named = ((frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames)
+    outside = takewhile(lambda each: not each[0].startswith(HERE), named)
+    return tuple(f"{spell_place(file, line)} in {name}" for file, line, name in outside)

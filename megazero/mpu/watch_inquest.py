@@ -1,0 +1,141 @@
+"""How the processes of a failed job come to one diagnosis over a `Board`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from megazero.errors import CommunicationError
+from megazero.mpu.watch_board import Board
+from megazero.mpu.watch_diagnose import diagnose, render, standing
+from megazero.mpu.watch_log import read_log
+from megazero.mpu.watch_report import Alarm, Report
+
+_LOOK = 0.1
+_SECOND_CALL = 2.0
+
+
+class Inquest:
+    """One process's part in it.
+
+    The lowest rank that lives reads all reports, prints the diagnosis and posts its summary. For a process
+    that posts no report, one on the same host reads the log that it left.
+
+    Args:
+        board: the job's.
+        rank: of this process.
+        world_size: number of processes.
+        grace: seconds within which reports must come.
+    """
+
+    def __init__(self, board: Board, rank: int, world_size: int, grace: float):
+        self.board = board
+        self.rank = rank
+        self.world_size = world_size
+        self.grace = grace
+        self._host = ""
+
+    @property
+    def longest(self) -> float:
+        """Seconds after which `hold` has surely returned, if the board answers."""
+        return 4 * self.grace + 2 * _SECOND_CALL
+
+    def announce(self, host: str, log: str | None) -> None:
+        """Say, before anything happens, where the log of this process lies.
+
+        Raises:
+            CommunicationError: the board is out of reach.
+        """
+        self._host = host
+        self.board.post(f"log/{self.rank}", json.dumps([host, log]))
+
+    def trouble(self) -> bool:
+        """Whether some process has said that the job has failed.
+
+        Raises:
+            CommunicationError: the board is out of reach.
+        """
+        return self.board.read("trouble") is not None
+
+    def hold(self, report: Report) -> str:
+        """Tell the others, give `report`, see the diagnosis printed, and return its summary."""
+        try:
+            self.board.post("trouble", str(self.rank))
+            self.board.post(f"report/{self.rank}", report.to_json())
+            summary = self._collect(self.grace) if self.rank == 0 else self._await()
+        except CommunicationError as error:
+            # Without the board each process says what it knows itself.
+            summary = f"{error}; rank {self.rank}: {standing(report)}"
+            _say(f"megazero: the job has failed: {summary}")
+        return summary
+
+    def _await(self) -> str:
+        """The summary that another process makes; if none of lower rank lives, this one makes it."""
+        asked = False
+        for patience in (self.grace, 2 * self.grace):
+            deadline = time.monotonic() + patience
+            while time.monotonic() < deadline:
+                if (summary := self.board.read("summary")) is not None:
+                    self.board.post(f"seen/{self.rank}", "")
+                    _say(f"megazero: rank {self.rank} ends with its job: {summary}")
+                    return summary
+                if not asked and (wanted := self.board.read("wanted")) is not None:
+                    asked = True
+                    self._speak_for(json.loads(wanted))
+                time.sleep(_LOOK)
+            if all(self.board.read(f"report/{rank}") is None for rank in range(self.rank)):
+                return self._collect(0.0)
+        raise CommunicationError("the rank that should make the diagnosis has not done so")
+
+    def _collect(self, patience: float) -> str:
+        reports: dict[int, Report] = {}
+        self._gather(reports, patience)
+        silent = [rank for rank in range(self.world_size) if rank not in reports]
+        if silent:
+            self.board.post("wanted", json.dumps(silent))
+            self._speak_for(silent)
+            self._gather(reports, min(_SECOND_CALL, self.grace))
+        diagnosis = diagnose(reports, self.world_size, self.grace)
+        _say(render(diagnosis, reports, self.world_size))
+        self.board.post("summary", diagnosis.summary)
+        others = [rank for rank, report in reports.items() if report.alive and rank != self.rank]
+        # The board may live in this process.
+        deadline = time.monotonic() + _SECOND_CALL
+        while others and time.monotonic() < deadline:
+            time.sleep(_LOOK)
+            others = [rank for rank in others if self.board.read(f"seen/{rank}") is None]
+        return diagnosis.summary
+
+    def _gather(self, reports: dict[int, Report], patience: float) -> None:
+        """Read into `reports` what comes within `patience` seconds."""
+        deadline = time.monotonic() + patience
+        while True:
+            for rank in range(self.world_size):
+                if rank not in reports and (text := self.board.read(f"report/{rank}")) is not None:
+                    reports[rank] = Report.from_json(text)
+            if len(reports) == self.world_size or time.monotonic() >= deadline:
+                return
+            time.sleep(_LOOK)
+
+    def _speak_for(self, silent: list[int]) -> None:
+        """Report for those of the `silent` ranks whose logs lie on this host."""
+        for rank in silent:
+            told = self.board.read(f"log/{rank}")
+            host, path = json.loads(told) if told else ("", None)
+            if host != self._host or path is None:
+                continue
+            try:
+                calls = tuple(read_log(path))
+            except FileNotFoundError:  # another process has read it, or it ended in good order
+                continue
+            report = Report(rank, host, time.time(), Alarm.TOLD, "", {}, calls, (), alive=False)
+            self.board.post(f"report/{rank}", report.to_json())
+            Path(path).unlink(missing_ok=True)
+
+
+def _say(text: str) -> None:
+    """In one piece, so that processes that share a terminal do not tear each other's lines."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

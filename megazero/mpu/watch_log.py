@@ -1,0 +1,242 @@
+"""What one process has called lately: a ring of slots in a mapped file, which outlives the process.
+
+Gloo ends a process by `abort` when a peer's message does not fit, so a log that lives in the process alone
+would be lost exactly where it is needed. The idea of such a log is that of a flight recorder, as PyTorch has
+one for NCCL.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import os
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from megazero.mpu.group import Work
+from megazero.mpu.watch_report import CallRecord, CallState
+
+SLOTS = 256
+_SLOT_BYTES = 640
+_HEADER = struct.Struct("<qqdBH")  # serial number, sequence number, start, state, bytes of text
+_STATE_AT = 24
+_WIDEST_FIELD, _WIDEST_SITE = 80, 120
+_MOST_TEXTS = 4096
+_DEEPEST = 48
+# A state's place here is its byte in a slot. Enumerations are slow where every call goes.
+_STATES = (CallState.OPEN, CallState.WAITED, CallState.DONE)
+_OPEN, _WAITED, _DONE = range(3)
+
+HERE = str(Path(__file__).parent) + os.sep
+_PACKAGES = str(Path(__file__).parents[2]) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+
+
+class Lane:
+    """A line of calls that its members number alike: a group's collectives, or messages to one peer.
+
+    Attributes:
+        key: the same on all members, and on no other lane.
+        label: for people.
+        members: world ranks.
+        count: how many calls this process has begun.
+    """
+
+    __slots__ = ("count", "key", "label", "members")
+
+    def __init__(self, key: str, label: str, members: tuple[int, ...]):
+        self.key = key
+        self.label = label
+        self.members = members
+        self.count = 0
+
+
+class Call:
+    """One call of this process. `started` is on the monotonic clock; `work` is its handle, if it has one."""
+
+    __slots__ = ("is_open", "lane", "sequence", "serial", "started", "text", "work")
+
+    def __init__(self, serial: int, lane: Lane, text: bytes):
+        self.serial = serial
+        self.lane = lane
+        self.sequence = lane.count
+        self.text = text
+        self.started = time.monotonic()
+        self.is_open = False
+        self.work: Work | None = None
+
+
+class CallLog:
+    """The last calls of this process, and those that have not ended.
+
+    Args:
+        folder: where the file is made; None: in memory only, lost with the process.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+
+    def __init__(self, folder: str | None = None):
+        self.path: str | None = None
+        self.pending: dict[int, Call] = {}
+        self._serials = itertools.count(1)
+        self._latest = 0
+        self._texts: dict[tuple, bytes] = {}
+        self._to_wall = time.time() - time.monotonic()
+        size = SLOTS * _SLOT_BYTES
+        if folder is None:
+            self._ring = mmap.mmap(-1, size)
+            return
+        handle, path = tempfile.mkstemp(prefix="megazero-calls-", dir=folder)
+        try:
+            # Written, not only sized: a full disk is an error here, and would be a SIGBUS later.
+            os.write(handle, bytes(size))
+            self._ring = mmap.mmap(handle, size)
+        except OSError:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(handle)
+        self.path = path
+
+    def begin(
+        self,
+        lane: Lane,
+        what: str,
+        detail: str | int | None,
+        shape: Sequence[int | str] | None,
+        dtype: torch.dtype | None,
+    ) -> Call:
+        """Note a call that starts now, in the thread that makes it."""
+        site, asker = callers(sys._getframe(1))
+        # Lines are looked up and texts composed once per place: a training loop comes to the same ones.
+        key = (lane.key, what, detail, shape, dtype, _place(site), _place(asker))
+        text = self._texts.get(key)
+        if text is None:
+            if len(self._texts) >= _MOST_TEXTS:
+                self._texts.clear()
+            text = self._texts[key] = _compose(lane, what, detail, shape, dtype, site, asker)
+        lane.count += 1
+        self._latest = next(self._serials)
+        call = Call(self._latest, lane, text)
+        start = call.started + self._to_wall
+        at = call.serial % SLOTS * _SLOT_BYTES
+        # In one piece: whoever dies here leaves a whole record or none.
+        slot = _HEADER.pack(call.serial, call.sequence, start, _WAITED, len(text)) + text
+        self._ring[at : at + len(slot)] = slot
+        self.pending[call.serial] = call
+        return call
+
+    def leave_open(self, call: Call, work: Work) -> None:
+        """Note that `call` goes on as `work`, and that nobody waits for it."""
+        call.work = work
+        call.is_open = True
+        self._write_state(call, _OPEN)
+
+    def wait_for(self, call: Call) -> None:
+        """Note that somebody waits for `call`."""
+        call.is_open = False
+        self._write_state(call, _WAITED)
+
+    def finish(self, call: Call) -> None:
+        """Note that `call` is done, or given up."""
+        self.pending.pop(call.serial, None)
+        self._write_state(call, _DONE)
+
+    def records(self) -> list[CallRecord]:
+        """The calls in the ring and those pending, oldest first."""
+        found = {record.serial: record for record in _decode(self._ring)}
+        for call in list(self.pending.values()):
+            found[call.serial] = self.record(call)
+        return [found[serial] for serial in sorted(found)]
+
+    def record(self, call: Call) -> CallRecord:
+        """`call` as a record."""
+        start, state = call.started + self._to_wall, _OPEN if call.is_open else _WAITED
+        return _record(call.serial, call.sequence, start, state, call.text)
+
+    def close(self) -> None:
+        """Remove the file."""
+        if self.path is not None:
+            Path(self.path).unlink(missing_ok=True)
+            self.path = None
+
+    def _write_state(self, call: Call, state: int) -> None:
+        if call.serial > self._latest - SLOTS:  # else its slot is another call's by now
+            self._ring[call.serial % SLOTS * _SLOT_BYTES + _STATE_AT] = state
+
+
+def read_log(path: str) -> list[CallRecord]:
+    """The calls that another process, which may be dead, noted in its file; oldest first."""
+    return sorted(_decode(Path(path).read_bytes()), key=lambda record: record.serial)
+
+
+def callers(frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:
+    """The first frame outside this package, and the first of another file (torch left out) that led there."""
+    site = None
+    for _ in range(_DEEPEST):
+        if frame is None:
+            break
+        file = frame.f_code.co_filename
+        if not file.startswith((HERE, _TORCH)):
+            if site is None:
+                site = frame
+            elif file != site.f_code.co_filename:
+                return site, frame
+        frame = frame.f_back
+    return site, None
+
+
+def spell_place(file: str, line: int) -> str:
+    """`file:line`, relative to the project for its own files, else without most of the path."""
+    if file.startswith(_PACKAGES):
+        file = file[len(_PACKAGES) :]
+    return f"{os.sep.join(file.split(os.sep)[-4:])}:{line}"
+
+
+def _place(frame: FrameType | None) -> tuple | None:
+    if frame is None:
+        return None
+    code = frame.f_code
+    return code.co_filename, code.co_firstlineno, frame.f_lasti
+
+
+def _compose(lane, what, detail, shape, dtype, site, asker) -> bytes:
+    name = what if detail is None else f"{what}({detail})"
+    sizes = "" if shape is None else f"[{', '.join(map(str, shape))}] {str(dtype).removeprefix('torch.')}"
+    place = "?" if site is None else spell_place(site.f_code.co_filename, site.f_lineno)
+    behind = "" if asker is None else spell_place(asker.f_code.co_filename, asker.f_lineno)
+    fields = [
+        lane.key,
+        name[:_WIDEST_FIELD],
+        sizes[:_WIDEST_FIELD],
+        place[-_WIDEST_SITE:],
+        behind[-_WIDEST_SITE:],
+    ]
+    text = json.dumps(fields).encode()
+    if len(text) > _SLOT_BYTES - _HEADER.size:  # of letters that JSON spells out
+        text = json.dumps([*fields[:3], "?", ""]).encode()
+    return text
+
+
+def _decode(ring: mmap.mmap | bytes) -> list[CallRecord]:
+    found = []
+    for at in range(0, SLOTS * _SLOT_BYTES, _SLOT_BYTES):
+        serial, sequence, start, state, length = _HEADER.unpack_from(ring, at)
+        if length:
+            text = ring[at + _HEADER.size : at + _HEADER.size + length]
+            found.append(_record(serial, sequence, start, state, text))
+    return found
+
+
+def _record(serial: int, sequence: int, start: float, state: int, text: bytes) -> CallRecord:
+    lane, what, sizes, site, asker = json.loads(text)
+    return CallRecord(serial, lane, sequence, what, sizes, site, asker, start, _STATES[state])

@@ -1,0 +1,140 @@
+"""From a schedule to a program: passes that add messages, gathers and reductions, from value to value."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+from megazero.pipeline.actions import Action, Exchange, Instruction, Message, Op, Program, Schedule
+from megazero.pipeline.simulate import Costs, Span, simulate
+
+
+def lower(schedule: Schedule, *, gather: bool, reduce_every_microbatch: bool) -> Program:
+    """The program that the executor runs.
+
+    Args:
+        schedule: what to compute, in which order.
+        gather: whether parameters are made whole for use only (ZeRO stage 3).
+        reduce_every_microbatch: whether gradients are summed over the data-parallel ranks after each
+            micro-batch (ZeRO stages 2 and 3), or once per step. Without backward nothing is reduced.
+    """
+    program = add_reductions(add_transfers(schedule), every_microbatch=reduce_every_microbatch)
+    return add_gathers(program) if gather else program
+
+
+def add_transfers(schedule: Schedule) -> Program:
+    """Add the sends and receives between stages, so that nothing relies on buffering.
+
+    The schedule is run on paper with unit costs. All messages of all stages stand in one total order, by the
+    time their producer ends and then by tag; messages between the same two stages at the same time share one
+    `Exchange`, and every stage comes to its exchanges in that order. So even a backend that runs one blocking
+    exchange at a time in order of issue (NCCL on one communicator) cannot deadlock: the first unfinished
+    exchange always has both its ends free for it.
+
+    An exchange with a send comes right after the send's producer. One that only receives comes when its
+    producer starts, as far as the order allows, so that the transfer hides behind what this stage computes
+    next; still earlier would gain nothing and hold its buffer longer.
+
+    Raises:
+        ScheduleError: the schedule itself cannot run.
+    """
+    timeline = simulate(schedule, _unit_costs(schedule))
+    sent = sorted(
+        (span.end, message.tag, span.start, message)
+        for spans in timeline.spans
+        for span in spans
+        if (message := schedule.message_from(span.action)) is not None
+    )
+    together: defaultdict[tuple, list[tuple[float, Message]]] = defaultdict(list)
+    for end, _, start, message in sent:
+        together[end, frozenset((message.source, message.target))].append((start, message))
+    exchanges: list[list[tuple[float, Exchange]]] = [[] for _ in range(schedule.stages)]
+    for (end, pair), messages in together.items():
+        for stage in pair:
+            sends = tuple(message for _, message in messages if message.source == stage)
+            receives = tuple(message for _, message in messages if message.target == stage)
+            time = end if sends else min(start for start, _ in messages)
+            exchanges[stage].append((time, Exchange(sends, receives)))
+    return Program(schedule, tuple(map(_merge, timeline.spans, exchanges)))
+
+
+def _unit_costs(schedule: Schedule) -> Costs:
+    """Those of diagrams, times the chunks per stage: whole numbers, so that equal times compare equal."""
+    chunks = schedule.chunks_per_stage
+    return Costs(forward=chunks, backward=2 * chunks, input=chunks, weight=chunks)
+
+
+def _merge(spans: Sequence[Span], exchanges: list[tuple[float, Exchange]]) -> tuple[Instruction, ...]:
+    """One stage's actions by when they end, and its exchanges in their order at their time or later."""
+    entries: list[tuple[float, int, Instruction]] = [(span.end, 0, span.action) for span in spans]
+    latest: float = 0
+    for time, exchange in exchanges:
+        latest = max(latest, time)
+        entries.append((latest, 1, exchange))
+    return tuple(instruction for _, _, instruction in sorted(entries, key=lambda entry: entry[:2]))
+
+
+def add_reductions(program: Program, *, every_microbatch: bool) -> Program:
+    """Add `REDUCE` after the backward of every micro-batch, or of the last one of each chunk.
+
+    It follows the sends of that backward's result, for which another stage waits.
+    """
+    return _map_stages(program, lambda list_: _with_reductions(list_, every_microbatch))
+
+
+def _with_reductions(list_: tuple[Instruction, ...], every_microbatch: bool) -> Iterator[Instruction]:
+    ends = [each for each in list_ if isinstance(each, Action) and each.op.ends_backward]
+    last_of_chunk = {action.chunk: action for action in ends}
+    reduced = set(ends if every_microbatch else last_of_chunk.values())
+    due: Action | None = None
+    for instruction in list_:
+        if due is not None and isinstance(instruction, Action):
+            yield due
+            due = None
+        yield instruction
+        if instruction in reduced:
+            due = Action(Op.REDUCE, instruction.chunk, instruction.microbatch)
+    if due is not None:
+        yield due
+
+
+def add_gathers(program: Program) -> Program:
+    """Add `GATHER` before what uses a chunk's weights and `RELEASE` right after it.
+
+    A gather starts before its action waits for input, and before weight gradients that come in between: they
+    use no weights, and hide it. A chunk is kept while it is also the next one to be used on its stage. A
+    gather names the micro-batch that it is first for, a release the last one.
+    """
+    return _map_stages(program, _with_gathers)
+
+
+def _with_gathers(list_: tuple[Instruction, ...]) -> Iterator[Instruction]:
+    uses = [each for each in list_ if isinstance(each, Action) and each.op.uses_weights]
+    turns = [
+        (before, after)
+        for before, after in zip([None, *uses], [*uses, None], strict=True)
+        if before is None or after is None or before.chunk != after.chunk
+    ]
+    ends, begins = {before for before, _ in turns}, {after for _, after in turns}
+    after_use: list[Instruction] = []  # from the first weight gradient on
+    for instruction in list_:
+        if instruction in begins:
+            yield Action(Op.GATHER, instruction.chunk, instruction.microbatch)
+        computes = isinstance(instruction, Action) and instruction.op.computes
+        if computes and instruction.op.uses_weights:
+            yield from after_use
+            after_use = []
+            yield instruction
+            if instruction in ends:
+                yield Action(Op.RELEASE, instruction.chunk, instruction.microbatch)
+        elif computes or after_use:
+            after_use.append(instruction)
+        else:
+            yield instruction
+    yield from after_use
+
+
+def _map_stages(
+    program: Program, change: Callable[[tuple[Instruction, ...]], Iterator[Instruction]]
+) -> Program:
+    return Program(program.schedule, tuple(tuple(change(list_)) for list_ in program.stages))

@@ -1,0 +1,287 @@
+"""Pipeline schedules as pure functions of their sizes. Each returns a `Schedule`; nothing runs here.
+
+All of them are legal for any number of stages and micro-batches unless their docstring says otherwise; one
+stage is a pipeline of one. Micro-batches are always taken in ascending order, forward and backward, so a
+chunk's gradients are summed in the same order under every schedule.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from megazero.errors import ConfigError
+from megazero.pipeline.actions import Action, Op, Schedule
+
+KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "forward")
+
+
+def loop_placement(stages: int, chunks_per_stage: int) -> tuple[int, ...]:
+    """Chunk -> stage, round and round: the placement of Narayanan et al. 2021."""
+    return tuple(range(stages)) * chunks_per_stage
+
+
+def v_placement(stages: int) -> tuple[int, ...]:
+    """Chunk -> stage, down and up again: stage 0 holds the first and the last chunk."""
+    return (*range(stages), *reversed(range(stages)))
+
+
+def gpipe(stages: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards (Huang et al. 2019, "GPipe"). Keeps all micro-batches' activations."""
+    actions = [
+        [Action(op, stage, m) for op in (Op.FORWARD, Op.BACKWARD) for m in range(microbatches)]
+        for stage in range(stages)
+    ]
+    return _schedule("gpipe", microbatches, loop_placement(stages, 1), actions)
+
+
+def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+    """One forward, one backward (PipeDream-Flush: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel
+    DNN Training"). The bubble of `gpipe`, with at most `stages - stage` micro-batches alive.
+    """
+    actions = []
+    for stage in range(stages):
+        forwards = [Action(Op.FORWARD, stage, m) for m in range(microbatches)]
+        backwards = [Action(Op.BACKWARD, stage, m) for m in range(microbatches)]
+        actions.append(_alternate(forwards, backwards, warmup=stages - stage - 1))
+    return _schedule("1f1b", microbatches, loop_placement(stages, 1), actions)
+
+
+def interleaved(stages: int, microbatches: int, chunks_per_stage: int) -> Schedule:
+    """1F1B over several chunks per stage, which divides the bubble by their number (Narayanan et al. 2021,
+    "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"). One chunk makes 1F1B.
+
+    Raises:
+        ConfigError: `microbatches` is no multiple of `stages`.
+    """
+    if microbatches % stages:
+        raise ConfigError(
+            f"The micro-batches of a step must be a multiple of the pipeline stages ({stages}) for the "
+            f"interleaved schedule, but are {microbatches}; make them "
+            f"{stages * max(1, round(microbatches / stages))}, or choose 1f1b or zb-v"
+        )
+    actions = []
+    for stage in range(stages):
+        own = range(stage, stages * chunks_per_stage, stages)
+        forwards = [Action(Op.FORWARD, c, m) for c, m in _in_groups(own, stages, microbatches)]
+        backwards = [Action(Op.BACKWARD, c, m) for c, m in _in_groups(own[::-1], stages, microbatches)]
+        warmup = _interleaved_warmup(stages, chunks_per_stage, stage)
+        actions.append(_alternate(forwards, backwards, warmup))
+    return _schedule("interleaved", microbatches, loop_placement(stages, chunks_per_stage), actions)
+
+
+def zb_h1(stages: int, microbatches: int) -> Schedule:
+    """1F1B with the weight gradients held back to fill the bubble: ZB-H1 of Qi et al. 2023, "Zero Bubble
+    Pipeline Parallelism". A third of 1F1B's bubble if F, I and W take equal time, (P-1)(F+I-W), within the
+    memory of 1F1B's first stage.
+
+    Stage s lets s input gradients go ahead of the weight gradients, so that they hurry towards stage 0.
+    """
+    actions = []
+    for stage in range(stages):
+        forwards = [Action(Op.FORWARD, stage, m) for m in range(microbatches)]
+        inputs = [Action(Op.INPUT, stage, m) for m in range(microbatches)]
+        merged = []
+        for action in _alternate(forwards, inputs, warmup=stages - stage - 1):
+            merged.append(action)
+            if action.op is Op.INPUT and action.microbatch >= stage:
+                merged.append(Action(Op.WEIGHT, stage, action.microbatch - stage))
+        held_back = range(max(0, microbatches - stage), microbatches)
+        merged += [Action(Op.WEIGHT, stage, m) for m in held_back]
+        actions.append(merged)
+    return _schedule("zb-h1", microbatches, loop_placement(stages, 1), actions)
+
+
+class _VStage:
+    """One stage of `zb_v` being written down. Each method appends the next action of its kind, if any."""
+
+    def __init__(self, stages: int, stage: int, microbatches: int):
+        self.down, self.up = stage, 2 * stages - 1 - stage
+        self.microbatches = microbatches
+        self.actions: list[Action] = []
+        self.forwards = dict.fromkeys((self.down, self.up), 0)
+        self.inputs = dict.fromkeys((self.down, self.up), 0)
+        self.weights_due: deque[Action] = deque()
+
+    def forward(self, chunk: int) -> None:
+        if self.forwards[chunk] < self.microbatches:
+            self.actions.append(Action(Op.FORWARD, chunk, self.forwards[chunk]))
+            self.forwards[chunk] += 1
+
+    def input(self, chunk: int) -> None:
+        if self.inputs[chunk] < self.forwards[chunk]:
+            microbatch = self.inputs[chunk]
+            self.actions.append(Action(Op.INPUT, chunk, microbatch))
+            self.weights_due.append(Action(Op.WEIGHT, chunk, microbatch))
+            self.inputs[chunk] += 1
+
+    def weight(self) -> None:
+        if self.weights_due:
+            self.actions.append(self.weights_due.popleft())
+
+
+def zb_v(stages: int, microbatches: int) -> Schedule:
+    """Two chunks per stage placed in a V, split backward: ZB-V of Qi et al. 2023, "Zero Bubble Pipeline
+    Parallelism". If F, I and W take equal time, no stage idles between its first and last action from 2P - 1
+    micro-batches on, with 2P half-sized chunks alive at most, the memory of 1F1B's first stage.
+
+    `down` and `up` are a stage's chunks in the falling and the rising half of the V.
+    """
+    actions = []
+    for number in range(stages):
+        stage = _VStage(stages, number, microbatches)
+        down, up = stage.down, stage.up
+        # What fits in until the first micro-batch has run down the V and up again to this stage ...
+        for _ in range(2 * (stages - number) - 1):
+            stage.forward(down)
+        # ... until its gradient has come to this stage's upper chunk ...
+        for _ in range(number):
+            stage.forward(up)
+            stage.forward(down)
+        # ... and to its lower one. From here on memory is full: each forward waits for a weight gradient.
+        for _ in range(stages - number):
+            stage.forward(up)
+            stage.input(up)
+            stage.weight()
+        while stage.forwards[up] < microbatches:
+            for chunk in (down, up):
+                stage.forward(chunk)
+                stage.input(chunk)
+                stage.weight()
+        # Input gradients hurry towards stage 0; weight gradients fill the rest.
+        while stage.inputs[up] < microbatches:
+            stage.input(down)
+            stage.input(up)
+        while stage.inputs[down] < microbatches:
+            stage.input(down)
+            stage.weight()
+        while stage.weights_due:
+            stage.weight()
+        actions.append(stage.actions)
+    return _schedule("zb-v", microbatches, v_placement(stages), actions)
+
+
+def forward_only(
+    stages: int, microbatches: int, chunks_per_stage: int = 1, v_shape: bool = False
+) -> Schedule:
+    """Forwards alone, for evaluation, with the chunks placed as by `interleaved`, or by `zb_v` if `v_shape`.
+
+    Raises:
+        ConfigError: `v_shape` with other than two chunks per stage.
+    """
+    if not v_shape:
+        orders = [
+            _in_groups(range(stage, stages * chunks_per_stage, stages), stages, microbatches)
+            for stage in range(stages)
+        ]
+        placement = loop_placement(stages, chunks_per_stage)
+    else:
+        _refuse_unless_two(chunks_per_stage)
+        orders = []
+        for stage in range(stages):
+            down = [(stage, m) for m in range(microbatches)]
+            up = [(2 * stages - 1 - stage, m) for m in range(microbatches)]
+            orders.append(_alternate(down, up, warmup=2 * (stages - stage) - 2))
+        placement = v_placement(stages)
+    actions = [[Action(Op.FORWARD, chunk, m) for chunk, m in order] for order in orders]
+    return _schedule("forward", microbatches, placement, actions)
+
+
+def build_schedule(
+    kind: str, stages: int, microbatches: int, chunks_per_stage: int | None = None, *, v_shape: bool = False
+) -> Schedule:
+    """The schedule called `kind`.
+
+    Args:
+        kind: one of `KINDS`.
+        stages: pipeline stages.
+        microbatches: micro-batches of a step on one data-parallel rank.
+        chunks_per_stage: 1, or 2 for interleaved and zb-v, where it is not given.
+        v_shape: place the chunks of ``forward`` as zb-v does.
+
+    Raises:
+        ConfigError: an unknown kind, a size below 1, or sizes the kind cannot have; it says what would do.
+    """
+    if kind not in KINDS:
+        raise ConfigError(
+            f"The schedule must be one of {', '.join(KINDS)}, but is `{kind}`; choose one of them"
+        )
+    if chunks_per_stage is None:
+        chunks_per_stage = 2 if v_shape or kind in ("interleaved", "zb-v") else 1
+    sizes = {
+        "pipeline stages": stages,
+        "micro-batches of a step": microbatches,
+        "chunks per stage": chunks_per_stage,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"The number of {name} must be at least 1, but is {size}; raise it")
+    if kind == "interleaved":
+        return interleaved(stages, microbatches, chunks_per_stage)
+    if kind == "forward":
+        return forward_only(stages, microbatches, chunks_per_stage, v_shape)
+    if kind == "zb-v":
+        _refuse_unless_two(chunks_per_stage)
+        return zb_v(stages, microbatches)
+    if chunks_per_stage != 1:
+        raise ConfigError(
+            f"The number of chunks per stage must be 1 for the schedule {kind}, but is {chunks_per_stage}; "
+            "choose interleaved, or zb-v for two chunks"
+        )
+    return (gpipe if kind == "gpipe" else one_f_one_b if kind == "1f1b" else zb_h1)(stages, microbatches)
+
+
+def activation_bound(kind: str, stages: int, microbatches: int, chunks_per_stage: int = 1) -> tuple[int, ...]:
+    """Per stage, the most (micro-batch, chunk) activations alive at once, as published for the schedule.
+
+    An activation lives from its forward to the end of its backward (its weight gradient, where split).
+    zb-h1 is given the bound of 1F1B's first stage on every stage: held-back weight gradients keep theirs.
+    """
+    every = {
+        "gpipe": microbatches,
+        "zb-h1": min(microbatches, stages),
+        "zb-v": 2 * min(microbatches, stages),
+        "forward": 1,
+    }
+    if kind in every:
+        return (every[kind],) * stages
+    warmups = (_interleaved_warmup(stages, chunks_per_stage, stage) for stage in range(stages))
+    return tuple(min(microbatches * chunks_per_stage, warmup + 1) for warmup in warmups)
+
+
+def _interleaved_warmup(stages: int, chunks_per_stage: int, stage: int) -> int:
+    """Forwards before the first forward-backward pair. Several chunks need twice the distance to the end: the
+    gradients come while forwards of later chunks are due as well.
+    """
+    if chunks_per_stage == 1:
+        return stages - stage - 1
+    return (chunks_per_stage - 1) * stages + 2 * (stages - stage - 1)
+
+
+def _alternate(first: list, second: list, warmup: int) -> list:
+    """`warmup` of `first`, then one of each in turn, then the rest of `second`. Equally many in both."""
+    ahead = min(warmup, len(first))
+    pairs = zip(first[ahead:], second, strict=False)
+    return [*first[:ahead], *(item for pair in pairs for item in pair), *second[len(first) - ahead :]]
+
+
+def _in_groups(chunks: range, stages: int, microbatches: int) -> Iterator[tuple[int, int]]:
+    """(chunk, micro-batch), `stages` micro-batches at a time: those go through one chunk after another."""
+    for start in range(0, microbatches, stages):
+        for chunk in chunks:
+            yield from ((chunk, m) for m in range(start, min(start + stages, microbatches)))
+
+
+def _refuse_unless_two(chunks_per_stage: int) -> None:
+    if chunks_per_stage != 2:
+        raise ConfigError(
+            f"The number of chunks per stage must be 2 for a placement in a V (zb-v), but is "
+            f"{chunks_per_stage}; leave it unset, or choose interleaved"
+        )
+
+
+def _schedule(
+    kind: str, microbatches: int, stage_of: tuple[int, ...], actions: list[list[Action]]
+) -> Schedule:
+    stages = max(stage_of) + 1
+    return Schedule(kind, stages, microbatches, stage_of, tuple(map(tuple, actions)))

@@ -1,0 +1,278 @@
+"""How long a schedule takes and how many activations it keeps, found by running it on paper.
+
+Works on a bare `Schedule`, where an output is on its way as soon as it exists, and on a lowered `Program`,
+where it moves once both ends have started its `Exchange`. Communication is asynchronous: only the action that
+needs a message, or a gathered chunk, waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megazero.errors import ConfigError
+from megazero.pipeline.actions import (
+    Action,
+    Exchange,
+    Instruction,
+    Op,
+    Program,
+    Schedule,
+    ScheduleError,
+)
+
+PerChunk = float | tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Durations in seconds, or in any unit. The defaults are those of schedule diagrams.
+
+    Compute costs are one number for all layers of a stage, of which each of its chunks takes an equal part,
+    or a tuple with a number for each chunk of the model.
+
+    Attributes:
+        forward, backward, input, weight: of one micro-batch.
+        transfer: a message between two stages.
+        gather, reduce: of one chunk's parameters or gradients; a stage does one at a time.
+    """
+
+    forward: PerChunk = 1
+    backward: PerChunk = 2
+    input: PerChunk = 1
+    weight: PerChunk = 1
+    transfer: float = 0
+    gather: float = 0
+    reduce: float = 0
+
+    def of(self, action: Action, schedule: Schedule) -> float:
+        """What `action` takes.
+
+        Raises:
+            ConfigError: a tuple's length is not the number of chunks.
+        """
+        cost: PerChunk
+        match action.op:
+            case Op.FORWARD:
+                cost = self.forward
+            case Op.BACKWARD:
+                cost = self.backward
+            case Op.INPUT:
+                cost = self.input
+            case Op.WEIGHT:
+                cost = self.weight
+            case Op.GATHER:
+                return self.gather
+            case Op.REDUCE:
+                return self.reduce
+            case Op.RELEASE:
+                return 0
+        if not isinstance(cost, tuple):
+            return cost / schedule.chunks_per_stage
+        if len(cost) != schedule.chunks:
+            raise ConfigError(
+                f"Costs by chunk must be one number for each of the {schedule.chunks} chunks, but are "
+                f"{len(cost)}; give as many, or one number for all"
+            )
+        return cost[action.chunk]
+
+
+class Span(NamedTuple):
+    """An action and when it runs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What happens when.
+
+    Attributes:
+        schedule: what was simulated.
+        spans: per stage, its computing actions in order.
+        collectives: per stage, its gathers and reductions in order.
+        makespan: when the last of all ends; the first starts at 0.
+    """
+
+    schedule: Schedule
+    spans: tuple[tuple[Span, ...], ...]
+    collectives: tuple[tuple[Span, ...], ...]
+    makespan: float
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Per stage, the time it computes."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all stages' time that is idle, 0 to 1."""
+        return 1 - sum(self.busy) / (self.schedule.stages * self.makespan) if self.makespan else 0.0
+
+    @property
+    def gaps(self) -> tuple[float, ...]:
+        """Per stage, the time it idles between its first and its last action."""
+        return tuple(
+            spans[-1].end - spans[0].start - busy for spans, busy in zip(self.spans, self.busy, strict=True)
+        )
+
+    @cached_property
+    def peak_activations(self) -> tuple[int, ...]:
+        """Per stage, the most (micro-batch, chunk) activations alive at once.
+
+        One lives from its forward to the end of its backward (of its weight gradient, where split); with
+        no backward at all it dies with its forward.
+        """
+        return tuple(_peak(spans, self.schedule.training) for spans in self.spans)
+
+
+def simulate(what: Schedule | Program, costs: Costs | None = None) -> Timeline:
+    """Run `what` on paper, with `Costs()` unless others are given.
+
+    Raises:
+        ScheduleError: stages wait for each other for ever; the message says who waits for what.
+        ConfigError: costs by chunk that are not one per chunk.
+    """
+    return _Simulation(what, costs or Costs()).run()
+
+
+class _Stage:
+    """Where one stage has got to: its instruction, its clocks, and what it has done."""
+
+    def __init__(self, instructions: Sequence[Instruction]):
+        self.instructions = instructions
+        self.position = 0
+        self.clock: float = 0  # when its compute is free
+        self.lane: float = 0  # when its collective communication is free
+        self.gathered: dict[int, float] = {}
+        self.spans: list[Span] = []
+        self.collectives: list[Span] = []
+
+    @property
+    def current(self) -> Instruction | None:
+        return self.instructions[self.position] if self.position < len(self.instructions) else None
+
+
+class _Simulation:
+    """One run: stages take turns, each going on until it must wait for another."""
+
+    def __init__(self, what: Schedule | Program, costs: Costs):
+        self.lowered = isinstance(what, Program)
+        self.schedule = what.schedule if isinstance(what, Program) else what
+        self.costs = costs
+        self.stages = [
+            _Stage(list_) for list_ in (what.stages if isinstance(what, Program) else what.actions)
+        ]
+        self.ends: dict[Action, float] = {}
+        # By the action whose result a message carries: when its two ends started the exchange.
+        self.sent: dict[Action, float] = {}
+        self.posted: dict[Action, float] = {}
+        self.waiting: defaultdict[Action, set[int]] = defaultdict(set)
+        self.runnable = deque(range(len(self.stages)))
+
+    def run(self) -> Timeline:
+        """Go on until every list is done."""
+        while self.runnable:
+            number = self.runnable.popleft()
+            while self._step(number, self.stages[number]):
+                pass
+        if self.waiting:
+            raise ScheduleError(f"The schedule cannot finish: {'; '.join(self._reasons())}")
+        return Timeline(
+            self.schedule,
+            tuple(tuple(stage.spans) for stage in self.stages),
+            tuple(tuple(stage.collectives) for stage in self.stages),
+            max(max(stage.clock, stage.lane) for stage in self.stages),
+        )
+
+    def _step(self, number: int, stage: _Stage) -> bool:
+        """Execute the current instruction of a stage; false if there is none or it must wait."""
+        match stage.current:
+            case None:
+                return False
+            case Exchange() as exchange:
+                self._exchange(stage, exchange)
+            case Action(op=Op.RELEASE, chunk=chunk):
+                stage.gathered.pop(chunk, None)
+            case Action(op=op) as action if not op.computes:
+                self._collective(stage, action)
+            case Action() as action:
+                missing = self._missing(number, action)
+                if missing is not None:
+                    self.waiting[missing].add(number)
+                    return False
+                self._compute(number, stage, action)
+        stage.position += 1
+        return True
+
+    def _exchange(self, stage: _Stage, exchange: Exchange) -> None:
+        for message in exchange.receives:
+            self.posted[self.schedule.producer_of(message)] = stage.clock
+        for message in exchange.sends:
+            producer = self.schedule.producer_of(message)
+            self.sent[producer] = stage.clock
+            self._wake(producer)
+
+    def _collective(self, stage: _Stage, action: Action) -> None:
+        start = max(stage.clock, stage.lane)
+        stage.lane = start + self.costs.of(action, self.schedule)
+        stage.collectives.append(Span(action, start, stage.lane))
+        if action.op is Op.GATHER:
+            stage.gathered[action.chunk] = stage.lane
+
+    def _compute(self, number: int, stage: _Stage, action: Action) -> None:
+        ready = [self._arrival(number, need) for need in self.schedule.needs(action)]
+        if action.op.uses_weights:
+            ready.append(stage.gathered.get(action.chunk, 0))
+        start = max([stage.clock, *ready])
+        stage.clock = self.ends[action] = start + self.costs.of(action, self.schedule)
+        stage.spans.append(Span(action, start, stage.clock))
+        if not self.lowered or self.schedule.message_from(action) is None:
+            self._wake(action)
+
+    def _remote(self, number: int, need: Action) -> bool:
+        return self.schedule.stage_of[need.chunk] != number
+
+    def _missing(self, number: int, action: Action) -> Action | None:
+        """Of what `action` needs, something that has not ended, or whose result has not been sent here."""
+        for need in self.schedule.needs(action):
+            if not (self.lowered and self._remote(number, need)):
+                if need not in self.ends:
+                    return need
+            elif need not in self.posted:
+                raise ScheduleError(f"Stage {number} must receive the result of {need} before {action}")
+            elif need not in self.sent:
+                return need
+        return None
+
+    def _arrival(self, number: int, need: Action) -> float:
+        """When the result of `need` is on stage `number`."""
+        if not self._remote(number, need):
+            return self.ends[need]
+        start = max(self.sent[need], self.posted[need]) if self.lowered else self.ends[need]
+        return start + self.costs.transfer
+
+    def _wake(self, event: Action) -> None:
+        self.runnable.extend(sorted(self.waiting.pop(event, ())))
+
+    def _reasons(self) -> list[str]:
+        return [
+            f"stage {number} waits at {self.stages[number].current} for {missing} of stage "
+            f"{self.schedule.stage_of[missing.chunk]}"
+            for missing, numbers in self.waiting.items()
+            for number in sorted(numbers)
+        ]
+
+
+def _peak(spans: tuple[Span, ...], training: bool) -> int:
+    live = peak = 0
+    for span in spans:
+        live += span.action.op is Op.FORWARD
+        peak = max(peak, live)
+        live -= span.action.op.ends_backward or not training
+    return peak

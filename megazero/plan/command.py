@@ -1,0 +1,90 @@
+"""The command `megazero plan`: what a launch would do, without launching it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megazero.errors import ConfigError, MegazeroError
+from megazero.pipeline import KINDS, Costs, Timeline, add_transfers, build_schedule, simulate
+from megazero.pipeline.render import chrome_trace, draw, render_text
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of `megazero plan` and its subjects."""
+    parser = argparse.ArgumentParser(prog="megazero plan", description="Say what a launch would do.")
+    subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
+    schedule = subjects.add_parser(
+        "schedule",
+        help="the timeline of a pipeline schedule",
+        description="Run a pipeline schedule on paper: its timeline, bubble and activations. F is forward, "
+        "B backward, or split in I, the gradient of the input, and W, that of the weights.",
+    )
+    schedule.add_argument("--kind", required=True, help=f"one of {', '.join(KINDS)}")
+    schedule.add_argument("--stages", type=int, required=True, help="pipeline stages")
+    schedule.add_argument("--microbatches", type=int, required=True, help="micro-batches of a step")
+    schedule.add_argument("--virtual", type=int, help="chunks per stage (default 1; interleaved and zb-v 2)")
+    schedule.add_argument("--forward", type=float, default=1.0, help="time of a stage's F (default 1)")
+    schedule.add_argument("--backward", type=float, default=2.0, help="of B (default 2)")
+    schedule.add_argument("--input", type=float, default=1.0, help="of I (default 1)")
+    schedule.add_argument("--weight", type=float, default=1.0, help="of W (default 1)")
+    schedule.add_argument("--transfer", type=float, default=0.0, help="of a message (default 0)")
+    schedule.add_argument("--output", help="also draw it into this file (.png, .svg or .pdf)")
+    schedule.add_argument("--trace", help="also write it for chrome://tracing into this file (.json)")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command with its flags; returns the exit status."""
+    flags = build_parser().parse_args(argv)
+    try:
+        _plan_schedule(flags)
+    except MegazeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _plan_schedule(flags: argparse.Namespace) -> None:
+    costs = _costs(flags)
+    schedule = build_schedule(flags.kind, flags.stages, flags.microbatches, flags.virtual)
+    timeline = simulate(add_transfers(schedule), costs)
+    print(report(timeline))
+    try:
+        if flags.output is not None:
+            draw(timeline, flags.output)
+        if flags.trace is not None:
+            Path(flags.trace).write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"`--output` and `--trace` must be writable files, but: {error}") from error
+
+
+def _costs(flags: argparse.Namespace) -> Costs:
+    violations = [
+        f"`--{name}` must be a finite number above 0, but is {value:g}; correct it"
+        for name in ("forward", "backward", "input", "weight")
+        if not 0 < (value := getattr(flags, name)) < float("inf")
+    ]
+    if not 0 <= flags.transfer < float("inf"):
+        violations.append(f"`--transfer` must be a finite number of at least 0, but is {flags.transfer:g}")
+    if violations:
+        raise ConfigError(violations)
+    return Costs(flags.forward, flags.backward, flags.input, flags.weight, flags.transfer)
+
+
+def report(timeline: Timeline) -> str:
+    """The grid, and below it makespan, bubble, and peak activations per stage."""
+    schedule = timeline.schedule
+    unit = "micro-batches" if schedule.chunks_per_stage == 1 else "chunks of micro-batches"
+    return "\n".join(
+        [
+            render_text(timeline),
+            "",
+            f"makespan          {timeline.makespan:g}",
+            f"bubble            {timeline.bubble:.1%} of all stages' time",
+            f"peak activations  {', '.join(map(str, timeline.peak_activations))} {unit}, stage by stage",
+        ]
+    )

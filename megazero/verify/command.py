@@ -1,0 +1,167 @@
+"""The command `megazero verify`: is this configuration's layout the same training as one process?"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from megazero.config.derive import data_parallel_size
+from megazero.config.document import Document, read_file
+from megazero.config.flags import scan
+from megazero.config.resolve import parse_config
+from megazero.config.tree import Config
+from megazero.errors import ConfigError, MegazeroError
+from megazero.verify.compare import Deviation, compare
+from megazero.verify.layouts import Layout, all_layouts, covering
+from megazero.verify.record import STEPS, Record
+from megazero.verify.run import run_alone, run_in_processes, run_in_threads
+from megazero.verify.shrink import shrink
+
+DATA_SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
+_ALONE = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's own flags; all others are those of pretrain_gpt.py."""
+    parser = argparse.ArgumentParser(
+        prog="megazero verify",
+        description="Train a few steps of your configuration, shrunk, on its own layout and in one process, "
+        "and compare loss, gradient norm, every gradient and every weight (fp32, to rounding). All flags of "
+        "pretrain_gpt.py are taken, --config FILE among them.",
+        epilog="Status 0: the same; 1: not the same; 2: the configuration is refused.",
+    )
+    parser.add_argument("--ranks", type=int, default=8, help="most ranks to run on; axes shrink (default 8)")
+    parser.add_argument(
+        "--world-size", type=int, help="ranks of the real run (default: two replicas where they divide)"
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps (default {STEPS})")
+    parser.add_argument("--processes", action="store_true", help="Gloo processes instead of threads as ranks")
+    parser.add_argument(
+        "--sweep", metavar="N|all", help="instead of flags: N layouts that cover all pairs, or all layouts"
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command with its flags; returns the exit status."""
+    flags, rest = build_parser().parse_known_args(argv)
+    try:
+        if flags.ranks < 1 or flags.steps < 1:
+            raise ConfigError("`--ranks` and `--steps` must be at least 1, but one is less; raise it")
+        return _sweep(flags, rest) if flags.sweep else _verify_own(flags, rest)
+    except ConfigError as error:
+        print(
+            "\n".join(["megazero verify: refused:", *(f"  {v}" for v in error.violations)]), file=sys.stderr
+        )
+        return error.exit_code
+    except MegazeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def resolve(argv: Sequence[str], world_size: int | None) -> tuple[Config, int]:
+    """The user's configuration and its data-parallel size.
+
+    Without a world size two replicas are taken, or one where the batch does not divide by two.
+    """
+    given = _given(argv)
+    if not any(f"data.{name}" in given for name in DATA_SOURCES):
+        argv = [*argv, "--mock-data"]  # nothing is read, so nothing need be named
+    if world_size is not None:
+        config = parse_config(argv, world_size=world_size).config
+        return config, data_parallel_size(config, world_size)
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    replica = math.prod(max(1, given.get(f"parallel.{name}", 1)) for name in names)
+    try:
+        return parse_config(argv, world_size=2 * replica).config, 2
+    except ConfigError:
+        return parse_config(argv, world_size=replica).config, 1
+
+
+def _given(argv: Sequence[str]) -> dict[str, Any]:
+    """The fields that a command line sets, by path; what is wrong with it is told when it is resolved."""
+    flags = scan(argv)
+    document = Document() if flags.config_file is None else read_file(flags.config_file)
+    return {s.spec.path: s.value for s in [*document.settings, *flags.settings]}
+
+
+def _verify_own(flags: argparse.Namespace, rest: list[str]) -> int:
+    config, replicas = resolve(rest, flags.world_size)
+    shrunk = shrink(config, replicas, flags.ranks)
+    grid = shrunk.grid
+    print(
+        f"layout     tensor {grid.tp} x pipeline {grid.pp} x data {grid.dp}, ZeRO stage {config.zero.stage}"
+    )
+    for note in shrunk.notes:
+        print(f"shrunk     {note}")
+    run = run_in_processes if flags.processes else run_in_threads
+    began = time.perf_counter()
+    records = run(shrunk.config, grid, flags.steps)
+    expected = run_alone(serial_of(shrunk.config), flags.steps)
+    deviations = compare(records, expected)
+    kind = "processes" if flags.processes else "threads"
+    print(
+        f"ran        {flags.steps} steps on {grid.world_size} ranks as {kind}, "
+        f"{time.perf_counter() - began:.1f} s"
+    )
+    _show(expected, deviations)
+    same = all(d.share <= 1 for d in deviations)
+    print("the same training as one process" if same else "NOT the same training as one process")
+    return 0 if same else 1
+
+
+def serial_of(config: Config) -> Config:
+    """The same model and batch in one process: nothing cut, nothing recomputed, sample by sample."""
+    return config.model_copy(
+        update={
+            "parallel": config.parallel.model_copy(
+                update={
+                    **_ALONE,
+                    "num_virtual_stages_per_pipeline_rank": None,
+                    "pipeline_schedule": "auto",
+                    "pipeline_partition": "uniform",
+                    "sequence_parallel": False,
+                }
+            ),
+            "zero": type(config.zero)(),
+            "recompute": type(config.recompute)(),
+            "batch": config.batch.model_copy(update={"micro_batch_size": 1}),
+        }
+    )
+
+
+def _show(expected: Record, deviations: list[Deviation]) -> None:
+    print(f"loss       {' '.join(f'{loss:.6f}' for loss in expected.losses)}")
+    print(f"norm       {' '.join(f'{norm:.6f}' for norm in expected.grad_norms)}")
+    for deviation in deviations:
+        verdict = "ok " if deviation.share <= 1 else "BAD"
+        print(f"{verdict}        {deviation}")
+
+
+def _sweep(flags: argparse.Namespace, rest: list[str]) -> int:
+    if rest:
+        raise ConfigError(f"`--sweep` must be alone, but {' '.join(rest)} is given too; leave it out")
+    if flags.sweep != "all" and not (flags.sweep.isdecimal() and int(flags.sweep)):
+        raise ConfigError(f"`--sweep` must be a positive number or all, but is {flags.sweep}")
+    layouts = list(all_layouts(flags.ranks))
+    if flags.sweep != "all":
+        layouts = covering(layouts, int(flags.sweep))
+    run = run_in_processes if flags.processes else run_in_threads
+    alone: dict[Layout, Record] = {}
+    bad = 0
+    for i, layout in enumerate(layouts, 1):
+        expected = alone.setdefault(layout.serial, None) or run_alone(layout.serial.config(), flags.steps)
+        alone[layout.serial] = expected
+        deviations = compare(run(layout.config(), layout.grid, flags.steps), expected)
+        worst = max(deviations, key=lambda d: d.share)
+        bad += worst.share > 1
+        print(
+            f"{i:>5}/{len(layouts)} {'BAD' if worst.share > 1 else 'ok '} {layout.name:<56} {worst}",
+            flush=True,
+        )
+    print(f"{len(layouts) - bad} of {len(layouts)} layouts are the same training as one process")
+    return 1 if bad else 0

@@ -1,0 +1,100 @@
+"""Run a configuration on the ranks of a layout: as threads of this process, or as Gloo processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from megazero.config.tree import Config
+from megazero.errors import CommunicationError
+from megazero.mpu import ProcessGrid, ThreadWorld, make_context, solo_context, thread_context
+from megazero.mpu.torch_group import join_file_world, leave_world, open_group
+from megazero.verify.record import STEPS, Record, record_training
+
+_SECONDS = 600.0
+
+
+def run_alone(config: Config, steps: int = STEPS) -> Record:
+    """The record of one process."""
+    return record_training(config, solo_context(), steps)
+
+
+def run_in_threads(config: Config, grid: ProcessGrid, steps: int = STEPS) -> list[Record]:
+    """The record of each rank, ranks as threads."""
+    world, node = ThreadWorld(grid.world_size), config.zero.hpz_partition_size
+
+    def work(rank: int) -> Record:
+        return record_training(config, thread_context(world, grid, rank, node_size=node), steps)
+
+    return world.run(work)
+
+
+def run_on_gloo(rank: int, world_size: int, config: Config, grid: ProcessGrid, steps: int = STEPS) -> Record:
+    """This rank's record in a world of Gloo processes that it has joined."""
+    assert grid.world_size == world_size
+    timeout = timedelta(seconds=_SECONDS)
+    context = make_context(
+        grid,
+        rank,
+        torch.device("cpu"),
+        lambda name, ranks: open_group(name, rank, ranks, timeout),
+        node_size=config.zero.hpz_partition_size,
+    )
+    return record_training(config, context, steps)
+
+
+def run_in_processes(config: Config, grid: ProcessGrid, steps: int = STEPS) -> list[Record]:
+    """The record of each rank, ranks as processes on Gloo that are started for it.
+
+    Raises:
+        CommunicationError: a process failed or did not answer; its traceback is in the message.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        ends, processes = [], []
+        for rank in range(grid.world_size):
+            here, there = spawn.Pipe()
+            args = (there, store, rank, config, grid, steps)
+            processes.append(spawn.Process(target=_serve, args=args, daemon=True))
+            processes[-1].start()
+            ends.append(here)
+        try:
+            return [_receive(rank, end) for rank, end in enumerate(ends)]
+        finally:
+            for end in ends:
+                end.close()
+            for process in processes:
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+
+
+def _serve(
+    connection: Connection, store: str, rank: int, config: Config, grid: ProcessGrid, steps: int
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        join_file_world(store, rank, grid.world_size, timedelta(seconds=_SECONDS))
+        connection.send(("record", run_on_gloo(rank, grid.world_size, config, grid, steps)))
+    except Exception:
+        connection.send(("failure", traceback.format_exc()))
+    finally:
+        leave_world()
+        # Tensors are handed over by this process's memory: it stays until the other end is closed.
+        connection.poll(_SECONDS)
+
+
+def _receive(rank: int, connection: Connection) -> Record:
+    if not connection.poll(_SECONDS):
+        raise CommunicationError(f"rank {rank} did not answer within {_SECONDS:.0f} s")
+    kind, value = connection.recv()
+    if kind == "failure":
+        raise CommunicationError(f"rank {rank} failed:\n{value}")
+    return value

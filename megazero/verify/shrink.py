@@ -1,0 +1,113 @@
+"""A user's configuration made small enough for this machine; what the law is about stays in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazero.config.derive import chunks_per_stage, num_micro_batches, schedule_kind
+from megazero.config.tree import Config
+from megazero.mpu import ProcessGrid
+
+_WIDTH_OF_HEAD = 4
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """Attributes:
+    config: the small configuration, in fp32.
+    grid: the ranks that it runs on.
+    notes: what of the layout had to be made smaller.
+    """
+
+    config: Config
+    grid: ProcessGrid
+    notes: tuple[str, ...]
+
+
+def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
+    """Narrow layers, few of them, a short sequence, few micro-batches, and at most `most_ranks` ranks.
+
+    The model's kind, every parallel axis above one, the ZeRO stage, schedule, recompute and sequence
+    parallelism stay. Axes are halved, the largest first, until the ranks fit, but not below two.
+    """
+    parallel = config.parallel
+    sizes = {
+        "tp": parallel.tensor_model_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+        "dp": min(data_parallel, 2 * config.zero.hpz_partition_size),
+    }
+    wanted = dict(sizes)
+    while sizes["tp"] * sizes["pp"] * sizes["dp"] > most_ranks and max(sizes.values()) > 2:
+        largest = max(sizes, key=lambda axis: sizes[axis])
+        sizes[largest] = max(2, sizes[largest] // 2)
+    words = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
+    notes = [f"{words[a]} parallel size {wanted[a]} -> {sizes[a]}" for a in sizes if sizes[a] != wanted[a]]
+    tp, pp, dp = sizes["tp"], sizes["pp"], sizes["dp"]
+    changes = {
+        "model": _model(config, tp, pp),
+        "parallel": _parallel(config, tp, pp),
+        "zero": {
+            "bucket_size": 3000,
+            "prefetch_size": 6000,
+            "param_persistence_threshold": 40,
+            "hpz_partition_size": min(config.zero.hpz_partition_size, dp),
+            "grad_reduce_dtype": "fp32",
+            "grad_accumulation_dtype": "fp32",
+            "main_params_dtype": "fp32",
+        },
+        "batch": _batch(config, data_parallel, pp, dp),
+        "optimizer": {"lr": 1e-2, "adam_eps": 1e-4, "clip_grad": 0.5, "lr_decay_style": "constant"},
+        "precision": {"dtype": "fp32"},
+        "training": {"train_iters": 100, "train_samples": None, "train_tokens": None},
+    }
+    # Every unit of the schedule's lengths goes: the run is a few steps long.
+    changes["optimizer"] |= {
+        name: (None if "decay" in name or "fraction" in name else 0)
+        for name in type(config.optimizer).model_fields
+        if name.startswith(("lr_decay_", "lr_warmup_", "lr_wsd_decay_"))
+        and name not in ("lr_decay_style", "lr_wsd_decay_style", "lr_warmup_init")
+    }
+    sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
+    return Shrunk(config.model_copy(update=sections), ProcessGrid(pp=pp, dp=dp, tp=tp), tuple(notes))
+
+
+def _model(config: Config, tp: int, pp: int) -> dict:
+    model = config.model
+    grouped = model.kv_heads < model.num_attention_heads
+    heads = 2 * tp if grouped else tp * (1 if tp > 1 else 2)
+    return {
+        "num_layers": max(2, pp * chunks_per_stage(config)),
+        "num_attention_heads": heads,
+        "num_query_groups": tp if grouped else None,
+        "kv_channels": None,
+        "hidden_size": heads * _WIDTH_OF_HEAD,
+        "ffn_hidden_size": 24 * tp,
+        "seq_length": 8 * tp,
+        "max_position_embeddings": None,
+        "vocab_size": 61,
+        "make_vocab_size_divisible_by": 4,
+        "init_method_std": 0.1,
+    }
+
+
+def _parallel(config: Config, tp: int, pp: int) -> dict:
+    virtual = chunks_per_stage(config) if schedule_kind(config) == "interleaved" else 1
+    partition = config.parallel.pipeline_partition
+    return {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "num_virtual_stages_per_pipeline_rank": virtual if virtual > 1 else None,
+        "pipeline_partition": "uniform" if partition[0].isdigit() or "type:" in partition else partition,
+    }
+
+
+def _batch(config: Config, data_parallel: int, pp: int, dp: int) -> dict:
+    micro_batch = min(2, config.batch.micro_batch_size)
+    accumulated = num_micro_batches(config, 0, data_parallel)
+    count = 2 * pp if pp > 1 else min(4, accumulated)
+    return {
+        "micro_batch_size": micro_batch,
+        "global_batch_size": micro_batch * count * dp,
+        "rampup_batch_size": None,
+    }

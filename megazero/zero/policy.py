@@ -1,0 +1,61 @@
+"""`ZeroPolicy`: the settings of ZeRO as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megazero.config.tree import ZeroConfig
+
+
+@dataclass(frozen=True)
+class ZeroPolicy:
+    """How parameters, gradients and optimizer state are spread; sizes are in elements.
+
+    Attributes:
+        stage: number of the row of `table.STAGES`.
+        bucket_size: of one reduction or gather.
+        overlap_reduce: reduce buckets while backward runs instead of after it.
+        overlap_gather: gather ahead of use.
+        prefetch: how much is gathered ahead of its use.
+        persistence_threshold: parameters below it stay whole in stage 3.
+        max_live: gathered parameters are kept for their next use in the step while no more than this are.
+        reduce_dtype: of gradients between ranks.
+        accumulation_dtype: of gradient sums over micro-batches.
+        main_dtype: of the optimizer's copy of the weights.
+        hpz: ranks of one node that hold a second partition (ZeRO++); 1 is off.
+    """
+
+    stage: int = 0
+    bucket_size: int = 16_000_000
+    overlap_reduce: bool = True
+    overlap_gather: bool = True
+    prefetch: int = 50_000_000
+    persistence_threshold: int = 100_000
+    max_live: int = 1_000_000_000
+    reduce_dtype: torch.dtype = torch.float32
+    accumulation_dtype: torch.dtype = torch.float32
+    main_dtype: torch.dtype = torch.float32
+    hpz: int = 1
+
+    @classmethod
+    def of(cls, config: ZeroConfig) -> ZeroPolicy:
+        """From the configuration."""
+        return cls(
+            stage=config.stage,
+            bucket_size=config.bucket_size,
+            overlap_reduce=config.overlap_grad_reduce,
+            overlap_gather=config.overlap_param_gather,
+            prefetch=config.prefetch_size,
+            persistence_threshold=config.param_persistence_threshold,
+            max_live=config.max_live_parameters,
+            reduce_dtype=_dtype(config.grad_reduce_dtype),
+            accumulation_dtype=_dtype(config.grad_accumulation_dtype),
+            main_dtype=_dtype(config.main_params_dtype),
+            hpz=config.hpz_partition_size,
+        )
+
+
+def _dtype(name: str) -> torch.dtype:
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]

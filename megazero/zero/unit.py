@@ -1,0 +1,44 @@
+"""`Unit`: parameters that are used together, which is what stage 3 gathers at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from megazero.mpu import Init, ParamSpec
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters and the module whose forward uses them.
+
+    What a forward computes from the parameters must leave it through its outputs (tensors in tuples, lists,
+    dicts and dataclasses): their gradients announce the unit's backward.
+
+    Attributes:
+        chunk: model chunk (virtual pipeline stage on this rank), 0 where there is one.
+        module: its forward is where the parameters are needed.
+        params: a parameter may be in two units (tied or reused weights).
+    """
+
+    chunk: int
+    module: nn.Module
+    params: tuple[nn.Parameter, ...]
+
+
+def module_units(module: nn.Module, chunk: int = 0) -> list[Unit]:
+    """One unit per module that owns parameters directly, in module order.
+
+    A parameter without a `ParamSpec` gets one that says: a dense parameter of this name and shape.
+    """
+    units = []
+    for prefix, owner in module.named_modules():
+        params = dict(owner.named_parameters(recurse=False))
+        for name, param in params.items():
+            if not hasattr(param, "spec"):
+                full_name = f"{prefix}.{name}" if prefix else name
+                param.spec = ParamSpec(full_name, tuple(param.shape), Init("zeros"))
+        if params:
+            units.append(Unit(chunk, owner, tuple(params.values())))
+    return units

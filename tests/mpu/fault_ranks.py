@@ -1,0 +1,183 @@
+"""Jobs of three Gloo ranks in which something goes wrong, all at once: ``fault_ranks.py FOLDER``.
+
+Each rank is a process of its own, forked after torch is loaded. What it writes goes to
+FOLDER/<scenario>.<rank>, and FOLDER/results.json says how each ended: status (negative: the signal) and
+seconds since the start; null for one that had to be ended from here.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megazero.errors import DataError, MegazeroError
+from megazero.mpu import Group, Transfer
+from megazero.mpu.torch_group import leave_world, open_group, start_world
+from megazero.mpu.watch import Watch
+from megazero.mpu.watch_board import StoreBoard
+
+RANKS = 3
+TIMEOUT = 3.0
+GRACE = 4.0
+PATIENCE = 30.0
+
+
+def fine(group: Group, watch: Watch) -> None:
+    for _ in range(300):  # more than the log holds
+        group.all_reduce(torch.zeros(4))
+    group.all_reduce(torch.zeros(4), async_op=True).wait()
+
+
+def skip(group: Group, watch: Watch) -> None:
+    group.all_reduce(torch.zeros(4))
+    if group.rank != 1:
+        group.all_reduce(torch.zeros(8))
+    group.barrier()
+
+
+def shape(group: Group, watch: Watch) -> None:
+    group.all_reduce(torch.zeros(4))
+    group.all_reduce(torch.zeros(900_000 if group.rank == 2 else 4))
+    group.barrier()
+
+
+def killed(group: Group, watch: Watch) -> None:
+    group.all_reduce(torch.zeros(4))
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.all_reduce(torch.zeros(8))
+
+
+def killed_with_the_store(group: Group, watch: Watch) -> None:
+    group.all_reduce(torch.zeros(4))
+    if group.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.all_reduce(torch.zeros(8))
+
+
+def raises(group: Group, watch: Watch) -> None:
+    group.all_reduce(torch.zeros(4))
+    if group.rank == 2:
+        raise DataError("`corpus.bin` must hold 10 tokens, but holds 7; mend it")
+    group.all_reduce(torch.zeros(8))
+
+
+def raises_and_tells_nobody(group: Group, watch: Watch) -> None:
+    if group.rank == 1:
+        raise ZeroDivisionError("of rank 1")
+    group.all_reduce(torch.zeros(8))
+
+
+def sleeps(group: Group, watch: Watch) -> None:
+    group.all_reduce(torch.zeros(4))
+    if group.rank == 1:
+        time.sleep(60)
+    group.all_reduce(torch.zeros(8), async_op=True).wait()
+
+
+def sends_nothing(group: Group, watch: Watch) -> None:
+    x = torch.zeros(6)
+    if group.rank == 0:
+        group.exchange([Transfer("recv", x, 2, tag=5)])[0].wait()
+    group.barrier()
+
+
+def compared(group: Group, watch: Watch) -> None:
+    group = watch.wrap(group.inner, check_on="cpu")
+    group.all_reduce(torch.zeros(4))
+    if group.rank == 0:
+        group.broadcast(torch.zeros(4), 0)
+    else:
+        group.all_reduce(torch.zeros(4), "max")
+
+
+SCENARIOS = (
+    *(fine, skip, shape, killed, killed_with_the_store, raises, raises_and_tells_nobody, sleeps),
+    *(sends_nothing, compared),
+)
+# Unloading torch takes half a second of a core, so only these run through the interpreter's whole exit.
+WHOLE_EXIT = (fine, raises, raises_and_tells_nobody)
+
+
+def run(scenario, rank: int, address: tuple[str, int], listener: int | None) -> int:
+    """One rank: join, run the scenario, and end as a program does. Rank 0 keeps the store at `address`."""
+    wait = timedelta(seconds=60)
+    keeper = {} if listener is None else {"is_master": True, "master_listen_fd": listener}
+    store = dist.TCPStore(*address, RANKS, timeout=wait, wait_for_workers=False, **keeper)
+    start_world("gloo", rank, RANKS, wait, store=store)
+    watch = Watch(StoreBoard.of_world(), rank, RANKS, TIMEOUT, grace=GRACE, poll=0.2)
+    group = watch.wrap(open_group("tp", rank, tuple(range(RANKS)), wait))
+    try:
+        scenario(group, watch)
+    except MegazeroError as error:
+        watch.report(error)
+        watch.close()
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    group.barrier()
+    watch.close()
+    leave_world()
+    return 0
+
+
+def start(scenario, rank: int, listeners: dict, folder: Path) -> int:
+    """Fork a rank; returns its process id, and does not return in the rank."""
+    child = os.fork()
+    if child:
+        return child
+    file = os.open(folder / f"{scenario.__name__}.{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    faulthandler.register(signal.SIGUSR1)
+    address, listener = listeners[scenario].getsockname(), None
+    for other, each in listeners.items():
+        if rank == 0 and other is scenario:
+            listener = each.detach()
+        else:
+            each.close()  # or it would answer after the death of rank 0
+    status = run(scenario, rank, address, listener)
+    if scenario in WHOLE_EXIT:
+        sys.exit(status)
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    begun = time.monotonic()
+    results = {scenario.__name__: [None] * RANKS for scenario in SCENARIOS}
+    # Open from the start: a port that is only free may soon be taken.
+    listeners = {scenario: socket.create_server(("127.0.0.1", 0)) for scenario in SCENARIOS}
+    running = {}
+    for scenario in SCENARIOS:
+        for rank in range(RANKS):
+            running[start(scenario, rank, listeners, folder)] = (scenario.__name__, rank)
+    for listener in listeners.values():
+        listener.close()
+    while running and time.monotonic() - begun < PATIENCE:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child == 0:
+            time.sleep(0.05)
+            continue
+        name, rank = running.pop(child)
+        results[name][rank] = [os.waitstatus_to_exitcode(status), time.monotonic() - begun]
+    for child in running:
+        os.kill(child, signal.SIGUSR1)  # it writes down where it stands
+        time.sleep(0.5)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

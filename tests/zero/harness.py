@@ -1,0 +1,105 @@
+"""Trainings by hand for the tests of ZeRO: a model, a policy, some steps, and what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.optim import Adam
+from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_buckets, module_units
+
+Loss = Callable[[nn.Module, int, int], Tensor]  # (model, step, sample) -> that sample's loss
+SAMPLES = 12  # of one step: over 2, 3 or 4 ranks, at once or in up to 3 micro-batches
+
+
+@dataclass
+class Record:
+    """What a training did: per step the norm, then gradients and weights by name."""
+
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+class Trainer:
+    """A model under ZeRO on one rank.
+
+    Args:
+        model: its parameters are spread as `policy` says.
+        loss: of one sample.
+        policy: see `ZeroPolicy`.
+        context: this rank.
+        units: default: one per module that owns parameters.
+        fill: initial values of meta parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        policy: ZeroPolicy,
+        context: ParallelContext,
+        units: Sequence[Unit] | None = None,
+        fill: Callable | None = None,
+    ):
+        self.model, self.loss, self.context = model, loss, context
+        units = module_units(model) if units is None else units
+        self.buckets = build_buckets(units, policy, context, fill)
+        self.parallel = DataParallel(units, self.buckets, policy, context)
+        self.optimizer = Optimizer(self.buckets, Adam(eps=1e-3), context, 0.5)
+        self.every = policy.stage >= 2
+
+    def accumulate(self, step: int, micro_batches: int) -> None:
+        """Forward and backward of this rank's samples."""
+        mine = range(self.context.replica.rank, SAMPLES, self.context.replica.size)
+        self.parallel.start()
+        for i in range(micro_batches):
+            self.parallel.gather(0)
+            loss = sum(self.loss(self.model, step, sample) for sample in mine[i::micro_batches])
+            self.parallel.gather(0, backward=True)
+            self.parallel.begin_backward(0, reduce=self.every or i == micro_batches - 1)
+            loss.backward()
+            self.parallel.end_backward()
+            self.parallel.release(0)
+        self.parallel.finish()
+
+    def train(self, steps: int = 3, micro_batches: int = 1) -> Record:
+        """The record of some steps, the same on every rank."""
+        record = Record()
+        for step in range(steps):
+            self.accumulate(step, micro_batches)
+            record.gradients.append({s.name: g.clone() for s, g in self.optimizer.full_gradients()})
+            record.norms.append(self.optimizer.step(1e-2, 0.1, 1 / SAMPLES).grad_norm)
+            record.weights.append({s.name: v["weight"].clone() for s, v in self.optimizer.full_state()})
+        return record
+
+
+def in_threads(size: int, work: Callable[[ParallelContext], object], node_size: int = 1) -> list:
+    """`work` of each data-parallel rank, ranks as threads."""
+    grid, world = ProcessGrid(dp=size), ThreadWorld(size, timeout=20.0)
+    return world.run(lambda rank: work(thread_context(world, grid, rank, node_size=node_size)))
+
+
+def serial(make: Callable[[], nn.Module], loss: Loss, steps: int = 3) -> Record:
+    """The record of one process without ZeRO."""
+    return Trainer(make(), loss, ZeroPolicy(), solo_context()).train(steps)
+
+
+def assert_same(record: Record, expected: Record, rtol: float = 1e-4, atol: float = 1e-6) -> None:
+    """Two trainings are one, to rounding."""
+    torch.testing.assert_close(record.norms, expected.norms, rtol=1e-5, atol=0.0)
+    for kind in ("gradients", "weights"):
+        for step, (got, want) in enumerate(zip(getattr(record, kind), getattr(expected, kind), strict=True)):
+            assert got.keys() == want.keys()
+            for name in want:
+                torch.testing.assert_close(
+                    got[name],
+                    want[name],
+                    rtol=rtol,
+                    atol=atol,
+                    msg=lambda m, name=name, step=step, kind=kind: f"{kind} of {name}, step {step}: {m}",
+                )

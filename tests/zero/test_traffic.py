@@ -1,0 +1,96 @@
+"""What a step communicates is what ZeRO's formulas say, in elements and in calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megazero.mpu import ProcessGrid, TrafficLog, recording_context
+from megazero.optim import Adam
+from megazero.zero import STAGES, DataParallel, Optimizer, ZeroPolicy, build_buckets, module_units
+
+WIDTH, LAYERS, RANKS, MICRO_BATCHES = 8, 5, 4, 3
+SIZE = LAYERS * WIDTH * WIDTH  # psi, the model's parameters
+NORM = 8  # bytes of the gradient norm's all-reduce
+
+
+def step(stage: int, hpz: int = 1, **changes) -> TrafficLog:
+    """One training step of a stack of layers on the first of four ranks; the others are left out."""
+    log = TrafficLog()
+    context = recording_context(ProcessGrid(dp=RANKS), 0, log, "cpu", node_size=hpz)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    settings = {"bucket_size": WIDTH * WIDTH, "persistence_threshold": 0, "max_live": 0, **changes}
+    policy = ZeroPolicy(stage, hpz=hpz, **settings)
+    units = module_units(model)
+    buckets = build_buckets(units, policy, context)
+    parallel = DataParallel(units, buckets, policy, context)
+    optimizer = Optimizer(buckets, Adam(), context, 1.0)
+    parallel.start()
+    for i in range(MICRO_BATCHES):
+        parallel.gather(0)
+        loss = model(torch.ones(1, WIDTH)).sum()
+        parallel.release(0)
+        parallel.gather(0, backward=True)
+        parallel.begin_backward(0, reduce=STAGES[stage].shard_grads or i == MICRO_BATCHES - 1)
+        loss.backward()
+        parallel.end_backward()
+        parallel.release(0)
+    parallel.finish()
+    assert optimizer.step(1e-3, 0.0).applied
+    return log
+
+
+def moved(log: TrafficLog) -> dict[str, float]:
+    """Multiples of psi, by operation: fp32 everywhere; the norm left out."""
+    bytes_ = {operation: log.payload["data", operation] for _, operation in log.payload}
+    bytes_["all_reduce"] -= NORM
+    return {operation: total / (4 * SIZE) for operation, total in bytes_.items() if total}
+
+
+def test_volume_of_each_stage():
+    assert moved(step(0)) == {"all_reduce": 1}
+    assert moved(step(1)) == {"reduce_scatter": 1, "all_gather": 1}
+    assert moved(step(2)) == {"reduce_scatter": MICRO_BATCHES, "all_gather": 1}
+    assert moved(step(3)) == {"reduce_scatter": MICRO_BATCHES, "all_gather": 2 * MICRO_BATCHES}
+
+
+@pytest.mark.parametrize("prefetch", [0, 64, 128, 10**9])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gathering_ahead_gathers_nothing_twice(prefetch, overlap):
+    log = step(3, prefetch=prefetch, overlap_gather=overlap)
+    assert moved(log) == {"reduce_scatter": MICRO_BATCHES, "all_gather": 2 * MICRO_BATCHES}
+
+
+def test_what_is_kept_is_not_gathered_again():
+    assert moved(step(3, max_live=SIZE))["all_gather"] == 1
+    # Two layers stay from forward to backward and from micro-batch to micro-batch.
+    kept = step(3, max_live=2 * WIDTH * WIDTH, prefetch=0)
+    assert moved(kept)["all_gather"] == (LAYERS + (LAYERS - 2) * (2 * MICRO_BATCHES - 1)) / LAYERS
+
+
+def test_what_persists_is_gathered_once_after_the_step():
+    assert moved(step(3, persistence_threshold=10**9)) == moved(step(2))
+
+
+def test_a_second_partition_keeps_gathers_on_the_node():
+    log = step(3, hpz=2)
+    # Across nodes once a step; every further gather is from the node's two shards.
+    assert log.payload["data", "all_gather"] == 4 * SIZE
+    assert log.payload["node", "all_gather"] == 4 * SIZE * (2 * MICRO_BATCHES - 1)
+
+
+def test_bucket_size_decides_the_number_of_calls():
+    assert step(0).calls["data", "all_reduce"] == LAYERS + 1
+    assert step(0, bucket_size=2 * WIDTH * WIDTH).calls["data", "all_reduce"] == 3 + 1
+    assert step(0, bucket_size=10**9).calls["data", "all_reduce"] == 1 + 1
+    # Where weights are sharded each unit is gathered by itself.
+    assert step(3, bucket_size=10**9).calls["data", "all_gather"] == 2 * MICRO_BATCHES * LAYERS
+
+
+def test_narrow_wires_halve_the_bytes_of_gradients():
+    for stage in range(len(STAGES)):
+        operation = "reduce_scatter" if stage else "all_reduce"
+        whole, half = step(stage), step(stage, reduce_dtype=torch.bfloat16)
+        payload = whole.payload["data", operation] - (0 if stage else NORM)
+        assert half.payload["data", operation] - (0 if stage else NORM) == payload / 2
