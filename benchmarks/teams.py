@@ -217,11 +217,15 @@ class Team:
         """Of all stages, since they were last asked for."""
         return [record for records in self.tell("action times") for record in records]
 
-    def close(self) -> None:
-        """End the processes."""
+    def dismiss(self) -> None:
+        """Tell the processes to end."""
         for connection in self.connections:
-            with contextlib.suppress(BrokenPipeError):  # one that failed has left already
+            with contextlib.suppress(ConnectionError):  # one that failed has left already
                 connection.send(None)
+
+    def close(self) -> None:
+        """End the processes, those that do not do so in time by force."""
+        self.dismiss()
         for process in self.processes:
             process.join(10)
             if process.is_alive():
@@ -249,6 +253,8 @@ def started(
                     team.close()
             yield teams, failed
         finally:
+            for team in teams:
+                team.dismiss()  # all at once, as each takes a while to leave
             for team in teams:
                 team.close()
 

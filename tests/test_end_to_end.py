@@ -15,7 +15,7 @@ import torch
 
 from megazero.models import Batch
 from megazero.mpu import Launch
-from megazero.train.assemble import load_for_inference
+from megazero.train.snapshot import load_for_inference
 
 pytestmark = pytest.mark.gloo
 
@@ -114,10 +114,12 @@ def test_gpt2_learns_speaks_and_equals_transformers(data, tmp_path):
     )
     assert "def " in text
 
-    context, model, tokenizer, config = load_for_inference(str(tmp_path / "checkpoint"), Launch())
-    theirs = gpt2_model(config.model, model.vocab_size)
-    theirs.load_state_dict(to_gpt2(global_weights(model, context.tp), config.model.num_layers), strict=False)
-    tokens = torch.tensor([tokenizer.encode("def main(argv):\n    return sorted(argv)\n")])
+    loaded = load_for_inference(str(tmp_path / "checkpoint"), Launch())
+    model = loaded.chunks[0]
+    theirs = gpt2_model(model.config, model.vocab_size)
+    weights = global_weights(model, loaded.context.tp)
+    theirs.load_state_dict(to_gpt2(weights, model.config.num_layers), strict=False)
+    tokens = torch.tensor([loaded.tokenizer.encode("def main(argv):\n    return sorted(argv)\n")])
     with torch.no_grad():
         ours = model(Batch(tokens)).transpose(0, 1)[..., : model.vocab_size]
         torch.testing.assert_close(ours, theirs(tokens).logits, rtol=0, atol=1e-5)

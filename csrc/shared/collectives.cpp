@@ -112,8 +112,11 @@ void Collectives::all_reduce(const std::string& text, char* data, std::int64_t e
   do {
     const std::int64_t now = std::min(chunk, elements - at);
     // Each reducing all costs one meeting, each reducing its share two, but for many members much less reading.
-    const bool whole = size_ == 2 || now * element.bytes <= kWholeBytes;
-    (this->*(whole ? &Collectives::reduce_whole : &Collectives::reduce_shares))(data + at * element.bytes, now, element);
+    if (size_ == 2 || now * element.bytes <= kWholeBytes) {
+      reduce_whole(data + at * element.bytes, now, element);
+    } else {
+      reduce_shares(data + at * element.bytes, now, element);
+    }
     at += now;
   } while (at < elements);
 }
@@ -203,7 +206,9 @@ void Collectives::all_to_all(const std::string& text, char* output, const char* 
   std::int64_t longest = 0;  // of all messages; known after the first meeting
   std::int64_t at = 0;
   do {
-    const auto now = [&](const Offsets& of, int r) { return std::clamp<std::int64_t>(of[r + 1] - of[r] - at, 0, piece); };
+    const auto now = [&](const Offsets& of, int r) {
+      return std::clamp<std::int64_t>(of[r + 1] - of[r] - at, 0, piece);
+    };
     char* const slot = next_slot();
     for (int r = 0; r < size_; ++r) {
       if (r != me_) copy(slot + piece_of(me_, r) * piece, input + from[r] + at, now(from, r));

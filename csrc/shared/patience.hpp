@@ -24,7 +24,8 @@ struct alignas(64) Word {
 };
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "a word must be shared between processes as it is");
 
-// Both sides touch value and sleepers in opposite order and in one total order (seq_cst), so one of them sees the other.
+// Who changes a word then looks for sleepers; who sleeps counts itself, then the kernel looks at the word. All in one
+// total order (seq_cst), so one of the two sees the other.
 inline void wake(Word& word) {
   if (word.sleepers.load() > 0) {
     syscall(SYS_futex, &word.value, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);

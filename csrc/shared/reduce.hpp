@@ -8,8 +8,8 @@ namespace megazero::shared {
 
 enum class Reduction { sum, max, min };
 
-// out[i] = sources[0][i] + sources[1][i] + ...; half-precision sums are in fp32 and rounded once, sums of bool are "or",
-// and max and min of a NaN are NaN. `out` may be one of the sources.
+// out[i] = sources[0][i] + sources[1][i] + ...; sums of bf16 and fp16 are in fp32 and rounded once, a sum of bool is
+// "or", and max and min of a NaN are NaN. `out` may be one of the sources.
 using Reducer = void (*)(const void* const* sources, int sources_count, void* out, std::int64_t elements);
 
 struct Element {

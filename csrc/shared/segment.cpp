@@ -22,7 +22,10 @@ std::size_t whole_pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage 
 constexpr std::size_t kHeaderBytes = (sizeof(Header) + kPage - 1) / kPage * kPage;
 
 std::size_t pairs(const Sizes& sizes) { return static_cast<std::size_t>(sizes.members * sizes.members); }
-std::size_t slots_at(const Sizes& sizes) { return whole_pages(sizeof(Control)) + whole_pages(pairs(sizes) * sizeof(RingHead)); }
+
+std::size_t slots_at(const Sizes& sizes) {
+  return whole_pages(sizeof(Control)) + whole_pages(pairs(sizes) * sizeof(RingHead));
+}
 
 std::size_t slot_at(const Sizes& sizes, int rank, std::uint64_t turn) {
   return slots_at(sizes) + (2 * static_cast<std::size_t>(rank) + turn % 2) * (kHeaderBytes + sizes.slot);

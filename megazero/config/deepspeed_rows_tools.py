@@ -108,7 +108,7 @@ LOGGING_ROWS: tuple[Row, ...] = (
 FEATURE_ROWS: tuple[Row, ...] = (
     *refuses(f"curriculum learning {_LATER}", SECTION, DISABLED, "curriculum_learning"),
     *refuses(
-        f"curriculum sampling and random layer-wise token dropping {_LATER}",
+        f"data efficiency {_LATER}",
         SECTION,
         DISABLED,
         "data_efficiency",

@@ -136,7 +136,7 @@ class _Stepper:
 
     def __call__(self, tokens: list[list[int]]) -> Tensor:
         """tokens [b, s], following those already fed -> logits of the next, float32 [b, v]."""
-        device = self.model.placement.device
+        device = self.model.device
         start = self.cache.length
         batch = Batch(
             tokens=torch.tensor(tokens, device=device),

@@ -52,6 +52,11 @@ class StagedModel:
         return self.any_part.placement
 
     @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.any_part.parameters()).device
+
+    @property
     def vocab_size(self) -> int:
         """Tokens that the model knows, without padding."""
         return self.any_part.vocab_size

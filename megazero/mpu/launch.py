@@ -65,8 +65,13 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def join(config: ParallelConfig, launch: Launch) -> ParallelContext:
+def join(config: ParallelConfig, launch: Launch, node_size: int = 1) -> ParallelContext:
     """Join the job and open this rank's groups.
+
+    Args:
+        config: sizes of the axes, backend, device.
+        launch: what the launcher says of this process.
+        node_size: replicas that the group ``node`` spans.
 
     Raises:
         ConfigError: the world does not factor into the configured axes.
@@ -92,7 +97,11 @@ def join(config: ParallelConfig, launch: Launch) -> ParallelContext:
     # every rank must call, while here only a group's members do.
     start_world(backend, launch.rank, launch.world_size, timeout)
     return make_context(
-        grid, launch.rank, device, lambda name, ranks: open_group(name, launch.rank, ranks, timeout)
+        grid,
+        launch.rank,
+        device,
+        lambda name, ranks: open_group(name, launch.rank, ranks, timeout),
+        node_size=node_size,
     )
 
 

@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from types import FrameType, TracebackType
 
@@ -180,7 +180,7 @@ class Watch:
         record = self._log.record(call)
         # Of a group's own error the cause says less that is known here.
         text = f"{record.what} at {record.place} failed: {error.__cause__ or error}"
-        self._sound(Alarm.COMMUNICATION, text[:_LONGEST_ERROR], error.__traceback__)
+        self._sound(Alarm.COMMUNICATION, text[:_LONGEST_ERROR])
         return self._failure() if self._threads else CommunicationError(text)
 
     def record(self, call: Call) -> CallRecord:
@@ -208,8 +208,7 @@ class Watch:
         """The first alarm of this process is the one that counts; without threads there is nobody to tell."""
         with self._lock:
             if self._alarm is None and self._threads and not self._closed.is_set():
-                frames = () if trace is None else _spell_frames(traceback.walk_tb(trace))
-                self._alarm = kind, text, frames
+                self._alarm = kind, text, _spell_trace(trace)
                 self._wake.set()
 
     # The two threads.
@@ -268,7 +267,7 @@ class Watch:
                 for lane in list(self._lanes.values())
             },
             calls=tuple(self._log.records()),
-            stack=frames or _spell_frames(reversed(list(traceback.walk_stack(main)))),
+            stack=frames or _spell_stack(main),
         )
 
     def _at_exit(self) -> None:
@@ -288,8 +287,21 @@ def _open_log() -> CallLog:
         return CallLog()
 
 
-def _spell_frames(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, ...]:
-    """`frames` from the outermost to the one that called into this package."""
-    named = ((frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames)
-    outside = takewhile(lambda each: not each[0].startswith(HERE), named)
-    return tuple(f"{spell_place(file, line)} in {name}" for file, line, name in outside)
+def _spell_trace(trace: TracebackType | None) -> tuple[str, ...]:
+    """Where an error went through, outermost first; nothing of this package."""
+    frames = () if trace is None else traceback.walk_tb(trace)
+    return tuple(_spell_frame(*each) for each in frames if not _is_ours(each[0]))
+
+
+def _spell_stack(frame: FrameType | None) -> tuple[str, ...]:
+    """The frames from the outermost to the one that called into this package, or to `frame`."""
+    frames = reversed(list(traceback.walk_stack(frame)))
+    return tuple(_spell_frame(*each) for each in takewhile(lambda each: not _is_ours(each[0]), frames))
+
+
+def _spell_frame(frame: FrameType, line: int) -> str:
+    return f"{spell_place(frame.f_code.co_filename, line)} in {frame.f_code.co_name}"
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(HERE)

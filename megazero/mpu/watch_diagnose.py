@@ -130,7 +130,7 @@ def _raised(reports: Mapping[int, Report]) -> list[Finding]:
         if report.alarm is Alarm.RAISED:
             by_error[report.error].append(rank)
     return [
-        Finding(FindingKind.RAISED, tuple(ranks), f"{_ranks(ranks)} raised {error}")
+        Finding(FindingKind.RAISED, tuple(sorted(ranks)), f"{_ranks(sorted(ranks))} raised {error}")
         for error, ranks in by_error.items()
     ]
 

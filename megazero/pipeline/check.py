@@ -21,12 +21,13 @@ def check(program: Program) -> None:
     for stage, instructions in enumerate(program.stages):
         actions = [each for each in instructions if isinstance(each, Action)]
         _check_complete(program.schedule, stage, [action for action in actions if action.op.computes])
-        for fault in (
+        faults = [
             *_out_of_order(program.schedule, stage, instructions),
             *(_not_gathered(actions) if Op.GATHER in everything else ()),
             *(_not_reduced(actions) if Op.REDUCE in everything else ()),
-        ):
-            raise ScheduleError(f"Stage {stage}: {fault}")
+        ]
+        if faults:
+            raise ScheduleError(f"Stage {stage}: {faults[0]}")
     _check_pairs(program)
     _check_rendezvous(program)
 

@@ -46,7 +46,7 @@ def render_text(timeline: Timeline) -> str:
 
     An action's first cell has its letter and micro-batch, with the chunk before it where a stage has several;
     ``-`` is an action going on, ``.`` an idle cell. The unit divides all times if that takes at most
-    500 cells; else it is the shortest action, and times are rounded to it.
+    500 cells; else it is the shortest action, and times are rounded to it. What takes no time has no cell.
     """
     unit = _unit(timeline)
     columns = _cell(timeline.makespan, unit)
@@ -55,7 +55,8 @@ def render_text(timeline: Timeline) -> str:
         cells = ["."] * columns
         for span in spans:
             start, end = _cell(span.start, unit), _cell(span.end, unit)
-            cells[start:end] = [_label(timeline, span), *["-"] * (end - start - 1)]
+            if start < end:
+                cells[start:end] = [_label(timeline, span), *["-"] * (end - start - 1)]
         rows.append(cells)
     width = max(len(cell) for cells in rows for cell in cells)
     margin = len(f"stage {len(rows) - 1}")
@@ -66,10 +67,15 @@ def render_text(timeline: Timeline) -> str:
 
 
 def _unit(timeline: Timeline) -> float:
-    durations = {span.end - span.start for spans in timeline.spans for span in spans}
-    starts = {span.start for spans in timeline.spans for span in spans}
-    exact = reduce(_common_measure, (Fraction(time).limit_denominator(1000) for time in durations | starts))
-    return float(exact) if exact and timeline.makespan / exact <= 500 else min(durations)
+    times = {time for spans in timeline.spans for span in spans for time in (span.start, span.end)}
+    exact = reduce(_common_measure, (Fraction(time).limit_denominator(1000) for time in times))
+    return float(exact) if exact and timeline.makespan / exact <= 500 else _shortest(timeline)
+
+
+def _shortest(timeline: Timeline) -> float:
+    """The least time that an action takes, of those that take any."""
+    durations = (span.end - span.start for spans in timeline.spans for span in spans)
+    return min((duration for duration in durations if duration > 0), default=1.0)
 
 
 def _common_measure(a: Fraction, b: Fraction) -> Fraction:
@@ -115,7 +121,7 @@ def figure_of(timeline: Timeline) -> Figure:
         raise ConfigError(
             "matplotlib must be installed to draw a picture, but is not; `pip install matplotlib`"
         ) from error
-    shortest = min(span.end - span.start for spans in timeline.spans for span in spans)
+    shortest = _shortest(timeline)
     width = min(40.0, max(8.0, 2.0 + 0.3 * timeline.makespan / shortest))
     figure = Figure(figsize=(width, 1.6 + 0.5 * timeline.schedule.stages), layout="constrained")
     axes = figure.add_subplot()

@@ -15,7 +15,15 @@ from megazero.config.tree import Config
 from megazero.data import DatasetRequest, GPTSettings, SamplerSpec, build_gpt_datasets, parse_blend
 from megazero.layers import initialize_parameters
 from megazero.models import Batch
-from megazero.mpu import Launch, ParallelContext, SampleStreams, join, leave
+from megazero.mpu import (
+    Launch,
+    ParallelContext,
+    SampleStreams,
+    TrafficLog,
+    count_traffic,
+    join,
+    leave,
+)
 from megazero.optim import (
     Progress,
     build_learning_rate,
@@ -190,7 +198,9 @@ def pretrain(config: Config, launch: Launch | None = None) -> TrainState:
         MegazeroError: whatever of the user's to mend stands in the way.
     """
     keep_freed_memory()
-    context = join(config.parallel, launch or Launch.from_environment())
+    joined = join(config.parallel, launch or Launch.from_environment(), config.zero.hpz_partition_size)
+    traffic = TrafficLog()
+    context = count_traffic(joined, traffic) if config.logging.comms_logger else joined
     vocabulary = build_vocabulary(config)
     engine = build_engine(config, build_chunks(config, vocabulary, context), context)
     state, stream_seed = load_state(config, engine, context)
@@ -209,9 +219,11 @@ def pretrain(config: Config, launch: Launch | None = None) -> TrainState:
                     loop.evaluate(split, state)
         else:
             state = loop.fit(state)
+        for line in traffic.table():
+            monitor.message(f"communication of rank 0 | {line}")
     finally:
         monitor.close()
         if feeds.train is not None:
             feeds.train.close()
-    leave(context)
+    leave(joined)
     return state

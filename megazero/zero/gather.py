@@ -167,11 +167,11 @@ class Gatherer:
         room, seen = self.policy.prefetch, set()
         while unit is not None and unit not in seen:
             seen.add(unit)
-            absent = [b for b in self._units[unit] if b.presence is Presence.SHARD]
-            room -= sum(b.padded for b in absent)
+            ahead = [b for b in self._units[unit] if b.presence is not Presence.WHOLE]
+            room -= sum(b.padded for b in ahead)
             if room < 0:
                 return
-            for bucket in absent:
+            for bucket in ahead:
                 self.fetch(bucket)
             unit = self._follower.get((backward, unit))
 

@@ -9,6 +9,7 @@ import torch
 
 from megazero.config.tree import ModelConfig
 from megazero.layers import Placement, initialize
+from megazero.layers.initialize import initialize_parameters
 from megazero.models import GPT
 from megazero.mpu import (
     Init,
@@ -89,3 +90,22 @@ def test_a_rank_of_a_thousand_constructs_on_meta():
     assert all(p.is_meta for p in model.parameters())
     # 96 (12 h^2 / 8 + (3 / 8 + 4 / 8 + 6) h) + (51200 / 8 + 2048 + 2) h
     assert mine == 21_855_215_616
+
+
+def test_a_copy_starts_with_the_values_of_its_original():
+    original = ParamSpec("embedding.word.weight", (6, 4), Init("normal", 1.0), shared=True)
+    copy = ParamSpec("head.weight", (6, 4), Init("normal", 1.0), tied_with=original.name, shared=True)
+    other = ParamSpec("head.weight", (6, 4), Init("normal", 1.0))
+    params = [new_parameter(spec, 1, torch.float32, "cpu") for spec in (original, copy, other)]
+    initialize_parameters(params, 5, 0, 1)
+    assert torch.equal(params[0], params[1])
+    assert not torch.equal(params[0], params[2])
+
+
+def test_parameters_may_be_initialized_in_any_parts():
+    whole, parts = (GPT(small(), (13, 16), Placement.of(solo_context(), torch.float32)) for _ in range(2))
+    initialize(whole, 5, 0, 1)
+    for param in reversed(list(parts.parameters())):
+        initialize_parameters([param], 5, 0, 1)
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        assert torch.equal(a, b)

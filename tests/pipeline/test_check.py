@@ -61,13 +61,20 @@ def doubled(text: str) -> Callable[[List], List]:
 
 
 GPIPE = add_transfers(gpipe(2, 2))
+REDUCED = lower(gpipe(2, 2), gather=False, reduce_every_microbatch=False)
 FULL = lower(one_f_one_b(2, 2), gather=True, reduce_every_microbatch=False)
 
 DAMAGE = [
     ("missing action", GPIPE, 1, without("B1.1"), "Stage 1: B1.1 is missing"),
     ("doubled action", GPIPE, 0, doubled("F0.1"), "Stage 0: F0.1 is done twice"),
-    ("foreign action", GPIPE, 0, lambda l: (*l, action("F1.0")), "Stage 0: F1.0 is not of this stage"),
-    ("split action", GPIPE, 0, lambda l: (*l, action("W0.0")), "Stage 0: W0.0 is not of this stage"),
+    (
+        "foreign action",
+        GPIPE,
+        0,
+        lambda list_: (*list_, action("F1.0")),
+        "Stage 0: F1.0 is not of this stage",
+    ),
+    ("split action", GPIPE, 0, lambda list_: (*list_, action("W0.0")), "Stage 0: W0.0 is not of this stage"),
     ("action too early", GPIPE, 1, swapped("F1.1", "B1.1"), "Stage 1: B1.1 comes before F1.1"),
     (
         "receive too late",
@@ -114,7 +121,7 @@ DAMAGE = [
     ("never gathered", FULL, 0, without("G0.0"), "Stage 0: F0.0 comes while chunk 0 is not gathered"),
     ("gathered twice", FULL, 0, doubled("G0.0"), "Stage 0: G0.0 gathers what is gathered"),
     ("never released", FULL, 0, without("R0.1"), "Stage 0: chunk 0 is never released"),
-    ("reduced too early", FULL, 1, swapped("S1.1", "B1.1"), "Stage 1: no reduction follows B1.1"),
+    ("reduced too early", REDUCED, 0, swapped("S0.1", "B0.1"), "Stage 0: no reduction follows B0.1"),
 ]
 
 
@@ -159,7 +166,7 @@ def test_no_instruction_can_be_left_out(kind, chunks):
     for stage, list_ in enumerate(program.stages):
         for i in range(len(list_)):
             with pytest.raises(ScheduleError):
-                check(changed(program, stage, lambda l, i=i: l[:i] + l[i + 1 :]))
+                check(changed(program, stage, lambda list_, i=i: list_[:i] + list_[i + 1 :]))
 
 
 @pytest.mark.parametrize(("kind", "chunks"), FAMILIES)
@@ -167,4 +174,4 @@ def test_no_stage_can_run_backwards(kind, chunks):
     program = add_transfers(build_schedule(kind, 3, 3, chunks))
     for stage in range(3):
         with pytest.raises(ScheduleError):
-            check(changed(program, stage, lambda l: l[::-1]))
+            check(changed(program, stage, lambda list_: list_[::-1]))

@@ -1,4 +1,4 @@
-"""Programs: literal lists, and laws over all schedules. `check` itself is tried on damage in test_check.py."""
+"""Programs: literal lists, and laws over all schedules. test_check.py tries `check` itself on damage."""
 
 from __future__ import annotations
 

@@ -57,13 +57,6 @@ stage 1 | .    F1.0 F1.1 F3.0 B3.0 -    F3.1 B3.1 -    B1.0 -    B1.1 -    .    
         """,
     ),
     (
-        interleaved(2, 4, 2),
-        """
-stage 0 | F0.0 F0.1 F2.0 F2.1 F0.2 .    B2.0 -    F0.3 B2.1 -    F2.2 B0.0 -    F2.3 B0.1 -    .    B2.2 -    .    B2.3 -    B0.2 -    B0.3 -
-stage 1 | .    F1.0 F1.1 F3.0 B3.0 -    F3.1 B3.1 -    F1.2 B1.0 -    F1.3 B1.1 -    F3.2 B3.2 -    F3.3 B3.3 -    B1.2 -    B1.3 -    .    .
-        """,
-    ),
-    (
         zb_h1(3, 4),
         """
 stage 0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
@@ -211,6 +204,13 @@ def test_messages_of_neighbours_on_one_stage_are_not_needed():
     assert (message.source, message.target, message.receiver) == (1, 0, 3)
     assert str(message) == "hidden 2.1 from stage 1 to 0"
     assert schedule.producer_of(schedule.message_from(action("I3.1"))) == action("I3.1")
+
+
+def test_interleaved_takes_groups_of_as_many_microbatches_as_stages():
+    assert [" ".join(map(str, stage)) for stage in interleaved(2, 4, 2).actions] == [
+        "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3",
+        "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3",
+    ]
 
 
 def test_one_chunk_per_stage_interleaved_is_1f1b():

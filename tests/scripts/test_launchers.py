@@ -54,9 +54,11 @@ def test_flags_after_a_launcher_take_precedence():
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--stepz", "3"], "the option must be --steps, --nproc or --out, but is `--stepz`."),
+        (["--stepz", "3"], "the option must be one of those that --help lists, but is `--stepz`."),
         (["--steps", "0"], "`--steps` must be a positive integer, but is `0`."),
-        (["--nproc=two"], "`--nproc` must be a positive integer, but is `two`."),
+        (["--tp=two"], "`--tp` must be a positive integer, but is `two`."),
+        (["--pp", "0"], "`--pp` must be a positive integer, but is `0`."),
+        (["--zero-stage", "4"], "`--zero-stage` must be 0, 1, 2 or 3, but is `4`."),
         (["--out"], "`--out` must have a value, but is the last word."),
         (["--out="], "`--out` must be a folder, but is empty."),
     ],
@@ -70,4 +72,4 @@ def test_the_quickstart_refuses_bad_options_before_it_does_anything(arguments, r
 def test_the_quickstart_has_help():
     run = bash("quickstart.sh", "--help")
     assert run.returncode == 0
-    assert all(option in run.stdout for option in ("--steps N", "--nproc N", "--out DIR"))
+    assert all(option in run.stdout for option in ("--steps N", "--tp T", "--pp P", "--dp D", "--zero-stage Z", "--out DIR"))

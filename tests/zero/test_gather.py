@@ -68,8 +68,8 @@ def test_each_layer_is_whole_only_while_it_is_used():
     model = Stack(3)
     parallel, _ = build(model, overlap_gather=False)
     parallel.start()
-    # Before each layer nothing is; between two layers of backward nothing is any more.
-    assert pass_(parallel, model) == ["", "", "", "", "", ""]
+    # Nothing is between two forwards; in backward, each layer when the gradient of its output is there.
+    assert pass_(parallel, model) == ["", "", "", "1", "0", "0"]
     assert model.whole() == ""
 
 
@@ -187,7 +187,8 @@ def test_a_weight_stays_while_an_outer_module_uses_it():
     values = weight.detach().clone()
     context = recording_context(ProcessGrid(dp=2), 0, TrafficLog(), "cpu")
     policy = ZeroPolicy(3, persistence_threshold=0, max_live=0)
-    units = [Unit(0, model, (weight,)), Unit(0, model.child, (weight,))]
+    inner = module_units(model)
+    units = [Unit(0, model, (weight,)), *inner]
     (bucket,) = build_buckets(units, policy, context)
     parallel = DataParallel(units, [bucket], policy, context)
     half = values.flatten()[:8].repeat(2).view(4, 4)  # what the recording group gathers
@@ -239,7 +240,7 @@ def test_publishing_renews_what_is_whole():
     # Weights that an evaluation left gathered must not outlive a load.
     def work(context):
         model = nn.Linear(3, 2, bias=False)
-        parallel, buckets = build(model, context, max_live=10**9)
+        _, buckets = build(model, context, max_live=10**9)
         optimizer = Optimizer(buckets, Adam(), context, 0.0)
         with torch.no_grad():
             model(torch.ones(3))

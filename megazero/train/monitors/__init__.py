@@ -42,7 +42,12 @@ def build_monitors(
         return CompositeMonitor()
     logging = config.logging
     members: list[Monitor] = [
-        ConsoleMonitor(logging.log_interval, total_iterations, resume_iteration),
+        ConsoleMonitor(
+            logging.log_interval,
+            total_iterations,
+            resume_iteration,
+            phases=logging.wall_clock_breakdown,
+        ),
     ]
     if logging.metrics_jsonl is not None:
         members.append(JsonlMonitor(logging.metrics_jsonl, resume_iteration))

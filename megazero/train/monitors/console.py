@@ -23,6 +23,7 @@ class ConsoleMonitor(Monitor):
         log_interval: iterations per line.
         total_iterations: length of the training, for the bar; None where it is not known.
         resume_iteration: iterations done before this process.
+        phases: whether to print where the time of the interval went.
         console: where to print; standard output by default.
     """
 
@@ -31,8 +32,11 @@ class ConsoleMonitor(Monitor):
         log_interval: int,
         total_iterations: int | None = None,
         resume_iteration: int = 0,
+        *,
+        phases: bool = False,
         console: Console | None = None,
     ) -> None:
+        self._phases = phases
         self._console = console or Console()
         self._log_interval = log_interval
         self._total = total_iterations
@@ -45,8 +49,7 @@ class ConsoleMonitor(Monitor):
         if metrics.skipped:
             self._print(_skipped_line(metrics))
         if metrics.iteration % self._log_interval == 0:
-            self._print(f" [{datetime.now():%Y-%m-%d %H:%M:%S}] {interval_line(self._interval, self._total)}")
-            self._interval = []
+            self._print_interval()
         if self._console.is_terminal:
             self._advance_bar(metrics)
 
@@ -64,10 +67,15 @@ class ConsoleMonitor(Monitor):
 
     def close(self) -> None:
         if self._interval:
-            self._print(f" [{datetime.now():%Y-%m-%d %H:%M:%S}] {interval_line(self._interval, self._total)}")
-            self._interval = []
+            self._print_interval()
         if self._bar is not None:
             self._bar.stop()
+
+    def _print_interval(self) -> None:
+        self._print(f" [{datetime.now():%Y-%m-%d %H:%M:%S}] {interval_line(self._interval, self._total)}")
+        if self._phases:
+            self._print(f" {phase_line(self._interval)}")
+        self._interval = []
 
     def _print(self, text: str) -> None:
         # No markup or wrapping: a line is one line in a log file, brackets and all.
@@ -121,6 +129,16 @@ def interval_line(interval: list[StepMetrics], total: int | None) -> str:
     parts.append(f"number of skipped iterations: {sum(metrics.skipped for metrics in interval):3d}")
     parts.append(f"number of nan iterations: {sum(map(math.isnan, made)):3d}")
     return " | ".join(parts) + " |"
+
+
+def phase_line(interval: list[StepMetrics]) -> str:
+    """Mean time per iteration of each phase, in the order in which they first came."""
+    names = dict.fromkeys(name for metrics in interval for name in metrics.phase_seconds)
+    parts = [
+        f"{name}: {1000 * sum(m.phase_seconds.get(name, 0.0) for m in interval) / len(interval):.1f}"
+        for name in names
+    ]
+    return " | ".join(["time per iteration (ms)", *parts]) + " |"
 
 
 def _skipped_line(metrics: StepMetrics) -> str:

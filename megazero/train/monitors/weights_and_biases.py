@@ -34,6 +34,8 @@ class WandbMonitor(Monitor):
             self._run = wandb.init(
                 project=logging.wandb_project,
                 name=logging.wandb_exp_name,
+                entity=logging.wandb_entity,
+                group=logging.wandb_group,
                 dir=logging.wandb_save_dir,
                 config=config.model_dump(mode="json"),
             )

@@ -1,0 +1,118 @@
+"""Finding this rank's place in a job that a training script may have started itself.
+
+A script may have joined torch's world, may bring an `mpu` object of its own (DeepSpeed's contract), or leave
+all to us.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megazero.errors import ConfigError
+from megazero.mpu.context import ParallelContext, make_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.launch import Launch, choose_device
+from megazero.mpu.torch_group import open_group, start_world
+
+TIMEOUT = timedelta(minutes=10)
+
+
+def find_context(
+    mpu: Any = None,
+    *,
+    backend: str | None = None,
+    timeout: timedelta = TIMEOUT,
+    node_size: int = 1,
+    may_start: bool = True,
+) -> ParallelContext:
+    """This rank's context: that of the world that torch is in already, else of the launcher's environment.
+
+    Args:
+        mpu: a `ParallelContext`, which is returned; or an object that answers
+            ``get_model_parallel_rank``, ``get_data_parallel_world_size`` and so on, whose layout is taken
+            over; or None: all ranks are data-parallel.
+        backend: nccl or gloo; default: by device.
+        timeout: longest wait in one collective.
+        node_size: replicas that ``node`` spans.
+        may_start: join the world where the script has not.
+
+    Raises:
+        ConfigError: the layout of `mpu` is another than ours (tensor-parallel ranks adjacent), or the world
+            has not been joined and `may_start` is false.
+        CommunicationError: the other ranks could not be reached.
+    """
+    if isinstance(mpu, ParallelContext):
+        return mpu
+    launch = _launch()
+    device = choose_device("auto", launch.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    grid = ProcessGrid.factor(launch.world_size, **_sizes(mpu))
+    if launch.world_size > 1 and not _started():
+        if not may_start:
+            raise ConfigError(
+                "`dist_init_required` must be true where the world of ranks has not been joined, but is "
+                "false; call `init_distributed` first or leave the argument out"
+            )
+        default = "nccl" if device.type == "cuda" else "gloo"
+        start_world(backend or default, launch.rank, launch.world_size, timeout)
+    context = make_context(
+        grid,
+        launch.rank,
+        device,
+        lambda name, ranks: open_group(name, launch.rank, ranks, timeout),
+        node_size=node_size,
+    )
+    _compare(mpu, context)
+    return context
+
+
+def _started() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _launch() -> Launch:
+    """Where torch says that this process is, else where the launcher does."""
+    if not _started():
+        return Launch.from_environment()
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    return Launch(dist.get_rank(), dist.get_world_size(), int(local_rank) if local_rank.isdigit() else 0)
+
+
+def _ask(mpu: Any, *names: str) -> int | None:
+    """What the first of the methods that `mpu` has returns; None where it has none."""
+    for name in names:
+        method = getattr(mpu, name, None)
+        if callable(method):
+            return int(method())
+    return None
+
+
+def _sizes(mpu: Any) -> dict[str, int]:
+    """The axis sizes that `mpu` says, of those that it speaks of."""
+    asked = {
+        "tp": ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"),
+        "pp": ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size"),
+        "cp": ("get_sequence_parallel_world_size",),
+    }
+    return {axis: size for axis, names in asked.items() if (size := _ask(mpu, *names)) is not None}
+
+
+def _compare(mpu: Any, context: ParallelContext) -> None:
+    """Refuse an `mpu` that places this rank elsewhere than our grid does."""
+    asked = {
+        "tensor": ("tp", "get_tensor_model_parallel_rank", "get_model_parallel_rank"),
+        "data": ("data", "get_data_parallel_rank"),
+    }
+    for what, (group, *names) in asked.items():
+        theirs, ours = _ask(mpu, *names), context.groups[group].rank
+        if theirs not in (None, ours):
+            raise ConfigError(
+                f"`mpu` must lay ranks out with tensor-parallel ranks adjacent, so that rank {context.rank} "
+                f"has {what}-parallel rank {ours}, but it says {theirs}; use Megatron's order tp-dp-pp"
+            )

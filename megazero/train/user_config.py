@@ -1,0 +1,113 @@
+"""What a DeepSpeed JSON says to `megazero.initialize`, checked and complete."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megazero.config.deepspeed import DeepSpeedSettings, read_deepspeed
+from megazero.config.deepspeed_batch import BatchTriangle, resolve_batch
+from megazero.config.deepspeed_extras import Extras
+from megazero.config.resolve import build_section
+from megazero.config.tree import LoggingConfig, PrecisionConfig, ZeroConfig
+from megazero.errors import ConfigError
+
+Source = str | Path | Mapping[str, Any]
+
+_USED = ("zero", "precision", "logging", "optimizer", "batch")
+
+
+@dataclass(frozen=True)
+class UserSettings:
+    """All that an engine for a user's own module is told.
+
+    Attributes:
+        zero: what is cut, and how it communicates.
+        precision: type of the weights, and the loss scale.
+        logging: which monitors there are.
+        extras: optimizer, schedule, and what else has no field in the tree.
+        batch: the three batch sizes.
+        clip_grad: largest gradient norm; 0 is off.
+        notes: lines to warn with: which keys have no effect.
+    """
+
+    zero: ZeroConfig
+    precision: PrecisionConfig
+    logging: LoggingConfig
+    extras: Extras
+    batch: BatchTriangle
+    clip_grad: float
+    notes: tuple[str, ...]
+
+
+def choose_source(args: Any, config: Source | None, config_params: Source | None) -> Source:
+    """The one configuration among the arguments that may hold it.
+
+    Raises:
+        ConfigError: there is none, or more than one.
+    """
+    named = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    given = {name: source for name, source in named.items() if source is not None}
+    if len(given) != 1:
+        raise ConfigError(
+            f"`config` must be given once, but is given {len(given)} times"
+            f"{' (' + ', '.join(given) + ')' if given else ''}; pass a path or a dictionary as `config`"
+        )
+    return next(iter(given.values()))
+
+
+def read_settings(source: Source, data_parallel: int, model: nn.Module) -> UserSettings:
+    """Read a JSON, or its content.
+
+    Args:
+        source: path or content.
+        data_parallel: ranks that samples are dealt to.
+        model: its `config.hidden_size`, where it has one, resolves what is "auto" by it.
+
+    Raises:
+        ConfigError: with everything that stands against it.
+    """
+    hidden = getattr(getattr(model, "config", None), "hidden_size", None)
+    given = {"model.hidden_size": hidden} if isinstance(hidden, int) else {}
+    read = read_deepspeed(source, data_parallel=data_parallel, given=given)
+    problems, sections = list(read.problems), []
+    for name in ("zero", "precision", "logging"):
+        try:
+            sections.append(build_section(name, [*read.defaults, *read.settings]))
+        except ConfigError as error:
+            problems += error.violations
+    batch = read.batch
+    if batch is None and not problems:
+        # Nothing was said of the sizes: this raises what DeepSpeed says then.
+        batch = resolve_batch(None, None, None, data_parallel)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return UserSettings(
+        *sections,
+        extras=read.extras,
+        batch=batch,
+        clip_grad=read.values.get("optimizer.clip_grad", 0.0),
+        notes=_without_effect(read),
+    )
+
+
+def _without_effect(read: DeepSpeedSettings) -> tuple[str, ...]:
+    """One line on the keys that change nothing for a module of the user's own."""
+    reasons = {each.key: each.reason for each in read.ignored}
+    for setting in read.settings:
+        if setting.spec.section not in _USED:
+            key = setting.source.rpartition(": ")[2].strip("`")
+            reasons[key] = "the model and the script decide it"
+    by_reason: dict[str, list[str]] = {}
+    for key, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(key)
+    listed = "; ".join(f"{', '.join(keys)} ({reason})" for reason, keys in by_reason.items())
+    return (f"keys of {read.name} without effect here: {listed}.",) if listed else ()
