@@ -11,7 +11,7 @@ from megazero.errors import ConfigError, DataError, MegazeroError
 from megazero.inference.sampling import Sampling
 from megazero.inference.staged import StagedModel
 from megazero.inference.text import TextGenerator
-from megazero.mpu import Launch, leave
+from megazero.mpu import Launch, leave, reporting
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -52,13 +52,14 @@ def _run(flags: argparse.Namespace) -> None:
     from megazero.train.snapshot import load_for_inference
 
     loaded = load_for_inference(flags.load, Launch.from_environment())
-    model = StagedModel(loaded.chunks, loaded.stage_of, loaded.context.pp)
-    repeated = [prompt for prompt in prompts for _ in range(flags.num_samples)]
-    texts = TextGenerator(model, loaded.tokenizer).complete(
-        repeated, max_new_tokens=flags.max_new_tokens, sampling=sampling, batch_size=flags.batch_size
-    )
-    if loaded.context.rank == 0:
-        print(format_results(repeated, texts, flags.num_samples))
+    with reporting(loaded.context):
+        model = StagedModel(loaded.chunks, loaded.stage_of, loaded.context.pp)
+        repeated = [prompt for prompt in prompts for _ in range(flags.num_samples)]
+        texts = TextGenerator(model, loaded.tokenizer).complete(
+            repeated, max_new_tokens=flags.max_new_tokens, sampling=sampling, batch_size=flags.batch_size
+        )
+        if loaded.context.rank == 0:
+            print(format_results(repeated, texts, flags.num_samples))
     leave(loaded.context)
 
 

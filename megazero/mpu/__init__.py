@@ -14,7 +14,7 @@ from megazero.mpu.context import (
 from megazero.mpu.counting_group import CountingGroup, count_traffic
 from megazero.mpu.grid import AXES, COMMUNICATORS, Coordinate, ProcessGrid
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
-from megazero.mpu.launch import Launch, choose_device, join, leave
+from megazero.mpu.launch import Launch, choose_device, join, leave, reporting
 from megazero.mpu.messages import gather_values
 from megazero.mpu.param_spec import Init, ParamSpec, new_parameter, spec_of
 from megazero.mpu.recording_group import RecordingGroup, TrafficLog
@@ -52,6 +52,7 @@ __all__ = [
     "make_context",
     "new_parameter",
     "recording_context",
+    "reporting",
     "solo_context",
     "spec_of",
     "thread_context",

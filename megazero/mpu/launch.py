@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,7 +14,9 @@ from megazero.config.tree import ParallelConfig
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext, make_context, solo_context
 from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.group import Group
 from megazero.mpu.torch_group import TorchGroup, leave_world, open_group, start_world
+from megazero.mpu.watch import StoreBoard, Watch, WatchedGroup
 
 
 @dataclass(frozen=True)
@@ -92,23 +95,39 @@ def join(config: ParallelConfig, launch: Launch, node_size: int = 1) -> Parallel
     backend = config.distributed_backend
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    # The watch ends a call that takes too long and says why; the backend waits longer.
+    patience = timedelta(minutes=config.distributed_timeout_minutes)
+    timeout = patience + timedelta(minutes=1)
     # Not bound to the device: torch would then make groups by splitting the world's communicator, for which
     # every rank must call, while here only a group's members do.
     start_world(backend, launch.rank, launch.world_size, timeout)
-    return make_context(
-        grid,
-        launch.rank,
-        device,
-        lambda name, ranks: open_group(name, launch.rank, ranks, timeout),
-        node_size=node_size,
-    )
+    watch = Watch(StoreBoard.of_world(), launch.rank, launch.world_size, patience.total_seconds())
+    check_on = device if config.check_collectives else None
+
+    def maker(name: str, ranks: tuple[int, ...]) -> Group:
+        return watch.wrap(open_group(name, launch.rank, ranks, timeout), check_on=check_on)
+
+    return make_context(grid, launch.rank, device, maker, node_size=node_size)
 
 
 def leave(context: ParallelContext) -> None:
     """Leave the job in good order: wait for everyone, then close the groups."""
     context.world.barrier()
+    if isinstance(context.world, WatchedGroup):
+        context.world.watch.close()
     for group in context.groups.values():
-        if isinstance(group, TorchGroup):
+        if isinstance(group, (TorchGroup, WatchedGroup)):
             group.close()
     leave_world()
+
+
+@contextmanager
+def reporting(context: ParallelContext) -> Iterator[None]:
+    """An error within is first told to the other ranks, which would wait for this one, and which end too."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(context.world, WatchedGroup):
+            context.world.watch.report(error)
+            context.world.watch.close()
+        raise

@@ -77,7 +77,7 @@ class Executor:
         pp: the ranks of the pipeline; group rank is the stage.
         sharding: keeps parameters and sums gradients.
         device: where the chunks are.
-        observer: told of every action and its seconds.
+        observer: told of every action and its seconds, without what it waited for other stages.
     """
 
     def __init__(
@@ -154,6 +154,7 @@ class _Run:
     inbox: dict[tuple[str, Key], tuple[Tensor, Work | None]] = field(default_factory=dict)
     outbox: dict[tuple[str, Key], Tensor] = field(default_factory=dict)
     sent: list[_Sent] = field(default_factory=list)
+    waited: float = 0.0  # seconds in which messages were awaited
 
     def __post_init__(self) -> None:
         schedule = self.program.schedule
@@ -176,9 +177,10 @@ class _Run:
             elif self.executor.observer is None:
                 self.act(instruction)
             else:
-                began = time.perf_counter()
+                began, waited = time.perf_counter(), self.waited
                 self.act(instruction)
-                self.executor.observer(instruction, time.perf_counter() - began)
+                waited = self.waited - waited
+                self.executor.observer(instruction, time.perf_counter() - began - waited)
         for sent in self.sent:
             sent.wait()
         left = [*self.live, *self.inbox, *self.outbox]
@@ -276,7 +278,9 @@ class _Run:
     def _take(self, kind: str, key: Key) -> Tensor:
         tensor, work = self.inbox.pop((kind, key))
         if work is not None:
+            began = time.perf_counter()
             work.wait()
+            self.waited += time.perf_counter() - began
         return tensor
 
     def _buffer(self, message: Message) -> Tensor:

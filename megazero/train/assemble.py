@@ -23,6 +23,7 @@ from megazero.mpu import (
     count_traffic,
     join,
     leave,
+    reporting,
 )
 from megazero.optim import (
     Progress,
@@ -199,6 +200,13 @@ def pretrain(config: Config, launch: Launch | None = None) -> TrainState:
     """
     keep_freed_memory()
     joined = join(config.parallel, launch or Launch.from_environment(), config.zero.hpz_partition_size)
+    with reporting(joined):
+        state = _train(config, joined)
+    leave(joined)
+    return state
+
+
+def _train(config: Config, joined: ParallelContext) -> TrainState:
     traffic = TrafficLog()
     context = count_traffic(joined, traffic) if config.logging.comms_logger else joined
     vocabulary = build_vocabulary(config)
@@ -225,5 +233,4 @@ def pretrain(config: Config, launch: Launch | None = None) -> TrainState:
         monitor.close()
         if feeds.train is not None:
             feeds.train.close()
-    leave(joined)
     return state

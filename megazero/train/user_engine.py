@@ -175,7 +175,8 @@ class UserEngine(nn.Module):
 
         Args:
             data_iter: gives them; a mapping goes to the model by keyword, a tuple or list by position,
-                anything else alone. The model returns the loss, has it first or as `loss`. None: `training_data`.
+                anything else alone. The model returns the loss, or has it first or as `loss`.
+                None: from `training_data`.
 
         Returns:
             Mean loss over micro-batches and data-parallel ranks.

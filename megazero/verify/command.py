@@ -22,7 +22,6 @@ from megazero.verify.run import run_alone, run_in_processes, run_in_threads
 from megazero.verify.shrink import shrink
 
 DATA_SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
-_ALONE = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -120,7 +119,8 @@ def serial_of(config: Config) -> Config:
         update={
             "parallel": config.parallel.model_copy(
                 update={
-                    **_ALONE,
+                    "tensor_model_parallel_size": 1,
+                    "pipeline_model_parallel_size": 1,
                     "num_virtual_stages_per_pipeline_rank": None,
                     "pipeline_schedule": "auto",
                     "pipeline_partition": "uniform",

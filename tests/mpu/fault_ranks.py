@@ -23,8 +23,8 @@ import torch.distributed as dist
 from megazero.errors import DataError, MegazeroError
 from megazero.mpu import Group, Transfer
 from megazero.mpu.torch_group import leave_world, open_group, start_world
-from megazero.mpu.watch import Watch
-from megazero.mpu.watch_board import StoreBoard
+from megazero.mpu.watch.board import StoreBoard
+from megazero.mpu.watch.watch import Watch
 
 RANKS = 3
 TIMEOUT = 3.0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.mpu.watch import EXIT_STATUS
+from megazero.mpu.watch.watch import EXIT_STATUS
 
 pytestmark = pytest.mark.gloo
 

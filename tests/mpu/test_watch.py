@@ -11,11 +11,11 @@ import torch
 
 from megazero.errors import CommunicationError, DataError
 from megazero.mpu import Group, SoloGroup, ThreadWorld, Transfer
-from megazero.mpu.watch import Watch
-from megazero.mpu.watch_group import WatchedGroup
-from megazero.mpu.watch_inquest import Inquest
-from megazero.mpu.watch_log import SLOTS, CallLog, Lane, read_log
-from megazero.mpu.watch_report import CallState
+from megazero.mpu.watch.group import WatchedGroup
+from megazero.mpu.watch.inquest import Inquest
+from megazero.mpu.watch.log import SLOTS, CallLog, Lane, read_log
+from megazero.mpu.watch.report import CallState
+from megazero.mpu.watch.watch import Watch
 from tests.mpu.test_groups import conform, expected
 from tests.mpu.test_watch_diagnose import report
 

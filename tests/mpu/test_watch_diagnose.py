@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megazero.mpu.watch_diagnose import Finding, FindingKind, diagnose, render
-from megazero.mpu.watch_report import Alarm, CallRecord, CallState, LaneRecord, Report
+from megazero.mpu.watch.diagnose import Finding, FindingKind, diagnose, render
+from megazero.mpu.watch.report import Alarm, CallRecord, CallState, LaneRecord, Report
 
 GROUPS = {"tp": (0, 1), "dp": (0, 2), "world": (0, 1, 2), "0>1": (0, 1)}
 

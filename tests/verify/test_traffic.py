@@ -57,7 +57,7 @@ def test_tensor_parallelism_reduces_twice_per_layer_and_direction(layers, micro_
     layout = Layout(tp=2, layers=layers, micro_batch=micro_batch)
     hidden = SEQUENCE * GLOBAL_BATCH * HIDDEN * FP32  # of all micro-batches
     position = SEQUENCE * GLOBAL_BATCH * FP32
-    # Two row-parallel layers forward and two column-parallel ones backward in each layer, the embedding, the head;
+    # Two row-parallel layers forward and two column-parallel ones backward per layer, embedding, head;
     # of each position's loss the largest logit, the sum of exponentials and the label's logit.
     expected = hidden * (4 * layers + 2) + 3 * position
     for log in traffic(layout):
@@ -70,8 +70,8 @@ def test_sequence_parallelism_moves_as_much_in_halves():
     layers = 2
     hidden = SEQUENCE * GLOBAL_BATCH * HIDDEN * FP32
     for log in traffic(Layout(tp=2, layers=layers, sequence_parallel=True)):
-        # A row-parallel layer and the embedding scatter forward and gather backward; a column-parallel one and the
-        # head gather forward, and backward gather again for the weight and scatter.
+        # Row-parallel layers and the embedding scatter forward and gather backward; column-parallel ones and
+        # the head gather forward, and backward gather again for the weight and scatter.
         assert log.payload["tp", "reduce_scatter"] == hidden * (4 * layers + 2)
         assert log.payload["tp", "all_gather"] == hidden * (2 * layers + 1) + 2 * hidden * (2 * layers + 1)
 
@@ -99,7 +99,7 @@ def test_zero_sends_what_its_paper_says(zero, dp):
         elif zero < 3:
             assert (reduced, gathered) == (psi, psi)
         else:
-            # Gathered for forward and for backward; small parameters stay whole and are gathered after the step.
+            # Gathered for forward and backward; small parameters stay whole and are gathered once.
             assert (reduced, gathered) == (psi, 2 * sharded + (psi - sharded))
             assert sharded > 0.9 * psi
 

@@ -181,6 +181,20 @@ def test_narrow_sums_are_clipped_in_fp32(stage):
 
 
 @EVERY_STAGE
+@pytest.mark.parametrize("accumulation", [torch.float32, torch.bfloat16])
+def test_after_a_step_gradients_are_those_that_it_used(stage, accumulation):
+    def work(context):
+        trainer = Trainer(Zoo(), zoo_loss, policy(stage, accumulation_dtype=accumulation), context)
+        trainer.accumulate(0, 1)
+        norm = trainer.optimizer.step(1e-2, 0.1, 1 / 12).grad_norm
+        return norm, trainer.optimizer.grad_norm()
+
+    for before, after in in_threads(2, work):
+        assert before > 0.6
+        assert after == pytest.approx(0.5, rel=1e-2)  # clipped
+
+
+@EVERY_STAGE
 def test_norms_do_not_depend_on_the_layout(stage):
     def work(context):
         trainer = Trainer(Zoo(), zoo_loss, policy(stage), context)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from megazero.mpu.watch_report import Alarm, CallRecord, CallState, LaneRecord, Report
+from megazero.mpu.watch.report import Alarm, CallRecord, CallState, LaneRecord, Report
 
 _MOST_FINDINGS = 6
 _MOST_STANDING = 16

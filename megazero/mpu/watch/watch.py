@@ -1,8 +1,8 @@
 """`Watch`: no process of a failed job waits for ever, and the first rank that diverged is named.
 
-Each process notes its calls (`watch_log.py`). When a call takes too long, or something raises, the process
+Each process notes its calls (`watch/log.py`). When a call takes too long, or something raises, the process
 leaves a note on the job's board; all processes then post their reports, one of them makes the diagnosis
-(`watch_diagnose.py`) and prints it, and every process ends with an error.
+(`watch/diagnose.py`) and prints it, and every process ends with an error.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import torch
 
 from megazero.errors import CommunicationError
 from megazero.mpu.group import Group, Work
-from megazero.mpu.watch_board import Board
-from megazero.mpu.watch_diagnose import spell_ranks
-from megazero.mpu.watch_group import WatchedGroup
-from megazero.mpu.watch_inquest import Inquest
-from megazero.mpu.watch_log import HERE, Call, CallLog, Lane, spell_place
-from megazero.mpu.watch_report import Alarm, CallRecord, LaneRecord, Report
+from megazero.mpu.watch.board import Board
+from megazero.mpu.watch.diagnose import spell_ranks
+from megazero.mpu.watch.group import WatchedGroup
+from megazero.mpu.watch.inquest import Inquest
+from megazero.mpu.watch.log import HERE, Call, CallLog, Lane, spell_place
+from megazero.mpu.watch.report import Alarm, CallRecord, LaneRecord, Report
 
 EXIT_STATUS = 70
 _LONGEST_ERROR = 500

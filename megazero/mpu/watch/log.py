@@ -22,7 +22,7 @@ from types import FrameType
 import torch
 
 from megazero.mpu.group import Work
-from megazero.mpu.watch_report import CallRecord, CallState
+from megazero.mpu.watch.report import CallRecord, CallState
 
 SLOTS = 256
 _SLOT_BYTES = 640
@@ -35,8 +35,8 @@ _DEEPEST = 48
 _STATES = (CallState.OPEN, CallState.WAITED, CallState.DONE)
 _OPEN, _WAITED, _DONE = range(3)
 
-HERE = str(Path(__file__).parent) + os.sep
-_PACKAGES = str(Path(__file__).parents[2]) + os.sep
+HERE = str(Path(__file__).parents[1]) + os.sep
+_PACKAGES = str(Path(__file__).parents[3]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 
 

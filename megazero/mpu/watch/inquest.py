@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 from megazero.errors import CommunicationError
-from megazero.mpu.watch_board import Board
-from megazero.mpu.watch_diagnose import diagnose, render, standing
-from megazero.mpu.watch_log import read_log
-from megazero.mpu.watch_report import Alarm, Report
+from megazero.mpu.watch.board import Board
+from megazero.mpu.watch.diagnose import diagnose, render, standing
+from megazero.mpu.watch.log import read_log
+from megazero.mpu.watch.report import Alarm, Report
 
 _LOOK = 0.1
 _SECOND_CALL = 2.0

@@ -12,10 +12,10 @@ from torch import Tensor
 from megazero.errors import CommunicationError
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
 from megazero.mpu.messages import gather_values
-from megazero.mpu.watch_log import Call
+from megazero.mpu.watch.log import Call
 
 if TYPE_CHECKING:
-    from megazero.mpu.watch import Watch
+    from megazero.mpu.watch.watch import Watch
 
 
 class WatchedGroup:

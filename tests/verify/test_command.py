@@ -1,0 +1,97 @@
+"""`megazero verify`: a user's flags, shrunk, run and judged."""
+
+from __future__ import annotations
+
+import pytest
+
+from megazero.config.resolve import parse_config
+from megazero.config.rules import check
+from megazero.verify import command, compare
+from megazero.verify.command import main, serial_of
+from megazero.verify.shrink import shrink
+
+BASE = [
+    "--num-layers",
+    "12",
+    "--hidden-size",
+    "768",
+    "--num-attention-heads",
+    "12",
+    "--seq-length",
+    "128",
+    "--micro-batch-size",
+    "4",
+]
+BASE += ["--global-batch-size", "64", "--lr", "1e-3", "--train-iters", "10", "--vocab-size", "1000"]
+
+
+def test_a_pipeline_with_zero_is_the_same_training(capsys):
+    assert main([*BASE, "--pipeline-model-parallel-size", "2", "--zero-stage", "3", "--steps", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "tensor 1 x pipeline 2 x data 2, ZeRO stage 3" in out
+    assert out.count("ok  ") == 5
+    assert out.endswith("the same training as one process\n")
+
+
+def test_a_difference_is_reported_and_fails(capsys, monkeypatch):
+    real = compare.compare
+    monkeypatch.setattr(
+        command, "compare", lambda records, expected: real(records, expected, compare.Tolerance(loss=1e-30))
+    )
+    assert main([*BASE, "--tensor-model-parallel-size", "2", "--steps", "2"]) == 1
+    out = capsys.readouterr().out
+    assert "BAD        loss" in out
+    assert out.endswith("NOT the same training as one process\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        ([*BASE, "--tensor-model-parallel-size", "5"], "rule heads_over_tensor_ranks"),
+        ([*BASE, "--world-size", "3", "--tensor-model-parallel-size", "2"], "rule world_size_factors"),
+        ([*BASE, "--no-such-flag"], "--no-such-flag"),
+        (["--sweep", "0"], "must be a positive number or all"),
+        (["--sweep", "3", "--lr", "1"], "must be alone"),
+        ([*BASE, "--ranks", "0"], "must be at least 1"),
+    ],
+)
+def test_bad_input_is_refused(argv, reason, capsys):
+    assert main(argv) == 2
+    assert reason in capsys.readouterr().err
+
+
+HUGE = (
+    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --micro-batch-size 1 "
+    "--global-batch-size 1536 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 "
+    "--sequence-parallel --num-layers-per-virtual-pipeline-stage 3 --bf16 --lr 6e-5 --lr-decay-iters 100 "
+    "--lr-warmup-fraction 0.01 --train-samples 100000 --vocab-size 50257 --checkpoint-activations --zero-stage 1 --mock-data"
+)
+GROUPED = (
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 16 --num-query-groups 4 --seq-length 256 "
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--ffn-hidden-size 1408 --micro-batch-size 2 --global-batch-size 64 --rampup-batch-size 16 16 100 --lr 1e-3 "
+    "--train-tokens 1000000 --lr-decay-tokens 900000 --vocab-size 1000 --pipeline-model-parallel-size 4 "
+    "--pipeline-partition 1,3,3,1 --zero-stage 3 --zero-hpz-partition-size 2 --mock-data --fp16"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "sizes"), [(HUGE, 1024, (2, 2, 2)), (GROUPED, 16, (1, 2, 4)), (GROUPED, 8, (1, 4, 2))]
+)
+def test_shrinking_keeps_the_layout_and_breaks_no_rule(flags, world, sizes):
+    config = parse_config(flags.split(), world_size=world).config
+    replicas = world // (
+        config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    )
+    small = shrink(config, replicas)
+    grid = small.grid
+    assert (grid.tp, grid.pp, grid.dp) == sizes
+    assert check(small.config, grid.world_size) == []
+    assert check(serial_of(small.config), 1) == []
+    assert small.config.zero.stage == config.zero.stage
+    assert small.config.recompute == config.recompute
+    assert small.config.parallel.sequence_parallel == config.parallel.sequence_parallel
+    assert small.config.model.activation == config.model.activation
+    assert (small.config.model.kv_heads < small.config.model.num_attention_heads) == (
+        config.model.kv_heads < config.model.num_attention_heads
+    )
