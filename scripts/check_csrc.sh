@@ -4,7 +4,15 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [[ -z $(python scripts/setup_facts.py missing) ]]; then
-    python -c 'import torch; from megazero.data import _native; from megazero.ops import _native'
+    python - <<'PYTHON'
+import importlib
+import sys
+
+import torch  # its OpenMP runtime serves the kernels
+
+for package in ["data", "ops"] + ["mpu"] * (sys.platform == "linux"):
+    importlib.import_module(f"megazero.{package}._native")
+PYTHON
     echo "csrc: the native modules are built and load"
 elif command -v "${CXX:-c++}" g++ clang++ >/dev/null; then
     echo "csrc: error: there is a C++ compiler, but the native modules do not build:" >&2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
 
 import torch
 
@@ -22,8 +21,7 @@ from megazero.config.tree import (
 )
 from megazero.errors import ConfigError
 from megazero.models import Batch
-from megazero.mpu import ParallelContext, ProcessGrid, make_context
-from megazero.mpu.torch_group import open_group
+from megazero.mpu import Launch, ParallelContext, open_context, solo_context
 from megazero.pipeline import Action
 from megazero.train.allocator import keep_freed_memory
 from megazero.train.assemble import build_engine
@@ -77,15 +75,12 @@ def vocabulary_of(shape: Shape) -> Vocabulary:
     return Vocabulary(shape.vocab, shape.vocab, None, None)
 
 
-def open_context(shape: Shape, rank: int, world_size: int, tp: int = 1, pp: int = 1) -> ParallelContext:
+def join_context(shape: Shape, rank: int, world_size: int, config: ParallelConfig) -> ParallelContext:
     """This rank's place in a job whose process group exists."""
     device = torch.device(shape.device, rank) if shape.device == "cuda" else torch.device("cpu")
-    return make_context(
-        ProcessGrid.factor(world_size, tp=tp, pp=pp),
-        rank,
-        device,
-        lambda name, ranks: open_group(name, rank, ranks, timedelta(minutes=5)),
-    )
+    if world_size == 1:
+        return solo_context(device)
+    return open_context(config, Launch(rank, world_size, rank), device)
 
 
 class Trainer:
@@ -130,6 +125,6 @@ def build(
     keep_freed_memory()
     layout = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, **(parallel or {})}
     config = make_config(shape, world_size, ParallelConfig(**layout), ZeroConfig(**(zero or {})))
-    context = open_context(shape, rank, world_size, tp, pp)
+    context = join_context(shape, rank, world_size, config.parallel)
     engine = build_engine(config, build_chunks(config, vocabulary_of(shape), context), context)
     return Trainer(shape, engine, context)

@@ -25,7 +25,7 @@ from torch.distributed.pipelining import (
 
 from benchmarks.contenders import ActionTime, Shape
 from benchmarks.contenders.chunks import Chunk, our_chunks, plain_chunks
-from benchmarks.contenders.ours import open_context
+from benchmarks.contenders.ours import join_context
 from megazero.config.tree import ParallelConfig
 from megazero.pipeline import build_schedule
 
@@ -197,7 +197,7 @@ class Trainer:
 
 def build(shape: Shape, rank: int, world_size: int, kind: str, per_stage: int, same_stages: bool):
     """`same_stages` takes megazero's layers instead of plain ones."""
-    context = open_context(shape, rank, world_size, pp=world_size)
+    context = join_context(shape, rank, world_size, ParallelConfig(pipeline_model_parallel_size=world_size))
     stage_of = build_schedule(kind, world_size, shape.accumulations, per_stage).stage_of
     if same_stages:
         parallel = ParallelConfig(

@@ -14,11 +14,13 @@ from megazero.mpu.context import (
 from megazero.mpu.counting_group import CountingGroup, count_traffic
 from megazero.mpu.grid import AXES, COMMUNICATORS, Coordinate, ProcessGrid
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
-from megazero.mpu.launch import Launch, choose_device, join, leave, reporting
+from megazero.mpu.launch import Launch, choose_device, join, leave, open_context, reporting
 from megazero.mpu.messages import gather_values
 from megazero.mpu.param_spec import Init, ParamSpec, new_parameter, spec_of
 from megazero.mpu.recording_group import RecordingGroup, TrafficLog
 from megazero.mpu.rng import SampleStreams, derive_key
+from megazero.mpu.shared_group import SharedGroup
+from megazero.mpu.shared_open import open_shared
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.thread_group import ThreadGroup, ThreadWorld
 
@@ -37,6 +39,7 @@ __all__ = [
     "RecordingGroup",
     "Reduction",
     "SampleStreams",
+    "SharedGroup",
     "SoloGroup",
     "ThreadGroup",
     "ThreadWorld",
@@ -51,6 +54,8 @@ __all__ = [
     "leave",
     "make_context",
     "new_parameter",
+    "open_context",
+    "open_shared",
     "recording_context",
     "reporting",
     "solo_context",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,8 +15,12 @@ from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext, make_context, solo_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.group import Group
+from megazero.mpu.shared_group import SharedGroup
+from megazero.mpu.shared_open import open_shared
 from megazero.mpu.torch_group import TorchGroup, leave_world, open_group, start_world
 from megazero.mpu.watch import StoreBoard, Watch, WatchedGroup
+
+_LATER = timedelta(minutes=1)
 
 
 @dataclass(frozen=True)
@@ -83,13 +87,7 @@ def join(config: ParallelConfig, launch: Launch, node_size: int = 1) -> Parallel
     device = choose_device(config.device, launch.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    grid = ProcessGrid.factor(
-        launch.world_size,
-        tp=config.tensor_model_parallel_size,
-        pp=config.pipeline_model_parallel_size,
-        cp=config.context_parallel_size,
-        ep=config.expert_model_parallel_size,
-    )
+    grid = grid_of(config, launch.world_size)
     if grid.world_size == 1:
         return solo_context(device)
     backend = config.distributed_backend
@@ -97,16 +95,56 @@ def join(config: ParallelConfig, launch: Launch, node_size: int = 1) -> Parallel
         backend = "nccl" if device.type == "cuda" else "gloo"
     # The watch ends a call that takes too long and says why; the backend waits longer.
     patience = timedelta(minutes=config.distributed_timeout_minutes)
-    timeout = patience + timedelta(minutes=1)
     # Not bound to the device: torch would then make groups by splitting the world's communicator, for which
     # every rank must call, while here only a group's members do.
-    start_world(backend, launch.rank, launch.world_size, timeout)
+    start_world(backend, launch.rank, launch.world_size, patience + _LATER)
     watch = Watch(StoreBoard.of_world(), launch.rank, launch.world_size, patience.total_seconds())
     check_on = device if config.check_collectives else None
 
-    def maker(name: str, ranks: tuple[int, ...]) -> Group:
-        return watch.wrap(open_group(name, launch.rank, ranks, timeout), check_on=check_on)
+    def watched(group: Group) -> Group:
+        return watch.wrap(group, check_on=check_on)
 
+    return open_context(config, launch, device, node_size=node_size, wrap=watched)
+
+
+def grid_of(config: ParallelConfig, world_size: int) -> ProcessGrid:
+    """The configured axes; data parallelism takes what they leave.
+
+    Raises:
+        ConfigError: they do not divide `world_size`.
+    """
+    return ProcessGrid.factor(
+        world_size,
+        tp=config.tensor_model_parallel_size,
+        pp=config.pipeline_model_parallel_size,
+        cp=config.context_parallel_size,
+        ep=config.expert_model_parallel_size,
+    )
+
+
+def open_context(
+    config: ParallelConfig,
+    launch: Launch,
+    device: torch.device,
+    *,
+    node_size: int = 1,
+    wrap: Callable[[Group], Group] = lambda group: group,
+) -> ParallelContext:
+    """The context of a rank that has joined the world; CPU ranks of one host share memory unless told `gloo`.
+
+    Args:
+        config, launch, node_size: as for `join`.
+        device: of this rank's tensors.
+        wrap: what is put around each group.
+    """
+    timeout = timedelta(minutes=config.distributed_timeout_minutes) + _LATER
+    shares = device.type == "cpu" and config.distributed_backend == "auto"
+
+    def maker(name: str, ranks: tuple[int, ...]) -> Group:
+        group = open_group(name, launch.rank, ranks, timeout)
+        return wrap(open_shared(group, timeout) if shares else group)
+
+    grid = grid_of(config, launch.world_size)
     return make_context(grid, launch.rank, device, maker, node_size=node_size)
 
 
@@ -116,7 +154,7 @@ def leave(context: ParallelContext) -> None:
     if isinstance(context.world, WatchedGroup):
         context.world.watch.close()
     for group in context.groups.values():
-        if isinstance(group, (TorchGroup, WatchedGroup)):
+        if isinstance(group, (TorchGroup, SharedGroup, WatchedGroup)):
             group.close()
     leave_world()
 

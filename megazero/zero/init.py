@@ -149,14 +149,18 @@ class Init:
 
     def __enter__(self) -> Init:
         if self.enabled:
-            # The hook is the process's, but ranks may be threads of it.
+            # The hooks are the process's, but ranks may be threads of it: each heeds its own, and none comes
+            # or goes while a rank is building.
             self._thread = threading.get_ident()
             self._hook = register_module_module_registration_hook(self._registered)
+            self.context.world.barrier()
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
         if not self.enabled:
             return
+        if kind is None:
+            self.context.world.barrier()
         self._hook.remove()
         for module in self._outermost.values():
             if kind is None:
@@ -164,6 +168,8 @@ class Init:
             for each in module.modules():
                 each.__dict__.pop("apply", None)
         self._outermost = {}
+        if kind is None:
+            self.context.world.barrier()
 
     def _registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         """A module has become a part of another."""

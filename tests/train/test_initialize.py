@@ -31,8 +31,8 @@ from tests.train.user_models import (
 )
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+def adamw(model: nn.Module, **options) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **options)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -52,13 +52,16 @@ def test_every_stage_trains_as_plain_torch(stage, ranks, accumulation):
 @pytest.mark.parametrize("live", [0, 10**9])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_transformer_of_torch_trains(stage, live):
+    # The gradient of a bias of keys is rounding alone, which a small eps would blow up.
+    optimizer = {"type": "AdamW", "params": {**ADAMW["params"], "eps": 1e-3}}
+
     def work(context: ParallelContext):
-        config = settings(stage, 2, optimizer=ADAMW)
+        config = settings(stage, 2, optimizer=optimizer)
         config["zero_optimization"]["stage3_max_live_parameters"] = live
         return train_engine(start(context, build(Encoder), config), context, range(3))
 
     model = build(Encoder)
-    expected = train_plain(model, adamw(model), ranks=2, accumulation=2, steps=3)
+    expected = train_plain(model, adamw(model, eps=1e-3), ranks=2, accumulation=2, steps=3)
     expected.weights["seen"] /= 2  # one process saw the batches of both
     assert_same(on_ranks(2, work)[0], expected)
 

@@ -163,6 +163,5 @@ def assert_same(record: Record, expected: Record, rtol: float = 1e-4, atol: floa
     torch.testing.assert_close(record.norms, expected.norms, rtol=rtol, atol=atol)
     assert record.weights.keys() == expected.weights.keys()
     for name, value in expected.weights.items():
-        torch.testing.assert_close(
-            record.weights[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        found = record.weights[name]
+        torch.testing.assert_close(found, value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")

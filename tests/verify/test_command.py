@@ -64,12 +64,14 @@ HUGE = (
     "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --micro-batch-size 1 "
     "--global-batch-size 1536 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 "
     "--sequence-parallel --num-layers-per-virtual-pipeline-stage 3 --bf16 --lr 6e-5 --lr-decay-iters 100 "
-    "--lr-warmup-fraction 0.01 --train-samples 100000 --vocab-size 50257 --checkpoint-activations --zero-stage 1 --mock-data"
+    "--lr-warmup-fraction 0.01 --train-samples 100000 --vocab-size 50257 --checkpoint-activations "
+    "--zero-stage 1 --mock-data"
 )
 GROUPED = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 16 --num-query-groups 4 --seq-length 256 "
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-    "--ffn-hidden-size 1408 --micro-batch-size 2 --global-batch-size 64 --rampup-batch-size 16 16 100 --lr 1e-3 "
+    "--ffn-hidden-size 1408 --micro-batch-size 2 --global-batch-size 64 --rampup-batch-size 16 16 100 "
+    "--lr 1e-3 "
     "--train-tokens 1000000 --lr-decay-tokens 900000 --vocab-size 1000 --pipeline-model-parallel-size 4 "
     "--pipeline-partition 1,3,3,1 --zero-stage 3 --zero-hpz-partition-size 2 --mock-data --fp16"
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megazero.mpu import ProcessGrid, TrafficLog, recording_context, solo_context
 from megazero.optim import Adam
@@ -71,6 +72,25 @@ def test_each_layer_is_whole_only_while_it_is_used():
     # Nothing is between two forwards; in backward, each layer when the gradient of its output is there.
     assert pass_(parallel, model) == ["", "", "", "1", "0", "0"]
     assert model.whole() == ""
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recompute_gathers_what_backward_needs_and_leaves_nothing(reentrant):
+    model = Stack(3)
+    parallel, buckets = build(model, overlap_gather=False)
+    parallel.start()
+    x = torch.ones(1, WIDTH, requires_grad=True)
+    loss = checkpoint(model, x, use_reentrant=reentrant).sum()
+    assert model.seen == ["", "", ""]
+    model.seen = []
+    parallel.begin_backward(0, reduce=True)
+    loss.backward()
+    # The replay frees no layer, as backward follows; that frees each. A replay that autograd asks for begins
+    # after the gradient has reached the last layer.
+    assert model.seen[:3] == (["", "0", "01"] if reentrant else ["2", "02", "012"])
+    assert presence(buckets) == "..."
+    parallel.end_backward()
+    parallel.finish()
 
 
 def test_room_keeps_layers_for_their_next_use():
