@@ -16,9 +16,11 @@ TRAINING = ["--micro-batch-size=1", "--lr=1", "--train-iters=1", "--mock-data", 
 
 def test_help_names_every_verb_and_exits_0(capsys):
     assert cli.main(["--help"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:5]] == [
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:7]] == [
         "config",
         "generate",
+        "plan",
+        "verify",
         "version",
     ]
 
@@ -46,7 +48,7 @@ def test_version(capsys, flag):
 def test_an_unknown_verb_is_answered_with_the_nearest(capsys, word, answer):
     assert cli.main([word]) == 2
     assert capsys.readouterr().err == (
-        f"error: the verb must be one of config, generate, version, but is `{word}`; {answer}\n"
+        f"error: the verb must be one of config, generate, plan, verify, version, but is `{word}`; {answer}\n"
     )
 
 

@@ -109,7 +109,11 @@ class UserEngine(nn.Module):
             MegazeroError: `loss` is no scalar that gradients can be taken of.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            shown = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            shown = type(loss).__name__
+            if isinstance(loss, Tensor):
+                shown = (
+                    f"of shape {tuple(loss.shape)}, {'with' if loss.requires_grad else 'without'} gradients"
+                )
             raise MegazeroError(
                 f"`loss` must be a scalar tensor that requires gradients, but is {shown}; pass what the "
                 "model's forward computed"
@@ -395,6 +399,7 @@ class UserEngine(nn.Module):
         self.global_steps, self.global_samples = progress.global_steps, progress.global_samples
         self.micro_steps, self.skipped_steps = progress.micro_steps, progress.skipped_steps
         self._backwards, self._losses = 0, []
+        self._reporter.restart(self.global_steps)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """The module's weights and buffers, whole, on the CPU; every rank calls this."""

@@ -222,7 +222,8 @@ class UserParallel(DataParallel):
     def _read(self, param: nn.Parameter) -> None:
         """A module's parameter is being looked up."""
         if self._running[id(param)] == 0 and (self._forwards or self._in_backward):
-            self._external[id(param)] = param
+            if torch.is_grad_enabled():  # otherwise no backward is going to need it
+                self._external[id(param)] = param
             self._need(param)
 
     def _need(self, param: nn.Parameter) -> None:

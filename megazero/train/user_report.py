@@ -46,6 +46,8 @@ class StepFacts:
 class Reporter:
     """Prints a line every `steps_per_print` steps on the first rank and feeds the JSON's monitors.
 
+    Times are means over the steps since the last report.
+
     Attributes:
         timers: of the phases forward, backward and step.
 
@@ -65,8 +67,7 @@ class Reporter:
         self._records = any((logging.tensorboard_dir, logging.csv_dir, logging.wandb_project))
         self._flops = 0
         self._counted = not settings.extras.flops_profiler
-        self._clock = time.perf_counter()
-        self._since = 0
+        self.restart(0)
         if self._speaks and settings.extras.dump_state:
             self._say(f"configuration: {settings}")
 
@@ -76,15 +77,21 @@ class Reporter:
 
     def step(self, facts: StepFacts) -> None:
         """A step that `wants` wanted is over; the first rank reports it."""
-        phases = self.timers.collect()
-        now = time.perf_counter()
-        seconds, self._clock = (now - self._clock) / max(1, facts.step - self._since), now
-        self._since, self._counted = facts.step, True
+        steps = facts.step - self._since
+        phases = {name: spent / steps for name, spent in self.timers.collect().items()}
+        seconds = (time.perf_counter() - self._clock) / steps
+        self.restart(facts.step)
+        self._counted = True
         if not self._speaks:
             return
         self._monitor.step(_metrics(facts, self._settings, phases, seconds, self._flops))
         if facts.step % self._settings.extras.steps_per_print == 0:
             self._say(self._line(facts, phases, seconds))
+
+    def restart(self, step: int) -> None:
+        """So many steps are done; time is counted from here."""
+        self.timers.collect()
+        self._since, self._clock = step, time.perf_counter()
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -18,6 +18,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples_3d"
         ("gpt_tiny_cpu", 2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
         ("gpt2_345m", 8, []),
         ("llama_1b_tp2_sp", 8, []),
+        ("gpt_pipeline_zero_cpu", 4, []),
+        ("gpt3_175b_3d", 1024, []),
     ],
 )
 def test_accepted(name: str, world_size: int, extra: list[str]) -> None:

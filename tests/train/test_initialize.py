@@ -276,6 +276,19 @@ def test_gradients_that_were_dropped_do_not_count():
     assert_same(on_ranks(2, work)[0], train_plain(model, adamw(model), ranks=2, accumulation=1, steps=1))
 
 
+def test_a_second_partition_within_nodes():
+    world, grid = ThreadWorld(4), ProcessGrid(dp=4)
+
+    def work(rank: int):
+        context = thread_context(world, grid, rank, node_size=2)
+        config = settings(3, 2, optimizer=ADAMW)
+        config["zero_optimization"]["zero_hpz_partition_size"] = 2
+        return train_engine(start(context, build(Tied), config), context, range(2))
+
+    model = build(Tied)
+    assert_same(world.run(work)[0], train_plain(model, adamw(model), ranks=4, accumulation=2, steps=2))
+
+
 def test_initial_weights_are_the_first_ranks():
     def work(context: ParallelContext):
         engine = start(context, build(Tied, seed=context.rank), settings(3, optimizer=ADAMW))

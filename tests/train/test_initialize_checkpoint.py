@@ -62,12 +62,12 @@ def test_any_layout_loads_it(tmp_path, saved, loaded):
         engine = start(context, build(Tied), config(saved[0]))
         train_engine(engine, context, range(2))
         engine.save_checkpoint(tmp_path, tag="best")
-        return dict((spec.name, kinds) for spec, kinds in engine.optimizer.shards.full_state())
+        return {spec.name: kinds for spec, kinds in engine.optimizer.shards.full_state()}
 
     def load(context: ParallelContext):
         engine = start(context, build(Tied, seed=7), config(loaded[0]))
         assert engine.load_checkpoint(tmp_path, tag="best")[1] == {}
-        return dict((spec.name, kinds) for spec, kinds in engine.optimizer.shards.full_state())
+        return {spec.name: kinds for spec, kinds in engine.optimizer.shards.full_state()}
 
     expected = on_ranks(saved[1], save)[0]
     for found in on_ranks(loaded[1], load):
@@ -96,7 +96,7 @@ def test_parts_can_be_left_out(tmp_path):
     def fresh(**choices):
         other = start(solo_context(), build(Tied, seed=7), config(1))
         other.load_checkpoint(tmp_path, **choices)
-        moment = other.optimizer.shards.states[0]["exp_avg"].any().item()
+        moment = any(kinds["exp_avg"].any() for kinds in other.optimizer.shards.states if kinds)
         steps = other.lr_scheduler.last_batch_iteration
         return other, (moment, steps, other.global_steps)
 
@@ -130,9 +130,8 @@ def test_an_optimizer_with_other_state_is_refused(tmp_path):
     engine = start(solo_context(), build(Tied), config(1))
     engine.save_checkpoint(tmp_path)
     model = build(Tied)
-    other = start(
-        solo_context(), model, settings(1, 2), optimizer=torch.optim.SGD(model.parameters(), 0.1, 0.9)
-    )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    other = start(solo_context(), model, settings(1, 2), optimizer=sgd)
     with pytest.raises(CheckpointError, match="momentum_buffer is missing"):
         other.load_checkpoint(tmp_path)
 
@@ -173,11 +172,11 @@ def test_what_is_saved_is_plain(tmp_path):
         1: (2.5, None),
         "two": [True, {"x": torch.ones(2)}],
         "count": Counter({3: 4}),
-        "nan": float("inf"),
+        "big": float("inf"),
     }
     back = decode(encode(value, "client", tensors), tensors)
     assert back.pop("two")[1]["x"].tolist() == [1.0, 1.0]
-    assert back == {1: (2.5, None), "count": {3: 4}, "nan": float("inf")}
+    assert back == {1: (2.5, None), "count": {3: 4}, "big": float("inf")}
     engine = start(solo_context(), build(Tied), config(0))
     with pytest.raises(
         CheckpointError, match=r"`client.where` must be made of numbers, .* but holds a PosixPath"

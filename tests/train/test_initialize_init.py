@@ -162,6 +162,29 @@ def test_evaluation_between_steps_changes_nothing():
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
 
 
+def test_evaluation_may_read_weights_that_training_does_not():
+    """In evaluation, torch's transformer layer hands all its weights to one function."""
+
+    def work(context: ParallelContext):
+        engine = start(context, build(Encoder), settings(3, optimizer=ADAMW))
+        engine.eval()
+        with torch.no_grad():
+            loss = float(engine(*batch(0, 0, 0)))
+        assert engine.module.layers.layers[0].linear1.weight.isnan().all()
+        engine.train()
+        return loss, train_engine(engine, context, range(1)).losses
+
+    model = build(Encoder).eval()
+    with torch.no_grad():
+        expected = float(model(*batch(0, 0, 0)))
+    model = build(Encoder)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = train_plain(model, plain, ranks=2, accumulation=1, steps=1).losses
+    for evaluated, trained in on_ranks(2, work):
+        assert evaluated == pytest.approx(expected, rel=1e-5)
+        assert trained == pytest.approx(losses, rel=1e-5)
+
+
 def test_recompute_of_the_scripts_own_works_where_weights_are_cut():
     from torch.utils.checkpoint import checkpoint
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 
 import pytest
+import torch
 from torch import nn
 
 import megazero
@@ -42,8 +43,6 @@ def test_what_else_a_line_can_hold(capsys):
         config["steps_per_print"] = 1
         engine = start(context, nn.Linear(4, 3, bias=False), config)
         for _ in range(2):
-            import torch
-
             engine.backward(engine(torch.ones(5, 4)).sum())
             engine.step()
 
