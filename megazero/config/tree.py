@@ -135,7 +135,8 @@ class ParallelConfig(Section):
         False, "shard norm and dropout regions over the tensor-parallel ranks along the sequence"
     )
     distributed_backend: Literal["auto", "nccl", "gloo"] = option(
-        "auto", "communication library; auto is nccl on CUDA, elsewhere gloo, over shared memory within a host"
+        "auto",
+        "communication library; auto is nccl on CUDA, elsewhere gloo, over shared memory within a host",
     )
     check_collectives: bool = option(
         False, "verify before each collective that all its members make the same call; slow"

@@ -5,6 +5,7 @@ Start with `table.py` (what each stage shards) and `parallel.py` (what a trainin
 """
 
 from megazero.zero.bucket import Bucket, Segment, build_buckets
+from megazero.zero.init import GatheredParameters, Init, register_external_parameter
 from megazero.zero.optimizer import Optimizer, StepReport
 from megazero.zero.parallel import DataParallel
 from megazero.zero.plan import BucketKey, Slot, plan_buckets
@@ -18,7 +19,9 @@ __all__ = [
     "Bucket",
     "BucketKey",
     "DataParallel",
+    "GatheredParameters",
     "GradientReducer",
+    "Init",
     "Optimizer",
     "Row",
     "Segment",
@@ -29,4 +32,5 @@ __all__ = [
     "build_buckets",
     "module_units",
     "plan_buckets",
+    "register_external_parameter",
 ]

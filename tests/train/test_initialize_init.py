@@ -9,6 +9,7 @@ from torch import nn
 import megazero
 from megazero.errors import ConfigError, MegazeroError
 from megazero.mpu import ParallelContext, solo_context
+from megazero.train.user_parallel import user_units
 from megazero.zero.init import GatheredParameters, Init, register_external_parameter
 from tests.train.user_models import (
     ADAMW,
@@ -212,3 +213,10 @@ def test_backward_by_hand_is_refused():
     engine = start(solo_context(), build(Tied), settings(1, optimizer=ADAMW))
     with pytest.raises(MegazeroError, match=r"call `engine.backward\(loss\)`"):
         engine(*batch(0, 0, 0)).backward()
+
+
+def test_attention_of_torch_is_gathered_together():
+    """Its output layer is never called, so that alone it would be gathered too early and freed too late."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 2)
+    units = {type(unit.module).__name__: len(unit.params) for unit in user_units(layer, 1)}
+    assert units == {"MultiheadAttention": 4, "Linear": 2, "LayerNorm": 2}

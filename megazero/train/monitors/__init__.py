@@ -1,7 +1,7 @@
 """Monitors: where the numbers of a run go. One file per destination.
 
 `base.py` has the protocol and the composite, `console.py` the lines and the progress bar, `jsonl.py` one
-object per iteration, `tensorboard.py` and `weights_and_biases.py` the charts, under the names in `tags.py`.
+object per iteration, `csv_file.py` a file per metric, `tensorboard.py` and `weights_and_biases.py` the charts, under the names in `tags.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from megazero.config.tree import Config
 from megazero.train.monitors.base import CompositeMonitor, Monitor
 from megazero.train.monitors.console import ConsoleMonitor
+from megazero.train.monitors.csv_file import CsvMonitor
 from megazero.train.monitors.jsonl import JsonlMonitor
 from megazero.train.monitors.tensorboard import TensorBoardMonitor
 from megazero.train.monitors.weights_and_biases import WandbMonitor
@@ -16,6 +17,7 @@ from megazero.train.monitors.weights_and_biases import WandbMonitor
 __all__ = [
     "CompositeMonitor",
     "ConsoleMonitor",
+    "CsvMonitor",
     "JsonlMonitor",
     "Monitor",
     "TensorBoardMonitor",
@@ -51,6 +53,8 @@ def build_monitors(
     ]
     if logging.metrics_jsonl is not None:
         members.append(JsonlMonitor(logging.metrics_jsonl, resume_iteration))
+    if logging.csv_dir is not None:
+        members.append(CsvMonitor(logging.csv_dir))
     if logging.tensorboard_dir is not None:
         members.append(TensorBoardMonitor(logging))
     if logging.wandb_project is not None:
