@@ -136,7 +136,7 @@ class ParallelConfig(Section):
     )
     distributed_backend: Literal["auto", "nccl", "gloo"] = option(
         "auto",
-        "communication library; auto is nccl on CUDA, elsewhere gloo, over shared memory within a host",
+        "communication library; auto is nccl on CUDA, else gloo, with shared memory within a host",
     )
     check_collectives: bool = option(
         False, "verify before each collective that all its members make the same call; slow"

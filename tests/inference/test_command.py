@@ -127,7 +127,8 @@ def test_only_the_first_rank_prints(loads, capsys, monkeypatch):
     context = thread_context(world, ProcessGrid(), 0)
     silent = type(context)(ProcessGrid(tp=2), 1, context.device, context.groups)
     monkeypatch.setattr(
-        "megazero.train.snapshot.load_for_inference", lambda *_: Loaded(silent, {0: byte_model()}, (0,), BYTES)
+        "megazero.train.snapshot.load_for_inference",
+        lambda *_: Loaded(silent, {0: byte_model()}, (0,), BYTES),
     )
     assert main(["--load", "here", "--prompt", "a", "--max-new-tokens", "2"]) == 0
     assert capsys.readouterr().out == ""

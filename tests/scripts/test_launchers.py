@@ -72,4 +72,7 @@ def test_the_quickstart_refuses_bad_options_before_it_does_anything(arguments, r
 def test_the_quickstart_has_help():
     run = bash("quickstart.sh", "--help")
     assert run.returncode == 0
-    assert all(option in run.stdout for option in ("--steps N", "--tp T", "--pp P", "--dp D", "--zero-stage Z", "--out DIR"))
+    assert all(
+        option in run.stdout
+        for option in ("--steps N", "--tp T", "--pp P", "--dp D", "--zero-stage Z", "--out DIR")
+    )
