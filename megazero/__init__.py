@@ -14,10 +14,10 @@ __version__ = "0.1.0"
 
 _PUBLIC = MappingProxyType(
     {
-        "initialize": "megazero.train.initialize",
-        "init_distributed": "megazero.train.initialize",
-        "add_config_arguments": "megazero.train.initialize",
-        "RepeatingLoader": "megazero.train.user_data",
+        "initialize": "megazero.train.user.initialize",
+        "init_distributed": "megazero.train.user.initialize",
+        "add_config_arguments": "megazero.train.user.initialize",
+        "RepeatingLoader": "megazero.train.user.data",
     }
 )
 """Name -> the module that has it."""

@@ -153,10 +153,15 @@ def leave(context: ParallelContext) -> None:
     context.world.barrier()
     if isinstance(context.world, WatchedGroup):
         context.world.watch.close()
+    close_groups(context)
+    leave_world()
+
+
+def close_groups(context: ParallelContext) -> None:
+    """Let go of what the groups hold outside of Python."""
     for group in context.groups.values():
         if isinstance(group, (TorchGroup, SharedGroup, WatchedGroup)):
             group.close()
-    leave_world()
 
 
 @contextmanager

@@ -61,6 +61,7 @@ class Layout:
         micro_batch: sequences; the global batch is 8, so 8 / (dp x micro_batch) are accumulated.
         keep: ZeRO stage 3 keeps gathered parameters for their next use in the step.
         shape, untied, layers, dropout, dtype: of the model.
+        overlap, bucket_size, hpz, backend: as in the configuration.
     """
 
     tp: int = 1
@@ -81,6 +82,7 @@ class Layout:
     overlap: bool = True
     bucket_size: int = 3000  # several buckets, even of this small model
     hpz: int = 1
+    backend: str = "auto"
 
     @property
     def world_size(self) -> int:
@@ -112,6 +114,7 @@ class Layout:
         parts += ["keep"] if self.keep else []
         parts += [f"hpz{self.hpz}"] if self.hpz > 1 else []
         parts += ["dropout"] if self.dropout else []
+        parts += [self.backend] if self.backend != "auto" else []
         return "-".join(parts)
 
     def config(self, steps: int = 5) -> Config:
@@ -136,6 +139,7 @@ class Layout:
                 pipeline_schedule=self.schedule,
                 num_virtual_stages_per_pipeline_rank=self.virtual if self.virtual > 1 else None,
                 sequence_parallel=self.sequence_parallel,
+                distributed_backend=self.backend,
             ),
             zero=ZeroConfig(
                 stage=self.zero,
@@ -203,7 +207,8 @@ def all_layouts(most_ranks: int = 8) -> Iterator[Layout]:
 def covering(layouts: Sequence[Layout], count: int, seed: int = 1) -> list[Layout]:
     """`count` of `layouts` that together hold every pair of values of any two settings that `layouts` hold.
 
-    Chosen greedily from a shuffled order (pairwise testing, Cohen et al. 1997), then filled up in that order.
+    Chosen greedily from a shuffled order (pairwise testing, Cohen et al. 1997), then filled up in that order
+    with those of up to four ranks, which take a quarter of the time of eight.
     """
     shuffled = list(layouts)
     random.Random(seed).shuffle(shuffled)
@@ -224,5 +229,6 @@ def covering(layouts: Sequence[Layout], count: int, seed: int = 1) -> list[Layou
             gained = pairs(best) & wanted
         chosen.append(best)
         wanted -= gained
-    rest = [x for x in shuffled if x not in set(chosen)]
+    taken = set(chosen)
+    rest = sorted((x for x in shuffled if x not in taken), key=lambda x: x.world_size > 4)
     return [*chosen, *rest[: max(0, count - len(chosen))]]

@@ -13,8 +13,9 @@ import torch
 
 from megazero.config.tree import Config
 from megazero.errors import CommunicationError
-from megazero.mpu import ProcessGrid, ThreadWorld, make_context, solo_context, thread_context
-from megazero.mpu.torch_group import join_file_world, leave_world, open_group
+from megazero.mpu import Launch, ProcessGrid, ThreadWorld, open_context, solo_context, thread_context
+from megazero.mpu.launch import close_groups
+from megazero.mpu.torch_group import join_file_world, leave_world
 from megazero.verify.record import STEPS, Record, record_training
 
 _SECONDS = 600.0
@@ -35,18 +36,19 @@ def run_in_threads(config: Config, grid: ProcessGrid, steps: int = STEPS) -> lis
     return world.run(work)
 
 
-def run_on_gloo(rank: int, world_size: int, config: Config, grid: ProcessGrid, steps: int = STEPS) -> Record:
-    """This rank's record in a world of Gloo processes that it has joined."""
+def run_in_world(rank: int, world_size: int, config: Config, grid: ProcessGrid, steps: int = STEPS) -> Record:
+    """This rank's record in a world of CPU processes that it has joined, over the configured backend."""
     assert grid.world_size == world_size
-    timeout = timedelta(seconds=_SECONDS)
-    context = make_context(
-        grid,
-        rank,
+    context = open_context(
+        config.parallel,
+        Launch(rank, world_size, rank),
         torch.device("cpu"),
-        lambda name, ranks: open_group(name, rank, ranks, timeout),
         node_size=config.zero.hpz_partition_size,
     )
-    return record_training(config, context, steps)
+    try:
+        return record_training(config, context, steps)
+    finally:
+        close_groups(context)
 
 
 def run_in_processes(config: Config, grid: ProcessGrid, steps: int = STEPS) -> list[Record]:
@@ -82,7 +84,7 @@ def _serve(
     torch.set_num_threads(1)
     try:
         join_file_world(store, rank, grid.world_size, timedelta(seconds=_SECONDS))
-        connection.send(("record", run_on_gloo(rank, grid.world_size, config, grid, steps)))
+        connection.send(("record", run_in_world(rank, grid.world_size, config, grid, steps)))
     except Exception:
         connection.send(("failure", traceback.format_exc()))
     finally:

@@ -13,8 +13,8 @@ from megazero.mpu import ParallelContext, Work
 from megazero.zero.bucket import Bucket
 from megazero.zero.policy import ZeroPolicy
 
-# Buffers that reductions under way may hold besides the sums.
-_IN_FLIGHT = 2
+# Buffers that reductions under way may hold besides the sums, while the next bucket fills.
+_IN_FLIGHT = 1
 
 
 class GradientReducer:

@@ -10,10 +10,11 @@ from functools import cache
 
 import pytest
 
+from megazero.config.tree import RecomputeConfig
 from megazero.verify.compare import compare
 from megazero.verify.layouts import SHAPES, Layout, all_layouts, covering
 from megazero.verify.record import Record
-from megazero.verify.run import run_alone, run_in_threads, run_on_gloo
+from megazero.verify.run import run_alone, run_in_threads, run_in_world
 
 COUNT = 240
 
@@ -97,6 +98,33 @@ def test_gradient_accumulation(micro_batch):
         check(run(layout) if layout.world_size > 1 else [run_alone(layout.config())], layout)
 
 
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"partition_activations": True},
+        {"partition_activations": True, "offload": True},
+        {"method": "every", "num_layers": 2},
+        {"method": "uniform", "num_layers": 2},
+        {"method": "block", "num_layers": 1, "offload": True},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_ways_to_recompute(recompute, schedule):
+    layout = Layout(tp=2, pp=2, zero=1, schedule=schedule, layers=4)
+    config = layout.config()
+    kept = RecomputeConfig(granularity="full", **recompute)
+    check(run_in_threads(config.model_copy(update={"recompute": kept}), layout.grid), layout)
+
+
+@pytest.mark.parametrize("partition", ["parameters", "cost", "measured", "1,2", "type:Transformer"])
+def test_ways_to_deal_layers_to_stages(partition):
+    layout = Layout(pp=2, layers=3)
+    config = layout.config()
+    parallel = config.parallel.model_copy(update={"pipeline_partition": partition})
+    check(run_in_threads(config.model_copy(update={"parallel": parallel}), layout.grid), layout)
+
+
 def test_dropout_does_something():
     assert serial(Layout(dropout=0.2)).losses[0] != serial(Layout()).losses[0]
 
@@ -145,11 +173,14 @@ def test_a_tied_copy_that_differs_in_one_bit_is_seen():
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(dp=2),
-        Layout(tp=2, sequence_parallel=True, shape="llama", untied=True),
+        Layout(dp=2, backend="gloo"),
+        Layout(dp=2, zero=2),
+        Layout(dp=2, zero=3, backend="gloo"),
+        Layout(tp=2, sequence_parallel=True, shape="llama", untied=True, backend="gloo"),
         Layout(tp=2, dp=2, sequence_parallel=True, recompute="full", dropout=0.1, zero=2),
         Layout(tp=4, shape="llama", recompute="selective"),
         Layout(pp=2, zero=1),
+        Layout(pp=2, dp=2, zero=2, schedule="zb-h1", backend="gloo"),
         Layout(pp=2, dp=2, zero=3, schedule="interleaved", virtual=2, layers=4),
         Layout(pp=2, tp=2, sequence_parallel=True, schedule="zb-v", layers=4, shape="llama"),
         Layout(pp=4, schedule="zb-h1", layers=4, dropout=0.1),
@@ -159,5 +190,5 @@ def test_a_tied_copy_that_differs_in_one_bit_is_seen():
     ],
     ids=lambda layout: layout.name,
 )
-def test_gloo_processes_equal_one_process(pool, layout):
-    check(pool.run(run_on_gloo, layout.world_size, layout.config(), layout.grid), layout)
+def test_processes_equal_one_process(pool, layout):
+    check(pool.run(run_in_world, layout.world_size, layout.config(), layout.grid), layout)

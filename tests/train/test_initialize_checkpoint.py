@@ -10,7 +10,7 @@ from torch import nn
 
 from megazero.errors import CheckpointError, ConfigError
 from megazero.mpu import ParallelContext, solo_context
-from megazero.train.user_checkpoint import decode, encode
+from megazero.train.user.checkpoint import decode, encode
 from tests.train.user_models import (
     ADAMW,
     Encoder,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megazero.config.deepspeed_extras import SchedulerExtras
-from megazero.train.user_schedules import WarmupSchedule
+from megazero.train.user.schedules import WarmupSchedule
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples_3d/deepspeed_script.py"

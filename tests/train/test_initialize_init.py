@@ -9,7 +9,7 @@ from torch import nn
 import megazero
 from megazero.errors import ConfigError, MegazeroError
 from megazero.mpu import ParallelContext, solo_context
-from megazero.train.user_parallel import user_units
+from megazero.train.user.parallel import user_units
 from megazero.zero.init import GatheredParameters, Init, register_external_parameter
 from tests.train.user_models import (
     ADAMW,

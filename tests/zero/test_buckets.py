@@ -189,6 +189,60 @@ def test_memory_at_rest(stage, dtype, accumulation, main, expected):
         optimizer.step(1e-3, 0.0)
 
 
+class Scale(nn.Module):
+    """Multiplies by the mean of its weight; `looks` is called while the weight is in use."""
+
+    def __init__(self, weight: nn.Parameter, look):
+        super().__init__()
+        self.weight, self.look = weight, look
+
+    def forward(self, x):
+        self.look()
+        return x * self.weight.float().mean()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_peak_during_a_step(stage):
+    """Beyond what rests: one gathered bucket in stage 3, and one that fills and one under way in stages 2 and 3."""
+    size, count, ranks, accumulations = 1000, 8, 4, 2
+    seen: list[int] = []
+    params = stack([size] * count, BF16, "meta")
+    policy = ZeroPolicy(stage, bucket_size=size, persistence_threshold=0, max_live=0, prefetch=0)
+    context = one_rank(ranks)
+    layers = [Scale(param, lambda: seen.append(now())) for param in params]
+    units = [Unit(0, layer, (layer.weight,)) for layer in layers]
+    buckets = build_buckets(units, policy, context, fill)
+    optimizer = Optimizer(buckets, Adam(), context, 0.0)
+    parallel = DataParallel(units, buckets, policy, context)
+    reducer = parallel._reducer
+
+    def now() -> int:
+        moving = [p.fill.buffer for p in reducer._progress if p.fill is not None]
+        moving += [t for flight in reducer._flights for t in (flight.result, flight.borrowed) if t is not None]
+        moving += reducer._buffers._free
+        kept = {t.untyped_storage().data_ptr() for b in buckets for t in (b.full, b.shard, b.master, b.grads)}
+        extra = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in moving}
+        return at_rest(buckets, optimizer) + sum(n for where, n in extra.items() if where not in kept)
+
+    collect = reducer.collect
+    reducer.collect = lambda param: (collect(param), seen.append(now()))
+    rest = now()
+    for _ in range(2):
+        parallel.start()
+        for i in range(accumulations):
+            x = torch.ones((), requires_grad=True)
+            for layer in layers:
+                x = layer(x)
+            parallel.begin_backward(0, reduce=stage >= 2 or i == accumulations - 1)
+            x.backward()
+            parallel.end_backward()
+        parallel.finish()
+        optimizer.step(1e-3, 0.0)
+    gathered, transient = (2 if stage == 3 else 0), (2 * 4 if stage >= 2 else 0)
+    assert len(seen) == 2 * accumulations * 2 * count
+    assert rest < max(seen) <= rest + size * (gathered + transient) if stage >= 2 else max(seen) == rest
+
+
 def test_everything_constructs_on_meta():
     params, context = stack([10**9, 10**9], BF16, "meta"), one_rank(64, "meta")
     policy = ZeroPolicy(3, max_live=0)

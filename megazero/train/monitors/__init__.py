@@ -1,8 +1,8 @@
 """Monitors: where the numbers of a run go. One file per destination.
 
 `base.py` has the protocol and the composite, `console.py` the lines and the progress bar, `jsonl.py` one
-object per iteration, `csv_file.py` a file per metric, `tensorboard.py` and `weights_and_biases.py` the charts,
-under the names in `tags.py`.
+object per iteration, `csv_file.py` one file per metric, `tensorboard.py` and `weights_and_biases.py` the
+charts, under the names in `tags.py`.
 """
 
 from __future__ import annotations

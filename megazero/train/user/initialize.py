@@ -18,14 +18,14 @@ from megazero.mpu import ParallelContext, TrafficLog, count_traffic
 from megazero.mpu.adopt import TIMEOUT, find_context
 from megazero.optim import build_loss_scaler
 from megazero.train.model import DTYPES
-from megazero.train.user_config import Source, UserSettings, choose_source, read_settings
-from megazero.train.user_data import build_dataloader
-from megazero.train.user_engine import UserEngine
-from megazero.train.user_optimizer import UserOptimizer, build_torch_optimizer
-from megazero.train.user_parallel import build_parallel, group_numbers, prepare
-from megazero.train.user_report import Reporter
-from megazero.train.user_rules import choose_rule
-from megazero.train.user_schedules import build_schedule
+from megazero.train.user.config import Source, UserSettings, choose_source, read_settings
+from megazero.train.user.data import build_dataloader
+from megazero.train.user.engine import UserEngine
+from megazero.train.user.optimizer import UserOptimizer, build_torch_optimizer
+from megazero.train.user.parallel import build_parallel, group_numbers, prepare
+from megazero.train.user.report import Reporter
+from megazero.train.user.rules import choose_rule
+from megazero.train.user.schedules import build_schedule
 from megazero.zero import Optimizer, ZeroPolicy
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from megazero.errors import DataError, MegazeroError
 from megazero.mpu import Launch, ParallelContext, leave
-from megazero.train.user_checkpoint import (
+from megazero.train.user.checkpoint import (
     LoadParts,
     Progress,
     load_checkpoint,
@@ -24,10 +24,10 @@ from megazero.train.user_checkpoint import (
     save_checkpoint,
     save_module,
 )
-from megazero.train.user_config import UserSettings
-from megazero.train.user_data import RepeatingLoader, as_arguments, loss_of, to_half
-from megazero.train.user_optimizer import UserOptimizer
-from megazero.train.user_report import Reporter, StepFacts
+from megazero.train.user.config import UserSettings
+from megazero.train.user.data import RepeatingLoader, as_arguments, loss_of, to_half
+from megazero.train.user.optimizer import UserOptimizer
+from megazero.train.user.report import Reporter, StepFacts
 
 
 class UserEngine(nn.Module):

@@ -15,7 +15,7 @@ from megazero.train.metrics import StepMetrics
 from megazero.train.monitors import CompositeMonitor, Monitor, TensorBoardMonitor, WandbMonitor
 from megazero.train.monitors.csv_file import CsvMonitor
 from megazero.train.timers import Timers
-from megazero.train.user_config import UserSettings
+from megazero.train.user.config import UserSettings
 
 
 @dataclass(frozen=True)

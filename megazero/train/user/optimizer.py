@@ -11,8 +11,8 @@ from torch import nn
 from megazero.config.deepspeed_extras import Extras, OptimizerExtras
 from megazero.errors import ConfigError, MegazeroError
 from megazero.optim import LossScaler, ScalerState
-from megazero.train.user_parallel import UserParallel
-from megazero.train.user_rules import RuleOf
+from megazero.train.user.parallel import UserParallel
+from megazero.train.user.rules import RuleOf
 from megazero.zero import Optimizer, StepReport
 
 ParamGroups = Sequence[nn.Parameter] | Sequence[dict[str, Any]]

@@ -27,7 +27,7 @@ from megazero.optim import ScalerState
 from megazero.zero.init import GatheredParameters
 
 if TYPE_CHECKING:
-    from megazero.train.user_engine import UserEngine
+    from megazero.train.user.engine import UserEngine
 
 LATEST = "latest"
 
