@@ -203,7 +203,7 @@ class Scale(nn.Module):
 
 @pytest.mark.parametrize("stage", range(4))
 def test_peak_during_a_step(stage):
-    """Beyond what rests: one gathered bucket in stage 3, and one that fills and one under way in stages 2 and 3."""
+    """Beyond what rests: a gathered bucket in stage 3; one that fills and one under way in stages 2 and 3."""
     size, count, ranks, accumulations = 1000, 8, 4, 2
     seen: list[int] = []
     params = stack([size] * count, BF16, "meta")
@@ -217,8 +217,10 @@ def test_peak_during_a_step(stage):
     reducer = parallel._reducer
 
     def now() -> int:
-        moving = [p.fill.buffer for p in reducer._progress if p.fill is not None]
-        moving += [t for flight in reducer._flights for t in (flight.result, flight.borrowed) if t is not None]
+        fills = [p.fill for p in reducer._progress if p.fill is not None]
+        moving = [t for fill in fills for t in (fill.buffer, fill.source)]
+        flying = [t for flight in reducer._flights for t in (flight.result, flight.source)]
+        moving += flying
         moving += reducer._buffers._free
         kept = {t.untyped_storage().data_ptr() for b in buckets for t in (b.full, b.shard, b.master, b.grads)}
         extra = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in moving}
