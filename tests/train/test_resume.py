@@ -16,9 +16,15 @@ from safetensors.torch import load_file
 
 from megazero.checkpoint import iteration_folder, latest_iteration
 from megazero.config.resolve import parse_config
+from megazero.config.tree import CheckpointConfig
 from megazero.errors import CheckpointError
-from megazero.mpu import Launch
+from megazero.mpu import Launch, ThreadWorld, thread_context
 from megazero.train.assemble import pretrain
+from megazero.train.snapshot import load_state, save_state
+from megazero.train.state import TrainState
+from megazero.train.timers import Timers
+from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, Layout
+from megazero.verify.record import micro_batches, verification_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,6 +68,46 @@ def test_resumed_training_is_bit_identical(tmp_path, dtype):
     a, b = tensors(tmp_path / "a", 8), tensors(tmp_path / "b", 8)
     assert a.keys() == b.keys()
     assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2, dp=2, zero=3, schedule="zb-v", layers=4, dropout=0.1),
+        Layout(pp=2, dp=2, zero=2, dtype="bf16"),
+        Layout(tp=2, dp=2, zero=1, dtype="bf16", sequence_parallel=True),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_a_sharded_pipeline_resumes_bit_for_bit(tmp_path, layout):
+    world, folder = ThreadWorld(layout.world_size), str(tmp_path)
+    checkpoint = CheckpointConfig(save=folder, load=folder)
+    config = layout.config().model_copy(update={"checkpoint": checkpoint})
+
+    def train(engine, context, state, steps):
+        for step in range(state.iteration, state.iteration + steps):
+            batches = micro_batches(config, context, step)
+            result = engine.train_step(batches, GLOBAL_BATCH * SEQUENCE, state.progress, Timers())
+            state = state.after(GLOBAL_BATCH, GLOBAL_BATCH * SEQUENCE, result.skipped)
+        everything = engine.optimizer.full_state()
+        return state, [(s.name, {k: t.clone() for k, t in kinds.items()}) for s, kinds in everything]
+
+    def work(rank):
+        context = thread_context(world, layout.grid, rank)
+        engine = verification_engine(config, context)
+        state, _ = train(engine, context, TrainState(), 2)
+        save_state(config, engine, context, state)
+        _, straight = train(engine, context, state, 2)
+        fresh = verification_engine(config, context)
+        state, _ = load_state(config, fresh, context)
+        assert state.iteration == 2
+        return straight, train(fresh, context, state, 2)[1]
+
+    for straight, resumed in world.run(work):
+        assert [name for name, _ in straight] == [name for name, _ in resumed]
+        for (name, want), (_, got) in zip(straight, resumed, strict=True):
+            assert want.keys() == got.keys() == {"weight", "exp_avg", "exp_avg_sq"}
+            assert all(torch.equal(want[kind], got[kind]) for kind in want), name
 
 
 @pytest.mark.gloo
