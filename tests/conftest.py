@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -20,6 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    if threading.current_thread() is threading.main_thread():
+        # A shell starts background jobs with interrupts ignored, and tests send some.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # The same examples every time: a suite that fails must fail again.
     hypothesis.settings.register_profile("repeatable", derandomize=True)
     hypothesis.settings.load_profile("repeatable")
