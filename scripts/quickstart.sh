@@ -9,14 +9,14 @@ usage: bash scripts/quickstart.sh [--steps N] [--tp T] [--pp P] [--dp D] [--zero
 
 Trains a small GPT on the sources of Python's standard library and shows what it learned.
 
-  --steps N       optimizer steps (default 250, or 100 on a CPU without bf16 instructions);
+  --steps N       optimizer steps (default 200, or 100 on a CPU without bf16 instructions);
                   below 100 the loss is shown but not judged
   --tp T          ranks that share each layer (default 1)
   --pp P          pipeline stages (default 1)
   --dp D          replicas, each with a part of every batch (default: what the GPUs allow, or 2 without any;
                   1 with --tp or --pp)
   --zero-stage Z  what the replicas share: 0 nothing, 1 optimizer state, 2 also gradients, 3 also
-                  parameters (default 2)
+                  parameters (default 1)
   --out DIR       where everything is written (default out/quickstart)
 
 T x P x D ranks are started. Every layout learns the same.
@@ -29,7 +29,7 @@ refuse() {
     exit 2
 }
 
-steps='' tp=1 pp=1 dp='' zero_stage=2 out=out/quickstart
+steps='' tp=1 pp=1 dp='' zero_stage=1 out=out/quickstart
 while (($#)); do
     case $1 in
         -h | --help)
@@ -84,7 +84,7 @@ nproc=$((tp * pp * dp))
 # On a CPU without instructions for it, bf16 is slower than fp32.
 precision=() default_steps=100
 if ((gpus > 0)) || grep -qwsE 'amx_bf16|avx512_bf16|bf16' /proc/cpuinfo; then
-    precision=(--bf16) default_steps=250
+    precision=(--bf16) default_steps=200
 fi
 steps=${steps:-$default_steps}
 export OMP_NUM_THREADS=$((cores > nproc ? cores / nproc : 1))
@@ -153,8 +153,12 @@ stage_done
 
 stage "7/7 text from the model"
 # A checkpoint is read by as many ranks as one replica had.
-python -m torch.distributed.run --standalone --nproc-per-node $((tp * pp)) -m megazero.cli generate \
-    --load "$checkpoint" --prompt "def main(" --max-new-tokens 80 --temperature 0.8 --top-p 0.95 --seed 1
+launch=(python)
+if ((tp * pp > 1)); then
+    launch=(python -m torch.distributed.run --standalone --nproc-per-node $((tp * pp)))
+fi
+"${launch[@]}" -m megazero.cli generate --load "$checkpoint" --prompt "def main(" --max-new-tokens 80 \
+    --temperature 0.8 --top-p 0.95 --seed 1
 stage_done
 
 echo
