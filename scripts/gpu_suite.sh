@@ -36,9 +36,9 @@ check csrc 60 bash scripts/check_csrc.sh
 check tests 120 python -m pytest -m gpu tests
 check quickstart 150 bash scripts/quickstart.sh --steps "$steps" --out "$scratch"
 for name in loss.png metrics.jsonl metrics.eval.jsonl; do
-    if [[ -f $scratch/steps-$steps/$name ]]; then
-        cp "$scratch/steps-$steps/$name" "$results/gpu_quickstart_${name//.eval/_eval}"
-    fi
+    for found in "$scratch/steps-$steps"-*/"$name"; do
+        if [[ -f $found ]]; then cp "$found" "$results/gpu_quickstart_${name//.eval/_eval}"; fi
+    done
 done
 check "training step" 140 python benchmarks/train_step.py --dtype bf16 --device cuda \
     --output "$results/gpu_train_step.jsonl"
