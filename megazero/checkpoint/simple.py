@@ -73,9 +73,9 @@ def save_checkpoint(
         _sync(final.parent)
         write_text(Path(directory) / LATEST, f"{iteration}\n")
 
-    _together(context, prepare if first else None, f"prepare {aside}")
-    _together(context, write_part if context.replica.rank == 0 else None, f"write into {aside}")
-    _together(context, publish if first else None, f"publish {final}")
+    together(context, prepare if first else None, f"prepare {aside}")
+    together(context, write_part if context.replica.rank == 0 else None, f"write into {aside}")
+    together(context, publish if first else None, f"publish {final}")
     return final
 
 
@@ -192,7 +192,7 @@ def write_text(path: Path, text: str) -> None:
     os.replace(aside, path)
 
 
-def _together(context: ParallelContext, work, what: str) -> None:
+def together(context: ParallelContext, work, what: str) -> None:
     """Do `work` here if this rank has any; a failure on one rank is raised on all."""
     failure = None
     if work is not None:

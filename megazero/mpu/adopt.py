@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megazero.config.tree import ParallelConfig
 from megazero.errors import ConfigError
-from megazero.mpu.context import ParallelContext, make_context
-from megazero.mpu.grid import ProcessGrid
-from megazero.mpu.launch import Launch, choose_device
-from megazero.mpu.torch_group import open_group, start_world
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.launch import Launch, choose_device, grid_of, open_context
+from megazero.mpu.torch_group import start_world
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -52,7 +52,12 @@ def find_context(
     device = choose_device("auto", launch.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    grid = ProcessGrid.factor(launch.world_size, **_sizes(mpu))
+    config = ParallelConfig(
+        **_sizes(mpu),
+        distributed_backend=backend or "auto",
+        distributed_timeout_minutes=timeout.total_seconds() / 60,
+    )
+    grid_of(config, launch.world_size)  # refused before anything is joined
     if launch.world_size > 1 and not _started():
         if not may_start:
             raise ConfigError(
@@ -61,13 +66,7 @@ def find_context(
             )
         default = "nccl" if device.type == "cuda" else "gloo"
         start_world(backend or default, launch.rank, launch.world_size, timeout)
-    context = make_context(
-        grid,
-        launch.rank,
-        device,
-        lambda name, ranks: open_group(name, launch.rank, ranks, timeout),
-        node_size=node_size,
-    )
+    context = open_context(config, launch, device, node_size=node_size)
     _compare(mpu, context)
     return context
 
@@ -94,11 +93,17 @@ def _ask(mpu: Any, *names: str) -> int | None:
 
 
 def _sizes(mpu: Any) -> dict[str, int]:
-    """The axis sizes that `mpu` says, of those that it speaks of."""
+    """The sizes that `mpu` says, by our names, of those that it speaks of."""
     asked = {
-        "tp": ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"),
-        "pp": ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size"),
-        "cp": ("get_sequence_parallel_world_size",),
+        "tensor_model_parallel_size": (
+            "get_tensor_model_parallel_world_size",
+            "get_model_parallel_world_size",
+        ),
+        "pipeline_model_parallel_size": (
+            "get_pipeline_model_parallel_world_size",
+            "get_pipe_parallel_world_size",
+        ),
+        "context_parallel_size": ("get_sequence_parallel_world_size",),
     }
     return {axis: size for axis, names in asked.items() if (size := _ask(mpu, *names)) is not None}
 

@@ -137,8 +137,13 @@ def deal_layers(config: Config, vocabulary: Vocabulary, context: ParallelContext
         ConfigError: there are fewer layers than chunks, or the method's numbers do not fit.
     """
     method = config.parallel.pipeline_partition
-    weigh: Callable = {"measured": measured_costs, "cost": estimated_costs}.get(method, parameter_counts)
-    embedding, layer, head = weigh(config, vocabulary, context)
+    weigh: dict[str, Callable] = {
+        "parameters": parameter_counts,
+        "cost": estimated_costs,
+        "measured": measured_costs,
+    }
+    costs = weigh[method](config, vocabulary, context) if method in weigh else (0.0, 1.0, 0.0)
+    embedding, layer, head = costs
     count = config.model.num_layers
     return partition_layers(
         method,

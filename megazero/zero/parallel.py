@@ -76,6 +76,14 @@ class DataParallel:
         self._reducer.finish()
         self._gatherer.finish()
 
+    def need(self, params: Iterable[nn.Parameter]) -> None:
+        """Return when these parameters are whole; they are freed as if their own modules had used them."""
+        absent = [b for b in self._gatherer.of(params) if b.presence is not Presence.WHOLE]
+        for bucket in absent:
+            self._gatherer.fetch(bucket)
+        for bucket in absent:
+            bucket.arrive()
+
     @contextmanager
     def gathered(
         self, params: Iterable[nn.Parameter] | None = None, *, write_back: bool = False

@@ -388,6 +388,8 @@ def test_a_killed_member_is_noticed_and_named():
     file = shared_open._create(path, 2, sizes)
     path.unlink()
     is_there, say_so = os.pipe()
+    # Both are there before either waits: a member waiting for one that never came would take it for gone.
+    own = shared_open.NATIVE.Link(file, 0, [0, 1], *sizes, 60.0)
     child = os.fork()
     if child == 0:
         try:
@@ -398,7 +400,7 @@ def test_a_killed_member_is_noticed_and_named():
             os.kill(os.getpid(), signal.SIGKILL)
     os.read(is_there, 1)
     base = SimpleNamespace(name="pair", rank=0, ranks=(0, 1), close=lambda: None)
-    group = SharedGroup(base, shared_open.NATIVE.Link(file, 0, [0, 1], *sizes, 60.0))
+    group = SharedGroup(base, own)
     group.barrier()
     start = time.monotonic()
     # Nobody has collected the dead child yet: its process number is still taken.

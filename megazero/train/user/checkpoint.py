@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megazero.checkpoint import SliceReader, Snapshot, iteration_folder, latest_iteration, read_facts
 from megazero.checkpoint import save_checkpoint as write_snapshot
-from megazero.checkpoint.simple import write_text
+from megazero.checkpoint.simple import together, write_text
 from megazero.errors import CheckpointError
-from megazero.mpu import ParallelContext, gather_values
 from megazero.optim import ScalerState
 from megazero.zero.init import GatheredParameters
 
@@ -91,7 +89,8 @@ def save_checkpoint(
     def point() -> None:
         write_text(save_dir / LATEST, f"{tag}\n")
 
-    _on_first_rank(context, point if save_latest else None, f"write {save_dir / LATEST}")
+    first = save_latest and context.rank == 0
+    together(context, point if first else None, f"write {save_dir / LATEST}")
 
 
 def load_checkpoint(
@@ -195,20 +194,7 @@ def save_module(engine: UserEngine, path: Path, exclude_frozen: bool) -> None:
         else:
             torch.save(state, path)
 
-    _on_first_rank(engine.context, write, f"write {path}")
-
-
-def _on_first_rank(context: ParallelContext, work: Any, what: str) -> None:
-    """Do `work` on the first rank; its failure is raised on all."""
-    failure = None
-    if work is not None and context.rank == 0:
-        try:
-            work()
-        except (OSError, SafetensorError) as error:
-            failure = f"{type(error).__name__}: {error}"
-    (found, *_) = gather_values(context.world, failure, context.device)
-    if found is not None:
-        raise CheckpointError(f"rank 0 could not {what}: {found}")
+    together(engine.context, write if engine.context.rank == 0 else None, f"write {path}")
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

@@ -13,7 +13,6 @@ from torch import nn
 from megazero.errors import ConfigError, MegazeroError
 from megazero.mpu import Init, ParallelContext, ParamSpec
 from megazero.zero import Bucket, DataParallel, Unit, ZeroPolicy, build_buckets, module_units
-from megazero.zero.bucket import Presence
 from megazero.zero.init import Partition, external_parameters, is_partitioned
 
 # Their forward hands the weights of modules inside them to one function, without calling those modules.
@@ -170,8 +169,7 @@ class UserParallel(DataParallel):
     def begin_backward(self, chunk: int, *, reduce: bool) -> None:
         super().begin_backward(chunk, reduce=reduce)
         self._in_backward = True
-        for param in self._external.values():
-            self._need(param)
+        self.need(self._external.values())
 
     def end_backward(self) -> None:
         super().end_backward()
@@ -224,13 +222,7 @@ class UserParallel(DataParallel):
         if self._running[id(param)] == 0 and (self._forwards or self._in_backward):
             if torch.is_grad_enabled():  # otherwise no backward is going to need it
                 self._external[id(param)] = param
-            self._need(param)
-
-    def _need(self, param: nn.Parameter) -> None:
-        for bucket in self._gatherer.of([param]):
-            if bucket.presence is not Presence.WHOLE:
-                self._gatherer.fetch(bucket)
-                bucket.arrive()
+            self.need([param])
 
 
 class WatchedParameters(dict):
