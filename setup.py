@@ -60,6 +60,7 @@ setup(
         "sentencepiece>=0.2",
         "regex>=2023.12",
         "safetensors>=0.4",
+        "xxhash>=3",
         "rich>=13",
         "tensorboard>=2.14",
     ],

@@ -31,6 +31,10 @@ class CheckpointError(MegazeroError):
     """A checkpoint is missing, damaged or belongs to another model or layout."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """What is stored is not what was written: files are missing, cut, changed or of another checkpoint."""
+
+
 class CommunicationError(MegazeroError):
     """A collective call failed, timed out or was made with mismatching arguments."""
 

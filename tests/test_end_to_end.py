@@ -15,7 +15,7 @@ import torch
 
 from megazero.models import Batch
 from megazero.mpu import Launch
-from megazero.train.snapshot import load_for_inference
+from megazero.train.trained import load_for_inference
 
 pytestmark = pytest.mark.gloo
 
@@ -127,35 +127,17 @@ def test_gpt2_learns_speaks_and_equals_transformers(data, tmp_path):
 
 def test_llama_trained_on_slices_equals_transformers(data, tmp_path):
     pytest.importorskip("transformers")
-    from safetensors.torch import load_file
-
-    from megazero.config.resolve import parse_config
-    from megazero.mpu import solo_context, spec_of
-    from megazero.train.model import build_chunks, build_vocabulary
     from tests.models.hf_weights import global_weights, llama_model, to_llama
 
     records = train("llama", data, tmp_path)
     assert records[-1]["lm_loss"] < records[0]["lm_loss"] - 1.0
 
-    one_rank = SHAPES["llama"].replace("--sequence-parallel --tensor-model-parallel-size 2", "")
-    flags = [*COMMON.split(), *one_rank.split(), "--mock-data", "--tokenizer-type", "GPT2BPETokenizer"]
-    flags += ["--vocab-file", str(data / "vocab.json"), "--merge-file", str(data / "merges.txt")]
-    config = parse_config(flags, world_size=1).config
-    context = solo_context()
-    model = build_chunks(config, build_vocabulary(config), context, context.device)[0]
-    parts = [
-        load_file(tmp_path / "checkpoint" / "iter_0000040" / f"model_tp{rank:02d}_pp00.safetensors")
-        for rank in range(2)
-    ]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            spec = spec_of(parameter)
-            slices = [part[f"{spec.name}/weight"] for part in parts]
-            whole = slices[0] if spec.shard_dim is None else torch.cat(slices, spec.shard_dim)
-            logical = whole[: spec.shape[0]] if spec.shard_dim == 0 else whole
-            parameter.copy_(spec.shard(logical, 0, 1))
-    theirs = llama_model(config.model, model.vocab_size)
-    theirs.load_state_dict(to_llama(global_weights(model, context.tp), config.model.num_layers), strict=False)
+    loaded = load_for_inference(str(tmp_path / "checkpoint"), Launch())
+    assert loaded.context.world_size == 1, "it was trained on two"
+    model = loaded.chunks[0]
+    theirs = llama_model(model.config, model.vocab_size)
+    weights = global_weights(model, loaded.context.tp)
+    theirs.load_state_dict(to_llama(weights, model.config.num_layers), strict=False)
     tokens = torch.arange(40).view(2, 20)
     with torch.no_grad():
         ours = model(Batch(tokens)).transpose(0, 1)[..., : model.vocab_size]

@@ -1,19 +1,44 @@
-"""checkpoint: saving and resuming. `simple.py` writes one file per model slice, bound to its layout."""
+"""checkpoint: logical tensors stored as the shards that ranks own, and read in whatever parts a rank needs.
 
-from megazero.checkpoint.simple import (
-    SliceReader,
-    Snapshot,
+`box` and `part` say what is where, `shards` what a rank holds. `saver` writes a checkpoint over all ranks
+(`writer` its files), `reader` reads it; `tensor_file`, `blocks` and `disk` are the storage below, `manifest`
+and `folder` what makes files a checkpoint and folders a run's.
+"""
+
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.folder import (
+    Retention,
+    candidates,
     iteration_folder,
     latest_iteration,
-    read_facts,
-    save_checkpoint,
+    saved_iterations,
 )
+from megazero.checkpoint.part import WEIGHT, Key, Part, Source
+from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.checkpoint.saver import Saver, together
+from megazero.checkpoint.shards import parts_of_parameters, parts_to_read, parts_to_write, state_keys
+from megazero.checkpoint.writer import write_checkpoint
 
 __all__ = [
-    "SliceReader",
-    "Snapshot",
+    "WEIGHT",
+    "Box",
+    "CheckpointReader",
+    "Disk",
+    "Key",
+    "Part",
+    "Retention",
+    "Saver",
+    "Source",
+    "Verify",
+    "candidates",
     "iteration_folder",
     "latest_iteration",
-    "read_facts",
-    "save_checkpoint",
+    "parts_of_parameters",
+    "parts_to_read",
+    "parts_to_write",
+    "saved_iterations",
+    "state_keys",
+    "together",
+    "write_checkpoint",
 ]

@@ -33,9 +33,8 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
         "tokenizers are read from files and run no code of theirs": "--trust-remote-code",
         "SIGTERM always saves and exits": "--exit-signal-handler",
         "inf and nan are looked for in every step": "--no-check-for-nan-in-loss-and-grad",
-        "dropout depends on seed and step, so no generator state is saved": "--no-save-rng",
-        "checkpoints have one format, written in line": """
-            --ckpt-format= --dist-ckpt-format= --use-dist-ckpt --async-save""",
+        "checkpoints have one format, which any layout loads": """
+            --ckpt-format= --dist-ckpt-format= --use-dist-ckpt""",
         "the rank comes from the environment that torchrun sets": "--local_rank= --local-rank=",
         "memory housekeeping is left to torch": """
             --empty-unused-memory-level= --manual-gc --manual-gc-interval= --contigious-checkpointing

@@ -16,6 +16,12 @@ _LOAD_SWITCHES = (
     "checkpoint.no_load_rng",
     "checkpoint.exit_on_missing_checkpoint",
 )
+_SAVE_SWITCHES = (
+    "checkpoint.no_save_optim",
+    "checkpoint.no_save_rng",
+    "checkpoint.async_save",
+    "checkpoint.keep_last",
+)
 _WANDB = tuple(f"logging.wandb_{name}" for name in ("exp_name", "save_dir", "entity", "group"))
 
 TOKENIZER_RULES: tuple[Rule, ...] = (
@@ -136,11 +142,27 @@ OUTPUT_RULES: tuple[Rule, ...] = (
         lambda c: c.config.checkpoint.save_interval is None or bool(c.config.checkpoint.save),
     ),
     Rule(
-        "no_save_optim_needs_save",
-        ("checkpoint.no_save_optim", "checkpoint.save"),
-        "`save` must be set with `no_save_optim`",
-        "say where with `--save`, or leave it out",
-        lambda c: not c.config.checkpoint.no_save_optim or bool(c.config.checkpoint.save),
+        "save_switches_need_save",
+        (*_SAVE_SWITCHES, "checkpoint.save"),
+        "`save` must be set with a switch that says how to save",
+        "say where with `--save`, or leave the switch out",
+        lambda c: (
+            bool(c.config.checkpoint.save) or not any(value_at(c.config, path) for path in _SAVE_SWITCHES)
+        ),
+    ),
+    Rule(
+        "async_save_limit_needs_async_save",
+        ("checkpoint.async_save_limit", "checkpoint.async_save"),
+        "`async_save` must be set with an `async_save_limit` above 1",
+        "add `--async-save`",
+        lambda c: c.config.checkpoint.async_save_limit == 1 or c.config.checkpoint.async_save,
+    ),
+    Rule(
+        "save_retain_interval_needs_keep_last",
+        ("checkpoint.save_retain_interval", "checkpoint.keep_last"),
+        "`keep_last` must be set with `save_retain_interval`",
+        "say how many others to keep with `--keep-last`; without it all are kept",
+        lambda c: c.config.checkpoint.save_retain_interval is None or c.config.checkpoint.keep_last is not None,
     ),
     Rule(
         "load_switches_need_load",

@@ -383,11 +383,28 @@ class CheckpointConfig(Section):
 
     save: str | None = option(None, "folder to write checkpoints to")
     load: str | None = option(None, "folder to read the latest checkpoint from")
+    load_hf: str | None = option(
+        None, "folder of a Hugging Face model to take the weights from, where --load has no checkpoint yet"
+    )
     save_interval: PositiveInt | None = option(None, "iterations between checkpoints", unit="iterations")
-    finetune: bool = option(False, "load weights only and start counting anew")
+    save_retain_interval: PositiveInt | None = option(
+        None, "keep checkpoints of every so many iterations whatever --keep-last says", unit="iterations"
+    )
+    keep_last: PositiveInt | None = option(None, "keep so many of the newest checkpoints; default: all")
+    async_save: bool = option(False, "write checkpoints in the background while training goes on")
+    async_save_limit: PositiveInt = option(1, "checkpoints that may be on their way to the disk at a time")
+    verify_checkpoint: Literal["full", "size"] = option(
+        "full", "what is checked of a checkpoint that is loaded: the hash of all that is read, or file sizes"
+    )
+    finetune: bool = option(
+        False,
+        "load weights only and start counting anew",
+        aliases=("--load-weights-only",),
+    )
     no_load_optim: bool = option(False, "leave the optimizer state unread")
     no_load_rng: bool = option(False, "leave the seed of dropout as configured instead of as saved")
     no_save_optim: bool = option(False, "leave the optimizer state unsaved")
+    no_save_rng: bool = option(False, "leave the state of random generators unsaved")
     exit_on_missing_checkpoint: bool = option(False, "fail where --load finds nothing, instead of starting")
     override_opt_param_scheduler: bool = option(
         False,

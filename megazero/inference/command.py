@@ -21,6 +21,12 @@ def build_parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", help="text to continue; may be given several times")
     source.add_argument("--prompt-file", help="UTF-8 file with one prompt per line")
+    for axis, what in (("tensor", "slices of each layer"), ("pipeline", "stages")):
+        parser.add_argument(
+            f"--{axis}-model-parallel-size",
+            type=int,
+            help=f"{what} over the ranks of this job (default: as trained; 1 for one process)",
+        )
     parser.add_argument("--max-new-tokens", type=int, default=64, help="most tokens to add (default 64)")
     parser.add_argument("--num-samples", type=int, default=1, help="continuations per prompt (default 1)")
     parser.add_argument("--temperature", type=float, default=1.0, help="divides the logits (default 1)")
@@ -49,10 +55,14 @@ def _run(flags: argparse.Namespace) -> None:
         raise ConfigError(f"`num_samples` must be at least 1, but is {flags.num_samples}; ask for one")
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.greedy, flags.seed)
     # Imports every part of megazero: only once the flags are known to be good.
-    from megazero.train.snapshot import load_for_inference
+    from megazero.train.trained import Sizes, load_for_inference
 
-    loaded = load_for_inference(flags.load, Launch.from_environment())
+    sizes = Sizes(flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size)
+    loaded = load_for_inference(flags.load, Launch.from_environment(), sizes)
     with reporting(loaded.context):
+        if loaded.context.rank == 0:
+            for remark in loaded.remarks:
+                print(f"warning: {remark}", file=sys.stderr)
         model = StagedModel(loaded.chunks, loaded.stage_of, loaded.context.pp)
         repeated = [prompt for prompt in prompts for _ in range(flags.num_samples)]
         texts = TextGenerator(model, loaded.tokenizer).complete(

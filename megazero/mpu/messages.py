@@ -12,7 +12,7 @@ from megazero.mpu.group import Group
 
 def gather_values(group: Group, value: Any, device: torch.device | str = "cpu") -> list[Any]:
     """Every member's JSON-able `value`, in group order, on every member."""
-    data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     length = torch.tensor([data.numel()], device=device)
     lengths = torch.empty(group.size, dtype=length.dtype, device=device)
     group.all_gather(lengths, length).wait()
@@ -22,4 +22,4 @@ def gather_values(group: Group, value: Any, device: torch.device | str = "cpu") 
     everyone = torch.empty(group.size * width, dtype=torch.uint8, device=device)
     group.all_gather(everyone, padded).wait()
     rows = everyone.view(group.size, width).cpu()
-    return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths.tolist(), strict=True)]
+    return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths.tolist(), strict=True)]

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from megazero.checkpoint import Disk
+from megazero.checkpoint.hf.reader import HFReader
 from megazero.config.derive import batch_ramp, global_batch_size, lr_lengths, train_length
 from megazero.config.tree import Config
 from megazero.data import DatasetRequest, GPTSettings, SamplerSpec, build_gpt_datasets, parse_blend
@@ -48,7 +50,8 @@ from megazero.train.model import (
     train_program,
 )
 from megazero.train.monitors import build_monitors
-from megazero.train.snapshot import load_state, save_state
+from megazero.train.resume import resume
+from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_buckets
 
@@ -192,8 +195,13 @@ def build_plan(config: Config, vocabulary: Vocabulary, context: ParallelContext)
     )
 
 
-def pretrain(config: Config, launch: Launch | None = None) -> TrainState:
+def pretrain(config: Config, launch: Launch | None = None, disk: Disk | None = None) -> TrainState:
     """Run a training as configured, on this rank of the job.
+
+    Args:
+        config: of the run.
+        launch: this rank's place; default: as the launcher says.
+        disk: what writes the checkpoints.
 
     Raises:
         MegazeroError: whatever of the user's to mend stands in the way.
@@ -201,26 +209,31 @@ def pretrain(config: Config, launch: Launch | None = None) -> TrainState:
     keep_freed_memory()
     joined = join(config.parallel, launch or Launch.from_environment(), config.zero.hpz_partition_size)
     with reporting(joined):
-        state = _train(config, joined)
+        state = _train(config, joined, disk)
     leave(joined)
     return state
 
 
-def _train(config: Config, joined: ParallelContext) -> TrainState:
+def _train(config: Config, joined: ParallelContext, disk: Disk | None) -> TrainState:
     traffic = TrafficLog()
     context = count_traffic(joined, traffic) if config.logging.comms_logger else joined
     vocabulary = build_vocabulary(config)
-    engine = build_engine(config, build_chunks(config, vocabulary, context), context)
-    state, stream_seed = load_state(config, engine, context)
-    feeds = build_feeds(config, vocabulary, context, stream_seed)
+
+    def build(config: Config) -> Engine:
+        return build_engine(config, build_chunks(config, vocabulary, context), context)
+
+    resumed = resume(config, context, vocabulary.size, build, HFReader)
+    config, engine, state = resumed.config, resumed.engine, resumed.state
+    feeds = build_feeds(config, vocabulary, context, resumed.stream_seed)
     plan = build_plan(config, vocabulary, context)
     monitor = build_monitors(config, context.rank == 0, state.iteration, plan.iterations)
-
-    def save(state: TrainState) -> None:
-        save_state(config, engine, context, state)
-
-    loop = Loop(engine, plan, feeds, monitor, save if config.checkpoint.save else None, context)
+    for remark in resumed.remarks:
+        monitor.message(remark)
+    snapshots = None
     try:
+        if config.checkpoint.save and not config.training.skip_train:
+            snapshots = Snapshots(config, engine, context, vocabulary.size, resumed.stream_seed, disk)
+        loop = Loop(engine, plan, feeds, monitor, snapshots, context)
         if config.training.skip_train:
             for split in ("validation", "test"):
                 if (feeds.valid if split == "validation" else feeds.test) is not None:
@@ -230,6 +243,8 @@ def _train(config: Config, joined: ParallelContext) -> TrainState:
         for line in traffic.table():
             monitor.message(f"communication of rank 0 | {line}")
     finally:
+        if snapshots is not None:
+            snapshots.close()
         monitor.close()
         if feeds.train is not None:
             feeds.train.close()

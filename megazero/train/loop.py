@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from megazero.config.derive import BatchRamp
+from megazero.errors import CheckpointError
 from megazero.mpu import ParallelContext
 from megazero.train.engine import Engine, StepResult
 from megazero.train.feed import Feed
@@ -61,6 +64,24 @@ class Feeds:
     test: Feed | None
 
 
+class Checkpoints(Protocol):
+    """Where the loop saves; see `snapshot.Snapshots`. All raise CheckpointError, on every rank."""
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank still writes its part of the oldest checkpoint on its way."""
+
+    @property
+    def unsettled(self) -> int:
+        """Checkpoints on their way; the same on all ranks."""
+
+    def save(self, state: TrainState) -> list[int]:
+        """Save a checkpoint, or begin to; returns the iterations of those that became visible."""
+
+    def settle(self) -> int:
+        """Make the oldest checkpoint on its way visible; returns its iteration."""
+
+
 class Loop:
     """Runs a training to its end or to a reason to stop.
 
@@ -69,7 +90,7 @@ class Loop:
         plan: how many, and what happens between them.
         feeds: samples of each split.
         monitor: told of everything.
-        save: writes a checkpoint of a state; None where nothing is saved.
+        checkpoints: where to save; None where nothing is saved.
         context: for agreeing on when to stop.
     """
 
@@ -79,36 +100,43 @@ class Loop:
         plan: Plan,
         feeds: Feeds,
         monitor: Monitor,
-        save: Callable[[TrainState], None] | None,
+        checkpoints: Checkpoints | None,
         context: ParallelContext,
     ):
         self.engine = engine
         self.plan = plan
         self.feeds = feeds
         self.monitor = monitor
-        self.save = save
+        self.checkpoints = checkpoints
         self.context = context
+        self._saved_at = 0
         self.timers = Timers(context.device, synchronize=plan.exact_timers)
 
     def fit(self, state: TrainState) -> TrainState:
-        """Train from `state` on; returns the state at the end. A SIGTERM saves and ends it early."""
+        """Train from `state` on; returns the state at the end. A SIGTERM saves and ends it early.
+
+        A checkpoint that cannot be written on the way is reported and the training goes on.
+
+        Raises:
+            CheckpointError: on every rank, if the last one cannot be written.
+        """
         started = time.monotonic()
-        saved_at = evaluated_at = state.iteration
+        self._saved_at = evaluated_at = state.iteration
+        reason = None
         with StopRequest() as stop:
-            while state.iteration < self.plan.iterations:
+            while state.iteration < self.plan.iterations and reason is None:
                 state = self._step(state)
                 if self._due(self.plan.eval_interval, state) and self.feeds.valid is not None:
                     self.evaluate("validation", state)
                     evaluated_at = state.iteration
-                reason = self._reason_to_stop(state, stop, started)
-                if self.save is not None and (reason or self._due(self.plan.save_interval, state)):
-                    self._save(state)
-                    saved_at = state.iteration
-                if reason:
-                    self.monitor.message(f"stopping after iteration {state.iteration}: {reason}")
-                    return state
-        if self.save is not None and saved_at < state.iteration:
-            self._save(state)
+                reason = self._after_step(state, stop, started)
+                due = self.checkpoints is not None and self._due(self.plan.save_interval, state)
+                if due and reason is None:
+                    self._on_the_way(lambda now=state: self._save(now))
+        self._save_last(state)
+        if reason is not None:
+            self.monitor.message(f"stopping after iteration {state.iteration}: {reason}")
+            return state
         if self.feeds.valid is not None and evaluated_at < state.iteration:
             self.evaluate("validation", state)
         if self.feeds.test is not None:
@@ -191,21 +219,57 @@ class Loop:
 
     def _save(self, state: TrainState) -> None:
         with self.timers("save"):
-            self.save(state)
-        self.monitor.message(f"saved a checkpoint at iteration {state.iteration}")
+            visible = self.checkpoints.save(state)
+        self._saved_at = state.iteration
+        for iteration in visible:
+            self._tell(iteration)
+
+    def _save_last(self, state: TrainState) -> None:
+        """Make all checkpoints visible, that of `state` among them."""
+        if self.checkpoints is None:
+            return
+        while self.checkpoints.unsettled:
+            self._on_the_way(lambda: self._tell(self.checkpoints.settle()))
+        if self._saved_at < state.iteration:
+            self._save(state)
+        while self.checkpoints.unsettled:
+            self._tell(self.checkpoints.settle())
+
+    def _on_the_way(self, work: Callable[[], None]) -> None:
+        """Do what saves; where it cannot, every rank says so, and what was saved before is there."""
+        try:
+            work()
+        except CheckpointError as error:
+            self._saved_at = -1
+            print(
+                f"error: rank {self.context.rank} goes on without saving: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _tell(self, iteration: int) -> None:
+        self.monitor.message(f"saved a checkpoint at iteration {iteration}")
 
     def _due(self, interval: int | None, state: TrainState) -> bool:
         return interval is not None and state.iteration % interval == 0
 
-    def _reason_to_stop(self, state: TrainState, stop: StopRequest, started: float) -> str | None:
-        """The same answer on all ranks, whichever of them was told or is late."""
+    def _after_step(self, state: TrainState, stop: StopRequest, started: float) -> str | None:
+        """Settle a checkpoint that all ranks have written. Returns the reason to stop, or None.
+
+        The same on all ranks, whichever of them was told, is late or still writes.
+        """
         if state.iteration >= self.plan.iterations:
             return None
         limit = self.plan.exit_seconds
         late = limit is not None and time.monotonic() - started >= limit
-        asked = torch.tensor([float(stop.requested), float(late)], device=self.context.device)
-        self.context.world.all_reduce(asked, "max").wait()
-        told, late = asked.tolist()
+        unsettled = self.checkpoints is not None and self.checkpoints.unsettled
+        writes = unsettled and self.checkpoints.writing
+        asked = [float(stop.requested), float(late), float(writes)]
+        flags = torch.tensor(asked, device=self.context.device)
+        self.context.world.all_reduce(flags, "max").wait()
+        told, late, writes = flags.tolist()
+        if unsettled and not writes:
+            self._on_the_way(lambda: self._tell(self.checkpoints.settle()))
         if told:
             return stop.reason or "another rank was asked to stop"
         if late:

@@ -8,7 +8,7 @@ from megazero.errors import CheckpointError
 from megazero.inference import Sampling, TextGenerator
 from megazero.inference.command import main
 from megazero.mpu import Launch, ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.train.snapshot import Loaded
+from megazero.train.trained import Loaded, Sizes
 from tests.inference.test_text import BYTES, byte_model
 
 
@@ -17,11 +17,11 @@ def loads(monkeypatch) -> list[tuple[str, Launch]]:
     """Puts a model where a checkpoint would be; what was asked for."""
     asked = []
 
-    def load(checkpoint_dir: str, launch: Launch):
+    def load(checkpoint_dir: str, launch: Launch, sizes: Sizes):
         asked.append((checkpoint_dir, launch))
-        return Loaded(solo_context(), {0: byte_model()}, (0,), BYTES)
+        return Loaded(solo_context(), {0: byte_model()}, (0,), BYTES, ())
 
-    monkeypatch.setattr("megazero.train.snapshot.load_for_inference", load, raising=False)
+    monkeypatch.setattr("megazero.train.trained.load_for_inference", load, raising=False)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     return asked
@@ -107,10 +107,10 @@ def test_bad_values_exit_2_before_anything_is_loaded(loads, capsys, flags):
 
 
 def test_a_missing_checkpoint_is_one_line_and_a_status(monkeypatch, capsys):
-    def load(checkpoint_dir: str, launch: Launch):
+    def load(checkpoint_dir: str, launch: Launch, sizes: Sizes):
         raise CheckpointError(f"`load` must hold a checkpoint, but {checkpoint_dir} has none")
 
-    monkeypatch.setattr("megazero.train.snapshot.load_for_inference", load, raising=False)
+    monkeypatch.setattr("megazero.train.trained.load_for_inference", load, raising=False)
     assert main(["--load", "void", "--prompt", "a"]) == 1
     assert capsys.readouterr().err == "error: `load` must hold a checkpoint, but void has none\n"
 
@@ -127,8 +127,8 @@ def test_only_the_first_rank_prints(loads, capsys, monkeypatch):
     context = thread_context(world, ProcessGrid(), 0)
     silent = type(context)(ProcessGrid(tp=2), 1, context.device, context.groups)
     monkeypatch.setattr(
-        "megazero.train.snapshot.load_for_inference",
-        lambda *_: Loaded(silent, {0: byte_model()}, (0,), BYTES),
+        "megazero.train.trained.load_for_inference",
+        lambda *_: Loaded(silent, {0: byte_model()}, (0,), BYTES, ()),
     )
     assert main(["--load", "here", "--prompt", "a", "--max-new-tokens", "2"]) == 0
     assert capsys.readouterr().out == ""

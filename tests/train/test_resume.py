@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,11 @@ from megazero.config.tree import CheckpointConfig
 from megazero.errors import CheckpointError
 from megazero.mpu import Launch, ThreadWorld, thread_context
 from megazero.train.assemble import pretrain
-from megazero.train.snapshot import load_state, save_state
+from megazero.train.resume import resume
+from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
-from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, Layout
+from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, VOCABULARY, Layout
 from megazero.verify.record import micro_batches, verification_engine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,12 +98,14 @@ def test_a_sharded_pipeline_resumes_bit_for_bit(tmp_path, layout):
         context = thread_context(world, layout.grid, rank)
         engine = verification_engine(config, context)
         state, _ = train(engine, context, TrainState(), 2)
-        save_state(config, engine, context, state)
+        snapshots = Snapshots(config, engine, context, VOCABULARY, config.training.seed)
+        snapshots.save(state)
+        snapshots.close()
         _, straight = train(engine, context, state, 2)
-        fresh = verification_engine(config, context)
-        state, _ = load_state(config, fresh, context)
-        assert state.iteration == 2
-        return straight, train(fresh, context, state, 2)[1]
+        build = partial(verification_engine, context=context)
+        resumed = resume(config, context, VOCABULARY, build, foreign=None)
+        assert resumed.state.iteration == 2
+        return straight, train(resumed.engine, context, resumed.state, 2)[1]
 
     for straight, resumed in world.run(work):
         assert [name for name, _ in straight] == [name for name, _ in resumed]

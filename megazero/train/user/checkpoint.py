@@ -14,20 +14,33 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megazero.checkpoint import SliceReader, Snapshot, iteration_folder, latest_iteration, read_facts
-from megazero.checkpoint import save_checkpoint as write_snapshot
-from megazero.checkpoint.simple import together, write_text
+from megazero.checkpoint import (
+    Box,
+    CheckpointReader,
+    Disk,
+    Key,
+    Part,
+    Saver,
+    candidates,
+    parts_to_read,
+    parts_to_write,
+    together,
+)
 from megazero.errors import CheckpointError
 from megazero.optim import ScalerState
+from megazero.train.resume import check_tensors
 from megazero.zero.init import GatheredParameters
 
 if TYPE_CHECKING:
     from megazero.train.user.engine import UserEngine
 
 LATEST = "latest"
+STATE = "state"
+"""Kind of tensors that belong to options, schedules and the script."""
 
 
 @dataclass(frozen=True)
@@ -66,31 +79,31 @@ def save_checkpoint(
         CheckpointError: it cannot be written, or a state holds what is no plain value or tensor.
     """
     optimizer, context = engine.optimizer, engine.context
-    writes = context.replica.rank == 0
-    tensors = {
-        f"{spec.name}/{kind}": tensor.cpu() if tensor.is_cuda else tensor.clone()
-        for spec, kinds in optimizer.shards.full_state()
-        for kind, tensor in kinds.items()
-        if writes
-    }
-    tensors |= {f"{name}/buffer": buffer for name, buffer in _buffers(engine).items()}
+    states: dict[str, Tensor] = {}
     schedule = getattr(engine.lr_scheduler, "state_dict", dict)()
     facts = {
+        "kind": "module",
         "progress": asdict(engine.progress()),
         "scaler": vars(optimizer.scaler_state),
         "updates": optimizer.shards.updates,
-        "options": encode(optimizer.options(), "options", tensors),
-        "schedule": encode(schedule, "schedule", tensors),
-        "client": encode(client_state, "client", tensors),
+        "options": encode(optimizer.options(), "options", states),
+        "schedule": encode(schedule, "schedule", states),
+        "client": encode(client_state, "client", states),
     }
-    facts["shapes"] = {key: list(tensor.shape) for key, tensor in tensors.items()}
-    write_snapshot(save_dir / tag, engine.global_steps, Snapshot(tensors, facts), context)
-
-    def point() -> None:
-        write_text(save_dir / LATEST, f"{tag}\n")
-
+    parts = parts_to_write(optimizer.shards, context)
+    if context.rank == 0:
+        whole = {Key(name): buffer.detach() for name, buffer in _buffers(engine).items()}
+        whole |= {Key(name, STATE): tensor for name, tensor in states.items()}
+        parts += [whole_part(key, tensor) for key, tensor in whole.items()]
+    saver = Saver(save_dir / tag, context)
+    try:
+        saver.save(engine.global_steps, parts, facts)
+    finally:
+        saver.close()
     first = save_latest and context.rank == 0
-    together(context, point if first else None, f"write {save_dir / LATEST}")
+    together(
+        context, (lambda: Disk().write_text(save_dir / LATEST, f"{tag}\n")) if first else None, f"name {tag}"
+    )
 
 
 def load_checkpoint(
@@ -103,23 +116,36 @@ def load_checkpoint(
             return None, None
         tag = pointer.read_text(encoding="utf-8").strip()
     folder = load_dir / tag
-    iteration = latest_iteration(folder)
-    if iteration is None:
+    found = candidates(folder)
+    if not found.folders:
         raise CheckpointError(f"`{folder}` must hold a checkpoint, but has none; check the path and the tag")
-    place = iteration_folder(folder, iteration)
-    facts = read_facts(place)
-    wanted = _wanted(engine, parts, facts)
-    stored = {key: tuple(shape) for key, shape in facts["shapes"].items() if "/state." in key}
-    with SliceReader(place, {**wanted, **stored}, engine.context) as tensors:
-        _take_tensors(engine, wanted, tensors)
-        optimizer = engine.optimizer
-        if parts.optimizer:
-            optimizer.set_options(decode(facts["options"], tensors))
-            optimizer.shards.updates = facts["updates"]
-            optimizer.scaler_state = ScalerState(**facts["scaler"])
-        if parts.schedule and hasattr(engine.lr_scheduler, "load_state_dict"):
-            engine.lr_scheduler.load_state_dict(decode(facts["schedule"], tensors))
-        client = decode(facts["client"], tensors)
+    readers: list[CheckpointReader] = []
+    together(engine.context, lambda: readers.append(CheckpointReader(found.folders[0])), f"open {folder}")
+    (reader,) = readers
+    if reader.facts.get("kind") != "module":
+        raise CheckpointError(
+            f"`{reader.folder}` must be of a module, but is of {reader.facts.get('kind')}; "
+            f"load it with `--load`"
+        )
+    states: dict[str, Tensor] = {}
+
+    def read() -> None:
+        wanted = _wanted(engine, parts)
+        if not parts.strict:
+            wanted = [part for part in wanted if part.key in reader.shapes]
+        check_tensors(reader, wanted, reader.folder)
+        reader.read(wanted)
+        states.update({key.name: reader.tensor(key) for key in reader.shapes if key.kind == STATE})
+
+    together(engine.context, read, f"load {reader.folder}")
+    facts, optimizer = reader.facts, engine.optimizer
+    if parts.optimizer:
+        optimizer.set_options(decode(facts["options"], states))
+        optimizer.shards.updates = facts["updates"]
+        optimizer.scaler_state = ScalerState(**facts["scaler"])
+    if parts.schedule and hasattr(engine.lr_scheduler, "load_state_dict"):
+        engine.lr_scheduler.load_state_dict(decode(facts["schedule"], states))
+    client = decode(facts["client"], states)
     optimizer.zero_grad()
     optimizer.shards.publish()
     if parts.progress:
@@ -127,34 +153,15 @@ def load_checkpoint(
     return str(folder), client
 
 
-def _wanted(engine: UserEngine, parts: LoadParts, facts: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Key -> shape of all tensors that the engine is to take from a checkpoint."""
-    shards = engine.optimizer.shards
-    wanted = {f"{name}/buffer": tuple(buffer.shape) for name, buffer in _buffers(engine).items()}
-    for bucket, state in zip(shards.buckets, shards.states, strict=True):
-        for kind in ("weight", *state) if parts.optimizer else ("weight",):
-            for spec, param in zip(bucket.specs, bucket.params, strict=True):
-                wanted[f"{spec.name}/{kind}"] = tuple(param.shape)
-    if parts.strict:
-        return wanted
-    return {key: shape for key, shape in wanted.items() if key in facts["shapes"]}
+def _wanted(engine: UserEngine, parts: LoadParts) -> list[Part]:
+    """All tensors that the engine is to take from a checkpoint."""
+    wanted = parts_to_read(engine.optimizer.shards, engine.context, moments=parts.optimizer)
+    return wanted + [whole_part(Key(name), buffer.detach()) for name, buffer in _buffers(engine).items()]
 
 
-@torch.no_grad()
-def _take_tensors(
-    engine: UserEngine, wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]
-) -> None:
-    shards = engine.optimizer.shards
-    for bucket, state in zip(shards.buckets, shards.states, strict=True):
-        for kind, flat in {"weight": bucket.master, **state}.items():
-            for spec, span, piece in bucket.named_pieces(flat):
-                key = f"{spec.name}/{kind}"
-                if key in wanted:
-                    piece.copy_(tensors[key].reshape(-1)[span])
-    for name, buffer in _buffers(engine).items():
-        key = f"{name}/buffer"
-        if key in wanted:
-            buffer.copy_(tensors[key])
+def whole_part(key: Key, tensor: Tensor) -> Part:
+    """All of a logical tensor."""
+    return Part(key, tuple(tensor.shape), Box.whole(tensor.shape), tensor)
 
 
 def _buffers(engine: UserEngine) -> dict[str, Tensor]:
@@ -190,7 +197,10 @@ def save_module(engine: UserEngine, path: Path, exclude_frozen: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".safetensors":
             # This format has no tied weights: each name gets its own.
-            save_file({name: value.clone().contiguous() for name, value in state.items()}, path)
+            try:
+                save_file({name: value.clone().contiguous() for name, value in state.items()}, path)
+            except SafetensorError as error:
+                raise CheckpointError(f"`{path}` cannot be written: {error}") from error
         else:
             torch.save(state, path)
 

@@ -1,0 +1,113 @@
+"""Boxes: axis-aligned parts of a tensor, in which checkpoints say what lies where.
+
+What a rank owns of a parameter may be a range of its flattened slice. In the order of memory such a range is
+a few boxes one after the other: the rest of a row, whole rows, the beginning of a row. Boxes of the whole
+tensor say the same thing on every layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Box:
+    """Part of a tensor: where it starts and how far it goes, along each dim."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Iterable[int]) -> Box:
+        """All of a tensor of this shape."""
+        shape = tuple(shape)
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def numel(self) -> int:
+        """Elements in it."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What to index the whole tensor with."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+    def within(self, other: Box) -> tuple[slice, ...]:
+        """What to index a tensor that holds `other` with."""
+        return tuple(
+            slice(o - p, o - p + n) for o, p, n in zip(self.offset, other.offset, self.shape, strict=True)
+        )
+
+    def shifted(self, by: Iterable[int]) -> Box:
+        """The box moved along each dim."""
+        return Box(tuple(o + d for o, d in zip(self.offset, by, strict=True)), self.shape)
+
+    def overlap(self, other: Box) -> Box | None:
+        """What both have in common, or None."""
+        starts, shape = [], []
+        for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
+            start = max(a, b)
+            size = min(a + n, b + m) - start
+            if size <= 0:
+                return None
+            starts.append(start)
+            shape.append(size)
+        return Box(tuple(starts), tuple(shape))
+
+    def __str__(self) -> str:
+        return "[" + ",".join(f"{s.start}:{s.stop}" for s in self.slices) + "]"
+
+
+def boxes_of_span(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The boxes that make up elements `start` to `stop` of a flattened tensor, in that order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        return
+    if start < first * row:
+        yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        yield Box((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))
+    if last * row < stop:
+        yield from _in_row(shape, last, 0, stop - last * row)
+
+
+def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
+    for box in boxes_of_span(shape[1:], start, stop):
+        yield Box((row, *box.offset), (1, *box.shape))
+
+
+def gaps_or_overlaps(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
+    """What keeps boxes from covering a tensor exactly once, in words; None if they do."""
+    whole = Box.whole(shape)
+    found = sorted(box for box in boxes if box.numel)
+    for box in found:
+        if len(box.shape) != len(shape) or box.overlap(whole) != box:
+            return f"{box} is not within its shape {list(shape)}"
+    for a, b in _colliding(found):
+        return f"{a} and {b} overlap"
+    covered = sum(box.numel for box in found)
+    if covered != whole.numel:
+        return f"{covered} of {whole.numel} elements are there"
+    return None
+
+
+def _colliding(boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
+    """Pairs that overlap, of boxes in the order of their offsets: a sweep along the first dim."""
+    active: list[Box] = []
+    for box in boxes:
+        if not box.shape:
+            yield from ((other, box) for other in active)
+        else:
+            active = [other for other in active if other.offset[0] + other.shape[0] > box.offset[0]]
+            yield from ((other, box) for other in active if other.overlap(box))
+        active.append(box)

@@ -1,0 +1,148 @@
+"""`Disk`: the one way in which checkpoints change the file system.
+
+That a checkpoint is whole or invisible hangs on the order of a few changes. All go through the methods of one
+object, so that a test can count them, stop after any of them and make any of them fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from pathlib import Path
+from typing import Protocol
+
+
+class File(Protocol):
+    """A new file that is written from its beginning to its end."""
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append all of `data`, whose items are bytes."""
+
+    def sync(self) -> None:
+        """Return when what was written is on the medium."""
+
+    def close(self) -> None:
+        """Give the file back; again does nothing."""
+
+    def __enter__(self) -> File: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class Disk:
+    """A POSIX file system. Whatever the system refuses is raised as OSError, unchanged.
+
+    `make_folder`, `create`, `rename`, `sync_folder`, `remove_file` and `remove_folder` are one change each, and so
+    is each call of a `File`. The other methods are made of them.
+    """
+
+    def make_folder(self, path: Path) -> None:
+        """Make one folder, whose parent is there and which is not."""
+        os.mkdir(path)
+
+    def create(self, path: Path) -> File:
+        """Make a file, which must not be there, not even as a link."""
+        return _PosixFile(path)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Rename in one step. A file replaces the file of the new name; a folder finds the name free.
+
+        Raises:
+            FileExistsError: `old` is a folder, and there is something called `new`.
+        """
+        # The system would replace an empty folder.
+        if _is_folder(old) and os.path.lexists(new):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
+        os.rename(old, new)
+
+    def sync_folder(self, path: Path) -> None:
+        """Return when the names in a folder are on the medium, as far as its file system knows such a thing."""
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # so say file systems that have it on the medium anyway, or never
+                raise
+        finally:
+            os.close(folder)
+
+    def remove_file(self, path: Path) -> None:
+        """Remove a file, or a link but not what it points at."""
+        os.unlink(path)
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove an empty folder."""
+        os.rmdir(path)
+
+    def make_parents(self, path: Path) -> None:
+        """Make a folder and those above it as far as they are missing, and put their names on the medium."""
+        if path.is_dir():
+            return
+        self.make_parents(path.parent)
+        try:
+            self.make_folder(path)
+        except FileExistsError:
+            if not path.is_dir():  # another process may have been faster
+                raise
+        self.sync_folder(path.parent)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, a link, or a folder with all that is in it; links are not followed."""
+        if not _is_folder(path):
+            self.remove_file(path)
+            return
+        for name in sorted(os.listdir(path)):
+            self.remove(path / name)
+        self.remove_folder(path)
+
+    def write_text(self, path: Path, text: str) -> None:
+        """Write a small file so that its name has, at any moment, its old content or all of the new one.
+
+        It is on the medium on return. If the system refuses a step, the old content stays and nothing else is
+        left; a process that is killed may leave a hidden file beside it.
+        """
+        aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        try:
+            with self.create(aside) as file:
+                file.write(text.encode())
+                file.sync()
+            self.rename(aside, path)
+            self.sync_folder(path.parent)
+        except OSError:
+            # What failed first says more than a failure to clear up after it.
+            with contextlib.suppress(OSError):
+                self.remove_file(aside)
+            raise
+
+
+class _PosixFile:
+    """A file descriptor, unbuffered."""
+
+    def __init__(self, path: Path):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        self._descriptor = os.open(path, flags, 0o666)
+
+    def write(self, data: bytes | memoryview) -> None:
+        data = memoryview(data)
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def sync(self) -> None:
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
+
+    def __enter__(self) -> _PosixFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()

@@ -1,0 +1,160 @@
+"""The commands `megazero checkpoint to-hf` and `megazero checkpoint from-hf`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+from megazero.checkpoint.hf.convert import Imported, convert_from_hf, convert_to_hf
+from megazero.checkpoint.hf.writer import DTYPES, Exported
+from megazero.config.tree import TokenizerConfig
+from megazero.errors import ConfigError, MegazeroError
+
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3))
+_KINDS = ("GPT2BPETokenizer", "HFTokenizer", "GPTSentencePieceTokenizer")
+_SHORT_DTYPES = (("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16"))
+
+
+def to_hf_parser() -> argparse.ArgumentParser:
+    """The flags of `to-hf`."""
+    parser = argparse.ArgumentParser(
+        prog="megazero checkpoint to-hf",
+        description="Write a checkpoint as a folder that transformers' AutoModelForCausalLM loads.",
+    )
+    parser.add_argument("checkpoint", help="a checkpoint, or a run's folder, whose newest is taken")
+    parser.add_argument("out", help="folder to write; it must be new or empty")
+    parser.add_argument(
+        "--dtype",
+        choices=[name for pair in _SHORT_DTYPES for name in pair],
+        default="float32",
+        help="of the tensors (default float32, which loses nothing)",
+    )
+    parser.add_argument(
+        "--max-shard-size", default="5GB", help="begin another file at this size (default 5GB)"
+    )
+    parser.add_argument("--tokenizer-type", choices=_KINDS, help="use another tokenizer than the run's")
+    parser.add_argument("--vocab-file", help="vocab.json of GPT2BPETokenizer")
+    parser.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
+    parser.add_argument("--tokenizer-model", help="file or folder of the other kinds")
+    parser.add_argument("--no-tokenizer", action="store_true", help="write the model alone")
+    return parser
+
+
+def from_hf_parser() -> argparse.ArgumentParser:
+    """The flags of `from-hf`."""
+    parser = argparse.ArgumentParser(
+        prog="megazero checkpoint from-hf",
+        description="Write the weights of a local Hugging Face model (GPT-2 or Llama, safetensors) as a checkpoint.",
+    )
+    parser.add_argument("hf", help="folder with config.json and model.safetensors or its shards")
+    parser.add_argument("out", help="folder of the new run; it must hold no checkpoints")
+    return parser
+
+
+def main_to_hf(argv: Sequence[str]) -> int:
+    """Run `to-hf`; returns the exit status."""
+    flags = to_hf_parser().parse_args(argv)
+    return _reported(lambda: _to_hf(flags))
+
+
+def main_from_hf(argv: Sequence[str]) -> int:
+    """Run `from-hf`; returns the exit status."""
+    flags = from_hf_parser().parse_args(argv)
+    return _reported(lambda: print(describe_import(convert_from_hf(flags.hf, flags.out))))
+
+
+def parse_size(text: str) -> int:
+    """``5GB`` -> 5000000000; units as transformers has them (KB, MB, GB; KiB, MiB, GiB; none is bytes).
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    match = re.fullmatch(r"([0-9]{1,15})\s*([A-Za-z]*)", text.strip())
+    units = {name.lower(): size for name, size in _UNITS} | {"": 1, "b": 1}
+    if match is None or match[2].lower() not in units or int(match[1]) == 0:
+        raise ConfigError(f"`--max-shard-size` must be a size such as 5GB or 500MiB, but is {text!r}")
+    return int(match[1]) * units[match[2].lower()]
+
+
+def describe_export(exported: Exported, remark: str | None) -> str:
+    """What was written, as a table, and how to load it."""
+    rows = [(name, f"{size:,}") for name, size in exported.files]
+    width, digits = (max(len(row[column]) for row in rows) for column in (0, 1))
+    lines = [f"  {name:<{width}}  {size:>{digits}} bytes" for name, size in rows]
+    if remark is not None:
+        lines.append(f"no tokenizer was written: {remark}")
+    loads = [f"  model = AutoModelForCausalLM.from_pretrained({str(exported.folder)!r}, dtype='auto')"]
+    if remark is None:
+        loads.append(f"  tokenizer = AutoTokenizer.from_pretrained({str(exported.folder)!r})")
+    return "\n".join(
+        [
+            f"{exported.architecture}: {exported.tensors} tensors, {exported.parameters:,} parameters in "
+            f"{exported.dtype}, written to {exported.folder}",
+            *lines,
+            "load it with transformers:",
+            *loads,
+        ]
+    )
+
+
+def describe_import(imported: Imported) -> str:
+    """What was written, and how to go on from it."""
+    model, kind = imported.model, imported.tokenizer.tokenizer_type
+    shape = [
+        ("layers", model.num_layers),
+        ("hidden size", model.hidden_size),
+        ("heads", model.num_attention_heads),
+        ("key/value heads", model.kv_heads),
+        ("positions", model.positions),
+        ("tokenizer", kind or "none found; give the flags of one"),
+    ]
+    return "\n".join(
+        [
+            f"{imported.architecture}: {imported.tensors} tensors, {imported.parameters:,} parameters, written to "
+            f"{imported.folder}",
+            *(f"  {name:<15}  {value}" for name, value in shape),
+            "use it with:",
+            f"  megazero generate --load {imported.folder.parent} --prompt TEXT",
+            f"  python pretrain_gpt.py --load {imported.folder.parent} --finetune ...   # with this model's flags",
+        ]
+    )
+
+
+def _to_hf(flags: argparse.Namespace) -> None:
+    exported, remark = convert_to_hf(
+        flags.checkpoint,
+        flags.out,
+        dtype=DTYPES[dict(_SHORT_DTYPES).get(flags.dtype, flags.dtype)],
+        max_shard_bytes=parse_size(flags.max_shard_size),
+        tokenizer=_tokenizer(flags),
+    )
+    print(describe_export(exported, remark))
+
+
+def _tokenizer(flags: argparse.Namespace) -> TokenizerConfig | None:
+    """The tokenizer that the flags ask for; None leaves the run's."""
+    fields = {"vocab_file": flags.vocab_file, "merge_file": flags.merge_file}
+    fields |= {"tokenizer_model": flags.tokenizer_model}
+    given = [f"--{name.replace('_', '-')}" for name, value in fields.items() if value is not None]
+    if flags.tokenizer_type is None and given:
+        raise ConfigError(f"`--tokenizer-type` must be given with {' and '.join(given)}, but is not; add it")
+    if flags.no_tokenizer:
+        if flags.tokenizer_type is not None:
+            raise ConfigError(
+                "`--no-tokenizer` must be alone, but --tokenizer-type is given too; leave one out"
+            )
+        return TokenizerConfig()
+    if flags.tokenizer_type is None:
+        return None
+    return TokenizerConfig(tokenizer_type=flags.tokenizer_type, **fields)
+
+
+def _reported(work: Callable[[], None]) -> int:
+    try:
+        work()
+    except MegazeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0

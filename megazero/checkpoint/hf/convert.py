@@ -1,0 +1,184 @@
+"""Between checkpoints of megazero and folders of Hugging Face, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.folder import LATEST, candidates, saved_iterations
+from megazero.checkpoint.hf.config_json import TokenIds
+from megazero.checkpoint.hf.reader import HFReader
+from megazero.checkpoint.hf.tokenizer_files import tokenizer_files, tokenizer_settings
+from megazero.checkpoint.hf.writer import SHARD_BYTES, Exported, Extras, write_hf
+from megazero.checkpoint.manifest import MANIFEST
+from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.checkpoint.tensor_file import Later
+from megazero.checkpoint.writer import write_checkpoint
+from megazero.config.tree import ModelConfig, TokenizerConfig
+from megazero.errors import CheckpointError, DataError
+
+KIND = "weights"
+"""Of checkpoints that hold a model and no training."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was written.
+
+    Attributes:
+        folder: the checkpoint.
+        architecture: the class in transformers that it was.
+        tensors, parameters: how many.
+        model: its shape.
+        tokenizer: the settings that read its tokenizer; None where it came without.
+    """
+
+    folder: Path
+    architecture: str
+    tensors: int
+    parameters: int
+    model: ModelConfig
+    tokenizer: TokenizerConfig
+
+
+def convert_from_hf(hf_dir: str | Path, out_dir: str | Path, *, disk: Disk | None = None) -> Imported:
+    """Write the weights of a local Hugging Face model as checkpoint 0 in `out_dir`, in fp32.
+
+    Its tokenizer is not copied; the checkpoint says where it lies.
+
+    Raises:
+        CheckpointError: the model is not one of ours, its files are damaged, `out_dir` holds checkpoints or
+            cannot be written.
+    """
+    if saved_iterations(out_dir):
+        raise CheckpointError(f"`{out_dir}` must hold no checkpoints, but holds some; name another folder")
+    with HFReader(hf_dir) as reader:
+        found = reader.description
+        tokenizer = TokenizerConfig(**tokenizer_settings(reader.folder))
+        facts = {
+            "kind": KIND,
+            "converted_from": {"architecture": found.family.architecture, "dtype": found.dtype},
+            "model": {**found.model.model_dump(mode="json"), "vocab_size": found.vocab_size},
+            "vocab_size": found.vocab_size,
+            "tokenizer": tokenizer.model_dump(mode="json"),
+            "token_ids": asdict(found.tokens),
+        }
+        folder = write_checkpoint(out_dir, 0, _laters(reader), facts, disk=disk)
+        parameters = sum(Box.whole(shape).numel for shape in reader.shapes.values())
+        return Imported(
+            folder, found.family.architecture, len(reader.shapes), parameters, found.model, tokenizer
+        )
+
+
+def convert_to_hf(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard_bytes: int = SHARD_BYTES,
+    tokenizer: TokenizerConfig | None = None,
+    disk: Disk | None = None,
+) -> tuple[Exported, str | None]:
+    """Write a checkpoint as a folder that transformers reads.
+
+    Args:
+        checkpoint: one checkpoint, or the folder of a run, whose newest is taken.
+        out: a folder that is not there, or empty.
+        dtype: of the tensors.
+        max_shard_bytes: size at which another file is begun.
+        tokenizer: used instead of the run's own settings.
+        disk: what writes.
+
+    Returns:
+        What was written, and why no tokenizer was; None where it was.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged or of a model that transformers does not have; see
+            also `write_hf`.
+        DataError: the tokenizer's files are missing or unsuitable.
+    """
+    reader = CheckpointReader(find_checkpoint(checkpoint))
+    facts = _facts_of(reader)
+    section = tokenizer or facts.tokenizer
+    try:
+        files = tokenizer_files(section, facts.model.vocab_size, facts.model.positions)
+    except DataError as error:
+        raise DataError(
+            f"the tokenizer of `{reader.folder}` must be where it was, but {error} Or name another with "
+            f"`--tokenizer-type`, or leave it out with `--no-tokenizer`"
+        ) from error
+    exported = write_hf(
+        reader,
+        facts.model,
+        facts.vocab_size,
+        out,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        extras=Extras(facts.tokens or files.tokens, files.files),
+        disk=disk,
+    )
+    return exported, files.remark
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """One checkpoint: the folder itself, or the newest of a run's.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = Path(path)
+    if (path / MANIFEST).exists():
+        return path
+    found = candidates(path).folders
+    if not found:
+        raise CheckpointError(
+            f"`{path}` must hold a checkpoint, but has neither {MANIFEST} nor {LATEST}; check the path"
+        )
+    return found[0]
+
+
+@dataclass(frozen=True)
+class _Facts:
+    model: ModelConfig
+    vocab_size: int
+    tokenizer: TokenizerConfig
+    tokens: TokenIds | None
+
+
+def _facts_of(reader: CheckpointReader) -> _Facts:
+    """The model and tokenizer of a checkpoint, saved by a run or converted."""
+    facts: Mapping[str, Any] = reader.facts
+    try:
+        sections = facts.get("config") or facts
+        model = ModelConfig.model_validate(sections["model"])
+        tokenizer = TokenizerConfig.model_validate(sections.get("tokenizer") or {})
+        vocab_size = int(facts["vocab_size"])
+        stored = facts.get("token_ids")
+        tokens = None
+        if stored is not None:
+            tokens = TokenIds.of_json({f"{role}_token_id": value for role, value in stored.items()})
+    except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
+        raise CheckpointError(
+            f"`{reader.folder}` must be of a GPT model, but its facts do not describe one: {error!r:.300}"
+        ) from error
+    return _Facts(model, vocab_size, tokenizer, tokens)
+
+
+def _laters(reader: HFReader) -> Iterator[tuple[Key, Later]]:
+    def make(key: Key, shape: tuple[int, ...]) -> Tensor:
+        tensor = torch.empty(shape)
+        reader.read([Part(key, shape, Box.whole(shape), tensor)])
+        return tensor
+
+    for key, shape in reader.shapes.items():
+        yield key, Later(torch.float32, shape, partial(make, key, shape))

@@ -1,0 +1,115 @@
+"""The tensors of a local Hugging Face folder: one safetensors file, or shards with an index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.hf.config_json import read_json
+from megazero.checkpoint.tensor_file import TensorFile, memory_of
+from megazero.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as it is stored: in which file, from which byte on."""
+
+    file: TensorFile
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    def rows(self, rows: slice) -> Tensor:
+        """Some of its rows (indexes of the first dim), in memory of their own."""
+        tensor = torch.empty((rows.stop - rows.start, *self.shape[1:]), dtype=self.dtype)
+        row_bytes = tensor[:1].numel() * self.dtype.itemsize
+        self.file.read_into(memory_of(tensor), self.start + rows.start * row_bytes)
+        return tensor
+
+
+class TensorFolder:
+    """All tensors of a folder, by name. Files stay open until `close`; headers alone are read at first.
+
+    Raises:
+        CheckpointError: there are no safetensors, or the index and its files do not agree.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        with ExitStack() as files:
+            self.tensors: Mapping[str, Stored] = MappingProxyType(self._open(files))
+            self._files = files.pop_all()
+
+    def close(self) -> None:
+        """Give the files back."""
+        self._files.close()
+
+    def _open(self, files: ExitStack) -> dict[str, Stored]:
+        # Of both, transformers takes the single file.
+        if (self.folder / SINGLE).exists():
+            return self._tensors_of(files, SINGLE)
+        if (self.folder / INDEX).exists():
+            return self._sharded(files)
+        pickles = [name for name in _PICKLES if (self.folder / name).exists()]
+        if pickles:
+            raise CheckpointError(
+                f"`{self.folder}` must hold {SINGLE}, but holds {pickles[0]}, which could run code when opened; "
+                f"load it with transformers where you trust it, and save_pretrained(..., safe_serialization=True)"
+            )
+        raise CheckpointError(
+            f"`{self.folder}` must hold {SINGLE} or {INDEX}, but has neither; give a folder that "
+            f"`save_pretrained` wrote"
+        )
+
+    def _sharded(self, files: ExitStack) -> dict[str, Stored]:
+        path = self.folder / INDEX
+        weight_map = read_json(path).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise CheckpointError(f"`{path}`: `weight_map` must map tensors to files, but does not")
+        for name in sorted(set(weight_map.values())):
+            if Path(name).name != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
+                raise CheckpointError(
+                    f"`{path}`: `weight_map` must name files beside it, but names {name!r:.200}"
+                )
+            if not (self.folder / name).exists():
+                raise CheckpointError(
+                    f"`{path}` must name files that are there, but {name} is missing; fetch it again"
+                )
+        found: dict[str, Stored] = {}
+        for name in sorted(set(weight_map.values())):
+            tensors = self._tensors_of(files, name)
+            claimed = {tensor for tensor, file in weight_map.items() if file == name}
+            if wrong := claimed.symmetric_difference(tensors):
+                raise CheckpointError(
+                    f"`{path}` must say what is in {name}, but they differ in {named(wrong)}; fetch both again"
+                )
+            found |= tensors
+        return found
+
+    def _tensors_of(self, files: ExitStack, name: str) -> dict[str, Stored]:
+        # Caches of downloads are made of links.
+        file = files.enter_context(TensorFile((self.folder / name).resolve()))
+        return {
+            tensor: Stored(file, tensor, entry.dtype, entry.shape, entry.start)
+            for tensor, entry in file.entries.items()
+        }
+
+
+def named(names: Iterable[str]) -> str:
+    """The first few of them, and how many more there are."""
+    ordered = sorted(names)
+    more = len(ordered) - _MOST_NAMED
+    return ", ".join(ordered[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,162 @@
+"""`HFReader`: a local Hugging Face model, seen as the logical tensors of megazero."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.hf.config_json import CONFIG, Description, differences
+from megazero.checkpoint.hf.folder import FLOATS, Stored, TensorFolder, named
+from megazero.checkpoint.hf.rule import Table, cut
+from megazero.checkpoint.part import Key, Part
+from megazero.config.tree import ModelConfig
+from megazero.errors import CheckpointError
+
+CHUNK = 2 << 20
+"""Elements that are read at a time."""
+
+
+class HFReader:
+    """A folder that `save_pretrained` wrote, as a `Source` of weights; nothing in it is unpickled.
+
+    `read` holds `CHUNK` elements beside the destination. It may be used by one thread at a time.
+
+    Attributes:
+        folder: the folder.
+        description: what ``config.json`` says.
+        table: which of their tensors ours are made of.
+        shapes: of all our tensors.
+
+    Raises:
+        CheckpointError: the model is of another family, uses what ours has not, or the files do not hold exactly
+            the tensors it is made of; file and field, or tensors, are named.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.description = Description.read(self.folder)
+        self._tensors = TensorFolder(self.folder)
+        try:
+            # Before a table of them is made: a hostile config.json may name billions of layers.
+            if self.description.model.num_layers > len(self._tensors.tensors):
+                raise self._misfit(
+                    f"{self.description.model.num_layers} layers cannot be in {len(self._tensors.tensors)} tensors"
+                )
+            self.table = Table.of(
+                self.description.family.rules, self.description.model, self.description.vocab_size
+            )
+            self._stored = self._match()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> HFReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def shapes(self) -> Mapping[Key, tuple[int, ...]]:
+        """All that it holds."""
+        return self.table.shapes
+
+    def model_settings(self) -> dict[str, Any]:
+        """The fields of `ModelConfig` that make the same model, `vocab_size` among them."""
+        return {**self.description.model.model_dump(), "vocab_size": self.description.vocab_size}
+
+    def check_model(self, model: ModelConfig, vocab_size: int) -> None:
+        """Make sure that a model would compute with these weights what theirs does.
+
+        Raises:
+            CheckpointError: it would not; every field is named.
+        """
+        wrong = differences(self.description.model, model)
+        if vocab_size != self.description.vocab_size:
+            wrong.append(f"`vocab_size` is {self.description.vocab_size}, not {vocab_size}")
+        if wrong:
+            raise CheckpointError(f"`{self.folder / CONFIG}` must fit the model, but {'; '.join(wrong)}")
+
+    def read(self, parts: Iterable[Part]) -> None:
+        """Fill the memory of parts; see `Source`. Of each tensor of theirs only the rows that are needed are read.
+
+        Raises:
+            DamagedCheckpointError: a file has become shorter or cannot be read.
+        """
+        for part in parts:
+            assert self.shapes[part.key] == tuple(part.shape), f"{part.key}: {part.shape}"
+            for link in self.table.by_key[part.key]:
+                box = link.box.overlap(part.box)
+                if box is None:
+                    continue
+                for piece in cut(box, link.merged[0], CHUNK):
+                    rows, covered = link.rows_of(piece)
+                    seen = link.as_ours(self._stored[link.theirs].rows(rows), covered)
+                    part.tensor[piece.within(part.box)].copy_(seen[piece.within(covered)])
+
+    def tensor(self, key: Key) -> torch.Tensor:
+        """A whole logical tensor, in the dtype it is stored in."""
+        shape = self.shapes[key]
+        whole = torch.empty(shape, dtype=self._stored[self.table.by_key[key][0].theirs].dtype)
+        self.read([Part(key, shape, Box.whole(shape), whole)])
+        return whole
+
+    def close(self) -> None:
+        """Give the files back."""
+        self._tensors.close()
+
+    def _match(self) -> dict[str, Stored]:
+        """The stored tensor behind each name of the table; exactly these are there."""
+        family = self.description.family
+        present = dict(self._tensors.tensors)
+        if not any(name.startswith(family.prefix) for name in present):  # the bare model was saved
+            present = {
+                name if name == family.tied[0] else family.prefix + name: tensor
+                for name, tensor in present.items()
+            }
+        ignored = [re.compile(pattern) for pattern in family.ignored]
+        present = {n: t for n, t in present.items() if not any(each.fullmatch(n) for each in ignored)}
+        head = present.get(family.tied[0])
+        if head is not None and family.tied[0] not in self.table.by_theirs:
+            self._check_tied(head, present.get(family.tied[1]))
+            del present[family.tied[0]]
+        wrong = []
+        if missing := self.table.by_theirs.keys() - present.keys():
+            wrong.append(f"lack {named(missing)}")
+        if unused := present.keys() - self.table.by_theirs.keys():
+            wrong.append(f"hold also {named(unused)}")
+        for name, link in self.table.by_theirs.items():
+            stored = present.get(name)
+            if stored is not None and (stored.shape != link.their_shape or stored.dtype not in FLOATS):
+                wrong.append(
+                    f"hold {name} as {stored.dtype} {list(stored.shape)} instead of floats {list(link.their_shape)}"
+                )
+        if wrong:
+            raise self._misfit("they " + "; ".join(wrong[:8]))
+        return present
+
+    def _check_tied(self, head: Stored, words: Stored | None) -> None:
+        """A head that is stored although it is tied must be the embedding."""
+        same = words is not None and (head.shape, head.dtype) == (words.shape, words.dtype)
+        if same:
+            step = max(1, CHUNK // max(1, head.shape[-1])) if head.shape else 1
+            for start in range(0, head.shape[0] if head.shape else 0, step):
+                rows = slice(start, min(start + step, head.shape[0]))
+                if not torch.equal(head.rows(rows), words.rows(rows)):
+                    same = False
+                    break
+        if not same:
+            raise self._misfit(
+                f"{head.name} differs from the embedding although `tie_word_embeddings` is true; set it to false if "
+                f"the head has weights of its own"
+            )
+
+    def _misfit(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"the tensors in `{self.folder}` must be those that its {CONFIG} describes, but {what}"
+        )

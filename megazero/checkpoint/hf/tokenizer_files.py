@@ -1,0 +1,132 @@
+"""The files of a run's tokenizer as transformers' AutoTokenizer finds them, and the way back.
+
+Only what gives the same ids is written. A kind that transformers does not have is left out, and said so: a tokenizer
+that loads and encodes otherwise would be worse than none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megazero.checkpoint.hf.config_json import TokenIds
+from megazero.checkpoint.hf.sentence_pieces import tokenizer_json
+from megazero.config.tree import TokenizerConfig
+from megazero.data.tokenizers import Tokenizer, TokenizerSpec, build_tokenizer
+
+_JSON = "tokenizer.json"
+_SETTINGS = "tokenizer_config.json"
+_BPE = ("vocab.json", "merges.txt")
+_PIECES = "tokenizer.model"
+_GENERIC = "PreTrainedTokenizerFast"
+# What `save_pretrained` writes beside a tokenizer.json.
+_BESIDE = (_SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", *_BPE, _PIECES)
+_NAMED_ROLES = ("bos", "eos", "unk", "pad")
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What of a tokenizer is written.
+
+    Attributes:
+        files: (name, content).
+        tokens: special ones.
+        remark: why there are no files; None where there are.
+    """
+
+    files: tuple[tuple[str, bytes], ...] = ()
+    tokens: TokenIds = TokenIds()
+    remark: str | None = None
+
+
+def tokenizer_files(section: TokenizerConfig, vocab_size: int | None, positions: int) -> TokenizerFiles:
+    """The files of the tokenizer that a run used.
+
+    Args:
+        section: of the run's configuration.
+        vocab_size: the configured one, which NullTokenizer is made of.
+        positions: longest sequence of the model.
+
+    Raises:
+        DataError: the tokenizer's files are missing or unsuitable.
+    """
+    kind = section.tokenizer_type
+    if kind is None:
+        return TokenizerFiles(remark="the run had no tokenizer")
+    tokenizer = build_tokenizer(
+        TokenizerSpec(
+            kind,
+            vocab_file=section.vocab_file,
+            merge_file=section.merge_file,
+            model=section.tokenizer_model,
+            vocab_size=vocab_size if kind == "NullTokenizer" else None,
+            extra_ids=section.vocab_extra_ids,
+        )
+    )
+    roles = tokenizer.special_ids
+    tokens = TokenIds(roles.get("bos"), roles.get("eos", tokenizer.eod), roles.get("pad"))
+    common = {"model_max_length": positions}
+    files = None
+    if kind == "GPT2BPETokenizer":
+        files = _gpt2(section, {**_names(tokenizer), **common})
+    elif kind == "HFTokenizer":
+        files = _tokenizer_json(Path(section.tokenizer_model or ""), {**_names(tokenizer), **common})
+    elif kind == "GPTSentencePieceTokenizer":
+        files = _pieces(Path(section.tokenizer_model or ""), common)
+    if files is None:
+        return TokenizerFiles(
+            tokens=tokens, remark=f"transformers has nothing that gives the ids of this {kind}"
+        )
+    return TokenizerFiles(files, tokens)
+
+
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """The fields of `TokenizerConfig` that read the tokenizer in a Hugging Face folder; none where it has none."""
+    folder = folder.resolve()
+    if (folder / _JSON).is_file():
+        return {"tokenizer_type": "HFTokenizer", "tokenizer_model": str(folder)}
+    if all((folder / name).is_file() for name in _BPE):
+        vocab, merges = (str(folder / name) for name in _BPE)
+        return {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": vocab, "merge_file": merges}
+    if (folder / _PIECES).is_file():
+        return {"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": str(folder / _PIECES)}
+    return {}
+
+
+def _gpt2(section: TokenizerConfig, common: Mapping[str, Any]) -> tuple[tuple[str, bytes], ...]:
+    settings = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, **common}
+    sources = (section.vocab_file, section.merge_file)
+    copies = tuple((name, Path(path or "").read_bytes()) for name, path in zip(_BPE, sources, strict=True))
+    return (*copies, (_SETTINGS, _json(settings)))
+
+
+def _tokenizer_json(path: Path, common: Mapping[str, Any]) -> tuple[tuple[str, bytes], ...]:
+    path = path / _JSON if path.is_dir() else path
+    main = (_JSON, path.read_bytes())
+    if not path.with_name(_SETTINGS).is_file():
+        return main, (_SETTINGS, _json({"tokenizer_class": _GENERIC, **common}))
+    beside = (path.with_name(name) for name in _BESIDE)
+    return main, *((each.name, each.read_bytes()) for each in beside if each.is_file())
+
+
+def _pieces(path: Path, common: Mapping[str, Any]) -> tuple[tuple[str, bytes], ...] | None:
+    made = tokenizer_json(path)
+    if made is None:
+        return None
+    content, names = made
+    return (_JSON, content), (_SETTINGS, _json({"tokenizer_class": _GENERIC, **names, **common}))
+
+
+def _names(tokenizer: Tokenizer) -> dict[str, str]:
+    """``eos_token`` and its like, by the letters that stand for them."""
+    ids = {role: tokenizer.special_ids[role] for role in _NAMED_ROLES if role in tokenizer.special_ids}
+    if "eos" not in ids and tokenizer.eod is not None:
+        ids["eos"] = tokenizer.eod
+    return {f"{role}_token": tokenizer.decode([number]) for role, number in ids.items()}
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,228 @@
+"""Writing a model as transformers reads it: sharded safetensors, ``config.json`` and the tokenizer's files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.hf.config_json import CONFIG, TokenIds, config_of, family_of
+from megazero.checkpoint.hf.folder import INDEX, SINGLE
+from megazero.checkpoint.hf.rule import Link, Table, cut
+from megazero.checkpoint.part import WEIGHT, Part, Source
+from megazero.checkpoint.tensor_file import Later, write_bytes, write_tensors
+from megazero.config.tree import ModelConfig
+from megazero.errors import CheckpointError
+
+SHARD_BYTES = 5 << 30
+CHUNK = 2 << 20
+"""Elements that are asked of a source at a time, which need not hold more beside the destination."""
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+)
+NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+GENERATION = "generation_config.json"
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What belongs to a model beside its weights.
+
+    Attributes:
+        tokens: special ones.
+        files: (name, content) of the tokenizer's files.
+    """
+
+    tokens: TokenIds = TokenIds()
+    files: tuple[tuple[str, bytes], ...] = ()
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        folder: where.
+        architecture: the class in transformers.
+        dtype: of all tensors.
+        tensors, parameters: how many.
+        files: (name, bytes), in the order of writing.
+    """
+
+    folder: Path
+    architecture: str
+    dtype: str
+    tensors: int
+    parameters: int
+    files: tuple[tuple[str, int], ...]
+
+
+def write_hf(
+    source: Source,
+    model: ModelConfig,
+    vocab_size: int,
+    out: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard_bytes: int = SHARD_BYTES,
+    extras: Extras | None = None,
+    disk: Disk | None = None,
+) -> Exported:
+    """Write `out`, which appears whole by one rename. One tensor is held at a time.
+
+    Args:
+        source: holds the weights of `model`; other kinds are left out.
+        model: the shape, which one of the families must have.
+        vocab_size: entries of the vocabulary, without padding.
+        out: a folder that is not there, or empty.
+        dtype: float32, float16 or bfloat16.
+        max_shard_bytes: size at which another file is begun.
+        extras: special tokens and the tokenizer's files.
+        disk: what writes.
+
+    Raises:
+        CheckpointError: no family has the model, the source does not hold its weights, a weight has no finite
+            value in float16, `out` is taken, or the disk cannot be written.
+    """
+    out, disk, extras = Path(os.path.abspath(out)), disk or Disk(), extras or Extras()
+    if dtype not in NAMES:
+        raise CheckpointError(f"`dtype` must be one of {', '.join(DTYPES)}, but is {dtype}")
+    if max_shard_bytes < 1:
+        raise CheckpointError(f"`max_shard_bytes` must be positive, but is {max_shard_bytes}")
+    family = family_of(model)
+    table = Table.of(family.rules, model, vocab_size)
+    check_source(source, table)
+    config = config_of(family, model, vocab_size, extras.tokens, NAMES[dtype])
+    export = _Export(source, table, dtype, plan_shards(table.links, dtype.itemsize, max_shard_bytes))
+    small = {CONFIG: _json(config), GENERATION: _json(extras.tokens.as_json()), **dict(extras.files)}
+    try:
+        files = _appear(disk, out, lambda aside: export.write(disk, aside, small))
+    except OSError as error:
+        raise CheckpointError(f"`{out}` must be written, but cannot be: {error}") from error
+    parameters = sum(math.prod(link.their_shape) for link in table.links)
+    return Exported(out, family.architecture, NAMES[dtype], len(table.links), parameters, files)
+
+
+def check_source(source: Source, table: Table) -> None:
+    """Make sure that a source holds exactly the weights of a table.
+
+    Raises:
+        CheckpointError: some are missing, superfluous or of other shapes.
+    """
+    weights = {key: tuple(shape) for key, shape in source.shapes.items() if key.kind == WEIGHT}
+    wrong = [f"{key} is missing" for key in table.shapes if key not in weights]
+    wrong += [f"{key} is unknown to transformers" for key in weights if key not in table.shapes]
+    wrong += [
+        f"{key} has shape {list(weights[key])}, not {list(shape)}"
+        for key, shape in table.shapes.items()
+        if key in weights and weights[key] != shape
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+        raise CheckpointError(
+            f"the weights must be those of the model, but {'; '.join(wrong[:_MOST_NAMED])}{more}"
+        )
+
+
+def plan_shards(links: Sequence[Link], itemsize: int, max_shard_bytes: int) -> list[tuple[str, list[Link]]]:
+    """File names and what goes into each: in order, of at most `max_shard_bytes` or one larger tensor."""
+    shards: list[list[Link]] = []
+    room = 0
+    for link in links:
+        size = math.prod(link.their_shape) * itemsize
+        if not shards or size > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(link)
+        room -= size
+    if len(shards) == 1:
+        return [(SINGLE, shards[0])]
+    return [(f"model-{n:05d}-of-{len(shards):05d}.safetensors", shard) for n, shard in enumerate(shards, 1)]
+
+
+def read_theirs(source: Source, link: Link, dtype: torch.dtype) -> Tensor:
+    """A tensor of theirs, filled by the source through its view with our dims.
+
+    Raises:
+        CheckpointError: it is to be float16 and has values beyond it.
+    """
+    theirs = torch.empty(link.their_shape, dtype=dtype)
+    seen = link.as_ours(theirs)
+    source.read(
+        [
+            Part(link.key, link.shape, box, seen[box.within(link.box)])
+            for box in cut(link.box, range(len(link.shape)), CHUNK)
+        ]
+    )
+    if dtype == torch.float16 and not all(math.isfinite(each) for each in theirs.aminmax()):
+        raise CheckpointError(
+            f"`{link.key}` must be finite as float16, but has values beyond its range; export bfloat16 or float32"
+        )
+    return theirs
+
+
+@dataclass(frozen=True)
+class _Export:
+    source: Source
+    table: Table
+    dtype: torch.dtype
+    shards: list[tuple[str, list[Link]]]
+
+    def write(self, disk: Disk, folder: Path, small: Mapping[str, bytes]) -> Iterator[tuple[str, int]]:
+        """Write all files into `folder`; yields name and size of each after it is written."""
+        for name, links in self.shards:
+            later = ((link.theirs, self._later(link)) for link in links)
+            record = write_tensors(disk, folder / name, later, metadata={"format": "pt"}, hashed=False)
+            yield name, record.size
+        if len(self.shards) > 1:
+            small = {INDEX: _json(self._index()), **small}
+        for name, data in small.items():
+            write_bytes(disk, folder / name, data)
+            yield name, len(data)
+
+    def _later(self, link: Link) -> Later:
+        return Later(self.dtype, link.their_shape, lambda: read_theirs(self.source, link, self.dtype))
+
+    def _index(self) -> dict[str, Any]:
+        total = sum(math.prod(link.their_shape) for link in self.table.links) * self.dtype.itemsize
+        places = {link.theirs: name for name, links in self.shards for link in links}
+        return {"metadata": {"total_size": total}, "weight_map": places}
+
+
+def _appear(
+    disk: Disk, out: Path, fill: Callable[[Path], Iterator[tuple[str, int]]]
+) -> tuple[tuple[str, int], ...]:
+    """Let `fill` write into a hidden folder beside `out`, and give it its name when all is on the medium."""
+    if os.path.lexists(out) and (not out.is_dir() or os.listdir(out)):
+        raise CheckpointError(f"`{out}` must be new or an empty folder, but is neither; name another")
+    aside = out.with_name(f".{out.name}.partial")
+    disk.make_parents(out.parent)
+    if aside.exists():  # a run was killed
+        disk.remove(aside)
+    disk.make_folder(aside)
+    try:
+        written = tuple(fill(aside))
+        disk.sync_folder(aside)
+    except BaseException:
+        disk.remove(aside)
+        raise
+    if out.exists():
+        disk.remove(out)
+    disk.rename(aside, out)
+    disk.sync_folder(out.parent)
+    return written
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

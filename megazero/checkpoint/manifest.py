@@ -1,0 +1,215 @@
+"""The two JSON files that make a folder of tensor files a checkpoint, and how they are checked.
+
+``manifest.json`` is written last and lists every other file with its size and the hashes of its blocks, so a
+folder without it is not a checkpoint and one with it can be checked byte for byte. Its first line is the hash
+of the rest. ``index.json`` says which box of which logical tensor lies in which file. What is read here may
+come from
+anyone: sizes, names and boxes are checked before they are used.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from megazero.checkpoint.blocks import BLOCK, FileRecord
+from megazero.checkpoint.box import Box, gaps_or_overlaps
+from megazero.checkpoint.part import Key
+from megazero.errors import CheckpointError, DamagedCheckpointError
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+INDEX = "index.json"
+STATE = "state.json"
+_FIRST_LINE = re.compile(rb'\{"checksum": "([0-9a-f]{16})",\n')
+# Larger ones are no description of anything; a manifest of 2 TB of files has about 10 MB.
+_LARGEST = 1 << 30
+
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)]
+Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class FileEntry(_Strict):
+    """Size in bytes and the hash of each block of a file."""
+
+    size: Count
+    blocks: tuple[Hash, ...]
+
+    @model_validator(mode="after")
+    def _complete(self) -> FileEntry:
+        if len(self.blocks) != -(-self.size // BLOCK):
+            raise ValueError(f"{len(self.blocks)} hashes are not those of {self.size} bytes")
+        return self
+
+    @property
+    def record(self) -> FileRecord:
+        """As the reader of files takes it."""
+        return FileRecord(self.size, self.blocks)
+
+
+class Manifest(_Strict):
+    """What a checkpoint consists of.
+
+    Attributes:
+        format: of the whole checkpoint.
+        iteration: that it was saved after.
+        block_size: bytes that one hash is of.
+        files: by name, all but the manifest.
+    """
+
+    format: Literal[2]
+    iteration: Count
+    block_size: Literal[4194304]
+    files: dict[FileName, FileEntry]
+
+
+class Piece(_Strict):
+    """A box of a logical tensor that lies in one file."""
+
+    file: FileName
+    offset: tuple[Count, ...]
+    shape: tuple[Count, ...]
+
+    @property
+    def box(self) -> Box:
+        """Which part of the tensor."""
+        return Box(self.offset, self.shape)
+
+
+class Logical(_Strict):
+    """One logical tensor: the pieces cover `shape` exactly once.
+
+    Attributes:
+        name, kind: its `Key`.
+        dtype: as safetensors names it, such as F32.
+        shape: without padding.
+        pieces: where its elements are.
+    """
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=10_000)]
+    kind: Annotated[str, StringConstraints(min_length=1, max_length=1_000)]
+    dtype: Annotated[str, StringConstraints(max_length=20)]
+    shape: tuple[Count, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def key(self) -> Key:
+        """Which tensor."""
+        return Key(self.name, self.kind)
+
+
+class Index(_Strict):
+    """All logical tensors of a checkpoint."""
+
+    tensors: tuple[Logical, ...]
+
+    def trouble(self, files: Iterable[str]) -> str | None:
+        """What is wrong with it in itself, in words, given the files that there are; None if nothing."""
+        known, seen = set(files), set()
+        for tensor in self.tensors:
+            if tensor.key in seen:
+                return f"`{tensor.key}` occurs twice"
+            seen.add(tensor.key)
+            for piece in tensor.pieces:
+                if piece.file not in known or not piece.file.endswith(".safetensors"):
+                    return f"`{tensor.key}` lies in {piece.file!r}, which the manifest does not list"
+            if wrong := gaps_or_overlaps(tensor.shape, (piece.box for piece in tensor.pieces)):
+                return f"the pieces of `{tensor.key}` do not cover it: {wrong}"
+        return None
+
+
+def piece_name(key: Key, shape: tuple[int, ...], box: Box) -> str:
+    """What a piece is called in its file."""
+    return str(key) if box == Box.whole(shape) else f"{key}{box}"
+
+
+def dump_manifest(iteration: int, files: Mapping[str, FileRecord]) -> bytes:
+    """The content of ``manifest.json``."""
+    entries = {
+        name: FileEntry(size=record.size, blocks=record.blocks) for name, record in sorted(files.items())
+    }
+    manifest = Manifest(format=FORMAT, iteration=iteration, block_size=BLOCK, files=entries)
+    rest = manifest.model_dump_json(indent=1).encode().removeprefix(b"{\n") + b"\n"
+    return b'{"checksum": "' + xxhash.xxh3_64_hexdigest(rest).encode() + b'",\n' + rest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check ``manifest.json``.
+
+    Raises:
+        DamagedCheckpointError: it is missing, changed or ill-formed.
+        CheckpointError: it is of another format.
+    """
+    path = folder / MANIFEST
+    data = read_small(path)
+    first = _FIRST_LINE.match(data)
+    if first is None or xxhash.xxh3_64_hexdigest(data[first.end() :]).encode() != first[1]:
+        raise DamagedCheckpointError(
+            f"`{path}` must be as it was written, but its checksum differs; use another checkpoint"
+        )
+    rest = b"{" + data[first.end() :]
+    if (found := _plain(rest, path).get("format")) != FORMAT:
+        raise CheckpointError(
+            f"`{path}` must be of format {FORMAT}, but is of {found!r}; use its own version"
+        )
+    return parse(Manifest, rest, path)
+
+
+def read_small(path: Path) -> bytes:
+    """All bytes of a JSON file.
+
+    Raises:
+        DamagedCheckpointError: it cannot be read, or is no file of a sane size.
+    """
+    try:
+        if path.is_symlink() or not path.is_file():
+            raise DamagedCheckpointError(
+                f"`{path}` must be a file, but is {'not' if path.exists() else 'missing'}"
+            )
+        if (size := path.stat().st_size) > _LARGEST:
+            raise DamagedCheckpointError(f"`{path}` must be a description, but has {size} bytes")
+        return path.read_bytes()
+    except OSError as error:
+        raise DamagedCheckpointError(f"`{path}` cannot be read: {error}") from error
+
+
+def parse(model: type[BaseModel], data: bytes, path: Path) -> Any:
+    """A validated description.
+
+    Raises:
+        DamagedCheckpointError: it is ill-formed; the first reason is named.
+    """
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(step) for step in first["loc"])
+        raise DamagedCheckpointError(
+            f"`{path}` must describe a checkpoint, but {where or 'it'}: {first['msg']}"
+        ) from None
+
+
+def parse_facts(data: bytes, path: Path) -> dict[str, Any]:
+    """The content of ``state.json``."""
+    return _plain(data, path)
+
+
+def _plain(data: bytes, path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"`{path}` must hold JSON, but does not: {error}") from error
+    if not isinstance(found, dict):
+        raise DamagedCheckpointError(f"`{path}` must hold an object, but holds a {type(found).__name__}")
+    return found

@@ -1,0 +1,165 @@
+"""The command `megazero checkpoint import-megatron`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.folder import saved_iterations
+from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
+from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.tensor_file import Later
+from megazero.checkpoint.writer import write_checkpoint
+from megazero.config.tree import TokenizerConfig
+from megazero.errors import CheckpointError, ConfigError, MegazeroError
+
+_TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        prog="megazero checkpoint import-megatron",
+        description="Bring the weights of a GPT from a checkpoint of Megatron-LM or Megatron-DeepSpeed, saved on any "
+        "number of tensor- and pipeline-parallel ranks, into a megazero checkpoint, which loads on any.",
+    )
+    parser.add_argument(
+        "source", metavar="SRC", help="folder of the run, for its newest checkpoint, or of one of them"
+    )
+    parser.add_argument("out", metavar="OUT", help="folder for the new checkpoint, as of a run")
+    parser.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="needed: the files are pickles, which can name any function; only those that make tensors are called",
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        help="entries of the vocabulary before padding, where the checkpoint does not say",
+    )
+    parser.add_argument(
+        "--megatron-args",
+        metavar="FILE",
+        help="JSON object of Megatron's arguments, to add to those in the checkpoint or to correct them",
+    )
+    parser.add_argument(
+        "--average-replicas",
+        action="store_true",
+        help="take the mean where copies of a tensor differ over the tensor-parallel ranks",
+    )
+    parser.add_argument(
+        "--inert-class",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="full name of a class whose objects in the files are not needed; may be given several times",
+    )
+    for name in _TOKENIZER_FLAGS:
+        parser.add_argument(f"--{name.replace('_', '-')}", help="as in training; kept for text generation")
+    return parser
+
+
+def main_import_megatron(argv: Sequence[str]) -> int:
+    """Run the command with its flags; returns the exit status."""
+    flags = build_parser().parse_args(argv)
+    try:
+        tokenizer = _tokenizer(flags)
+        options = ImportOptions(
+            flags.trust_pickle,
+            flags.vocab_size,
+            {} if flags.megatron_args is None else _read_arguments(flags.megatron_args),
+            flags.average_replicas,
+            tuple(flags.inert_class),
+        )
+        with MegatronReader(flags.source, options) as reader:
+            folder = import_megatron(reader, flags.out, tokenizer)
+            print(report(reader, folder))
+    except MegazeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def import_megatron(
+    reader: MegatronReader, directory: str | Path, tokenizer: TokenizerConfig | None = None
+) -> Path:
+    """Write a checkpoint of iteration 0 with the weights, in fp32, one tensor in memory at a time.
+
+    Args:
+        reader: what is brought in.
+        directory: for the checkpoint, as of a run.
+        tokenizer: that the model was trained with.
+
+    Raises:
+        CheckpointError: the folder has a checkpoint already, or cannot be written.
+    """
+    if saved := saved_iterations(directory):
+        raise CheckpointError(
+            f"`{directory}` must have no checkpoint yet, but has one of iteration {saved[-1]}; name another folder"
+        )
+
+    def later(key: Key, shape: tuple[int, ...]) -> Later:
+        def make() -> torch.Tensor:
+            whole = torch.empty(shape)
+            reader.read([Part(key, shape, Box.whole(shape), whole)])
+            return whole
+
+        return Later(torch.float32, shape, make)
+
+    facts = {
+        "config": {
+            "model": reader.model_settings(),
+            "tokenizer": (tokenizer or TokenizerConfig()).model_dump(mode="json"),
+        },
+        "vocab_size": reader.model.vocab_size,
+        "imported": {
+            "from": reader.files.form.value,
+            "iteration": reader.iteration,
+            "checkpoint_version": reader.checkpoint_version,
+        },
+    }
+    return write_checkpoint(directory, 0, ((key, later(key, s)) for key, s in reader.shapes.items()), facts)
+
+
+def report(reader: MegatronReader, folder: Path) -> str:
+    """What was read and written, and how to train on it."""
+    elements = sum(Box.whole(shape).numel for shape in reader.shapes.values())
+    after = "" if reader.iteration is None else f", iteration {reader.iteration}"
+    return "\n".join(
+        [
+            f"read      {reader.files.folder} ({reader.files.form.value}{after})",
+            f"layout    {len(reader.files.stages)} parts of the model x {reader.files.tensor_ranks} tensor-parallel ranks",
+            f"wrote     {folder}: {len(reader.shapes)} tensors, {elements:,} parameters, fp32",
+            f"vocabulary {reader.model.vocab_size} of {reader.padded_vocab_size} rows, the rest was padding",
+            f"train on it with --load {folder.parent} --finetune",
+        ]
+    )
+
+
+def _tokenizer(flags: argparse.Namespace) -> TokenizerConfig:
+    try:
+        return TokenizerConfig(**{name: getattr(flags, name) for name in _TOKENIZER_FLAGS})
+    except ValidationError as error:
+        raise ConfigError([f"`{each['loc'][0]}`: {each['msg']}" for each in error.errors()]) from error
+
+
+def _read_arguments(path: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"`--megatron-args` must be a JSON file, but {path} cannot be read: {error}"
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"`--megatron-args` must hold a JSON object, but {path} holds a {type(found).__name__}"
+        )
+    return found

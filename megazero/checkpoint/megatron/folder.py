@@ -1,0 +1,170 @@
+"""Which files make up a checkpoint of Megatron-LM or Megatron-DeepSpeed; nothing is opened here but text.
+
+Three forms, by stage of the pipeline PPP and tensor-parallel rank TT::
+
+    iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt          Megatron-LM (``release`` where there is no iteration)
+    global_step100/mp_rank_TT_model_states.pt                 Megatron-DeepSpeed, one stage
+    global_step100/layer_LL-model_TT-model_states.pt          Megatron-DeepSpeed, a pipeline: a file per layer
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from megazero.errors import CheckpointError
+
+_RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
+_RANK_FILE = re.compile(r"mp_rank_(\d{2,})_model_states\.pt")
+_LAYER_FILE = re.compile(r"layer_(\d{2,})(?:-model_(\d{2,}))?-model_states\.pt")
+_RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
+
+
+class Form(Enum):
+    """Who wrote it, and whether as a pipeline of layers; see the module."""
+
+    MEGATRON = "Megatron-LM"
+    DEEPSPEED = "Megatron-DeepSpeed"
+    LAYERS = "Megatron-DeepSpeed, a file per layer"
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of one checkpoint.
+
+    Attributes:
+        folder: that they lie in.
+        form: how they are dealt.
+        stages: along the model, the files of each part of it, by tensor-parallel rank.
+        ranks: the files that say with which arguments and when they were saved.
+    """
+
+    folder: Path
+    form: Form
+    stages: tuple[tuple[Path, ...], ...]
+    ranks: tuple[Path, ...]
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Tensor-parallel size."""
+        return len(self.stages[0])
+
+
+def find_files(source: Path) -> Files:
+    """The checkpoint that a folder is, or the newest of a run's folder.
+
+    Raises:
+        CheckpointError: there is none, it is of a form that cannot be read, or files are missing.
+    """
+    folder = _checkpoint_folder(source)
+    names = sorted(each.name for each in folder.iterdir())
+    _refuse_other_forms(folder, names)
+    layers = {n: match for n in names if (match := _LAYER_FILE.fullmatch(n))}
+    if layers:
+        places = {(int(m[2] or 0), int(m[1])): folder / n for n, m in layers.items()}
+        return Files(folder, Form.LAYERS, _grid(folder, places), _rank_files(folder, names))
+    files = _rank_files(folder, names)
+    if files:
+        return Files(folder, Form.DEEPSPEED, (files,), files)
+    stages = _grid(folder, dict(_megatron_ranks(folder, names)))
+    return Files(folder, Form.MEGATRON, stages, tuple(path for stage in stages for path in stage))
+
+
+def _checkpoint_folder(source: Path) -> Path:
+    if not source.is_dir():
+        raise CheckpointError(f"`{source}` must be a folder of Megatron checkpoints; check the path")
+    if _is_checkpoint(source):
+        return source
+    for tracker in _TRACKERS:
+        path = source / tracker
+        if not path.is_file():
+            continue
+        named = path.read_text(errors="replace").strip()
+        if not re.fullmatch(r"\w{1,80}", named):
+            raise CheckpointError(f"`{path}` must name a checkpoint, but holds {named[:40]!r}; mend it")
+        folders = [named]
+        if named.isdecimal():
+            folders = [f"iter_{int(named):07d}", f"global_step{int(named)}"]
+        for folder in folders:
+            if (source / folder).is_dir() and _is_checkpoint(source / folder):
+                return source / folder
+        raise CheckpointError(
+            f"`{path}` names {named}, but {source} has no checkpoint {' or '.join(folders)}; name its folder"
+        )
+    raise CheckpointError(
+        f"`{source}` must hold {' or '.join(_TRACKERS)}, or be a checkpoint with files mp_rank_*, but has "
+        f"neither; name the folder of a run or of one of its checkpoints"
+    )
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return any(
+        each.name.startswith(("mp_rank_", "layer_", "zero_pp_rank_")) or each.name == ".metadata"
+        for each in folder.iterdir()
+    )
+
+
+def _refuse_other_forms(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        if name == ".metadata" or name.endswith(".distcp"):
+            raise CheckpointError(
+                f"`{folder}` must be in Megatron's `torch` format, but is in `torch_dist` ({name}); load it with "
+                f"Megatron and the flags --ckpt-convert-format torch --ckpt-convert-save DIR, and import DIR"
+            )
+        if "expert_" in name or (
+            re.fullmatch(r"mp_rank_\d+_\d{3,}_\d{3,}", name) and _rank_file(folder / name)
+        ):
+            raise CheckpointError(
+                f"`{folder}` must be of a dense GPT, but holds a mixture of experts ({name})"
+            )
+        if re.fullmatch(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt", name):
+            raise CheckpointError(
+                f"`{folder}` must hold whole weights, but was saved under ZeRO stage 3 ({name}); save it with "
+                f"`stage3_gather_16bit_weights_on_model_save`, or load and save it under stage 1"
+            )
+
+
+def _rank_files(folder: Path, names: Iterable[str]) -> tuple[Path, ...]:
+    """DeepSpeed's, one per model-parallel rank: stages times tensor-parallel ranks."""
+    places = {(int(m[1]), 0): folder / n for n in names if (m := _RANK_FILE.fullmatch(n))}
+    return _grid(folder, places)[0] if places else ()
+
+
+def _megatron_ranks(folder: Path, names: Iterable[str]) -> Iterable[tuple[tuple[int, int], Path]]:
+    for name in names:
+        match = _RANK_FOLDER.fullmatch(name)
+        if match and not match[3] and (path := _rank_file(folder / name)):
+            yield (int(match[1]), int(match[2] or 0)), path
+
+
+def _rank_file(folder: Path) -> Path | None:
+    return next((folder / name for name in _RANK_FILES if (folder / name).is_file()), None)
+
+
+def _grid(folder: Path, places: Mapping[tuple[int, int], Path]) -> tuple[tuple[Path, ...], ...]:
+    """Files of (tensor-parallel rank, stage) as stages of ranks; stages need not count from 0 without gaps.
+
+    Raises:
+        CheckpointError: there are none, or one is missing.
+    """
+    if not places:
+        raise CheckpointError(
+            f"`{folder}` must hold files mp_rank_*/model_optim_rng.pt, mp_rank_*_model_states.pt or "
+            f"layer_*-model_states.pt, but has none; name the folder of a checkpoint"
+        )
+    stages: dict[int, dict[int, Path]] = defaultdict(dict)
+    for (rank, stage), path in places.items():
+        stages[stage][rank] = path
+    ranks = 1 + max(rank for rank, _ in places)
+    missing = [f"rank {r} of {s}" for s in sorted(stages) for r in range(ranks) if r not in stages[s]]
+    if missing:
+        raise CheckpointError(
+            f"`{folder}` must have a file for each of {ranks} tensor-parallel ranks in each stage or layer, but "
+            f"lacks {', '.join(missing[:8])}; copy all files"
+        )
+    return tuple(tuple(stages[s][r] for r in range(ranks)) for s in sorted(stages))

@@ -1,0 +1,189 @@
+"""What a checkpoint holds, by Megatron-Core's names over the whole model, and whether that makes our model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.hf.rule import Link
+from megazero.checkpoint.megatron.names import (
+    HEAD,
+    HEAD_COPY,
+    WORD,
+    Sliced,
+    core_name,
+    foreign_kind,
+    held_whole,
+    layer_of,
+    moved,
+)
+from megazero.checkpoint.megatron.stages import Stages, Weights
+from megazero.errors import CheckpointError
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies: stage, model chunk in its files, name there."""
+
+    stage: int
+    chunk: str
+    name: str
+
+    def tensors(self, stages: Stages) -> tuple[Tensor, ...]:
+        """It on every rank."""
+        return tuple(rank[self.name] for rank in stages.chunks(self.stage)[self.chunk])
+
+
+@dataclass(frozen=True)
+class Found:
+    """One tensor: where it lies, its shape on every rank, and by how much copies on the ranks differ at most."""
+
+    slot: Slot
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    difference: float = 0.0
+
+
+Inventory = Mapping[str, Found]
+"""Megatron-Core's name, with the number of the layer in the whole model -> what was found."""
+
+
+def take_inventory(stages: Stages) -> Inventory:
+    """Open each file once and note what it holds.
+
+    Raises:
+        CheckpointError: ranks of a stage hold different tensors, or a tensor is there twice.
+    """
+    chunks: dict[tuple[int, int], dict[str, Found]] = {}
+    for stage in range(len(stages.files.stages)):
+        for chunk, ranks in stages.chunks(stage).items():
+            virtual = int(chunk.removeprefix("model") or 0)
+            chunks[virtual, stage] = dict(_of_chunk(stage, chunk, ranks))
+    whole: dict[str, Found] = {}
+    first_layer, twice = 0, []
+    # A stage's second chunk comes after the last stage's first one.
+    for place in sorted(chunks):
+        found = chunks[place]
+        numbers = {number for name in found if (number := layer_of(name)) is not None}
+        if numbers != set(range(len(numbers))):
+            raise CheckpointError(
+                f"`{stages.files.stages[place[1]][0]}` must number its layers from 0, but has {sorted(numbers)}"
+            )
+        found = {moved(name, first_layer): each for name, each in found.items()}
+        twice += [name for name in found if name in whole]
+        whole |= found
+        first_layer += len(numbers)
+    if twice:
+        raise CheckpointError(
+            f"`{stages.files.folder}` must hold each tensor once, but has {_some(twice)} twice"
+        )
+    return whole
+
+
+def _of_chunk(stage: int, chunk: str, ranks: Sequence[Weights]) -> Iterator[tuple[str, Found]]:
+    for rank, weights in enumerate(ranks):
+        if uneven := weights.keys() ^ ranks[0].keys():
+            raise CheckpointError(
+                f"tensor-parallel ranks 0 and {rank} of stage {stage} must hold the same tensors, but only one holds "
+                f"{_some(uneven)}"
+            )
+    for name in ranks[0]:
+        core = core_name(name)
+        if core is not None:
+            tensors = [weights[name] for weights in ranks]
+            shapes, dtypes = tuple(tuple(t.shape) for t in tensors), tuple(t.dtype for t in tensors)
+            apart = _difference(tensors) if held_whole(core) and len(set(shapes)) == 1 else 0.0
+            yield core, Found(Slot(stage, chunk, name), shapes, dtypes, apart)
+
+
+def _difference(copies: Sequence[Tensor]) -> float:
+    """The largest of any element of any copy from the first's."""
+    return max(
+        (
+            float((copy.float() - copies[0].float()).abs().max())
+            for copy in copies[1:]
+            if not torch.equal(copy, copies[0])
+        ),
+        default=0.0,
+    )
+
+
+def check(
+    inventory: Inventory,
+    links: Mapping[str, tuple[Sliced, Link]],
+    stages: Stages,
+    *,
+    average_replicas: bool,
+) -> None:
+    """See that exactly a model's tensors are there, in its shapes.
+
+    Raises:
+        CheckpointError: all that is missing, unknown, of another shape, or unequal though it must be a copy.
+    """
+    copies = {HEAD_COPY, HEAD} - links.keys()
+    unknown = inventory.keys() - links.keys() - copies
+    if unknown:
+        kind = foreign_kind(unknown)
+        raise CheckpointError(
+            f"`{stages.files.folder}` must hold a GPT that megazero can be, but holds {_some(unknown)}"
+            + (f", of a model with {kind}" if kind else "")
+        )
+    wrong = []
+    if missing := links.keys() - inventory.keys():
+        wrong.append(f"lacks {_some(missing)}")
+    for name, (sliced, link) in links.items():
+        if name in inventory:
+            wrong += _misfits(name, inventory[name], sliced, link, average_replicas)
+    if WORD in inventory:
+        wrong += [
+            f"holds {name}, which differs from the embedding that it is a copy of; if it is a head of its own, add "
+            f"untie_embeddings_and_output_weights with --megatron-args"
+            for name in sorted(copies & inventory.keys())
+            if not _same(inventory[WORD], inventory[name], stages)
+        ]
+    if wrong:
+        raise CheckpointError(
+            f"`{stages.files.folder}` must fit its arguments, but " + "; ".join(wrong[:_MOST_NAMED])
+        )
+
+
+def _misfits(name: str, found: Found, sliced: Sliced, link: Link, average_replicas: bool) -> Iterator[str]:
+    ranks = len(found.shapes)
+    expected = sliced.shape(link, ranks)
+    if expected is None:
+        yield f"cannot have {name}, {list(link.their_shape)}, cut over {ranks} ranks"
+        return
+    if sliced.letter == "v":  # padded, and the padding is not known before the rows are counted
+        expected = (found.shapes[0][0] if found.shapes[0] else 0, *expected[1:])
+    if any(shape != expected for shape in found.shapes):
+        yield f"holds {name} as {[list(shape) for shape in found.shapes]} instead of {list(expected)} per rank"
+    if any(dtype not in _FLOATS for dtype in found.dtypes):
+        yield f"holds {name} as {found.dtypes[0]} instead of floats"
+    if found.difference != 0.0 and not average_replicas:  # not a number differs, too
+        yield (
+            f"holds {name}, whose copies on the tensor-parallel ranks differ by up to {found.difference:.2g}; "
+            f"--average-replicas takes their mean"
+        )
+
+
+def _same(word: Found, copy: Found, stages: Stages) -> bool:
+    if (word.shapes, word.dtypes) != (copy.shapes, copy.dtypes):
+        return False
+    # Copied, as opening the other stage closes this one; no more than one rank's at a time.
+    for rank in range(len(word.shapes)):
+        mine = word.slot.tensors(stages)[rank].clone()
+        if not torch.equal(mine, copy.slot.tensors(stages)[rank]):
+            return False
+    return True
+
+
+def _some(names: Iterable[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

@@ -1,0 +1,225 @@
+"""What Megatron's tensors are called and how they make up ours.
+
+Each generation has names of its own. `core_name` brings all of them to those of Megatron-Core's plain layers; one table
+says what those are of ours, and along which of our dims the tensor-parallel ranks cut them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.hf.rule import Link, Rule, Table, always, biased, untied
+from megazero.config.tree import ModelConfig
+
+WORD = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
+HEAD_COPY = "word_embeddings_for_head.weight"
+_LAYER = r"decoder\.layers\.(\d+)\."
+
+# Tried one after the other on what the one before has made of the name.
+_RENAMED = tuple(
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"^(?:module\.)+", ""),
+        # Megatron-LM before Core, Megatron-DeepSpeed: one model, whose decoder is called encoder or transformer.
+        (r"^language_model\.(?:encoder|transformer)\.", "decoder."),
+        (r"^language_model\.(embedding|output_layer|rotary_pos_emb)\.", r"\1."),
+        (r"^language_model\.lm_head\.", "output_layer."),
+        (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
+        (rf"^({_LAYER})input_norm\.", r"\1input_layernorm."),
+        (rf"^({_LAYER})attention\.", r"\1self_attention."),
+        (rf"^({_LAYER})self_attention\.query_key_value\.", r"\1self_attention.linear_qkv."),
+        (rf"^({_LAYER})self_attention\.dense\.", r"\1self_attention.linear_proj."),
+        (rf"^({_LAYER})post_attention_(?:layer)?norm\.", r"\1pre_mlp_layernorm."),
+        (rf"^({_LAYER})mlp\.dense_h_to_4h\.", r"\1mlp.linear_fc1."),
+        (rf"^({_LAYER})mlp\.dense_4h_to_h\.", r"\1mlp.linear_fc2."),
+        # Transformer Engine keeps a norm with the linear layer after it.
+        (rf"^({_LAYER})self_attention\.linear_qkv\.layer_norm_", r"\1input_layernorm."),
+        (rf"^({_LAYER})mlp\.linear_fc1\.layer_norm_", r"\1pre_mlp_layernorm."),
+    )
+)
+_NOT_WEIGHTS = re.compile(r"(?:.*\.)?(?:_extra_state|inv_freq)")
+_NUMBERED = re.compile(_LAYER)
+
+# Names that tell of a model that is none of ours; the first that fits names it.
+_FOREIGN = tuple(
+    (re.compile(pattern), kind)
+    for pattern, kind in (
+        (r"experts?\b|\.router\.|\.gate\.wg\.|moe", "mixture of experts"),
+        (r"retro|retriever|chunked_cross|neighbor", "RETRO"),
+        (
+            r"inter_attention|cross_attention|cross_attn|^language_model\.decoder\.|^encoder\.",
+            "encoder-decoder",
+        ),
+        (r"tokentype_embeddings|pooler|binary_head|^lm_head\.", "BERT"),
+        (r"vision|image|patch", "vision"),
+        (r"^mtp\.", "multi-token prediction"),
+        (r"mixer\.|mamba", "state-space"),
+        (r"[qk]_(?:layer)?norm|linear_q_|linear_kv_", "another attention"),
+    )
+)
+
+
+def core_name(name: str) -> str | None:
+    """Megatron-Core's name for a tensor, or None for what is no weight; the layer's number is still its stage's."""
+    if _NOT_WEIGHTS.fullmatch(name):
+        return None
+    for pattern, other in _RENAMED:
+        name = pattern.sub(other, name)
+    return name
+
+
+def layer_of(name: str) -> int | None:
+    """The number in the name of a layer's tensor."""
+    match = _NUMBERED.match(name)
+    return None if match is None else int(match[1])
+
+
+def moved(name: str, by: int) -> str:
+    """The name with its layer's number raised."""
+    return _NUMBERED.sub(lambda match: f"decoder.layers.{int(match[1]) + by}.", name)
+
+
+def prefix_of_layer_file(names: Iterable[str]) -> str:
+    """Under which names a module of DeepSpeed's pipeline, whose file has but its own, would lie in a whole model."""
+    names = set(names)
+    if "word_embeddings.weight" in names:
+        return "language_model.embedding."
+    if any("attention." in name for name in names):
+        return "language_model.encoder.layers.0."
+    if names and names <= {"weight", "bias"}:
+        return "language_model.encoder.final_layernorm."
+    return "language_model."
+
+
+def foreign_kind(names: Iterable[str]) -> str | None:
+    """What sort of model names that are in no table are of."""
+    names = list(names)
+    return next((kind for pattern, kind in _FOREIGN if any(pattern.search(name) for name in names)), None)
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """A rule, and the letter of the dim that tensor-parallel ranks cut; None: each holds all."""
+
+    rule: Rule
+    letter: str | None = None
+
+    def boxes(self, link: Link, ranks: int, rows: int) -> Iterator[Box]:
+        """The part of ours that each rank holds; `rows` is the first dim of its tensor.
+
+        A vocabulary is padded at its end, which belongs to no box.
+        """
+        if self.letter is None:
+            yield from [Box.whole(link.shape)] * ranks
+            return
+        dim = self.rule.dims.split().index(self.letter)
+        size = link.shape[dim]
+        step = rows if self.letter == "v" else size // ranks
+        for rank in range(ranks):
+            start, stop = min(size, rank * step), min(size, (rank + 1) * step)
+            offset = tuple(start if each == dim else 0 for each in range(len(link.shape)))
+            shape = tuple(stop - start if each == dim else n for each, n in enumerate(link.shape))
+            yield Box(offset, shape)
+
+    def shape(self, link: Link, ranks: int) -> tuple[int, ...] | None:
+        """Shape of one rank's tensor; None where the dim does not divide. A vocabulary's is without padding."""
+        if self.letter is None or self.letter == "v":
+            return link.their_shape
+        dim = self.rule.dims.split().index(self.letter)
+        if link.shape[dim] % ranks:
+            return None
+        box = next(self.boxes(link, ranks, 0))
+        return replace(link, box=box).their_shape
+
+
+def _with_layer_norm(model: ModelConfig) -> bool:
+    return model.normalization == "LayerNorm"
+
+
+def _gated(model: ModelConfig) -> bool:
+    return model.activation == "swiglu"
+
+
+def _plain(model: ModelConfig) -> bool:
+    return not _gated(model)
+
+
+def _gated_biased(model: ModelConfig) -> bool:
+    return _gated(model) and model.add_bias_linear
+
+
+def _plain_biased(model: ModelConfig) -> bool:
+    return _plain(model) and model.add_bias_linear
+
+
+def _with_positions(model: ModelConfig) -> bool:
+    return model.position_embedding_type == "learned_absolute"
+
+
+def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
+    """The table. A rank's queries, keys and values changed their order twice.
+
+    Args:
+        checkpoint_version: 0 has all queries, then all keys, then all values; 1 runs through them fastest, below
+            the channels; 2 and later have head by head (group by group) its queries, key and value.
+    """
+    qkv = {0.0: "(s g d)", 1.0: "(g d s)"}.get(checkpoint_version, "(g s d)")
+
+    def row(ours, dims, theirs, their_dims, letter=None, when=always) -> Sliced:
+        return Sliced(Rule(ours, dims, theirs, their_dims, when=when), letter)
+
+    def norm(ours: str, theirs: str) -> tuple[Sliced, Sliced]:
+        return (
+            row(f"{ours}.weight", "h", f"{theirs}.weight", "h"),
+            row(f"{ours}.bias", "h", f"{theirs}.bias", "h", when=_with_layer_norm),
+        )
+
+    ours, core = "layers.{i}", "decoder.layers.{i}"
+    attention, mlp = f"{core}.self_attention", f"{core}.mlp"
+    fc1, fc2 = f"{mlp}.linear_fc1", f"{mlp}.linear_fc2"
+    return (
+        row("embedding.word.weight", "v h", WORD, "v h", "v"),
+        row(
+            "embedding.position.weight",
+            "p h",
+            "embedding.position_embeddings.weight",
+            "p h",
+            when=_with_positions,
+        ),
+        *norm(f"{ours}.input_norm", f"{core}.input_layernorm"),
+        row(f"{ours}.attention.qkv.weight", "g s d h", f"{attention}.linear_qkv.weight", f"{qkv} h", "g"),
+        row(f"{ours}.attention.qkv.bias", "g s d", f"{attention}.linear_qkv.bias", qkv, "g", biased),
+        row(f"{ours}.attention.out.weight", "h a", f"{attention}.linear_proj.weight", "h a", "a"),
+        row(f"{ours}.attention.out.bias", "h", f"{attention}.linear_proj.bias", "h", when=biased),
+        *norm(f"{ours}.mlp_norm", f"{core}.pre_mlp_layernorm"),
+        row(f"{ours}.mlp.up.weight", "c f h", f"{fc1}.weight", "(c f) h", "f", _gated),
+        row(f"{ours}.mlp.up.bias", "c f", f"{fc1}.bias", "(c f)", "f", _gated_biased),
+        row(f"{ours}.mlp.up.weight", "f h", f"{fc1}.weight", "f h", "f", _plain),
+        row(f"{ours}.mlp.up.bias", "f", f"{fc1}.bias", "f", "f", _plain_biased),
+        row(f"{ours}.mlp.down.weight", "h f", f"{fc2}.weight", "h f", "f"),
+        row(f"{ours}.mlp.down.bias", "h", f"{fc2}.bias", "h", when=biased),
+        *norm("final_norm", "decoder.final_layernorm"),
+        row("head.weight", "v h", HEAD, "v h", "v", untied),
+    )
+
+
+def links_of(
+    table: Iterable[Sliced], model: ModelConfig, vocab_size: int
+) -> Mapping[str, tuple[Sliced, Link]]:
+    """Core's name -> its rule and what of ours it is, for a model of this shape."""
+    return {
+        name: (sliced, link)
+        for sliced in table
+        for name, link in Table.of([sliced.rule], model, vocab_size).by_theirs.items()
+    }
+
+
+def held_whole(name: str) -> bool:
+    """Whether each tensor-parallel rank has all of a tensor with this (Core) name."""
+    number = layer_of(name)
+    template = name if number is None else name.replace(f"layers.{number}.", "layers.{i}.", 1)
+    return any(each.rule.theirs == template and each.letter is None for each in rules(3.0))

@@ -1,0 +1,107 @@
+"""Reading pickles without running what they name.
+
+A pickle names functions to call, so one of unknown origin can run anything (CERT VU#253266). torch's restricted
+unpickler calls only what it is allowed; of what Megatron and DeepSpeed store beside tensors, only the arguments are
+wanted. The classes of the rest are replaced by `Inert`, by their names, so they need not be installed and nothing of
+them is ever called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import re
+from collections.abc import Callable, Iterable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megazero.errors import CheckpointError, DamagedCheckpointError
+
+# What writers of these formats store beside tensors and plain values: states of numpy's random numbers, enums among
+# the arguments, loss scalers, Transformer Engine's extra states.
+INERT = (
+    *("numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType"),
+    *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
+    *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
+    *("types.SimpleNamespace", "signal.Signals", "io.BytesIO", "_io.BytesIO"),
+    *("pathlib.PosixPath", "pathlib._local.PosixPath"),
+    *("megatron.enums.ModelType", "megatron.model.enums.ModelType", "megatron.core.enums.ModelType"),
+    *("megatron.core.transformer.enums.AttnBackend", "megatron.core.transformer.enums.CudaGraphScope"),
+    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+    *(f"megatron.core.rerun_state_machine.Rerun{name}" for name in ("Diagnostic", "Mode", "State")),
+    *("fp16.loss_scaler.LossScaler", "fp16.loss_scaler.DynamicLossScaler"),
+    *("megatron.fp16.loss_scaler.LossScaler", "megatron.fp16.loss_scaler.DynamicLossScaler"),
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+)
+_ZIP = b"PK\x03\x04"
+_NAMED = re.compile(r"GLOBAL ([\w.]+)")
+
+
+class Inert:
+    """In place of an object that is not wanted: takes whatever a pickle gives it and keeps nothing."""
+
+    def __new__(cls, *arguments: Any) -> Inert:
+        return super().__new__(cls)
+
+    def __init__(self, *arguments: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class PositionEmbedding(Enum):
+    """BigScience's ``megatron.enums.PositionEmbeddingType``, by whose number its arguments name the kind."""
+
+    rotary = 1
+    absolute = 2
+    alibi = 3
+
+
+def load_pickle(path: Path, inert: Iterable[str] = ()) -> Any:
+    """What a file of `torch.save` holds; tensors stay in the file until they are used, where its format allows.
+
+    Args:
+        path: of the file.
+        inert: further classes, by their full names, whose objects are not wanted.
+
+    Raises:
+        CheckpointError: it names a class or function that is not allowed, which was not called.
+        DamagedCheckpointError: it is missing or cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            mapped = file.read(len(_ZIP)) == _ZIP  # what torch < 1.6 wrote cannot be mapped
+        with torch.serialization.safe_globals(_allowed(inert)):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        named = _NAMED.search(str(error))
+        if named is None:
+            raise DamagedCheckpointError(f"`{path}` must be a file of torch.save, but: {error}") from error
+        raise CheckpointError(
+            f"`{path}` must hold only tensors and plain values, but names {named[1]}, which was not called; if "
+            f"it is a class whose objects are not needed, add `--inert-class {named[1]}`"
+        ) from error
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise DamagedCheckpointError(
+            f"`{path}` must be a file of torch.save, but cannot be read: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _allowed(inert: Iterable[str]) -> list[Callable | tuple[Callable, str]]:
+    positions = [f"megatron.{module}.PositionEmbeddingType" for module in ("enums", "model.enums")]
+    return [
+        argparse.Namespace,
+        *((Inert, name) for name in (*INERT, *inert)),
+        *((PositionEmbedding, name) for name in positions),
+        (_member, "builtins.getattr"),
+    ]
+
+
+def _member(owner: Any, name: str) -> Any:
+    """In place of `getattr`, by which some versions of Python store members of enums."""
+    return PositionEmbedding[name] if owner is PositionEmbedding else Inert()

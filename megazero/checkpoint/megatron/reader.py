@@ -1,0 +1,168 @@
+"""A checkpoint of Megatron-LM or Megatron-DeepSpeed seen as logical tensors of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.hf.rule import Link
+from megazero.checkpoint.megatron.folder import find_files
+from megazero.checkpoint.megatron.inventory import Inventory, Slot, check, take_inventory
+from megazero.checkpoint.megatron.names import WORD, Sliced, links_of, rules
+from megazero.checkpoint.megatron.settings import read_settings
+from megazero.checkpoint.megatron.stages import Header, Stages
+from megazero.checkpoint.part import Key, Part
+from megazero.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """What a user decides about an import.
+
+    Attributes:
+        trust_pickle: whether the files may be unpickled at all.
+        vocab_size: entries before padding; None: as the checkpoint says.
+        arguments: Megatron's, to add to those in the checkpoint or to correct them.
+        average_replicas: whether copies that differ over the tensor-parallel ranks are averaged.
+        inert: classes whose objects in the files are not needed, by full name.
+    """
+
+    trust_pickle: bool = False
+    vocab_size: int | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    average_replicas: bool = False
+    inert: tuple[str, ...] = ()
+
+
+class MegatronReader:
+    """The weights of a GPT, whatever its tensor- and pipeline-parallel sizes; a `Source`.
+
+    Only what is read is taken from the files, but those of torch before 1.6 are loaded whole, one stage at a time.
+
+    Args:
+        source: a run's folder, for its newest checkpoint, or one checkpoint's.
+        options: see there.
+
+    Attributes:
+        files: that it is read from.
+        iteration: that it was saved after; None where it does not say.
+        checkpoint_version: Megatron's, by which queries, keys and values are ordered.
+        model: its shape, with the vocabulary.
+        padded_vocab_size: rows of the embedding in the files.
+        shapes: of all tensors, in the order in which the files hold them.
+
+    Raises:
+        ConfigError: `options` do not allow it to be opened.
+        CheckpointError: it is of a form or a model that is not ours; DamagedCheckpointError where a file cannot be
+            read.
+    """
+
+    def __init__(self, source: str | Path, options: ImportOptions):
+        if not options.trust_pickle:
+            raise ConfigError(
+                f"`--trust-pickle` must be given to read {source}, as Megatron's checkpoints are pickles, which can "
+                f"name any function to be called; none is called but those that make tensors, but give the flag "
+                f"only if you trust who wrote the files"
+            )
+        self.files = find_files(Path(source))
+        self._average = options.average_replicas
+        self._stages = Stages(self.files, options.inert)
+        inventory = take_inventory(self._stages)
+        header = self._agreed_header()
+        self.iteration, self.checkpoint_version = header.iteration, header.version
+        if header.arguments is None and not options.arguments:
+            raise CheckpointError(
+                f"`{self.files.ranks[0]}` must hold Megatron's `args`, but does not; give those of the model as a "
+                f"JSON file with --megatron-args"
+            )
+        core = not any(found.slot.name.startswith("language_model.") for found in inventory.values())
+        settings = read_settings({**(header.arguments or {}), **options.arguments}, core=core)
+        self.padded_vocab_size = _rows(inventory)
+        size = self._vocab_size((options.vocab_size, header.original_vocab_size, settings.vocab_size))
+        self.model = settings.model.model_copy(update={"vocab_size": size})
+        links = links_of(rules(self.checkpoint_version), self.model, size)
+        check(inventory, links, self._stages, average_replicas=self._average)
+        self._places: Mapping[Key, tuple[Sliced, Link, Slot]] = MappingProxyType(
+            {links[n][1].key: (*links[n], found.slot) for n, found in inventory.items() if n in links}
+        )
+        self.shapes: Mapping[Key, tuple[int, ...]] = MappingProxyType(
+            {key: link.shape for key, (_, link, _) in self._by_stage()}
+        )
+
+    def __enter__(self) -> MegatronReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the files back."""
+        self._stages.close()
+
+    def model_settings(self) -> dict[str, Any]:
+        """The fields of `ModelConfig`, as JSON."""
+        return self.model.model_dump(mode="json")
+
+    def read(self, parts: Iterable[Part]) -> None:
+        """Fill the memory of parts; see `Source`."""
+        for part in sorted(parts, key=lambda part: self._places[part.key][2].stage):
+            sliced, link, slot = self._places[part.key]
+            assert part.shape == link.shape, f"{part.key} has shape {link.shape}, not {part.shape}"
+            theirs = slot.tensors(self._stages)
+            if sliced.letter is None:
+                theirs = (_mean(theirs) if self._average else theirs[0],)
+            boxes = sliced.boxes(link, len(theirs), theirs[0].shape[0])
+            for tensor, box in zip(theirs, boxes, strict=True):
+                shared = box.overlap(part.box)
+                if shared is not None:
+                    rows = tensor[: box.shape[0]] if sliced.letter == "v" else tensor
+                    ours = link.as_ours(rows.contiguous(), box)
+                    part.tensor[shared.within(part.box)].copy_(ours[shared.within(box)])
+
+    def _by_stage(self) -> list[tuple[Key, tuple[Sliced, Link, Slot]]]:
+        return sorted(self._places.items(), key=lambda item: item[1][2].stage)
+
+    def _agreed_header(self) -> Header:
+        """The first rank's, if all were saved after the same step and under the same version."""
+        headers = {path: self._stages.headers[path] for path in self.files.ranks}
+        for what in ("iteration", "version"):
+            values = {getattr(header, what) for header in headers.values()}
+            if len(values) > 1:
+                found = ", ".join(
+                    f"{getattr(h, what)} in {p.relative_to(self.files.folder)}" for p, h in headers.items()
+                )
+                raise CheckpointError(
+                    f"`{self.files.folder}` must be of one {what}, but its ranks are of {found[:400]}; copy all ranks of "
+                    f"one checkpoint"
+                )
+        return headers[self.files.ranks[0]]
+
+    def _vocab_size(self, sizes: Iterable[int | None]) -> int:
+        size = next((size for size in sizes if size is not None), None)
+        if size is None:
+            raise CheckpointError(
+                f"`--vocab-size` must be given, as {self.files.folder} does not say how many of the "
+                f"{self.padded_vocab_size} rows of its embedding are no padding; give the tokenizer's size, or that "
+                f"number to keep all"
+            )
+        if not 0 < size <= self.padded_vocab_size:
+            raise CheckpointError(
+                f"`--vocab-size` must be from 1 to the {self.padded_vocab_size} rows of the embedding, but is {size}"
+            )
+        return size
+
+
+def _rows(inventory: Inventory) -> int:
+    if WORD not in inventory or not all(inventory[WORD].shapes):
+        raise CheckpointError(f"the checkpoint must hold {WORD} or its like, but does not; copy all ranks")
+    return sum(shape[0] for shape in inventory[WORD].shapes)
+
+
+def _mean(copies: Iterable[Tensor]) -> Tensor:
+    return torch.stack([copy.float() for copy in copies]).mean(0)

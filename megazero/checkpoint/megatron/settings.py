@@ -1,0 +1,178 @@
+"""Megatron's arguments as ours: what shape the model has, and what of it ours cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ValidationError
+
+from megazero.checkpoint.megatron.pickles import PositionEmbedding
+from megazero.config.tree import ModelConfig
+from megazero.errors import CheckpointError
+
+Arguments = Mapping[str, Any]
+
+# Arguments under which Megatron computes what ours does not: name, the values that are fine, what it is otherwise.
+_UNSET = (None, False, "", ())
+_REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("num_experts", (*_UNSET, 1, (1,)), "a mixture of experts"),
+    ("retro_add_retriever", _UNSET, "RETRO"),
+    ("multi_latent_attention", _UNSET, "multi-latent attention"),
+    ("qk_layernorm", _UNSET, "norms of queries and keys"),
+    ("attention_output_gate", _UNSET, "gated attention"),
+    ("experimental_attention_variant", _UNSET, "another attention"),
+    ("window_size", _UNSET, "a sliding window"),
+    ("softmax_scale", _UNSET, "another scale of the attention scores"),
+    ("softmax_type", (*_UNSET, "vanilla"), "another softmax"),
+    ("apply_layernorm_1p", _UNSET, "norm weights stored less one"),
+    ("embed_layernorm", _UNSET, "a norm of the embedding (BLOOM)"),
+    ("rotary_interleaved", _UNSET, "interleaved rotation"),
+    ("use_rope_scaling", _UNSET, "scaled rotary frequencies"),
+    ("rotary_seq_len_interpolation_factor", (*_UNSET, 1), "interpolated rotary positions"),
+    ("no_rope_freq", _UNSET, "layers without rotary positions"),
+    ("glu_activation", _UNSET, "a gated activation other than SwiGLU"),
+    ("quick_geglu", _UNSET, "a gated activation other than SwiGLU"),
+    ("onnx_safe", _UNSET, "the GELU for ONNX"),
+    ("activation_func_clamp_value", _UNSET, "a clamped activation"),
+    ("mtp_num_layers", _UNSET, "multi-token prediction"),
+    ("hybrid_override_pattern", _UNSET, "a hybrid of attention and state-space layers"),
+    ("heterogeneous_layers_config_path", _UNSET, "layers of different shapes"),
+)
+_SAME_NAME = (
+    *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"),
+    *("ffn_hidden_size", "kv_channels", "hidden_dropout", "attention_dropout", "init_method_std"),
+    *("make_vocab_size_divisible_by", "fp32_residual_connection", "add_bias_linear"),
+    *("apply_residual_connection_post_layernorm", "untie_embeddings_and_output_weights"),
+)
+_POSITIONS = MappingProxyType(
+    {
+        "learned_absolute": "learned_absolute",
+        "rope": "rope",
+        "none": "none",
+        PositionEmbedding.absolute: "learned_absolute",
+        PositionEmbedding.rotary: "rope",
+    }
+)
+_NORMS = MappingProxyType({"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"})
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What the arguments say of a model.
+
+    Attributes:
+        model: its shape, without the vocabulary.
+        vocab_size: entries before padding, where the checkpoint tells.
+    """
+
+    model: ModelConfig
+    vocab_size: int | None
+
+
+def read_settings(arguments: Arguments, *, core: bool) -> ModelSettings:
+    """The model of a checkpoint.
+
+    Args:
+        arguments: Megatron's, by name.
+        core: whether it is a model of Megatron-Core, to which some arguments mean something else.
+
+    Raises:
+        CheckpointError: arguments are missing, or make a model that ours cannot be; all such are listed.
+    """
+    wrong = [
+        f"`{name}` is {arguments[name]!r} ({words})"
+        for name, fine, words in _REFUSED
+        if name in arguments and _comparable(arguments[name]) not in fine
+    ]
+    if arguments.get("add_qkv_bias") and not arguments.get("add_bias_linear", True):
+        wrong.append(
+            "`add_qkv_bias` is set without `add_bias_linear` (biases of queries, keys and values alone)"
+        )
+    fields: dict[str, Any] = {n: arguments[n] for n in _SAME_NAME if arguments.get(n) is not None}
+    parts: tuple[Callable[[Arguments, bool], dict[str, Any]], ...] = (
+        _heads,
+        _positions,
+        _normalization,
+        _activation,
+    )
+    for part in parts:
+        try:
+            fields |= part(arguments, core)
+        except ValueError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise CheckpointError("the checkpoint must be of a GPT that megazero can be, but " + "; ".join(wrong))
+    try:
+        return ModelSettings(ModelConfig(**fields), _vocab_size(arguments))
+    except ValidationError as error:
+        found = [f"`{'.'.join(map(str, each['loc']))}`: {each['msg']}" for each in error.errors()]
+        raise CheckpointError(
+            "Megatron's arguments must tell the model's shape, but do not: "
+            + "; ".join(found)
+            + "; add what is missing with --megatron-args"
+        ) from error
+
+
+def _comparable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _heads(arguments: Arguments, core: bool) -> dict[str, Any]:
+    # Megatron-LM keeps a number of groups, 1, also where it does not group.
+    groups = arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
+    return {"num_query_groups": groups or arguments.get("num_key_value_heads")}
+
+
+def _positions(arguments: Arguments, core: bool) -> dict[str, Any]:
+    kind = arguments.get("position_embedding_type", "learned_absolute")
+    if arguments.get("use_rotary_position_embeddings"):
+        kind = "rope"
+    if not isinstance(kind, (str, PositionEmbedding)) or kind not in _POSITIONS:
+        raise ValueError(f"`position_embedding_type` is {getattr(kind, 'name', kind)!r}")
+    kind = _POSITIONS[kind]
+    if kind == "learned_absolute" and arguments.get("add_position_embedding") is False:
+        kind = "none"
+    if kind != "rope":
+        return {"position_embedding_type": kind}
+    # Megatron-DeepSpeed and forks call the base theta; before it could be set it was 10000.
+    bases = (arguments.get(name) for name in ("rotary_base", "rope_theta", "rotary_theta"))
+    return {
+        "position_embedding_type": kind,
+        "rotary_base": next((base for base in bases if base is not None), 10000.0),
+        "rotary_percent": arguments.get("rotary_percent") or 1.0,
+    }
+
+
+def _normalization(arguments: Arguments, core: bool) -> dict[str, Any]:
+    kind = arguments.get("normalization") or "LayerNorm"
+    if not isinstance(kind, str) or kind.lower() not in _NORMS:
+        raise ValueError(f"`normalization` is {kind!r}")
+    epsilon = arguments.get("layernorm_epsilon") or arguments.get("norm_epsilon") or 1e-5
+    return {"normalization": _NORMS[kind.lower()], "norm_epsilon": epsilon}
+
+
+def _activation(arguments: Arguments, core: bool) -> dict[str, Any]:
+    """Megatron's fused bias and GELU is the tanh form, its unfused GELU the exact one."""
+    if arguments.get("swiglu"):
+        return {"activation": "swiglu"}
+    if arguments.get("squared_relu"):
+        return {"activation": "squared_relu"}
+    if arguments.get("openai_gelu"):
+        if core:
+            raise ValueError(
+                "`openai_gelu` is set, which Megatron-Core ignores (unset it with --megatron-args)"
+            )
+        return {"activation": "gelu"}
+    fused = arguments.get("bias_gelu_fusion", True) and arguments.get("add_bias_linear", True)
+    return {"activation": "gelu" if fused else "gelu_exact"}
+
+
+def _vocab_size(arguments: Arguments) -> int | None:
+    """Megatron-LM keeps it only where the tokenizer has no files."""
+    size = arguments.get("vocab_size")
+    if arguments.get("tokenizer_type") == "NullTokenizer" and isinstance(size, int):
+        return size + 1  # that of the end of a document
+    return None

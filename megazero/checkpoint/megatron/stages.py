@@ -1,0 +1,142 @@
+"""Opening the files of a checkpoint, those of one pipeline stage at a time."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megazero.checkpoint.megatron.folder import Files, Form
+from megazero.checkpoint.megatron.names import prefix_of_layer_file
+from megazero.checkpoint.megatron.pickles import load_pickle
+from megazero.errors import CheckpointError
+
+_MODEL = re.compile(r"model\d*")
+_DEEPEST = 16
+
+Weights = Mapping[str, Tensor]
+"""The tensors of one model chunk on one rank, by their names there."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank's file says beside its weights.
+
+    Attributes:
+        arguments: Megatron's, or None.
+        iteration: that it was saved after, or None.
+        version: of the checkpoint; 0 where it does not say, as the oldest do not.
+        original_vocab_size: entries before padding, or None.
+    """
+
+    arguments: Mapping[str, Any] | None
+    iteration: int | None
+    version: float
+    original_vocab_size: int | None
+
+
+class Stages:
+    """The files of a checkpoint by stage. Those of the stage asked for last stay open.
+
+    Args:
+        files: which.
+        inert: classes whose objects are not needed.
+
+    Attributes:
+        headers: of the rank files that have been opened.
+
+    Raises:
+        CheckpointError: (everywhere) a file names what may not be called, or has another structure;
+            DamagedCheckpointError where it cannot be read.
+    """
+
+    def __init__(self, files: Files, inert: Iterable[str] = ()):
+        self.files = files
+        self.headers: dict[Path, Header] = {}
+        self._inert = tuple(inert)
+        self._held: tuple[int, Mapping[str, tuple[Weights, ...]]] | None = None
+        if files.form is Form.LAYERS:
+            for path in files.ranks:
+                self._load(path)
+
+    def close(self) -> None:
+        """Let go of the open files."""
+        self._held = None
+
+    def chunks(self, stage: int) -> Mapping[str, tuple[Weights, ...]]:
+        """The model chunks of a stage, by the name they have in its files; of each the weights on every rank."""
+        if self._held is None or self._held[0] != stage:
+            self._held = None  # what is open goes before more is opened
+            ranks = [self._weights(path) for path in self.files.stages[stage]]
+            if any(rank.keys() != ranks[0].keys() for rank in ranks):
+                raise CheckpointError(
+                    f"`{self.files.stages[stage][0]}` and its other ranks must hold the same model chunks, but hold "
+                    f"{'; '.join(', '.join(rank) for rank in ranks)}"
+                )
+            self._held = stage, {chunk: tuple(rank[chunk] for rank in ranks) for chunk in ranks[0]}
+        return self._held[1]
+
+    def _weights(self, path: Path) -> dict[str, Weights]:
+        loaded = self._load(path)
+        if self.files.form is Form.LAYERS:
+            names = dict(flatten(path, loaded))
+            prefix = prefix_of_layer_file(names)
+            return {"model": {prefix + name: tensor for name, tensor in names.items()}}
+        if self.files.form is Form.DEEPSPEED:
+            loaded = {"model": loaded["module"]} if loaded.get("module") is not None else {}
+        chunks = {name: each for name, each in loaded.items() if _MODEL.fullmatch(str(name))}
+        if not chunks:
+            raise CheckpointError(
+                f"`{path}` must hold the weights of a {self.files.form.value} model, but has only "
+                f"{', '.join(sorted(map(str, loaded)))[:200] or 'none'}; copy all files of the checkpoint"
+            )
+        return {name: dict(flatten(path, each)) for name, each in chunks.items()}
+
+    def _load(self, path: Path) -> Mapping[str, Any]:
+        loaded = load_pickle(path, self._inert)
+        if not isinstance(loaded, Mapping):
+            raise CheckpointError(f"`{path}` must hold a mapping, but holds a {type(loaded).__name__}")
+        if path in self.files.ranks:
+            self.headers[path] = _header(loaded)
+        return loaded
+
+
+def _header(loaded: Mapping[str, Any]) -> Header:
+    arguments = loaded.get("args")
+    if isinstance(arguments, argparse.Namespace):
+        arguments = vars(arguments)
+    iteration, version = loaded.get("iteration"), loaded.get("checkpoint_version")
+    universal = loaded.get("universal_checkpoint_info")
+    size = universal.get("original_vocab_size") if isinstance(universal, Mapping) else None
+    return Header(
+        arguments if isinstance(arguments, Mapping) else None,
+        iteration if isinstance(iteration, int) else None,
+        float(version) if isinstance(version, (int, float)) else 0.0,
+        size if isinstance(size, int) else None,
+    )
+
+
+def flatten(path: Path, tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of nested mappings by their names joined with dots. What is no tensor is no weight.
+
+    Raises:
+        CheckpointError: a name is no text, or mappings are nested without end.
+    """
+    if depth > _DEEPEST:
+        raise CheckpointError(
+            f"`{path}` must hold a model's weights, but nests mappings more than {_DEEPEST} deep"
+        )
+    if not isinstance(tree, Mapping):
+        raise CheckpointError(f"`{path}` must hold weights by name, but holds a {type(tree).__name__}")
+    for name, each in tree.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f"`{path}` must hold weights by name, but one is called {name!r}")
+        if isinstance(each, Mapping):
+            yield from flatten(path, each, f"{prefix}{name}.", depth + 1)
+        elif isinstance(each, Tensor):
+            yield prefix + name, each

@@ -1,0 +1,59 @@
+"""`Part`: a box of a named logical tensor, and the memory that it is written from or read into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megazero.checkpoint.box import Box
+
+WEIGHT = "weight"
+
+
+@dataclass(frozen=True)
+class Key:
+    """Which logical tensor: a parameter's global name (or a buffer's), and what of it.
+
+    `kind` is ``weight``, or names an optimizer state such as ``exp_avg``.
+    """
+
+    name: str
+    kind: str = WEIGHT
+
+    def __str__(self) -> str:
+        return self.name if self.kind == WEIGHT else f"{self.name}/{self.kind}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a logical tensor.
+
+    Attributes:
+        key: which.
+        shape: of the whole logical tensor, without padding.
+        box: the part of it.
+        tensor: the memory, in the box's shape, of any strides, dtype and device.
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+    box: Box
+    tensor: Tensor
+
+
+class Source(Protocol):
+    """Logical tensors that can be read in parts: a checkpoint, or a foreign model seen as one."""
+
+    @property
+    def shapes(self) -> Mapping[Key, tuple[int, ...]]:
+        """All that it holds."""
+
+    def read(self, parts: Iterable[Part]) -> None:
+        """Fill the memory of parts, converted to its dtype. All keys must be in `shapes`, in that shape.
+
+        Raises:
+            DamagedCheckpointError: what is stored is not what was written.
+        """

@@ -1,0 +1,219 @@
+"""Reading a checkpoint from any layout: each rank takes the boxes that it needs, wherever they lie.
+
+No more than `_STAGED` bytes are held beside the destination, and each file's blocks are hashed as they pass.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.folder import iteration_folder
+from megazero.checkpoint.manifest import (
+    INDEX,
+    STATE,
+    Index,
+    Logical,
+    Piece,
+    parse,
+    parse_facts,
+    piece_name,
+    read_manifest,
+)
+from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.safetensors_header import DTYPES
+from megazero.checkpoint.tensor_file import TensorFile, memory_of, read_bytes
+from megazero.errors import DamagedCheckpointError
+
+_STAGED = 64 << 20
+
+
+class Verify(str, Enum):
+    """How a checkpoint is checked while it is loaded.
+
+    FULL: the hash of every block that is read. SIZE: that all files are there in their sizes.
+    """
+
+    FULL = "full"
+    SIZE = "size"
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """What one piece gives to one part."""
+
+    part: Part
+    piece: Piece
+    box: Box
+
+
+class CheckpointReader:
+    """One checkpoint, seen as logical tensors; a `Source`.
+
+    Args:
+        folder: such as ``DIR/iter_0000100``.
+        verify: how much is checked on the way.
+
+    Attributes:
+        manifest: which files there are.
+        index: which tensors, and where.
+        facts: everything else that was saved.
+        shapes: of all tensors.
+
+    Raises:
+        DamagedCheckpointError: a file is missing, of another size, or changed (those that are read here).
+        CheckpointError: the checkpoint is of another format.
+    """
+
+    def __init__(self, folder: str | Path, *, verify: Verify = Verify.FULL):
+        self.folder = Path(folder)
+        self.verify = verify
+        self.manifest = read_manifest(self.folder)
+        self._check_files()
+        self.index: Index = parse(Index, self._json(INDEX), self.folder / INDEX)
+        if wrong := self.index.trouble(self.manifest.files):
+            raise DamagedCheckpointError(f"`{self.folder / INDEX}` must fit the other files, but {wrong}")
+        self.facts: Mapping[str, Any] = MappingProxyType(parse_facts(self._json(STATE), self.folder / STATE))
+        self._tensors = {tensor.key: tensor for tensor in self.index.tensors}
+        self.shapes = MappingProxyType({key: tensor.shape for key, tensor in self._tensors.items()})
+
+    def read(self, parts: Iterable[Part]) -> None:
+        """Fill the memory of parts; see `Source`."""
+        copies: dict[str, list[_Copy]] = defaultdict(list)
+        for part in parts:
+            tensor = self._tensors[part.key]
+            assert tensor.shape == tuple(part.shape), f"{part.key}: {tensor.shape}, not {part.shape}"
+            for piece in tensor.pieces:
+                box = piece.box.overlap(part.box)
+                if box is not None and box.numel:
+                    copies[piece.file].append(_Copy(part, piece, box))
+        for name in sorted(copies):
+            with self.open(name) as file:
+                for copy in sorted(copies[name], key=lambda each: file.entries[_entry_name(each)].start):
+                    self._copy(file, copy)
+
+    def tensor(self, key: Key) -> Tensor:
+        """A whole logical tensor, in its stored dtype."""
+        tensor = self._tensors[key]
+        whole = torch.empty(tensor.shape, dtype=self.dtype(key))
+        self.read([Part(key, tensor.shape, Box.whole(tensor.shape), whole)])
+        return whole
+
+    def dtype(self, key: Key) -> torch.dtype:
+        """The dtype in which a tensor is stored."""
+        found = DTYPES.get(self._tensors[key].dtype)
+        if found is None:
+            raise DamagedCheckpointError(
+                f"`{self.folder / INDEX}` must name known dtypes, but `{key}` has "
+                f"{self._tensors[key].dtype!r}"
+            )
+        return found
+
+    def open(self, name: str) -> TensorFile:
+        """One of the tensor files, with the entries that the index says it has.
+
+        Raises:
+            DamagedCheckpointError: it lacks one, or has it in another shape or dtype.
+        """
+        file = TensorFile(
+            self.folder / name, self.manifest.files[name].record, verify=self.verify is Verify.FULL
+        )
+        for tensor, piece in self._listed.get(name, ()):
+            entry = file.entries.get(piece_name(tensor.key, tensor.shape, piece.box))
+            if entry is None or (entry.dtype, entry.shape) != (self.dtype(tensor.key), piece.shape):
+                file.close()
+                raise DamagedCheckpointError(
+                    f"`{file.path}` must hold {piece.box} of `{tensor.key}` as the index says, but does not"
+                )
+        return file
+
+    @property
+    def _listed(self) -> Mapping[str, list[tuple[Logical, Piece]]]:
+        if not hasattr(self, "_by_file"):
+            self._by_file: dict[str, list[tuple[Logical, Piece]]] = defaultdict(list)
+            for tensor in self.index.tensors:
+                for piece in tensor.pieces:
+                    self._by_file[piece.file].append((tensor, piece))
+        return self._by_file
+
+    def _copy(self, file: TensorFile, copy: _Copy) -> None:
+        entry = file.entries[_entry_name(copy)]
+        for box in _chunks(copy.box, _STAGED // max(1, entry.dtype.itemsize)):
+            target = copy.part.tensor[box.within(copy.part.box)]
+            first, strides = _position(copy.piece.box, box)
+            last = sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
+            start = entry.start + first * entry.dtype.itemsize
+            in_one_run = last + 1 == box.numel
+            if in_one_run and target.is_contiguous() and target.is_cpu and target.dtype == entry.dtype:
+                file.read_into(memory_of(target), start)
+                continue
+            staged = torch.empty(last + 1, dtype=entry.dtype)
+            file.read_into(memory_of(staged), start)
+            target.copy_(staged.as_strided(box.shape, strides))
+
+    def _check_files(self) -> None:
+        expected = iteration_folder(self.folder.parent, self.manifest.iteration).name
+        if self.folder.resolve().name != expected:
+            raise DamagedCheckpointError(
+                f"`{self.folder}` must hold {expected} by its manifest, but has another name; rename it back"
+            )
+        wrong = []
+        for name, entry in self.manifest.files.items():
+            path = self.folder / name
+            try:
+                size = path.lstat().st_size
+            except OSError as error:
+                wrong.append(f"{name} cannot be read ({error.strerror})")
+                continue
+            if size != entry.size:
+                wrong.append(f"{name} has {size} bytes instead of {entry.size}")
+        for name in (INDEX, STATE):
+            if name not in self.manifest.files:
+                wrong.append(f"{name} is not listed")
+        if wrong:
+            raise DamagedCheckpointError(f"`{self.folder}` must be whole, but {'; '.join(wrong)}")
+
+    def _json(self, name: str) -> bytes:
+        """The content of a small file; its hash is always checked."""
+        return read_bytes(self.folder / name, self.manifest.files[name].record)
+
+
+def _entry_name(copy: _Copy) -> str:
+    return piece_name(copy.part.key, copy.part.shape, copy.piece.box)
+
+
+def _chunks(box: Box, limit: int) -> Iterator[Box]:
+    """The box, cut along its first dims into boxes of at most `limit` elements (or single rows)."""
+    if box.numel <= limit or not box.shape:
+        yield box
+        return
+    dim = next(d for d, n in enumerate(box.shape) if n > 1)
+    rows = max(1, limit * box.shape[dim] // box.numel)
+    for start in range(0, box.shape[dim], rows):
+        offset, shape = list(box.offset), list(box.shape)
+        offset[dim] += start
+        shape[dim] = min(rows, shape[dim] - start)
+        piece = Box(tuple(offset), tuple(shape))
+        if rows > 1 or piece.numel <= limit:
+            yield piece
+        else:
+            yield from _chunks(piece, limit)
+
+
+def _position(holder: Box, box: Box) -> tuple[int, tuple[int, ...]]:
+    """Where `box` begins in the memory of `holder`, and the strides of that memory; in elements."""
+    strides, step = [], 1
+    for size in reversed(holder.shape):
+        strides.insert(0, step)
+        step *= size
+    first = sum((o - p) * s for o, p, s in zip(box.offset, holder.offset, strides, strict=True))
+    return first, tuple(strides)

@@ -1,0 +1,241 @@
+"""Files of tensors in the safetensors format, hashed while they are written and checked while they are read.
+
+The safetensors library reads these files and its files are read here, but it can do neither: it writes a file from
+copies of all tensors, in one call that cannot be hashed along, and reads through mapped memory, where a bad sector is
+a bus error instead of an exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.blocks import BLOCK, PIECE, BlockFile, BlockHasher, FileRecord
+from megazero.checkpoint.disk import Disk, File
+from megazero.checkpoint.safetensors_header import (
+    LARGEST_HEADER,
+    LENGTH_BYTES,
+    Entry,
+    decode_header,
+    encode_header,
+)
+
+
+@dataclass(frozen=True)
+class Later:
+    """A tensor that is made when its turn to be written comes, and let go after it.
+
+    Attributes:
+        dtype, shape: of what `make` returns.
+        make: the tensor.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, in its own memory, whatever its dtype."""
+    # numpy knows neither bfloat16 nor 8-bit floats.
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+
+
+def write_tensors(
+    disk: Disk,
+    path: Path,
+    tensors: Iterable[tuple[str, Tensor | Later]],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    hashed: bool = True,
+    block_size: int = BLOCK,
+) -> FileRecord:
+    """Write a new file of named tensors, in their order; it is on the medium on return.
+
+    A tensor that is contiguous on the CPU is written from its own memory. Others are copied, one at a time. If
+    writing fails, what was written so far is left.
+
+    Args:
+        disk: what makes the file.
+        path: of the file, which must not be there.
+        tensors: of any strides and device, and of the dtypes that safetensors has.
+        metadata: strings that readers of the format may look for.
+        hashed: whether the record has hashes.
+        block_size: bytes per hash.
+
+    Raises:
+        ValueError: a name occurs twice, a dtype is not of the format, or a `Later` made something else.
+        OSError: the system refuses.
+    """
+    named = list(tensors)
+    header = encode_header(((name, each.dtype, tuple(each.shape)) for name, each in named), metadata)
+    with disk.create(path) as file:
+        stream = _Stream(file, block_size, hashed)
+        stream.write(header)
+        for name, tensor in named:
+            stream.write(memory_of(_on_host(name, tensor)))
+        return stream.finish()
+
+
+def write_bytes(disk: Disk, path: Path, data: bytes, *, block_size: int = BLOCK) -> FileRecord:
+    """Write a new file; it is on the medium on return.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    with disk.create(path) as file:
+        stream = _Stream(file, block_size, hashed=True)
+        stream.write(data)
+        return stream.finish()
+
+
+def read_bytes(
+    path: Path, record: FileRecord | None = None, *, verify: bool = True, block_size: int = BLOCK
+) -> bytes:
+    """All of a file that `write_bytes` wrote.
+
+    Raises:
+        DamagedCheckpointError: it is missing, cannot be read or is not as recorded.
+    """
+    file = BlockFile(path, record, verify=verify, block_size=block_size)
+    try:
+        data = bytearray(file.size)
+        file.read_into(memoryview(data), 0)
+        return bytes(data)
+    finally:
+        file.close()
+
+
+def _on_host(name: str, tensor: Tensor | Later) -> Tensor:
+    if isinstance(tensor, Later):
+        made = tensor.make()
+        if made.dtype != tensor.dtype or made.shape != tensor.shape:
+            raise ValueError(
+                f"`{name}` must be {tensor.dtype} {list(tensor.shape)}, but is {made.dtype} {list(made.shape)}"
+            )
+        tensor = made
+    return tensor.detach().cpu().contiguous()
+
+
+class _Stream:
+    """Writes a file in whole pieces, each hashed right before.
+
+    What fills a piece is written from where it lies; what does not is collected until a piece is full, so that
+    thousands of small tensors are few calls of the system, and each of them begins on a page of the file.
+    """
+
+    def __init__(self, file: File, block_size: int, hashed: bool):
+        self._file = file
+        self._hasher = BlockHasher(block_size) if hashed else None
+        self._buffer = memoryview(bytearray(PIECE))
+        self._filled = 0
+        self._size = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        data = memoryview(data)
+        self._size += len(data)
+        while data:
+            piece = data[: PIECE - self._filled]
+            data = data[len(piece) :]
+            if len(piece) == PIECE:
+                self._emit(piece)
+                continue
+            self._buffer[self._filled : self._filled + len(piece)] = piece
+            self._filled += len(piece)
+            if self._filled == PIECE:
+                self._flush()
+
+    def finish(self) -> FileRecord:
+        self._flush()
+        self._file.sync()
+        return self._hasher.record() if self._hasher else FileRecord(self._size, ())
+
+    def _flush(self) -> None:
+        self._emit(self._buffer[: self._filled])
+        self._filled = 0
+
+    def _emit(self, piece: memoryview) -> None:
+        if self._hasher:
+            self._hasher.update(piece)
+        self._file.write(piece)
+
+
+class TensorFile:
+    """A safetensors file that is open for reading, by one thread at a time.
+
+    Attributes:
+        entries: name -> dtype, shape and place of each tensor, in the order of their bytes.
+        metadata: the strings that the file holds beside them.
+
+    Args:
+        path: of a regular file, not a link.
+        record: what it must be. Without one, only the header is checked.
+        verify: check the blocks that are read, not only size and header.
+        block_size: bytes per hash.
+
+    Raises:
+        DamagedCheckpointError: from all methods: the file is missing, cannot be read, is not as recorded, or its
+            header is not exactly as the format has it.
+    """
+
+    def __init__(
+        self, path: Path, record: FileRecord | None = None, *, verify: bool = True, block_size: int = BLOCK
+    ):
+        self._file = BlockFile(path, record, verify=verify, block_size=block_size)
+        try:
+            self.entries, self.metadata = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def read_into(self, memory: memoryview, start: int) -> None:
+        """Fill `memory`, whose items are bytes, from byte `start` of the file on.
+
+        Whole blocks go straight into `memory`. Of a block that is wanted in part, all is read and checked once.
+        """
+        self._file.read_into(memory, start)
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor.
+
+        Raises:
+            KeyError: there is none of this name.
+        """
+        entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read_into(memory_of(tensor), entry.start)
+        return tensor
+
+    def verify_all(self) -> None:
+        """Read all of the file and check it, with little memory."""
+        self._file.verify_all()
+
+    def close(self) -> None:
+        """Give the file back; again does nothing."""
+        self._file.close()
+
+    def _read_header(self) -> tuple[Mapping[str, Entry], Mapping[str, str]]:
+        if self._file.size < LENGTH_BYTES:
+            raise self._file.damage(f"{self._file.size} bytes are no safetensors file")
+        length = bytearray(LENGTH_BYTES)
+        self._file.read_into(memoryview(length), 0)
+        size = int.from_bytes(length, "little")
+        data_bytes = self._file.size - LENGTH_BYTES - size
+        if size > LARGEST_HEADER or data_bytes < 0:
+            raise self._file.damage(f"a header of {size} bytes does not fit into it")
+        text = bytearray(size)
+        self._file.read_into(memoryview(text), LENGTH_BYTES)
+        try:
+            return decode_header(bytes(text), data_bytes)
+        except ValueError as error:
+            raise self._file.damage(f"its header is no safetensors header: {error}") from error

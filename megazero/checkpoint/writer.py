@@ -1,0 +1,209 @@
+"""Writing the files of one checkpoint, and the description that makes them one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megazero.checkpoint.blocks import FileRecord
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.folder import WriterLock, hidden_folder, publish, recover
+from megazero.checkpoint.manifest import (
+    INDEX,
+    MANIFEST,
+    STATE,
+    Index,
+    Logical,
+    Piece,
+    dump_manifest,
+    piece_name,
+)
+from megazero.checkpoint.part import WEIGHT, Key, Part
+from megazero.checkpoint.safetensors_header import NAME_OF_DTYPE
+from megazero.checkpoint.tensor_file import Later, write_bytes, write_tensors
+from megazero.errors import CheckpointError
+
+SHARD_BYTES = 5 << 30
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One piece as it was written: of which tensor, which box, in which file."""
+
+    key: Key
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    file: str
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank wrote; as JSON by `dump` and `load`."""
+
+    files: Mapping[str, FileRecord]
+    entries: Sequence[Entry]
+
+    def dump(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "files": {n: asdict(r) for n, r in self.files.items()},
+            "entries": [asdict(e) for e in self.entries],
+        }
+
+    @classmethod
+    def load(cls, value: Mapping[str, Any]) -> Written:
+        """What `dump` was called on."""
+        files = {name: FileRecord(r["size"], tuple(r["blocks"])) for name, r in value["files"].items()}
+        entries = [
+            Entry(
+                Key(**e["key"]),
+                e["dtype"],
+                tuple(e["shape"]),
+                Box(tuple(e["box"]["offset"]), tuple(e["box"]["shape"])),
+                e["file"],
+            )
+            for e in value["entries"]
+        ]
+        return cls(files, entries)
+
+
+def write_parts(disk: Disk, folder: Path, parts: Iterable[Part], number: int, count: int) -> Written:
+    """Write parts to two files: weights, and the rest. Neither is there if it would be empty.
+
+    Args:
+        folder: of the partial checkpoint.
+        parts: with tensors of any device.
+        number, count: of this file among those of its kind, for their names; from 0.
+
+    Raises:
+        OSError: the disk is full, fails, or may not be written to.
+    """
+    sorts: dict[str, list[Part]] = {"model": [], "optimizer": []}
+    for part in parts:
+        if part.box.numel or part.box == Box.whole(part.shape):
+            sorts["model" if part.key.kind == WEIGHT else "optimizer"].append(part)
+    files, entries = {}, []
+    for sort, mine in sorts.items():
+        if not mine:
+            continue
+        name = file_name(sort, number, count)
+        files[name] = write_tensors(
+            disk, folder / name, ((piece_name(p.key, p.shape, p.box), p.tensor) for p in mine)
+        )
+        entries += [Entry(p.key, NAME_OF_DTYPE[p.tensor.dtype], p.shape, p.box, name) for p in mine]
+    return Written(files, entries)
+
+
+def file_name(sort: str, number: int, count: int) -> str:
+    """Of a shard, as Hugging Face numbers them."""
+    return f"{sort}-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_description(
+    disk: Disk, folder: Path, iteration: int, written: Iterable[Written], facts: Mapping[str, Any]
+) -> None:
+    """Write the index, the facts and at last the manifest; the folder is complete and synced then.
+
+    Raises:
+        CheckpointError: the pieces do not make whole tensors.
+        OSError: as above.
+    """
+    files: dict[str, FileRecord] = {}
+    tensors: dict[Key, tuple[Entry, list[Piece]]] = {}
+    for each in written:
+        files |= each.files
+        for entry in each.entries:
+            first, pieces = tensors.setdefault(entry.key, (entry, []))
+            if (entry.shape, entry.dtype) != (first.shape, first.dtype):
+                raise CheckpointError(
+                    f"`{entry.key}` must be alike on all ranks, but has {first.shape} {first.dtype} and "
+                    f"{entry.shape} {entry.dtype}"
+                )
+            if entry.box.numel:
+                pieces.append(Piece(file=entry.file, offset=entry.box.offset, shape=entry.box.shape))
+    index = Index(
+        tensors=tuple(
+            Logical(name=key.name, kind=key.kind, dtype=first.dtype, shape=first.shape, pieces=tuple(pieces))
+            for key, (first, pieces) in tensors.items()
+        )
+    )
+    if wrong := index.trouble(files):
+        raise CheckpointError(f"what the ranks wrote must make whole tensors, but {wrong}")
+    files[INDEX] = write_bytes(disk, folder / INDEX, index.model_dump_json().encode())
+    files[STATE] = write_bytes(disk, folder / STATE, json.dumps(facts, indent=1).encode())
+    write_bytes(disk, folder / MANIFEST, dump_manifest(iteration, files))
+    disk.sync_folder(folder)
+
+
+def write_checkpoint(
+    directory: str | Path,
+    iteration: int,
+    tensors: Iterable[tuple[Key, Later]],
+    facts: Mapping[str, Any],
+    *,
+    disk: Disk | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write a checkpoint from one process, one tensor at a time.
+
+    Args:
+        directory: of the run.
+        iteration: that it counts as.
+        tensors: whole logical tensors, by kind; each is loaded when its turn comes.
+        facts: what else is to be kept, as JSON.
+        disk: what writes.
+        shard_bytes: size at which another file is begun.
+
+    Raises:
+        CheckpointError: another job writes there, or the disk cannot be written.
+    """
+    disk, directory = disk or Disk(), Path(directory)
+    shards = _shards(tensors, shard_bytes)
+    counts = {sort: sum(s == sort for s, _ in shards) for sort, _ in shards}
+    done = dict.fromkeys(counts, 0)
+    try:
+        disk.make_parents(directory)
+        lock = WriterLock(directory)
+        try:
+            recover(disk, directory)
+            folder = hidden_folder(directory, iteration, "partial")
+            disk.make_folder(folder)
+            written = []
+            for sort, shard in shards:
+                name = file_name(sort, done[sort], counts[sort])
+                done[sort] += 1
+                record = write_tensors(disk, folder / name, ((str(key), later) for key, later in shard))
+                entries = [
+                    Entry(key, NAME_OF_DTYPE[later.dtype], tuple(later.shape), Box.whole(later.shape), name)
+                    for key, later in shard
+                ]
+                written.append(Written({name: record}, entries))
+            write_description(disk, folder, iteration, written, facts)
+            return publish(disk, directory, iteration)
+        finally:
+            lock.release()
+    except OSError as error:
+        raise CheckpointError(f"`{directory}` must be written, but cannot be: {error}") from error
+
+
+def _shards(
+    tensors: Iterable[tuple[Key, Later]], shard_bytes: int
+) -> list[tuple[str, list[tuple[Key, Later]]]]:
+    """The tensors dealt to files of one sort of at most `shard_bytes` each, or one larger tensor."""
+    shards: list[tuple[str, list[tuple[Key, Later]]]] = []
+    room: dict[str, int] = {}
+    place: dict[str, list[tuple[Key, Later]]] = {}
+    for key, later in tensors:
+        sort = "model" if key.kind == WEIGHT else "optimizer"
+        size = Box.whole(later.shape).numel * later.dtype.itemsize
+        if sort not in place or size > room[sort]:
+            place[sort], room[sort] = [], shard_bytes
+            shards.append((sort, place[sort]))
+        place[sort].append((key, later))
+        room[sort] -= size
+    return shards

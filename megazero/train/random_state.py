@@ -1,0 +1,44 @@
+"""The generators that code beside ours may draw from: Python's, numpy's and torch's.
+
+Our own randomness comes from streams without state, so no result depends on these; a user's dataset or
+monitor may.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """The state of each generator of this process, as tensors of fixed shape."""
+    _, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    assert name == "MT19937", name
+    found = {
+        "python": torch.tensor([*words, gauss is not None], dtype=torch.int64),
+        "python_gauss": torch.tensor([gauss or 0.0], dtype=torch.float64),
+        "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Put each generator of this process into a state that `random_state` gave."""
+    *words, has_gauss = state["python"].tolist()
+    gauss = state["python_gauss"].item() if has_gauss else None
+    random.setstate((3, tuple(words), gauss))
+    *keys, position, has_cached = state["numpy"].tolist()
+    cached = state["numpy_gauss"].item()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_cached, cached))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

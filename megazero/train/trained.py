@@ -1,0 +1,91 @@
+"""A trained model, taken from a checkpoint for use without training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megazero.checkpoint import CheckpointReader, candidates, parts_of_parameters, together
+from megazero.config.tree import Config, ParallelConfig, RecomputeConfig, ZeroConfig
+from megazero.data.tokenizers import Tokenizer
+from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from megazero.mpu import Launch, ParallelContext, join
+from megazero.train.model import Chunks, build_chunks, build_vocabulary, schedule_of
+from megazero.train.resume import check_tensors
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Over how many ranks a model is spread; None takes what it was trained with, or one for one process."""
+
+    tensor: int | None = None
+    pipeline: int | None = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A trained model on this rank of the job.
+
+    Attributes:
+        context: this rank's place.
+        chunks: its parts of the model.
+        stage_of: chunk of the whole model -> the pipeline stage that holds it.
+        tokenizer: that it was trained with.
+        remarks: about checkpoints that were passed over.
+    """
+
+    context: ParallelContext
+    chunks: Chunks
+    stage_of: tuple[int, ...]
+    tokenizer: Tokenizer
+    remarks: tuple[str, ...]
+
+
+def load_for_inference(directory: str, launch: Launch, sizes: Sizes | None = None) -> Loaded:
+    """The newest whole model of a run's folder, ready to generate, on this rank of the job.
+
+    Raises:
+        CheckpointError: there is none.
+        ConfigError: the model was trained without a tokenizer, or the sizes do not fit.
+    """
+    found = candidates(directory)
+    if not found.folders:
+        raise CheckpointError(f"`load` must hold a checkpoint, but {directory} has none; check the path")
+    remarks = list(found.remarks)
+    context = None
+    for folder in found.folders:
+        try:
+            reader = CheckpointReader(folder)
+            config = _config_of(reader.facts, launch, sizes or Sizes(), str(folder))
+            context = context or join(config.parallel, launch)
+            vocabulary = build_vocabulary(config)
+            chunks = build_chunks(config, vocabulary, context, context.device)
+            parts = parts_of_parameters((p for c in chunks.values() for p in c.parameters()), context)
+            check_tensors(reader, parts, folder)
+            together(context, lambda reader=reader, parts=parts: reader.read(parts), f"load {folder}")
+        except DamagedCheckpointError as error:
+            remarks.append(f"passed over {folder}: {error}")
+            continue
+        return Loaded(context, chunks, schedule_of(config).stage_of, vocabulary.tokenizer, tuple(remarks))
+    raise DamagedCheckpointError(
+        f"`load` must hold a whole checkpoint, but {directory} has none: " + "; ".join(remarks)
+    )
+
+
+def _config_of(facts: Any, launch: Launch, sizes: Sizes, folder: str) -> Config:
+    config = Config.model_validate(facts["config"])
+    if config.tokenizer.tokenizer_type is None:
+        raise ConfigError(
+            f"`tokenizer_type` must be known to generate text, but {folder} was trained without one"
+        )
+    trained = config.parallel
+    alone = launch.world_size == 1
+    # A sequence under generation is one token long and cannot be cut over ranks.
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=sizes.tensor or (1 if alone else trained.tensor_model_parallel_size),
+        pipeline_model_parallel_size=sizes.pipeline or (1 if alone else trained.pipeline_model_parallel_size),
+        distributed_backend=trained.distributed_backend,
+    )
+    return config.model_copy(
+        update={"parallel": parallel, "zero": ZeroConfig(), "recompute": RecomputeConfig()}
+    )

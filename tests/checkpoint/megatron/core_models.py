@@ -1,0 +1,148 @@
+"""Real Megatron-Core GPTs on the CPU: ``python -m tests.checkpoint.megatron.core_models OUT`` saves them and their
+logits. A process of its own, as Megatron needs a process group of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+warnings.simplefilter("ignore")  # about accelerators it would like to have
+
+VOCAB, PADDED = 101, 128
+COMMON = {
+    "num_layers": 3,
+    "seq_length": 31,
+    "max_position_embeddings": 31,
+    "make_vocab_size_divisible_by": 128,
+    "padded_vocab_size": PADDED,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "layernorm_epsilon": 3e-4,
+    "num_query_groups": 1,  # Megatron's default, which says nothing unless there are groups
+    "group_query_attention": False,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "num_experts": None,
+    "openai_gelu": False,
+    "squared_relu": False,
+    "tokenizer_type": "GPT2BPETokenizer",
+    "params_dtype": torch.float32,
+}
+GPT2 = {
+    **COMMON,
+    "hidden_size": 42,
+    "num_attention_heads": 6,
+    "kv_channels": 7,
+    "ffn_hidden_size": 74,
+    "position_embedding_type": "learned_absolute",
+    "rotary_percent": 1.0,
+    "rotary_base": 10000,
+    "normalization": "LayerNorm",
+    "swiglu": False,
+    "bias_gelu_fusion": True,
+    "add_bias_linear": True,
+    "untie_embeddings_and_output_weights": False,
+}
+LLAMA = {
+    **COMMON,
+    "hidden_size": 36,
+    "num_attention_heads": 6,
+    "num_query_groups": 2,
+    "group_query_attention": True,
+    "kv_channels": 10,
+    "ffn_hidden_size": 58,
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+    "rotary_base": 500,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "bias_gelu_fusion": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+MODELS = {
+    "gpt2": GPT2,
+    "gpt2-exact-gelu": {**GPT2, "bias_gelu_fusion": False, "untie_embeddings_and_output_weights": True},
+    "llama": LLAMA,
+    "llama-partly-rotated": {**LLAMA, "rotary_percent": 0.6, "untie_embeddings_and_output_weights": False},
+}
+
+
+def main(out: Path) -> None:
+    """Save each model as Megatron-LM's `torch` format does, and beside it tokens [b, s] and logits [b, s, v]."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    torch.cuda.current_device = lambda: torch.device("cpu")  # where it puts rotary frequencies
+    get_cuda_rng_tracker().fork = contextlib.nullcontext  # it keeps CUDA's random states, for dropout
+    store = f"file://{out}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    for name, arguments in MODELS.items():
+        torch.manual_seed(3)
+        model = build(argparse.Namespace(**arguments))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn_like(parameter) * 0.1 + (parameter.dim() == 1))
+        tokens = torch.randint(VOCAB, (2, 30))
+        mask = torch.ones(30, 30, dtype=torch.bool).triu(1)[None, None]
+        with torch.no_grad():
+            logits = model(tokens, torch.arange(30).expand(2, -1), mask)
+        folder = out / name / "iter_0000007" / "mp_rank_00"
+        folder.mkdir(parents=True)
+        saved = {
+            "args": argparse.Namespace(**arguments),
+            "checkpoint_version": 3.0,
+            "iteration": 7,
+            "model": model.state_dict_for_save_checkpoint(),
+        }
+        torch.save(saved, folder / "model_optim_rng.pt")
+        (out / name / "latest_checkpointed_iteration.txt").write_text("7")
+        torch.save({"tokens": tokens, "logits": logits}, out / f"{name}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def build(args: argparse.Namespace) -> torch.nn.Module:
+    """The model that Megatron-LM makes of these arguments."""
+    import torch.nn.functional as F
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        kv_channels=args.kv_channels,
+        ffn_hidden_size=args.ffn_hidden_size,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        normalization=args.normalization,
+        layernorm_epsilon=args.layernorm_epsilon,
+        gated_linear_unit=args.swiglu,
+        activation_func=F.silu if args.swiglu else F.gelu,
+        bias_activation_fusion=args.bias_gelu_fusion and not args.swiglu,
+        add_bias_linear=args.add_bias_linear,
+        use_cpu_initialization=True,
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization=args.normalization),
+        vocab_size=PADDED,
+        max_sequence_length=args.max_position_embeddings,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+    ).eval()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,46 @@
+"""Logits of real Megatron-Core models and of ours with the imported weights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from megazero.checkpoint import parts_of_parameters
+from megazero.checkpoint.megatron import ImportOptions, MegatronReader
+from megazero.layers import Placement
+from megazero.models import GPT, Batch
+from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
+from tests.checkpoint.megatron.core_models import MODELS, PADDED, VOCAB
+from tests.source_tree import ROOT
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    out = tmp_path_factory.mktemp("core")
+    command = [sys.executable, "-m", "tests.checkpoint.megatron.core_models", str(out)]
+    # Megatron compiles its fused functions, which would take longer than all else.
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return out
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_agree(saved, name):
+    reader = MegatronReader(saved / name, ImportOptions(trust_pickle=True, vocab_size=VOCAB))
+    context = thread_context(ThreadWorld(1), ProcessGrid(), 0)
+    model = GPT(reader.model, (VOCAB, PADDED), Placement.of(context, torch.float32))
+    with torch.no_grad():
+        reader.read(parts_of_parameters(model.parameters(), context))
+        expected = torch.load(saved / f"{name}.pt")
+        logits = model(Batch(expected["tokens"])).transpose(0, 1)
+    theirs = expected["logits"][..., :VOCAB]
+    assert 0.3 < theirs.std() < 30  # neither dead nor saturated
+    torch.testing.assert_close(logits[..., :VOCAB], theirs, atol=1e-5, rtol=0)
