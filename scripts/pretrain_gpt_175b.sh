@@ -66,6 +66,9 @@ FLAGS=(
     --save "$CHECKPOINT_PATH"
     --load "$CHECKPOINT_PATH"
     --save-interval 1000
+    --async-save
+    --keep-last 3
+    --save-retain-interval 10000
     --eval-interval 1000
     --eval-iters 10
     --log-interval 10

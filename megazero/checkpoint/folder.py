@@ -22,7 +22,9 @@ from megazero.errors import CheckpointError, DamagedCheckpointError
 LATEST = "latest_checkpointed_iteration.txt"
 LOCK = ".lock"
 _VISIBLE = re.compile(r"iter_(\d{7,})")
-_LEFTOVER = re.compile(r"\.iter_(\d{7,})\.(partial|replaced|removed)")
+_LEFTOVER = re.compile(
+    r"\.iter_(\d{7,})\.(partial|replaced|removed)|" + re.escape(f".{LATEST}.") + "[0-9a-f]{16}"
+)
 
 
 def iteration_folder(directory: str | Path, iteration: int) -> Path:
@@ -84,13 +86,20 @@ class Candidates:
     remarks: tuple[str, ...] = ()
 
 
-def candidates(directory: str | Path) -> Candidates:
-    """What may be loaded from a run's folder.
+def candidates(directory: str | Path, iteration: int | None = None) -> Candidates:
+    """What may be loaded from a run's folder: any, or that of one iteration alone.
 
     Raises:
-        CheckpointError: the folder is Megatron's.
+        CheckpointError: the folder is Megatron's, or has no such iteration.
     """
     directory = Path(directory)
+    if iteration is not None:
+        if iteration not in saved_iterations(directory):
+            raise CheckpointError(
+                f"`ckpt_step` must be an iteration that {directory} holds "
+                f"({', '.join(map(str, saved_iterations(directory))) or 'none'}), but is {iteration}"
+            )
+        return Candidates((iteration_folder(directory, iteration),))
     remarks = []
     try:
         named = latest_iteration(directory)
@@ -142,20 +151,42 @@ class WriterLock:
             self._file = -1
 
 
-def recover(disk: Disk, directory: Path) -> None:
-    """Clear what a killed run left: its lock's holder calls this before it writes.
+@dataclass(frozen=True)
+class Leftover:
+    """What a killed run left, or what a running one is at.
 
-    A checkpoint that was to be replaced, by one that did not come, is visible again.
+    Attributes:
+        path: hidden.
+        restored: the checkpoint that it becomes again, where what was to replace it did not come; None for what
+            is only to be removed.
     """
+
+    path: Path
+    restored: Path | None = None
+
+
+def leftovers(directory: str | Path) -> list[Leftover]:
+    """What `recover` would clear, by name."""
+    directory = Path(directory)
+    found = []
     for name in sorted(os.listdir(directory)):
         match = _LEFTOVER.fullmatch(name)
         if match is None:
             continue
-        visible = iteration_folder(directory, int(match[1]))
-        if match[2] == "replaced" and not visible.exists():
-            disk.rename(directory / name, visible)
+        restored = None
+        if match[2] == "replaced" and not iteration_folder(directory, int(match[1])).exists():
+            restored = iteration_folder(directory, int(match[1]))
+        found.append(Leftover(directory / name, restored))
+    return found
+
+
+def recover(disk: Disk, directory: Path) -> None:
+    """Clear what a killed run left: its lock's holder calls this before it writes."""
+    for each in leftovers(directory):
+        if each.restored is not None:
+            disk.rename(each.path, each.restored)
         else:
-            disk.remove(directory / name)
+            disk.remove(each.path)
 
 
 def publish(disk: Disk, directory: Path, iteration: int) -> Path:
@@ -206,7 +237,12 @@ def prune(
     """Remove the checkpoints that are not kept."""
     latest = latest_iteration(directory)
     for iteration in list(retention.superseded(saved_iterations(directory), latest)):
-        hidden = hidden_folder(directory, iteration, "removed")
-        disk.rename(iteration_folder(directory, iteration), hidden)
-        disk.remove(hidden)
+        remove_checkpoint(disk, directory, iteration)
         on_removed(iteration_folder(directory, iteration))
+
+
+def remove_checkpoint(disk: Disk, directory: Path, iteration: int) -> None:
+    """Remove a visible checkpoint; it is invisible before the first of its files goes."""
+    hidden = hidden_folder(directory, iteration, "removed")
+    disk.rename(iteration_folder(directory, iteration), hidden)
+    disk.remove(hidden)

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from megazero.checkpoint.blocks import BLOCK, FileRecord
 from megazero.checkpoint.box import Box, gaps_or_overlaps
 from megazero.checkpoint.part import Key
+from megazero.checkpoint.safetensors_header import distinct
 from megazero.errors import CheckpointError, DamagedCheckpointError
 
 FORMAT = 2
@@ -190,6 +191,7 @@ def parse(model: type[BaseModel], data: bytes, path: Path) -> Any:
     Raises:
         DamagedCheckpointError: it is ill-formed; the first reason is named.
     """
+    _plain(data, path)  # of equal keys the model would take the last
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
@@ -207,7 +209,7 @@ def parse_facts(data: bytes, path: Path) -> dict[str, Any]:
 
 def _plain(data: bytes, path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        found = json.loads(data, object_pairs_hook=distinct)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"`{path}` must hold JSON, but does not: {error}") from error
     if not isinstance(found, dict):

@@ -92,7 +92,7 @@ def decode_header(text: bytes, data_bytes: int) -> tuple[dict[str, Entry], dict[
     """
     try:
         content = json.loads(
-            text.decode(), object_pairs_hook=_distinct, parse_int=_size, parse_constant=_refuse_constant
+            text.decode(), object_pairs_hook=distinct, parse_int=_size, parse_constant=_refuse_constant
         )
     except RecursionError:
         raise ValueError("the JSON is nested too deeply") from None
@@ -141,7 +141,12 @@ def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values, for `json.loads`, which would take the last of equal keys.
+
+    Raises:
+        ValueError: a key occurs twice.
+    """
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key occurs twice")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,11 +24,13 @@ from megazero.checkpoint.manifest import (
     piece_name,
 )
 from megazero.checkpoint.part import WEIGHT, Key, Part
-from megazero.checkpoint.safetensors_header import NAME_OF_DTYPE
+from megazero.checkpoint.safetensors_header import DTYPES, NAME_OF_DTYPE
 from megazero.checkpoint.tensor_file import Later, write_bytes, write_tensors
 from megazero.errors import CheckpointError
 
 SHARD_BYTES = 5 << 30
+NAMES = "model.safetensors.index.json"
+"""Which file each weight lies in, as Hugging Face's libraries look it up."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,21 @@ def file_name(sort: str, number: int, count: int) -> str:
 
 
 def write_description(
-    disk: Disk, folder: Path, iteration: int, written: Iterable[Written], facts: Mapping[str, Any]
+    disk: Disk,
+    folder: Path,
+    iteration: int,
+    written: Iterable[Written],
+    facts: Mapping[str, Any],
+    beside: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write the index, the facts and at last the manifest; the folder is complete and synced then.
+
+    Args:
+        folder: of the partial checkpoint.
+        iteration: that it is of.
+        written: what each rank wrote.
+        facts: everything else, as JSON.
+        beside: further files for other programs, by name; part of the checkpoint, and checked with it.
 
     Raises:
         CheckpointError: the pieces do not make whole tensors.
@@ -136,6 +151,8 @@ def write_description(
         raise CheckpointError(f"what the ranks wrote must make whole tensors, but {wrong}")
     files[INDEX] = write_bytes(disk, folder / INDEX, index.model_dump_json().encode())
     files[STATE] = write_bytes(disk, folder / STATE, json.dumps(facts, indent=1).encode())
+    for name, content in (beside or {}).items():
+        files[name] = write_bytes(disk, folder / name, content)
     write_bytes(disk, folder / MANIFEST, dump_manifest(iteration, files))
     disk.sync_folder(folder)
 
@@ -149,7 +166,9 @@ def write_checkpoint(
     disk: Disk | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write a checkpoint from one process, one tensor at a time.
+    """Write a checkpoint from one process, one tensor at a time. Nothing of it is left if that fails.
+
+    Each tensor is whole in one file, and `NAMES` says in which, so other programs open the weights by name.
 
     Args:
         directory: of the run.
@@ -173,22 +192,40 @@ def write_checkpoint(
             recover(disk, directory)
             folder = hidden_folder(directory, iteration, "partial")
             disk.make_folder(folder)
-            written = []
-            for sort, shard in shards:
-                name = file_name(sort, done[sort], counts[sort])
-                done[sort] += 1
-                record = write_tensors(disk, folder / name, ((str(key), later) for key, later in shard))
-                entries = [
-                    Entry(key, NAME_OF_DTYPE[later.dtype], tuple(later.shape), Box.whole(later.shape), name)
-                    for key, later in shard
-                ]
-                written.append(Written({name: record}, entries))
-            write_description(disk, folder, iteration, written, facts)
+            try:
+                written = []
+                for sort, shard in shards:
+                    name = file_name(sort, done[sort], counts[sort])
+                    done[sort] += 1
+                    written.append(_write_shard(disk, folder / name, shard))
+                names = {NAMES: _weight_map(written)}
+                write_description(disk, folder, iteration, written, facts, names)
+            except Exception:
+                # What failed first says more than a failure to clear up after it.
+                with contextlib.suppress(OSError):
+                    disk.remove(folder)
+                raise
             return publish(disk, directory, iteration)
         finally:
             lock.release()
     except OSError as error:
         raise CheckpointError(f"`{directory}` must be written, but cannot be: {error}") from error
+
+
+def _write_shard(disk: Disk, path: Path, shard: Sequence[tuple[Key, Later]]) -> Written:
+    record = write_tensors(disk, path, ((str(key), later) for key, later in shard))
+    entries = [
+        Entry(key, NAME_OF_DTYPE[later.dtype], tuple(later.shape), Box.whole(later.shape), path.name)
+        for key, later in shard
+    ]
+    return Written({path.name: record}, entries)
+
+
+def _weight_map(written: Iterable[Written]) -> bytes:
+    weights = [entry for each in written for entry in each.entries if entry.key.kind == WEIGHT]
+    total = sum(entry.box.numel * DTYPES[entry.dtype].itemsize for entry in weights)
+    places = {str(entry.key): entry.file for entry in weights}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1).encode()
 
 
 def _shards(

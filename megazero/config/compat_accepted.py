@@ -34,7 +34,7 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
         "SIGTERM always saves and exits": "--exit-signal-handler",
         "inf and nan are looked for in every step": "--no-check-for-nan-in-loss-and-grad",
         "checkpoints have one format, which any layout loads": """
-            --ckpt-format= --dist-ckpt-format= --use-dist-ckpt""",
+            --ckpt-format= --dist-ckpt-format= --use-dist-ckpt --universal-checkpoint""",
         "the rank comes from the environment that torchrun sets": "--local_rank= --local-rank=",
         "memory housekeeping is left to torch": """
             --empty-unused-memory-level= --manual-gc --manual-gc-interval= --contigious-checkpointing

@@ -51,8 +51,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
             --train-idx-path --train-doc-idx-path --train-sample-idx-path --train-shuffle-idx-path
             --train-desc-path""",
         "give the blend with `--data-path`": "--data-path2 --data-args-path --per-split-data-args-path",
-        "checkpoints of DeepSpeed are not read in this version; leave it out": """
-            --universal-checkpoint --load-tag""",
+        "checkpoints are numbered by iteration; choose one with `--ckpt-step`": "--load-tag",
         "text is generated with `megazero generate`": """
             --inference --ds-inference --out-seq-length --temperature --top_p --genfile --num-samples
             --sample-input-file --sample-output-file --max-tokens-to-oom

@@ -15,6 +15,7 @@ _LOAD_SWITCHES = (
     "checkpoint.no_load_optim",
     "checkpoint.no_load_rng",
     "checkpoint.exit_on_missing_checkpoint",
+    "checkpoint.ckpt_step",
 )
 _SAVE_SWITCHES = (
     "checkpoint.no_save_optim",
@@ -170,7 +171,7 @@ OUTPUT_RULES: tuple[Rule, ...] = (
         "`load` must be set with a switch that says how to load",
         "say from where with `--load`, or leave the switch out",
         lambda c: (
-            bool(c.config.checkpoint.load) or not any(value_at(c.config, path) for path in _LOAD_SWITCHES)
+            bool(c.config.checkpoint.load) or not any(value_at(c.config, path) not in (None, False) for path in _LOAD_SWITCHES)
         ),
     ),
     Rule(

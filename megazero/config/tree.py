@@ -383,6 +383,9 @@ class CheckpointConfig(Section):
 
     save: str | None = option(None, "folder to write checkpoints to")
     load: str | None = option(None, "folder to read the latest checkpoint from")
+    ckpt_step: NonNegativeInt | None = option(
+        None, "load the checkpoint of this iteration, and no other; default: the latest", unit="iterations"
+    )
     load_hf: str | None = option(
         None, "folder of a Hugging Face model to take the weights from, where --load has no checkpoint yet"
     )

@@ -107,7 +107,7 @@ def resume(
             rate schedule without --override-opt_param-scheduler; or none is there and that was not allowed.
     """
     section = config.checkpoint
-    found = candidates(section.load) if section.load else None
+    found = candidates(section.load, section.ckpt_step) if section.load else None
     if found is None or not (found.folders or found.remarks):
         if section.load and section.exit_on_missing_checkpoint:
             raise CheckpointError(

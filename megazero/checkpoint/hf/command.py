@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 from megazero.checkpoint.hf.convert import Imported, convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.writer import DTYPES, Exported
-from megazero.config.tree import TokenizerConfig
+from megazero.config.fields import FIELDS
+from megazero.config.tree import ModelConfig, TokenizerConfig
 from megazero.errors import ConfigError, MegazeroError
 
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3))
@@ -31,9 +32,7 @@ def to_hf_parser() -> argparse.ArgumentParser:
         default="float32",
         help="of the tensors (default float32, which loses nothing)",
     )
-    parser.add_argument(
-        "--max-shard-size", default="5GB", help="begin another file at this size (default 5GB)"
-    )
+    parser.add_argument("--max-shard-size", default="5GB", help="most tensor bytes of a file (default 5GB)")
     parser.add_argument("--tokenizer-type", choices=_KINDS, help="use another tokenizer than the run's")
     parser.add_argument("--vocab-file", help="vocab.json of GPT2BPETokenizer")
     parser.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
@@ -46,7 +45,7 @@ def from_hf_parser() -> argparse.ArgumentParser:
     """The flags of `from-hf`."""
     parser = argparse.ArgumentParser(
         prog="megazero checkpoint from-hf",
-        description="Write the weights of a local Hugging Face model (GPT-2 or Llama, safetensors) as a checkpoint.",
+        description="Write the weights of a local Hugging Face model (GPT-2 or Llama) as a checkpoint.",
     )
     parser.add_argument("hf", help="folder with config.json and model.safetensors or its shards")
     parser.add_argument("out", help="folder of the new run; it must hold no checkpoints")
@@ -85,7 +84,7 @@ def describe_export(exported: Exported, remark: str | None) -> str:
     lines = [f"  {name:<{width}}  {size:>{digits}} bytes" for name, size in rows]
     if remark is not None:
         lines.append(f"no tokenizer was written: {remark}")
-    loads = [f"  model = AutoModelForCausalLM.from_pretrained({str(exported.folder)!r}, dtype='auto')"]
+    loads = [f"  model = AutoModelForCausalLM.from_pretrained({str(exported.folder)!r})"]
     if remark is None:
         loads.append(f"  tokenizer = AutoTokenizer.from_pretrained({str(exported.folder)!r})")
     return "\n".join(
@@ -101,25 +100,26 @@ def describe_export(exported: Exported, remark: str | None) -> str:
 
 def describe_import(imported: Imported) -> str:
     """What was written, and how to go on from it."""
-    model, kind = imported.model, imported.tokenizer.tokenizer_type
-    shape = [
-        ("layers", model.num_layers),
-        ("hidden size", model.hidden_size),
-        ("heads", model.num_attention_heads),
-        ("key/value heads", model.kv_heads),
-        ("positions", model.positions),
-        ("tokenizer", kind or "none found; give the flags of one"),
-    ]
     return "\n".join(
         [
-            f"{imported.architecture}: {imported.tensors} tensors, {imported.parameters:,} parameters, written to "
-            f"{imported.folder}",
-            *(f"  {name:<15}  {value}" for name, value in shape),
-            "use it with:",
-            f"  megazero generate --load {imported.folder.parent} --prompt TEXT",
-            f"  python pretrain_gpt.py --load {imported.folder.parent} --finetune ...   # with this model's flags",
+            f"{imported.architecture}: {imported.tensors} tensors, {imported.parameters:,} parameters, "
+            f"written to {imported.folder}",
+            f"tokenizer: {imported.tokenizer.tokenizer_type or 'none found; give the flags of one'}",
+            "train it further with the flags of data, batch and optimizer, and:",
+            f"  --load {imported.folder.parent} --finetune",
+            *(f"  {flag}" for flag in model_flags(imported.model)),
         ]
     )
+
+
+def model_flags(model: ModelConfig) -> list[str]:
+    """The flags of `pretrain_gpt.py` that make this model: all that differ from the defaults."""
+    lines = []
+    for spec in FIELDS:
+        value = getattr(model, spec.name) if spec.section == "model" else spec.default
+        if value != spec.default:
+            lines.append(spec.flag if isinstance(value, bool) else f"{spec.flag} {value}")
+    return lines
 
 
 def _to_hf(flags: argparse.Namespace) -> None:

@@ -59,6 +59,9 @@ class TokenIds:
         return cls(one(config.get("bos_token_id")), several or one(eos), one(config.get("pad_token_id")))
 
 
+NO_TOKENS = TokenIds()
+
+
 @dataclass(frozen=True)
 class Description:
     """What ``config.json`` says.
@@ -116,7 +119,8 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(
-            f"`{path}` must be readable, but is not ({error.strerror}); give a folder that `save_pretrained` wrote"
+            f"`{path}` must be readable, but is not ({error.strerror}); give a folder that `save_pretrained` "
+            f"wrote"
         ) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"`{path}` must hold JSON, but does not: {error}") from error
@@ -134,9 +138,7 @@ def find_family(config: Json) -> Family:
     known = ", ".join(family.architecture for family in FAMILIES)
     named = config.get("architectures")
     if named:
-        found = [
-            f for f in FAMILIES if isinstance(named, list) and len(named) == 1 and named[0] == f.architecture
-        ]
+        found = [f for f in FAMILIES if named == [f.architecture]]
         if not found:
             raise ValueError(f"`architectures` must be one of {known}, but is {named!r:.100}")
     else:
@@ -220,17 +222,13 @@ def family_of(model: ModelConfig) -> Family:
 
 def objections(family: Family, model: ModelConfig) -> list[str]:
     """Why a family does not have this model; none if it has."""
+    allowed = [(field, [value]) for field, value in family.ours_fixed]
+    allowed += [(each.ours, [ours for _, ours in each.words]) for each in family.settings if each.words]
     found = [
-        f"`{field}` must be {value}, but is {getattr(model, field)}"
-        for field, value in family.ours_fixed
-        if getattr(model, field) != value
+        f"`{field}` must be {' or '.join(dict.fromkeys(map(str, values)))}, but is {getattr(model, field)}"
+        for field, values in allowed
+        if getattr(model, field) not in values
     ]
-    for setting in family.settings:
-        known = [ours for _, ours in setting.words]
-        if known and getattr(model, setting.ours) not in known:
-            found.append(
-                f"`{setting.ours}` must be {' or '.join(map(str, known))}, but is {getattr(model, setting.ours)}"
-            )
     return found + [limit.words for limit in family.limits if not limit.holds(model)]
 
 

@@ -1,4 +1,4 @@
-"""A family: one architecture of transformers, its tensors and its ``config.json``, as tables that run both ways."""
+"""A family: one architecture of transformers, its tensors and ``config.json`` as tables for both ways."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ COMMON_LIMITS = (
     ),
 )
 
-# Fields that change what a model computes, in ways that no family here has. Absent, null, false and empty are fine.
+# Fields that change what a model computes, in ways that no family has; null, false and empty do not.
 NEVER = (
     "quantization_config",
     "pruned_heads",
@@ -85,8 +85,8 @@ class Family:
         ours_fixed: (field of ours, the only value that theirs has).
         training: (field of ours, value) that theirs always trains with; it changes no weight's meaning.
         limits: on the shape.
-        plain: ``config.json`` with nested or renamed fields brought to those of `settings`; raises ValueError,
-            in words, where it says what ours has not.
+        plain: ``config.json`` with nested or renamed fields brought to those of `settings`; raises
+            ValueError, in words, where it says what ours has not.
         complete: the opposite, for writing.
     """
 

@@ -66,8 +66,8 @@ class TensorFolder:
         pickles = [name for name in _PICKLES if (self.folder / name).exists()]
         if pickles:
             raise CheckpointError(
-                f"`{self.folder}` must hold {SINGLE}, but holds {pickles[0]}, which could run code when opened; "
-                f"load it with transformers where you trust it, and save_pretrained(..., safe_serialization=True)"
+                f"`{self.folder}` must hold {SINGLE}, but holds {pickles[0]}, which can run code when it is "
+                f"opened; where you trust it, load it with transformers and `save_pretrained` it again"
             )
         raise CheckpointError(
             f"`{self.folder}` must hold {SINGLE} or {INDEX}, but has neither; give a folder that "
@@ -94,7 +94,8 @@ class TensorFolder:
             claimed = {tensor for tensor, file in weight_map.items() if file == name}
             if wrong := claimed.symmetric_difference(tensors):
                 raise CheckpointError(
-                    f"`{path}` must say what is in {name}, but they differ in {named(wrong)}; fetch both again"
+                    f"`{path}` must say what is in {name}, but they differ in {named(wrong)}; fetch both "
+                    f"again"
                 )
             found |= tensors
         return found

@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019) as transformers' GPT2LMHeadModel has it.
 
-Its linear layers are `Conv1D` and hold [in, out], the transpose of ours; queries, keys and values are one of them.
+Its linear layers are `Conv1D` and hold [in, out], the transpose of ours; one makes queries, keys and values.
 """
 
 from __future__ import annotations

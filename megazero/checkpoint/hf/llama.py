@@ -73,9 +73,7 @@ def plain_rope(config: Json) -> dict[str, Any]:
         if not isinstance(nested, dict):
             raise ValueError(f"`{field}` must be an object, but is {nested!r:.80}")
         kind = nested.get("rope_type", nested.get("type", "default"))
-        extra = {
-            key: value for key, value in nested.items() if key not in ("rope_type", "type", "rope_theta")
-        }
+        extra = {key: nested[key] for key in nested.keys() - {"rope_type", "type", "rope_theta"}}
         if extra.get("partial_rotary_factor") in (None, 1.0):
             extra.pop("partial_rotary_factor", None)
         if kind != "default" or extra:
@@ -89,8 +87,8 @@ def plain_rope(config: Json) -> dict[str, Any]:
         raise ValueError(f"`rope_theta` must be given once, but is given as {thetas}; leave the right one")
     if config.get("partial_rotary_factor") not in (None, 1.0):
         raise ValueError(
-            f"`partial_rotary_factor` must be 1, but is {config['partial_rotary_factor']!r:.40}; Llama rotates "
-            f"whole heads"
+            f"`partial_rotary_factor` must be 1, but is {config['partial_rotary_factor']!r:.40}; Llama "
+            f"rotates whole heads"
         )
     out.pop("rope_theta", None)
     return {**out, "rope_theta": next(iter(thetas.values()))} if thetas else out

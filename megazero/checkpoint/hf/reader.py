@@ -33,8 +33,8 @@ class HFReader:
         shapes: of all our tensors.
 
     Raises:
-        CheckpointError: the model is of another family, uses what ours has not, or the files do not hold exactly
-            the tensors it is made of; file and field, or tensors, are named.
+        CheckpointError: the model is of another family, uses what ours has not, or the files do not hold
+            exactly the tensors it is made of; file and field, or tensors, are named.
     """
 
     def __init__(self, folder: str | Path):
@@ -43,10 +43,9 @@ class HFReader:
         self._tensors = TensorFolder(self.folder)
         try:
             # Before a table of them is made: a hostile config.json may name billions of layers.
-            if self.description.model.num_layers > len(self._tensors.tensors):
-                raise self._misfit(
-                    f"{self.description.model.num_layers} layers cannot be in {len(self._tensors.tensors)} tensors"
-                )
+            layers, tensors = self.description.model.num_layers, len(self._tensors.tensors)
+            if layers > tensors:
+                raise self._misfit(f"{layers} layers cannot be in {tensors} tensors")
             self.table = Table.of(
                 self.description.family.rules, self.description.model, self.description.vocab_size
             )
@@ -83,7 +82,7 @@ class HFReader:
             raise CheckpointError(f"`{self.folder / CONFIG}` must fit the model, but {'; '.join(wrong)}")
 
     def read(self, parts: Iterable[Part]) -> None:
-        """Fill the memory of parts; see `Source`. Of each tensor of theirs only the rows that are needed are read.
+        """Fill the memory of parts; see `Source`. Of each tensor of theirs only needed rows are read.
 
         Raises:
             DamagedCheckpointError: a file has become shorter or cannot be read.
@@ -133,9 +132,8 @@ class HFReader:
         for name, link in self.table.by_theirs.items():
             stored = present.get(name)
             if stored is not None and (stored.shape != link.their_shape or stored.dtype not in FLOATS):
-                wrong.append(
-                    f"hold {name} as {stored.dtype} {list(stored.shape)} instead of floats {list(link.their_shape)}"
-                )
+                found, expected = list(stored.shape), list(link.their_shape)
+                wrong.append(f"hold {name} as {stored.dtype} {found} instead of floats {expected}")
         if wrong:
             raise self._misfit("they " + "; ".join(wrong[:8]))
         return present
@@ -152,8 +150,8 @@ class HFReader:
                     break
         if not same:
             raise self._misfit(
-                f"{head.name} differs from the embedding although `tie_word_embeddings` is true; set it to false if "
-                f"the head has weights of its own"
+                f"{head.name} differs from the embedding although `tie_word_embeddings` is true; set it to "
+                f"false if the head has weights of its own"
             )
 
     def _misfit(self, what: str) -> CheckpointError:

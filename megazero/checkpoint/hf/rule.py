@@ -1,12 +1,12 @@
-"""Rules: which tensor of Hugging Face holds which numbers of a tensor of ours, as one pattern for both directions.
+"""Rules: which tensor of Hugging Face holds which numbers of one of ours, as a pattern for both directions.
 
-    Rule("layers.{i}.attention.qkv.weight", "g s d h", "model.layers.{i}.self_attn.k_proj.weight", "(g s d) h", KEYS)
+    Rule("layers.{i}.attention.qkv.weight", "g s d h", "h.{i}.attn.k.weight", "(g s d) h", KEY)
 
 says: our tensor has the dims g, s, d, h. Theirs has two, of which the first runs through g, s and d, with d
-fastest; and it holds the keys' part of s only. A transpose is another order of the letters, a split of one of our
-tensors is several rules that take different parts of it. Since the dims of ours that theirs merges can be told
-apart again without moving anything, their tensor *seen as ours* is a view, through which it is both read and
-written. The notation is that of einops (Rogozhnikov 2022).
+fastest; and it holds one slot of s only, the key's. A transpose is another order of the letters; where one
+tensor of ours is several of theirs, several rules take different parts of it. Since the dims of ours that
+theirs merges can be told apart again without moving anything, their tensor *seen as ours* is a view, through
+which it is both read and written. The notation is that of einops (Rogozhnikov 2022).
 
 Letters, with their sizes by `dim_sizes`:
 
@@ -109,7 +109,7 @@ class Link:
         return split.permute([order.index(dim) for dim in range(len(shape))])
 
     def rows_of(self, box: Box) -> tuple[slice, Box]:
-        """Consecutive rows of theirs (of its first dim) that hold `box` of ours, and the box that they are."""
+        """Consecutive rows of theirs (along its first dim) that hold `box` of ours, and the box they are."""
         offset, shape = list(self.box.offset), list(self.box.shape)
         unit, start = self.their_shape[0], 0
         for dim in self.merged[0]:
@@ -123,7 +123,7 @@ class Link:
 
 
 def cut(box: Box, dims: Sequence[int], limit: int) -> Iterator[Box]:
-    """`box` in parts of at most `limit` elements, cut along the first of `dims`, then the next, as far as needed."""
+    """`box` in parts of at most `limit` elements, cut along the first of `dims`, then the next, if needed."""
     if not dims or box.numel <= limit:
         yield box
         return

@@ -1,6 +1,6 @@
 """A SentencePiece model of Llama's kind (BPE, bytes for what it does not know) as a ``tokenizer.json``.
 
-transformers' own LlamaTokenizer reads the model too, but takes one of two blanks from a text that begins with one.
+transformers' own LlamaTokenizer reads the model too, but encodes texts that begin with a blank otherwise.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _PROBES = (
 def tokenizer_json(path: Path) -> tuple[bytes, dict[str, str]] | None:
     """The content of ``tokenizer.json``, and ``bos_token`` and its like.
 
-    None where the ids would not be the model's: it is no BPE of this kind, or normalizes texts (which the probes
-    show), or has pieces with rules of their own.
+    None where the ids would not be the model's: it is no BPE of this kind, or normalizes texts (which the
+    probes show), or has pieces with rules of their own.
     """
     import sentencepiece
 
@@ -53,7 +53,7 @@ def _backend(model: sentencepiece.SentencePieceProcessor) -> tokenizers.Tokenize
         for number in range(len(pieces))
         if not (model.is_control(number) or model.is_unknown(number) or model.is_byte(number))
     ]
-    # Scores are all that tells the kinds of models apart: a BPE's are 0, -1, -2, ..., others' log-probabilities.
+    # Only scores tell the kinds of models apart: a BPE's are 0, -1, -2, ..., others' log-probabilities.
     if [model.get_score(number) for number in ranked] != [-float(rank) for rank in range(len(ranked))]:
         return None
     if not any(model.is_byte(number) for number in range(len(pieces))):

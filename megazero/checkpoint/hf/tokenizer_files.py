@@ -1,7 +1,7 @@
 """The files of a run's tokenizer as transformers' AutoTokenizer finds them, and the way back.
 
-Only what gives the same ids is written. A kind that transformers does not have is left out, and said so: a tokenizer
-that loads and encodes otherwise would be worse than none.
+Only what gives the same ids is written. A kind that transformers does not have is left out, and said so: a
+tokenizer that loads and encodes otherwise would be worse than none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.hf.config_json import TokenIds
+from megazero.checkpoint.hf.config_json import NO_TOKENS, TokenIds
 from megazero.checkpoint.hf.sentence_pieces import tokenizer_json
 from megazero.config.tree import TokenizerConfig
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, build_tokenizer
@@ -38,7 +38,7 @@ class TokenizerFiles:
     """
 
     files: tuple[tuple[str, bytes], ...] = ()
-    tokens: TokenIds = TokenIds()
+    tokens: TokenIds = NO_TOKENS
     remark: str | None = None
 
 
@@ -84,7 +84,7 @@ def tokenizer_files(section: TokenizerConfig, vocab_size: int | None, positions:
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """The fields of `TokenizerConfig` that read the tokenizer in a Hugging Face folder; none where it has none."""
+    """The fields of `TokenizerConfig` that read the tokenizer in a Hugging Face folder, if it has one."""
     folder = folder.resolve()
     if (folder / _JSON).is_file():
         return {"tokenizer_type": "HFTokenizer", "tokenizer_model": str(folder)}

@@ -1,4 +1,4 @@
-"""Writing a model as transformers reads it: sharded safetensors, ``config.json`` and the tokenizer's files."""
+"""Writing a model as transformers reads it: safetensors, ``config.json`` and the tokenizer's files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.disk import Disk
-from megazero.checkpoint.hf.config_json import CONFIG, TokenIds, config_of, family_of
+from megazero.checkpoint.hf.config_json import CONFIG, NO_TOKENS, TokenIds, config_of, family_of
 from megazero.checkpoint.hf.folder import INDEX, SINGLE
 from megazero.checkpoint.hf.rule import Link, Table, cut
 from megazero.checkpoint.part import WEIGHT, Part, Source
@@ -44,7 +44,7 @@ class Extras:
         files: (name, content) of the tokenizer's files.
     """
 
-    tokens: TokenIds = TokenIds()
+    tokens: TokenIds = NO_TOKENS
     files: tuple[tuple[str, bytes], ...] = ()
 
 
@@ -167,7 +167,8 @@ def read_theirs(source: Source, link: Link, dtype: torch.dtype) -> Tensor:
     )
     if dtype == torch.float16 and not all(math.isfinite(each) for each in theirs.aminmax()):
         raise CheckpointError(
-            f"`{link.key}` must be finite as float16, but has values beyond its range; export bfloat16 or float32"
+            f"`{link.key}` must be finite as float16, but has values beyond its range; export bfloat16 or "
+            f"float32"
         )
     return theirs
 

@@ -1,0 +1,228 @@
+"""Reshard sweep: a checkpoint of one layout is loaded, saved and continued on another.
+
+    python benchmarks/reshard_sweep.py --pairs 200
+
+Of a pair (A, B): two steps on A, saved; loaded and saved again on B; loaded and saved again on A. Masters and
+moments must be equal in every bit after each load, and so must the weights that the model computes with; two
+further steps on B must equal two further steps on A under law 1. Ranks are threads of this process. Prints one
+line per pair and exits 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megazero.checkpoint import CheckpointReader, iteration_folder
+from megazero.checkpoint.tensor_file import memory_of
+from megazero.config.rules import broken_rules
+from megazero.config.tree import CheckpointConfig, Config
+from megazero.mpu import ParallelContext, ThreadWorld, thread_context
+from megazero.train.engine import Engine
+from megazero.train.resume import resume
+from megazero.train.snapshot import RANDOM, Snapshots
+from megazero.train.state import TrainState
+from megazero.train.timers import Timers
+from megazero.verify.compare import Tolerance, compare
+from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, Layout, all_layouts, covering
+from megazero.verify.record import Record, micro_batches, verification_engine
+
+# With the padding to a multiple of four per rank: 36 rows on one tensor-parallel rank, 40 on two, and 48 on
+# four, of which the last has padding alone.
+VOCABULARY = 33
+TOKENS = GLOBAL_BATCH * SEQUENCE
+BEFORE = AFTER = 2
+BF16 = Tolerance(loss=2e-3, grad_norm=2e-2, relative=0.1, absolute=4e-3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, and how it deals layers to stages."""
+
+    layout: Layout
+    partition: str = "uniform"
+
+    @property
+    def name(self) -> str:
+        """In one word."""
+        extras = [self.layout.dtype] if self.layout.dtype != "fp32" else []
+        extras += [self.partition] if self.partition != "uniform" else []
+        return "-".join([self.layout.name, *extras])
+
+    @property
+    def model(self) -> Layout:
+        """What two cases must have in common: the model and its dtype."""
+        return self.layout.serial
+
+    def config(self, load: Path | None = None, save: Path | None = None) -> Config:
+        """Its configuration."""
+        plain = self.layout.config(BEFORE + AFTER)
+        folders = CheckpointConfig(load=load and str(load), save=save and str(save))
+        return plain.model_copy(
+            update={
+                "model": plain.model.model_copy(update={"vocab_size": VOCABULARY}),
+                "parallel": plain.parallel.model_copy(update={"pipeline_partition": self.partition}),
+                "checkpoint": folders,
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of a run.
+
+    Attributes:
+        state: (name, its local masters and moments) when the checkpoint was saved.
+        weights: the model's own, whole, at that time.
+        record: of the steps after it.
+    """
+
+    state: list[tuple[str, dict[str, Tensor]]]
+    weights: dict[str, Tensor]
+    record: Record
+
+
+def run(case: Case, load: Path | None, save: Path, steps: int) -> list[Seen]:
+    """Start (`load` is None) or resume a run, save it, and train so many steps more; what each rank saw."""
+    world, config = ThreadWorld(case.layout.world_size), case.config(load, save)
+
+    def work(rank: int) -> Seen:
+        context = thread_context(world, case.layout.grid, rank, node_size=case.layout.hpz)
+        if load is None:
+            engine = verification_engine(config, context)
+            state = train(engine, config, context, TrainState(), BEFORE, Record())
+        else:
+            build = partial(verification_engine, context=context)
+            resumed = resume(config, context, VOCABULARY, build, foreign=None)
+            engine, state = resumed.engine, resumed.state
+        snapshots = Snapshots(config, engine, context, VOCABULARY, config.training.seed)
+        assert snapshots.save(state) == [BEFORE]
+        snapshots.close()
+        kept = [(s.name, {k: t.clone() for k, t in ts.items()}) for s, ts in engine.optimizer.full_state()]
+        seen = Seen(kept, dict(own_weights(engine, context)), Record())
+        train(engine, config, context, state, steps, seen.record)
+        return seen
+
+    return world.run(work)
+
+
+def train(
+    engine: Engine, config: Config, context: ParallelContext, state: TrainState, steps: int, record: Record
+) -> TrainState:
+    """Train so many steps and write down what law 1 speaks of; the state after them."""
+    for step in range(state.iteration, state.iteration + steps):
+        result = engine.train_step(micro_batches(config, context, step), TOKENS, state.progress, Timers())
+        state = state.after(GLOBAL_BATCH, TOKENS, result.skipped)
+        record.losses.append(result.loss)
+        record.grad_norms.append(result.grad_norm)
+        optimizer = engine.optimizer
+        weights = ((spec, kinds["weight"]) for spec, kinds in optimizer.full_state())
+        for found, kept in ((optimizer.full_gradients(), record.gradients), (weights, record.weights)):
+            kept.append({name_of(s): s.unshard(t.float(), context.tp).clone() for s, t in found})
+    return state
+
+
+def own_weights(engine: Engine, context: ParallelContext) -> Iterator[tuple[str, Tensor]]:
+    """The weights that this rank's stage computes with, whole, in their own dtype."""
+    for bucket in engine.optimizer.buckets:
+        flat = bucket.gather_state(bucket.shard) if bucket.row.shard_params else bucket.full
+        for spec, view in zip(bucket.specs, bucket.views(flat), strict=True):
+            yield name_of(spec), spec.unshard(view, context.tp).clone()
+
+
+def name_of(spec) -> str:
+    """As records name parameters and copies of tied ones."""
+    return spec.name if spec.tied_with is None else f"copy of {spec.tied_with}"
+
+
+def logical(directory: Path) -> dict[str, Tensor]:
+    """All masters and moments of the checkpoint that a run saved."""
+    reader = CheckpointReader(iteration_folder(directory, BEFORE))
+    return {str(key): reader.tensor(key) for key in reader.shapes if key.kind != RANDOM}
+
+
+def difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> str | None:
+    """The first tensor that is not equal in every bit, in words; None if all are."""
+    if a.keys() != b.keys():
+        return f"{sorted(a.keys() ^ b.keys())[0]} is on one side only"
+    for name, tensor in a.items():
+        other = b[name]
+        if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
+            return f"{name} is {tensor.dtype} {list(tensor.shape)}, then {other.dtype} {list(other.shape)}"
+        if memory_of(tensor.contiguous()) != memory_of(other.contiguous()):
+            return f"{name} differs in {int((tensor != other).sum())} elements"
+    return None
+
+
+def merged(ranks: Sequence[Seen]) -> Record:
+    """The record of all ranks as that of one process."""
+    first = ranks[0].record
+    whole = Record(first.losses, first.grad_norms)
+    for step in range(len(first.losses)):
+        for field in ("gradients", "weights"):
+            found = {k: t for seen in ranks for k, t in getattr(seen.record, field)[step].items()}
+            getattr(whole, field).append({k: t for k, t in found.items() if not k.startswith("copy of ")})
+    return whole
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of one pair.
+
+    Attributes:
+        wrong: in words; empty if all laws hold.
+        share: the largest deviation of the further steps, as a share of the tolerance.
+    """
+
+    wrong: tuple[str, ...]
+    share: float
+
+
+def check(first: Case, second: Case, folder: Path) -> Verdict:
+    """Take a training from one layout to another and back; `folder` holds the checkpoints."""
+    assert first.model == second.model, "a checkpoint continues the same model"
+    there, back, again = (folder / name for name in ("first", "second", "again"))
+    begun = run(first, None, there, AFTER)
+    moved = run(second, there, back, AFTER)
+    returned = run(first, back, again, 0)
+    saved = [logical(each) for each in (there, back, again)]
+    wrong = []
+    for where, a, b in (("saved on B", *saved[:2]), ("saved again on A", saved[0], saved[2])):
+        wrong.append(prefixed(where, difference(a, b)))
+    for rank, (a, b) in enumerate(zip(begun, returned, strict=True)):
+        wrong.append(prefixed(f"state of rank {rank} of A", difference(flat(a.state), flat(b.state))))
+    own = [{k: t for seen in ranks for k, t in seen.weights.items()} for ranks in (begun, moved, returned)]
+    for where, each in (("weights on B", own[1]), ("weights on A again", own[2])):
+        # Which stage has a copy of a tied parameter is the layout's business; what it holds is not.
+        copies = {k.removeprefix("copy of "): t for k, t in each.items() if k.startswith("copy of ")}
+        plain = {k: t for k, t in own[0].items() if not k.startswith("copy of ")}
+        wrong.append(
+            prefixed(where, difference(plain, {k: t for k, t in each.items() if k in plain} | copies))
+        )
+    tolerance = BF16 if first.layout.dtype == "bf16" else Tolerance()
+    deviations = compare([seen.record for seen in moved], merged(begun), tolerance)
+    wrong += [str(d) for d in deviations if d.share > 1]
+    return Verdict(tuple(w for w in wrong if w), max(d.share for d in deviations))
+
+
+def flat(state: list[tuple[str, dict[str, Tensor]]]) -> dict[str, Tensor]:
+    """By name and kind."""
+    return {f"{name}/{kind}": tensor for name, kinds in state for kind, tensor in kinds.items()}
+
+
+def prefixed(where: str, what: str | None) -> str | None:
+    """Both in words, if there is anything to say."""
+    return what and f"{where}: {what}"
