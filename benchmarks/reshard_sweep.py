@@ -3,7 +3,7 @@
     python benchmarks/reshard_sweep.py --pairs 200
 
 Of a pair (A, B): two steps on A, saved; loaded and saved again on B; loaded and saved again on A. Masters and
-moments must be equal in every bit after each load, and so must the weights that the model computes with; two
+moments must be equal in every bit after each load, and so must the weights that the model computes with. Two
 further steps on B must equal two further steps on A under law 1. Ranks are threads of this process. Prints one
 line per pair and exits 1 if anything differs.
 """
@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -26,10 +25,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.checkpoint import CheckpointReader, iteration_folder
+from megazero.checkpoint import Box, CheckpointReader, Part, iteration_folder
 from megazero.checkpoint.tensor_file import memory_of
-from megazero.config.rules import broken_rules
-from megazero.config.tree import CheckpointConfig, Config
+from megazero.config.tree import Config
+from megazero.config.tree_output import CheckpointConfig
 from megazero.mpu import ParallelContext, ThreadWorld, thread_context
 from megazero.train.engine import Engine
 from megazero.train.resume import resume
@@ -151,7 +150,13 @@ def name_of(spec) -> str:
 def logical(directory: Path) -> dict[str, Tensor]:
     """All masters and moments of the checkpoint that a run saved."""
     reader = CheckpointReader(iteration_folder(directory, BEFORE))
-    return {str(key): reader.tensor(key) for key in reader.shapes if key.kind != RANDOM}
+    parts = [
+        Part(key, shape, Box.whole(shape), torch.empty(shape, dtype=reader.dtype(key)))
+        for key, shape in reader.shapes.items()
+        if key.kind != RANDOM
+    ]
+    reader.read(parts)
+    return {str(part.key): part.tensor for part in parts}
 
 
 def difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> str | None:
@@ -204,14 +209,14 @@ def check(first: Case, second: Case, folder: Path) -> Verdict:
         wrong.append(prefixed(where, difference(a, b)))
     for rank, (a, b) in enumerate(zip(begun, returned, strict=True)):
         wrong.append(prefixed(f"state of rank {rank} of A", difference(flat(a.state), flat(b.state))))
-    own = [{k: t for seen in ranks for k, t in seen.weights.items()} for ranks in (begun, moved, returned)]
-    for where, each in (("weights on B", own[1]), ("weights on A again", own[2])):
-        # Which stage has a copy of a tied parameter is the layout's business; what it holds is not.
-        copies = {k.removeprefix("copy of "): t for k, t in each.items() if k.startswith("copy of ")}
-        plain = {k: t for k, t in own[0].items() if not k.startswith("copy of ")}
-        wrong.append(
-            prefixed(where, difference(plain, {k: t for k, t in each.items() if k in plain} | copies))
-        )
+    weights = {k: t for seen in begun for k, t in seen.weights.items() if not k.startswith("copy of ")}
+    for where, ranks in (("B", moved), ("A again", returned)):
+        for rank, seen in enumerate(ranks):
+            # Which stage has a copy of a tied parameter is the layout's business; what it holds is not.
+            expected = {name: weights[name.removeprefix("copy of ")] for name in seen.weights}
+            wrong.append(prefixed(f"weights of rank {rank} of {where}", difference(expected, seen.weights)))
+        if missing := weights.keys() - {name for seen in ranks for name in seen.weights}:
+            wrong.append(f"{sorted(missing)[0]} is on no rank of {where}")
     tolerance = BF16 if first.layout.dtype == "bf16" else Tolerance()
     deviations = compare([seen.record for seen in moved], merged(begun), tolerance)
     wrong += [str(d) for d in deviations if d.share > 1]
@@ -226,3 +231,74 @@ def flat(state: list[tuple[str, dict[str, Tensor]]]) -> dict[str, Tensor]:
 def prefixed(where: str, what: str | None) -> str | None:
     """Both in words, if there is anything to say."""
     return what and f"{where}: {what}"
+
+
+def cases(most_ranks: int) -> Iterator[Case]:
+    """What differs to a checkpoint, of what the rules allow: axes, stages, chunks, ZeRO, model and dtype."""
+    for layout in all_layouts(most_ranks):
+        plain = layout.recompute == "none" and layout.micro_batch == 2 and not layout.keep
+        if plain and layout.layers <= 4 and max(layout.tp, layout.pp, layout.dp) <= 4:
+            yield from (Case(replace(layout, layers=4, dtype=dtype)) for dtype in ("fp32", "bf16"))
+
+
+SMALL = Layout(layers=4, micro_batch=2)
+DEEP = replace(SMALL, layers=8)
+# What `cases` lacks: uneven stages, the second partition within a node (ZeRO++), and the eight layers that two
+# chunks on each of four stages take.
+EXTRA = (
+    Case(replace(SMALL, pp=2, zero=1, dp=2), "1,3"),
+    Case(replace(SMALL, pp=2, tp=2, sequence_parallel=True), "3,1"),
+    Case(replace(SMALL, dp=4, zero=3, hpz=2)),
+    Case(replace(SMALL, dp=4, zero=3, hpz=4, untied=True, shape="llama", dtype="bf16")),
+    Case(replace(DEEP, tp=4, zero=3)),
+    Case(replace(DEEP, pp=4, schedule="interleaved", virtual=2)),
+    Case(replace(DEEP, dp=4, zero=2)),
+    Case(replace(DEEP, pp=4, schedule="zb-v")),
+    Case(replace(DEEP, pp=4, schedule="zb-h1"), "1,4,2,1"),
+)
+
+
+def pairs(count: int, most_ranks: int) -> list[tuple[Case, Case]]:
+    """About `count` pairs, always the same; each case is once the first and once the second of a pair.
+
+    The cases hold every pair of settings' values (see `covering`); those of one model follow in a circle.
+    """
+    chosen = covering([case.layout for case in cases(most_ranks)], count - len(EXTRA))
+    circles: dict[Layout, list[Case]] = defaultdict(list)
+    for case in (*EXTRA, *map(Case, chosen)):
+        circles[case.model].append(case)
+    return [
+        pair
+        for circle in circles.values()
+        for pair in zip(circle, circle[1:] + circle[:1], strict=True)
+        if len(circle) > 1
+    ]
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--ranks", type=int, choices=(4, 8), default=8, help="of a layout, at most")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    failed = 0
+    chosen = pairs(args.pairs, args.ranks)
+    for number, (first, second) in enumerate(chosen, 1):
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            verdict = check(first, second, Path(folder))
+        failed += bool(verdict.wrong)
+        result = "; ".join(verdict.wrong) or f"bit-equal; further steps {verdict.share:4.0%} of the tolerance"
+        print(
+            f"{number:4} {first.name:42} -> {second.name:42} {time.monotonic() - started:5.1f} s  {result}",
+            flush=True,
+        )
+    print(f"{len(chosen) - failed} of {len(chosen)} pairs hold")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

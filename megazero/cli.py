@@ -20,6 +20,12 @@ class Verb:
     run: Callable[[list[str]], int]
 
 
+def _checkpoint(arguments: list[str]) -> int:
+    from megazero.checkpoint.command import main as checkpoint
+
+    return checkpoint(arguments)
+
+
 def _config(arguments: list[str]) -> int:
     from megazero.config import resolve_or_exit
 
@@ -51,6 +57,7 @@ def _version(arguments: list[str]) -> int:
 
 
 VERBS = (
+    Verb("checkpoint", "inspect, verify, compare, convert and prune checkpoints", _checkpoint),
     Verb("config", "resolve pretrain_gpt.py's flags, print the tree or every reason against it", _config),
     Verb("generate", "generate text from a checkpoint", _generate),
     Verb("plan", "say what a launch would do: `megazero plan schedule` draws a pipeline schedule", _plan),

@@ -16,7 +16,8 @@ TRAINING = ["--micro-batch-size=1", "--lr=1", "--train-iters=1", "--mock-data", 
 
 def test_help_names_every_verb_and_exits_0(capsys):
     assert cli.main(["--help"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:7]] == [
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:8]] == [
+        "checkpoint",
         "config",
         "generate",
         "plan",
@@ -48,7 +49,8 @@ def test_version(capsys, flag):
 def test_an_unknown_verb_is_answered_with_the_nearest(capsys, word, answer):
     assert cli.main([word]) == 2
     assert capsys.readouterr().err == (
-        f"error: the verb must be one of config, generate, plan, verify, version, but is `{word}`; {answer}\n"
+        "error: the verb must be one of checkpoint, config, generate, plan, verify, version, "
+        f"but is `{word}`; {answer}\n"
     )
 
 

@@ -8,6 +8,7 @@ and `folder` what makes files a checkpoint and folders a run's.
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import (
+    Candidates,
     Retention,
     candidates,
     iteration_folder,
@@ -23,6 +24,7 @@ from megazero.checkpoint.writer import write_checkpoint
 __all__ = [
     "WEIGHT",
     "Box",
+    "Candidates",
     "CheckpointReader",
     "Disk",
     "Key",

@@ -91,8 +91,8 @@ def gaps_or_overlaps(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None
     whole = Box.whole(shape)
     found = sorted(box for box in boxes if box.numel)
     for box in found:
-        if len(box.shape) != len(shape) or box.overlap(whole) != box:
-            return f"{box} is not within its shape {list(shape)}"
+        if not len(box.offset) == len(box.shape) == len(shape) or box.overlap(whole) != box:
+            return f"{list(box.shape)} at {list(box.offset)} is not within the shape {list(shape)}"
     for a, b in _colliding(found):
         return f"{a} and {b} overlap"
     covered = sum(box.numel for box in found)

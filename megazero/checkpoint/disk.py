@@ -13,6 +13,8 @@ import secrets
 from pathlib import Path
 from typing import Protocol
 
+_SENT_BYTES = 8 << 20
+
 
 class File(Protocol):
     """A new file that is written from its beginning to its end."""
@@ -34,8 +36,8 @@ class File(Protocol):
 class Disk:
     """A POSIX file system. Whatever the system refuses is raised as OSError, unchanged.
 
-    `make_folder`, `create`, `rename`, `sync_folder`, `remove_file` and `remove_folder` are one change each, and so
-    is each call of a `File`. The other methods are made of them.
+    `make_folder`, `create`, `rename`, `sync_folder`, `remove_file` and `remove_folder` are one change
+    each, and so is each call of a `File`. The other methods are made of them.
     """
 
     def make_folder(self, path: Path) -> None:
@@ -58,7 +60,7 @@ class Disk:
         os.rename(old, new)
 
     def sync_folder(self, path: Path) -> None:
-        """Return when the names in a folder are on the medium, as far as its file system knows such a thing."""
+        """Return when the names in a folder are on the medium, if its file system knows such a thing."""
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -118,19 +120,33 @@ class Disk:
 
 
 class _PosixFile:
-    """A file descriptor, unbuffered."""
+    """A file descriptor, unbuffered. Bytes go to the medium while later ones are still being written."""
 
     def __init__(self, path: Path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         self._descriptor = os.open(path, flags, 0o666)
+        self._written = 0
+        self._sent = 0
 
     def write(self, data: bytes | memoryview) -> None:
         data = memoryview(data)
         while data:
-            data = data[os.write(self._descriptor, data) :]
+            count = os.write(self._descriptor, data)
+            data = data[count:]
+            self._written += count
+        if self._written - self._sent >= _SENT_BYTES:
+            self._send()
 
     def sync(self) -> None:
         os.fsync(self._descriptor)
+
+    def _send(self) -> None:
+        # To say that pages are not needed makes Linux start to write them out, without waiting for it, so
+        # that `sync` has little left to do. Once on the medium, they make room for what is needed.
+        if hasattr(os, "posix_fadvise"):
+            length = self._written - self._sent
+            os.posix_fadvise(self._descriptor, self._sent, length, os.POSIX_FADV_DONTNEED)
+        self._sent = self._written
 
     def close(self) -> None:
         if self._descriptor >= 0:

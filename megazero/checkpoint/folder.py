@@ -12,18 +12,33 @@ import fcntl
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.tensor_file import read_bytes
 from megazero.errors import CheckpointError, DamagedCheckpointError
 
 LATEST = "latest_checkpointed_iteration.txt"
 LOCK = ".lock"
-_VISIBLE = re.compile(r"iter_(\d{7,})")
+_DIGITS = "([0-9]{7}|[1-9][0-9]{7,17})"  # so that an iteration has one name
+_VISIBLE = re.compile(f"iter_{_DIGITS}")
 _LEFTOVER = re.compile(
-    r"\.iter_(\d{7,})\.(partial|replaced|removed)|" + re.escape(f".{LATEST}.") + "[0-9a-f]{16}"
+    rf"\.iter_{_DIGITS}\.(partial|replaced|removed)|" + re.escape(f".{LATEST}.") + "[0-9a-f]{16}"
+)
+_IMPORT = "bring it over with `megazero checkpoint import-megatron`"
+_HUGGING_FACE = ("a Hugging Face model", "take its weights with --load-hf")
+# What lies in a folder that others wrote, what the folder is then, and what to do.
+_FOREIGN = (
+    ("manifest.json", "one checkpoint", "name the folder above it"),
+    ("model.safetensors", *_HUGGING_FACE),
+    ("model.safetensors.index.json", *_HUGGING_FACE),
+    ("pytorch_model.bin", *_HUGGING_FACE),
+    ("pytorch_model.bin.index.json", *_HUGGING_FACE),
+    ("mp_rank_*", "a checkpoint of Megatron", _IMPORT),
+    ("latest", "DeepSpeed's or that of `megazero.initialize`", f"load it there or {_IMPORT}"),
+    (".metadata", "a checkpoint of torch.distributed.checkpoint", "convert it to a Hugging Face model"),
 )
 
 
@@ -38,11 +53,19 @@ def hidden_folder(directory: str | Path, iteration: int, state: str) -> Path:
 
 
 def saved_iterations(directory: str | Path) -> list[int]:
-    """Iterations of the visible checkpoints, ascending."""
+    """Iterations of the visible checkpoints, ascending; none where there is no such folder.
+
+    Raises:
+        CheckpointError: it is no folder, or may not be read.
+    """
     try:
         names = os.listdir(directory)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return []
+    except OSError as error:
+        raise CheckpointError(
+            f"`{directory}` must be a folder to read, but is not: {error.strerror}; check the path"
+        ) from error
     found = (_VISIBLE.fullmatch(name) for name in names)
     return sorted(int(match[1]) for match in found if match)
 
@@ -51,22 +74,18 @@ def latest_iteration(directory: str | Path) -> int | None:
     """What ``latest_checkpointed_iteration.txt`` names, or None where there is no such file.
 
     Raises:
-        DamagedCheckpointError: it does not hold a number.
+        DamagedCheckpointError: it does not hold a number, or is no file.
         CheckpointError: it holds `release`, as Megatron's do for converted weights.
     """
     path = Path(directory) / LATEST
-    try:
-        text = path.read_text(errors="replace").strip()
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None
-    except OSError as error:
-        raise DamagedCheckpointError(f"`{path}` cannot be read: {error}") from error
+    text = read_bytes(path, most=1000).decode(errors="replace").strip(" \t\r\n")
     if text == "release":
         raise CheckpointError(
-            f"`{path}` must hold an iteration number, but holds 'release', which Megatron writes; "
-            f"bring it over with `megazero checkpoint import-megatron`"
+            f"`{path}` must hold an iteration number, but holds 'release', which Megatron writes; {_IMPORT}"
         )
-    if not re.fullmatch(r"[0-9]{1,12}", text):
+    if not re.fullmatch(r"[0-9]{1,18}", text):
         raise DamagedCheckpointError(
             f"`{path}` must hold an iteration number, but holds {text[:40]!r}; mend or delete it"
         )
@@ -90,23 +109,23 @@ def candidates(directory: str | Path, iteration: int | None = None) -> Candidate
     """What may be loaded from a run's folder: any, or that of one iteration alone.
 
     Raises:
-        CheckpointError: the folder is Megatron's, or has no such iteration.
+        CheckpointError: the folder is another system's, cannot be read, or has no such iteration.
     """
     directory = Path(directory)
+    saved = _loadable(directory)
     if iteration is not None:
-        if iteration not in saved_iterations(directory):
+        if iteration not in saved:
             raise CheckpointError(
                 f"`ckpt_step` must be an iteration that {directory} holds "
-                f"({', '.join(map(str, saved_iterations(directory))) or 'none'}), but is {iteration}"
+                f"({', '.join(map(str, sorted(saved))) or 'none'}), but is {iteration}"
             )
-        return Candidates((iteration_folder(directory, iteration),))
+        return Candidates((saved[iteration],))
     remarks = []
     try:
         named = latest_iteration(directory)
     except DamagedCheckpointError as error:
         named = None
         remarks.append(str(error))
-    saved = saved_iterations(directory)
     order = sorted(saved, reverse=True)
     if named is not None:
         if named not in saved:
@@ -116,7 +135,25 @@ def candidates(directory: str | Path, iteration: int | None = None) -> Candidate
         elif named != order[0]:
             remarks.append(f"`{directory / LATEST}` names iteration {named}, although {order[0]} is there")
         order = [named] * (named in saved) + [each for each in order if each != named]
-    return Candidates(tuple(iteration_folder(directory, each) for each in order), tuple(remarks))
+    best = saved[order[0]] if order else directory
+    if not order or not os.path.lexists(best / "manifest.json"):
+        _refuse_foreign(best)
+    return Candidates(tuple(saved[each] for each in order), tuple(remarks))
+
+
+def _loadable(directory: Path) -> dict[int, Path]:
+    """Where the checkpoint of each iteration lies; a killed run may have set one aside and brought no other."""
+    places = {iteration: iteration_folder(directory, iteration) for iteration in saved_iterations(directory)}
+    if directory.is_dir():
+        aside = [(each.restored, each.path) for each in leftovers(directory) if each.restored is not None]
+        places |= {int(restored.name.removeprefix("iter_")): path for restored, path in aside}
+    return places
+
+
+def _refuse_foreign(folder: Path) -> None:
+    for pattern, what, remedy in _FOREIGN:
+        if next(folder.glob(pattern), None) is not None:
+            raise CheckpointError(f"`{folder}` must be a run's folder, but is {what}; {remedy}")
 
 
 class WriterLock:
@@ -157,8 +194,8 @@ class Leftover:
 
     Attributes:
         path: hidden.
-        restored: the checkpoint that it becomes again, where what was to replace it did not come; None for what
-            is only to be removed.
+        restored: the checkpoint that it becomes again, where what was to replace it did not come; None for
+            what is only to be removed.
     """
 
     path: Path
@@ -180,9 +217,11 @@ def leftovers(directory: str | Path) -> list[Leftover]:
     return found
 
 
-def recover(disk: Disk, directory: Path) -> None:
-    """Clear what a killed run left: its lock's holder calls this before it writes."""
+def recover(disk: Disk, directory: Path, spared: Collection[Path] = ()) -> None:
+    """Clear what a killed run or a failed save left, but not what is `spared`; for the lock's holder."""
     for each in leftovers(directory):
+        if each.path in spared:
+            continue
         if each.restored is not None:
             disk.rename(each.path, each.restored)
         else:
@@ -245,4 +284,5 @@ def remove_checkpoint(disk: Disk, directory: Path, iteration: int) -> None:
     """Remove a visible checkpoint; it is invisible before the first of its files goes."""
     hidden = hidden_folder(directory, iteration, "removed")
     disk.rename(iteration_folder(directory, iteration), hidden)
+    disk.sync_folder(directory)  # else a power cut could bring its name back without its files
     disk.remove(hidden)

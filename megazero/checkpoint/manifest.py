@@ -10,8 +10,9 @@ anyone: sizes, names and boxes are checked before they are used.
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from megazero.checkpoint.blocks import BLOCK, FileRecord
 from megazero.checkpoint.box import Box, gaps_or_overlaps
 from megazero.checkpoint.part import Key
-from megazero.checkpoint.safetensors_header import distinct
+from megazero.checkpoint.safetensors_header import DTYPES, distinct
+from megazero.checkpoint.tensor_file import read_bytes
 from megazero.errors import CheckpointError, DamagedCheckpointError
 
 FORMAT = 2
@@ -30,7 +32,7 @@ INDEX = "index.json"
 STATE = "state.json"
 _FIRST_LINE = re.compile(rb'\{"checksum": "([0-9a-f]{16})",\n')
 # Larger ones are no description of anything; a manifest of 2 TB of files has about 10 MB.
-_LARGEST = 1 << 30
+LARGEST = 1 << 30
 
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)]
@@ -74,6 +76,12 @@ class Manifest(_Strict):
     block_size: Literal[4194304]
     files: dict[FileName, FileEntry]
 
+    @model_validator(mode="after")
+    def _without_itself(self) -> Manifest:
+        if MANIFEST in self.files:
+            raise ValueError(f"{MANIFEST} cannot be one of the files")
+        return self
+
 
 class Piece(_Strict):
     """A box of a logical tensor that lies in one file."""
@@ -115,16 +123,26 @@ class Index(_Strict):
 
     tensors: tuple[Logical, ...]
 
-    def trouble(self, files: Iterable[str]) -> str | None:
-        """What is wrong with it in itself, in words, given the files that there are; None if nothing."""
-        known, seen = set(files), set()
+    def trouble(self, sizes: Mapping[str, int]) -> str | None:
+        """What is wrong with it in itself, in words, given the sizes of the files; None if nothing."""
+        seen: set[Key] = set()
         for tensor in self.tensors:
             if tensor.key in seen:
                 return f"`{tensor.key}` occurs twice"
             seen.add(tensor.key)
+            if tensor.dtype not in DTYPES:
+                return f"`{tensor.key}` has the unknown dtype {tensor.dtype!r}"
+            # Strides are counted as if a dim of size 0 had size 1.
+            if math.prod(max(size, 1) for size in tensor.shape) >= 1 << 60:
+                return f"`{tensor.key}` has a shape beyond all memory"
             for piece in tensor.pieces:
-                if piece.file not in known or not piece.file.endswith(".safetensors"):
+                if not len(piece.offset) == len(piece.shape) == len(tensor.shape):
+                    return f"a piece of `{tensor.key}` has other dims than it"
+                if piece.file not in sizes or not piece.file.endswith(".safetensors"):
                     return f"`{tensor.key}` lies in {piece.file!r}, which the manifest does not list"
+                # Who reads the tensor makes room for it first.
+                if piece.box.numel * DTYPES[tensor.dtype].itemsize > sizes[piece.file]:
+                    return f"a piece of `{tensor.key}` is larger than its file"
             if wrong := gaps_or_overlaps(tensor.shape, (piece.box for piece in tensor.pieces)):
                 return f"the pieces of `{tensor.key}` do not cover it: {wrong}"
         return None
@@ -153,7 +171,7 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: it is of another format.
     """
     path = folder / MANIFEST
-    data = read_small(path)
+    data = read_bytes(path, most=LARGEST)
     first = _FIRST_LINE.match(data)
     if first is None or xxhash.xxh3_64_hexdigest(data[first.end() :]).encode() != first[1]:
         raise DamagedCheckpointError(
@@ -165,24 +183,6 @@ def read_manifest(folder: Path) -> Manifest:
             f"`{path}` must be of format {FORMAT}, but is of {found!r}; use its own version"
         )
     return parse(Manifest, rest, path)
-
-
-def read_small(path: Path) -> bytes:
-    """All bytes of a JSON file.
-
-    Raises:
-        DamagedCheckpointError: it cannot be read, or is no file of a sane size.
-    """
-    try:
-        if path.is_symlink() or not path.is_file():
-            raise DamagedCheckpointError(
-                f"`{path}` must be a file, but is {'not' if path.exists() else 'missing'}"
-            )
-        if (size := path.stat().st_size) > _LARGEST:
-            raise DamagedCheckpointError(f"`{path}` must be a description, but has {size} bytes")
-        return path.read_bytes()
-    except OSError as error:
-        raise DamagedCheckpointError(f"`{path}` cannot be read: {error}") from error
 
 
 def parse(model: type[BaseModel], data: bytes, path: Path) -> Any:

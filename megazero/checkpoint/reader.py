@@ -5,6 +5,8 @@ No more than `_STAGED` bytes are held beside the destination, and each file's bl
 
 from __future__ import annotations
 
+import math
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,9 +19,11 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.box import Box
-from megazero.checkpoint.folder import iteration_folder
+from megazero.checkpoint.folder import hidden_folder, iteration_folder
 from megazero.checkpoint.manifest import (
     INDEX,
+    LARGEST,
+    MANIFEST,
     STATE,
     Index,
     Logical,
@@ -80,7 +84,7 @@ class CheckpointReader:
         self.manifest = read_manifest(self.folder)
         self._check_files()
         self.index: Index = parse(Index, self._json(INDEX), self.folder / INDEX)
-        if wrong := self.index.trouble(self.manifest.files):
+        if wrong := self.index.trouble({n: e.size for n, e in self.manifest.files.items()}):
             raise DamagedCheckpointError(f"`{self.folder / INDEX}` must fit the other files, but {wrong}")
         self.facts: Mapping[str, Any] = MappingProxyType(parse_facts(self._json(STATE), self.folder / STATE))
         self._tensors = {tensor.key: tensor for tensor in self.index.tensors}
@@ -110,13 +114,7 @@ class CheckpointReader:
 
     def dtype(self, key: Key) -> torch.dtype:
         """The dtype in which a tensor is stored."""
-        found = DTYPES.get(self._tensors[key].dtype)
-        if found is None:
-            raise DamagedCheckpointError(
-                f"`{self.folder / INDEX}` must name known dtypes, but `{key}` has "
-                f"{self._tensors[key].dtype!r}"
-            )
-        return found
+        return DTYPES[self._tensors[key].dtype]
 
     def open(self, name: str) -> TensorFile:
         """One of the tensor files, with the entries that the index says it has.
@@ -147,9 +145,11 @@ class CheckpointReader:
 
     def _copy(self, file: TensorFile, copy: _Copy) -> None:
         entry = file.entries[_entry_name(copy)]
-        for box in _chunks(copy.box, _STAGED // max(1, entry.dtype.itemsize)):
+        strides = _strides(copy.piece.shape)
+        for box in _chunks(copy.box, strides, _STAGED // entry.dtype.itemsize):
             target = copy.part.tensor[box.within(copy.part.box)]
-            first, strides = _position(copy.piece.box, box)
+            inside = (o - p for o, p in zip(box.offset, copy.piece.offset, strict=True))
+            first = sum(o * stride for o, stride in zip(inside, strides, strict=True))
             last = sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
             start = entry.start + first * entry.dtype.itemsize
             in_one_run = last + 1 == box.numel
@@ -162,9 +162,13 @@ class CheckpointReader:
 
     def _check_files(self) -> None:
         expected = iteration_folder(self.folder.parent, self.manifest.iteration).name
-        if self.folder.resolve().name != expected:
+        aside = hidden_folder(self.folder.parent, self.manifest.iteration, "replaced").name
+        # A link may have any name but that of another iteration.
+        name = Path(os.path.abspath(self.folder)).name
+        name = name if name.startswith("iter_") else self.folder.resolve().name
+        if name not in (expected, aside):
             raise DamagedCheckpointError(
-                f"`{self.folder}` must hold {expected} by its manifest, but has another name; rename it back"
+                f"`{self.folder}` must be {expected} by its {MANIFEST}, but has another name; rename it back"
             )
         wrong = []
         for name, entry in self.manifest.files.items():
@@ -184,36 +188,28 @@ class CheckpointReader:
 
     def _json(self, name: str) -> bytes:
         """The content of a small file; its hash is always checked."""
-        return read_bytes(self.folder / name, self.manifest.files[name].record)
+        return read_bytes(self.folder / name, self.manifest.files[name].record, most=LARGEST)
 
 
 def _entry_name(copy: _Copy) -> str:
     return piece_name(copy.part.key, copy.part.shape, copy.piece.box)
 
 
-def _chunks(box: Box, limit: int) -> Iterator[Box]:
-    """The box, cut along its first dims into boxes of at most `limit` elements (or single rows)."""
-    if box.numel <= limit or not box.shape:
+def _chunks(box: Box, strides: tuple[int, ...], limit: int) -> Iterator[Box]:
+    """The box, cut along its first dims so that each piece spans at most `limit` elements of such memory."""
+    span = 1 + sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
+    if span <= limit or box.numel == 1:
         yield box
         return
     dim = next(d for d, n in enumerate(box.shape) if n > 1)
-    rows = max(1, limit * box.shape[dim] // box.numel)
+    rows = max(1, limit // strides[dim])
     for start in range(0, box.shape[dim], rows):
         offset, shape = list(box.offset), list(box.shape)
         offset[dim] += start
         shape[dim] = min(rows, shape[dim] - start)
-        piece = Box(tuple(offset), tuple(shape))
-        if rows > 1 or piece.numel <= limit:
-            yield piece
-        else:
-            yield from _chunks(piece, limit)
+        yield from _chunks(Box(tuple(offset), tuple(shape)), strides, limit)
 
 
-def _position(holder: Box, box: Box) -> tuple[int, tuple[int, ...]]:
-    """Where `box` begins in the memory of `holder`, and the strides of that memory; in elements."""
-    strides, step = [], 1
-    for size in reversed(holder.shape):
-        strides.insert(0, step)
-        step *= size
-    first = sum((o - p) * s for o, p, s in zip(box.offset, holder.offset, strides, strict=True))
-    return first, tuple(strides)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of contiguous memory, in elements."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

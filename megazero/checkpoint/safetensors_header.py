@@ -1,8 +1,9 @@
 """The header of a safetensors file, written and strictly read.
 
-The format: 8 bytes, little-endian, give the header's length; the header is a JSON object ``{name: {"dtype", "shape",
-"data_offsets": [begin, end]}}``, with spaces at its end; the tensors' bytes follow without gaps, offsets counted
-from the header's end. The key ``__metadata__`` may hold strings (https://huggingface.co/docs/safetensors).
+The format: 8 bytes, little-endian, give the header's length. The header is a JSON object ``{name:
+{"dtype", "shape", "data_offsets": [begin, end]}}`` with spaces after it; its key ``__metadata__`` may
+hold strings. The bytes of the tensors follow without gaps, offsets counted from the end of the header
+(https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations

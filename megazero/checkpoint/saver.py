@@ -171,8 +171,11 @@ class Saver:
             def finish() -> None:
                 written = map(Written.load, everyone)
                 write_description(self.disk, folder, flight.iteration, written, flight.facts)
-                publish(self.disk, self.directory, flight.iteration)
-                prune(self.disk, self.directory, self.retention)
+                visible = publish(self.disk, self.directory, flight.iteration)
+                try:
+                    prune(self.disk, self.directory, self.retention)
+                except OSError as error:
+                    raise CheckpointError(f"{visible} is saved, but older ones stay: {error}") from error
 
             first = self.context.rank == 0
             together(self.context, finish if first else None, f"complete {folder}")
@@ -194,11 +197,16 @@ class Saver:
     def _open(self) -> None:
         self.disk.make_parents(self.directory)
         self._lock = WriterLock(self.directory)
-        recover(self.disk, self.directory)
+        try:
+            recover(self.disk, self.directory)
+        except OSError:
+            self._lock.release()
+            raise
 
     def _begin(self, folder: Path) -> None:
-        if folder.exists():
-            self.disk.remove(folder)
+        # What a save left that failed, and that could not be cleared then, would take room for ever.
+        flying = {hidden_folder(self.directory, each.iteration, "partial") for each in self._flights}
+        recover(self.disk, self.directory, spared=flying)
         self.disk.make_folder(folder)
 
     def _write(self, folder: Path, parts: Sequence[Part]) -> Written:
@@ -210,7 +218,7 @@ class Saver:
             if folder.exists():
                 self.disk.remove(folder)
         except OSError:
-            return  # it is hidden, and the next run's `recover` removes it
+            return  # it is hidden, and the next save or run removes it
 
 
 def together(context: ParallelContext, work: Callable[[], Any] | None, what: str) -> list[Any]:

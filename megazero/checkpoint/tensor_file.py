@@ -1,8 +1,8 @@
 """Files of tensors in the safetensors format, hashed while they are written and checked while they are read.
 
-The safetensors library reads these files and its files are read here, but it can do neither: it writes a file from
-copies of all tensors, in one call that cannot be hashed along, and reads through mapped memory, where a bad sector is
-a bus error instead of an exception.
+The safetensors library reads these files, and its files are read here, but it can do neither: it writes a
+file in one call, from all tensors at once and in an order of its own, and reads through mapped memory,
+where a bad sector is the end of the process instead of an exception.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.blocks import BLOCK, PIECE, BlockFile, BlockHasher, FileRecord
+from megazero.checkpoint.blocks import BLOCK, BlockFile, BlockHasher, FileRecord
 from megazero.checkpoint.disk import Disk, File
 from megazero.checkpoint.safetensors_header import (
     LARGEST_HEADER,
@@ -23,6 +23,12 @@ from megazero.checkpoint.safetensors_header import (
     decode_header,
     encode_header,
 )
+
+# Bytes are hashed and written in pieces of this size, so that writing finds them in a cache. Larger
+# writes were slower: the page cache then looks for larger runs of free memory.
+_PIECE = 1 << 20
+# Less than this is worth a copy that saves a call of the system.
+_SMALL = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,10 @@ class Later:
 
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, in its own memory, whatever its dtype."""
+    # A single element counts as contiguous whatever its strides, and `view` would keep them.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     # numpy knows neither bfloat16 nor 8-bit floats.
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy())
 
 
 def write_tensors(
@@ -56,8 +64,8 @@ def write_tensors(
 ) -> FileRecord:
     """Write a new file of named tensors, in their order; it is on the medium on return.
 
-    A tensor that is contiguous on the CPU is written from its own memory. Others are copied, one at a time. If
-    writing fails, what was written so far is left.
+    A tensor that is contiguous on the CPU is written from its own memory; others are copied, one at a
+    time. If writing fails, what was written so far is left.
 
     Args:
         disk: what makes the file.
@@ -94,15 +102,26 @@ def write_bytes(disk: Disk, path: Path, data: bytes, *, block_size: int = BLOCK)
 
 
 def read_bytes(
-    path: Path, record: FileRecord | None = None, *, verify: bool = True, block_size: int = BLOCK
+    path: Path,
+    record: FileRecord | None = None,
+    *,
+    verify: bool = True,
+    block_size: int = BLOCK,
+    most: int | None = None,
 ) -> bytes:
     """All of a file that `write_bytes` wrote.
 
+    Args:
+        path, record, verify, block_size: as of `BlockFile`.
+        most: bytes that it may have.
+
     Raises:
-        DamagedCheckpointError: it is missing, cannot be read or is not as recorded.
+        DamagedCheckpointError: it is missing, too large, cannot be read or is not as recorded.
     """
     file = BlockFile(path, record, verify=verify, block_size=block_size)
     try:
+        if most is not None and file.size > most:
+            raise file.damage(f"its {file.size} bytes are more than the {most} that it may have")
         data = bytearray(file.size)
         file.read_into(memoryview(data), 0)
         return bytes(data)
@@ -115,38 +134,40 @@ def _on_host(name: str, tensor: Tensor | Later) -> Tensor:
         made = tensor.make()
         if made.dtype != tensor.dtype or made.shape != tensor.shape:
             raise ValueError(
-                f"`{name}` must be {tensor.dtype} {list(tensor.shape)}, but is {made.dtype} {list(made.shape)}"
+                f"`{name}` must be {tensor.dtype} {list(tensor.shape)}, but is {made.dtype} "
+                f"{list(made.shape)}"
             )
         tensor = made
     return tensor.detach().cpu().contiguous()
 
 
 class _Stream:
-    """Writes a file in whole pieces, each hashed right before.
+    """Writes a file piece by piece, each hashed right before.
 
-    What fills a piece is written from where it lies; what does not is collected until a piece is full, so that
-    thousands of small tensors are few calls of the system, and each of them begins on a page of the file.
+    Pieces end at multiples of their size in the file. What is large is written from where it lies; what
+    is small is collected, so that thousands of small tensors are few calls of the system.
     """
 
     def __init__(self, file: File, block_size: int, hashed: bool):
         self._file = file
         self._hasher = BlockHasher(block_size) if hashed else None
-        self._buffer = memoryview(bytearray(PIECE))
+        self._buffer = memoryview(bytearray(_PIECE))
         self._filled = 0
         self._size = 0
 
     def write(self, data: bytes | memoryview) -> None:
         data = memoryview(data)
-        self._size += len(data)
         while data:
-            piece = data[: PIECE - self._filled]
+            piece = data[: _PIECE - self._size % _PIECE]
             data = data[len(piece) :]
-            if len(piece) == PIECE:
+            self._size += len(piece)
+            if len(piece) >= _SMALL:
+                self._flush()
                 self._emit(piece)
                 continue
             self._buffer[self._filled : self._filled + len(piece)] = piece
             self._filled += len(piece)
-            if self._filled == PIECE:
+            if self._size % _PIECE == 0:
                 self._flush()
 
     def finish(self) -> FileRecord:
@@ -155,8 +176,9 @@ class _Stream:
         return self._hasher.record() if self._hasher else FileRecord(self._size, ())
 
     def _flush(self) -> None:
-        self._emit(self._buffer[: self._filled])
-        self._filled = 0
+        if self._filled:
+            self._emit(self._buffer[: self._filled])
+            self._filled = 0
 
     def _emit(self, piece: memoryview) -> None:
         if self._hasher:
@@ -168,6 +190,7 @@ class TensorFile:
     """A safetensors file that is open for reading, by one thread at a time.
 
     Attributes:
+        path: of the file.
         entries: name -> dtype, shape and place of each tensor, in the order of their bytes.
         metadata: the strings that the file holds beside them.
 
@@ -178,13 +201,14 @@ class TensorFile:
         block_size: bytes per hash.
 
     Raises:
-        DamagedCheckpointError: from all methods: the file is missing, cannot be read, is not as recorded, or its
-            header is not exactly as the format has it.
+        DamagedCheckpointError: from all methods: the file is missing, cannot be read or is not as recorded,
+            or its header is not exactly as the format has it.
     """
 
     def __init__(
         self, path: Path, record: FileRecord | None = None, *, verify: bool = True, block_size: int = BLOCK
     ):
+        self.path = path
         self._file = BlockFile(path, record, verify=verify, block_size=block_size)
         try:
             self.entries, self.metadata = self._read_header()
@@ -201,7 +225,8 @@ class TensorFile:
     def read_into(self, memory: memoryview, start: int) -> None:
         """Fill `memory`, whose items are bytes, from byte `start` of the file on.
 
-        Whole blocks go straight into `memory`. Of a block that is wanted in part, all is read and checked once.
+        Whole blocks go straight into `memory`. Of a block that is wanted in part, all is read once and
+        checked.
         """
         self._file.read_into(memory, start)
 

@@ -147,7 +147,7 @@ def write_description(
             for key, (first, pieces) in tensors.items()
         )
     )
-    if wrong := index.trouble(files):
+    if wrong := index.trouble({name: record.size for name, record in files.items()}):
         raise CheckpointError(f"what the ranks wrote must make whole tensors, but {wrong}")
     files[INDEX] = write_bytes(disk, folder / INDEX, index.model_dump_json().encode())
     files[STATE] = write_bytes(disk, folder / STATE, json.dumps(facts, indent=1).encode())

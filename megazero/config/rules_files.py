@@ -163,7 +163,9 @@ OUTPUT_RULES: tuple[Rule, ...] = (
         ("checkpoint.save_retain_interval", "checkpoint.keep_last"),
         "`keep_last` must be set with `save_retain_interval`",
         "say how many others to keep with `--keep-last`; without it all are kept",
-        lambda c: c.config.checkpoint.save_retain_interval is None or c.config.checkpoint.keep_last is not None,
+        lambda c: (
+            c.config.checkpoint.save_retain_interval is None or c.config.checkpoint.keep_last is not None
+        ),
     ),
     Rule(
         "load_switches_need_load",
@@ -171,7 +173,11 @@ OUTPUT_RULES: tuple[Rule, ...] = (
         "`load` must be set with a switch that says how to load",
         "say from where with `--load`, or leave the switch out",
         lambda c: (
-            bool(c.config.checkpoint.load) or not any(value_at(c.config, path) not in (None, False) for path in _LOAD_SWITCHES)
+            bool(c.config.checkpoint.load)
+            or all(
+                value_at(c.config, path) is None or value_at(c.config, path) is False
+                for path in _LOAD_SWITCHES
+            )
         ),
     ),
     Rule(

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megazero.config.option import Probability, Proportions, Section, option
+from megazero.config.tree_output import CheckpointConfig, LoggingConfig
 
 
 class ModelConfig(Section):
@@ -376,69 +377,6 @@ class TrainingConfig(Section):
         None, "save and exit after this time", unit="minutes"
     )
     skip_train: bool = option(False, "evaluate and test only")
-
-
-class CheckpointConfig(Section):
-    """Checkpoints"""
-
-    save: str | None = option(None, "folder to write checkpoints to")
-    load: str | None = option(None, "folder to read the latest checkpoint from")
-    ckpt_step: NonNegativeInt | None = option(
-        None, "load the checkpoint of this iteration, and no other; default: the latest", unit="iterations"
-    )
-    load_hf: str | None = option(
-        None, "folder of a Hugging Face model to take the weights from, where --load has no checkpoint yet"
-    )
-    save_interval: PositiveInt | None = option(None, "iterations between checkpoints", unit="iterations")
-    save_retain_interval: PositiveInt | None = option(
-        None, "keep checkpoints of every so many iterations whatever --keep-last says", unit="iterations"
-    )
-    keep_last: PositiveInt | None = option(None, "keep so many of the newest checkpoints; default: all")
-    async_save: bool = option(False, "write checkpoints in the background while training goes on")
-    async_save_limit: PositiveInt = option(1, "checkpoints that may be on their way to the disk at a time")
-    verify_checkpoint: Literal["full", "size"] = option(
-        "full", "what is checked of a checkpoint that is loaded: the hash of all that is read, or file sizes"
-    )
-    finetune: bool = option(
-        False,
-        "load weights only and start counting anew",
-        aliases=("--load-weights-only",),
-    )
-    no_load_optim: bool = option(False, "leave the optimizer state unread")
-    no_load_rng: bool = option(False, "leave the seed of dropout as configured instead of as saved")
-    no_save_optim: bool = option(False, "leave the optimizer state unsaved")
-    no_save_rng: bool = option(False, "leave the state of random generators unsaved")
-    exit_on_missing_checkpoint: bool = option(False, "fail where --load finds nothing, instead of starting")
-    override_opt_param_scheduler: bool = option(
-        False,
-        "take schedule values from the configuration, not the checkpoint",
-        flag="--override-opt_param-scheduler",
-        aliases=("--override-opt-param-scheduler",),
-    )
-
-
-class LoggingConfig(Section):
-    """Logging"""
-
-    log_interval: PositiveInt = option(100, "iterations between log lines", unit="iterations")
-    metrics_jsonl: str | None = option(None, "file that gets one JSON object per iteration")
-    tensorboard_dir: str | None = option(None, "folder for TensorBoard events")
-    tensorboard_log_interval: PositiveInt = option(1, "iterations between events", unit="iterations")
-    tensorboard_queue_size: PositiveInt = option(1000, "events held before they are written")
-    log_validation_ppl_to_tensorboard: bool = option(False, "also record validation perplexity")
-    log_timers_to_tensorboard: bool = option(False, "also record the time of each phase")
-    wall_clock_breakdown: bool = option(False, "also print the time of each phase")
-    comms_logger: bool = option(
-        False, "count the collectives and their bytes, and print a summary at the end"
-    )
-    csv_dir: str | None = option(None, "folder for one CSV file per metric")
-    log_params_norm: bool = option(False, "also record the norm of the parameters")
-    log_num_zeros_in_grad: bool = option(False, "also record how many gradient elements are zero")
-    wandb_project: str | None = option(None, "Weights & Biases project; needs the wandb package")
-    wandb_exp_name: str | None = option(None, "Weights & Biases run name")
-    wandb_save_dir: str | None = option(None, "Weights & Biases local folder")
-    wandb_entity: str | None = option(None, "Weights & Biases team")
-    wandb_group: str | None = option(None, "Weights & Biases group of runs")
 
 
 class Config(Section):

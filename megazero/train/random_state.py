@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megazero.errors import DamagedCheckpointError
+
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """The state of each generator of this process, as tensors of fixed shape."""
@@ -32,12 +34,27 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put each generator of this process into a state that `random_state` gave."""
+    """Put each generator of this process into a state that `random_state` gave.
+
+    Raises:
+        DamagedCheckpointError: a generator has no such state.
+    """
+    try:
+        _set(state, device)
+    except (ValueError, OverflowError, RuntimeError) as error:
+        raise DamagedCheckpointError(
+            f"the random state must be one that a generator gave, but is not: {error}; set --no-load-rng"
+        ) from error
+
+
+def _set(state: Mapping[str, Tensor], device: torch.device) -> None:
     *words, has_gauss = state["python"].tolist()
     gauss = state["python_gauss"].item() if has_gauss else None
     random.setstate((3, tuple(words), gauss))
     *keys, position, has_cached = state["numpy"].tolist()
     cached = state["numpy_gauss"].item()
+    if not 0 <= position <= len(keys):  # numpy would read beyond its memory
+        raise ValueError(f"numpy's position is {position} of {len(keys)}")
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_cached, cached))
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from megazero.checkpoint import (
     Box,
+    Candidates,
     CheckpointReader,
     Key,
     Part,
@@ -21,11 +23,14 @@ from megazero.checkpoint import (
     state_keys,
     together,
 )
+from megazero.config.rules import check
 from megazero.config.tree import Config, ModelConfig
-from megazero.errors import CheckpointError, DamagedCheckpointError
+from megazero.config.tree_output import CheckpointConfig
+from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megazero.mpu import ParallelContext, gather_values
 from megazero.optim import ScalerState
 from megazero.train.engine import Engine
+from megazero.train.facts import RunFacts, SavedModel, saved_model, saved_run
 from megazero.train.random_state import random_state, set_random_state
 from megazero.train.snapshot import RANDOM
 from megazero.train.state import TrainState
@@ -103,11 +108,12 @@ def resume(
         foreign: opens what `--load-hf` names.
 
     Raises:
+        ConfigError: the checkpoint's global batch cannot be dealt to these ranks, and no other was asked for.
         CheckpointError: on every rank: no checkpoint is whole, it is of another model or of another learning
             rate schedule without --override-opt_param-scheduler; or none is there and that was not allowed.
     """
     section = config.checkpoint
-    found = candidates(section.load, section.ckpt_step) if section.load else None
+    found = _candidates(section, context) if section.load else None
     if found is None or not (found.folders or found.remarks):
         if section.load and section.exit_on_missing_checkpoint:
             raise CheckpointError(
@@ -115,21 +121,33 @@ def resume(
             )
         return _start(config, context, build, foreign)
     remarks = list(found.remarks)
-    engine, built = None, None
     for folder in found.folders:
         try:
             reader = _open(folder, config, context)
-            kept, changes = _fit(config, reader, vocab_size)
-            if engine is None or kept != built:
-                engine, built = build(kept), kept
-            state, seed = _load(kept, engine, context, reader)
+            run = saved_run(reader)
+            kept, changes = _fit(config, reader, run, vocab_size, context.world_size)
+            engine = build(kept)
+            state, seed = _load(kept, engine, context, reader, run)
         except DamagedCheckpointError as error:
             remarks.append(f"passed over {folder}: {error}")
+            engine = None  # part of its state may be the damaged checkpoint's
+            gc.collect()  # its memory, before the next engine asks for as much
             continue
         return Resumed(engine, state, seed, kept, (*remarks, f"loaded {folder}", *changes))
     raise DamagedCheckpointError(
         f"`load` must hold a whole checkpoint, but {section.load} has none: " + "; ".join(remarks)
     )
+
+
+def _candidates(section: CheckpointConfig, context: ParallelContext) -> Candidates:
+    """The first rank's, so that all try the same: a shared file system may show others an older state."""
+
+    def look() -> dict[str, list[str]]:
+        found = candidates(section.load, section.ckpt_step)
+        return {"folders": [str(folder) for folder in found.folders], "remarks": list(found.remarks)}
+
+    first = together(context, look if context.rank == 0 else None, f"look into {section.load}")[0]
+    return Candidates(tuple(map(Path, first["folders"])), tuple(first["remarks"]))
 
 
 def _start(
@@ -164,38 +182,47 @@ def _open(folder: Path, config: Config, context: ParallelContext) -> CheckpointR
     return readers[0]
 
 
-def _fit(config: Config, reader: CheckpointReader, vocab_size: int) -> tuple[Config, list[str]]:
+def _fit(
+    config: Config, reader: CheckpointReader, run: RunFacts | None, vocab_size: int, world_size: int
+) -> tuple[Config, list[str]]:
     """The configuration to continue with, and its differences from the saved one.
 
     Raises:
         CheckpointError: the checkpoint is of another model, or of another schedule.
+        ConfigError: its global batch, which is kept, cannot be dealt to these ranks.
     """
-    facts, section = reader.facts, config.checkpoint
-    _check_model(config.model, vocab_size, facts, reader.folder)
-    saved = facts.get("config")
-    if saved is None or section.finetune:  # converted weights, or counting anew
+    _check_model(config.model, vocab_size, saved_model(reader), reader.folder)
+    if run is None or config.checkpoint.finetune:  # converted weights, or counting anew
         return config, []
-    _check_schedule(config, saved, reader.folder)
-    batch = facts["global_batch_size"]
+    _check_schedule(config, run.config, reader.folder)
+    batch = run.global_batch_size
     kept = config
     if config.batch.global_batch_size is None:
         kept = config.model_copy(
             update={"batch": config.batch.model_copy(update={"global_batch_size": batch})}
         )
+        if problems := check(kept, world_size):
+            raise ConfigError(
+                [f"the global batch of {reader.folder} is kept, but does not fit here: {p}" for p in problems]
+            )
     changes = [
         f"{where}: {before} -> {now}"
-        for where, before, now in _differences(saved, config.model_dump(mode="json"))
+        for where, before, now in _differences(run.config, kept.model_dump(mode="json"))
     ]
     return kept, ["changed since the checkpoint: " + "; ".join(changes)] if changes else []
 
 
 def _load(
-    config: Config, engine: Engine, context: ParallelContext, reader: CheckpointReader
+    config: Config,
+    engine: Engine,
+    context: ParallelContext,
+    reader: CheckpointReader,
+    run: RunFacts | None,
 ) -> tuple[TrainState, int]:
-    section, facts, optimizer = config.checkpoint, reader.facts, engine.optimizer
-    progress = not section.finetune and facts.get("state") is not None
-    moments = not (section.finetune or section.no_load_optim) and facts.get("kind") == "pretraining"
-    if moments and facts["updates"] is None:
+    section, optimizer = config.checkpoint, engine.optimizer
+    progress = run is not None and not section.finetune
+    moments = progress and not section.no_load_optim
+    if moments and (run.updates is None or run.scaler is None):
         raise CheckpointError(
             f"`{reader.folder}` was saved without optimizer state; set --no-load-optim or --finetune"
         )
@@ -211,12 +238,12 @@ def _load(
     together(context, read, f"load {reader.folder}")
     optimizer.publish()
     if moments:
-        optimizer.updates = facts["updates"]
-        engine.scaler_state = ScalerState(**facts["scaler"])
+        optimizer.updates = run.updates
+        engine.scaler_state = ScalerState(**dict(run.scaler))
     if rows:
-        set_random_state(generators, context.device)
-    state = TrainState(**facts["state"]) if progress else TrainState()
-    seed = facts["stream_seed"] if progress and not section.no_load_rng else config.training.seed
+        together(context, lambda: set_random_state(generators, context.device), f"load {reader.folder}")
+    state = TrainState(**dict(run.state)) if progress else TrainState()
+    seed = run.stream_seed if progress and not section.no_load_rng else config.training.seed
     return state, seed
 
 
@@ -255,14 +282,11 @@ def check_tensors(source: Source, parts: Iterable[Part], where: object, unused: 
         raise CheckpointError(f"`{where}` does not fit this model: " + "; ".join(wrong[:_SHOWN]) + more)
 
 
-def _check_model(model: ModelConfig, vocab_size: int, facts: Mapping[str, Any], folder: Path) -> None:
-    saved = (facts.get("config") or {}).get("model") or facts.get("model")
-    if saved is None:
-        raise CheckpointError(f"`{folder}` must say which model it is of, but does not; convert it anew")
-    now = model.model_dump(mode="json")
+def _check_model(model: ModelConfig, vocab_size: int, saved: SavedModel, folder: Path) -> None:
     # A field of another version of the code may be on one side only; its tensors are compared by name.
-    shared = [name for name in now if name in saved and name not in FREE_MODEL_FIELDS]
-    filled = ModelConfig.model_validate({name: saved[name] for name in now if name in saved})
+    fields = [name for name in ModelConfig.model_fields if name in saved.sections["model"]]
+    shared = [name for name in fields if name not in FREE_MODEL_FIELDS]
+    filled = saved.settings(fields)
     derived = {"ffn_hidden_size": "ffn_size", "num_query_groups": "kv_heads", "kv_channels": "head_dim"}
     derived["max_position_embeddings"] = "positions"
     wrong = []
@@ -271,8 +295,8 @@ def _check_model(model: ModelConfig, vocab_size: int, facts: Mapping[str, Any], 
         before, after = getattr(filled, get), getattr(model, get)
         if before != after:
             wrong.append(f"{name} {before} (now {after})")
-    if facts["vocab_size"] != vocab_size:
-        wrong.append(f"vocab_size {facts['vocab_size']} (now {vocab_size})")
+    if saved.vocab_size != vocab_size:
+        wrong.append(f"vocab_size {saved.vocab_size} (now {vocab_size})")
     if wrong:
         raise CheckpointError(f"`{folder}` must be of this model, but has {', '.join(wrong)}")
 
@@ -280,7 +304,7 @@ def _check_model(model: ModelConfig, vocab_size: int, facts: Mapping[str, Any], 
 def _check_schedule(config: Config, saved: Mapping[str, Any], folder: Path) -> None:
     if config.checkpoint.override_opt_param_scheduler:
         return
-    now, then = config.optimizer.model_dump(mode="json"), saved["optimizer"]
+    now, then = config.optimizer.model_dump(mode="json"), saved.get("optimizer") or {}
     changed = [
         f"{name}: {then.get(name)} -> {now[name]}" for name in SCHEDULE_FIELDS if then.get(name) != now[name]
     ]

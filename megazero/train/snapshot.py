@@ -17,6 +17,7 @@ from megazero.config.derive import global_batch_size
 from megazero.config.tree import Config
 from megazero.mpu import ParallelContext
 from megazero.train.engine import Engine
+from megazero.train.facts import PRETRAINING
 from megazero.train.random_state import random_state
 from megazero.train.state import TrainState
 
@@ -60,7 +61,7 @@ class Snapshots:
             section.async_save_limit if section.async_save else 0,
         )
         self._fixed = {
-            "kind": "pretraining",
+            "kind": PRETRAINING,
             "vocab_size": vocab_size,
             "stream_seed": stream_seed,
             "global_batch_size": global_batch_size(config, context.data.size),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from megazero.checkpoint import CheckpointReader, candidates, parts_of_parameters, together
 from megazero.config.tree import Config, ParallelConfig, RecomputeConfig, ZeroConfig
 from megazero.data.tokenizers import Tokenizer
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megazero.mpu import Launch, ParallelContext, join
+from megazero.train.facts import SavedModel, saved_model
 from megazero.train.model import Chunks, build_chunks, build_vocabulary, schedule_of
 from megazero.train.resume import check_tensors
 
@@ -56,7 +56,7 @@ def load_for_inference(directory: str, launch: Launch, sizes: Sizes | None = Non
     for folder in found.folders:
         try:
             reader = CheckpointReader(folder)
-            config = _config_of(reader.facts, launch, sizes or Sizes(), str(folder))
+            config = _config_of(saved_model(reader), launch, sizes or Sizes(), str(folder))
             context = context or join(config.parallel, launch)
             vocabulary = build_vocabulary(config)
             chunks = build_chunks(config, vocabulary, context, context.device)
@@ -72,8 +72,8 @@ def load_for_inference(directory: str, launch: Launch, sizes: Sizes | None = Non
     )
 
 
-def _config_of(facts: Any, launch: Launch, sizes: Sizes, folder: str) -> Config:
-    config = Config.model_validate(facts["config"])
+def _config_of(saved: SavedModel, launch: Launch, sizes: Sizes, folder: str) -> Config:
+    config = saved.config()
     if config.tokenizer.tokenizer_type is None:
         raise ConfigError(
             f"`tokenizer_type` must be known to generate text, but {folder} was trained without one"

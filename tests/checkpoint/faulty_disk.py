@@ -1,33 +1,20 @@
-"""Disks that count, stop, fail, or forget at a power cut what was not synced."""
+"""Disks that count the changes they are told to make, stop before any of them, or refuse it."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.checkpoint.disk import Disk, File
+from tests.checkpoint.power_cut import Change, Medium
 
 
 class Stopped(BaseException):
     """Stands for a kill: no code under test may catch it."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """One change of the file system that is about to happen.
-
-    `name` is the method's, of `Disk` or `File`; `data` are the bytes of a write, `target` the new name of a rename.
-    """
-
-    name: str
-    path: Path
-    data: memoryview | None = None
-    target: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -140,19 +127,25 @@ class StopAt:
     """Ends the change of this number (from 0), after half of its bytes if it is a write and `half` is set.
 
     All later changes end too, also those of other disks with this fault: who is dead changes nothing.
+    `stopped_at` is the name of the change, if it came to that.
     """
 
     def __init__(self, number: int, half: bool = False, end: Callable[[], None] = stop):
         self.number, self.half, self.end = number, half, end
-        self.count, self.stopped = 0, False
+        self.count, self.stopped_at = 0, ""
         self._lock = threading.Lock()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it came to that."""
+        return bool(self.stopped_at)
 
     def __call__(self, change: Change) -> Verdict | None:
         with self._lock:
             count, self.count = self.count, self.count + 1
             if self.stopped or count < self.number:
                 return Verdict(stop) if self.stopped else None
-            self.stopped = True
+            self.stopped_at = change.name
             return Verdict(self.end, len(change.data) // 2 if self.half and change.name == "write" else 0)
 
 
@@ -176,137 +169,13 @@ class Refuse:
 
 @dataclass
 class Full(Refuse):
-    """A disk with so many bytes of `room`: the write that does not fit is cut, as POSIX has it, then refused."""
+    """A disk with `room` for so many bytes; a write that does not fit is cut, as POSIX does, and refused."""
 
     room: int = 0
 
     def __call__(self, change: Change) -> Verdict | None:
-        if not self.on or change.name != "write":
+        if not (self.on and self.when(change) and change.name == "write"):
             return None
         written = min(self.room, len(change.data))
         self.room -= written
         return None if written == len(change.data) else self._refusal(change, written)
-
-
-# What a power cut leaves.
-
-
-@dataclass(eq=False)
-class _File:
-    content: bytes = b""
-    synced: bytes = b""
-
-
-@dataclass(eq=False)
-class _Folder:
-    """`states[-1]` is what it shows, `states[0]` what is on the medium for certain; any of them may be found."""
-
-    states: list[dict[str, _File | _Folder]] = field(default_factory=lambda: [{}])
-
-    def change(self, **entries: _File | _Folder | None) -> None:
-        after = {**self.states[-1], **entries}
-        self.states.append({name: node for name, node in after.items() if node is not None})
-
-
-Tree = Mapping[str, object]
-"""Name -> bytes of a file, or the tree of a folder."""
-
-
-class Medium:
-    """A model of the file system below `root` that knows what has been synced.
-
-    The worst that POSIX allows, but for the order within a folder: a file's bytes since its last sync are there or
-    not; of each folder any state since its last sync is found, whatever is found of other folders.
-    """
-
-    def __init__(self, root: Path):
-        self.root = root
-        self.lock = threading.Lock()
-        self._top = _load(root)
-
-    def note(self, change: Change) -> None:
-        """A change has happened."""
-        folder, name = self._at(change.path.parent), change.path.name
-        match change.name:
-            case "make_folder":
-                folder.change(**{name: _Folder()})
-            case "create":
-                folder.change(**{name: _File()})
-            case "write":
-                folder.states[-1][name].content += bytes(change.data)
-            case "sync":
-                file = folder.states[-1][name]
-                file.synced = file.content
-            case "rename":
-                assert change.target.parent == change.path.parent, "what moves between folders is not modelled"
-                folder.change(**{name: None, change.target.name: folder.states[-1][name]})
-            case "sync_folder":
-                synced = self._at(change.path)
-                del synced.states[:-1]
-            case "remove_file" | "remove_folder":
-                folder.change(**{name: None})
-            case other:
-                raise AssertionError(other)
-
-    def found_after_cut(self) -> Iterator[Tree]:
-        """What may be there when the power is back, each once."""
-        seen = []
-        folders = [f for f in _folders(self._top) if len(f.states) > 1]
-        # Of all but the folder of the run, the two ends are enough: what counts is whether they are complete.
-        ranges = [range(len(f.states)) if self._is_run(f) else (0, len(f.states) - 1) for f in folders]
-        for choice in itertools.product(*ranges):
-            for synced_only in (True, False):
-                chosen = dict(zip(map(id, folders), choice, strict=True))
-                tree = _tree(self._top, chosen, synced_only)
-                if tree not in seen:
-                    seen.append(tree)
-                    yield tree
-
-    def _is_run(self, folder: _Folder) -> bool:
-        return any(folder in state.values() for state in self._top.states)
-
-    def _at(self, path: Path) -> _Folder:
-        if not path.is_relative_to(self.root):  # above the model
-            return _Folder()
-        found = self._top
-        for name in path.relative_to(self.root).parts:
-            found = found.states[-1][name]
-        return found
-
-
-def _load(path: Path) -> _Folder:
-    folder = _Folder()
-    for each in path.iterdir():
-        content = b"" if each.is_dir() else each.read_bytes()
-        folder.states[0][each.name] = _load(each) if each.is_dir() else _File(content, content)
-    return folder
-
-
-def _folders(folder: _Folder) -> list[_Folder]:
-    """It and all that any of its states holds, each once."""
-    found = {id(folder): folder}
-    for state in folder.states:
-        for node in state.values():
-            if isinstance(node, _Folder):
-                found |= {id(each): each for each in _folders(node)}
-    return list(found.values())
-
-
-def _tree(folder: _Folder, chosen: Mapping[int, int], synced_only: bool) -> Tree:
-    state = folder.states[chosen.get(id(folder), -1)]
-    return {
-        name: _tree(node, chosen, synced_only)
-        if isinstance(node, _Folder)
-        else (node.synced if synced_only else node.content)
-        for name, node in state.items()
-    }
-
-
-def put(tree: Tree, path: Path) -> None:
-    """Write a tree into a new folder."""
-    path.mkdir()
-    for name, node in tree.items():
-        if isinstance(node, bytes):
-            (path / name).write_bytes(node)
-        else:
-            put(node, path / name)

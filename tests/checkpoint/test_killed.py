@@ -1,25 +1,36 @@
 """A save that is stopped at any change of the file system, or by a power cut there, leaves whole checkpoints.
 
-Every scenario is stopped before each of its changes, and within each write. What is on the disk then, and all that
-a power cut may leave of it, must hold the newest checkpoint whose save had returned or the one under way, bit for
-bit; what ``latest`` names must load; and the next job clears what was left and saves.
+Every scenario is stopped before each of its changes, and within each write. What is on the disk then, and all
+that a power cut may leave, must hold the newest checkpoint whose save had returned or the one under way,
+bit for bit; what ``latest`` names must load; and the next job clears what was left and saves.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 
-from megazero.checkpoint import Box, CheckpointReader, Key, Part, Retention, Saver, candidates, latest_iteration
-from megazero.checkpoint.folder import LATEST, hidden_folder, iteration_folder, saved_iterations
+from megazero.checkpoint import (
+    Box,
+    CheckpointReader,
+    Key,
+    Part,
+    Retention,
+    Saver,
+    candidates,
+    latest_iteration,
+)
+from megazero.checkpoint.folder import LOCK, hidden_folder, iteration_folder, saved_iterations
 from megazero.errors import CommunicationError
 from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
-from tests.checkpoint.faulty_disk import Counter, FaultyDisk, Medium, StopAt, Stopped, put
+from tests.checkpoint.faulty_disk import FaultyDisk, StopAt, Stopped
+from tests.checkpoint.power_cut import Medium, Tree, put, tree_of
 
 SHAPE = (4, 3)
 
@@ -56,18 +67,30 @@ def holds(folder: Path, iteration: int) -> None:
 
 @dataclass
 class Scenario:
-    """What is saved over what."""
+    """What is saved over what.
+
+    Attributes:
+        before, saved: iterations that are there, and that are saved.
+        ranks, retention, in_flight: of the saver.
+        left: states in which a killed run left the newest of those that are there.
+    """
 
     before: tuple[int, ...]
     saved: tuple[int, ...]
     ranks: int = 1
     retention: Retention = field(default_factory=Retention)
     in_flight: int = 0
+    left: tuple[str, ...] = ()
 
     def prepare(self, directory: Path) -> None:
         save_all(Saver(directory, solo_context(), FaultyDisk()), self.before, lambda iteration: None)
+        newest = iteration_folder(directory, max(self.before))
+        for state in self.left:
+            shutil.copytree(newest, hidden_folder(directory, max(self.before), state))
+        if "replaced" in self.left:
+            shutil.rmtree(newest)
 
-    def run(self, directory: Path, disks: list[FaultyDisk]) -> list[int]:
+    def run(self, directory: Path, disks: list[FaultyDisk], stopper: StopAt) -> list[int]:
         """Save until the end or the stop; the iterations that became visible to their callers."""
         visible: list[int] = []
         world, grid = ThreadWorld(self.ranks), ProcessGrid.factor(self.ranks)
@@ -82,8 +105,9 @@ class Scenario:
 
         try:
             world.run(work)
-        except (Stopped, CommunicationError) as error:
-            assert any(disk.fault.stopped for disk in disks), error
+        except (Stopped, CommunicationError):
+            if not stopper.stopped:
+                raise
         return visible
 
 
@@ -95,8 +119,9 @@ SCENARIOS = {
     "only one replaced": Scenario((10,), (10,)),
     "in the background": Scenario((10,), (20, 30), in_flight=1, retention=Retention(last=2)),
     "two in flight": Scenario((), (10, 20, 30), in_flight=2),
+    "after a kill": Scenario((10,), (20,), left=("partial", "replaced")),
     "two ranks": Scenario((10,), (20,), ranks=2),
-    "two ranks in the background": Scenario((10,), (10, 20), ranks=2, in_flight=1, retention=Retention(last=1)),
+    "two ranks in the background": Scenario((10,), (10,), ranks=2, in_flight=1),
 }
 
 
@@ -125,44 +150,60 @@ def check(directory: Path, scenario: Scenario, returned: list[int]) -> None:
     assert not [p.name for p in directory.iterdir() if p.name.startswith(".") and p.name != ".lock"]
 
 
+@dataclass
+class Sweep:
+    """Runs a scenario again and again, each time until another stop."""
+
+    scenario: Scenario
+    folder: Path
+    seen: set = field(default_factory=set)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        base = self.folder / "base"
+        base.mkdir()
+        if self.scenario.before:
+            self.scenario.prepare(base / "run")
+        self.base = tree_of(base)
+
+    def stop_at(self, rank: int, number: int, half: bool) -> str:
+        """Stop one rank there, and look at all that may be left; the name of the change that it came to."""
+        top = self._put(self.base)
+        medium, stopper = Medium(top), StopAt(number, half)
+        disks = [FaultyDisk(stopper if r == rank else None, medium) for r in range(self.scenario.ranks)]
+        visible = self.scenario.run(top / "run", disks, stopper)
+        really = tree_of(top)
+        if "run" in really:
+            really["run"].pop(LOCK, None)  # the one file that is not a `Disk`'s
+            shown = medium.shown()
+            shown["run"].pop(LOCK, None)
+            assert shown == really, "the model must be right"
+        for found in medium.found_after_cut():
+            key = (repr(found), max(visible, default=0))
+            if key in self.seen:
+                continue
+            self.seen.add(key)
+            if "run" in found:
+                check(self._put(found) / "run", self.scenario, visible)
+            else:
+                assert (visible, self.scenario.before) == ([], ())
+        return stopper.stopped_at
+
+    def _put(self, tree: Tree) -> Path:
+        path = self.folder / str(next(self.numbers))
+        put(tree, path)
+        return path
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_stopped_anywhere(tmp_path, name):
-    scenario = SCENARIOS[name]
-    numbers = itertools.count()
-    base = tmp_path / "base"
-    base.mkdir()
-    if scenario.before:
-        scenario.prepare(base / "run")
-    start = Medium(base).found_after_cut
-    (tree,) = start()
-
-    def attempt(rank: int, number: int, half: bool) -> StopAt:
-        top = tmp_path / f"try{next(numbers)}"
-        put(tree, top)
-        medium = Medium(top)
-        stopper, others = StopAt(number, half), StopAt(number=-1)
-        others.number = 1 << 30
-        disks = [FaultyDisk(stopper if r == rank else others, medium) for r in range(scenario.ranks)]
-        returned = scenario.run(top / "run", disks)
-        for found in medium.found_after_cut():
-            key = (repr(found), max(returned, default=0))
-            if key in seen:
-                continue
-            seen.add(key)
-            after = tmp_path / f"cut{next(numbers)}"
-            put(found, after)
-            if "run" in found:
-                check(after / "run", scenario, returned)
-            else:
-                assert not returned and not scenario.before
-        if (top / "run").exists():
-            check(top / "run", scenario, returned)
-        return stopper
-
-    seen: set = set()
-    for rank, half in itertools.product(range(scenario.ranks), (False, True)):
-        stops = 0
-        while attempt(rank, stops, half).stopped:
-            stops += 1
-        assert stops > 5
-    assert len(seen) > 10
+    sweep = Sweep(SCENARIOS[name], tmp_path)
+    for rank in range(sweep.scenario.ranks):
+        stops, more = [], True
+        while more:
+            more = sweep.stop_at(rank, len(stops), half=False)
+            stops.append(more)
+        assert {"create", "write", "sync"} <= set(stops)
+        for number in (n for n, change in enumerate(stops) if change == "write"):
+            sweep.stop_at(rank, number, half=True)
+    assert len(sweep.seen) > 10

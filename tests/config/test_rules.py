@@ -135,7 +135,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "save_switches_need_save": {"checkpoint.no_save_optim": True},
     "async_save_limit_needs_async_save": {"checkpoint.async_save_limit": 2},
     "save_retain_interval_needs_keep_last": {"checkpoint.save_retain_interval": 100},
-    "load_switches_need_load": {"checkpoint.finetune": True},
+    "load_switches_need_load": {"checkpoint.ckpt_step": 0},
     "tensorboard_switches_need_dir": {"logging.log_timers_to_tensorboard": True},
     "wandb_needs_project": {"logging.wandb_exp_name": "first"},
 }

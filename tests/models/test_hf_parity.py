@@ -17,8 +17,7 @@ from tests.models.hf_weights import (
     global_weights,
     gpt2_model,
     llama_model,
-    to_gpt2,
-    to_llama,
+    to_theirs,
 )
 
 pytest.importorskip("transformers")
@@ -55,13 +54,13 @@ LLAMA = ModelConfig(
 )
 UNTIED = {"untie_embeddings_and_output_weights": True}
 SHAPES = {
-    "gpt2": (GPT2, gpt2_model, to_gpt2),
-    "gpt2-untied": (GPT2.model_copy(update=UNTIED), gpt2_model, to_gpt2),
-    "gpt2-exact-gelu": (GPT2.model_copy(update={"activation": "gelu_exact"}), gpt2_model, to_gpt2),
-    "llama": (LLAMA.model_copy(update=UNTIED), llama_model, to_llama),
-    "llama-tied": (LLAMA, llama_model, to_llama),
-    "llama-one-group": (LLAMA.model_copy(update={"num_query_groups": 1}), llama_model, to_llama),
-    "llama-all-groups": (LLAMA.model_copy(update={"num_query_groups": 6}), llama_model, to_llama),
+    "gpt2": (GPT2, gpt2_model),
+    "gpt2-untied": (GPT2.model_copy(update=UNTIED), gpt2_model),
+    "gpt2-exact-gelu": (GPT2.model_copy(update={"activation": "gelu_exact"}), gpt2_model),
+    "llama": (LLAMA.model_copy(update=UNTIED), llama_model),
+    "llama-tied": (LLAMA, llama_model),
+    "llama-one-group": (LLAMA.model_copy(update={"num_query_groups": 1}), llama_model),
+    "llama-all-groups": (LLAMA.model_copy(update={"num_query_groups": 6}), llama_model),
 }
 TOKENS = torch.randint(VOCAB[0], (3, 30), generator=torch.Generator().manual_seed(5))
 
@@ -109,11 +108,11 @@ def run_ours(config: ModelConfig, tp: int) -> tuple:
     [(shape, 1) for shape in SHAPES] + [("gpt2", 2), ("llama", 2), ("llama-tied", 2)],
 )
 def test_logits_loss_gradients_and_greedy_tokens_agree(shape, tp):
-    config, make, rename = SHAPES[shape]
+    config, make = SHAPES[shape]
     logits, loss, weights, gradients, tokens = run_ours(config, tp)
     theirs = make(config, VOCAB[0])
     # `strict` finds every weight that one side has and the other lacks.
-    theirs.load_state_dict(rename(weights, config.num_layers), strict=True)
+    theirs.load_state_dict(to_theirs(weights, config, VOCAB[0]), strict=True)
 
     expected = theirs(TOKENS, labels=TOKENS)
     assert 0.3 < expected.logits.std() < 10  # neither dead nor saturated
@@ -121,7 +120,7 @@ def test_logits_loss_gradients_and_greedy_tokens_agree(shape, tp):
     torch.testing.assert_close(loss, expected.loss.detach(), atol=0, rtol=TOLERANCE)
 
     expected.loss.backward()
-    renamed = rename(gradients, config.num_layers)
+    renamed = to_theirs(gradients, config, VOCAB[0])
     for name, parameter in theirs.named_parameters():
         difference = (renamed[name] - parameter.grad).norm() / parameter.grad.norm()
         assert difference < TOLERANCE, f"gradient of {name} differs by {difference:.1e}"

@@ -11,7 +11,8 @@ import types
 import pytest
 from rich.console import Console
 
-from megazero.config.tree import BatchConfig, Config, LoggingConfig, ModelConfig, OptimizerConfig
+from megazero.config.tree import BatchConfig, Config, ModelConfig, OptimizerConfig
+from megazero.config.tree_output import LoggingConfig
 from megazero.errors import ConfigError
 from megazero.train.monitors import (
     CompositeMonitor,

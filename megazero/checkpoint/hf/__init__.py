@@ -1,8 +1,9 @@
 """hf: models of Hugging Face transformers, read as logical tensors and written from them.
 
 `rule` is the notation that says how a tensor of theirs and one of ours hold the same numbers, `family` what
-there is to know of an architecture, `gpt2` and `llama` two such. `reader` sees a folder as a `Source`; `writer`
-makes one of any `Source`; `convert` joins both to checkpoints. Nothing here needs transformers or unpickles.
+there is to know of an architecture; `gpt2` and `llama` are two. `reader` sees a folder as a `Source`,
+`writer` makes a folder of any `Source`; `convert` joins both to checkpoints. Nothing here imports
+transformers, and nothing unpickles.
 """
 
 from megazero.checkpoint.hf.config_json import FAMILIES, TokenIds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,9 +36,15 @@ class Stored:
     def rows(self, rows: slice) -> Tensor:
         """Some of its rows (indexes of the first dim), in memory of their own."""
         tensor = torch.empty((rows.stop - rows.start, *self.shape[1:]), dtype=self.dtype)
-        row_bytes = tensor[:1].numel() * self.dtype.itemsize
-        self.file.read_into(memory_of(tensor), self.start + rows.start * row_bytes)
+        self.read_rows(rows, tensor)
         return tensor
+
+    def read_rows(self, rows: slice, memory: Tensor) -> None:
+        """Some of its rows, into contiguous memory of its dtype on the CPU."""
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        # A single element is contiguous whatever its strides are.
+        flat = memory.as_strided((memory.numel(),), (1,))
+        self.file.read_into(memory_of(flat), self.start + rows.start * row_bytes)
 
 
 class TensorFolder:

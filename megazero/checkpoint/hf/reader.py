@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.hf.config_json import CONFIG, Description, differences
 from megazero.checkpoint.hf.folder import FLOATS, Stored, TensorFolder, named
-from megazero.checkpoint.hf.rule import Table, cut
+from megazero.checkpoint.hf.rule import Link, Table, cut
 from megazero.checkpoint.part import Key, Part
 from megazero.config.tree import ModelConfig
 from megazero.errors import CheckpointError
 
-CHUNK = 2 << 20
-"""Elements that are read at a time."""
+CHUNK = 1 << 18
+"""Elements that are read at a time: few enough to be transposed within the cache."""
 
 
 class HFReader:
@@ -53,6 +54,21 @@ class HFReader:
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def for_model(cls, folder: str | Path, model: ModelConfig, vocab_size: int) -> HFReader:
+        """The reader of a folder that fits a model; see `check_model`.
+
+        Raises:
+            CheckpointError: it does not fit, or is refused anyway.
+        """
+        reader = cls(folder)
+        try:
+            reader.check_model(model, vocab_size)
+        except BaseException:
+            reader.close()
+            raise
+        return reader
 
     def __enter__(self) -> HFReader:
         return self
@@ -91,14 +107,10 @@ class HFReader:
             assert self.shapes[part.key] == tuple(part.shape), f"{part.key}: {part.shape}"
             for link in self.table.by_key[part.key]:
                 box = link.box.overlap(part.box)
-                if box is None:
-                    continue
-                for piece in cut(box, link.merged[0], CHUNK):
-                    rows, covered = link.rows_of(piece)
-                    seen = link.as_ours(self._stored[link.theirs].rows(rows), covered)
-                    part.tensor[piece.within(part.box)].copy_(seen[piece.within(covered)])
+                for piece in () if box is None else cut(box, link.merged[0], CHUNK):
+                    _read(self._stored[link.theirs], link, piece, part.tensor[piece.within(part.box)])
 
-    def tensor(self, key: Key) -> torch.Tensor:
+    def tensor(self, key: Key) -> Tensor:
         """A whole logical tensor, in the dtype it is stored in."""
         shape = self.shapes[key]
         whole = torch.empty(shape, dtype=self._stored[self.table.by_key[key][0].theirs].dtype)
@@ -158,3 +170,13 @@ class HFReader:
         return CheckpointError(
             f"the tensors in `{self.folder}` must be those that its {CONFIG} describes, but {what}"
         )
+
+
+def _read(stored: Stored, link: Link, box: Box, target: Tensor) -> None:
+    """A box of ours, which is consecutive rows of theirs, or is within them."""
+    rows, covered = link.rows_of(box)
+    straight = link.is_straight and covered == box and target.is_contiguous()
+    if straight and target.is_cpu and target.dtype == stored.dtype:
+        stored.read_rows(rows, target)
+    else:
+        target.copy_(link.as_ours(stored.rows(rows), covered)[box.within(covered)])

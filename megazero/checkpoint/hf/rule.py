@@ -101,6 +101,12 @@ class Link:
         """Shape of their tensor."""
         return tuple(math.prod(self.box.shape[dim] for dim in dims) for dims in self.merged)
 
+    @property
+    def is_straight(self) -> bool:
+        """Whether their elements lie in the order of ours."""
+        order = [dim for dims in self.merged for dim in dims]
+        return order == sorted(order)
+
     def as_ours(self, theirs: Tensor, box: Box | None = None) -> Tensor:
         """Their contiguous tensor, or the rows of it that hold `box`, as a view with our dims."""
         shape = (box or self.box).shape

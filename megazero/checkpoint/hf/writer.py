@@ -24,8 +24,8 @@ from megazero.config.tree import ModelConfig
 from megazero.errors import CheckpointError
 
 SHARD_BYTES = 5 << 30
-CHUNK = 2 << 20
-"""Elements that are asked of a source at a time, which need not hold more beside the destination."""
+CHUNK = 1 << 18
+"""Elements that are asked of a source at a time where they cannot go straight to their place."""
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -159,12 +159,10 @@ def read_theirs(source: Source, link: Link, dtype: torch.dtype) -> Tensor:
     """
     theirs = torch.empty(link.their_shape, dtype=dtype)
     seen = link.as_ours(theirs)
-    source.read(
-        [
-            Part(link.key, link.shape, box, seen[box.within(link.box)])
-            for box in cut(link.box, range(len(link.shape)), CHUNK)
-        ]
-    )
+    # A source of another dtype, or that must transpose, holds a copy of each part.
+    straight = link.is_straight and dtype == torch.float32
+    boxes = [link.box] if straight else cut(link.box, range(len(link.shape)), CHUNK)
+    source.read([Part(link.key, link.shape, box, seen[box.within(link.box)]) for box in boxes])
     if dtype == torch.float16 and not all(math.isfinite(each) for each in theirs.aminmax()):
         raise CheckpointError(
             f"`{link.key}` must be finite as float16, but has values beyond its range; export bfloat16 or "

@@ -14,6 +14,8 @@ from pydantic import ValidationError
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.folder import saved_iterations
+from megazero.checkpoint.hf.convert import KIND
+from megazero.checkpoint.megatron.folder import Form
 from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
 from megazero.checkpoint.part import Key, Part
 from megazero.checkpoint.tensor_file import Later
@@ -28,8 +30,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The flags."""
     parser = argparse.ArgumentParser(
         prog="megazero checkpoint import-megatron",
-        description="Bring the weights of a GPT from a checkpoint of Megatron-LM or Megatron-DeepSpeed, saved on any "
-        "number of tensor- and pipeline-parallel ranks, into a megazero checkpoint, which loads on any.",
+        description="Bring the weights of a GPT from a checkpoint of Megatron-LM or Megatron-DeepSpeed, of "
+        "any tensor- and pipeline-parallel sizes, into a megazero checkpoint, which loads on any.",
     )
     parser.add_argument(
         "source", metavar="SRC", help="folder of the run, for its newest checkpoint, or of one of them"
@@ -38,7 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--trust-pickle",
         action="store_true",
-        help="needed: the files are pickles, which can name any function; only those that make tensors are called",
+        help="needed, as the files are pickles, which can name any function; only those that make tensors "
+        "are called",
     )
     parser.add_argument(
         "--vocab-size",
@@ -103,7 +106,8 @@ def import_megatron(
     """
     if saved := saved_iterations(directory):
         raise CheckpointError(
-            f"`{directory}` must have no checkpoint yet, but has one of iteration {saved[-1]}; name another folder"
+            f"`{directory}` must have no checkpoint yet, but has one of iteration {saved[-1]}; name "
+            f"another folder"
         )
 
     def later(key: Key, shape: tuple[int, ...]) -> Later:
@@ -115,13 +119,12 @@ def import_megatron(
         return Later(torch.float32, shape, make)
 
     facts = {
-        "config": {
-            "model": reader.model_settings(),
-            "tokenizer": (tokenizer or TokenizerConfig()).model_dump(mode="json"),
-        },
+        "kind": KIND,
+        "model": reader.model_settings(),
         "vocab_size": reader.model.vocab_size,
-        "imported": {
-            "from": reader.files.form.value,
+        "tokenizer": (tokenizer or TokenizerConfig()).model_dump(mode="json"),
+        "converted_from": {
+            "format": reader.files.form.value,
             "iteration": reader.iteration,
             "checkpoint_version": reader.checkpoint_version,
         },
@@ -132,13 +135,15 @@ def import_megatron(
 def report(reader: MegatronReader, folder: Path) -> str:
     """What was read and written, and how to train on it."""
     elements = sum(Box.whole(shape).numel for shape in reader.shapes.values())
+    files = reader.files
+    parts = "modules" if files.form is Form.LAYERS else "pipeline stages"
     after = "" if reader.iteration is None else f", iteration {reader.iteration}"
     return "\n".join(
         [
-            f"read      {reader.files.folder} ({reader.files.form.value}{after})",
-            f"layout    {len(reader.files.stages)} parts of the model x {reader.files.tensor_ranks} tensor-parallel ranks",
-            f"wrote     {folder}: {len(reader.shapes)} tensors, {elements:,} parameters, fp32",
-            f"vocabulary {reader.model.vocab_size} of {reader.padded_vocab_size} rows, the rest was padding",
+            f"read        {files.folder} ({files.form.value}{after})",
+            f"from        {files.tensor_ranks} tensor-parallel ranks x {len(files.stages)} {parts}",
+            f"vocabulary  {reader.model.vocab_size} of {reader.padded_vocab_size} rows, the rest was padding",
+            f"wrote       {folder}: {len(reader.shapes)} tensors, {elements:,} parameters, fp32",
             f"train on it with --load {folder.parent} --finetune",
         ]
     )
@@ -156,10 +161,10 @@ def _read_arguments(path: str) -> Mapping[str, Any]:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"`--megatron-args` must be a JSON file, but {path} cannot be read: {error}"
+            f"`--megatron-args` must be a JSON file, but {path} cannot be read: {error}; correct it"
         ) from error
     if not isinstance(found, dict):
         raise ConfigError(
-            f"`--megatron-args` must hold a JSON object, but {path} holds a {type(found).__name__}"
+            f"`--megatron-args` must hold a JSON object, but {path} holds a {type(found).__name__}; write one"
         )
     return found

@@ -2,9 +2,9 @@
 
 Three forms, by stage of the pipeline PPP and tensor-parallel rank TT::
 
-    iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt          Megatron-LM (``release`` where there is no iteration)
-    global_step100/mp_rank_TT_model_states.pt                 Megatron-DeepSpeed, one stage
-    global_step100/layer_LL-model_TT-model_states.pt          Megatron-DeepSpeed, a pipeline: a file per layer
+    iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt    Megatron-LM (``release/`` for converted weights)
+    global_step100/mp_rank_TT_model_states.pt           Megatron-DeepSpeed without a pipeline
+    global_step100/layer_LL-model_TT-model_states.pt    Megatron-DeepSpeed with one: a file per layer
 """
 
 from __future__ import annotations
@@ -61,8 +61,11 @@ def find_files(source: Path) -> Files:
     Raises:
         CheckpointError: there is none, it is of a form that cannot be read, or files are missing.
     """
-    folder = _checkpoint_folder(source)
-    names = sorted(each.name for each in folder.iterdir())
+    try:
+        folder = _checkpoint_folder(source)
+        names = sorted(each.name for each in folder.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"`{source}` must be a readable folder, but is not: {error}") from error
     _refuse_other_forms(folder, names)
     layers = {n: match for n in names if (match := _LAYER_FILE.fullmatch(n))}
     if layers:
@@ -113,8 +116,8 @@ def _refuse_other_forms(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         if name == ".metadata" or name.endswith(".distcp"):
             raise CheckpointError(
-                f"`{folder}` must be in Megatron's `torch` format, but is in `torch_dist` ({name}); load it with "
-                f"Megatron and the flags --ckpt-convert-format torch --ckpt-convert-save DIR, and import DIR"
+                f"`{folder}` must be in Megatron's `torch` format, but is in `torch_dist` ({name}); load "
+                f"it with Megatron and --ckpt-convert-format torch --ckpt-convert-save DIR, and import DIR"
             )
         if "expert_" in name or (
             re.fullmatch(r"mp_rank_\d+_\d{3,}_\d{3,}", name) and _rank_file(folder / name)
@@ -124,8 +127,8 @@ def _refuse_other_forms(folder: Path, names: Iterable[str]) -> None:
             )
         if re.fullmatch(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt", name):
             raise CheckpointError(
-                f"`{folder}` must hold whole weights, but was saved under ZeRO stage 3 ({name}); save it with "
-                f"`stage3_gather_16bit_weights_on_model_save`, or load and save it under stage 1"
+                f"`{folder}` must hold whole weights, but was saved under ZeRO stage 3 ({name}); load it "
+                f"with DeepSpeed and save it under stage 1"
             )
 
 
@@ -164,7 +167,7 @@ def _grid(folder: Path, places: Mapping[tuple[int, int], Path]) -> tuple[tuple[P
     missing = [f"rank {r} of {s}" for s in sorted(stages) for r in range(ranks) if r not in stages[s]]
     if missing:
         raise CheckpointError(
-            f"`{folder}` must have a file for each of {ranks} tensor-parallel ranks in each stage or layer, but "
-            f"lacks {', '.join(missing[:8])}; copy all files"
+            f"`{folder}` must have a file for each of {ranks} tensor-parallel ranks in each stage or layer, "
+            f"but lacks {', '.join(missing[:8])}; copy all files"
         )
     return tuple(tuple(stages[s][r] for r in range(ranks)) for s in sorted(stages))

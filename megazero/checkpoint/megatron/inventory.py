@@ -1,4 +1,4 @@
-"""What a checkpoint holds, by Megatron-Core's names over the whole model, and whether that makes our model."""
+"""What a checkpoint holds, by Core's names over the whole model, and whether that makes our model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Found:
-    """One tensor: where it lies, its shape on every rank, and by how much copies on the ranks differ at most."""
+    """One tensor: where it lies, what it is on each rank, and by how much its copies differ at most."""
 
     slot: Slot
     shapes: tuple[tuple[int, ...], ...]
@@ -73,7 +73,8 @@ def take_inventory(stages: Stages) -> Inventory:
         numbers = {number for name in found if (number := layer_of(name)) is not None}
         if numbers != set(range(len(numbers))):
             raise CheckpointError(
-                f"`{stages.files.stages[place[1]][0]}` must number its layers from 0, but has {sorted(numbers)}"
+                f"`{stages.files.stages[place[1]][0]}` must number its layers from 0, but has "
+                f"{sorted(numbers)}; copy all files"
             )
         found = {moved(name, first_layer): each for name, each in found.items()}
         twice += [name for name in found if name in whole]
@@ -90,28 +91,23 @@ def _of_chunk(stage: int, chunk: str, ranks: Sequence[Weights]) -> Iterator[tupl
     for rank, weights in enumerate(ranks):
         if uneven := weights.keys() ^ ranks[0].keys():
             raise CheckpointError(
-                f"tensor-parallel ranks 0 and {rank} of stage {stage} must hold the same tensors, but only one holds "
-                f"{_some(uneven)}"
+                f"tensor-parallel ranks 0 and {rank} of stage {stage} must hold the same tensors, "
+                f"but only one holds {_some(uneven)}; copy all files of one checkpoint"
             )
     for name in ranks[0]:
         core = core_name(name)
         if core is not None:
             tensors = [weights[name] for weights in ranks]
             shapes, dtypes = tuple(tuple(t.shape) for t in tensors), tuple(t.dtype for t in tensors)
-            apart = _difference(tensors) if held_whole(core) and len(set(shapes)) == 1 else 0.0
+            comparable = len({*shapes}) == 1 and dtypes[0] in _FLOATS and len({*dtypes}) == 1
+            apart = _difference(tensors) if comparable and held_whole(core) else 0.0
             yield core, Found(Slot(stage, chunk, name), shapes, dtypes, apart)
 
 
 def _difference(copies: Sequence[Tensor]) -> float:
-    """The largest of any element of any copy from the first's."""
-    return max(
-        (
-            float((copy.float() - copies[0].float()).abs().max())
-            for copy in copies[1:]
-            if not torch.equal(copy, copies[0])
-        ),
-        default=0.0,
-    )
+    """The largest of any element of any copy from the first's; not a number where either is none."""
+    unequal = [copy for copy in copies[1:] if not torch.equal(copy, copies[0])]
+    return float(torch.stack([(copy - copies[0]).abs().max() for copy in unequal]).max()) if unequal else 0.0
 
 
 def check(
@@ -142,8 +138,8 @@ def check(
             wrong += _misfits(name, inventory[name], sliced, link, average_replicas)
     if WORD in inventory:
         wrong += [
-            f"holds {name}, which differs from the embedding that it is a copy of; if it is a head of its own, add "
-            f"untie_embeddings_and_output_weights with --megatron-args"
+            f"holds {name}, which differs from the embedding that it is a copy of; if it is a head of its "
+            f"own, set untie_embeddings_and_output_weights with --megatron-args"
             for name in sorted(copies & inventory.keys())
             if not _same(inventory[WORD], inventory[name], stages)
         ]
@@ -162,13 +158,15 @@ def _misfits(name: str, found: Found, sliced: Sliced, link: Link, average_replic
     if sliced.letter == "v":  # padded, and the padding is not known before the rows are counted
         expected = (found.shapes[0][0] if found.shapes[0] else 0, *expected[1:])
     if any(shape != expected for shape in found.shapes):
-        yield f"holds {name} as {[list(shape) for shape in found.shapes]} instead of {list(expected)} per rank"
-    if any(dtype not in _FLOATS for dtype in found.dtypes):
-        yield f"holds {name} as {found.dtypes[0]} instead of floats"
+        shapes = [list(shape) for shape in found.shapes]
+        yield f"holds {name} as {shapes} instead of {list(expected)} per rank"
+    if found.dtypes[0] not in _FLOATS or len(set(found.dtypes)) > 1:
+        dtypes = ", ".join(sorted({str(dtype) for dtype in found.dtypes}))
+        yield f"holds {name} as {dtypes} instead of floats of one kind"
     if found.difference != 0.0 and not average_replicas:  # not a number differs, too
         yield (
-            f"holds {name}, whose copies on the tensor-parallel ranks differ by up to {found.difference:.2g}; "
-            f"--average-replicas takes their mean"
+            f"holds {name}, whose copies on the tensor-parallel ranks differ by up to "
+            f"{found.difference:.2g}; --average-replicas takes their mean"
         )
 
 

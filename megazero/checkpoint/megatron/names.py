@@ -1,7 +1,7 @@
 """What Megatron's tensors are called and how they make up ours.
 
-Each generation has names of its own. `core_name` brings all of them to those of Megatron-Core's plain layers; one table
-says what those are of ours, and along which of our dims the tensor-parallel ranks cut them.
+Each generation has names of its own. `core_name` brings all of them to those of Megatron-Core's plain layers;
+one table says what those are of ours, and along which of our dims the tensor-parallel ranks cut them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megazero.config.tree import ModelConfig
 WORD = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 HEAD_COPY = "word_embeddings_for_head.weight"
+VERSIONS = (0.0, 1.0, 2.0, 3.0)
 _LAYER = r"decoder\.layers\.(\d+)\."
 
 # Tried one after the other on what the one before has made of the name.
@@ -24,7 +25,7 @@ _RENAMED = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
         (r"^(?:module\.)+", ""),
-        # Megatron-LM before Core, Megatron-DeepSpeed: one model, whose decoder is called encoder or transformer.
+        # Megatron-LM before Core and Megatron-DeepSpeed call the decoder encoder or transformer.
         (r"^language_model\.(?:encoder|transformer)\.", "decoder."),
         (r"^language_model\.(embedding|output_layer|rotary_pos_emb)\.", r"\1."),
         (r"^language_model\.lm_head\.", "output_layer."),
@@ -64,7 +65,7 @@ _FOREIGN = tuple(
 
 
 def core_name(name: str) -> str | None:
-    """Megatron-Core's name for a tensor, or None for what is no weight; the layer's number is still its stage's."""
+    """Core's name for a tensor, its layer still numbered as in the stage; None for what is no weight."""
     if _NOT_WEIGHTS.fullmatch(name):
         return None
     for pattern, other in _RENAMED:
@@ -84,7 +85,7 @@ def moved(name: str, by: int) -> str:
 
 
 def prefix_of_layer_file(names: Iterable[str]) -> str:
-    """Under which names a module of DeepSpeed's pipeline, whose file has but its own, would lie in a whole model."""
+    """What a whole model has before the names in a file of one module of DeepSpeed's pipeline."""
     names = set(names)
     if "word_embeddings.weight" in names:
         return "language_model.embedding."
@@ -103,16 +104,16 @@ def foreign_kind(names: Iterable[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Sliced:
-    """A rule, and the letter of the dim that tensor-parallel ranks cut; None: each holds all."""
+    """A rule, and the letter of the dim that tensor-parallel ranks cut; None: each holds all.
+
+    A vocabulary (letter v) is padded at its end; by how much, only its rows in the files tell.
+    """
 
     rule: Rule
     letter: str | None = None
 
     def boxes(self, link: Link, ranks: int, rows: int) -> Iterator[Box]:
-        """The part of ours that each rank holds; `rows` is the first dim of its tensor.
-
-        A vocabulary is padded at its end, which belongs to no box.
-        """
+        """The part of ours that each rank holds; `rows` is the first dim of its tensor."""
         if self.letter is None:
             yield from [Box.whole(link.shape)] * ranks
             return
@@ -126,7 +127,7 @@ class Sliced:
             yield Box(offset, shape)
 
     def shape(self, link: Link, ranks: int) -> tuple[int, ...] | None:
-        """Shape of one rank's tensor; None where the dim does not divide. A vocabulary's is without padding."""
+        """Of one rank's tensor, or None where the dim does not divide; of a vocabulary the whole one's."""
         if self.letter is None or self.letter == "v":
             return link.their_shape
         dim = self.rule.dims.split().index(self.letter)
@@ -164,8 +165,8 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     """The table. A rank's queries, keys and values changed their order twice.
 
     Args:
-        checkpoint_version: 0 has all queries, then all keys, then all values; 1 runs through them fastest, below
-            the channels; 2 and later have head by head (group by group) its queries, key and value.
+        checkpoint_version: 0 has all queries, then all keys, then all values; 1 has the three channel by
+            channel; 2 and later have the queries, key and value head by head, or group by group.
     """
     qkv = {0.0: "(s g d)", 1.0: "(g d s)"}.get(checkpoint_version, "(g s d)")
 

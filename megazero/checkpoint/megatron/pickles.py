@@ -1,9 +1,8 @@
 """Reading pickles without running what they name.
 
-A pickle names functions to call, so one of unknown origin can run anything (CERT VU#253266). torch's restricted
-unpickler calls only what it is allowed; of what Megatron and DeepSpeed store beside tensors, only the arguments are
-wanted. The classes of the rest are replaced by `Inert`, by their names, so they need not be installed and nothing of
-them is ever called.
+A pickle names functions to call, so one of unknown origin can run anything. torch's restricted unpickler
+calls only what it is allowed. Of what Megatron and DeepSpeed store beside tensors only the arguments are
+wanted; `Inert` takes the place of the other classes, by their names: none is called or need be installed.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ import torch
 
 from megazero.errors import CheckpointError, DamagedCheckpointError
 
-# What writers of these formats store beside tensors and plain values: states of numpy's random numbers, enums among
-# the arguments, loss scalers, Transformer Engine's extra states.
+# What is stored beside tensors and plain values: states of numpy's random numbers, enums among the arguments,
+# loss scalers, Transformer Engine's extra states.
 INERT = (
     *("numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType"),
     *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
@@ -39,6 +38,8 @@ INERT = (
 )
 _ZIP = b"PK\x03\x04"
 _NAMED = re.compile(r"GLOBAL ([\w.]+)")
+# What torch puts before it is advice to load the file without restrictions.
+_REASON = re.compile(r"WeightsUnpickler error:\s*")
 
 
 class Inert:
@@ -53,6 +54,9 @@ class Inert:
     def __setstate__(self, state: Any) -> None:
         pass
 
+    def __repr__(self) -> str:
+        return "an object that is not read"
+
 
 class PositionEmbedding(Enum):
     """BigScience's ``megatron.enums.PositionEmbeddingType``, by whose number its arguments name the kind."""
@@ -63,7 +67,7 @@ class PositionEmbedding(Enum):
 
 
 def load_pickle(path: Path, inert: Iterable[str] = ()) -> Any:
-    """What a file of `torch.save` holds; tensors stay in the file until they are used, where its format allows.
+    """What a file of `torch.save` holds; tensors stay in the file until they are used, if its format allows.
 
     Args:
         path: of the file.
@@ -81,15 +85,20 @@ def load_pickle(path: Path, inert: Iterable[str] = ()) -> Any:
     except pickle.UnpicklingError as error:
         named = _NAMED.search(str(error))
         if named is None:
-            raise DamagedCheckpointError(f"`{path}` must be a file of torch.save, but: {error}") from error
+            raise _damaged(path, _REASON.split(str(error))[-1].partition("\n")[0]) from error
+        name = named[1] if "." in named[1] else f"builtins.{named[1]}"
         raise CheckpointError(
-            f"`{path}` must hold only tensors and plain values, but names {named[1]}, which was not called; if "
-            f"it is a class whose objects are not needed, add `--inert-class {named[1]}`"
+            f"`{path}` must hold only tensors and plain values, but names {name}, which was not called; if "
+            f"it is a class whose objects are not needed, add `--inert-class {name}`"
         ) from error
     except Exception as error:  # a damaged pickle can fail in any way
-        raise DamagedCheckpointError(
-            f"`{path}` must be a file of torch.save, but cannot be read: {type(error).__name__}: {error}"
-        ) from error
+        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+
+
+def _damaged(path: Path, reason: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"`{path}` must be a file of torch.save, but cannot be read: {reason}; copy it again"
+    )
 
 
 def _allowed(inert: Iterable[str]) -> list[Callable | tuple[Callable, str]]:

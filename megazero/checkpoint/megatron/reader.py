@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.hf.rule import Link
-from megazero.checkpoint.megatron.folder import find_files
+from megazero.checkpoint.megatron.folder import Form, find_files
 from megazero.checkpoint.megatron.inventory import Inventory, Slot, check, take_inventory
-from megazero.checkpoint.megatron.names import WORD, Sliced, links_of, rules
+from megazero.checkpoint.megatron.names import VERSIONS, WORD, Sliced, links_of, rules
 from megazero.checkpoint.megatron.settings import read_settings
 from megazero.checkpoint.megatron.stages import Header, Stages
 from megazero.checkpoint.part import Key, Part
@@ -43,7 +43,8 @@ class ImportOptions:
 class MegatronReader:
     """The weights of a GPT, whatever its tensor- and pipeline-parallel sizes; a `Source`.
 
-    Only what is read is taken from the files, but those of torch before 1.6 are loaded whole, one stage at a time.
+    Files are mapped and only what is read is taken from them. Those of torch before 1.6 cannot be; they are
+    loaded whole, one stage at a time.
 
     Args:
         source: a run's folder, for its newest checkpoint, or one checkpoint's.
@@ -59,16 +60,16 @@ class MegatronReader:
 
     Raises:
         ConfigError: `options` do not allow it to be opened.
-        CheckpointError: it is of a form or a model that is not ours; DamagedCheckpointError where a file cannot be
-            read.
+        CheckpointError: it is of a form or a model that is not ours.
+        DamagedCheckpointError: a file cannot be read.
     """
 
     def __init__(self, source: str | Path, options: ImportOptions):
         if not options.trust_pickle:
             raise ConfigError(
-                f"`--trust-pickle` must be given to read {source}, as Megatron's checkpoints are pickles, which can "
-                f"name any function to be called; none is called but those that make tensors, but give the flag "
-                f"only if you trust who wrote the files"
+                f"`--trust-pickle` must be given to read {source}: Megatron's checkpoints are pickles, which "
+                f"can name any function to be called. None is called but those that make tensors; still, "
+                f"give the flag only if you trust who wrote the files"
             )
         self.files = find_files(Path(source))
         self._average = options.average_replicas
@@ -78,11 +79,13 @@ class MegatronReader:
         self.iteration, self.checkpoint_version = header.iteration, header.version
         if header.arguments is None and not options.arguments:
             raise CheckpointError(
-                f"`{self.files.ranks[0]}` must hold Megatron's `args`, but does not; give those of the model as a "
-                f"JSON file with --megatron-args"
+                f"`{self.files.ranks[0]}` must hold Megatron's `args`, but does not; give those of the "
+                f"model as a JSON file with --megatron-args"
             )
+        arguments = {**(header.arguments or {}), **options.arguments}
+        self._check_ranks(arguments)
         core = not any(found.slot.name.startswith("language_model.") for found in inventory.values())
-        settings = read_settings({**(header.arguments or {}), **options.arguments}, core=core)
+        settings = read_settings(arguments, core=core)
         self.padded_vocab_size = _rows(inventory)
         size = self._vocab_size((options.vocab_size, header.original_vocab_size, settings.vocab_size))
         self.model = settings.model.model_copy(update={"vocab_size": size})
@@ -109,6 +112,7 @@ class MegatronReader:
         """The fields of `ModelConfig`, as JSON."""
         return self.model.model_dump(mode="json")
 
+    @torch.no_grad()
     def read(self, parts: Iterable[Part]) -> None:
         """Fill the memory of parts; see `Source`."""
         for part in sorted(parts, key=lambda part: self._places[part.key][2].stage):
@@ -130,30 +134,49 @@ class MegatronReader:
 
     def _agreed_header(self) -> Header:
         """The first rank's, if all were saved after the same step and under the same version."""
-        headers = {path: self._stages.headers[path] for path in self.files.ranks}
+        folder, paths = self.files.folder, self.files.ranks
+        headers = [self._stages.headers[path] for path in paths]
         for what in ("iteration", "version"):
-            values = {getattr(header, what) for header in headers.values()}
-            if len(values) > 1:
-                found = ", ".join(
-                    f"{getattr(h, what)} in {p.relative_to(self.files.folder)}" for p, h in headers.items()
-                )
+            values = [getattr(header, what) for header in headers]
+            if len(set(values)) > 1:
+                pairs = zip(values, paths, strict=True)
+                found = ", ".join(f"{value} in {path.relative_to(folder)}" for value, path in pairs)
                 raise CheckpointError(
-                    f"`{self.files.folder}` must be of one {what}, but its ranks are of {found[:400]}; copy all ranks of "
-                    f"one checkpoint"
+                    f"`{folder}` must be of one {what}, but its ranks are of {found[:400]}; copy all "
+                    f"ranks of one checkpoint"
                 )
-        return headers[self.files.ranks[0]]
+        if headers[0].version not in VERSIONS:
+            raise CheckpointError(
+                f"`{folder}` must be of checkpoint version {', '.join(map(str, VERSIONS))}, but is of "
+                f"{headers[0].version}; save it with a version of Megatron that writes one of these"
+            )
+        return headers[0]
+
+    def _check_ranks(self, arguments: Mapping[str, Any]) -> None:
+        """A rank whose file is missing would leave no gap in what is there, if it is the last one."""
+        files = self.files
+        ranks = arguments.get("tensor_model_parallel_size") or arguments.get("model_parallel_size")
+        ranks = ranks if isinstance(ranks, int) else files.tensor_ranks
+        stages = 1 if files.form is Form.DEEPSPEED else arguments.get("pipeline_model_parallel_size")
+        stages = stages if isinstance(stages, int) else len(files.ranks) // ranks
+        if (files.tensor_ranks, len(files.ranks)) != (ranks, ranks * stages):
+            raise CheckpointError(
+                f"`{files.folder}` must have the files of {ranks} tensor-parallel ranks in {stages} stages, "
+                f"but has {len(files.ranks)} files of {files.tensor_ranks} tensor-parallel ranks; copy all"
+            )
 
     def _vocab_size(self, sizes: Iterable[int | None]) -> int:
         size = next((size for size in sizes if size is not None), None)
         if size is None:
             raise CheckpointError(
                 f"`--vocab-size` must be given, as {self.files.folder} does not say how many of the "
-                f"{self.padded_vocab_size} rows of its embedding are no padding; give the tokenizer's size, or that "
-                f"number to keep all"
+                f"{self.padded_vocab_size} rows of its embedding are no padding; give the tokenizer's size, "
+                f"or that number to keep all"
             )
         if not 0 < size <= self.padded_vocab_size:
             raise CheckpointError(
-                f"`--vocab-size` must be from 1 to the {self.padded_vocab_size} rows of the embedding, but is {size}"
+                f"`--vocab-size` must be from 1 to the {self.padded_vocab_size} rows of the embedding, but "
+                f"is {size}; give the tokenizer's size"
             )
         return size
 

@@ -15,7 +15,7 @@ from megazero.errors import CheckpointError
 
 Arguments = Mapping[str, Any]
 
-# Arguments under which Megatron computes what ours does not: name, the values that are fine, what it is otherwise.
+# Arguments under which Megatron computes what ours does not: name, values that are fine, what else it is.
 _UNSET = (None, False, "", ())
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("num_experts", (*_UNSET, 1, (1,)), "a mixture of experts"),
@@ -88,9 +88,7 @@ def read_settings(arguments: Arguments, *, core: bool) -> ModelSettings:
         if name in arguments and _comparable(arguments[name]) not in fine
     ]
     if arguments.get("add_qkv_bias") and not arguments.get("add_bias_linear", True):
-        wrong.append(
-            "`add_qkv_bias` is set without `add_bias_linear` (biases of queries, keys and values alone)"
-        )
+        wrong.append("`add_qkv_bias` is True (biases of queries, keys and values alone)")
     fields: dict[str, Any] = {n: arguments[n] for n in _SAME_NAME if arguments.get(n) is not None}
     parts: tuple[Callable[[Arguments, bool], dict[str, Any]], ...] = (
         _heads,
@@ -162,9 +160,7 @@ def _activation(arguments: Arguments, core: bool) -> dict[str, Any]:
         return {"activation": "squared_relu"}
     if arguments.get("openai_gelu"):
         if core:
-            raise ValueError(
-                "`openai_gelu` is set, which Megatron-Core ignores (unset it with --megatron-args)"
-            )
+            raise ValueError("`openai_gelu` is True, which Core ignores (unset it with --megatron-args)")
         return {"activation": "gelu"}
     fused = arguments.get("bias_gelu_fusion", True) and arguments.get("add_bias_linear", True)
     return {"activation": "gelu" if fused else "gelu_exact"}

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megazero.checkpoint.megatron.folder import Files, Form
 from megazero.checkpoint.megatron.names import prefix_of_layer_file
-from megazero.checkpoint.megatron.pickles import load_pickle
+from megazero.checkpoint.megatron.pickles import Inert, PositionEmbedding, load_pickle
 from megazero.errors import CheckpointError
 
 _MODEL = re.compile(r"model\d*")
@@ -69,14 +70,14 @@ class Stages:
         self._held = None
 
     def chunks(self, stage: int) -> Mapping[str, tuple[Weights, ...]]:
-        """The model chunks of a stage, by the name they have in its files; of each the weights on every rank."""
+        """The model chunks of a stage, by their names in its files; of each the weights on every rank."""
         if self._held is None or self._held[0] != stage:
             self._held = None  # what is open goes before more is opened
             ranks = [self._weights(path) for path in self.files.stages[stage]]
             if any(rank.keys() != ranks[0].keys() for rank in ranks):
                 raise CheckpointError(
-                    f"`{self.files.stages[stage][0]}` and its other ranks must hold the same model chunks, but hold "
-                    f"{'; '.join(', '.join(rank) for rank in ranks)}"
+                    f"`{self.files.stages[stage][0]}` and its other ranks must hold the same model "
+                    f"chunks, but hold {'; '.join(', '.join(rank) for rank in ranks)}; copy all files"
                 )
             self._held = stage, {chunk: tuple(rank[chunk] for rank in ranks) for chunk in ranks[0]}
         return self._held[1]
@@ -90,10 +91,13 @@ class Stages:
         if self.files.form is Form.DEEPSPEED:
             loaded = {"model": loaded["module"]} if loaded.get("module") is not None else {}
         chunks = {name: each for name, each in loaded.items() if _MODEL.fullmatch(str(name))}
-        if not chunks:
+        if not chunks or chunks.keys() not in (
+            {"model"},
+            {f"model{number}" for number in range(len(chunks))},
+        ):
             raise CheckpointError(
-                f"`{path}` must hold the weights of a {self.files.form.value} model, but has only "
-                f"{', '.join(sorted(map(str, loaded)))[:200] or 'none'}; copy all files of the checkpoint"
+                f"`{path}` must hold `module`, `model`, or `model0`, `model1` and so on, but holds "
+                f"{', '.join(sorted(map(str, loaded)))[:200] or 'nothing'}; copy all files of the checkpoint"
             )
         return {name: dict(flatten(path, each)) for name, each in chunks.items()}
 
@@ -114,18 +118,27 @@ def _header(loaded: Mapping[str, Any]) -> Header:
     universal = loaded.get("universal_checkpoint_info")
     size = universal.get("original_vocab_size") if isinstance(universal, Mapping) else None
     return Header(
-        arguments if isinstance(arguments, Mapping) else None,
+        {str(name): _plain(value) for name, value in arguments.items()}
+        if isinstance(arguments, Mapping)
+        else None,
         iteration if isinstance(iteration, int) else None,
         float(version) if isinstance(version, (int, float)) else 0.0,
         size if isinstance(size, int) else None,
     )
 
 
+def _plain(value: Any) -> Any:
+    """What can be compared and printed; anything else is inert."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(each) for each in value)
+    return value if isinstance(value, (bool, int, float, str, PositionEmbedding, type(None))) else Inert()
+
+
 def flatten(path: Path, tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
     """Tensors of nested mappings by their names joined with dots. What is no tensor is no weight.
 
     Raises:
-        CheckpointError: a name is no text, or mappings are nested without end.
+        CheckpointError: a name is no text, mappings are nested without end, or a tensor is not dense.
     """
     if depth > _DEEPEST:
         raise CheckpointError(
@@ -139,4 +152,8 @@ def flatten(path: Path, tree: Any, prefix: str = "", depth: int = 0) -> Iterator
         if isinstance(each, Mapping):
             yield from flatten(path, each, f"{prefix}{name}.", depth + 1)
         elif isinstance(each, Tensor):
+            if each.layout is not torch.strided or each.device.type != "cpu":
+                raise CheckpointError(
+                    f"`{path}` must hold dense tensors, but {prefix}{name} is {each.layout} on {each.device}"
+                )
             yield prefix + name, each

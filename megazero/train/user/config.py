@@ -13,7 +13,8 @@ from megazero.config.deepspeed import DeepSpeedSettings, read_deepspeed
 from megazero.config.deepspeed_batch import BatchTriangle, resolve_batch
 from megazero.config.deepspeed_extras import Extras
 from megazero.config.resolve import build_section
-from megazero.config.tree import LoggingConfig, PrecisionConfig, ZeroConfig
+from megazero.config.tree import PrecisionConfig, ZeroConfig
+from megazero.config.tree_output import LoggingConfig
 from megazero.errors import ConfigError
 
 Source = str | Path | Mapping[str, Any]

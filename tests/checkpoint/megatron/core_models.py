@@ -1,5 +1,5 @@
-"""Real Megatron-Core GPTs on the CPU: ``python -m tests.checkpoint.megatron.core_models OUT`` saves them and their
-logits. A process of its own, as Megatron needs a process group of its own.
+"""Real Megatron-Core GPTs on the CPU: ``python -m tests.checkpoint.megatron.core_models OUT`` saves them and
+their logits. A process of its own, as Megatron needs a process group of its own.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ MODELS = {
 
 
 def main(out: Path) -> None:
-    """Save each model as Megatron-LM's `torch` format does, and beside it tokens [b, s] and logits [b, s, v]."""
+    """Save each model in Megatron-LM's `torch` format, and beside it tokens [b, s] and logits [b, s, v]."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 

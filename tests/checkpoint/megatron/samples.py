@@ -1,4 +1,4 @@
-"""Checkpoints as Megatron-LM and Megatron-DeepSpeed write them, made of weights of ours without the code under test."""
+"""Checkpoints as Megatron-LM and Megatron-DeepSpeed write them, made without the code under test."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ OLD = {
     "mlp.linear_fc1": "mlp.dense_h_to_4h",
     "mlp.linear_fc2": "mlp.dense_4h_to_h",
 }
-OLDEST = {**OLD, "self_attention.linear_qkv": "attention.query_key_value", "self_attention.linear_proj": "attention.dense"}
+OLDEST = {
+    **OLD,
+    "self_attention.linear_qkv": "attention.query_key_value",
+    "self_attention.linear_proj": "attention.dense",
+}
 LATE_OLD = {**OLD, "input_layernorm": "input_norm", "pre_mlp_layernorm": "post_attention_norm"}
 FUSED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -122,7 +126,11 @@ def save_megatron(run: Path, model: ModelConfig, weights: Weights, layout: Layou
         for pp in range(layout.pp):
             chunks = [_dialect(_chunk(whole, model, pp, v, layout), layout) for v in range(layout.chunks)]
             names = ["model"] if layout.chunks == 1 else [f"model{v}" for v in range(layout.chunks)]
-            saved = {"args": arguments_of(model, layout), "iteration": step, **dict(zip(names, chunks, strict=True))}
+            saved = {
+                "args": arguments_of(model, layout),
+                "iteration": step,
+                **dict(zip(names, chunks, strict=True)),
+            }
             if layout.version is not None:
                 saved["checkpoint_version"] = layout.version
             rank = folder / (f"mp_rank_{tp:02d}" if layout.pp == 1 else f"mp_rank_{tp:02d}_{pp:03d}")
@@ -170,7 +178,9 @@ def save_layers(run: Path, model: ModelConfig, weights: Weights, layout: Layout,
     return folder
 
 
-def _save_rank_file(folder: Path, rank: int, model: ModelConfig, layout: Layout, step: int, module: Any) -> None:
+def _save_rank_file(
+    folder: Path, rank: int, model: ModelConfig, layout: Layout, step: int, module: Any
+) -> None:
     saved = {
         "module": module,
         "args": arguments_of(model, layout),
@@ -209,14 +219,17 @@ def slice_of(model: ModelConfig, weights: Weights, tp: int, layout: Layout) -> W
             columns = (model.hidden_size,) if suffix == "weight" else ()
             out[f"{core}.self_attention.linear_qkv.{suffix}"] = qkv.reshape(-1, *columns)
             out[f"{core}.mlp.linear_fc1.{suffix}"] = up.reshape(-1, *columns)
-            for name, row in (("self_attention.linear_proj", "attention.out"), ("mlp.linear_fc2", "mlp.down")):
+            for name, row in (
+                ("self_attention.linear_proj", "attention.out"),
+                ("mlp.linear_fc2", "mlp.down"),
+            ):
                 tensor = weights[f"{ours}.{row}.{suffix}"]
                 out[f"{core}.{name}.{suffix}"] = own(tensor, 1) if suffix == "weight" else tensor
     return out
 
 
 def _chunk(whole: Weights, model: ModelConfig, stage: int, chunk: int, layout: Layout) -> Weights:
-    """One model chunk's tensors; its layers count from 0. A tied head elsewhere has a copy of the embedding."""
+    """One model chunk's tensors; its layers count from 0. A tied head elsewhere copies the embedding."""
     count = model.num_layers // (layout.pp * layout.chunks)
     first = (chunk * layout.pp + stage) * count
     begins, ends = first == 0, first + count == model.num_layers

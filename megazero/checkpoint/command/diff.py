@@ -1,0 +1,173 @@
+"""`megazero checkpoint diff`: are two checkpoints the same training state, whatever layouts wrote them?"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megazero.checkpoint.command.facts import pick
+from megazero.checkpoint.command.place import one_checkpoint
+from megazero.checkpoint.command.show import print_facts, print_table, printable
+from megazero.checkpoint.command.stats import Distance, distance
+from megazero.checkpoint.command.stream import whole_tensors
+from megazero.checkpoint.part import Key
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.errors import ConfigError
+
+# Kind of the logical tensors with a row of random state per rank: of another number of ranks, another shape.
+_RANDOM = "rng"
+_COUNTERS = ("state", "updates", "scaler", "stream_seed", "vocab_size")
+_ABSENT = "-"
+
+
+def add_verb(verbs: argparse._SubParsersAction) -> None:
+    """The flags of `diff`."""
+    parser = verbs.add_parser(
+        "diff",
+        help="compare two checkpoints, of whatever layouts",
+        description="List the settings and counters that differ, and how far the tensors are apart: the "
+        "largest difference of two elements, also as a share of the tensor's largest magnitude. The random "
+        "state of different numbers of ranks is not compared.",
+        epilog="Status 0: counters and tensors are the same, bit for bit or to the tolerance; 1: they are "
+        "not; 2: trouble. Settings that differ do not count.",
+    )
+    parser.add_argument("a", metavar="A", help="a checkpoint, or a run's folder, whose newest is taken")
+    parser.add_argument("b", metavar="B", help="another")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="tensors are the same if no elements are farther apart than X times the largest magnitude "
+        "(default: only if their bits are)",
+    )
+    parser.add_argument("--top", type=int, default=20, metavar="N", help="tensors to list (default 20)")
+    parser.set_defaults(run=run, trouble=2)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that is in both checkpoints and not the same bits."""
+
+    key: Key
+    dtypes: tuple[str, str]
+    distance: Distance
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The tensors of two checkpoints.
+
+    Attributes:
+        alike: how many are equal bit for bit.
+        apart: those that are not, the farthest first.
+        unequal: what cannot be compared, in words: missing ones, other shapes.
+    """
+
+    alike: int
+    apart: tuple[Difference, ...]
+    unequal: tuple[str, ...]
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Compare, and print what differs."""
+    if flags.tolerance is not None and not 0 <= flags.tolerance < float("inf"):
+        raise ConfigError(f"`--tolerance` must be a finite number of at least 0, but is {flags.tolerance:g}")
+    if flags.top < 0:
+        raise ConfigError(f"`--top` must be at least 0, but is {flags.top}")
+    a, b = (CheckpointReader(one_checkpoint(Path(path))) for path in (flags.a, flags.b))
+    print_facts([("A", a.folder), ("B", b.folder)])
+    settings = differences(pick(a.facts, "config"), pick(b.facts, "config"))
+    _show("setting", settings)
+    iterations = {"iteration": a.manifest.iteration}, {"iteration": b.manifest.iteration}
+    counters = differences(*(it | _counters(r.facts) for it, r in zip(iterations, (a, b), strict=True)))
+    _show("counter", counters)
+    found = compare(a, b)
+    beyond = [each for each in found.apart if not _within(each, flags.tolerance)]
+    _show_tensors(found, flags.top)
+    if counters or found.unequal or beyond:
+        print("different")
+        return 1
+    if found.apart:
+        print(f"the same to {flags.tolerance:g} of each tensor's largest magnitude")
+    else:
+        print("equal bit for bit" + (", settings apart" if settings else ""))
+    return 0
+
+
+def differences(a: Any, b: Any) -> list[tuple[str, Any, Any]]:
+    """(name, value in a, value in b) of all entries of two objects of JSON that differ, two levels deep."""
+    flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
+    return [
+        (name, flat_a.get(name, _ABSENT), flat_b.get(name, _ABSENT))
+        for name in {**flat_a, **flat_b}
+        if flat_a.get(name, _ABSENT) != flat_b.get(name, _ABSENT)
+    ]
+
+
+def compare(a: CheckpointReader, b: CheckpointReader) -> Comparison:
+    """Compare all tensors, a pair at a time."""
+    unequal = [f"{key} is only in A" for key in a.shapes if key not in b.shapes and key.kind != _RANDOM]
+    unequal += [f"{key} is only in B" for key in b.shapes if key not in a.shapes and key.kind != _RANDOM]
+    common = []
+    for key, shape in a.shapes.items():
+        if b.shapes.get(key) == shape:
+            common.append(key)
+        elif key in b.shapes and key.kind != _RANDOM:
+            unequal.append(f"{key} has shape {list(shape)} in A and {list(b.shapes[key])} in B")
+    apart = []
+    for (key, x), (_, y) in zip(whole_tensors(a, common), whole_tensors(b, common), strict=True):
+        found = distance(x, y)
+        if not found.equal_bits:
+            dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in (x, y))
+            apart.append(Difference(key, dtypes, found))
+    apart.sort(key=lambda each: (-each.distance.relative, str(each.key)))
+    return Comparison(len(common) - len(apart), tuple(apart), tuple(unequal))
+
+
+def _flat(value: Any) -> Iterator[tuple[str, Any]]:
+    for name, entry in value.items() if isinstance(value, Mapping) else ():
+        if isinstance(entry, Mapping):
+            yield from ((f"{name}.{inner}", each) for inner, each in entry.items())
+        else:
+            yield name, entry
+
+
+def _counters(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: facts[name] for name in _COUNTERS if facts.get(name) is not None}
+
+
+def _within(each: Difference, tolerance: float | None) -> bool:
+    return tolerance is not None and each.distance.relative <= tolerance
+
+
+def _show(what: str, rows: list[tuple[str, Any, Any]]) -> None:
+    if rows:
+        print()
+        print_table((what, "A", "B"), rows, left=3)
+
+
+def _show_tensors(found: Comparison, top: int) -> None:
+    print()
+    for words in found.unequal[:top]:
+        print(printable(words))
+    if len(found.unequal) > top:
+        print(f"and {len(found.unequal) - top} more of this kind")
+    if found.apart[:top]:
+        rows = [
+            (
+                each.key.name,
+                each.key.kind,
+                each.dtypes[0] if len(set(each.dtypes)) == 1 else " and ".join(each.dtypes),
+                f"{each.distance.largest:.3g}",
+                f"{each.distance.relative:.3g}",
+            )
+            for each in found.apart[:top]
+        ]
+        print_table(("tensor", "kind", "dtype", "difference", "relative"), rows, left=3)
+    if len(found.apart) > top:
+        print(f"and {len(found.apart) - top} more that differ, by less")
+    total = found.alike + len(found.apart)
+    print(f"{found.alike} of {total} tensors that both have are equal bit for bit")

@@ -1,0 +1,137 @@
+"""`megazero checkpoint prune`: give back the room of old checkpoints and of killed saves."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from megazero.checkpoint.command.place import bytes_in, is_checkpoint, no_checkpoint
+from megazero.checkpoint.command.show import printable, size_text
+from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.folder import (
+    Leftover,
+    Retention,
+    WriterLock,
+    iteration_folder,
+    latest_iteration,
+    leftovers,
+    recover,
+    remove_checkpoint,
+    saved_iterations,
+)
+from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.errors import CheckpointError, ConfigError
+
+
+def add_verb(verbs: argparse._SubParsersAction) -> None:
+    """The flags of `prune`."""
+    parser = verbs.add_parser(
+        "prune",
+        help="remove old checkpoints and what killed saves left",
+        description="Remove all checkpoints of a run but the newest, and what killed saves left. The one "
+        "that the run's file names stays, and the newest that is whole by the sizes of its files. Refused "
+        "while a job saves there.",
+    )
+    parser.add_argument("path", metavar="DIR", help="folder of a run")
+    parser.add_argument("--keep-last", type=int, required=True, metavar="K", help="keep the K newest")
+    parser.add_argument("--keep-every", type=int, metavar="N", help="keep all whose iteration N divides")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would go")
+    parser.set_defaults(run=run, trouble=1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to go.
+
+    Attributes:
+        leftovers: of killed saves.
+        iterations: of checkpoints, oldest first.
+    """
+
+    leftovers: tuple[Leftover, ...]
+    iterations: tuple[int, ...]
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Remove, and print a line for each that goes."""
+    directory = Path(flags.path)
+    for name in ("keep_last", "keep_every"):
+        if (value := getattr(flags, name)) is not None and value < 1:
+            raise ConfigError(f"`--{name.replace('_', '-')}` must be at least 1, but is {value}; raise it")
+    if is_checkpoint(directory):
+        raise CheckpointError(
+            f"`{directory}` must be the folder of a run, but is a checkpoint; name its parent"
+        )
+    try:
+        lock = WriterLock(directory)
+        try:
+            freed = prune(
+                directory, Retention(flags.keep_last, flags.keep_every), None if flags.dry_run else Disk()
+            )
+        finally:
+            lock.release()
+    except OSError as error:
+        raise CheckpointError(f"`{directory}` must be writable, but is not: {error}") from error
+    print(f"{'would free' if flags.dry_run else 'freed'} {size_text(freed)}")
+    return 0
+
+
+def prune(directory: Path, retention: Retention, disk: Disk | None) -> int:
+    """Do it, as the holder of the folder's lock; without a disk, only say it. Returns the bytes that go.
+
+    Raises:
+        CheckpointError: as `plan`.
+        OSError: the disk refuses.
+    """
+    found = plan(directory, retention)
+    freed = 0
+    for each in found.leftovers:
+        if each.restored is not None:
+            _say("restore" if disk is None else "restored", each.restored)
+        else:
+            freed += (size := bytes_in(each.path))
+            _say("remove" if disk is None else "removed", each.path, size)
+    if disk is not None:
+        recover(disk, directory)
+    for iteration in found.iterations:
+        folder = iteration_folder(directory, iteration)
+        freed += (size := bytes_in(folder))
+        if disk is not None:
+            remove_checkpoint(disk, directory, iteration)
+        _say("remove" if disk is None else "removed", folder, size)
+    return freed
+
+
+def plan(directory: Path, retention: Retention) -> Plan:
+    """What would go. A checkpoint that is yet to be restored stays, beside those that are kept.
+
+    Raises:
+        CheckpointError: there is nothing of ours, or checkpoints would go and none is whole.
+    """
+    left = tuple(leftovers(directory))
+    saved = saved_iterations(directory)
+    if not (left or saved):
+        raise no_checkpoint(directory)
+    going = list(retention.superseded(saved, latest_iteration(directory)))
+    if going:
+        whole = next((each for each in reversed(saved) if _is_whole(iteration_folder(directory, each))), None)
+        if whole is None:
+            raise CheckpointError(
+                f"`{directory}` must hold a whole checkpoint before others go, but has none; look at it with "
+                f"`megazero checkpoint verify`"
+            )
+        going = [each for each in going if each != whole]
+    return Plan(left, tuple(going))
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        CheckpointReader(folder, verify=Verify.SIZE)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _say(what: str, path: Path, size: int | None = None) -> None:
+    print(f"{what:<9} {printable(path)}" + ("" if size is None else f"  {size_text(size)}"))

@@ -1,0 +1,61 @@
+"""Tables and numbers for people. What is piped has no colors and is as wide as it needs to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+_WIDE = 100_000
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def printable(value: object) -> str:
+    """As text, with escapes for what a terminal would obey: names may come from anyone's files."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))
+
+
+def size_text(count: int) -> str:
+    """Bytes in decimal units: ``999 B``, ``1.2 kB``, ``345 MB``."""
+    size, unit = float(count), 0
+    while size >= 999.5 and unit < len(_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.1f} {_UNITS[unit]}" if unit and size < 99.95 else f"{size:.0f} {_UNITS[unit]}"
+
+
+def count_text(count: object) -> str:
+    """``1,234,567``; a dash for None."""
+    return "-" if count is None else f"{count:,}" if isinstance(count, int) else printable(count)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> None:
+    """Rows below their columns' names.
+
+    Args:
+        columns: names.
+        rows: cells.
+        left: so many of the first columns are words, to the left, and folded where the terminal is too
+            narrow; the others are numbers, to the right.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for i, name in enumerate(columns):
+        words = i < left
+        table.add_column(name, justify="left" if words else "right", overflow="fold", no_wrap=not words)
+    for row in rows:
+        table.add_row(*(printable(cell) for cell in row))
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _WIDE
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        print(line.rstrip())
+
+
+def print_facts(rows: Iterable[tuple[str, object]]) -> None:
+    """Names, and values beside them."""
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {printable(value)}".rstrip())

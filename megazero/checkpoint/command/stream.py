@@ -1,0 +1,60 @@
+"""Tensors of a checkpoint one after the other, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.errors import DamagedCheckpointError
+
+BATCH_BYTES = 256 << 20
+# Tensors are computed with in pieces of this many elements: in float64, 32 MB each.
+_ELEMENTS = 4 << 20
+
+
+def whole_tensors(
+    reader: CheckpointReader, keys: Iterable[Key], batch_bytes: int = BATCH_BYTES
+) -> Iterator[tuple[Key, Tensor]]:
+    """Whole logical tensors in their stored dtypes, in the order of `keys`.
+
+    As many are read at a time as fit into `batch_bytes`, and at least one: a file whose many small tensors
+    were read one by one would be opened, and its blocks hashed, for each of them.
+
+    Raises:
+        DamagedCheckpointError: what is stored is not what was written.
+    """
+    stored = sum(entry.size for entry in reader.manifest.files.values())
+    batch: list[Part] = []
+    room = batch_bytes
+    for key in keys:
+        size = math.prod(reader.shapes[key]) * reader.dtype(key).itemsize
+        if size > stored:  # an index by another hand; the memory may not be there
+            raise DamagedCheckpointError(
+                f"`{key}` must lie in the files of {reader.folder}, but has {size} bytes and they have "
+                f"{stored}; use another checkpoint"
+            )
+        whole = torch.empty(reader.shapes[key], dtype=reader.dtype(key))
+        if batch and whole.nbytes > room:
+            yield from _read(reader, batch)
+            batch, room = [], batch_bytes
+        batch.append(Part(key, tuple(whole.shape), Box.whole(whole.shape), whole))
+        room -= whole.nbytes
+    yield from _read(reader, batch)
+
+
+def _read(reader: CheckpointReader, batch: list[Part]) -> Iterator[tuple[Key, Tensor]]:
+    reader.read(batch)
+    for part in batch:
+        yield part.key, part.tensor
+
+
+def in_float64(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements of a tensor, flat, a part at a time."""
+    for part in tensor.reshape(-1).split(_ELEMENTS):
+        yield part.to(torch.float64)

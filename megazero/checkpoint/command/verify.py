@@ -1,0 +1,157 @@
+"""`megazero checkpoint verify`: is every byte what was written?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megazero.checkpoint.blocks import BLOCK, BlockFile, FileRecord
+from megazero.checkpoint.command.facts import latest_or_trouble
+from megazero.checkpoint.command.place import checkpoints_of, is_checkpoint
+from megazero.checkpoint.command.show import printable, size_text
+from megazero.checkpoint.folder import leftovers
+from megazero.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.errors import CheckpointError, DamagedCheckpointError
+
+# Blocks that are read together are hashed by several threads.
+_AT_ONCE = 8 * BLOCK
+
+
+def add_verb(verbs: argparse._SubParsersAction) -> None:
+    """The flags of `verify`."""
+    parser = verbs.add_parser(
+        "verify",
+        help="check every byte of a checkpoint, or of all of a run",
+        description="Compare every block of every file with the hash that was taken when it was written, and "
+        "the index with the files. All damage is named, not only the first.",
+        epilog="Status 0: all is whole; 1: something is damaged or missing. Warnings do not count.",
+    )
+    parser.add_argument("path", metavar="DIR", help="folder of a run, or DIR/iter_N of one checkpoint")
+    parser.add_argument(
+        "--size-only", action="store_true", help="check that all files are there in their sizes; fast"
+    )
+    parser.set_defaults(run=run, trouble=1)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found in one checkpoint.
+
+    Attributes:
+        bytes: of the files that were looked at.
+        files: how many these are.
+        damage: in words, each with the file that it is in; empty if the checkpoint is whole.
+        unknown: names in the folder that are not part of it.
+    """
+
+    bytes: int
+    files: int
+    damage: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Check, and print a line per checkpoint and per damage."""
+    path = Path(flags.path)
+    began = time.perf_counter()
+    total = bad = 0
+    folders = checkpoints_of(path)
+    for folder in folders:
+        verdict = check(folder, size_only=flags.size_only)
+        total += verdict.bytes
+        bad += bool(verdict.damage)
+        word = "damaged" if verdict.damage else "whole"
+        print(
+            f"{word:<8} {printable(folder)}  {size_text(verdict.bytes)} in {verdict.files} files", flush=True
+        )
+        for each in verdict.damage:
+            print(f"  {printable(each)}")
+        for name in verdict.unknown:
+            print(f"  warning: {printable(name)} is not part of the checkpoint")
+    lost = None if is_checkpoint(path) else _check_run(path)
+    seconds = max(time.perf_counter() - began, 1e-9)
+    how = "sizes of" if flags.size_only else "all bytes of"
+    speed = "" if flags.size_only else f" ({total / 1e6 / seconds:,.0f} MB/s)"
+    print(f"checked  {how} {size_text(total)} in {seconds:.1f} s{speed}: {bad} of {len(folders)} damaged")
+    return int(bad > 0 or lost is not None)
+
+
+def check(folder: Path, *, size_only: bool = False) -> Verdict:
+    """Look at one checkpoint."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return Verdict(0, 0, (str(error),))
+    damage = []
+    for name, entry in manifest.files.items():
+        damage += _damage(folder / name, entry.record, size_only)
+    if not damage:
+        damage += _misfits(folder, manifest)
+    unknown = sorted(set(os.listdir(folder)) - {MANIFEST, *manifest.files})
+    size = sum(entry.size for entry in manifest.files.values())
+    return Verdict(size, len(manifest.files), tuple(damage), tuple(unknown))
+
+
+def _damage(path: Path, record: FileRecord, size_only: bool) -> Iterator[str]:
+    """What of a file is not as recorded, neighbouring blocks in one line."""
+    try:
+        file = BlockFile(path, record)
+    except DamagedCheckpointError as error:
+        yield str(error)
+        return
+    try:
+        bad = [] if size_only else list(_bad_blocks(file))
+    finally:
+        file.close()
+    first = last = None
+    for block in [*bad, None]:
+        if first is not None and block != last + 1:
+            words = f"block {first} is" if first == last else f"blocks {first} to {last} are"
+            stop = min((last + 1) * BLOCK, file.size)
+            yield f"{path.name}: {words} not as written (bytes {first * BLOCK:,} to {stop:,})"
+            first = None
+        first, last = block if first is None else first, block
+
+
+def _bad_blocks(file: BlockFile) -> Iterator[int]:
+    buffer = memoryview(bytearray(min(_AT_ONCE, file.size)))
+    for start in range(0, file.size, _AT_ONCE):
+        if _reads(file, buffer[: file.size - start], start):
+            continue
+        for begin in range(start, min(start + _AT_ONCE, file.size), BLOCK):
+            if not _reads(file, buffer[: min(BLOCK, file.size - begin)], begin):
+                yield begin // BLOCK
+
+
+def _reads(file: BlockFile, memory: memoryview, start: int) -> bool:
+    try:
+        file.read_into(memory, start)
+    except DamagedCheckpointError:
+        return False
+    return True
+
+
+def _misfits(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """What does not fit together of files that are each as they were written."""
+    try:
+        reader = CheckpointReader(folder, verify=Verify.SIZE)
+        for name in manifest.files:
+            if name.endswith(".safetensors"):
+                reader.open(name).close()
+    except CheckpointError as error:
+        yield str(error)
+
+
+def _check_run(directory: Path) -> str | None:
+    """Look at what a run's folder holds beside checkpoints; returns what is wrong with its latest."""
+    lost = latest_or_trouble(directory)[1]
+    if lost is not None:
+        print(f"damaged  {printable(lost)}")
+    for each in leftovers(directory):
+        print(f"warning  {printable(each.path)} is of a save under way, or of one that was killed")
+    return lost

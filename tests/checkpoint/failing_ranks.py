@@ -1,0 +1,44 @@
+"""Jobs of two Gloo ranks whose second rank cannot write one checkpoint: ``failing_ranks.py FOLDER``.
+
+FOLDER/<job>/rank<N>.txt has what each rank said, FOLDER/results.json how each ended.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.kill_job import Job
+from tests.checkpoint.faulty_disk import FaultyDisk, Full
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data "
+    "--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --train-iters 9 --save-interval 2 --eval-iters 0"
+)
+
+
+def start(folder: Path, iteration: int, *flags: str) -> Job:
+    """Two ranks; the second has room for little of the checkpoint of `iteration`."""
+    folder.mkdir()
+    full = Full(errno.ENOSPC, lambda change: f"iter_{iteration:07d}" in str(change.path), room=100)
+    argv = [*FLAGS.split(), "--save", str(folder / "run"), *flags]
+    return Job(argv, folder, 0, [None, FaultyDisk(full)])
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    results = {}
+    for way, flags in (("in_line", []), ("background", ["--async-save"])):
+        for when, iteration in (("middle", 4), ("last", 9)):
+            job = start(folder / f"{way}_{when}", iteration, *flags)
+            job.wait(60)
+            results[f"{way}_{when}"] = [job.statuses[rank] for rank in range(2)]
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,145 @@
+"""Small models for the tests of conversion: shapes, random weights as a `Source`, folders of files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megazero.checkpoint import Box, Key, Part, Source, parts_of_parameters
+from megazero.checkpoint.hf.config_json import TokenIds, config_of, family_of
+from megazero.checkpoint.hf.rule import Table
+from megazero.config.tree import ModelConfig
+from megazero.layers import Placement
+from megazero.layers.collectives import gather_features
+from megazero.models import GPT, Batch
+from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, spec_of, thread_context
+
+VOCAB = 101
+
+# Ragged on purpose: no two sizes alike, and nothing that is a default.
+GPT2 = ModelConfig(
+    num_layers=2,
+    hidden_size=42,
+    num_attention_heads=6,
+    seq_length=31,
+    ffn_hidden_size=74,
+    norm_epsilon=3e-4,
+    init_method_std=0.08,
+    hidden_dropout=0.2,
+    attention_dropout=0.3,
+)
+LLAMA = ModelConfig(
+    num_layers=2,
+    hidden_size=36,
+    num_attention_heads=6,
+    num_query_groups=2,
+    kv_channels=10,
+    seq_length=31,
+    ffn_hidden_size=58,
+    position_embedding_type="rope",
+    rotary_base=500.0,
+    normalization="RMSNorm",
+    norm_epsilon=3e-4,
+    activation="swiglu",
+    add_bias_linear=False,
+    init_method_std=0.08,
+    hidden_dropout=0.0,
+    attention_dropout=0.3,
+    untie_embeddings_and_output_weights=True,
+)
+UNTIED = {"untie_embeddings_and_output_weights": True}
+TIED = {"untie_embeddings_and_output_weights": False}
+MODELS: Mapping[str, ModelConfig] = {
+    "gpt2": GPT2,
+    "gpt2-untied": GPT2.model_copy(update=UNTIED),
+    "gpt2-exact-gelu": GPT2.model_copy(update={"activation": "gelu_exact"}),
+    "llama": LLAMA,
+    "llama-tied": LLAMA.model_copy(update=TIED),
+    "llama-biases": LLAMA.model_copy(update={"add_bias_linear": True}),
+    "llama-one-group": LLAMA.model_copy(update={"num_query_groups": 1}),
+    "llama-all-groups": LLAMA.model_copy(update={"num_query_groups": 6, "kv_channels": None}),
+}
+
+
+class MemorySource:
+    """Tensors of ours by name, as a `Source` that remembers the most elements it was asked for at once."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self.tensors = {Key(name): tensor for name, tensor in tensors.items()}
+        self.most = 0
+
+    @property
+    def shapes(self) -> Mapping[Key, tuple[int, ...]]:
+        return {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}
+
+    def read(self, parts: Iterable[Part]) -> None:
+        for part in parts:
+            assert part.box.overlap(Box.whole(part.shape)) == part.box
+            self.most = max(self.most, part.box.numel)
+            part.tensor.copy_(self.tensors[part.key][part.box.slices])
+
+
+def random_weights(model: ModelConfig, vocab_size: int = VOCAB) -> MemorySource:
+    """Of all tensors that the family has, also where initial weights are ones and zeros."""
+    generator = torch.Generator().manual_seed(7)
+    table = Table.of(family_of(model).rules, model, vocab_size)
+    return MemorySource(
+        {
+            key.name: (torch.randn(shape, generator=generator) * 0.1).bfloat16().float()
+            for key, shape in table.shapes.items()
+        }
+    )
+
+
+def config_for(model: ModelConfig, **changed: Any) -> dict[str, Any]:
+    """Its ``config.json``."""
+    config = config_of(family_of(model), model, VOCAB, TokenIds(1, 2), "float32")
+    return {**config, **changed}
+
+
+def their_tensors(model: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Random weights under their names, written out through the rules one by one."""
+    source = random_weights(model)
+    out = {}
+    for link in Table.of(family_of(model).rules, model, VOCAB).links:
+        theirs = torch.empty(link.their_shape)
+        link.as_ours(theirs).copy_(source.tensors[link.key][link.box.slices])
+        out[link.theirs] = theirs.to(dtype)
+    return out
+
+
+def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    """As `save_pretrained` writes a small model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(dict(tensors), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def parameter_specs(model: ModelConfig, vocab_size: int = VOCAB) -> dict[str, tuple[int, ...]]:
+    """Names and whole shapes of the parameters of our model."""
+    context = thread_context(ThreadWorld(1), ProcessGrid(), 0)
+    placement = Placement(context.tp, False, torch.float32, torch.device("meta"))
+    gpt = GPT(model, (vocab_size, vocab_size), placement)
+    return {spec_of(p).name: spec_of(p).shape for p in gpt.parameters()}
+
+
+def logits_of(source: Source, model: ModelConfig, tokens: Tensor, tp: int = 1, padded: int = VOCAB) -> Tensor:
+    """What our model computes with a source's weights on `tp` ranks: [b, s, vocabulary]."""
+    world = ThreadWorld(tp)
+
+    def work(rank: int) -> Tensor:
+        context: ParallelContext = thread_context(world, ProcessGrid(tp=tp), rank)
+        gpt = GPT(model, (VOCAB, padded), Placement.of(context, torch.float32))
+        with torch.no_grad():
+            source.read(parts_of_parameters(gpt.parameters(), context))
+            logits = gather_features(gpt(Batch(tokens)), context.tp)
+        return logits[..., :VOCAB].transpose(0, 1)
+
+    return world.run(work)[-1]

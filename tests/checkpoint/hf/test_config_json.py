@@ -1,0 +1,211 @@
+"""``config.json`` and our model settings say the same, or one is refused by the field's name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megazero.checkpoint.hf.config_json import (
+    Description,
+    TokenIds,
+    config_of,
+    differences,
+    family_of,
+    find_family,
+    model_of,
+)
+from megazero.errors import CheckpointError
+from tests.checkpoint.hf.samples import GPT2, LLAMA, MODELS, VOCAB, config_for
+from tests.models.hf_weights import gpt2_model, llama_model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_comes_back_from_its_config(name):
+    model = MODELS[name]
+    found = model_of(family_of(model), config_for(model))
+    assert differences(found, model) == []
+    assert (found.positions, found.attention_dropout) == (model.positions, model.attention_dropout)
+    assert config_of(family_of(found), found, VOCAB, TokenIds(1, 2), "float32") == config_for(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_config_is_what_transformers_makes_of_the_same_model(name):
+    pytest.importorskip("transformers")
+    make = gpt2_model if name.startswith("gpt2") else llama_model
+    theirs = make(MODELS[name], VOCAB).config.to_dict()
+    ours = config_for(MODELS[name])
+    told_otherwise = {"bos_token_id", "eos_token_id", "torch_dtype", "architectures", "initializer_range"}
+    told_otherwise |= {"resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "rope_theta"}
+    shared = (ours.keys() - told_otherwise) & theirs.keys()
+    assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
+    assert len(shared) > 12
+
+
+def test_a_config_of_transformers_describes_the_same_model():
+    """As `save_pretrained` of versions 4 and 5 writes it, defaults left out."""
+    five = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "pretraining_tp": 1,
+        "dtype": "bfloat16",
+    }
+    four = {**five, "rope_theta": 500000.0, "rope_scaling": None}
+    del four["rope_parameters"]
+    families = {find_family(config).model_type for config in (four, five)}
+    models = [model_of(find_family(config), config) for config in (four, five)]
+    assert families == {"llama"}
+    assert models[0] == models[1]
+    assert models[0].model_dump(exclude_defaults=True) == {
+        "num_layers": 32,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "seq_length": 2048,
+        "max_position_embeddings": 2048,
+        "ffn_hidden_size": 11008,
+        "position_embedding_type": "rope",
+        "rotary_base": 500000.0,
+        "normalization": "RMSNorm",
+        "norm_epsilon": 1e-6,
+        "activation": "swiglu",
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def test_an_empty_config_of_gpt2_is_the_small_one():
+    model = model_of(find_family({"model_type": "gpt2"}), {"model_type": "gpt2"})
+    assert (model.num_layers, model.hidden_size, model.ffn_size, model.positions) == (12, 768, 3072, 1024)
+    assert not model.untie_embeddings_and_output_weights
+
+
+ROPE = {"rope_type": "default", "rope_theta": 500.0}
+REFUSED = [
+    (GPT2, {"architectures": ["BloomForCausalLM"]}, "`architectures` must be one of GPT2LMHeadModel, LlamaF"),
+    (GPT2, {"architectures": ["GPT2LMHeadModel", "X"]}, "`architectures` must be one of"),
+    (GPT2, {"architectures": None, "model_type": "bert"}, "`architectures` must be one of"),
+    (GPT2, {"scale_attn_weights": False}, "`scale_attn_weights` must be True"),
+    (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "`scale_attn_by_inverse_layer_idx` must be False"),
+    (GPT2, {"reorder_and_upcast_attn": True}, "`reorder_and_upcast_attn` must be False"),
+    (GPT2, {"add_cross_attention": True}, "`add_cross_attention` must be absent"),
+    (GPT2, {"pruned_heads": {"0": [1]}}, "`pruned_heads` must be absent"),
+    (GPT2, {"quantization_config": {"bits": 4}}, "`quantization_config` must be absent"),
+    (GPT2, {"activation_function": "relu"}, "`activation_function` must be one of gelu_new, "),
+    (GPT2, {"n_inner": 74.5}, "`n_inner` must be a int"),
+    (GPT2, {"n_inner": 0}, "`n_inner` is 0"),
+    (GPT2, {"n_head": 5}, "the hidden size must be a multiple of the number of heads"),
+    (GPT2, {"n_layer": "2"}, "`n_layer` must be a int"),
+    (GPT2, {"n_layer": True}, "`n_layer` must be a int"),
+    (GPT2, {"n_layer": None}, "`n_layer` must be a int"),
+    (GPT2, {"layer_norm_epsilon": float("nan")}, "`layer_norm_epsilon` is nan"),
+    (GPT2, {"embd_pdrop": 0.25}, "`resid_pdrop` and `embd_pdrop` must agree"),
+    (GPT2, {"tie_word_embeddings": 1}, "`tie_word_embeddings` must be a bool"),
+    (GPT2, {"vocab_size": 0}, "`vocab_size` must be a positive number"),
+    (GPT2, {"vocab_size": None}, "`vocab_size` must be a positive number"),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "`rope_scaling` must be the default"),
+    (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "`rope_scaling` must be the default"),
+    (LLAMA, {"rope_parameters": {**ROPE, "rope_type": "yarn"}}, "`rope_parameters` must be the default"),
+    (LLAMA, {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}, "`rope_parameters` must be the def"),
+    (LLAMA, {"rope_parameters": [1]}, "`rope_parameters` must be an object"),
+    (LLAMA, {"rope_theta": 10000.0}, "`rope_theta` must be given once"),
+    (LLAMA, {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` must be 1"),
+    (LLAMA, {"sliding_window": 4096}, "`sliding_window` must be absent"),
+    (LLAMA, {"auto_map": {"AutoModel": "x.Y"}}, "`auto_map` must be absent"),
+    (LLAMA, {"attention_bias": True}, "`attention_bias` and `mlp_bias` must agree"),
+    (LLAMA, {"mlp_bias": True}, "`attention_bias` and `mlp_bias` must agree"),
+    (LLAMA, {"hidden_act": "gelu"}, "`hidden_act` must be one of silu, swish"),
+    (LLAMA, {"num_key_value_heads": 4}, "the number of key/value heads must divide"),
+    (LLAMA, {"num_attention_heads": 8}, "the hidden size must be a multiple of the number of heads"),
+    (LLAMA, {"head_dim": 7}, "the width of a head must be even"),
+    (LLAMA, {"head_dim": -2}, "`head_dim` is -2"),
+]
+
+
+@pytest.mark.parametrize(("model", "changed", "message"), REFUSED, ids=[str(row[1])[:60] for row in REFUSED])
+def test_what_ours_has_not_is_refused_by_file_and_field(model, changed, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_for(model, **changed)))
+    with pytest.raises(CheckpointError) as refusal:
+        Description.read(tmp_path)
+    assert str(refusal.value).startswith(f"`{tmp_path / 'config.json'}`: ")
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "must be readable, but is not (No such file or directory)"),
+        (b"{", "must hold JSON"),
+        (b"\xff", "must hold JSON"),
+        (b"[" * 100_000, "must hold JSON"),
+        (b"[]", "must hold an object, but holds a list"),
+    ],
+)
+def test_a_config_that_is_none_is_refused(content, message, tmp_path):
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="config.json") as refusal:
+        Description.read(tmp_path)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "changed", "reasons"),
+    [
+        (
+            GPT2,
+            {"position_embedding_type": "none"},
+            "`position_embedding_type` must be learned_absolute, but is",
+        ),
+        (
+            GPT2,
+            {"activation": "swiglu"},
+            "`activation` must be gelu or gelu_exact or squared_relu, but is swiglu",
+        ),
+        (GPT2, {"num_query_groups": 2}, "the number of key/value heads must be that of the query heads"),
+        (GPT2, {"kv_channels": 10}, "the width of a head must be hidden size / heads"),
+        (
+            GPT2,
+            {"apply_residual_connection_post_layernorm": True},
+            "`apply_residual_connection_post_layernorm`",
+        ),
+        (LLAMA, {"rotary_percent": 0.8}, "`rotary_percent` must be 1.0, but is 0.8"),
+        (LLAMA, {"normalization": "LayerNorm"}, "`normalization` must be RMSNorm, but is LayerNorm"),
+        (LLAMA, {"activation": "gelu"}, "`activation` must be swiglu, but is gelu"),
+    ],
+)
+def test_a_model_that_no_family_has_is_refused_with_all_reasons(model, changed, reasons):
+    with pytest.raises(CheckpointError, match="GPT2LMHeadModel: (.|\n)*LlamaForCausalLM: ") as refusal:
+        family_of(model.model_copy(update=changed))
+    assert reasons in str(refusal.value)
+
+
+def test_what_training_may_change_is_no_difference():
+    free = {"seq_length": 7, "hidden_dropout": 0.5, "vocab_size": 9, "ffn_hidden_size": 74, "kv_channels": 7}
+    assert differences(GPT2, GPT2.model_copy(update={**free, "max_position_embeddings": 31})) == []
+    assert differences(LLAMA, LLAMA.model_copy(update={"max_position_embeddings": 99})) == []
+    other = {"activation": "gelu_exact", "seq_length": 30, "norm_epsilon": 1e-5}
+    assert differences(GPT2, GPT2.model_copy(update=other)) == [
+        "`norm_epsilon` is 0.0003, not 1e-05",
+        "`activation` is gelu, not gelu_exact",
+        "`max_position_embeddings` is 31, not 30",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({}, TokenIds()),
+        ({"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0}, TokenIds(1, (2, 3), 0)),
+        ({"bos_token_id": None, "eos_token_id": 0, "pad_token_id": -1}, TokenIds(None, 0, None)),
+        ({"bos_token_id": "1", "eos_token_id": [], "pad_token_id": True}, TokenIds()),
+    ],
+)
+def test_special_tokens_come_from_the_config(config, tokens):
+    assert TokenIds.of_json(config) == tokens
+    assert TokenIds.of_json(tokens.as_json()) == tokens

@@ -1,0 +1,493 @@
+"""Bad input: foreign folders, and checkpoints with right checksums whose content nobody sane wrote.
+
+Each is refused by a CheckpointError that names the file, soon, in little memory, and with no file opened outside
+the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megazero.checkpoint import CheckpointReader, Key, candidates
+from megazero.checkpoint.folder import LATEST
+from megazero.checkpoint.manifest import FORMAT, INDEX, MANIFEST, STATE
+from megazero.errors import CheckpointError, DamagedCheckpointError
+from tests.checkpoint.forged import edit, edit_manifest, make, reseal, sealed
+
+SHARD = "model-00001-of-00001.safetensors"
+SECRET = "secret.json"
+
+
+class Opened:
+    """The paths that this process opens or lists while it is `watching`."""
+
+    def __init__(self) -> None:
+        self.watching = False
+        self.paths: list[str] = []
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, args: tuple[Any, ...]) -> None:
+        if self.watching and event in ("open", "os.listdir", "os.scandir") and isinstance(args[0], str):
+            self.paths.append(args[0])
+
+
+@pytest.fixture(scope="module")
+def opened() -> Opened:
+    """One for all tests: a hook cannot be taken away again."""
+    return Opened()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A run's folder with a checkpoint."""
+    return make(tmp_path_factory.mktemp("made")).parent
+
+
+@pytest.fixture
+def folder(made, tmp_path) -> Path:
+    """A copy of the checkpoint, beside a file that is none of its business."""
+    (tmp_path / SECRET).write_text("{}")
+    shutil.copytree(made, tmp_path / "run")
+    return tmp_path / "run" / "iter_0000007"
+
+
+def read_everything(folder: Path) -> None:
+    reader = CheckpointReader(folder)
+    for key in reader.shapes:
+        reader.tensor(key)
+
+
+@pytest.fixture
+def refused(opened, folder) -> Callable[..., str]:
+    """Reads all of the checkpoint, which must be refused; returns the message."""
+
+    def read(name: str, kind: type[CheckpointError] = DamagedCheckpointError) -> str:
+        began = time.monotonic()
+        tracemalloc.start()
+        opened.paths.clear()
+        opened.watching = True
+        try:
+            with pytest.raises(CheckpointError) as error:
+                read_everything(folder)
+        finally:
+            opened.watching = False
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert type(error.value) is kind, error.value
+        message = str(error.value)
+        assert name in message
+        message.encode()  # can be printed
+        assert time.monotonic() - began < 5
+        assert peak < 50e6
+        assert [path for path in opened.paths if not path.startswith(str(folder))] == []
+        return message
+
+    return read
+
+
+def files_named(name: str) -> Callable[[dict], None]:
+    """A manifest that lists a file of this name, with the content of the one beside the run."""
+
+    def change(manifest: dict) -> None:
+        manifest["files"][name] = {"size": 2, "blocks": ["0123456789abcdef"]}
+
+    return change
+
+
+def entry(**fields: object) -> Callable[[dict], None]:
+    """A manifest that says something else of a file."""
+    return lambda manifest: manifest["files"][STATE].update(fields)
+
+
+def fact(**fields: object) -> Callable[[dict], None]:
+    return lambda manifest: manifest.update(fields)
+
+
+def text(replace: str, by: str) -> Callable[[dict], str]:
+    """JSON as Python would not write it."""
+
+    def change(content: dict) -> str:
+        written = json.dumps(content)
+        assert replace in written
+        return written.replace(replace, by, 1)
+
+    return change
+
+
+def without(*path: str | int) -> Callable[[dict], None]:
+    """JSON that lacks what is at this place."""
+
+    def change(content: Any) -> None:
+        for step in path[:-1]:
+            content = content[step]
+        del content[path[-1]]
+
+    return change
+
+
+NAMES = [
+    f"../{SECRET}",
+    f"../../{SECRET}",
+    f"/tmp/{SECRET}",
+    "a/b",
+    "a\\b",
+    "..",
+    ".",
+    "",
+    ".hidden",
+    "a\n",
+    "\n",
+]
+NAMES += [
+    "a\0b",
+    "-rf",
+    "a b",
+    "ａ.json",
+    "\u2024\u2024/a",
+    "a\u202ejson",
+    "x" * 201,
+    MANIFEST,
+    "con:",
+    "~",
+    "$HOME",
+]
+MANIFESTS: dict[str, Callable[[dict], object]] = {
+    **{f"a file called {name!r:.30}": files_named(name) for name in NAMES},
+    "negative size": entry(size=-1),
+    "size of a float": entry(size=2.0),
+    "size of true": entry(size=True),
+    "size of text": entry(size="2"),
+    "huge size": entry(size=1 << 70),
+    "large size without hashes": entry(size=1 << 50),
+    "size in many digits": text('"size": ', '"size": ' + "9" * 5000),
+    "size not a number": text('"size": ', '"size": NaN, "": '),
+    "infinite size": text('"size": ', '"size": 1e999, "": '),
+    "no size": without("files", STATE, "size"),
+    "hash in capitals": entry(blocks=["0123456789ABCDEF"]),
+    "short hash": entry(blocks=["0123"]),
+    "hash with a line": entry(blocks=["0123456789abcdef\n"]),
+    "hash of a number": entry(blocks=[123456789]),
+    "other hash": entry(blocks=["0123456789abcdef"]),
+    "no hashes": entry(blocks=[]),
+    "more of it": entry(mode=0o777),
+    "files in a list": lambda manifest: manifest.update(files=list(manifest["files"])),
+    "a file of null": lambda manifest: manifest["files"].update({STATE: None}),
+    "no index": without("files", INDEX),
+    "no state": without("files", STATE),
+    "no files": without("files"),
+    "no iteration": without("iteration"),
+    "a file twice": text(f'"{STATE}": ', f'"{STATE}": {{}}, "{STATE}": '),
+    "two formats": text('"format": 2', '"format": 1, "format": 2'),
+    "an escaped key twice": text('"format": 2', '"form\\u0061t": 2, "format": 2'),
+    "negative iteration": fact(iteration=-7),
+    "iteration of a float": fact(iteration=7.0),
+    "iteration of true": fact(iteration=True),
+    "another iteration": fact(iteration=8),
+    "huge iteration": fact(iteration=1 << 80),
+    "other blocks": fact(block_size=1),
+    "more facts": fact(files_too={}),
+    "deep": text('"iteration"', '"deep": ' + "[" * 200_000 + "]" * 200_000 + ', "iteration"'),
+    "trailing": lambda manifest: json.dumps(manifest) + "{}",
+    "half a pair": text('"iteration"', '"\\ud800": 1, "iteration"'),
+}
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_hostile_manifests(folder, refused, case):
+    edit_manifest(folder, MANIFESTS[case])
+    refused(str(folder))
+
+
+@pytest.mark.parametrize("number", [0, 1, 3, 10**30, "2", None, True, {}])
+def test_other_formats_are_refused_and_not_taken_for_damage(folder, refused, number):
+    edit_manifest(folder, fact(format=number))
+    assert f"must be of format {FORMAT}, but is of" in refused(MANIFEST, CheckpointError)
+
+
+def piece(number: int = 0, **fields: object) -> Callable[[dict], None]:
+    """An index that says something else of one tensor's piece."""
+    return lambda index: index["tensors"][number]["pieces"][0].update(fields)
+
+
+def tensor(**fields: object) -> Callable[[dict], None]:
+    return lambda index: index["tensors"][0].update(fields)
+
+
+def of_shape(*shape: int) -> Callable[[dict], None]:
+    """An index whose first tensor has this shape, in one piece."""
+
+    def change(index: dict) -> None:
+        tensor(shape=shape)(index)
+        piece(shape=shape, offset=[0] * len(shape))(index)
+
+    return change
+
+
+def more_pieces(*pieces: tuple[list[int], list[int]]) -> Callable[[dict], None]:
+    """An index whose first tensor, of shape [4, 3], has these pieces beside its own."""
+
+    def change(index: dict) -> None:
+        made = [{"file": SHARD, "offset": offset, "shape": shape} for offset, shape in pieces]
+        index["tensors"][0]["pieces"] += made
+
+    return change
+
+
+INDEXES: dict[str, Callable[[dict], object]] = {
+    "overlap": more_pieces(([0, 0], [1, 1])),
+    "all twice": more_pieces(([0, 0], [4, 3])),
+    "empty of other dims": more_pieces(([0], [0])),
+    "empty of no dims": more_pieces(([], [])),
+    "offset of other dims": more_pieces(([0, 0, 0], [1, 1])),
+    "a gap": piece(shape=[4, 2]),
+    "out of range": piece(offset=[1, 0]),
+    "far out of range": piece(offset=[1 << 61, 0]),
+    "beyond all numbers": piece(offset=[1 << 63, 0]),
+    "negative offset": piece(offset=[-1, 0]),
+    "offset of a float": piece(offset=[0.0, 0]),
+    "offset of false": piece(offset=[False, 0]),
+    "offset of text": piece(offset="00"),
+    "no offset": without("tensors", 0, "pieces", 0, "offset"),
+    "no shape": without("tensors", 0, "shape"),
+    "no pieces": tensor(pieces=[]),
+    "pieces of null": tensor(pieces=None),
+    "pieces of text": tensor(pieces="ab"),
+    "the file beside": piece(file=f"../{SECRET}"),
+    "the file beside, in full": piece(file=f"/tmp/{SECRET}"),
+    "itself": piece(file=INDEX),
+    "the manifest": piece(file=MANIFEST),
+    "a file that is not there": piece(file="model-00009-of-00009.safetensors"),
+    "the other file": piece(file="optimizer-00001-of-00001.safetensors"),
+    "a file of null": piece(file=None),
+    "unknown dtype": tensor(dtype="F128"),
+    "other dtype of this size": tensor(dtype="I32"),
+    "other dtype": tensor(dtype="F64"),
+    "dtype of a number": tensor(dtype=32),
+    "turned": of_shape(3, 4),
+    "flat": of_shape(12),
+    "larger": of_shape(1 << 40, 3),
+    "larger by one": of_shape(4, 4),
+    "smaller": of_shape(4, 2),
+    "beyond all memory": tensor(shape=[1 << 61, 1 << 61]),
+    "beyond all memory and empty": tensor(shape=[1 << 61, 4, 0], pieces=[]),
+    "shape of a float": tensor(shape=[4.0, 3]),
+    "shape not a number": text('"shape": [', '"shape": [NaN, '),
+    "another name": tensor(name="c"),
+    "another kind": tensor(kind="exp_avg"),
+    "no name": tensor(name=""),
+    "name of null": tensor(name=None),
+    "huge name": tensor(name="x" * 100_000),
+    "half a pair": text('"name": "a"', '"name": "\\ud800"'),
+    "twice": lambda index: {"tensors": index["tensors"] * 2},
+    "a key twice": text('"name": "a"', '"name": "b", "name": "a"'),
+    "more of it": tensor(strides=[1, 1]),
+    "a list": lambda index: "[]",
+    "null": lambda index: "null",
+    "empty": lambda index: "",
+    "deep": lambda index: '{"tensors": ' + "[" * 200_000 + "]" * 200_000 + "}",
+    "no JSON": lambda index: "{'tensors': []}",
+}
+
+
+@pytest.mark.parametrize("case", INDEXES)
+def test_hostile_indexes(folder, refused, case):
+    edit(folder / INDEX, INDEXES[case])
+    message = refused(str(folder))
+    assert INDEX in message or "as the index says" in message
+
+
+HEADERS = {
+    "length": (1 << 62).to_bytes(8, "little"),
+    "length of the file": (1 << 20).to_bytes(8, "little") + b"{}",
+    "overlap": {"a": ("F32", [4, 3], [0, 48]), "b": ("BF16", [5], [40, 50])},
+    "hole": {"a": ("F32", [4, 3], [0, 48]), "b": ("BF16", [5], [52, 62])},
+    "out of range": {"a": ("F32", [4, 3], [1 << 40, (1 << 40) + 48])},
+    "negative": {"a": ("F32", [4, 3], [-48, 0])},
+    "huge shape": {"a": ("F32", [1 << 40, 1 << 40], [0, 48])},
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_hostile_tensor_files(folder, refused, case):
+    header = HEADERS[case]
+    if isinstance(header, dict):
+        keys = ("dtype", "shape", "data_offsets")
+        written = json.dumps(
+            {name: dict(zip(keys, each, strict=True)) for name, each in header.items()}
+        ).encode()
+        header = len(written).to_bytes(8, "little") + written
+    (folder / SHARD).write_bytes(header + bytes(58))
+    reseal(folder)
+    refused(SHARD)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "null", "[]", "3", '{"a": 1, "a": 2}', "{", "\ud800", '{"a": ' * 100_000]
+)
+def test_hostile_states(folder, refused, content):
+    edit(folder / STATE, lambda facts: content or " ")
+    refused(STATE)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, INDEX, STATE])
+def test_a_description_of_many_bytes_is_not_read(folder, refused, name):
+    """A file with a hole costs its maker nothing."""
+    size = 1 << 36
+    os.truncate(folder / name, size)
+    if name != MANIFEST:
+        edit_manifest(folder, lambda m: m["files"][name].update(size=size, blocks=["0" * 16] * (size >> 22)))
+    assert f"{size} bytes are more than" in refused(name)
+
+
+def a_link(path: Path) -> None:
+    path.rename(path.parents[2] / path.name)
+    path.symlink_to(path.parents[2] / path.name)
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def nothing_to_read(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("become", [a_link, a_pipe, a_folder, nothing_to_read])
+@pytest.mark.parametrize("name", [MANIFEST, INDEX, STATE, SHARD])
+def test_what_is_no_file(folder, refused, name, become):
+    become(folder / name)
+    refused(name)
+
+
+def test_a_file_that_may_not_be_read(folder, refused, monkeypatch):
+    real = os.open
+
+    def refusing(path, *args, **kwargs):
+        if str(path).endswith(SHARD):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refusing)
+    assert "Permission denied" in refused(SHARD)
+
+
+@pytest.mark.parametrize("become", [a_link, a_pipe, a_folder])
+def test_the_name_of_the_newest_is_no_file(folder, become):
+    path = folder.parent / LATEST
+    if become is a_link:
+        path.unlink()
+        path.symlink_to(folder.parents[1] / SECRET)
+    else:
+        become(path)
+    found = candidates(folder.parent)
+    assert found.folders == (folder,)
+    (remark,) = found.remarks
+    assert str(path) in remark
+
+
+def test_the_name_of_the_newest_has_many_bytes(folder):
+    os.truncate(folder.parent / LATEST, 1 << 40)
+    (remark,) = candidates(folder.parent).remarks
+    assert "bytes are more than" in remark
+
+
+def test_a_link_to_another_checkpoint_is_not_it(folder):
+    other = folder.with_name("iter_0000009")
+    other.symlink_to(folder.name)
+    with pytest.raises(DamagedCheckpointError, match=f"`{other}` must be iter_0000007 by its manifest"):
+        CheckpointReader(other)
+
+
+def test_a_checkpoint_may_lie_elsewhere_under_its_name(folder, tmp_path):
+    (tmp_path / "store").mkdir()
+    folder.rename(tmp_path / "store" / folder.name)
+    folder.symlink_to(tmp_path / "store" / folder.name)
+    assert torch.equal(CheckpointReader(folder).tensor(Key("a")), torch.arange(12.0).view(4, 3))
+
+
+FOREIGN = {
+    "one checkpoint": ("run/iter_0000007", [], "is one checkpoint; name the folder above it"),
+    "Hugging Face": ("hf", ["config.json", "model.safetensors"], "Hugging Face model; .* --load-hf"),
+    "Hugging Face, sharded": ("hf", ["model.safetensors.index.json"], "Hugging Face model; .* --load-hf"),
+    "Hugging Face, pickled": ("hf", ["pytorch_model.bin"], "Hugging Face model; .* --load-hf"),
+    "Megatron": (
+        "mlm",
+        [f"{LATEST}=100", "iter_0000100/mp_rank_00/model_optim_rng.pt"],
+        "iter_0000100` must be a run's folder, but is a checkpoint of Megatron; .* import-megatron",
+    ),
+    "Megatron, one iteration": ("mlm", ["mp_rank_00_000/model_optim_rng.pt"], "Megatron; .* import-megatron"),
+    "Megatron, release": ("mlm", [f"{LATEST}=release", "release/x"], "'release'.* import-megatron"),
+    "Megatron core": (
+        "mcore",
+        [
+            f"{LATEST}=100",
+            "iter_0000100/.metadata",
+            "iter_0000100/__0_0.distcp",
+            "iter_0000100/metadata.json",
+        ],
+        r"torch\.distributed\.checkpoint; convert",
+    ),
+    "DeepSpeed": ("ds", ["latest=global_step10", "global_step10/x.pt"], "DeepSpeed's .* import-megatron"),
+    "DCP": ("dcp", [".metadata", "__0_0.distcp"], r"torch\.distributed\.checkpoint; convert"),
+    "a file": (f"run/{LATEST}", [], "must be a folder to read, but is not: Not a directory; check the path"),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_foreign_folders(folder, case):
+    name, contents, message = FOREIGN[case]
+    place = folder.parents[1] / name
+    for each in contents:
+        path, _, written = each.partition("=")
+        (place / path).parent.mkdir(parents=True, exist_ok=True)
+        (place / path).write_text(written)
+    with pytest.raises(CheckpointError, match=message) as error:
+        candidates(place)
+    assert type(error.value) is CheckpointError
+    assert str(place) in str(error.value)
+
+
+def test_a_folder_that_may_not_be_read(folder, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(
+        CheckpointError, match=f"`{folder.parent}` must be a folder to read.*Permission denied"
+    ):
+        candidates(folder.parent)
+
+
+@pytest.mark.parametrize("contents", [[], ["tensorboard/events", "run.log", "config.yaml", "config.json"]])
+def test_a_folder_without_checkpoints_is_a_new_run(tmp_path, contents):
+    for each in contents:
+        (tmp_path / each).parent.mkdir(exist_ok=True)
+        (tmp_path / each).touch()
+    assert candidates(tmp_path).folders == candidates(tmp_path).remarks == ()
+    assert candidates(tmp_path / "missing").folders == ()
+
+
+def test_a_seal_of_what_was_written_is_the_same(folder):
+    """The forger's seal is the writer's: otherwise the tests above would test nothing but checksums."""
+    before = (folder / MANIFEST).read_bytes()
+    reseal(folder)
+    assert (folder / MANIFEST).read_bytes() == before
+    assert sealed("{" + before.decode().split(",\n", 1)[1]) == before
+    assert CheckpointReader(folder).facts["vocab_size"] == 5

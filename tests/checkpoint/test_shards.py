@@ -1,0 +1,191 @@
+"""What each rank writes and reads: over all ranks everything once, on every layout of a small grid."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megazero.checkpoint import Key, Part, parts_of_parameters, parts_to_read, parts_to_write
+from megazero.checkpoint.box import gaps_or_overlaps
+from megazero.checkpoint.shards import state_keys
+from megazero.mpu import Init, ParamSpec, ProcessGrid, TrafficLog, new_parameter, recording_context
+from megazero.optim import Adam
+from megazero.zero import Optimizer, Unit, ZeroPolicy, build_buckets
+
+F32, BF16 = torch.float32, torch.bfloat16
+ANY = Init("zeros")
+
+
+def vocabulary(tp: int, name: str = "words", tied_with: str | None = None) -> ParamSpec:
+    """Five entries, padded as each rank's slice must be alike: 8 on four ranks, of which the last has none."""
+    return ParamSpec(
+        name, (5, 3), ANY, shard_dim=0, padded_size=-(-5 // (2 * tp)) * 2 * tp, tied_with=tied_with
+    )
+
+
+def specs(tp: int) -> list[ParamSpec]:
+    return [
+        vocabulary(tp),
+        ParamSpec("scalar", (), ANY),
+        ParamSpec("nothing", (0, 3), ANY),
+        ParamSpec("no columns", (4, 0), ANY, shard_dim=0),
+        ParamSpec("column", (8, 5), ANY, shard_dim=0),
+        ParamSpec("row", (3, 8), ANY, shard_dim=1),
+        ParamSpec("experts", (2, 4, 3), ANY, shard_dim=1),
+        ParamSpec("norm", (7,), ANY, weight_decay=False),
+        ParamSpec("bias", (4, 3), ANY),
+        ParamSpec("frozen", (9,), ANY),
+        vocabulary(tp, "head", tied_with="words"),
+    ]
+
+
+def whole(key: Key, shape: tuple[int, ...]) -> Tensor:
+    """Values that occur once in all tensors."""
+    number = sum(ord(c) * 31**i for i, c in enumerate(f"{key}")) % 997
+    return (torch.arange(math.prod(shape), dtype=torch.float64) + 1000 * number + 1).float().view(shape)
+
+
+class Whole:
+    """A source of `whole` tensors."""
+
+    def __init__(self, shapes: Mapping[Key, tuple[int, ...]]):
+        self.shapes = shapes
+
+    def read(self, parts: Iterable[Part]) -> None:
+        for part in parts:
+            part.tensor.copy_(whole(part.key, self.shapes[part.key])[part.box.slices])
+
+
+def build(grid: ProcessGrid, rank: int, stage: int, bucket_size: int = 20, dtype=F32, fill=math.nan):
+    """The optimizer of one rank, all of it `fill`."""
+    context = recording_context(grid, rank, TrafficLog(), "cpu")
+    params = [new_parameter(spec, grid.tp, dtype, "cpu") for spec in specs(grid.tp)]
+    for param in params:
+        param.requires_grad_(param.spec.name != "frozen")
+    units = [Unit(0, nn.Module(), (param,)) for param in params]
+    policy = ZeroPolicy(stage=stage, bucket_size=bucket_size, persistence_threshold=4)
+    optimizer = Optimizer(build_buckets(units, policy, context), Adam(), context, 0.0)
+    for bucket, state in zip(optimizer.buckets, optimizer.states, strict=True):
+        for flat in (bucket.master, *state.values()):
+            flat.fill_(fill)
+    return optimizer, context
+
+
+def expected_shapes(tp: int) -> dict[Key, tuple[int, ...]]:
+    kinds = ("weight", "exp_avg", "exp_avg_sq")
+    return {
+        Key(spec.name, kind): spec.shape
+        for spec in specs(tp)
+        if spec.tied_with is None
+        for kind in (kinds if spec.name != "frozen" else kinds[:1])
+    }
+
+
+def local(optimizer: Optimizer) -> Iterable[tuple[ParamSpec, str, slice, Tensor]]:
+    for bucket, state in zip(optimizer.buckets, optimizer.states, strict=True):
+        for kind, flat in {"weight": bucket.master, **state}.items():
+            for spec, span, piece in bucket.named_pieces(flat):
+                yield spec, kind, span, piece
+
+
+LAYOUTS = [
+    SimpleNamespace(tp=tp, dp=dp, stage=stage, bucket_size=bucket_size)
+    for tp, dp, stage, bucket_size in product((1, 2, 4), (1, 2, 4), (0, 1, 3), (1, 20, 1000))
+    if dp > 1 or stage == 0
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"T{x.tp}D{x.dp}Z{x.stage}b{x.bucket_size}")
+def test_what_is_read_is_held_and_what_is_written_is_whole(layout):
+    grid = ProcessGrid(tp=layout.tp, dp=layout.dp)
+    shapes = expected_shapes(layout.tp)
+    written: dict[Key, list[Part]] = defaultdict(list)
+    for rank in range(grid.world_size):
+        optimizer, context = build(grid, rank, layout.stage, layout.bucket_size)
+        Whole(shapes).read(parts_to_read(optimizer, context))
+        for spec, kind, span, piece in local(optimizer):
+            key = Key(spec.tied_with or spec.name, kind)
+            # `shard` zeroes padding, where memory was NaN.
+            want = spec.shard(whole(key, spec.shape), context.tp.rank, context.tp.size)
+            assert piece.equal(want.reshape(-1)[span]), (key, rank)
+        assert set(state_keys(optimizer)) == set(shapes)
+        for part in parts_to_write(optimizer, context):
+            written[part.key].append(part)
+    assert {key: parts[0].shape for key, parts in written.items()} == shapes
+    for key, parts in written.items():
+        assert gaps_or_overlaps(shapes[key], [part.box for part in parts]) is None
+        for part in parts:
+            assert part.tensor.equal(whole(key, part.shape)[part.box.slices])
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 2), (1, 4), (2, 4), (4, 2)])
+def test_replicas_write_about_as_much_each(tp, dp):
+    grid = ProcessGrid(tp=tp, dp=dp)
+    loads = defaultdict(list)
+    for rank in range(grid.world_size):
+        optimizer, context = build(grid, rank, stage=0)
+        # Dealt with its padding, a vocabulary is counted with it here.
+        mine = {part.key.name for part in parts_to_write(optimizer, context, moments=False)}
+        numel = {p.spec.name: p.numel() for bucket in optimizer.buckets for p in bucket.params}
+        loads[context.tp.rank].append(sum(numel[name] for name in mine))
+    for each in loads.values():
+        assert max(each) - min(each) <= max(numel.values()), "one parameter"
+        assert min(each) > 0
+
+
+def test_tensor_parallel_ranks_share_what_all_hold():
+    grid = ProcessGrid(tp=2)
+    names = []
+    for rank in range(2):
+        optimizer, context = build(grid, rank, stage=0, bucket_size=1000)
+        names.append({part.key.name for part in parts_to_write(optimizer, context)})
+    replicated = {spec.name for spec in specs(2) if spec.shard_dim is None}
+    assert names[0] & names[1] & replicated == set()
+    assert all(each & replicated for each in names)
+    assert "head" not in names[0] | names[1], "a tied copy is its original"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_parts_are_the_live_memory_and_no_more(stage):
+    optimizer, context = build(ProcessGrid(dp=2), 1, stage, dtype=BF16, fill=1.0)
+    parts = parts_to_read(optimizer, context)
+    for part in parts:
+        assert part.tensor.dtype == (BF16 if part.key.name == "frozen" else F32), "masters are fp32"
+        part.tensor.fill_(2.0)
+    flats = [bucket.master for bucket in optimizer.buckets]
+    flats += [flat for state in optimizer.states for flat in state.values()]
+    changed = sum(int((flat == 2.0).sum()) for flat in flats)
+    assert changed == sum(part.box.numel for part in parts) > 0
+    # What evens out the buckets is in no part.
+    assert sum(int((flat == 1.0).sum()) for flat in flats) > 0 or stage == 0
+
+
+def test_without_moments_there_are_weights_alone():
+    optimizer, context = build(ProcessGrid(tp=2, dp=2), 0, stage=1)
+    for parts in (parts_to_write, parts_to_read):
+        assert {part.key.kind for part in parts(optimizer, context, moments=False)} == {"weight"}
+        kinds = {part.key.kind for part in parts(optimizer, context)}
+        assert kinds == {"weight", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_weights_of_a_model_without_an_optimizer(tp):
+    for rank in range(tp):
+        context = recording_context(ProcessGrid(tp=tp), rank, TrafficLog(), "cpu")
+        params = [new_parameter(spec, tp, BF16, "cpu") for spec in specs(tp)]
+        for param in params:
+            param.data.fill_(math.nan)
+        parts = parts_of_parameters(params, context)
+        assert {part.key.kind for part in parts} == {"weight"}
+        Whole(expected_shapes(tp)).read(parts)
+        for param in params:
+            key = Key(param.spec.tied_with or param.spec.name)
+            want = param.spec.shard(whole(key, param.spec.shape), rank, tp).to(BF16)
+            assert param.data.equal(want), (key, rank)
