@@ -90,7 +90,7 @@ def convert(reader: CheckpointReader, directory: Path, choice: Choice, disk: Dis
         DamagedCheckpointError: the original is not as it was written.
     """
     iteration = reader.manifest.iteration
-    if False:
+    if iteration_folder(directory, iteration).exists():
         raise CheckpointError(
             f"`{directory}` must not hold iteration {iteration} yet, but does; name another folder"
         )

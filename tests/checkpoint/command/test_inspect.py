@@ -139,7 +139,7 @@ def test_a_tensor_larger_than_its_files_is_not_given_memory(tmp_path, capsys):
 
     describe_anew(save(tmp_path), enlarge)
     assert main(["inspect", str(tmp_path), "--stats"]) == 1
-    assert "must lie in the files" in capsys.readouterr().err
+    assert "is larger than its file" in capsys.readouterr().err
 
 
 def test_numbers_of_a_tensor():
