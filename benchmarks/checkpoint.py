@@ -1,4 +1,4 @@
-"""Saving and loading checkpoints: megazero against safetensors, plain writes and torch.distributed.checkpoint.
+"""Saving and loading checkpoints: megazero against safetensors, plain files, torch.distributed.checkpoint.
 
     python benchmarks/checkpoint.py --gigabytes 1 --ranks 1 2 --repeats 7 --folder DIR --jsonl FILE
 
@@ -9,10 +9,12 @@ rank from a common barrier, and nothing waits to be written when it begins. The 
 there each contender must give back what it saved. When a save ends, megazero, `safetensors-durable`, `plain`
 and `dcp` have fsynced; `safetensors` has not.
 
-`stall` is how long a save in the background keeps its caller, at its begin and its end, beside a blocking save
-of the same contender in the same round; `first` is that of the uncounted round, which allocates. Meanwhile
-each rank multiplies matrices: `slowdown` is how much fewer per second than right before, and `written` the
-time until the checkpoint was there. `--gigabytes 1` needs 6 GB of memory and 2 GB of disk.
+`stall` is how long a save in the background keeps its caller, all in all, beside a blocking save of the same
+contender in the same round; `first` is that of the uncounted round, which allocates. Meanwhile each rank
+multiplies matrices: for `--backward-seconds`, a forward and a backward, then its tensors are to change, then
+until the files are written. `slowdown` is how many products fewer per second than right before it makes in
+that forward and backward, and `written` the time until the checkpoint was there. `--gigabytes 1` needs 6 GB
+of memory and 2 GB of disk.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import multiprocessing
 import os
 import platform
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -56,6 +59,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of state, over all ranks")
     parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2), default=[1, 2])
+    parser.add_argument(
+        "--backward-seconds", type=float, default=1.0, help="of a step before its update (stall)"
+    )
     parser.add_argument("--repeats", type=int, default=7, help="counted rounds")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one by default")
     parser.add_argument("--contenders", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME")
@@ -128,11 +134,14 @@ class Rank:
         self.context.world.barrier()
         begin = time.perf_counter()
         stall = self.seconds(background.begin)
-        beside, products = train(lambda seconds: background.writing())
-        self.context.world.barrier()
-        stall += self.seconds(background.finish)
+        beside, _ = train(lambda seconds: seconds < self.args.backward_seconds)
+        stall += self.seconds(background.hold)
+        there: list[bool] = []
+        while not there or not there[-1]:
+            train(lambda seconds: background.writing())
+            stall += self.seconds(lambda: there.append(background.advance()))
         written = time.perf_counter() - begin
-        return stall, written, 1 - beside / alone if products else 0.0
+        return stall, written, 1 - beside / alone
 
     def make(self, name: str, kind: Callable) -> Way | Background:
         from benchmarks.contenders.checkpoint_ways import Place
@@ -357,6 +366,8 @@ def _aligned(rows: Sequence[Sequence[object]]) -> str:
 
 def main() -> int:
     args = arguments()
+    # So that what was written is removed, and the ranks are ended.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if args.folder:
         args.folder.mkdir(parents=True, exist_ok=True)
     for ranks in args.ranks:

@@ -1,11 +1,11 @@
-"""Claim: converting a model from and to Hugging Face's format takes about as long as copying its files.
+"""Claim: a model goes from and to Hugging Face's format in little more memory than its largest tensor.
 
-`python benchmarks/convert.py [--mb 600] [--rounds 5] [--folder DIR]` makes a GPT-2 and a Llama of about this size in
-fp32, then converts each from Hugging Face and back, and copies the file (`shutil.copyfile`, fsync), in turns. Every
-run is a process of its own that gives its time without imports and how much its resident memory grew at most. Files
-are in the page cache when they are read, and on the medium when a run ends. Each JSON line holds medians over the
-rounds after the first; the exit status is 1 if a weight came back changed. Needs Linux, and five times the size on
-disk.
+`python benchmarks/convert.py [--mb 600] [--rounds 5] [--folder DIR]` makes a GPT-2 and a Llama of about this
+size in fp32, then converts each from Hugging Face and back, and copies the file (`shutil.copyfile`, fsync),
+in turns. Every run is a process of its own that gives its time without imports, wall and CPU, and how much
+its resident memory grew at most. Files are in the page cache when they are read, and on the medium when a run
+ends. Each JSON line holds medians over the rounds after the first; the exit status is 1 if a weight came back
+changed. Needs Linux, and five times the size on disk.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def model_of(family: str, megabytes: float):
 
 
 def make(family: str, megabytes: float, folder: Path) -> int:
-    """Writes the model in Hugging Face's format, each tensor of its own values; gives the largest one's bytes."""
+    """Writes the model in Hugging Face's format, no two tensors alike; gives the largest one's bytes."""
     import torch
 
     from megazero.checkpoint import Disk
@@ -65,7 +65,9 @@ def make(family: str, megabytes: float, folder: Path) -> int:
     links = Table.of(family_of(model).rules, model, VOCAB).links
 
     def later(seed: int, shape: tuple[int, ...]) -> Later:
-        draw = lambda: torch.empty(shape).normal_(generator=torch.Generator().manual_seed(seed))  # noqa: E731
+        def draw() -> torch.Tensor:
+            return torch.empty(shape).normal_(generator=torch.Generator().manual_seed(seed))
+
         return Later(torch.float32, shape, draw)
 
     folder.mkdir(parents=True)
@@ -104,13 +106,14 @@ def status(field: str) -> int:
 
 
 def measure(way: str, folder: Path, results: multiprocessing.SimpleQueue) -> None:
-    """Runs in a process of its own: puts seconds and the growth of resident memory."""
+    """Runs in a process of its own: puts wall and CPU seconds and the growth of resident memory."""
     work = work_of(way, folder)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = status("VmRSS")
-    start = time.perf_counter()
+    start, spent = time.perf_counter(), time.process_time()
     work()
-    results.put((time.perf_counter() - start, status("VmHWM") - before))
+    ended = time.perf_counter() - start, time.process_time() - spent
+    results.put((*ended, status("VmHWM") - before))
 
 
 def clear(folder: Path) -> None:
@@ -126,7 +129,7 @@ def compare(family: str, args: argparse.Namespace, folder: Path) -> bool:
     largest = make(family, args.mb, folder / "hf")
     size = (folder / "hf" / "model.safetensors").stat().st_size
     spawn = multiprocessing.get_context("spawn")
-    found: dict[str, list[tuple[float, int]]] = {way: [] for way in WAYS}
+    found: dict[str, list[tuple[float, float, int]]] = {way: [] for way in WAYS}
     same = True
     for number in range(args.rounds + 1):
         for way in WAYS:
@@ -142,16 +145,18 @@ def compare(family: str, args: argparse.Namespace, folder: Path) -> bool:
                 folder / "back/model.safetensors"
             ).read_bytes()
         clear(folder)
-    seconds = {way: statistics.median(each[0] for each in found[way][1:]) for way in WAYS}
     for way in WAYS:
+        wall, cpu = (statistics.median(each[i] for each in found[way][1:]) for i in (0, 1))
+        growth = max(each[2] for each in found[way])
         row = {
             "benchmark": "convert",
             "family": family,
             "way": way,
-            "mb_per_s": round(size / 1e6 / seconds[way]),
-            "time_to_copy": round(seconds[way] / seconds["copy"], 2),
-            "peak_growth_mib": round(max(each[1] for each in found[way]) / MIB),
-            "peak_growth_to_largest_tensor": round(max(each[1] for each in found[way]) / largest, 2),
+            "mb_per_s": round(size / 1e6 / wall),
+            "cpu_seconds_per_gb": round(cpu / size * 1e9, 2),
+            "time_to_copy": round(statistics.median(time_to_copy(found, way)), 2),
+            "peak_growth_mib": round(growth / MIB),
+            "peak_growth_to_largest_tensor": round(growth / largest, 2),
             "seconds": [round(each[0], 2) for each in found[way][1:]],
             "mb": round(size / 1e6),
             "largest_tensor_mib": round(largest / MIB),
@@ -159,6 +164,11 @@ def compare(family: str, args: argparse.Namespace, folder: Path) -> bool:
         }
         print(json.dumps(row), flush=True)
     return same
+
+
+def time_to_copy(found: dict[str, list[tuple[float, float, int]]], way: str) -> list[float]:
+    """Of each counted round, how many times as long as the copy it took."""
+    return [mine[0] / copied[0] for mine, copied in zip(found[way][1:], found["copy"][1:], strict=True)]
 
 
 def main() -> int:
@@ -169,7 +179,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary one)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
-        return 0 if all([compare(f, args, Path(scratch) / f) for f in ("gpt2", "llama")]) else 1
+        same = [compare(family, args, Path(scratch) / family) for family in ("gpt2", "llama")]
+    return 0 if all(same) else 1
 
 
 if __name__ == "__main__":

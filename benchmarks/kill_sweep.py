@@ -258,7 +258,8 @@ def attempt(point: Point, reference: Reference, data: Path, folder: Path) -> dic
     reached = max((record["iteration"] for record in metrics(folder)), default=0)
     named = latest_iteration(folder / "run")
     problems += _unloadable(folder / "run", named)
-    again = Job(flags, folder, 2000, [None] * RANKS)
+    # Other states of the generators than the first time, unless there is nothing to set them from.
+    again = Job(flags, folder, 1000 if named is None else 2000, [None] * RANKS)
     loaded = 0
     try:
         again.finish()

@@ -4,7 +4,7 @@
 
 Of a pair (A, B): two steps on A, saved; loaded and saved again on B; loaded and saved again on A. Masters and
 moments must be equal in every bit after each load, and so must the weights that the model computes with. Two
-further steps on B must equal two further steps on A under law 1. Ranks are threads of this process. Prints one
+further steps on B must equal two further steps on A under law 1. Ranks are threads of this process. Prints a
 line per pair and exits 1 if anything differs.
 """
 
@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -25,14 +25,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.checkpoint import Box, CheckpointReader, Part, iteration_folder
+from megazero.checkpoint import RANDOM, Box, CheckpointReader, Part, iteration_folder
 from megazero.checkpoint.tensor_file import memory_of
 from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig
 from megazero.mpu import ParallelContext, ThreadWorld, thread_context
 from megazero.train.engine import Engine
 from megazero.train.resume import resume
-from megazero.train.snapshot import RANDOM, Snapshots
+from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
 from megazero.verify.compare import Tolerance, compare
@@ -233,18 +233,22 @@ def prefixed(where: str, what: str | None) -> str | None:
     return what and f"{where}: {what}"
 
 
-def cases(most_ranks: int) -> Iterator[Case]:
+@cache
+def cases(most_ranks: int) -> tuple[Case, ...]:
     """What differs to a checkpoint, of what the rules allow: axes, stages, chunks, ZeRO, model and dtype."""
-    for layout in all_layouts(most_ranks):
-        plain = layout.recompute == "none" and layout.micro_batch == 2 and not layout.keep
-        if plain and layout.layers <= 4 and max(layout.tp, layout.pp, layout.dp) <= 4:
-            yield from (Case(replace(layout, layers=4, dtype=dtype)) for dtype in ("fp32", "bf16"))
+    return tuple(
+        Case(replace(layout, layers=4, dtype=dtype))
+        for layout in all_layouts(most_ranks)
+        if layout.recompute == "none" and layout.micro_batch == 2 and not layout.keep
+        if layout.layers <= 4 and max(layout.tp, layout.pp, layout.dp) <= 4
+        for dtype in ("fp32", "bf16")
+    )
 
 
 SMALL = Layout(layers=4, micro_batch=2)
 DEEP = replace(SMALL, layers=8)
-# What `cases` lacks: uneven stages, the second partition within a node (ZeRO++), and the eight layers that two
-# chunks on each of four stages take.
+# What `cases` lacks: uneven stages, the second partition within a node (ZeRO++), and the eight layers that
+# two chunks on each of four stages take.
 EXTRA = (
     Case(replace(SMALL, pp=2, zero=1, dp=2), "1,3"),
     Case(replace(SMALL, pp=2, tp=2, sequence_parallel=True), "3,1"),

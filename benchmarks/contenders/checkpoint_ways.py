@@ -77,16 +77,19 @@ class Way(Protocol):
 
 
 class Background(Protocol):
-    """A contender that writes while its caller goes on; all ranks call `begin` and `finish` together."""
+    """A contender that writes while its caller goes on; all ranks call all but `writing` together."""
 
     def begin(self) -> None:
+        """Begin to save; the tensors must not change yet."""
+
+    def hold(self) -> None:
         """Return when the tensors may change."""
 
     def writing(self) -> bool:
         """Whether this rank is still at it."""
 
-    def finish(self) -> None:
-        """Return when the checkpoint is there."""
+    def advance(self) -> bool:
+        """Do what is due when no rank is writing. Returns whether the checkpoint is there."""
 
 
 def gpt_shapes(size: float) -> dict[str, tuple[int, ...]]:
@@ -162,7 +165,7 @@ def _write_unhashed(*args: object) -> FileRecord:
 
 
 class MegazeroBackground:
-    """Saves that return when the tensors are copied."""
+    """Saves whose copies are made during the next forward and backward."""
 
     def __init__(self, place: Place, state: State):
         self.saver = Saver(place.folder, place.context, in_flight=1)
@@ -171,11 +174,14 @@ class MegazeroBackground:
     def begin(self) -> None:
         self.saver.save(ITERATION, self.state.parts, {})
 
-    def writing(self) -> bool:
-        return self.saver.writing
+    def hold(self) -> None:
+        self.saver.wait_for_copies()
 
-    def finish(self) -> None:
-        self.saver.settle()
+    def writing(self) -> bool:
+        return self.saver.busy
+
+    def advance(self) -> bool:
+        return self.saver.advance() is not None
 
 
 class Safetensors:
@@ -252,11 +258,15 @@ class DcpBackground:
     def begin(self) -> None:
         self.future = dcp.async_save(self.saved, storage_writer=dcp.FileSystemWriter(self.folder))
 
+    def hold(self) -> None:
+        """It has copied before `begin` returned."""
+
     def writing(self) -> bool:
         return not self.future.done()
 
-    def finish(self) -> None:
+    def advance(self) -> bool:
         self.future.result()
+        return True
 
 
 def _distributed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -136,13 +136,14 @@ def candidates(directory: str | Path, iteration: int | None = None) -> Candidate
             remarks.append(f"`{directory / LATEST}` names iteration {named}, although {order[0]} is there")
         order = [named] * (named in saved) + [each for each in order if each != named]
     best = saved[order[0]] if order else directory
-    if not order or not os.path.lexists(best / "manifest.json"):
+    ours = any(os.path.lexists(best / name) for name in ("manifest.json", "index.json"))  # perhaps damaged
+    if not order or not ours:
         _refuse_foreign(best)
     return Candidates(tuple(saved[each] for each in order), tuple(remarks))
 
 
 def _loadable(directory: Path) -> dict[int, Path]:
-    """Where the checkpoint of each iteration lies; a killed run may have set one aside and brought no other."""
+    """Where the checkpoint of each iteration lies: a killed run may have set one aside and brought none."""
     places = {iteration: iteration_folder(directory, iteration) for iteration in saved_iterations(directory)}
     if directory.is_dir():
         aside = [(each.restored, each.path) for each in leftovers(directory) if each.restored is not None]

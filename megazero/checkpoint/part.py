@@ -11,6 +11,8 @@ from torch import Tensor
 from megazero.checkpoint.box import Box
 
 WEIGHT = "weight"
+RANDOM = "rng"
+"""Kind of the logical tensors [ranks, ...] whose row r is the state of rank r's generators."""
 
 
 @dataclass(frozen=True)

@@ -92,9 +92,7 @@ def decode_header(text: bytes, data_bytes: int) -> tuple[dict[str, Entry], dict[
         ValueError: it is not exactly as the format has it, in words.
     """
     try:
-        content = json.loads(
-            text.decode(), object_pairs_hook=distinct, parse_int=_size, parse_constant=_refuse_constant
-        )
+        content = json.loads(text.decode(), object_pairs_hook=distinct, parse_int=_size)
     except RecursionError:
         raise ValueError("the JSON is nested too deeply") from None
     if not text.startswith(b"{"):
@@ -159,7 +157,3 @@ def _size(digits: str) -> int:
     if len(digits) > 19 or not 0 <= int(digits) <= _LARGEST:
         raise ValueError(f"{digits:.30} is not a size")
     return int(digits)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import (
@@ -22,60 +20,40 @@ from megazero.checkpoint.folder import (
     recover,
 )
 from megazero.checkpoint.part import Part
+from megazero.checkpoint.staging import Staging
 from megazero.checkpoint.writer import Written, write_description, write_parts
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.mpu import ParallelContext, gather_values
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Flight:
-    """A checkpoint whose files this rank is writing.
+    """A checkpoint on its way.
 
     Attributes:
         iteration: that it is of.
         facts: to be written beside.
-        written: what this rank wrote, once it has.
-        staging: host memory that is being written from.
+        staging: host memory that it is written from.
+        job: what this rank does for it now: write its files; after that, on the first rank, complete it.
+        copied: done once the originals may change.
+        completing: whether all files are written.
     """
 
     iteration: int
     facts: Mapping[str, Any]
-    written: Future
     staging: Staging
-
-
-class Staging:
-    """Host memory that parts are copied to, kept from one checkpoint to the next."""
-
-    def __init__(self) -> None:
-        self._copies: list[Tensor] = []
-
-    def take(self, parts: Sequence[Part]) -> tuple[list[Part], Callable[[], None]]:
-        """Parts on the host, and what waits until they are there; the originals may change at once.
-
-        Memory of accelerators is copied in the order of their work, to page-locked memory.
-        """
-        alike = len(parts) == len(self._copies) and all(
-            (p.tensor.shape, p.tensor.dtype) == (c.shape, c.dtype)
-            for p, c in zip(parts, self._copies, strict=True)
-        )
-        if not alike:
-            self._copies = [
-                torch.empty(p.tensor.shape, dtype=p.tensor.dtype, pin_memory=p.tensor.is_cuda) for p in parts
-            ]
-        for part, copy in zip(parts, self._copies, strict=True):
-            copy.copy_(part.tensor, non_blocking=True)
-        on_device = [part.tensor.device for part in parts if part.tensor.is_cuda]
-        arrived = _after_work_on(on_device[0]) if on_device else lambda: None
-        return [replace(p, tensor=c) for p, c in zip(parts, self._copies, strict=True)], arrived
+    job: Future
+    copied: Future
+    completing: bool = False
 
 
 class Saver:
     """Writes checkpoints into one folder. Every rank of a job has one and makes the same calls.
 
-    With `in_flight` 0 a save returns when its checkpoint is visible. Otherwise it returns when the parts are
-    copied; a thread of each rank writes them, and the ranks make the checkpoint visible together, in
-    `settle`. A save beyond `in_flight` unsettled ones waits for the oldest.
+    With `in_flight` 0 a save returns when its checkpoint is visible. Otherwise it returns at once: threads
+    copy the parts, which must not change before `wait_for_copies` has returned, and write them; between two
+    steps of the training the ranks `advance` together, first when all files are written, then when the first
+    rank has made them a visible checkpoint. A save beyond `in_flight` waits for the oldest.
 
     Args:
         directory: of the run; made if missing.
@@ -103,14 +81,15 @@ class Saver:
         self.in_flight = in_flight
         self._flights: deque[_Flight] = deque()
         self._free: list[Staging] = []
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-copy")
+        self._writer = ThreadPoolExecutor(max_workers=2, thread_name_prefix="checkpoint")
         self._lock: WriterLock | None = None
         together(context, self._open if context.rank == 0 else None, f"open {self.directory} for writing")
 
     @property
-    def writing(self) -> bool:
-        """Whether this rank is still writing its part of the oldest unsettled checkpoint."""
-        return bool(self._flights) and not self._flights[0].written.done()
+    def busy(self) -> bool:
+        """Whether this rank is at work for the oldest checkpoint on its way."""
+        return bool(self._flights) and not self._flights[0].job.done()
 
     @property
     def unsettled(self) -> int:
@@ -133,26 +112,61 @@ class Saver:
                 checkpoint that was on its way, if that could not be settled.
         """
         visible = []
-        while self._flights and len(self._flights) >= self.in_flight:
+        # One that is on its way again would be cleared while it is written.
+        while len(self._flights) >= max(1, self.in_flight) or iteration in self._iterations():
             visible.append(self.settle())
         folder = hidden_folder(self.directory, iteration, "partial")
         together(
             self.context, (lambda: self._begin(folder)) if self.context.rank == 0 else None, f"make {folder}"
         )
         if not self.in_flight:
-            written: Future = Future()
-            _fulfil(written, lambda: self._write(folder, parts))
-            self._flights.append(_Flight(iteration, facts, written, Staging()))
+            job = _done_here(lambda: self._write(folder, parts))
+            self._flights.append(_Flight(iteration, facts, Staging(), job, job))
             return [*visible, self.settle()]
         staging = self._free.pop() if self._free else Staging()
-        copies, arrived = staging.take(parts)
+        copies, fill = staging.take(parts)
+        copied = self._copier.submit(fill)
 
         def write() -> Written:
-            arrived()
+            copied.result()
             return self._write(folder, copies)
 
-        self._flights.append(_Flight(iteration, facts, self._writer.submit(write), staging))
+        self._flights.append(_Flight(iteration, facts, staging, self._writer.submit(write), copied))
         return visible
+
+    def wait_for_copies(self) -> None:
+        """Return when the parts of all checkpoints on their way may change."""
+        for flight in self._flights:
+            flight.copied.result()
+
+    def advance(self) -> int | None:
+        """Take the oldest checkpoint a stage further; every rank calls this, best when none is `busy`.
+
+        Returns:
+            Its iteration, once it is visible.
+
+        Raises:
+            CheckpointError: on every rank, if any could not do its part; nothing is visible then.
+        """
+        flight = self._flights[0]
+        folder = hidden_folder(self.directory, flight.iteration, "partial")
+        first = self.context.rank == 0
+        try:
+            if not flight.completing:
+                everyone = together(self.context, lambda: flight.job.result().dump(), f"write into {folder}")
+                if first:
+                    work = partial(self._complete, folder, flight, everyone)
+                    flight.job = self._writer.submit(work) if self.in_flight else _done_here(work)
+                flight.completing = True
+                return None
+            together(self.context, flight.job.result if first else None, f"complete {folder}")
+        except CheckpointError:
+            self._forget(flight)
+            if first:
+                self._clear(folder)
+            raise
+        self._forget(flight)
+        return flight.iteration
 
     def settle(self) -> int:
         """Wait for the oldest checkpoint on its way and make it visible; every rank calls this.
@@ -161,35 +175,16 @@ class Saver:
             Its iteration.
 
         Raises:
-            CheckpointError: on every rank, if any could not write its part; nothing is visible then.
+            CheckpointError: as `advance`.
         """
-        flight = self._flights.popleft()
-        folder = hidden_folder(self.directory, flight.iteration, "partial")
-        try:
-            everyone = together(self.context, lambda: flight.written.result().dump(), f"write into {folder}")
-
-            def finish() -> None:
-                written = map(Written.load, everyone)
-                write_description(self.disk, folder, flight.iteration, written, flight.facts)
-                visible = publish(self.disk, self.directory, flight.iteration)
-                try:
-                    prune(self.disk, self.directory, self.retention)
-                except OSError as error:
-                    raise CheckpointError(f"{visible} is saved, but older ones stay: {error}") from error
-
-            first = self.context.rank == 0
-            together(self.context, finish if first else None, f"complete {folder}")
-        except CheckpointError:
-            if self.context.rank == 0:
-                self._clear(folder)
-            raise
-        finally:
-            self._free.append(flight.staging)
-        return flight.iteration
+        while (iteration := self.advance()) is None:
+            pass
+        return iteration
 
     def close(self) -> None:
         """Let other jobs write. What was not settled stays invisible."""
-        self._writer.shutdown(wait=True, cancel_futures=True)
+        for threads in (self._copier, self._writer):
+            threads.shutdown(wait=True, cancel_futures=True)
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -203,6 +198,9 @@ class Saver:
             self._lock.release()
             raise
 
+    def _iterations(self) -> list[int]:
+        return [flight.iteration for flight in self._flights]
+
     def _begin(self, folder: Path) -> None:
         # What a save left that failed, and that could not be cleared then, would take room for ever.
         flying = {hidden_folder(self.directory, each.iteration, "partial") for each in self._flights}
@@ -211,6 +209,19 @@ class Saver:
 
     def _write(self, folder: Path, parts: Sequence[Part]) -> Written:
         return write_parts(self.disk, folder, parts, self.context.rank, self.context.world_size)
+
+    def _complete(self, folder: Path, flight: _Flight, everyone: Sequence[Mapping[str, Any]]) -> None:
+        write_description(self.disk, folder, flight.iteration, map(Written.load, everyone), flight.facts)
+        visible = publish(self.disk, self.directory, flight.iteration)
+        try:
+            prune(self.disk, self.directory, self.retention)
+        except OSError as error:
+            raise CheckpointError(f"{visible} is saved, but older ones stay: {error}") from error
+
+    def _forget(self, flight: _Flight) -> None:
+        self._flights.popleft()
+        if self.in_flight:
+            self._free.append(flight.staging)
 
     def _clear(self, folder: Path) -> None:
         """Give back the room of a checkpoint that failed; the disk may be the reason why, and fail again."""
@@ -246,14 +257,10 @@ def together(context: ParallelContext, work: Callable[[], Any] | None, what: str
     return [each.get("result") for each in everyone]
 
 
-def _fulfil(future: Future, work: Callable[[], Any]) -> None:
+def _done_here(work: Callable[[], Any]) -> Future:
+    future: Future = Future()
     try:
         future.set_result(work())
     except Exception as error:  # raised again where the future is asked
         future.set_exception(error)
-
-
-def _after_work_on(device: torch.device) -> Callable[[], None]:
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event.synchronize
+    return future

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.errors import CommunicationError
+from megazero.mpu.attempt_store import agent_store, store_of_attempt
 from megazero.mpu.group import DONE, Reduction, Transfer, Work
 
 # torch 2.13 renamed the two single-tensor collectives and deprecated the older names.
@@ -116,6 +117,9 @@ class TorchGroup:
 def start_world(backend: str, rank: int, world_size: int, timeout: timedelta, **where) -> None:
     """Join the world: `where` is torch's init_method, store or device_id, else the environment's."""
     try:
+        kept = None if where else agent_store(timeout)
+        if kept is not None:
+            where["store"] = store_of_attempt(kept, rank, world_size, timeout)
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **where)
     except (RuntimeError, ValueError) as error:
         raise CommunicationError(

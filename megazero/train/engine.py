@@ -74,7 +74,12 @@ class Engine:
         self.context = context
 
     def train_step(
-        self, batches: Sequence, nominal_tokens: int, progress: Progress, timers: Timers
+        self,
+        batches: Sequence,
+        nominal_tokens: int,
+        progress: Progress,
+        timers: Timers,
+        before_update: Callable[[], None] | None = None,
     ) -> StepResult:
         """Train on one global batch.
 
@@ -83,6 +88,7 @@ class Engine:
             nominal_tokens: positions of the whole global batch, before any mask.
             progress: where the training stands before this step; schedules read it.
             timers: collects how long each phase takes.
+            before_update: called when the state is about to change.
         """
         scale = self.scaler_state.scale
         with timers("forward-backward"):
@@ -92,6 +98,8 @@ class Engine:
             # Every counted position weighs the same, on whichever rank and micro-batch it fell.
             average = nominal_tokens / tokens if tokens else 0.0
             lr = self.learning_rate.at(progress)
+            if before_update is not None:
+                before_update()
             report = self.optimizer.step(lr, self.weight_decay.at(progress), average / scale)
             self.scaler_state = self.scaler.update(self.scaler_state, not report.applied)
         return StepResult(

@@ -68,8 +68,8 @@ class Checkpoints(Protocol):
     """Where the loop saves; see `snapshot.Snapshots`. All raise CheckpointError, on every rank."""
 
     @property
-    def writing(self) -> bool:
-        """Whether this rank still writes its part of the oldest checkpoint on its way."""
+    def busy(self) -> bool:
+        """Whether this rank is at work for the oldest checkpoint on its way."""
 
     @property
     def unsettled(self) -> int:
@@ -77,6 +77,12 @@ class Checkpoints(Protocol):
 
     def save(self, state: TrainState) -> list[int]:
         """Save a checkpoint, or begin to; returns the iterations of those that became visible."""
+
+    def wait_for_copies(self) -> None:
+        """Return when the state may change."""
+
+    def advance(self) -> int | None:
+        """Take the oldest checkpoint on its way a stage further; its iteration, if it is visible now."""
 
     def settle(self) -> int:
         """Make the oldest checkpoint on its way visible; returns its iteration."""
@@ -180,7 +186,8 @@ class Loop:
         tokens = size * self.plan.sequence_length
         with self.timers("data"):
             batches = self.feeds.train.micro_batches(state.consumed_samples, count)
-        result = self.engine.train_step(batches, tokens, state.progress, self.timers)
+        hold = self.checkpoints.wait_for_copies if self.checkpoints is not None else None
+        result = self.engine.train_step(batches, tokens, state.progress, self.timers, hold)
         state = state.after(size, tokens, result.skipped)
         # The norms are collective, so every rank computes them; the monitor only shows them.
         optimizer = self.engine.optimizer
@@ -247,8 +254,9 @@ class Loop:
                 flush=True,
             )
 
-    def _tell(self, iteration: int) -> None:
-        self.monitor.message(f"saved a checkpoint at iteration {iteration}")
+    def _tell(self, iteration: int | None) -> None:
+        if iteration is not None:
+            self.monitor.message(f"saved a checkpoint at iteration {iteration}")
 
     def _due(self, interval: int | None, state: TrainState) -> bool:
         return interval is not None and state.iteration % interval == 0
@@ -263,13 +271,13 @@ class Loop:
         limit = self.plan.exit_seconds
         late = limit is not None and time.monotonic() - started >= limit
         unsettled = self.checkpoints is not None and self.checkpoints.unsettled
-        writes = unsettled and self.checkpoints.writing
+        writes = unsettled and self.checkpoints.busy
         asked = [float(stop.requested), float(late), float(writes)]
         flags = torch.tensor(asked, device=self.context.device)
         self.context.world.all_reduce(flags, "max").wait()
         told, late, writes = flags.tolist()
         if unsettled and not writes:
-            self._on_the_way(lambda: self._tell(self.checkpoints.settle()))
+            self._on_the_way(lambda: self._tell(self.checkpoints.advance()))
         if told:
             return stop.reason or "another rank was asked to stop"
         if late:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megazero.checkpoint import (
+    RANDOM,
     Box,
     Candidates,
     CheckpointReader,
@@ -32,7 +33,6 @@ from megazero.optim import ScalerState
 from megazero.train.engine import Engine
 from megazero.train.facts import RunFacts, SavedModel, saved_model, saved_run
 from megazero.train.random_state import random_state, set_random_state
-from megazero.train.snapshot import RANDOM
 from megazero.train.state import TrainState
 from megazero.zero import Optimizer
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import megazero
-from megazero.checkpoint import Box, Disk, Key, Part, Retention, Saver, parts_to_write
+from megazero.checkpoint import RANDOM, Box, Disk, Key, Part, Retention, Saver, parts_to_write
 from megazero.config.derive import global_batch_size
 from megazero.config.tree import Config
 from megazero.mpu import ParallelContext
@@ -20,9 +20,6 @@ from megazero.train.engine import Engine
 from megazero.train.facts import PRETRAINING
 from megazero.train.random_state import random_state
 from megazero.train.state import TrainState
-
-RANDOM = "rng"
-"""Kind of the logical tensors [ranks, ...] whose row r is the state of rank r's generators."""
 
 
 class Snapshots:
@@ -75,9 +72,9 @@ class Snapshots:
         }
 
     @property
-    def writing(self) -> bool:
-        """Whether this rank still writes its part of the oldest checkpoint on its way."""
-        return self.saver.writing
+    def busy(self) -> bool:
+        """Whether this rank is at work for the oldest checkpoint on its way."""
+        return self.saver.busy
 
     @property
     def unsettled(self) -> int:
@@ -107,6 +104,14 @@ class Snapshots:
             "updates": engine.optimizer.updates if moments else None,
         }
         return self.saver.save(state.iteration, parts, facts)
+
+    def wait_for_copies(self) -> None:
+        """Return when the state may change."""
+        self.saver.wait_for_copies()
+
+    def advance(self) -> int | None:
+        """Take the oldest checkpoint on its way a stage further; its iteration, if it is visible now."""
+        return self.saver.advance()
 
     def settle(self) -> int:
         """Make the oldest checkpoint on its way visible, of the iteration returned. Errors as of `save`."""

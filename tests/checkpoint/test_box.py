@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def test_gaps_and_overlaps_are_those_of_a_count(case):
 def test_ranges_one_after_the_other_are_a_whole(shape, data):
     cuts = data.draw(st.lists(st.integers(0, math.prod(shape)), max_size=4).map(sorted))
     ends = [0, *cuts, math.prod(shape)]
-    boxes = [box for a, b in zip(ends, ends[1:], strict=False) for box in boxes_of_span(shape, a, b)]
+    boxes = [box for a, b in pairwise(ends) for box in boxes_of_span(shape, a, b)]
     assert gaps_or_overlaps(shape, data.draw(st.permutations(boxes))) is None
 
 

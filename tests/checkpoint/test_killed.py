@@ -8,7 +8,11 @@ bit for bit; what ``latest`` names must load; and the next job clears what was l
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,3 +211,24 @@ def test_stopped_anywhere(tmp_path, name):
         for number in (n for n, change in enumerate(stops) if change == "write"):
             sweep.stop_at(rank, number, half=True)
     assert len(sweep.seen) > 10
+
+
+@pytest.mark.gloo
+def test_a_dozen_kills_of_real_ranks(tmp_path):
+    """`benchmarks/kill_sweep.py`, which says what must hold, for a few points."""
+    command = [sys.executable, "benchmarks/kill_sweep.py", "--points", "12", "--jobs", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--folder", str(tmp_path / "sweep"), "--output", str(tmp_path / "results.jsonl")],
+        cwd=Path(__file__).resolve().parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [result["number"] for result in results] == list(range(12))
+    assert not any(result["problems"] for result in results)
+    assert {result["variant"]["layout"] for result in results} == {"t2d2", "p2d2"}
+    assert any(result["loaded"] for result in results)

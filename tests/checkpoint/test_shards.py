@@ -24,7 +24,7 @@ ANY = Init("zeros")
 
 
 def vocabulary(tp: int, name: str = "words", tied_with: str | None = None) -> ParamSpec:
-    """Five entries, padded as each rank's slice must be alike: 8 on four ranks, of which the last has none."""
+    """Five entries, padded to as many for each rank: 8 on four ranks, of which the last has none."""
     return ParamSpec(
         name, (5, 3), ANY, shard_dim=0, padded_size=-(-5 // (2 * tp)) * 2 * tp, tied_with=tied_with
     )

@@ -13,12 +13,11 @@ from megazero.checkpoint.command.place import one_checkpoint
 from megazero.checkpoint.command.show import print_facts, print_table, printable
 from megazero.checkpoint.command.stats import Distance, distance
 from megazero.checkpoint.command.stream import whole_tensors
-from megazero.checkpoint.part import Key
+from megazero.checkpoint.part import RANDOM, Key
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.errors import ConfigError
 
 # Kind of the logical tensors with a row of random state per rank: of another number of ranks, another shape.
-_RANDOM = "rng"
 _COUNTERS = ("state", "updates", "scaler", "stream_seed", "vocab_size")
 _ABSENT = "-"
 
@@ -109,13 +108,13 @@ def differences(a: Any, b: Any) -> list[tuple[str, Any, Any]]:
 
 def compare(a: CheckpointReader, b: CheckpointReader) -> Comparison:
     """Compare all tensors, a pair at a time."""
-    unequal = [f"{key} is only in A" for key in a.shapes if key not in b.shapes and key.kind != _RANDOM]
-    unequal += [f"{key} is only in B" for key in b.shapes if key not in a.shapes and key.kind != _RANDOM]
+    unequal = [f"{key} is only in A" for key in a.shapes if key not in b.shapes and key.kind != RANDOM]
+    unequal += [f"{key} is only in B" for key in b.shapes if key not in a.shapes and key.kind != RANDOM]
     common = []
     for key, shape in a.shapes.items():
         if b.shapes.get(key) == shape:
             common.append(key)
-        elif key in b.shapes and key.kind != _RANDOM:
+        elif key in b.shapes and key.kind != RANDOM:
             unequal.append(f"{key} has shape {list(shape)} in A and {list(b.shapes[key])} in B")
     apart = []
     for (key, x), (_, y) in zip(whole_tensors(a, common), whole_tensors(b, common), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,10 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: it is missing, unreadable or holds something else.
     """
     try:
-        if path.stat().st_size > _LARGEST_JSON:
-            raise CheckpointError(f"`{path}` must be a JSON file, but has {path.stat().st_size} bytes")
+        status = path.stat()
+        # Reading a pipe would wait for its writer.
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_JSON:
+            raise CheckpointError(f"`{path}` must be a JSON file, but is none or has {status.st_size} bytes")
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(

@@ -119,5 +119,7 @@ class TensorFolder:
 def named(names: Iterable[str]) -> str:
     """The first few of them, and how many more there are."""
     ordered = sorted(names)
-    more = len(ordered) - _MOST_NAMED
-    return ", ".join(ordered[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    # They may be anything, and are to be read on a terminal.
+    first = [name[:200] if name.isprintable() else ascii(name)[:200] for name in ordered[:_MOST_NAMED]]
+    more = len(ordered) - len(first)
+    return ", ".join(first) + (f" and {more} more" if more > 0 else "")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.box import Box
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.hf.config_json import CONFIG, NO_TOKENS, TokenIds, config_of, family_of
 from megazero.checkpoint.hf.folder import INDEX, SINGLE
@@ -159,8 +160,8 @@ def read_theirs(source: Source, link: Link, dtype: torch.dtype) -> Tensor:
     """
     theirs = torch.empty(link.their_shape, dtype=dtype)
     seen = link.as_ours(theirs)
-    # A source of another dtype, or that must transpose, holds a copy of each part.
-    straight = link.is_straight and dtype == torch.float32
+    # What a source must convert, transpose or skip within, it holds a copy of.
+    straight = link.is_straight and link.box == Box.whole(link.shape) and dtype == torch.float32
     boxes = [link.box] if straight else cut(link.box, range(len(link.shape)), CHUNK)
     source.read([Part(link.key, link.shape, box, seen[box.within(link.box)]) for box in boxes])
     if dtype == torch.float16 and not all(math.isfinite(each) for each in theirs.aminmax()):

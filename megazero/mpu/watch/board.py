@@ -38,7 +38,7 @@ class StoreBoard:
 
     @classmethod
     def of_world(cls) -> StoreBoard:
-        """In the store that the world was started with; torchrun keeps one for each attempt of a job."""
+        """In the store that the world was started with, which is of one attempt of the job alone."""
         # torch has no public name for it.
         return cls(distributed_c10d._get_default_store())
 

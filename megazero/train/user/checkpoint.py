@@ -30,6 +30,7 @@ from megazero.checkpoint import (
     parts_to_write,
     together,
 )
+from megazero.checkpoint.tensor_file import read_bytes
 from megazero.errors import CheckpointError
 from megazero.optim import ScalerState
 from megazero.train.resume import check_tensors
@@ -114,7 +115,11 @@ def load_checkpoint(
         pointer = load_dir / LATEST
         if not pointer.exists():
             return None, None
-        tag = pointer.read_text(encoding="utf-8").strip()
+        tag = read_bytes(pointer, most=1000).decode(errors="replace").strip()
+        if not tag or "\0" in tag or Path(tag).is_absolute() or ".." in Path(tag).parts:
+            raise CheckpointError(
+                f"`{pointer}` must name a folder beside it, but holds {tag!r:.60}; mend it or give a tag"
+            )
     folder = load_dir / tag
     found = candidates(folder)
     if not found.folders:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -104,6 +105,7 @@ REFUSED = [
     (GPT2, {"n_layer": True}, "`n_layer` must be a int"),
     (GPT2, {"n_layer": None}, "`n_layer` must be a int"),
     (GPT2, {"layer_norm_epsilon": float("nan")}, "`layer_norm_epsilon` is nan"),
+    (GPT2, {"layer_norm_epsilon": 10**400}, "`layer_norm_epsilon` is 1000"),
     (GPT2, {"embd_pdrop": 0.25}, "`resid_pdrop` and `embd_pdrop` must agree"),
     (GPT2, {"tie_word_embeddings": 1}, "`tie_word_embeddings` must be a bool"),
     (GPT2, {"vocab_size": 0}, "`vocab_size` must be a positive number"),
@@ -152,6 +154,12 @@ def test_a_config_that_is_none_is_refused(content, message, tmp_path):
     with pytest.raises(CheckpointError, match="config.json") as refusal:
         Description.read(tmp_path)
     assert message in str(refusal.value)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match="must be a JSON file, but is none"):
+        Description.read(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,13 @@ def test_tensors_must_be_exactly_those_of_the_config(tmp_path):
     )
 
 
+def test_odd_names_are_printed_in_letters(tmp_path):
+    tensors = {**their_tensors(GPT2), "\x1b[31m\n": torch.ones(1), "y" * 999: torch.ones(1)}
+    with pytest.raises(CheckpointError) as refusal:
+        HFReader(write_folder(tmp_path, config_for(GPT2), tensors))
+    assert str(refusal.value).endswith(f"they hold also '\\x1b[31m\\n', {'y' * 200}")
+
+
 def test_a_config_of_billions_of_layers_is_refused_at_once(tmp_path):
     folder = write_folder(tmp_path, config_for(GPT2, n_layer=2**31), their_tensors(GPT2))
     with pytest.raises(CheckpointError, match="2147483648 layers cannot be in 28 tensors"):

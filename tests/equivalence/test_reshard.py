@@ -1,0 +1,110 @@
+"""A checkpoint has no topology: what one layout saves, another loads, saves and continues.
+
+Every value of every setting of a layout occurs on both sides of a pair. `--all-layouts` takes hundreds of
+pairs, of up to eight ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.reshard_sweep import EXTRA, SMALL, Case, cases, check, difference, flat, pairs, run
+from megazero.mpu import ThreadWorld, thread_context
+from megazero.train.snapshot import Snapshots
+from megazero.verify.layouts import Layout
+from megazero.verify.record import verification_engine
+
+COUNT = 42
+RANKS = 4
+
+
+def pytest_generate_tests(metafunc):
+    if "pair" in metafunc.fixturenames:
+        nightly = metafunc.config.getoption("--all-layouts")
+        chosen = pairs(400, 8) if nightly else pairs(COUNT, RANKS)
+        metafunc.parametrize("pair", chosen, ids=lambda pair: f"{pair[0].name} to {pair[1].name}")
+
+
+def test_there_and_back(tmp_path, pair):
+    assert check(*pair, tmp_path).wrong == ()
+
+
+def test_every_value_of_every_setting_is_on_both_sides():
+    everything = [*EXTRA, *cases(RANKS)]
+    chosen = pairs(COUNT, RANKS)
+    assert len(chosen) >= 40
+    assert chosen == pairs(COUNT, RANKS)
+    assert all(first.model == second.model and first != second for first, second in chosen)
+    for side in zip(*chosen, strict=True):
+        assert {case.partition for case in side} == {case.partition for case in everything}
+        for name in (field.name for field in fields(Layout)):
+            values = {getattr(case.layout, name) for case in everything}
+            assert {getattr(case.layout, name) for case in side} == values, name
+    assert {case.layout.tp for case in everything} == {case.layout.pp for case in everything} == {1, 2, 4}
+
+
+def test_the_vocabulary_is_padded_differently(tmp_path):
+    sizes = {}
+    for tp in (1, 2, 4):
+        case, world = Case(replace(SMALL, tp=tp)), ThreadWorld(tp)
+
+        def padded(rank, case=case, world=world):
+            context = thread_context(world, case.layout.grid, rank)
+            engine = verification_engine(case.config(), context)
+            return {s.padded_size for b in engine.optimizer.buckets for s in b.specs if s.padded_size}
+
+        sizes[tp] = world.run(padded)[-1]
+    assert sizes == {1: {36}, 2: {40}, 4: {48}}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_copies_of_a_parameter_stay_equal_on_all_tensor_parallel_ranks(tmp_path: Path, sequence_parallel):
+    """One of them is saved and loaded by all: if they differed, a resumed run would not be the same.
+
+    They did, in the last bit of a second moment: on the first rank, which counts such parameters in norms, an
+    update took them in one piece with others, and where a piece ends decides how its elements are rounded.
+    """
+    case = Case(replace(SMALL, layers=8, tp=4, sequence_parallel=sequence_parallel))
+    ranks = [flat(seen.state) for seen in run(case, None, tmp_path, 0)]
+    replicated = [name for name in ranks[0] if "norm" in name or "position" in name or "out.bias" in name]
+    assert len(replicated) >= 3 * (8 * 5 + 3)
+    for state in ranks[1:]:
+        assert difference(*({name: each[name] for name in replicated} for each in (ranks[0], state))) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: {**t, "b": t["b"].nextafter(t["b"] + 1)}, "b differs in 3 elements"),
+        (lambda t: {**t, "b": t["b"].double()}, "b is torch.float32 [3], then torch.float64 [3]"),
+        (lambda t: {**t, "b": t["b"][:2]}, "b is torch.float32 [3], then torch.float32 [2]"),
+        (lambda t: {"a": t["a"]}, "b is on one side only"),
+        (lambda t: {k: v.clone() for k, v in t.items()}, None),
+    ],
+    ids=["a bit", "dtype", "shape", "missing", "equal"],
+)
+def test_a_difference_is_seen(change, said):
+    tensors = {"a": torch.ones(()), "b": torch.arange(3.0)}
+    assert difference(tensors, change(tensors)) == said
+
+
+def test_a_checkpoint_that_changes_on_its_way_is_seen(tmp_path, monkeypatch):
+    save, saves = Snapshots.save, []
+
+    def altered(self, state):
+        saves.append(self)
+        if len(saves) == 3:  # on B, which has one rank
+            self.engine.optimizer.buckets[0].master[5] += 1e-3
+        return save(self, state)
+
+    monkeypatch.setattr(Snapshots, "save", altered)
+    wrong = check(Case(replace(SMALL, tp=2)), Case(SMALL), tmp_path).wrong
+    assert {each.split(":")[0] for each in wrong} >= {
+        "saved on B",
+        "saved again on A",
+        "state of rank 0 of A",
+    }
