@@ -72,6 +72,13 @@ class Job:
             time.sleep(0.005)
             self.poll()
 
+    def run(self, seconds: float = PATIENCE) -> list[int]:
+        """How the ranks ended; those that have not when the time is over are killed."""
+        self.wait(seconds)
+        self.send(signal.SIGKILL)
+        self.wait(seconds)
+        return [self.statuses[rank] for rank in self.ranks]
+
     def end(self) -> None:
         """As launchers do it when one rank is gone: ask the others, then force them."""
         self.wait(GRACE)

@@ -34,6 +34,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+# Ranks are forked: libraries must not have started threads by then.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,8 +85,6 @@ class BlockFile:
         self._block_size = block_size
         self._hashes = record.blocks if record is not None and verify else ()
         self._verified: set[int] = set()
-        self._kept: memoryview | None = None
-        self._kept_block: int | None = None
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="blocks")
         with self._errors():
             # Without O_NONBLOCK, to open a pipe would wait for its writer.
@@ -112,30 +111,31 @@ class BlockFile:
 
     def read_into(self, memory: memoryview, start: int) -> None:
         """Fill `memory`, whose items are bytes, with as many bytes of the file from byte `start` on."""
-        stop = start + len(memory)
-        if start < 0 or stop > self.size:
-            raise self.damage(f"bytes {start} to {stop} are not in its {self.size}")
-        if not self._hashes:
-            self._read(memory, start)
-            return
-        whole: list[tuple[int, memoryview]] = []
-        position = start
-        while position < stop:
-            block = position // self._block_size
-            begin, end = self._range(block)
-            part = memory[position - start : min(end, stop) - start]
-            if len(part) == end - begin:
-                whole.append((block, part))
-            else:
-                self._read_part(block, part, position - begin)
-            position += len(part)
-        self._read_whole(whole)
+        self.read_spans([(start, memory)])
+
+    def read_spans(self, spans: Iterable[tuple[int, memoryview]]) -> None:
+        """Fill several memories, each from its byte of the file on.
+
+        A block is read and checked once for all of them, straight into them; of what nobody wants of it, a
+        piece at a time is held.
+        """
+        wanted: dict[int, list[tuple[int, memoryview]]] = defaultdict(list)
+        for start, memory in sorted(spans, key=lambda span: span[0]):
+            stop = start + len(memory)
+            if start < 0 or stop > self.size:
+                raise self.damage(f"bytes {start} to {stop} are not in its {self.size}")
+            position = start
+            while position < stop:
+                block = position // self._block_size
+                until = min(self._range(block)[1], stop)
+                wanted[block].append((position, memory[position - start : until - start]))
+                position = until
+        self._read_blocks(wanted)
 
     def verify_all(self) -> None:
-        """Read the file from its beginning to its end and compare all hashes."""
-        memory = memoryview(bytearray(min(self._block_size, self.size)))
-        for block in range(len(self._hashes)):
-            self._read_block(block, memory)
+        """Read all of the file and compare all hashes."""
+        self._verified.clear()
+        self._read_blocks({block: [] for block in range(len(self._hashes))})
 
     def close(self) -> None:
         """Give the file back; again does nothing."""
@@ -148,42 +148,49 @@ class BlockFile:
         begin = block * self._block_size
         return begin, min(begin + self._block_size, self.size)
 
-    def _read_whole(self, blocks: list[tuple[int, memoryview]]) -> None:
-        if len(blocks) == 1:
-            self._read_block(*blocks[0])
-        else:
-            reads = [self._threads.submit(self._read_block, *each) for each in blocks]
-            wait(reads)  # for all: once this raises, nobody may be writing into the memory
-            for read in reads:
-                read.result()
-        self._verified.update(block for block, _ in blocks)
+    def _read_blocks(self, wanted: Mapping[int, Sequence[tuple[int, memoryview]]]) -> None:
+        if len(wanted) == 1:
+            self._read_block(*next(iter(wanted.items())))
+            return
+        reads = [self._threads.submit(self._read_block, *each) for each in wanted.items()]
+        wait(reads)  # for all: once this raises, nobody may be writing into the memory
+        for read in reads:
+            read.result()
 
-    def _read_part(self, block: int, memory: memoryview, offset: int) -> None:
-        """Bytes of a block from its byte `offset` on. Its other parts tend to be next, so it is kept."""
-        if block != self._kept_block:
-            if block in self._verified:
-                self._read(memory, self._range(block)[0] + offset)
-                return
-            if self._kept is None:
-                self._kept = memoryview(bytearray(min(self._block_size, self.size)))
-            self._kept_block = None
-            self._read_block(block, self._kept)
-            self._kept_block = block
-            self._verified.add(block)
-        memory[:] = self._kept[offset : offset + len(memory)]
-
-    def _read_block(self, block: int, memory: memoryview) -> None:
-        """Fill the beginning of `memory` with a block and check it."""
+    def _read_block(self, block: int, wanted: Sequence[tuple[int, memoryview]]) -> None:
+        """Check a block and fill memories from it, each from its byte of the file on, ascending."""
+        if not self._hashes or block in self._verified:
+            for start, memory in wanted:
+                self._read(memory, start)
+            return
         begin, end = self._range(block)
-        digest = xxh3_64()
-        for start in range(begin, end, _PIECE):
-            piece = memory[start - begin : min(start + _PIECE, end) - begin]
-            self._read(piece, start)
-            digest.update(piece)
+        digest, position, again = xxh3_64(), begin, []
+        for start, memory in wanted:
+            if start < position:  # what another memory has got too
+                again.append((start, memory))
+                continue
+            self._pass_over(position, start, digest)
+            for offset in range(0, len(memory), _PIECE):
+                piece = memory[offset : offset + _PIECE]
+                self._read(piece, start + offset)
+                digest.update(piece)
+            position = start + len(memory)
+        self._pass_over(position, end, digest)
         if (found := digest.hexdigest()) != self._hashes[block]:
             raise self.damage(
                 f"block {block} (bytes {begin} to {end}) has hash {found} instead of {self._hashes[block]}"
             )
+        self._verified.add(block)
+        for start, memory in again:
+            self._read(memory, start)
+
+    def _pass_over(self, start: int, stop: int, digest: xxh3_64) -> None:
+        """Hash bytes that nobody wants."""
+        buffer = memoryview(bytearray(min(_PIECE, stop - start)))
+        for position in range(start, stop, _PIECE):
+            piece = buffer[: min(_PIECE, stop - position)]
+            self._read(piece, position)
+            digest.update(piece)
 
     def _read(self, memory: memoryview, start: int) -> None:
         with self._errors():

@@ -12,7 +12,7 @@ import fcntl
 import os
 import re
 import socket
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -218,10 +218,10 @@ def leftovers(directory: str | Path) -> list[Leftover]:
     return found
 
 
-def recover(disk: Disk, directory: Path, spared: Collection[Path] = ()) -> None:
-    """Clear what a killed run or a failed save left, but not what is `spared`; for the lock's holder."""
+def recover(disk: Disk, directory: Path, which: Callable[[Path], bool] = lambda path: True) -> None:
+    """Clear what a killed run or a failed save left, as far as wanted; for the lock's holder."""
     for each in leftovers(directory):
-        if each.path in spared:
+        if not which(each.path):
             continue
         if each.restored is not None:
             disk.rename(each.path, each.restored)

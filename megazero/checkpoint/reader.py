@@ -9,6 +9,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -34,11 +35,12 @@ from megazero.checkpoint.manifest import (
     read_manifest,
 )
 from megazero.checkpoint.part import Key, Part
-from megazero.checkpoint.safetensors_header import DTYPES
+from megazero.checkpoint.safetensors_header import DTYPES, Entry
 from megazero.checkpoint.tensor_file import TensorFile, memory_of, read_bytes
 from megazero.errors import DamagedCheckpointError
 
 _STAGED = 64 << 20
+_KEPT_OPEN = 64
 
 
 class Verify(str, Enum):
@@ -81,6 +83,7 @@ class CheckpointReader:
     def __init__(self, folder: str | Path, *, verify: Verify = Verify.FULL):
         self.folder = Path(folder)
         self.verify = verify
+        self._kept: dict[str, TensorFile] | None = None
         self.manifest = read_manifest(self.folder)
         self._check_files()
         self.index: Index = parse(Index, self._json(INDEX), self.folder / INDEX)
@@ -89,6 +92,16 @@ class CheckpointReader:
         self.facts: Mapping[str, Any] = MappingProxyType(parse_facts(self._json(STATE), self.folder / STATE))
         self._tensors = {tensor.key: tensor for tensor in self.index.tensors}
         self.shapes = MappingProxyType({key: tensor.shape for key, tensor in self._tensors.items()})
+
+    def __enter__(self) -> CheckpointReader:
+        """Keep files open from one `read` to the next."""
+        self._kept = {}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in (self._kept or {}).values():
+            file.close()
+        self._kept = None
 
     def read(self, parts: Iterable[Part]) -> None:
         """Fill the memory of parts; see `Source`."""
@@ -101,9 +114,16 @@ class CheckpointReader:
                 if box is not None and box.numel:
                     copies[piece.file].append(_Copy(part, piece, box))
         for name in sorted(copies):
-            with self.open(name) as file:
-                for copy in sorted(copies[name], key=lambda each: file.entries[_entry_name(each)].start):
-                    self._copy(file, copy)
+            with self._reading(name) as file:
+                runs = [run for copy in copies[name] for run in _runs(file.entries[_entry_name(copy)], copy)]
+                file.read_spans((run.start, memory_of(run.target)) for run in runs if run.is_direct)
+                for batch in _batches(run for run in runs if not run.is_direct):
+                    staged = [torch.empty(run.count, dtype=run.dtype) for run in batch]
+                    file.read_spans(
+                        (run.start, memory_of(buffer)) for run, buffer in zip(batch, staged, strict=True)
+                    )
+                    for run, buffer in zip(batch, staged, strict=True):
+                        run.target.copy_(buffer.as_strided(run.target.shape, run.strides))
 
     def tensor(self, key: Key) -> Tensor:
         """A whole logical tensor, in its stored dtype."""
@@ -134,6 +154,18 @@ class CheckpointReader:
                 )
         return file
 
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[TensorFile]:
+        if self._kept is None:
+            with self.open(name) as file:
+                yield file
+            return
+        file = self._kept.pop(name, None) or self.open(name)
+        self._kept[name] = file
+        if len(self._kept) > _KEPT_OPEN:
+            self._kept.pop(next(iter(self._kept))).close()
+        yield file
+
     @property
     def _listed(self) -> Mapping[str, list[tuple[Logical, Piece]]]:
         if not hasattr(self, "_by_file"):
@@ -142,23 +174,6 @@ class CheckpointReader:
                 for piece in tensor.pieces:
                     self._by_file[piece.file].append((tensor, piece))
         return self._by_file
-
-    def _copy(self, file: TensorFile, copy: _Copy) -> None:
-        entry = file.entries[_entry_name(copy)]
-        strides = _strides(copy.piece.shape)
-        for box in _chunks(copy.box, strides, _STAGED // entry.dtype.itemsize):
-            target = copy.part.tensor[box.within(copy.part.box)]
-            inside = (o - p for o, p in zip(box.offset, copy.piece.offset, strict=True))
-            first = sum(o * stride for o, stride in zip(inside, strides, strict=True))
-            last = sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
-            start = entry.start + first * entry.dtype.itemsize
-            in_one_run = last + 1 == box.numel
-            if in_one_run and target.is_contiguous() and target.is_cpu and target.dtype == entry.dtype:
-                file.read_into(memory_of(target), start)
-                continue
-            staged = torch.empty(last + 1, dtype=entry.dtype)
-            file.read_into(memory_of(staged), start)
-            target.copy_(staged.as_strided(box.shape, strides))
 
     def _check_files(self) -> None:
         expected = iteration_folder(self.folder.parent, self.manifest.iteration).name
@@ -189,6 +204,58 @@ class CheckpointReader:
     def _json(self, name: str) -> bytes:
         """The content of a small file; its hash is always checked."""
         return read_bytes(self.folder / name, self.manifest.files[name].record, most=LARGEST)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive bytes of a file, and what they hold of a part.
+
+    Attributes:
+        start: first byte in the file.
+        count: elements of the file from there on.
+        dtype: of the file.
+        strides: of `target`'s elements among them.
+        target: the memory of the part.
+    """
+
+    start: int
+    count: int
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+    target: Tensor
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the bytes are just those of the target."""
+        target = self.target
+        alike = self.count == target.numel() and target.dtype == self.dtype
+        return alike and target.is_cpu and target.is_contiguous()
+
+
+def _runs(entry: Entry, copy: _Copy) -> Iterator[_Run]:
+    """What to read for a copy, at most `_STAGED` bytes at a time."""
+    size, strides = entry.dtype.itemsize, _strides(copy.piece.shape)
+    for box in _chunks(copy.box, strides, _STAGED // size):
+        inside = (o - p for o, p in zip(box.offset, copy.piece.offset, strict=True))
+        first = sum(o * stride for o, stride in zip(inside, strides, strict=True))
+        last = sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
+        target = copy.part.tensor[box.within(copy.part.box)]
+        yield _Run(entry.start + first * size, last + 1, entry.dtype, strides, target)
+
+
+def _batches(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
+    """Runs in the order of the file, together at most `_STAGED` bytes, or one alone."""
+    batch: list[_Run] = []
+    held = 0
+    for run in sorted(runs, key=lambda run: run.start):
+        size = run.count * run.dtype.itemsize
+        if batch and held + size > _STAGED:
+            yield batch
+            batch, held = [], 0
+        batch.append(run)
+        held += size
+    if batch:
+        yield batch
 
 
 def _entry_name(copy: _Copy) -> str:

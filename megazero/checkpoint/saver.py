@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -202,21 +203,26 @@ class Saver:
         return [flight.iteration for flight in self._flights]
 
     def _begin(self, folder: Path) -> None:
-        # What a save left that failed, and that could not be cleared then, would take room for ever.
         flying = {hidden_folder(self.directory, each.iteration, "partial") for each in self._flights}
-        recover(self.disk, self.directory, spared=flying)
+        self._tidy(lambda path: path.suffix == ".partial" and path not in flying)
         self.disk.make_folder(folder)
 
     def _write(self, folder: Path, parts: Sequence[Part]) -> Written:
         return write_parts(self.disk, folder, parts, self.context.rank, self.context.world_size)
 
     def _complete(self, folder: Path, flight: _Flight, everyone: Sequence[Mapping[str, Any]]) -> None:
+        self._tidy(lambda path: path.suffix != ".partial")
         write_description(self.disk, folder, flight.iteration, map(Written.load, everyone), flight.facts)
         visible = publish(self.disk, self.directory, flight.iteration)
         try:
             prune(self.disk, self.directory, self.retention)
         except OSError as error:
             raise CheckpointError(f"{visible} is saved, but older ones stay: {error}") from error
+
+    def _tidy(self, which: Callable[[Path], bool]) -> None:
+        """Clear what a save left that failed when the disk did; this one need not fail if that does again."""
+        with contextlib.suppress(OSError):
+            recover(self.disk, self.directory, which)
 
     def _forget(self, flight: _Flight) -> None:
         self._flights.popleft()

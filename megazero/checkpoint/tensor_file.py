@@ -223,12 +223,12 @@ class TensorFile:
         self.close()
 
     def read_into(self, memory: memoryview, start: int) -> None:
-        """Fill `memory`, whose items are bytes, from byte `start` of the file on.
-
-        Whole blocks go straight into `memory`. Of a block that is wanted in part, all is read once and
-        checked.
-        """
+        """Fill `memory`, whose items are bytes, from byte `start` of the file on."""
         self._file.read_into(memory, start)
+
+    def read_spans(self, spans: Iterable[tuple[int, memoryview]]) -> None:
+        """Fill several memories, each from its byte of the file on; a block is read once for all of them."""
+        self._file.read_spans(spans)
 
     def tensor(self, name: str) -> Tensor:
         """One tensor.

@@ -1,8 +1,8 @@
 """The store through which the ranks of one attempt of a job meet, where torchrun keeps one for all attempts.
 
-torchrun's agent may keep its store when it restarts the ranks (`--max-restarts`). Torch then finds the addresses
-of the ranks of before, which are dead (pytorch#135712). TORCHELASTIC_RESTART_COUNT tells attempts apart on one
-node only, as each node's agent counts for itself. So the ranks agree here on a name for their attempt.
+torchrun's agent may keep its store when it restarts the ranks (`--max-restarts`). Torch then finds the
+addresses of the ranks of before, which are dead (pytorch#135712). TORCHELASTIC_RESTART_COUNT tells attempts
+apart on one node only, as each node's agent counts for itself. So the ranks agree here on a name for theirs.
 """
 
 from __future__ import annotations

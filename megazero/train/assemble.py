@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megazero.checkpoint import Disk
-from megazero.checkpoint.hf.reader import HFReader
+from megazero.checkpoint.hf import HFReader
 from megazero.config.derive import batch_ramp, global_batch_size, lr_lengths, train_length
 from megazero.config.tree import Config
 from megazero.data import DatasetRequest, GPTSettings, SamplerSpec, build_gpt_datasets, parse_blend
@@ -222,7 +222,8 @@ def _train(config: Config, joined: ParallelContext, disk: Disk | None) -> TrainS
     def build(config: Config) -> Engine:
         return build_engine(config, build_chunks(config, vocabulary, context), context)
 
-    resumed = resume(config, context, vocabulary.size, build, HFReader)
+    foreign = partial(HFReader.for_model, model=config.model, vocab_size=vocabulary.size)
+    resumed = resume(config, context, vocabulary.size, build, foreign)
     config, engine, state = resumed.config, resumed.engine, resumed.state
     feeds = build_feeds(config, vocabulary, context, resumed.stream_seed)
     plan = build_plan(config, vocabulary, context)

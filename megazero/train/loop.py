@@ -139,7 +139,7 @@ class Loop:
                 due = self.checkpoints is not None and self._due(self.plan.save_interval, state)
                 if due and reason is None:
                     self._on_the_way(lambda now=state: self._save(now))
-        self._save_last(state)
+            self._save_last(state)  # a second signal does not end it
         if reason is not None:
             self.monitor.message(f"stopping after iteration {state.iteration}: {reason}")
             return state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def resume(
     context: ParallelContext,
     vocab_size: int,
     build: Callable[[Config], Engine],
-    foreign: Callable[[str], Source],
+    foreign: Callable[[str], AbstractContextManager[Source]],
 ) -> Resumed:
     """Continue from the best checkpoint in `--load`, or start; every rank calls this.
 
@@ -154,7 +155,7 @@ def _start(
     config: Config,
     context: ParallelContext,
     build: Callable[[Config], Engine],
-    foreign: Callable[[str], Source],
+    foreign: Callable[[str], AbstractContextManager[Source]],
 ) -> Resumed:
     engine = build(config)
     seed, path = config.training.seed, config.checkpoint.load_hf
@@ -162,10 +163,10 @@ def _start(
         return Resumed(engine, TrainState(), seed, config)
 
     def read() -> None:
-        source = foreign(path)
         parts = parts_to_read(engine.optimizer, context, moments=False)
-        check_tensors(source, parts, path)
-        source.read(parts)
+        with foreign(path) as source:
+            check_tensors(source, parts, path)
+            source.read(parts)
 
     together(context, read, f"load {path}")
     engine.optimizer.publish()

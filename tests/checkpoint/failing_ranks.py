@@ -31,9 +31,7 @@ def main(folder: Path) -> None:
         # Room for a little of the checkpoints of iteration 4 and of the last one.
         full = Full(errno.ENOSPC, lambda change: re.search("iter_000000[49]", str(change.path)), room=100)
         argv = [*FLAGS.split(), "--save", str(place / "run"), *flags]
-        job = Job(argv, place, 0, [None, FaultyDisk(full)])
-        job.wait(60)
-        results[way] = [job.statuses[rank] for rank in range(2)]
+        results[way] = Job(argv, place, 0, [None, FaultyDisk(full)]).run()
     (folder / "results.json").write_text(json.dumps(results))
 
 

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -256,15 +257,33 @@ def reads(monkeypatch) -> list[tuple[int, int]]:
     return found
 
 
-def test_small_neighbours_cost_one_read(tmp_path, reads):
-    tensors = {f"{i}": noise(torch.uint8, (7,), i) for i in range(64)}
+def test_small_neighbours_are_read_once(tmp_path, reads):
+    """With the block that they share: what lies between them is passed over."""
+    tensors = {f"{i}": noise(torch.uint8, (7,), i) for i in range(256)}
     record = write_tensors(UnsyncedDisk(), tmp_path / "f", tensors.items(), block_size=1024)
     with TensorFile(tmp_path / "f", record, block_size=1024) as file:
-        loaded = {name: file.tensor(name) for name in file.entries}
-    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
-    blocks = range(0, record.size, 1024)
-    assert len(blocks) > 3
-    assert sorted(reads) == [(start, min(1024, record.size - start)) for start in blocks]
+        names = list(file.entries)[::2]
+        loaded = {name: torch.empty(7, dtype=torch.uint8) for name in names}
+        del reads[:]
+        file.read_spans((file.entries[name].start, memory_of(loaded[name])) for name in reversed(names))
+        first = file.entries["0"].start // 1024
+    assert all(torch.equal(loaded[name], tensors[name]) for name in names)
+    later = sorted((start, count) for start, count in reads if start >= (first + 1) * 1024)
+    assert len(later) > 20
+    assert all(start + count == following for (start, count), (following, _) in pairwise(later))
+    assert sum(later[-1]) == record.size
+
+
+def test_memories_may_want_the_same_bytes(tmp_path):
+    record = small_file(tmp_path / "f", block_size=256)
+    data = (tmp_path / "f").read_bytes()
+    spans = [
+        (start, memoryview(bytearray(count))) for start in (0, 40, 250, 300) for count in (0, 1, 60, 600)
+    ]
+    with TensorFile(tmp_path / "f", record, block_size=256) as file:
+        file.read_spans(spans)
+    for start, memory in spans:
+        assert bytes(memory) == data[start : start + len(memory)]
 
 
 def test_a_block_that_was_checked_is_not_read_whole_again(tmp_path, reads):
@@ -275,7 +294,7 @@ def test_a_block_that_was_checked_is_not_read_whole_again(tmp_path, reads):
         del reads[:]
         file.read_into(memoryview(bytearray(3)), 600)
         file.read_into(memoryview(bytearray(3)), 1100)
-    assert reads == [(600, 3)]
+    assert reads == [(600, 3), (1100, 3)]
 
 
 @pytest.mark.parametrize("how", [{}, {"verify": False}])
@@ -290,8 +309,7 @@ def test_without_checks_nothing_else_is_read(tmp_path, reads, how):
     assert reads == [(0, 8), (8, header - 8), (entry.start, 80)]
 
 
-def test_whole_blocks_go_straight_to_their_place(tmp_path, monkeypatch):
-    """Only a block that is wanted in part goes through other memory."""
+def test_bytes_go_straight_to_their_place(tmp_path, monkeypatch):
     tensor = noise(torch.uint8, (9000,))
     record = write_tensors(UnsyncedDisk(), tmp_path / "f", [("a", tensor)], block_size=1024)
     preadv, found = os.preadv, {}
@@ -304,8 +322,8 @@ def test_whole_blocks_go_straight_to_their_place(tmp_path, monkeypatch):
     into = torch.zeros_like(tensor)
     with TensorFile(tmp_path / "f", record, block_size=1024) as file:
         first = file.entries["a"].start
+        found.clear()
         file.read_into(memory_of(into), first)
     assert torch.equal(into, tensor)
-    assert sorted(found) == list(range(0, 9 * 1024, 1024))
-    straight = [start for start in found if found[start] == into.data_ptr() + start - first]
-    assert sorted(straight) == list(range(1024, 9 * 1024, 1024))
+    assert sorted(found) == [first, *range(1024, 9 * 1024, 1024)]
+    assert all(found[start] == into.data_ptr() + start - first for start in found)

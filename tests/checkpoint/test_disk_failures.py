@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -173,6 +175,34 @@ def test_what_a_dead_disk_kept_goes_when_it_is_back(tmp_path):
     assert left == [[".iter_0000020.partial"]] * 2
     assert not hidden(tmp_path)
     assert saved_iterations(tmp_path) == [10, 40]
+
+
+def test_tidying_up_leaves_alone_what_is_on_its_way(tmp_path):
+    """A save begins while an earlier one is being completed, whose predecessor is set aside just then."""
+    saver = Saver(tmp_path, solo_context())
+    assert save_one(saver, 20) is None
+    saver.close()
+    aside, begun = threading.Event(), threading.Event()
+
+    def fault(change: Change) -> None:
+        if change.name == "rename" and change.path.suffix == ".partial" and not begun.is_set():
+            aside.set()
+            assert begun.wait(10)
+
+    saver = Saver(tmp_path, solo_context(), FaultyDisk(fault), in_flight=2)
+    part = [Part(KEY, (1, 3), Box.whole((1, 3)), torch.full((1, 3), 20.0))]
+    saver.save(20, part, {})
+    assert saver.advance() is None
+    assert aside.wait(10)
+    assert ".iter_0000020.replaced" in hidden(tmp_path)
+    saver.save(30, [replace(part[0], tensor=part[0].tensor + 10)], {})
+    begun.set()
+    assert [saver.settle(), saver.settle()] == [20, 30]
+    saver.close()
+    assert saved_iterations(tmp_path) == [20, 30]
+    assert not hidden(tmp_path)
+    for iteration in (20, 30):
+        holds(tmp_path, iteration)
 
 
 def _dying(dead: Refuse) -> Callable[[Change], Verdict | None]:

@@ -123,6 +123,7 @@ def test_what_is_read_is_held_and_what_is_written_is_whole(layout):
         assert gaps_or_overlaps(shapes[key], [part.box for part in parts]) is None
         for part in parts:
             assert part.tensor.equal(whole(key, part.shape)[part.box.slices])
+    assert len(written[Key("nothing")]) == 1, "the name of an empty tensor is kept, once"
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 2), (1, 4), (2, 4), (4, 2)])

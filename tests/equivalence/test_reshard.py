@@ -18,7 +18,7 @@ from megazero.train.snapshot import Snapshots
 from megazero.verify.layouts import Layout
 from megazero.verify.record import verification_engine
 
-COUNT = 42
+COUNT = 43
 RANKS = 4
 
 

@@ -25,19 +25,17 @@ SAVING = "--train-iters 8 --save-interval 3"
 ENDLESS = "--train-iters 100000 --tensor-model-parallel-size 2"
 
 
-def start(folder: Path, ranks: int, flags: str, salt: int = 0) -> Job:
+def start(folder: Path, ranks: int, flags: str) -> Job:
     """A job that saves to its folder, and continues what is there."""
     folder.mkdir(exist_ok=True)
     run = ["--save", str(folder / "run"), "--load", str(folder / "run")]
     argv = [*MODEL.split(), *flags.split(), *run, "--metrics-jsonl", str(folder / "metrics.jsonl")]
-    return Job(argv, folder, salt, [None] * ranks)
+    return Job(argv, folder, 0, [None] * ranks)
 
 
-def to_its_end(folder: Path, ranks: int, flags: str, salt: int = 0) -> list[int]:
+def to_its_end(folder: Path, ranks: int, flags: str) -> list[int]:
     """How the ranks of a job ended."""
-    job = start(folder, ranks, flags, salt)
-    job.wait(60)
-    return [job.statuses[rank] for rank in range(ranks)]
+    return start(folder, ranks, flags).run()
 
 
 def asked_to_stop(folder: Path) -> list[int]:
@@ -48,8 +46,7 @@ def asked_to_stop(folder: Path) -> list[int]:
     while not (path.exists() and path.read_text().count("\n") >= 2) and time.monotonic() < deadline:
         time.sleep(0.01)
     job.send(signal.SIGUSR1, 1)
-    job.wait(60)
-    return [job.statuses[rank] for rank in range(2)]
+    return job.run()
 
 
 def main(folder: Path) -> None:

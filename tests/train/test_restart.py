@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,11 @@ import pytest
 import torch
 
 from megazero.checkpoint import CheckpointReader, iteration_folder, latest_iteration, saved_iterations
+from megazero.config.resolve import parse_config
+from megazero.mpu import Launch
+from megazero.train.assemble import pretrain
+from tests.checkpoint.faulty_disk import FaultyDisk
+from tests.checkpoint.power_cut import Change
 from tests.train.restart_ranks import MODEL, SAVING
 
 pytestmark = pytest.mark.gloo
@@ -96,6 +102,28 @@ def test_what_ends_a_run_saves_it(jobs, name, why):
     ).read_text().replace("\n", " ")
     assert latest_iteration(jobs / name / "run") == column(jobs / name, "iteration")[-1]
     assert len(saved_iterations(jobs / name / "run")) == 1
+
+
+def test_a_second_signal_does_not_end_the_last_save(tmp_path):
+    """Launchers pass on a SIGTERM that the ranks have had from the scheduler."""
+
+    def fault(change: Change) -> None:
+        # Within the save on the way, and within the one that it is the reason for.
+        if change.name == "sync" and change.path.parent.name[:13] in (".iter_0000002", ".iter_0000003"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def mine(number: int, frame: object) -> None:
+        raise AssertionError("the signal was not taken")
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        argv = [*MODEL.split(), "--train-iters", "50", "--save-interval", "2", "--save", str(tmp_path)]
+        state = pretrain(parse_config(argv, world_size=1).config, Launch(), FaultyDisk(fault))
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert state.iteration == 3
+    assert saved_iterations(tmp_path) == [2, 3]
 
 
 def test_torchrun_restarts_a_job_that_lost_a_rank(jobs, tmp_path):

@@ -71,8 +71,8 @@ def run(flags: argparse.Namespace) -> int:
     """Convert, and print what came of it."""
     dtype = None if flags.dtype is None else dict(_DTYPES)[flags.dtype]
     choice = Choice(dtype, flags.weights_only, parse_size(flags.max_shard_size))
-    reader = CheckpointReader(one_checkpoint(Path(flags.source)))
-    written = CheckpointReader(convert(reader, Path(flags.out), choice))
+    with CheckpointReader(one_checkpoint(Path(flags.source))) as reader:
+        written = CheckpointReader(convert(reader, Path(flags.out), choice))
     print(f"read   {printable(reader.folder)}")
     size = sum(entry.size for entry in written.manifest.files.values())
     files = sum(name.endswith(".safetensors") for name in written.manifest.files)

@@ -83,7 +83,8 @@ def run(flags: argparse.Namespace) -> int:
     iterations = {"iteration": a.manifest.iteration}, {"iteration": b.manifest.iteration}
     counters = differences(*(it | _counters(r.facts) for it, r in zip(iterations, (a, b), strict=True)))
     _show("counter", counters)
-    found = compare(a, b)
+    with a, b:
+        found = compare(a, b)
     beyond = [each for each in found.apart if not _within(each, flags.tolerance)]
     _show_tensors(found, flags.top)
     if counters or found.unequal or beyond:

@@ -66,7 +66,8 @@ def run(flags: argparse.Namespace) -> int:
         return _show_run(describe_run(path), flags.json)
     reader = CheckpointReader(one_checkpoint(path))
     chosen = [] if pattern is None else _chosen(reader, pattern)
-    stats = {key: stats_of(tensor) for key, tensor in _read(reader, chosen)} if flags.stats else {}
+    with reader:
+        stats = {key: stats_of(tensor) for key, tensor in _read(reader, chosen)} if flags.stats else {}
     if flags.json:
         found = describe_checkpoint(reader)
         if pattern is not None:

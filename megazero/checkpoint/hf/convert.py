@@ -117,16 +117,17 @@ def convert_to_hf(
             f"the tokenizer of `{reader.folder}` must be where it was, but {error} Or name another with "
             f"`--tokenizer-type`, or leave it out with `--no-tokenizer`"
         ) from error
-    exported = write_hf(
-        reader,
-        facts.model,
-        facts.vocab_size,
-        out,
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
-        extras=Extras(facts.tokens or files.tokens, files.files),
-        disk=disk,
-    )
+    with reader:
+        exported = write_hf(
+            reader,
+            facts.model,
+            facts.vocab_size,
+            out,
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+            extras=Extras(facts.tokens or files.tokens, files.files),
+            disk=disk,
+        )
     return exported, files.remark
 
 
