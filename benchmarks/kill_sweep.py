@@ -200,7 +200,7 @@ def refer(variant: Variant, data: Path, folder: Path) -> Reference:
         for name, path in json.loads((folder / f"changes{rank}.json").read_text()):
             started = re.search(r"\.iter_(\d{7})\.partial", path)
             saved = int(started[1]) if started else saved
-            file = re.sub(r"\d{7}|\b[0-9a-f]{16}\b", "*", Path(path).name)
+            file = re.sub(r"\d{7}|\b[0-9a-f]{16}\b", "*", os.path.relpath(path, folder))
             mine.append(Made(name, file, saved))
         changes.append(mine)
     seconds = sorted(record["seconds"] for record in metrics(folder))[ITERATIONS // 2]

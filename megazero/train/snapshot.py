@@ -65,7 +65,7 @@ class Snapshots:
             "written_by": {
                 "world_size": context.world_size,
                 "megazero": megazero.__version__,
-                "git": git_revision(),
+                "git": git_revision() if context.rank == 0 else None,
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },

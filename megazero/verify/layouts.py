@@ -25,7 +25,7 @@ from megazero.mpu import ProcessGrid
 
 GLOBAL_BATCH = 8
 SEQUENCE = 16
-VOCABULARY = 61  # prime: it must be padded on every layout, and differently
+VOCABULARY = 61  # prime: it must be padded on every layout
 
 SHAPES = MappingProxyType(
     {

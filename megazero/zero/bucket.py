@@ -296,15 +296,18 @@ def build_buckets(
 def _segments(params: Iterable[nn.Parameter], groups: Sequence[int], tp_rank: int) -> tuple[Segment, ...]:
     """One segment per run of parameters that are treated alike."""
     found: list[Segment] = []
-    start = 0
+    start, last = 0, None
     for param, group in zip(params, groups, strict=True):
         spec, stop = spec_of(param), start + param.numel()
         traits = (spec.weight_decay, spec.counts_on(tp_rank), spec.partial_grad, group)
-        if found and found[-1] == Segment(found[-1].start, start, *traits):
+        # Cut alike on all tensor-parallel ranks: how an update rounds may depend on where a piece ends, and
+        # copies of a parameter must stay equal in every bit.
+        kind = (spec.weight_decay, spec.shard_dim is None, spec.tied_with is None, spec.partial_grad, group)
+        if kind == last:
             found[-1] = Segment(found[-1].start, stop, *traits)
         else:
             found.append(Segment(start, stop, *traits))
-        start = stop
+        start, last = stop, kind
     return tuple(found)
 
 
