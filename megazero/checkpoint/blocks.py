@@ -20,9 +20,9 @@ from megazero.errors import DamagedCheckpointError
 
 BLOCK = 4 << 20
 # Bytes are hashed in pieces of this size as soon as they are read, while a cache may still have them.
-_PIECE = 256 << 10
+_PIECE = 512 << 10
 # To hash takes half the time of reading from the page cache. Blocks are independent, so threads hide it.
-_THREADS = 4
+_THREADS = 3
 
 
 @dataclass(frozen=True)

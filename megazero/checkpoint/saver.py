@@ -164,7 +164,7 @@ class Saver:
         except CheckpointError:
             self._forget(flight)
             if first:
-                self._clear(folder)
+                self._tidy(lambda path: path == folder)
             raise
         self._forget(flight)
         return flight.iteration
@@ -220,7 +220,7 @@ class Saver:
             raise CheckpointError(f"{visible} is saved, but older ones stay: {error}") from error
 
     def _tidy(self, which: Callable[[Path], bool]) -> None:
-        """Clear what a save left that failed when the disk did; this one need not fail if that does again."""
+        """Clear what a failed save has left. The disk may be why, and fail again; a later save tries anew."""
         with contextlib.suppress(OSError):
             recover(self.disk, self.directory, which)
 
@@ -228,14 +228,6 @@ class Saver:
         self._flights.popleft()
         if self.in_flight:
             self._free.append(flight.staging)
-
-    def _clear(self, folder: Path) -> None:
-        """Give back the room of a checkpoint that failed; the disk may be the reason why, and fail again."""
-        try:
-            if folder.exists():
-                self.disk.remove(folder)
-        except OSError:
-            return  # it is hidden, and the next save or run removes it
 
 
 def together(context: ParallelContext, work: Callable[[], Any] | None, what: str) -> list[Any]:

@@ -13,6 +13,7 @@ import torch
 
 from megazero.checkpoint import (
     RANDOM,
+    WEIGHT,
     Box,
     Candidates,
     CheckpointReader,
@@ -228,7 +229,7 @@ def _load(
             f"`{reader.folder}` was saved without optimizer state; set --no-load-optim or --finetune"
         )
     parts = parts_to_read(optimizer, context, moments=moments)
-    unused = _unused(reader, optimizer, context) if moments else []
+    unused = _unused(reader, optimizer, context, moments)
     generators = random_state(context.device)
     rows = _random_rows(reader, context, generators) if progress and not section.no_load_rng else []
 
@@ -262,11 +263,14 @@ def _random_rows(
     return rows
 
 
-def _unused(reader: CheckpointReader, optimizer: Optimizer, context: ParallelContext) -> list[str]:
-    """What the checkpoint holds of weights and optimizer state, and no rank has a place for."""
+def _unused(
+    reader: CheckpointReader, optimizer: Optimizer, context: ParallelContext, moments: bool
+) -> list[str]:
+    """What the checkpoint holds of weights, and of moments where they are taken, without a place on any rank."""
     mine = sorted(str(key) for key in state_keys(optimizer))
     asked = {name for names in gather_values(context.model, mine, context.device) for name in names}
-    return [str(key) for key in reader.shapes if key.kind != RANDOM and str(key) not in asked]
+    held = [key for key in reader.shapes if key.kind == WEIGHT or (moments and key.kind != RANDOM)]
+    return [str(key) for key in held if str(key) not in asked]
 
 
 def check_tensors(source: Source, parts: Iterable[Part], where: object, unused: Iterable[str] = ()) -> None:
