@@ -266,7 +266,7 @@ def _random_rows(
 def _unused(
     reader: CheckpointReader, optimizer: Optimizer, context: ParallelContext, moments: bool
 ) -> list[str]:
-    """What the checkpoint holds of weights, and of moments where they are taken, without a place on any rank."""
+    """What the checkpoint holds, of moments only if they are taken, and no rank has a place for."""
     mine = sorted(str(key) for key in state_keys(optimizer))
     asked = {name for names in gather_values(context.model, mine, context.device) for name in names}
     held = [key for key in reader.shapes if key.kind == WEIGHT or (moments and key.kind != RANDOM)]
