@@ -1,0 +1,102 @@
+"""Hugging Face both ways, from and to any layout: the same model, bit for bit, and transformers' logits."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megazero.checkpoint.hf import HFReader, convert_to_hf
+from megazero.config.tree import Config
+from megazero.config.tree_output import CheckpointConfig
+from megazero.models import Batch
+from megazero.mpu import ThreadWorld, solo_context, thread_context
+from megazero.train.model import Vocabulary, build_chunks
+from megazero.train.resume import resume
+from megazero.train.snapshot import Snapshots
+from megazero.train.state import TrainState
+from megazero.verify.layouts import SEQUENCE, VOCABULARY, Layout
+from megazero.verify.record import verification_engine
+
+PLACES = (
+    Layout(),
+    Layout(tp=2),
+    Layout(tp=4, sequence_parallel=True),
+    Layout(dp=2, zero=1),
+    Layout(dp=3, zero=3),
+    Layout(pp=2, dp=2, zero=2),
+    Layout(pp=4, schedule="gpipe", layers=4),
+    Layout(pp=2, schedule="zb-v", layers=4),
+    Layout(tp=2, pp=2, schedule="1f1b"),
+    Layout(tp=2, dp=2, zero=3),
+)
+
+
+def config_of(layout: Layout, family: str, untied: bool, **checkpoint) -> Config:
+    """The layout's configuration for a model of four layers, whatever it has itself."""
+    config = layout.config()
+    shape = Layout(shape=family, untied=untied, layers=4).config().model
+    # Without padding on one tensor-parallel rank, with it on several.
+    model = shape.model_copy(update={"make_vocab_size_divisible_by": 1})
+    return config.model_copy(update={"model": model, "checkpoint": CheckpointConfig(**checkpoint)})
+
+
+def on_ranks(layout: Layout, work) -> list:
+    world = ThreadWorld(layout.world_size)
+    return world.run(lambda rank: work(thread_context(world, layout.grid, rank)))
+
+
+def export(layout: Layout, config: Config, out: Path) -> dict[str, torch.Tensor]:
+    """The state of all ranks of a layout, saved, converted, and opened with the safetensors library."""
+
+    def save(context):
+        engine_of = partial(verification_engine, context=context)
+        resumed = resume(
+            config,
+            context,
+            VOCABULARY,
+            engine_of,
+            partial(HFReader.for_model, model=config.model, vocab_size=VOCABULARY),
+        )
+        snapshots = Snapshots(config, resumed.engine, context, VOCABULARY, config.training.seed)
+        snapshots.save(TrainState(1, 8, 8 * SEQUENCE, 0))
+        snapshots.close()
+
+    on_ranks(layout, save)
+    convert_to_hf(config.checkpoint.save, out)
+    return load_file(out / "model.safetensors")
+
+
+@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_every_layout_is_one_model_there_and_back(tmp_path, family, untied):
+    transformers = pytest.importorskip("transformers")
+    first = export(
+        PLACES[0],
+        config_of(PLACES[0], family, untied, save=str(tmp_path / "run0")),
+        tmp_path / "out0",
+    )
+    serial = config_of(PLACES[0], family, untied)
+    vocabulary = Vocabulary(VOCABULARY, VOCABULARY, None, None)
+    ours = build_chunks(serial, vocabulary, solo_context(), torch.device("cpu"))[0]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out0").eval()
+    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % VOCABULARY
+    with torch.no_grad():
+        logits = ours(Batch(tokens)).transpose(0, 1)[..., :VOCABULARY]
+        torch.testing.assert_close(theirs(tokens).logits, logits, rtol=0, atol=1e-5)
+        assert logits.std() > 0.1
+    for number, layout in enumerate(PLACES[1:], 1):
+        # From this layout: its own weights, which are those of the seed on every layout.
+        config = config_of(layout, family, untied, save=str(tmp_path / f"run{number}"))
+        found = export(layout, config, tmp_path / f"out{number}")
+        assert found.keys() == first.keys()
+        assert all(torch.equal(found[name], first[name]) for name in first), layout.name
+        # To it and back: with another seed, so that all must have been loaded.
+        checkpoint = {"save": str(tmp_path / f"back{number}"), "load_hf": str(tmp_path / "out0")}
+        config = config_of(layout, family, untied, **checkpoint)
+        config = config.model_copy(update={"training": config.training.model_copy(update={"seed": 4321})})
+        back = export(layout, config, tmp_path / f"again{number}")
+        assert all(torch.equal(back[name], first[name]) for name in first), layout.name
