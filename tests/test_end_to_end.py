@@ -98,9 +98,7 @@ def train(shape: str, data: Path, folder: Path) -> list[dict]:
 
 
 def test_gpt2_learns_speaks_and_equals_transformers(data, tmp_path):
-    pytest.importorskip("transformers")
-    from tests.models.hf_weights import global_weights, gpt2_model, to_gpt2
-
+    transformers = pytest.importorskip("transformers")
     records = train("gpt2", data, tmp_path)
     facts = json.loads(
         call("data_tools/inspect_dataset.py", data / "d_text_document", "--unigram-entropy", "--json")
@@ -116,28 +114,28 @@ def test_gpt2_learns_speaks_and_equals_transformers(data, tmp_path):
 
     loaded = load_for_inference(str(tmp_path / "checkpoint"), Launch())
     model = loaded.chunks[0]
-    theirs = gpt2_model(model.config, model.vocab_size)
-    weights = global_weights(model, loaded.context.tp)
-    theirs.load_state_dict(to_gpt2(weights, model.config.num_layers), strict=False)
-    tokens = torch.tensor([loaded.tokenizer.encode("def main(argv):\n    return sorted(argv)\n")])
+    call("-m", "megazero.cli", "checkpoint", "to-hf", tmp_path / "checkpoint", tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    text = "def main(argv):\n    return sorted(argv)\n"
+    tokens = torch.tensor([loaded.tokenizer.encode(text)])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer(text)["input_ids"] == tokens[0].tolist()
+    assert theirs.generate(tokens[:, :5], max_new_tokens=4, do_sample=False).shape == (1, 9)
     with torch.no_grad():
         ours = model(Batch(tokens)).transpose(0, 1)[..., : model.vocab_size]
         torch.testing.assert_close(ours, theirs(tokens).logits, rtol=0, atol=1e-5)
 
 
 def test_llama_trained_on_slices_equals_transformers(data, tmp_path):
-    pytest.importorskip("transformers")
-    from tests.models.hf_weights import global_weights, llama_model, to_llama
-
+    transformers = pytest.importorskip("transformers")
     records = train("llama", data, tmp_path)
     assert records[-1]["lm_loss"] < records[0]["lm_loss"] - 1.0
 
     loaded = load_for_inference(str(tmp_path / "checkpoint"), Launch())
     assert loaded.context.world_size == 1, "it was trained on two"
     model = loaded.chunks[0]
-    theirs = llama_model(model.config, model.vocab_size)
-    weights = global_weights(model, loaded.context.tp)
-    theirs.load_state_dict(to_llama(weights, model.config.num_layers), strict=False)
+    call("-m", "megazero.cli", "checkpoint", "to-hf", tmp_path / "checkpoint", tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     tokens = torch.arange(40).view(2, 20)
     with torch.no_grad():
         ours = model(Batch(tokens)).transpose(0, 1)[..., : model.vocab_size]

@@ -316,3 +316,23 @@ def test_work_together_tells_everyone(tmp_path):
         assert not isinstance(failure.value, DamagedCheckpointError), "no older checkpoint helps"
 
     on_ranks(work)
+
+
+@pytest.mark.gpu
+def test_memory_of_a_device_is_copied_in_the_order_of_its_work(tmp_path):
+    tensor = torch.zeros(1 << 22, device="cuda")
+    part = Part(W, (1 << 22,), Box.whole((1 << 22,)), tensor)
+    saver = Saver(tmp_path, solo_context(), in_flight=1)
+    for iteration in (1, 2):
+        for _ in range(100):
+            tensor.add_(1.0)
+        assert saver.save(iteration, [part], {}) == ([1] if iteration == 2 else [])
+        saver.wait_for_copies()
+        tensor.add_(0.5)
+    saver.settle()
+    saver.close()
+    for iteration, value in ((1, 100.0), (2, 200.5)):
+        loaded = torch.zeros_like(tensor)
+        reader = CheckpointReader(iteration_folder(tmp_path, iteration))
+        reader.read([Part(W, (1 << 22,), Box.whole((1 << 22,)), loaded)])
+        assert loaded.eq(value).all()
