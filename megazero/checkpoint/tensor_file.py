@@ -26,7 +26,7 @@ from megazero.checkpoint.safetensors_header import (
 
 # Bytes are hashed and written in pieces of this size, so that writing finds them in a cache. Larger
 # writes were slower: the page cache then looks for larger runs of free memory.
-_PIECE = 1 << 20
+_PIECE = 512 << 10
 # Less than this is worth a copy that saves a call of the system.
 _SMALL = 64 << 10
 
