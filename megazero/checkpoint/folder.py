@@ -8,10 +8,12 @@ next.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import socket
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from megazero.errors import CheckpointError, DamagedCheckpointError
 
 LATEST = "latest_checkpointed_iteration.txt"
 LOCK = ".lock"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 _DIGITS = "([0-9]{7}|[1-9][0-9]{7,17})"  # so that an iteration has one name
 _VISIBLE = re.compile(f"iter_{_DIGITS}")
 _LEFTOVER = re.compile(
@@ -160,6 +163,8 @@ def _refuse_foreign(folder: Path) -> None:
 class WriterLock:
     """The right to write into a folder, which one job at a time has; the system takes it back when it ends.
 
+    Where a file system has no locks, a warning says so.
+
     Raises:
         CheckpointError: another job has it.
     """
@@ -176,9 +181,14 @@ class WriterLock:
                 f"`{directory}` must be written by one job at a time, but {holder or 'another job'} does; "
                 f"end that job or save elsewhere"
             ) from None
-        except OSError:
-            os.close(self._file)
-            raise
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(self._file)
+                raise
+            warnings.warn(
+                f"the file system of `{directory}` has no locks: nothing keeps another job from it",
+                stacklevel=2,
+            )
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 

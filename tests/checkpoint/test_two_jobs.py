@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import signal
@@ -108,4 +110,16 @@ def test_a_killed_job_frees_the_folder(tmp_path):
         saver = Saver(tmp_path, solo_context())
         save(saver, 10)
         saver.close()
+    assert latest_iteration(tmp_path) == 10
+
+
+def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch):
+    def refuse(file, operation):
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.warns(UserWarning, match="has no locks: nothing keeps another job from it"):
+        saver = Saver(tmp_path, solo_context())
+    save(saver, 10)
+    saver.close()
     assert latest_iteration(tmp_path) == 10
