@@ -145,3 +145,14 @@ def _save_pickle(path: Path, data: bytes) -> Path:
     writer.write_record("byteorder", b"little", 6)
     writer.write_end_of_file()
     return path
+
+
+def test_what_others_have_allowed_is_not_called(tmp_path):
+    """Libraries allow classes of theirs for the whole process; that lasts, but does not hold here."""
+    torch.save({"a": random.Random(1)}, tmp_path / "a.pt")
+    with torch.serialization.safe_globals([random.Random]):
+        before = torch.serialization.get_safe_globals()
+        assert type(load_pickle(tmp_path / "a.pt", ["random.Random"])["a"]) is Inert
+        assert set(torch.serialization.get_safe_globals()) == set(before)
+        with pytest.raises(CheckpointError, match="names random.Random, which was not called"):
+            load_pickle(tmp_path / "a.pt")
