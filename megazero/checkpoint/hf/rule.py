@@ -207,7 +207,10 @@ def _link(rule: Rule, number: int | None, sizes: Mapping[str, int]) -> Link:
         offset = tuple(start if each == dim else 0 for each in range(len(shape)))
         box = Box(offset, tuple(stop - start if each == dim else n for each, n in enumerate(shape)))
     merged = tuple(tuple(letters.index(letter) for letter in group) for group in groups_of(rule.their_dims))
-    name = lambda template: template.replace("{i}", str(number))  # noqa: E731
+
+    def name(template: str) -> str:
+        return template.replace("{i}", str(number))
+
     return Link(Key(name(rule.ours)), shape, box, name(rule.theirs), merged)
 
 
