@@ -58,7 +58,7 @@ def make(family: str, megabytes: float, folder: Path) -> int:
 
     from megazero.checkpoint import Disk
     from megazero.checkpoint.hf.config_json import TokenIds, config_of, family_of
-    from megazero.checkpoint.hf.rule import Table
+    from megazero.checkpoint.rule import Table
     from megazero.checkpoint.tensor_file import Later, write_tensors
 
     model = model_of(family, megabytes)

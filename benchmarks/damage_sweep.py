@@ -148,7 +148,7 @@ def make_run(layout: Layout, directory: Path, hidden_size: int) -> Run:
             if state.iteration in (OLDER, NEWEST):
                 snapshots.save(state)
                 found[state.iteration] = digest(engine, context)
-        snapshots.close()
+        snapshots.saver.close()
         return found
 
     ranks = world.run(work)

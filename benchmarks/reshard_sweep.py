@@ -110,7 +110,7 @@ def run(case: Case, load: Path | None, save: Path, steps: int) -> list[Seen]:
             engine, state = resumed.engine, resumed.state
         snapshots = Snapshots(config, engine, context, VOCABULARY, config.training.seed)
         assert snapshots.save(state) == [BEFORE]
-        snapshots.close()
+        snapshots.saver.close()
         kept = [(s.name, {k: t.clone() for k, t in ts.items()}) for s, ts in engine.optimizer.full_state()]
         seen = Seen(kept, dict(own_weights(engine, context)), Record())
         train(engine, config, context, state, steps, seen.record)

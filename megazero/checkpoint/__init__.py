@@ -15,7 +15,7 @@ from megazero.checkpoint.folder import (
     latest_iteration,
     saved_iterations,
 )
-from megazero.checkpoint.part import RANDOM, WEIGHT, Key, Part, Source
+from megazero.checkpoint.part import RANDOM, WEIGHT, Key, Part, Source, misfits
 from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.checkpoint.saver import Saver, together
 from megazero.checkpoint.shards import parts_of_parameters, parts_to_read, parts_to_write, state_keys
@@ -37,6 +37,7 @@ __all__ = [
     "candidates",
     "iteration_folder",
     "latest_iteration",
+    "misfits",
     "parts_of_parameters",
     "parts_to_read",
     "parts_to_write",

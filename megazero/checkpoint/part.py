@@ -45,6 +45,11 @@ class Part:
     box: Box
     tensor: Tensor
 
+    @classmethod
+    def whole(cls, key: Key, tensor: Tensor) -> Part:
+        """All of a logical tensor."""
+        return cls(key, tuple(tensor.shape), Box.whole(tensor.shape), tensor)
+
 
 class Source(Protocol):
     """Logical tensors that can be read in parts: a checkpoint, or a foreign model seen as one."""
@@ -59,3 +64,14 @@ class Source(Protocol):
         Raises:
             DamagedCheckpointError: what is stored is not what was written.
         """
+
+
+def misfits(found: Mapping[Key, tuple[int, ...]], wanted: Mapping[Key, tuple[int, ...]]) -> list[str]:
+    """In words, what is missing of the wanted logical tensors, or there in another shape."""
+    wrong = []
+    for key, shape in wanted.items():
+        if key not in found:
+            wrong.append(f"{key} is missing")
+        elif tuple(found[key]) != tuple(shape):
+            wrong.append(f"{key} has shape {list(found[key])}, not {list(shape)}")
+    return wrong

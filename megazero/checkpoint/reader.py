@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -129,7 +130,7 @@ class CheckpointReader:
         """A whole logical tensor, in its stored dtype."""
         tensor = self._tensors[key]
         whole = torch.empty(tensor.shape, dtype=self.dtype(key))
-        self.read([Part(key, tensor.shape, Box.whole(tensor.shape), whole)])
+        self.read([Part.whole(key, whole)])
         return whole
 
     def dtype(self, key: Key) -> torch.dtype:
@@ -166,14 +167,14 @@ class CheckpointReader:
             self._kept.pop(next(iter(self._kept))).close()
         yield file
 
-    @property
+    @cached_property
     def _listed(self) -> Mapping[str, list[tuple[Logical, Piece]]]:
-        if not hasattr(self, "_by_file"):
-            self._by_file: dict[str, list[tuple[Logical, Piece]]] = defaultdict(list)
-            for tensor in self.index.tensors:
-                for piece in tensor.pieces:
-                    self._by_file[piece.file].append((tensor, piece))
-        return self._by_file
+        """What lies in each file."""
+        found: dict[str, list[tuple[Logical, Piece]]] = defaultdict(list)
+        for tensor in self.index.tensors:
+            for piece in tensor.pieces:
+                found[piece.file].append((tensor, piece))
+        return found
 
     def _check_files(self) -> None:
         expected = iteration_folder(self.folder.parent, self.manifest.iteration).name

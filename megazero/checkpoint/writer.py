@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 from megazero.checkpoint.blocks import FileRecord
 from megazero.checkpoint.box import Box
@@ -23,10 +27,12 @@ from megazero.checkpoint.manifest import (
     dump_manifest,
     piece_name,
 )
-from megazero.checkpoint.part import WEIGHT, Key, Part
+from megazero.checkpoint.part import WEIGHT, Key, Part, Source
 from megazero.checkpoint.safetensors_header import DTYPES, NAME_OF_DTYPE
 from megazero.checkpoint.tensor_file import Later, write_bytes, write_tensors
 from megazero.errors import CheckpointError
+
+Item = TypeVar("Item")
 
 SHARD_BYTES = 5 << 30
 NAMES = "model.safetensors.index.json"
@@ -89,7 +95,7 @@ def write_parts(disk: Disk, folder: Path, parts: Iterable[Part], number: int, co
     sorts: dict[str, list[Part]] = {"model": [], "optimizer": []}
     for part in parts:
         if part.box.numel or part.box == Box.whole(part.shape):
-            sorts["model" if part.key.kind == WEIGHT else "optimizer"].append(part)
+            sorts[sort_of(part.key)].append(part)
     files, entries = {}, []
     for sort, mine in sorts.items():
         if not mine:
@@ -100,6 +106,11 @@ def write_parts(disk: Disk, folder: Path, parts: Iterable[Part], number: int, co
         )
         entries += [Entry(p.key, NAME_OF_DTYPE[p.tensor.dtype], p.shape, p.box, name) for p in mine]
     return Written(files, entries)
+
+
+def sort_of(key: Key) -> str:
+    """Of the file that a tensor goes to."""
+    return "model" if key.kind == WEIGHT else "optimizer"
 
 
 def file_name(sort: str, number: int, count: int) -> str:
@@ -183,8 +194,6 @@ def write_checkpoint(
     """
     disk, directory = disk or Disk(), Path(directory)
     shards = _shards(tensors, shard_bytes)
-    counts = {sort: sum(s == sort for s, _ in shards) for sort, _ in shards}
-    done = dict.fromkeys(counts, 0)
     try:
         disk.make_parents(directory)
         lock = WriterLock(directory)
@@ -193,11 +202,7 @@ def write_checkpoint(
             folder = hidden_folder(directory, iteration, "partial")
             disk.make_folder(folder)
             try:
-                written = []
-                for sort, shard in shards:
-                    name = file_name(sort, done[sort], counts[sort])
-                    done[sort] += 1
-                    written.append(_write_shard(disk, folder / name, shard))
+                written = [_write_shard(disk, folder / name, shard) for name, shard in shards.items()]
                 names = {NAMES: _weight_map(written)}
                 write_description(disk, folder, iteration, written, facts, names)
             except Exception:
@@ -228,19 +233,44 @@ def _weight_map(written: Iterable[Written]) -> bytes:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1).encode()
 
 
-def _shards(
-    tensors: Iterable[tuple[Key, Later]], shard_bytes: int
-) -> list[tuple[str, list[tuple[Key, Later]]]]:
-    """The tensors dealt to files of one sort of at most `shard_bytes` each, or one larger tensor."""
-    shards: list[tuple[str, list[tuple[Key, Later]]]] = []
-    room: dict[str, int] = {}
-    place: dict[str, list[tuple[Key, Later]]] = {}
-    for key, later in tensors:
-        sort = "model" if key.kind == WEIGHT else "optimizer"
-        size = Box.whole(later.shape).numel * later.dtype.itemsize
-        if sort not in place or size > room[sort]:
-            place[sort], room[sort] = [], shard_bytes
-            shards.append((sort, place[sort]))
-        place[sort].append((key, later))
-        room[sort] -= size
-    return shards
+def _shards(tensors: Iterable[tuple[Key, Later]], shard_bytes: int) -> dict[str, list[tuple[Key, Later]]]:
+    """File name -> the tensors in it, of one sort and of at most `shard_bytes`, or one larger tensor."""
+
+    def size_of(item: tuple[Key, Later]) -> int:
+        return Box.whole(item[1].shape).numel * item[1].dtype.itemsize
+
+    sorts: dict[str, list[tuple[Key, Later]]] = {"model": [], "optimizer": []}
+    for item in tensors:
+        sorts[sort_of(item[0])].append(item)
+    return {
+        file_name(sort, number, len(shards)): shard
+        for sort, mine in sorts.items()
+        for shards in [deal(mine, size_of, shard_bytes)]
+        for number, shard in enumerate(shards)
+    }
+
+
+def later_weights(source: Source) -> Iterator[tuple[Key, Later]]:
+    """All that a source holds, in fp32, each read when its turn comes."""
+
+    def make(key: Key, shape: tuple[int, ...]) -> Tensor:
+        tensor = torch.empty(shape)
+        source.read([Part.whole(key, tensor)])
+        return tensor
+
+    for key, shape in source.shapes.items():
+        yield key, Later(torch.float32, shape, partial(make, key, shape))
+
+
+def deal(items: Iterable[Item], size_of: Callable[[Item], int], most: int) -> list[list[Item]]:
+    """Items in order, in lists that together have at most `most` bytes, or one item that has more."""
+    lists: list[list[Item]] = []
+    room = 0
+    for item in items:
+        size = size_of(item)
+        if not lists or size > room:
+            lists.append([])
+            room = most
+        lists[-1].append(item)
+        room -= size
+    return lists

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
-from megazero.config.tree import Config
+from megazero.config.tree import Config, ModelConfig
 from megazero.errors import ConfigError
 
 Unit = Literal["iters", "samples", "tokens"]
 
 UNITS: tuple[Unit, ...] = ("iters", "samples", "tokens")
+
+
+# Settings whose default follows from others, and what they come to.
+_RESOLVED = MappingProxyType(
+    {
+        "ffn_hidden_size": "ffn_size",
+        "num_query_groups": "kv_heads",
+        "kv_channels": "head_dim",
+        "max_position_embeddings": "positions",
+    }
+)
+
+
+def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> list[tuple[str, Any, Any]]:
+    """(field, value in a, value in b) of those of these fields that differ once defaults are filled in."""
+    found = []
+    for field in fields:
+        ours, theirs = (getattr(model, _RESOLVED.get(field, field)) for model in (a, b))
+        if ours != theirs:
+            found.append((field, ours, theirs))
+    return found
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:

@@ -245,7 +245,7 @@ def _train(config: Config, joined: ParallelContext, disk: Disk | None) -> TrainS
             monitor.message(f"communication of rank 0 | {line}")
     finally:
         if snapshots is not None:
-            snapshots.close()
+            snapshots.saver.close()
         monitor.close()
         if feeds.train is not None:
             feeds.train.close()

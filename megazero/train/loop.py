@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -18,6 +17,7 @@ from megazero.train.feed import Feed
 from megazero.train.metrics import EvalMetrics, StepMetrics
 from megazero.train.monitors import Monitor
 from megazero.train.signals import StopRequest
+from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
 
@@ -64,30 +64,6 @@ class Feeds:
     test: Feed | None
 
 
-class Checkpoints(Protocol):
-    """Where the loop saves; see `snapshot.Snapshots`. All raise CheckpointError, on every rank."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether this rank is at work for the oldest checkpoint on its way."""
-
-    @property
-    def unsettled(self) -> int:
-        """Checkpoints on their way; the same on all ranks."""
-
-    def save(self, state: TrainState) -> list[int]:
-        """Save a checkpoint, or begin to; returns the iterations of those that became visible."""
-
-    def wait_for_copies(self) -> None:
-        """Return when the state may change."""
-
-    def advance(self) -> int | None:
-        """Take the oldest checkpoint on its way a stage further; its iteration, if it is visible now."""
-
-    def settle(self) -> int:
-        """Make the oldest checkpoint on its way visible; returns its iteration."""
-
-
 class Loop:
     """Runs a training to its end or to a reason to stop.
 
@@ -106,7 +82,7 @@ class Loop:
         plan: Plan,
         feeds: Feeds,
         monitor: Monitor,
-        checkpoints: Checkpoints | None,
+        checkpoints: Snapshots | None,
         context: ParallelContext,
     ):
         self.engine = engine
@@ -186,7 +162,7 @@ class Loop:
         tokens = size * self.plan.sequence_length
         with self.timers("data"):
             batches = self.feeds.train.micro_batches(state.consumed_samples, count)
-        hold = self.checkpoints.wait_for_copies if self.checkpoints is not None else None
+        hold = self.checkpoints.saver.wait_for_copies if self.checkpoints is not None else None
         result = self.engine.train_step(batches, tokens, state.progress, self.timers, hold)
         state = state.after(size, tokens, result.skipped)
         # The norms are collective, so every rank computes them; the monitor only shows them.
@@ -235,12 +211,12 @@ class Loop:
         """Make all checkpoints visible, that of `state` among them."""
         if self.checkpoints is None:
             return
-        while self.checkpoints.unsettled:
-            self._on_the_way(lambda: self._tell(self.checkpoints.settle()))
+        while self.checkpoints.saver.unsettled:
+            self._on_the_way(lambda: self._tell(self.checkpoints.saver.settle()))
         if self._saved_at < state.iteration:
             self._save(state)
-        while self.checkpoints.unsettled:
-            self._tell(self.checkpoints.settle())
+        while self.checkpoints.saver.unsettled:
+            self._tell(self.checkpoints.saver.settle())
 
     def _on_the_way(self, work: Callable[[], None]) -> None:
         """Do what saves; where it cannot, every rank says so, and what was saved before is there."""
@@ -270,14 +246,14 @@ class Loop:
             return None
         limit = self.plan.exit_seconds
         late = limit is not None and time.monotonic() - started >= limit
-        unsettled = self.checkpoints is not None and self.checkpoints.unsettled
-        writes = unsettled and self.checkpoints.busy
+        unsettled = self.checkpoints is not None and self.checkpoints.saver.unsettled
+        writes = unsettled and self.checkpoints.saver.busy
         asked = [float(stop.requested), float(late), float(writes)]
         flags = torch.tensor(asked, device=self.context.device)
         self.context.world.all_reduce(flags, "max").wait()
         told, late, writes = flags.tolist()
         if unsettled and not writes:
-            self._on_the_way(lambda: self._tell(self.checkpoints.advance()))
+            self._on_the_way(lambda: self._tell(self.checkpoints.saver.advance()))
         if told:
             return stop.reason or "another rank was asked to stop"
         if late:

@@ -22,10 +22,12 @@ from megazero.checkpoint import (
     Source,
     Verify,
     candidates,
+    misfits,
     parts_to_read,
     state_keys,
     together,
 )
+from megazero.config.derive import model_differences
 from megazero.config.rules import check
 from megazero.config.tree import Config, ModelConfig
 from megazero.config.tree_output import CheckpointConfig
@@ -275,12 +277,7 @@ def _unused(
 
 def check_tensors(source: Source, parts: Iterable[Part], where: object, unused: Iterable[str] = ()) -> None:
     """Refuse what is missing, of another shape, or left over, by name."""
-    wrong = []
-    for key, shape in {part.key: tuple(part.shape) for part in parts}.items():
-        if key not in source.shapes:
-            wrong.append(f"{key} is missing")
-        elif tuple(source.shapes[key]) != shape:
-            wrong.append(f"{key} has shape {list(source.shapes[key])}, not {list(shape)}")
+    wrong = misfits(source.shapes, {part.key: part.shape for part in parts})
     wrong += [f"{name} is not used" for name in unused]
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
@@ -292,14 +289,8 @@ def _check_model(model: ModelConfig, vocab_size: int, saved: SavedModel, folder:
     fields = [name for name in ModelConfig.model_fields if name in saved.sections["model"]]
     shared = [name for name in fields if name not in FREE_MODEL_FIELDS]
     filled = saved.settings(fields)
-    derived = {"ffn_hidden_size": "ffn_size", "num_query_groups": "kv_heads", "kv_channels": "head_dim"}
-    derived["max_position_embeddings"] = "positions"
-    wrong = []
-    for name in shared:
-        get = derived.get(name, name)
-        before, after = getattr(filled, get), getattr(model, get)
-        if before != after:
-            wrong.append(f"{name} {before} (now {after})")
+    differing = model_differences(filled, model, shared)
+    wrong = [f"{name} {before} (now {after})" for name, before, after in differing]
     if saved.vocab_size != vocab_size:
         wrong.append(f"vocab_size {saved.vocab_size} (now {vocab_size})")
     if wrong:

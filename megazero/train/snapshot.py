@@ -33,6 +33,9 @@ class Snapshots:
         stream_seed: of the dropout streams.
         disk: what writes.
 
+    Attributes:
+        saver: what writes the checkpoints, settles them and is to be closed.
+
     Raises:
         CheckpointError: on every rank, if the folder cannot be written or another job writes there.
     """
@@ -71,16 +74,6 @@ class Snapshots:
             },
         }
 
-    @property
-    def busy(self) -> bool:
-        """Whether this rank is at work for the oldest checkpoint on its way."""
-        return self.saver.busy
-
-    @property
-    def unsettled(self) -> int:
-        """Checkpoints on their way; the same on all ranks."""
-        return self.saver.unsettled
-
     def save(self, state: TrainState) -> list[int]:
         """Save a checkpoint of `state` and the engine, or begin to; every rank calls this.
 
@@ -104,22 +97,6 @@ class Snapshots:
             "updates": engine.optimizer.updates if moments else None,
         }
         return self.saver.save(state.iteration, parts, facts)
-
-    def wait_for_copies(self) -> None:
-        """Return when the state may change."""
-        self.saver.wait_for_copies()
-
-    def advance(self) -> int | None:
-        """Take the oldest checkpoint on its way a stage further; its iteration, if it is visible now."""
-        return self.saver.advance()
-
-    def settle(self) -> int:
-        """Make the oldest checkpoint on its way visible, of the iteration returned. Errors as of `save`."""
-        return self.saver.settle()
-
-    def close(self) -> None:
-        """Let other jobs write. What was not settled stays invisible."""
-        self.saver.close()
 
 
 def random_parts(context: ParallelContext) -> list[Part]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
-from megazero.checkpoint import CheckpointReader, candidates, parts_of_parameters, together
+from megazero.checkpoint import CheckpointReader, Part, candidates, parts_of_parameters, together
 from megazero.config.tree import Config, ParallelConfig, RecomputeConfig, ZeroConfig
 from megazero.data.tokenizers import Tokenizer
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
@@ -61,8 +62,7 @@ def load_for_inference(directory: str, launch: Launch, sizes: Sizes | None = Non
             vocabulary = build_vocabulary(config)
             chunks = build_chunks(config, vocabulary, context, context.device)
             parts = parts_of_parameters((p for c in chunks.values() for p in c.parameters()), context)
-            check_tensors(reader, parts, folder)
-            together(context, lambda reader=reader, parts=parts: reader.read(parts), f"load {folder}")
+            together(context, partial(_read, reader, parts), f"load {folder}")
         except DamagedCheckpointError as error:
             remarks.append(f"passed over {folder}: {error}")
             continue
@@ -70,6 +70,11 @@ def load_for_inference(directory: str, launch: Launch, sizes: Sizes | None = Non
     raise DamagedCheckpointError(
         f"`load` must hold a whole checkpoint, but {directory} has none: " + "; ".join(remarks)
     )
+
+
+def _read(reader: CheckpointReader, parts: list[Part]) -> None:
+    check_tensors(reader, parts, reader.folder)
+    reader.read(parts)
 
 
 def _config_of(saved: SavedModel, launch: Launch, sizes: Sizes, folder: str) -> Config:

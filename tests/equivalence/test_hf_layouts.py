@@ -63,7 +63,7 @@ def export(layout: Layout, config: Config, out: Path) -> dict[str, torch.Tensor]
         )
         snapshots = Snapshots(config, resumed.engine, context, VOCABULARY, config.training.seed)
         snapshots.save(TrainState(1, 8, 8 * SEQUENCE, 0))
-        snapshots.close()
+        snapshots.saver.close()
 
     on_ranks(layout, save)
     convert_to_hf(config.checkpoint.save, out)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.checkpoint.hf.config_json import family_of
-from megazero.checkpoint.hf.rule import Table
+from megazero.checkpoint.rule import Table
 from megazero.config.tree import ModelConfig
 from megazero.mpu import Group, spec_of
 

@@ -100,7 +100,7 @@ def test_a_sharded_pipeline_resumes_bit_for_bit(tmp_path, layout):
         state, _ = train(engine, context, TrainState(), 2)
         snapshots = Snapshots(config, engine, context, VOCABULARY, config.training.seed)
         snapshots.save(state)
-        snapshots.close()
+        snapshots.saver.close()
         _, straight = train(engine, context, state, 2)
         build = partial(verification_engine, context=context)
         resumed = resume(config, context, VOCABULARY, build, foreign=None)

@@ -57,7 +57,7 @@ def train(folder: Path, **choices: Any) -> dict[str, torch.Tensor]:
         state = state.after(GLOBAL_BATCH, tokens, result.skipped)
     snapshots = Snapshots(config, engine, context, VOCABULARY, SEED)
     snapshots.save(state)
-    snapshots.close()
+    snapshots.saver.close()
     return values(engine)
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import megazero
-from megazero.checkpoint.command.place import one_checkpoint
 from megazero.checkpoint.command.show import printable, size_text
 from megazero.checkpoint.command.stream import whole_tensors
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import iteration_folder
 from megazero.checkpoint.hf.command import parse_size
 from megazero.checkpoint.part import WEIGHT, Key
+from megazero.checkpoint.place import one_checkpoint
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.tensor_file import Later
 from megazero.checkpoint.writer import NAMES, write_checkpoint

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megazero.checkpoint.command.facts import pick
-from megazero.checkpoint.command.place import one_checkpoint
 from megazero.checkpoint.command.show import print_facts, print_table, printable
 from megazero.checkpoint.command.stats import Distance, distance
 from megazero.checkpoint.command.stream import whole_tensors
 from megazero.checkpoint.part import RANDOM, Key
+from megazero.checkpoint.place import one_checkpoint
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.errors import ConfigError
 

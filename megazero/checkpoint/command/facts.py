@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.command.place import bytes_in, no_checkpoint
 from megazero.checkpoint.folder import (
     LATEST,
     iteration_folder,
@@ -17,6 +16,7 @@ from megazero.checkpoint.folder import (
     saved_iterations,
 )
 from megazero.checkpoint.manifest import MANIFEST, Logical
+from megazero.checkpoint.place import bytes_in, no_checkpoint
 from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.errors import CheckpointError, DamagedCheckpointError
 

@@ -20,11 +20,11 @@ from megazero.checkpoint.command.facts import (
     pick,
     totals_by_kind,
 )
-from megazero.checkpoint.command.place import is_checkpoint, one_checkpoint
 from megazero.checkpoint.command.show import count_text, print_facts, print_table, printable, size_text
 from megazero.checkpoint.command.stats import Stats, stats_of
 from megazero.checkpoint.command.stream import whole_tensors
 from megazero.checkpoint.manifest import Logical
+from megazero.checkpoint.place import is_checkpoint, one_checkpoint
 from megazero.checkpoint.reader import CheckpointReader
 
 _STATS = ("min", "max", "mean", "rms", "nan")

@@ -6,7 +6,6 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.checkpoint.command.place import bytes_in, is_checkpoint, no_checkpoint
 from megazero.checkpoint.command.show import printable, size_text
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import (
@@ -20,6 +19,7 @@ from megazero.checkpoint.folder import (
     remove_checkpoint,
     saved_iterations,
 )
+from megazero.checkpoint.place import bytes_in, is_checkpoint, no_checkpoint
 from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.errors import CheckpointError, ConfigError
 

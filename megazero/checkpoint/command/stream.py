@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.box import Box
 from megazero.checkpoint.part import Key, Part
 from megazero.checkpoint.reader import CheckpointReader
 
@@ -34,7 +33,7 @@ def whole_tensors(
         if batch and whole.nbytes > room:
             yield from _read(reader, batch)
             batch, room = [], batch_bytes
-        batch.append(Part(key, tuple(whole.shape), Box.whole(whole.shape), whole))
+        batch.append(Part.whole(key, whole))
         room -= whole.nbytes
     yield from _read(reader, batch)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from megazero.checkpoint.blocks import BLOCK, BlockFile, FileRecord
 from megazero.checkpoint.command.facts import latest_or_trouble
-from megazero.checkpoint.command.place import checkpoints_of, is_checkpoint
 from megazero.checkpoint.command.show import printable, size_text
 from megazero.checkpoint.folder import leftovers
 from megazero.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from megazero.checkpoint.place import checkpoints_of, is_checkpoint
 from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.errors import CheckpointError, DamagedCheckpointError
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from megazero.checkpoint.hf.family import NEVER, Family, Json, Setting
 from megazero.checkpoint.hf.gpt2 import GPT2
 from megazero.checkpoint.hf.llama import LLAMA
+from megazero.config.derive import model_differences
 from megazero.config.tree import ModelConfig
 from megazero.errors import CheckpointError
 
@@ -257,14 +258,7 @@ def config_of(
 
 def differences(theirs: ModelConfig, ours: ModelConfig) -> list[str]:
     """Fields in which given weights would compute something else, as ``field: theirs, not ours``."""
-    resolve = {"ffn_hidden_size": "ffn_size", "num_query_groups": "kv_heads", "kv_channels": "head_dim"}
-    found = []
-    for field in ModelConfig.model_fields:
-        if field in _FREE:
-            continue
-        a, b = (getattr(model, resolve.get(field, field)) for model in (theirs, ours))
-        if a != b:
-            found.append(f"`{field}` is {a}, not {b}")
-    if theirs.position_embedding_type == "learned_absolute" and theirs.positions != ours.positions:
-        found.append(f"`max_position_embeddings` is {theirs.positions}, not {ours.positions}")
-    return found
+    fields = [field for field in ModelConfig.model_fields if field not in _FREE]
+    if theirs.position_embedding_type == "learned_absolute":
+        fields.append("max_position_embeddings")
+    return [f"`{field}` is {a}, not {b}" for field, a, b in model_differences(theirs, ours, fields)]

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.disk import Disk
-from megazero.checkpoint.folder import LATEST, candidates, saved_iterations
+from megazero.checkpoint.folder import saved_iterations
 from megazero.checkpoint.hf.config_json import TokenIds
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.hf.tokenizer_files import tokenizer_files, tokenizer_settings
 from megazero.checkpoint.hf.writer import SHARD_BYTES, Exported, Extras, write_hf
-from megazero.checkpoint.manifest import MANIFEST
-from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.place import one_checkpoint
 from megazero.checkpoint.reader import CheckpointReader
-from megazero.checkpoint.tensor_file import Later
-from megazero.checkpoint.writer import write_checkpoint
+from megazero.checkpoint.writer import later_weights, write_checkpoint
 from megazero.config.tree import ModelConfig, TokenizerConfig
 from megazero.errors import CheckpointError, DataError
 
@@ -73,7 +69,7 @@ def convert_from_hf(hf_dir: str | Path, out_dir: str | Path, *, disk: Disk | Non
             "tokenizer": tokenizer.model_dump(mode="json"),
             "token_ids": asdict(found.tokens),
         }
-        folder = write_checkpoint(out_dir, 0, _laters(reader), facts, disk=disk)
+        folder = write_checkpoint(out_dir, 0, later_weights(reader), facts, disk=disk)
         parameters = sum(Box.whole(shape).numel for shape in reader.shapes.values())
         return Imported(
             folder, found.family.architecture, len(reader.shapes), parameters, found.model, tokenizer
@@ -107,7 +103,7 @@ def convert_to_hf(
             also `write_hf`.
         DataError: the tokenizer's files are missing or unsuitable.
     """
-    reader = CheckpointReader(find_checkpoint(checkpoint))
+    reader = CheckpointReader(one_checkpoint(Path(checkpoint)))
     facts = _facts_of(reader)
     section = tokenizer or facts.tokenizer
     try:
@@ -129,23 +125,6 @@ def convert_to_hf(
             disk=disk,
         )
     return exported, files.remark
-
-
-def find_checkpoint(path: str | Path) -> Path:
-    """One checkpoint: the folder itself, or the newest of a run's.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    path = Path(path)
-    if (path / MANIFEST).exists():
-        return path
-    found = candidates(path).folders
-    if not found:
-        raise CheckpointError(
-            f"`{path}` must hold a checkpoint, but has neither {MANIFEST} nor {LATEST}; check the path"
-        )
-    return found[0]
 
 
 @dataclass(frozen=True)
@@ -173,13 +152,3 @@ def _facts_of(reader: CheckpointReader) -> _Facts:
             f"`{reader.folder}` must be of a GPT model, but its facts do not describe one: {error!r:.300}"
         ) from error
     return _Facts(model, vocab_size, tokenizer, tokens)
-
-
-def _laters(reader: HFReader) -> Iterator[tuple[Key, Later]]:
-    def make(key: Key, shape: tuple[int, ...]) -> Tensor:
-        tensor = torch.empty(shape)
-        reader.read([Part(key, shape, Box.whole(shape), tensor)])
-        return tensor
-
-    for key, shape in reader.shapes.items():
-        yield key, Later(torch.float32, shape, partial(make, key, shape))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.checkpoint.hf.rule import Rule
+from megazero.checkpoint.rule import Rule
 from megazero.config.tree import ModelConfig
 
 Json = Mapping[str, Any]

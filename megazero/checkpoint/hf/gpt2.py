@@ -6,7 +6,7 @@ Its linear layers are `Conv1D` and hold [in, out], the transpose of ours; one ma
 from __future__ import annotations
 
 from megazero.checkpoint.hf.family import COMMON_LIMITS, Family, Limit, Setting
-from megazero.checkpoint.hf.rule import Rule, untied
+from megazero.checkpoint.rule import Rule, untied
 
 _WORDS = "transformer.wte.weight"
 _HEAD = "lm_head.weight"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from megazero.checkpoint.hf.family import COMMON_LIMITS, Family, Json, Limit, Setting
-from megazero.checkpoint.hf.rule import Rule, biased, untied
+from megazero.checkpoint.rule import Rule, biased, untied
 
 _WORDS = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"

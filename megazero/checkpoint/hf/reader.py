@@ -13,8 +13,8 @@ from torch import Tensor
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.hf.config_json import CONFIG, Description, differences
 from megazero.checkpoint.hf.folder import FLOATS, Stored, TensorFolder, named
-from megazero.checkpoint.hf.rule import Link, Table, cut
 from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.rule import Link, Table, cut
 from megazero.config.tree import ModelConfig
 from megazero.errors import CheckpointError
 
@@ -114,7 +114,7 @@ class HFReader:
         """A whole logical tensor, in the dtype it is stored in."""
         shape = self.shapes[key]
         whole = torch.empty(shape, dtype=self._stored[self.table.by_key[key][0].theirs].dtype)
-        self.read([Part(key, shape, Box.whole(shape), whole)])
+        self.read([Part.whole(key, whole)])
         return whole
 
     def close(self) -> None:

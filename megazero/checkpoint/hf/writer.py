@@ -18,9 +18,10 @@ from megazero.checkpoint.box import Box
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.hf.config_json import CONFIG, NO_TOKENS, TokenIds, config_of, family_of
 from megazero.checkpoint.hf.folder import INDEX, SINGLE
-from megazero.checkpoint.hf.rule import Link, Table, cut
-from megazero.checkpoint.part import WEIGHT, Part, Source
+from megazero.checkpoint.part import WEIGHT, Part, Source, misfits
+from megazero.checkpoint.rule import Link, Table, cut
 from megazero.checkpoint.tensor_file import Later, write_bytes, write_tensors
+from megazero.checkpoint.writer import deal
 from megazero.config.tree import ModelConfig
 from megazero.errors import CheckpointError
 
@@ -122,13 +123,8 @@ def check_source(source: Source, table: Table) -> None:
         CheckpointError: some are missing, superfluous or of other shapes.
     """
     weights = {key: tuple(shape) for key, shape in source.shapes.items() if key.kind == WEIGHT}
-    wrong = [f"{key} is missing" for key in table.shapes if key not in weights]
+    wrong = misfits(weights, table.shapes)
     wrong += [f"{key} is unknown to transformers" for key in weights if key not in table.shapes]
-    wrong += [
-        f"{key} has shape {list(weights[key])}, not {list(shape)}"
-        for key, shape in table.shapes.items()
-        if key in weights and weights[key] != shape
-    ]
     if wrong:
         more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
         raise CheckpointError(
@@ -138,15 +134,7 @@ def check_source(source: Source, table: Table) -> None:
 
 def plan_shards(links: Sequence[Link], itemsize: int, max_shard_bytes: int) -> list[tuple[str, list[Link]]]:
     """File names and what goes into each: in order, of at most `max_shard_bytes` or one larger tensor."""
-    shards: list[list[Link]] = []
-    room = 0
-    for link in links:
-        size = math.prod(link.their_shape) * itemsize
-        if not shards or size > room:
-            shards.append([])
-            room = max_shard_bytes
-        shards[-1].append(link)
-        room -= size
+    shards = deal(links, lambda link: math.prod(link.their_shape) * itemsize, max_shard_bytes)
     if len(shards) == 1:
         return [(SINGLE, shards[0])]
     return [(f"model-{n:05d}-of-{len(shards):05d}.safetensors", shard) for n, shard in enumerate(shards, 1)]

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 
 from megazero.checkpoint.box import Box
@@ -17,9 +16,7 @@ from megazero.checkpoint.folder import saved_iterations
 from megazero.checkpoint.hf.convert import KIND
 from megazero.checkpoint.megatron.folder import Form
 from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
-from megazero.checkpoint.part import Key, Part
-from megazero.checkpoint.tensor_file import Later
-from megazero.checkpoint.writer import write_checkpoint
+from megazero.checkpoint.writer import later_weights, write_checkpoint
 from megazero.config.tree import TokenizerConfig
 from megazero.errors import CheckpointError, ConfigError, MegazeroError
 
@@ -110,14 +107,6 @@ def import_megatron(
             f"another folder"
         )
 
-    def later(key: Key, shape: tuple[int, ...]) -> Later:
-        def make() -> torch.Tensor:
-            whole = torch.empty(shape)
-            reader.read([Part(key, shape, Box.whole(shape), whole)])
-            return whole
-
-        return Later(torch.float32, shape, make)
-
     facts = {
         "kind": KIND,
         "model": reader.model_settings(),
@@ -129,7 +118,7 @@ def import_megatron(
             "checkpoint_version": reader.checkpoint_version,
         },
     }
-    return write_checkpoint(directory, 0, ((key, later(key, s)) for key, s in reader.shapes.items()), facts)
+    return write_checkpoint(directory, 0, later_weights(reader), facts)
 
 
 def report(reader: MegatronReader, folder: Path) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.hf.rule import Link
 from megazero.checkpoint.megatron.names import (
     HEAD,
     HEAD_COPY,
@@ -21,6 +20,7 @@ from megazero.checkpoint.megatron.names import (
     moved,
 )
 from megazero.checkpoint.megatron.stages import Stages, Weights
+from megazero.checkpoint.rule import Link
 from megazero.errors import CheckpointError
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megazero.checkpoint.box import Box
-from megazero.checkpoint.hf.rule import Link, Rule, Table, always, biased, untied
+from megazero.checkpoint.rule import Link, Rule, Table, always, biased, untied
 from megazero.config.tree import ModelConfig
 
 WORD = "embedding.word_embeddings.weight"

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.hf.rule import Link
 from megazero.checkpoint.megatron.folder import Form, find_files
 from megazero.checkpoint.megatron.inventory import Inventory, Slot, check, take_inventory
 from megazero.checkpoint.megatron.names import VERSIONS, WORD, Sliced, links_of, rules
 from megazero.checkpoint.megatron.settings import read_settings
 from megazero.checkpoint.megatron.stages import Header, Stages
 from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.rule import Link
 from megazero.errors import CheckpointError, ConfigError
 
 

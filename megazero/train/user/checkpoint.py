@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megazero.checkpoint import (
-    Box,
     CheckpointReader,
     Disk,
     Key,
@@ -95,7 +94,7 @@ def save_checkpoint(
     if context.rank == 0:
         whole = {Key(name): buffer.detach() for name, buffer in _buffers(engine).items()}
         whole |= {Key(name, STATE): tensor for name, tensor in states.items()}
-        parts += [whole_part(key, tensor) for key, tensor in whole.items()]
+        parts += [Part.whole(key, tensor) for key, tensor in whole.items()]
     saver = Saver(save_dir / tag, context)
     try:
         saver.save(engine.global_steps, parts, facts)
@@ -161,12 +160,7 @@ def load_checkpoint(
 def _wanted(engine: UserEngine, parts: LoadParts) -> list[Part]:
     """All tensors that the engine is to take from a checkpoint."""
     wanted = parts_to_read(engine.optimizer.shards, engine.context, moments=parts.optimizer)
-    return wanted + [whole_part(Key(name), buffer.detach()) for name, buffer in _buffers(engine).items()]
-
-
-def whole_part(key: Key, tensor: Tensor) -> Part:
-    """All of a logical tensor."""
-    return Part(key, tuple(tensor.shape), Box.whole(tensor.shape), tensor)
+    return wanted + [Part.whole(Key(name), buffer.detach()) for name, buffer in _buffers(engine).items()]
 
 
 def _buffers(engine: UserEngine) -> dict[str, Tensor]:

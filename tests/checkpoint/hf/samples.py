@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megazero.checkpoint import Box, Key, Part, Source, parts_of_parameters
 from megazero.checkpoint.hf.config_json import TokenIds, config_of, family_of
-from megazero.checkpoint.hf.rule import Table
+from megazero.checkpoint.rule import Table
 from megazero.config.tree import ModelConfig
 from megazero.layers import Placement
 from megazero.layers.collectives import gather_features

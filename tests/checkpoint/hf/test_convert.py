@@ -123,7 +123,7 @@ def test_facts_that_describe_no_model_are_refused(facts, tmp_path):
 
 
 def test_a_folder_without_checkpoints_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="must hold a checkpoint, but has neither"):
+    with pytest.raises(CheckpointError, match="must hold a checkpoint, but has none"):
         convert_to_hf(tmp_path, tmp_path / "out")
 
 

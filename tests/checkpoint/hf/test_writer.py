@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from megazero.checkpoint import Disk, Key
 from megazero.checkpoint.hf import Extras, HFReader, TokenIds, write_hf
 from megazero.checkpoint.hf.config_json import family_of
-from megazero.checkpoint.hf.rule import Table
+from megazero.checkpoint.rule import Table
 from megazero.errors import CheckpointError
 from tests.checkpoint.hf.samples import (
     GPT2,
@@ -145,8 +145,8 @@ def test_weights_that_are_not_the_model_s_are_refused(tmp_path):
     with pytest.raises(CheckpointError) as refusal:
         write_hf(MemorySource(tensors), GPT2, VOCAB, tmp_path / "out")
     assert str(refusal.value) == (
-        "the weights must be those of the model, but layers.1.mlp.up.bias is missing; layers.2.mlp.up.bias "
-        "is unknown to transformers; final_norm.bias has shape [41], not [42]"
+        "the weights must be those of the model, but layers.1.mlp.up.bias is missing; final_norm.bias has "
+        "shape [41], not [42]; layers.2.mlp.up.bias is unknown to transformers"
     )
     assert os.listdir(tmp_path) == []
 
@@ -237,7 +237,7 @@ import torch
 from megazero.checkpoint import Disk
 from megazero.checkpoint.hf import convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.config_json import TokenIds, config_of, family_of
-from megazero.checkpoint.hf.rule import Table
+from megazero.checkpoint.rule import Table
 from megazero.checkpoint.tensor_file import Later, write_tensors
 from megazero.config.tree import ModelConfig
 import json

@@ -10,7 +10,7 @@ import torch
 from megazero.checkpoint import Box, Key
 from megazero.checkpoint.box import gaps_or_overlaps
 from megazero.checkpoint.hf.config_json import family_of
-from megazero.checkpoint.hf.rule import Link, Rule, Table, cut, groups_of
+from megazero.checkpoint.rule import Link, Rule, Table, cut, groups_of
 from tests.checkpoint.hf.samples import GPT2, LLAMA, MODELS, VOCAB, parameter_specs
 from tests.models.hf_weights import gpt2_model, llama_model
 
