@@ -37,7 +37,7 @@ native_ops = Pybind11Extension(
 # Shared memory and futexes as Linux has them; elsewhere ranks of one host talk over Gloo.
 native_mpu = Pybind11Extension(
     "megazero.mpu._native",
-    sorted(str(path) for path in Path("csrc/shared").glob("*.cpp")),
+    sorted(str(path) for path in Path("csrc/mpu").glob("*.cpp")),
     include_dirs=["csrc"],
     cxx_std=17,
     extra_compile_args=["-O3", "-Wall", "-Wextra", "-fopenmp-simd"],

@@ -4,17 +4,17 @@
 
 Weights and moments of a GPT in fp32 are saved, loaded while the files are in the page cache (`load`), and
 loaded again after posix_fadvise dropped their pages (`load cold`; a host below may still have them). Every
-rank is a process of one thread. The contenders take turns within each round; a time is that of the slowest
-rank from a common barrier, and nothing waits to be written when it begins. The first round is not counted:
-there each contender must give back what it saved. When a save ends, megazero, `safetensors-durable`, `plain`
+rank is a process of one thread. The contenders take turns within each round; times are those of the slowest
+rank from a common barrier, and no write-back is pending when they begin. The first round is not counted:
+it checks that each contender loads what it saved. When a save ends, megazero, `safetensors-durable`, `plain`
 and `dcp` have fsynced; `safetensors` has not.
 
-`stall` is how long a save in the background keeps its caller, all in all, beside a blocking save of the same
-contender in the same round; `first` is that of the uncounted round, which allocates. Meanwhile each rank
-multiplies matrices: for `--backward-seconds`, a forward and a backward, then its tensors are to change, then
-until the files are written. `slowdown` is how many products fewer per second than right before it makes in
-that forward and backward, and `written` the time until the checkpoint was there. `--gigabytes 1` needs 6 GB
-of memory and 2 GB of disk.
+`stall` is how long in all a save in the background holds up its caller, beside a blocking save of the same
+contender in the same round; `first` is the same for the uncounted round, which allocates. Meanwhile each rank
+multiplies matrices: for `--backward-seconds`, standing for a forward and a backward, after which its tensors
+may change, and then until the files are written. `slowdown` is the drop in products per second in that
+forward and backward compared to right before, and `written` the time until the checkpoint was visible.
+`--gigabytes 1` needs 6 GB of memory and 2 GB of disk.
 """
 
 from __future__ import annotations
@@ -57,13 +57,15 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="of state, over all ranks")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the state, over all ranks")
     parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2), default=[1, 2])
     parser.add_argument(
-        "--backward-seconds", type=float, default=1.0, help="of a step before its update (stall)"
+        "--backward-seconds", type=float, default=1.0, help="length of a step before its update (stall)"
     )
     parser.add_argument("--repeats", type=int, default=7, help="counted rounds")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one by default")
+    parser.add_argument(
+        "--folder", type=Path, help="folder on the disk to measure; a temporary one by default"
+    )
     parser.add_argument("--contenders", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME")
     parser.add_argument("--measures", nargs="+", choices=MEASURED, default=list(MEASURED))
     parser.add_argument("--jsonl", type=Path, help="append one JSON line per measurement to this file")
@@ -74,10 +76,10 @@ class Rank:
     """What one process measures.
 
     Args:
-        args: of the command.
-        context: all ranks.
-        folder: that all ranks share.
-        state: this rank's.
+        args: the command's arguments.
+        context: the ranks.
+        folder: the folder that all ranks share.
+        state: this rank's state.
     """
 
     def __init__(self, args: argparse.Namespace, context: ParallelContext, folder: Path, state: State):
@@ -129,7 +131,7 @@ class Rank:
         return times
 
     def in_background(self, background: Background) -> tuple[float, float, float]:
-        """One save: how long it kept the caller, when it was there, and how it slowed the caller's work."""
+        """One save: how long it held up its caller, when it was visible, and its slowdown."""
         alone, _ = train(lambda seconds: seconds < QUIET)
         self.context.world.barrier()
         begin = time.perf_counter()
@@ -151,7 +153,7 @@ class Rank:
         return kind(Place(folder, self.context), self.state)
 
     def together(self, action: Callable[[], None]) -> None:
-        """The first rank does it; none goes on before."""
+        """Only the first rank does it; no rank goes on before that."""
         self.context.world.barrier()
         if self.context.rank == 0:
             action()
@@ -164,7 +166,7 @@ class Rank:
         return time.perf_counter() - begin
 
     def clear(self, name: str) -> None:
-        """Remove what a contender wrote, and let the system write out all it has."""
+        """Remove what a contender wrote, and let the system finish all pending writes."""
 
         def action() -> None:
             for path in (self.folder / name).iterdir():
@@ -188,7 +190,7 @@ class Rank:
         way.load()
         for part, target in zip(self.state.parts, self.state.targets, strict=True):
             if not torch.equal(part.tensor, target.tensor):
-                raise RuntimeError(f"{name} loaded something else than it saved as {part.key}")
+                raise RuntimeError(f"{name} loaded something other than it saved as {part.key}")
 
     def fill_cache(self, name: str) -> None:
         buffer = bytearray(4 << 20)
@@ -200,7 +202,7 @@ class Rank:
     def drop_cache(self, name: str) -> None:
         for path in self.files_of(name):
             descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)  # pages that wait to be written stay
+            os.fsync(descriptor)  # pages still to be written would stay
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
 
@@ -209,7 +211,7 @@ class Rank:
 
 
 def train(wanted: Callable[[float], bool]) -> tuple[float, int]:
-    """Multiply matrices as long as wanted, given the seconds so far: products per second, and how many."""
+    """Multiply matrices while `wanted` of the seconds so far holds: products per second, and how many."""
     import torch
 
     factor = torch.ones(512, 512)
@@ -279,7 +281,7 @@ def gather(args: argparse.Namespace, ranks: int) -> tuple[int, dict[str, Times]]
                 here, there = context.Pipe()
                 process = context.Process(target=serve, args=(there, args, (rank, ranks), folder))
                 process.start()
-                there.close()  # so that the end of the process shows here
+                there.close()  # so that the process's end is noticed here
                 processes.append(process)
                 ends.append(here)
             while len(answers) < ranks:
@@ -334,7 +336,7 @@ def stalls(times: Times, settings: dict) -> list[dict]:
 
 
 def table(lines: Sequence[dict]) -> str:
-    """The lines for reading; `of X` is the speed as a multiple of X's."""
+    """The lines as a table for people; `of X` is the speed as a multiple of X's."""
     files = [line for line in lines if line["measure"] != "stall"]
     stalled = [line for line in lines if line["measure"] == "stall"]
     rows = []
@@ -366,7 +368,7 @@ def _aligned(rows: Sequence[Sequence[object]]) -> str:
 
 def main() -> int:
     args = arguments()
-    # So that what was written is removed, and the ranks are ended.
+    # So that files are removed and the ranks are ended.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if args.folder:
         args.folder.mkdir(parents=True, exist_ok=True)

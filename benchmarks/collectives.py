@@ -187,7 +187,7 @@ def report(args: argparse.Namespace, answers: list) -> None:
 
 
 def main() -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the ranks
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the ranks
     args = arguments()
     report(args, gather(args))
 

@@ -2,8 +2,8 @@
 
 `python benchmarks/convert.py [--mb 600] [--rounds 5] [--folder DIR]` makes a GPT-2 and a Llama of about this
 size in fp32, then converts each from Hugging Face and back, and copies the file (`shutil.copyfile`, fsync),
-in turns. Every run is a process of its own that gives its time without imports, wall and CPU, and how much
-its resident memory grew at most. Files are in the page cache when they are read, and on the medium when a run
+in turns. Every run is a process of its own that reports its wall and CPU time without imports, and the peak
+growth of its resident memory. Files are in the page cache when they are read, and on the medium when a run
 ends. Each JSON line holds medians over the rounds after the first; the exit status is 1 if a weight came back
 changed. Needs Linux, and five times the size on disk.
 """
@@ -53,12 +53,12 @@ def model_of(family: str, megabytes: float):
 
 
 def make(family: str, megabytes: float, folder: Path) -> int:
-    """Writes the model in Hugging Face's format, no two tensors alike; gives the largest one's bytes."""
+    """Writes the model in Hugging Face's format, no two tensors alike; returns the largest one's bytes."""
     import torch
 
     from megazero.checkpoint import Disk
     from megazero.checkpoint.hf.config_json import TokenIds, config_of, family_of
-    from megazero.checkpoint.rule import Table
+    from megazero.checkpoint.naming import Table
     from megazero.checkpoint.tensor_file import Later, write_tensors
 
     model = model_of(family, megabytes)
@@ -79,7 +79,7 @@ def make(family: str, megabytes: float, folder: Path) -> int:
 
 
 def work_of(way: str, folder: Path) -> Callable[[], object]:
-    """What a run does, and nothing that it does not need is imported later."""
+    """The work that a run does; whatever it needs is imported before it starts."""
     if way == "copy":
         return lambda: copy(folder / "hf" / "model.safetensors", folder / "copy")
     # Imported by the conversions when they need it; not their time or memory.
@@ -93,14 +93,14 @@ def work_of(way: str, folder: Path) -> Callable[[], object]:
 
 
 def copy(source: Path, target: Path) -> None:
-    """The file, on the medium on return."""
+    """Copies the file; it is on the medium on return."""
     shutil.copyfile(source, target)
     with target.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def status(field: str) -> int:
-    """Bytes, from the kernel's account of this process."""
+    """A number of bytes from the kernel's figures for this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) << 10
 
@@ -108,7 +108,7 @@ def status(field: str) -> int:
 def measure(way: str, folder: Path, results: multiprocessing.SimpleQueue) -> None:
     """Runs in a process of its own: puts wall and CPU seconds and the growth of resident memory."""
     work = work_of(way, folder)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
     start, spent = time.perf_counter(), time.process_time()
     work()
@@ -117,7 +117,7 @@ def measure(way: str, folder: Path, results: multiprocessing.SimpleQueue) -> Non
 
 
 def clear(folder: Path) -> None:
-    """Removes what a round wrote, so that nothing waits to be written when the next one begins."""
+    """Removes what a round wrote, so that no write-back is pending when the next one begins."""
     for name in ("ours", "back"):
         shutil.rmtree(folder / name, ignore_errors=True)
     (folder / "copy").unlink(missing_ok=True)
@@ -125,7 +125,7 @@ def clear(folder: Path) -> None:
 
 
 def compare(family: str, args: argparse.Namespace, folder: Path) -> bool:
-    """Prints one JSON line per way; True if all came back as it was."""
+    """Prints one JSON line per way; True if everything came back unchanged."""
     largest = make(family, args.mb, folder / "hf")
     size = (folder / "hf" / "model.safetensors").stat().st_size
     spawn = multiprocessing.get_context("spawn")
@@ -167,7 +167,7 @@ def compare(family: str, args: argparse.Namespace, folder: Path) -> bool:
 
 
 def time_to_copy(found: dict[str, list[tuple[float, float, int]]], way: str) -> list[float]:
-    """Of each counted round, how many times as long as the copy it took."""
+    """For each counted round, its time as a multiple of the copy's."""
     return [mine[0] / copied[0] for mine, copied in zip(found[way][1:], found["copy"][1:], strict=True)]
 
 
@@ -176,7 +176,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mb", type=float, default=600, help="size of a model in MB")
     parser.add_argument("--rounds", type=int, default=5, help="counted runs of each way")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary one)")
+    parser.add_argument(
+        "--folder", type=Path, help="folder on the disk to measure (default: a temporary one)"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
         same = [compare(family, args, Path(scratch) / family) for family in ("gpt2", "llama")]

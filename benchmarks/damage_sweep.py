@@ -3,19 +3,19 @@
     python benchmarks/damage_sweep.py --jsonl damage.jsonl
 
 Runs on T2 x D2 and P2 x D2 (threads as ranks) save two checkpoints of 30 MB each. The newest is damaged in
-one way after the other, and mended again: bits flipped, blocks of 4 KiB zeroed, files cut, lengthened,
-missing, replaced by another, swapped, or of the older checkpoint, the whole folder too; and the file that
-names it. Half of the flips and zeroes are uniform over all bytes, the other half over the files first, so
-that small ones have their share. Each time everything is read, which counts as
+one way after another, and repaired each time: bits flipped, blocks of 4 KiB zeroed, files cut, lengthened,
+missing, replaced by another, swapped, or taken from the older checkpoint, as the whole folder may be too; so
+is the file that names it. Half of the flips and zeroes are uniform over all bytes, the other half over files
+first, so that small ones get their share. Each time everything is read, which counts as
 
     detected   by DamagedCheckpointError and nothing else,
     named      if the message names a file that was damaged.
 
-Of every kind, `--resumes` cases also go through `--load` on all ranks, where the older checkpoint must
-come, in every bit, with a remark that names the file (`resumed`, `right`). Where the name of the newest is
-damaged, whole checkpoints must be found, with a remark; it is never a new start. At the end flipped bits
-meet torch.load, safetensors and torch.distributed.checkpoint. Exits 1 unless all was detected, named and
-right.
+Of every kind, `--resumes` cases also go through `--load` on all ranks, which must load the older checkpoint,
+equal in every bit, with a remark that names the file (`resumed`, `right`). If the name of the newest is
+damaged, whole checkpoints must be found, with a remark; it must never start anew. At the end flipped bits are
+tried on torch.load, safetensors and torch.distributed.checkpoint. Exits 1 unless everything was detected,
+named and right.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megazero.checkpoint import Box, CheckpointReader, Key, Part, candidates, iteration_folder, parts_to_read
 from megazero.checkpoint.folder import LATEST
 from megazero.checkpoint.tensor_file import memory_of
+from megazero.config.horizon import horizon_of
 from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig
 from megazero.errors import DamagedCheckpointError
@@ -55,7 +56,7 @@ from megazero.train.resume import resume
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
-from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, VOCABULARY, Layout
+from megazero.verify.layouts import VOCABULARY, Layout
 from megazero.verify.record import micro_batches, verification_engine
 
 LAYOUTS = (Layout(tp=2, dp=2, zero=1), Layout(pp=2, dp=2, zero=1))
@@ -70,8 +71,8 @@ class Damage:
     """One way to damage a run's folder.
 
     Attributes:
-        kind: of damage.
-        changes: path from the run's folder -> its new content; None for no file.
+        kind: the kind of damage.
+        changes: path from the run's folder -> its new content; None removes the file.
         names: any of these must be in the message.
     """
 
@@ -85,10 +86,10 @@ class Run:
     """A run's folder with two checkpoints.
 
     Attributes:
-        directory, config, layout: of the run.
-        digests: by iteration, of all that each rank holds.
+        directory, config, layout: the run's folder, configuration and layout.
+        digests: by iteration, the digests of all that each rank holds.
         files: path from `directory` -> content.
-        memory: for all tensors of the newest.
+        memory: memory for all tensors of the newest checkpoint.
     """
 
     directory: Path
@@ -111,7 +112,7 @@ class Run:
 
     @contextmanager
     def with_damage(self, damage: Damage) -> Iterator[None]:
-        """The folder is damaged within, and mended after."""
+        """The folder is damaged inside the block, and repaired after it."""
         self._put(damage.changes)
         try:
             yield
@@ -138,13 +139,14 @@ def make_run(layout: Layout, directory: Path, hidden_size: int) -> Run:
 
     def work(rank: int) -> dict[int, str]:
         context = thread_context(world, layout.grid, rank)
-        engine, state = verification_engine(config, context), TrainState()
-        snapshots = Snapshots(config, engine, context, VOCABULARY, config.training.seed)
+        horizon = horizon_of(config, context.data.size)
+        engine, state = verification_engine(config, horizon, context), TrainState()
+        snapshots = Snapshots(config, horizon, engine, context, VOCABULARY, config.training.seed)
         found = {}
-        for step in range(NEWEST):
-            tokens = GLOBAL_BATCH * SEQUENCE
-            result = engine.train_step(micro_batches(config, context, step), tokens, state.progress, Timers())
-            state = state.after(GLOBAL_BATCH, tokens, result.skipped)
+        for _ in range(NEWEST):
+            step = horizon.at(state.progress)
+            result = engine.train_step(micro_batches(config, context, step), state.progress, Timers())
+            state = state.after(step, result.skipped)
             if state.iteration in (OLDER, NEWEST):
                 snapshots.save(state)
                 found[state.iteration] = digest(engine, context)
@@ -161,24 +163,24 @@ def make_run(layout: Layout, directory: Path, hidden_size: int) -> Run:
 
 
 def digest(engine: Engine, context: ParallelContext) -> str:
-    """Of all weights and moments that a rank holds."""
+    """The digest of all weights and moments that a rank holds."""
     parts = parts_to_read(engine.optimizer, context)
     return xxh3_64_hexdigest(b"".join(bytes(memory_of(part.tensor.contiguous())) for part in parts))
 
 
 def flips(files: Mapping[str, bytes], rng: random.Random) -> Iterator[dict[str, bytes]]:
-    """One bit of one file, without end."""
+    """Files with one bit flipped, without end."""
     for name, at in positions(files, rng):
         yield {name: flipped(files[name], 8 * at + rng.randrange(8))}
 
 
 def flipped(data: bytes, bit: int) -> bytes:
-    """With one bit turned over."""
+    """`data` with one bit flipped."""
     return data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :]
 
 
 def zeroes(files: Mapping[str, bytes], rng: random.Random) -> Iterator[dict[str, bytes]]:
-    """One block of 4 KiB of one file, without end."""
+    """Files with one block of 4 KiB zeroed, without end."""
     for name, at in positions(files, rng):
         start = at // PAGE * PAGE
         lost = files[name][start : start + PAGE]
@@ -187,7 +189,7 @@ def zeroes(files: Mapping[str, bytes], rng: random.Random) -> Iterator[dict[str,
 
 
 def positions(files: Mapping[str, bytes], rng: random.Random) -> Iterator[tuple[str, int]]:
-    """Bytes of files: half uniform over all, half over the files first."""
+    """Positions of bytes in files: half uniform over all bytes, half over the files first."""
     names = list(files)
     sizes = [len(files[name]) for name in names]
     while True:
@@ -211,13 +213,13 @@ def cuts(files: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
 
 
 def pairs(files: Mapping[str, bytes]) -> list[list[str]]:
-    """Shards that could be taken for each other."""
+    """Shards that could be mistaken for each other."""
     shards = [name for name in files if name.endswith(".safetensors")]
     return [[n for n in shards if n.startswith(sort)] for sort in ("model", "optimizer")]
 
 
 def damages(run: Run, count: int, rng: random.Random) -> Iterator[Damage]:
-    """All that is done to a run; `count` flips, and a tenth of that in zeroed blocks."""
+    """All damage that is done to a run; `count` flips, and a tenth as many zeroed blocks."""
     files = run.newest
     older = {name: run.files.get(f"{iteration_folder('', OLDER).name}/{name}") for name in files}
     kinds: Mapping[str, Iterator[Mapping[str, bytes | None]]] = {
@@ -243,7 +245,7 @@ def damages(run: Run, count: int, rng: random.Random) -> Iterator[Damage]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a damage; `trouble` says in words what should not have."""
+    """The result of a damage; `trouble` says in words what should not have happened."""
 
     detected: bool = False
     named: bool = False
@@ -264,7 +266,7 @@ def read_everything(run: Run, damage: Damage) -> Outcome:
 
 
 def look(run: Run) -> Outcome:
-    """Find the checkpoints where the file that names the newest is damaged."""
+    """Find the checkpoints when the file that names the newest is damaged."""
     try:
         found = candidates(run.directory)
     except Exception as error:
@@ -279,7 +281,7 @@ def continue_run(run: Run, names: tuple[str, ...], allowed: tuple[int, ...]) -> 
     """Resume on all ranks. Returns what went wrong, in words.
 
     Args:
-        run: with its damage done.
+        run: the damaged run.
         names: any of these must be in the remarks.
         allowed: iterations that may be continued from.
     """
@@ -308,7 +310,7 @@ def continue_run(run: Run, names: tuple[str, ...], allowed: tuple[int, ...]) -> 
 def sweep(
     run: Run, count: int, resumes: int, rng: random.Random, say: Callable[[str], None]
 ) -> dict[str, Counter[str]]:
-    """Do all damage to a run; how often each thing happened, by kind."""
+    """Do all the damage to a run; returns how often each thing happened, by kind."""
     found: dict[str, Counter[str]] = defaultdict(Counter)
 
     def note(damage: Damage, trouble: str, **happened: bool) -> None:
@@ -318,7 +320,7 @@ def sweep(
 
     for damage in damages(run, count, rng):
         seen, of_name = found[damage.kind], LATEST in damage.changes
-        # Powers of two: the first cases, and some far in.
+        # Powers of two: the first cases, and some later ones.
         also_resume = seen["resumed"] < resumes and seen["cases"] & (seen["cases"] - 1) == 0
         allowed = (OLDER, NEWEST) if of_name else (OLDER,)
         with run.with_damage(damage):
@@ -333,7 +335,7 @@ def sweep(
             right=also_resume and not wrong,
         )
     if wrong := continue_run(run, ("loaded",), (NEWEST,)):
-        raise AssertionError(f"the mended run is not whole: {wrong}")
+        raise AssertionError(f"the repaired run is not whole: {wrong}")
     return found
 
 
@@ -352,7 +354,7 @@ class Peer:
 
 
 def load_dcp(like: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """Into new tensors of the same shapes."""
+    """Load into new tensors of the same shapes."""
     state = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     return state
@@ -407,14 +409,18 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--flips", type=int, default=1000, help="single flipped bits, over all layouts")
-    parser.add_argument("--resumes", type=int, default=6, help="of each kind and layout, so many also resume")
-    parser.add_argument("--peer-flips", type=int, default=200, help="flips for each of the others; 0: none")
-    parser.add_argument("--hidden-size", type=int, default=320, help="of the model that is saved")
+    parser.add_argument(
+        "--resumes", type=int, default=6, help="cases of each kind and layout that also resume"
+    )
+    parser.add_argument(
+        "--peer-flips", type=int, default=200, help="flips for each other format; 0 skips them"
+    )
+    parser.add_argument("--hidden-size", type=int, default=320, help="hidden size of the model that is saved")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--jsonl", type=Path, help="file that gets one JSON line per kind and per peer")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    # It says so at every call, of which there are hundreds.
+    # This warning comes with every call, and there are hundreds.
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     began, lines, missed = time.perf_counter(), [], 0
     print(f"{'layout':20} {'damage':23}" + "".join(f"{column:>9}" for column in COLUMNS))

@@ -34,7 +34,7 @@ SEED = 1234
 
 
 def write_corpus(prefix: Path, tokens: int, documents: int) -> None:
-    """Documents of random lengths around the mean, of random ids below 50,257."""
+    """Write documents of random lengths around the mean, with random ids below 50,257."""
     rng = np.random.default_rng(0)
     cuts = np.sort(rng.integers(0, tokens + 1, documents - 1))
     lengths = np.diff(np.concatenate(([0], cuts, [tokens])))

@@ -3,11 +3,11 @@
     python benchmarks/fuzz_index.py --count 100000
 
 Each case takes a sound dataset, damages one of its files (flipped bits, overwritten or swapped fields,
-hostile counts, truncation, extension) and opens and reads everything. Five situations, see `SITUATIONS`.
-Prints one JSON line and exits 1 unless `silent_wrong` and `crashed` (any exception but DataError) are 0. What
-no reader of the format can see without checksums is counted apart and not hidden: `boundaries_moved`,
-document boundaries that moved between sequences which themselves read right. Flipped bits in a `.bin` without
-`.sum` are not tried.
+hostile counts, truncation, extension) and opens and reads everything. There are five situations, see
+`SITUATIONS`. Prints one JSON line and exits 1 unless `silent_wrong` and `crashed` (any exception but
+DataError) are 0. What no reader of the format can see without checksums is counted separately and not hidden:
+`boundaries_moved`, document boundaries that moved between sequences which themselves read correctly. Flipped
+bits in a `.bin` without `.sum` are not tried.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ INTERESTING += ((1 << 61) + 1, (1 << 62) // 3, (1 << 63) - 1, 1 << 63, (1 << 64)
 
 @dataclass(frozen=True)
 class Sound:
-    """A whole dataset as bytes, and what reading it must give."""
+    """A whole dataset as bytes, and what reading it must return."""
 
     files: dict[str, bytes]
     sequences: tuple[tuple[int, ...], ...]

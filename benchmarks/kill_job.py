@@ -1,4 +1,4 @@
-"""The ranks of a training as forked processes, to be killed: see `kill_sweep.py`."""
+"""The ranks of a training run as forked processes that can be killed; see `kill_sweep.py`."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Job:
     """The forked ranks of one training. A fork of a process that has torch loaded starts in milliseconds.
 
     Args:
-        flags: of the training.
+        flags: the flags of the training run.
         folder: where the ranks' output goes.
-        salt: the generators of Python, numpy and torch start from this.
-        disks: of each rank; None is a plain one.
+        salt: the seed of the generators of Python, numpy and torch.
+        disks: each rank's disk; None for a plain one.
     """
 
     def __init__(self, flags: list[str], folder: Path, salt: int, disks: Sequence[Disk | None]):
@@ -61,26 +61,26 @@ class Job:
                 self.statuses[rank] = os.waitstatus_to_exitcode(status)
 
     def send(self, number: int, rank: int | None = None) -> None:
-        """Send a signal to a rank that lives, or to all that do."""
+        """Send a signal to a rank, or to all, as far as they are alive."""
         for each in self.alive if rank is None else {rank} & self.alive.keys():
             os.kill(self.alive[each], number)
 
     def wait(self, seconds: float) -> None:
-        """Until all have ended or the time is over."""
+        """Wait until all have ended or the time is over."""
         deadline = time.monotonic() + seconds
         while self.alive and time.monotonic() < deadline:
             time.sleep(0.005)
             self.poll()
 
     def run(self, seconds: float = PATIENCE) -> list[int]:
-        """How the ranks ended; those that have not when the time is over are killed."""
+        """Wait, and return how the ranks ended; those still running when the time is over are killed."""
         self.wait(seconds)
         self.send(signal.SIGKILL)
         self.wait(seconds)
         return [self.statuses[rank] for rank in self.ranks]
 
     def end(self) -> None:
-        """As launchers do it when one rank is gone: ask the others, then force them."""
+        """End all ranks as launchers do when one is gone: ask the others, then force them."""
         self.wait(GRACE)
         self.send(signal.SIGTERM)
         self.wait(GRACE)
@@ -88,7 +88,7 @@ class Job:
         self.wait(PATIENCE)
 
     def finish(self) -> None:
-        """Until all have ended well.
+        """Wait until all have ended successfully.
 
         Raises:
             RuntimeError: one did not.
@@ -136,7 +136,7 @@ def _be_rank(flags: list[str], folder: Path, launch: Launch, port: int, salt: in
 
 
 def _free_port() -> int:
-    """One that no connection takes by chance, as it lies below the range that those are given."""
+    """A port that no connection takes by chance, as it is below the range those are given."""
     for port in itertools.islice(iter(lambda: random.SystemRandom().randrange(15_000, 32_000), None), 100):
         with socket.socket() as probe:
             try:

@@ -1,15 +1,15 @@
-"""kill -9 at any moment of a run, then a resume: the end must equal that of the run that was left alone.
+"""kill -9 at any moment of a run, then a resume: the end must equal that of an uninterrupted run.
 
     python benchmarks/kill_sweep.py --points 200 [--layout t2d2|p2d2|both] [--jobs 2] [--output FILE.jsonl]
 
 Every point trains a small GPT on four Gloo ranks, on two blended corpora, with dropout and a growing batch.
 It saves every third iteration, in line or in the background, with or without pruning. It is killed: one rank
 or the whole job at a random moment, or one rank at a change of the file system (before it, or within a
-write), so that the points go through every change that the ranks make for one save. Whoever survives is ended
-as a launcher does it. The same command then continues to the end, and these must hold:
+write), so that the points go through every change that the ranks make for one save. Survivors are ended as a
+launcher would. The same command then continues to the end, and these must hold:
 
-- what ``latest`` named after the kill loads, and is what was continued from;
-- no more work is lost than a save interval, or two where saves may still be on their way;
+- what ``latest`` named after the kill loads, and is what the run continued from;
+- no more work is lost than one save interval, or two if saves may still be on their way;
 - the losses and gradient norms of all iterations, and the hashes of all logical tensors of the last
   checkpoint (parameters, moments, every generator's state) equal the uninterrupted run's.
 
@@ -34,7 +34,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-# Ranks are forked: libraries must not have started threads by then.
+# Ranks are forked, so libraries must not have started threads by then.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
@@ -99,7 +99,7 @@ class Variant:
 
 
 def variants(layouts: Sequence[str], points: int) -> list[Variant]:
-    """All ways to save on each layout; one each where there are few points, as each costs a whole run."""
+    """All ways to save on each layout; only one each if there are few points, as each costs a whole run."""
     if points < 40:
         return [Variant(layout, *way) for layout, way in zip(layouts, WAYS, strict=False)]
     return [Variant(layout, *way) for layout in layouts for way in WAYS]
@@ -112,12 +112,12 @@ class Point:
     Attributes:
         variant: what is killed.
         victim: the rank, or None for all of them.
-        iteration: that is under way at the kill; for a change, the one that is being saved.
-        delay: share of an iteration's time until the kill, or None for a change.
-        change: number of the victim's change of the file system within the run.
-        what: its name.
+        iteration: the iteration under way at the kill; for a change, the one that is being saved.
+        delay: the share of an iteration's time until the kill, or None for a change.
+        change: the number of the victim's change of the file system within the run.
+        what: the name of that change.
         half: whether half of the bytes are written first.
-        number: of the point.
+        number: the number of the point.
     """
 
     variant: Variant
@@ -151,9 +151,9 @@ class Reference:
     """An uninterrupted run.
 
     Attributes:
-        end: what `fingerprint` says of it.
-        changes: of each rank, in order.
-        seconds: of an iteration.
+        end: what `fingerprint` returns for it.
+        changes: each rank's changes, in order.
+        seconds: the time per iteration.
     """
 
     end: Mapping[str, object]
@@ -162,7 +162,7 @@ class Reference:
 
 
 def fingerprint(folder: Path) -> dict[str, object]:
-    """Of a finished run: the curve and, of the last checkpoint, the counters and all tensors' hashes."""
+    """A finished run's curve, and its last checkpoint's counters and hashes of all tensors."""
     reader = CheckpointReader(folder / "run" / f"iter_{ITERATIONS:07d}")
     tensors = {
         str(key): xxh3_64(memory_of(reader.tensor(key).contiguous())).hexdigest() for key in reader.shapes
@@ -208,7 +208,7 @@ def refer(variant: Variant, data: Path, folder: Path) -> Reference:
 
 
 def choose(references: Mapping[Variant, Reference], count: int, seed: int) -> Iterator[Point]:
-    """The points: three of four at changes, in turn all that a save makes; the others at random moments."""
+    """The points: three of four at changes, going through all that a save makes; others at random moments."""
     chance = random.Random(seed)
     layouts = list(dict.fromkeys(variant.layout for variant in references))
     turns = {}
@@ -228,7 +228,7 @@ def choose(references: Mapping[Variant, Reference], count: int, seed: int) -> It
 
 
 def _moments(references: Mapping[Variant, Reference]) -> list[list[Point]]:
-    """For each change that a rank makes for a save, and for each half of a write: where it is found."""
+    """For each change that a rank makes for a save, and for each half of a write: where it occurs."""
     found: dict[tuple, list[Point]] = {}
     for variant, reference in references.items():
         for rank, changes in enumerate(reference.changes):
@@ -240,7 +240,7 @@ def _moments(references: Mapping[Variant, Reference]) -> list[list[Point]]:
 
 
 def attempt(point: Point, reference: Reference, data: Path, folder: Path) -> dict[str, object]:
-    """Kill a run at a point and continue it; what was found."""
+    """Kill a run at a point and continue it; returns what was found."""
     folder.mkdir()
     begun, problems = time.monotonic(), []
     flags = point.variant.flags(data, folder)
@@ -257,11 +257,11 @@ def attempt(point: Point, reference: Reference, data: Path, folder: Path) -> dic
             job.poll()
     job.end()
     if point.change is not None and job.statuses[point.victim] != -signal.SIGKILL:
-        problems.append(f"rank {point.victim} was to be killed, but ended with {job.statuses[point.victim]}")
+        problems.append(f"rank {point.victim} should be killed, but ended with {job.statuses[point.victim]}")
     reached = max((record["iteration"] for record in metrics(folder)), default=0)
     named = latest_iteration(folder / "run")
     problems += _unloadable(folder / "run", named)
-    # Other states of the generators than the first time, unless there is nothing to set them from.
+    # Different states of the generators than the first time, unless there is nothing to set them from.
     again = Job(flags, folder, 1000 if named is None else 2000, [None] * RANKS)
     loaded = 0
     try:
@@ -283,7 +283,7 @@ def attempt(point: Point, reference: Reference, data: Path, folder: Path) -> dic
 
 
 def _wait_for(job: Job, folder: Path, point: Point, seconds: float) -> None:
-    """Until the moment of the kill, or the end."""
+    """Wait until the moment of the kill, or the end."""
     deadline = time.monotonic() + PATIENCE
     while job.alive and len(metrics(folder)) < point.iteration and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -315,7 +315,7 @@ def write_corpora(folder: Path) -> None:
 
 
 def sweep(points: Sequence[Point], references: Mapping[Variant, Reference], folder: Path) -> Path:
-    """One worker's points, one after the other; the file of their results."""
+    """Run one worker's points, one after another; returns the file of their results."""
     path = folder / f"results{points[0].number}.jsonl"
     with path.open("w") as out:
         for point in points:
@@ -332,7 +332,7 @@ def sweep(points: Sequence[Point], references: Mapping[Variant, Reference], fold
 def sweep_side_by_side(
     points: Sequence[Point], references: Mapping[Variant, Reference], folder: Path, jobs: int
 ) -> list[dict[str, object]]:
-    """All points, `jobs` of them at a time, in processes of their own; their results.
+    """Run all points, `jobs` of them at a time, in processes of their own; returns their results.
 
     Raises:
         RuntimeError: a worker failed.
@@ -361,7 +361,7 @@ def sweep_side_by_side(
 
 
 def table(results: Sequence[Mapping[str, object]]) -> str:
-    """Points, those that hold, and the most work that was lost, by layout and kind."""
+    """The number of points, of those that hold, and the most work that was lost, by layout and kind."""
     rows = [f"{'layout':8}{'killed':24}{'points':>8}{'equal':>8}{'most lost':>11}"]
     by_kind: dict[tuple[str, str], list] = {}
     for result in results:

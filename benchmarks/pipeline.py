@@ -1,16 +1,16 @@
-"""Pipeline schedules against torch's, on the same GPT cut in the same chunks, a stage of one thread per core.
+"""Pipeline schedules against torch's, on the same GPT in the same chunks, with one thread per stage.
 
     python benchmarks/pipeline.py --dtype bf16                  # every schedule, each in a run of its own
     python benchmarks/pipeline.py --schedules 1f1b zb-v --predict
     python benchmarks/pipeline.py --ranks 4 --contenders torch-1f1b torch-1f1b-same megazero-1f1b
 
-Three contenders a schedule: `torch-X` is `torch.distributed.pipelining` over the plain GPT, `torch-X-same`
-is it over megazero's own layers, so that only what drives the stages differs, and `megazero-X`. The
-baseline of every run is torch-1f1b. All start from the same weights and train on the same tokens: their
-losses are compared, and the exit code is 1 where they differ or a contender fails.
+There are three contenders per schedule: `torch-X` is `torch.distributed.pipelining` over the plain GPT,
+`torch-X-same` is the same over megazero's own layers, so that only the executor differs, and `megazero-X`.
+The baseline of every run is torch-1f1b. All start from the same weights and train on the same tokens: their
+losses are compared, and the exit code is 1 if they differ or a contender fails.
 
-`--predict` sets the measured time of a step beside what `megazero.pipeline.simulate` makes of the median
-times of the single computations, on a schedule whose messages take no time, plus the update after it.
+`--predict` compares the measured time of a step with what `megazero.pipeline.simulate` computes from the
+median times of the single computations, on a schedule whose messages take no time, plus the update after it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOSS_SPREAD = {"fp32": 2e-4, "bf16": 2e-2}
 
 
 def contenders(ranks: int) -> dict[str, Contender]:
-    """All of them by name, on a pipeline of so many stages."""
+    """All of them by name, on a pipeline with this many stages."""
     found = []
     for kind, per_stage in SCHEDULES.items():
         virtual = per_stage if kind == "interleaved" else None
@@ -60,7 +60,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--schedules", nargs="*", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--ranks", type=int, choices=[2, 4], default=2, help="pipeline stages")
     parser.add_argument("--micro-batch", type=int, default=2)
-    parser.add_argument("--micro-batches", type=int, default=8, help="of one step")
+    parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches per step")
     parser.add_argument("--layers", type=int, default=8, help="a multiple of the chunks of the model")
     parser.add_argument("--predict", action="store_true", help="compare with simulated times")
     args = parser.parse_args()

@@ -62,7 +62,7 @@ def tool(name: str, *flags: str) -> None:
 def vary(text: str, copy: int, words: list[str], swapped: dict[str, str]) -> str:
     """The text with one word in sixteen replaced, everywhere alike within a copy, by a word of two halves.
 
-    Plain repetition would spare the tokenizer every new word; real text keeps bringing some. `swapped`
+    Plain repetition would spare the tokenizer every new word, while real text keeps bringing some. `swapped`
     remembers this copy's words.
     """
 
@@ -153,7 +153,7 @@ def seconds(contender: Contender, cache: Path) -> float:
 
 
 def digest(prefix: str) -> str:
-    """Of both files of a dataset."""
+    """A digest of both files of a dataset."""
     content = hashlib.blake2b()
     for end in (".bin", ".idx"):
         content.update(Path(f"{prefix}_text_document{end}").read_bytes())

@@ -2,10 +2,10 @@
 
     python benchmarks/reshard_sweep.py --pairs 200
 
-Of a pair (A, B): two steps on A, saved; loaded and saved again on B; loaded and saved again on A. Masters and
-moments must be equal in every bit after each load, and so must the weights that the model computes with. Two
-further steps on B must equal two further steps on A under law 1. Ranks are threads of this process. Prints a
-line per pair and exits 1 if anything differs.
+For a pair (A, B), two steps are trained and saved on A; that is loaded and saved again on B, and then on A.
+Masters and moments must be equal in every bit after each load, and so must the weights that the model
+computes with. Two further steps on B must equal two further steps on A under law 1. Ranks are threads of this
+process. Prints a line per pair and exits 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megazero.checkpoint import RANDOM, Box, CheckpointReader, Part, iteration_folder
 from megazero.checkpoint.tensor_file import memory_of
+from megazero.config.horizon import horizon_of
 from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig
 from megazero.mpu import ParallelContext, ParamSpec, ThreadWorld, thread_context
@@ -36,28 +37,27 @@ from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
 from megazero.verify.compare import Tolerance, compare
-from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, Layout, all_layouts, covering
+from megazero.verify.layouts import Layout, all_layouts, covering
 from megazero.verify.record import Record, micro_batches, verification_engine
 
 # With the padding to a multiple of four per rank: 36 rows on one tensor-parallel rank, 40 on two, and 48 on
-# four, of which the last has padding alone.
+# four, where the last has nothing but padding.
 VOCABULARY = 33
-TOKENS = GLOBAL_BATCH * SEQUENCE
 BEFORE = AFTER = 2
-# Layouts add in other orders, which eight bits of mantissa feel: up to a third of this.
+# Layouts add in different orders, which eight bits of mantissa show: up to a third of this.
 BF16 = Tolerance(loss=2e-3, grad_norm=2e-2, relative=0.1, absolute=4e-3)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout, and how it deals layers to stages."""
+    """A layout, and how it splits layers over stages."""
 
     layout: Layout
     partition: str = "uniform"
 
     @property
     def name(self) -> str:
-        """In one word."""
+        """A name in one word."""
         extras = [self.layout.dtype] if self.layout.dtype != "fp32" else []
         extras += [self.partition] if self.partition != "uniform" else []
         return "-".join([self.layout.name, *extras])
@@ -86,8 +86,8 @@ class Seen:
 
     Attributes:
         state: (name, its local masters and moments) when the checkpoint was saved.
-        weights: the model's own, whole, at that time.
-        record: of the steps after it.
+        weights: the model's own weights, whole, at that time.
+        record: the record of the steps after that.
     """
 
     state: list[tuple[str, dict[str, Tensor]]]
@@ -96,19 +96,20 @@ class Seen:
 
 
 def run(case: Case, load: Path | None, save: Path, steps: int) -> list[Seen]:
-    """Start (`load` is None) or resume a run, save it, and train so many steps more; what each rank saw."""
+    """Start (`load` is None) or resume a run, save it, and train `steps` more; returns what each rank saw."""
     world, config = ThreadWorld(case.layout.world_size), case.config(load, save)
 
     def work(rank: int) -> Seen:
         context = thread_context(world, case.layout.grid, rank, node_size=case.layout.hpz)
+        horizon = horizon_of(config, context.data.size)
         if load is None:
-            engine = verification_engine(config, context)
+            engine = verification_engine(config, horizon, context)
             state = train(engine, config, context, TrainState(), BEFORE, Record())
         else:
             build = partial(verification_engine, context=context)
             resumed = resume(config, context, VOCABULARY, build, foreign=None)
             engine, state = resumed.engine, resumed.state
-        snapshots = Snapshots(config, engine, context, VOCABULARY, config.training.seed)
+        snapshots = Snapshots(config, horizon, engine, context, VOCABULARY, config.training.seed)
         assert snapshots.save(state) == [BEFORE]
         snapshots.saver.close()
         kept = [(s.name, {k: t.clone() for k, t in ts.items()}) for s, ts in engine.optimizer.full_state()]
@@ -122,29 +123,33 @@ def run(case: Case, load: Path | None, save: Path, steps: int) -> list[Seen]:
 def train(
     engine: Engine, config: Config, context: ParallelContext, state: TrainState, steps: int, record: Record
 ) -> TrainState:
-    """Train so many steps and write down what law 1 speaks of; the state after them."""
-    for step in range(state.iteration, state.iteration + steps):
-        result = engine.train_step(micro_batches(config, context, step), TOKENS, state.progress, Timers())
-        state = state.after(GLOBAL_BATCH, TOKENS, result.skipped)
-        record.losses.append(result.loss)
+    """Train that many steps and record what law 1 is about; returns the state after them."""
+    horizon = horizon_of(config, context.data.size)
+    for _ in range(steps):
+        step = horizon.at(state.progress)
+        result = engine.train_step(micro_batches(config, context, step), state.progress, Timers())
+        state = state.after(step, result.skipped)
+        record.losses.append(result.losses.labelled())
         record.grad_norms.append(result.grad_norm)
         optimizer = engine.optimizer
         weights = ((spec, kinds["weight"]) for spec, kinds in optimizer.full_state())
         for found, kept in ((optimizer.full_gradients(), record.gradients), (weights, record.weights)):
-            kept.append({name_of(s): s.unshard(t.float(), context.tp).clone() for s, t in found})
+            kept.append({name_of(s): s.unshard(t.float(), context.groups).clone() for s, t in found})
     return state
 
 
 def own_weights(engine: Engine, context: ParallelContext) -> Iterator[tuple[str, Tensor]]:
     """The weights that this rank's stage computes with, whole, in their own dtype."""
-    for bucket in engine.optimizer.buckets:
-        flat = bucket.gather_state(bucket.shard) if bucket.row.shard_params else bucket.full
-        for spec, view in zip(bucket.specs, bucket.views(flat), strict=True):
-            yield name_of(spec), spec.unshard(view, context.tp).clone()
+    for bucket in engine.optimizer.store.buckets:
+        bucket.fetch()
+        bucket.arrive()
+        for spec, view in zip(bucket.layout.specs, bucket.layout.views(bucket.full), strict=True):
+            yield name_of(spec), spec.unshard(view, context.groups).clone()
+        bucket.free()
 
 
 def name_of(spec: ParamSpec) -> str:
-    """As records name parameters and copies of tied ones."""
+    """The name that records give a parameter, or a copy of a tied one."""
     return spec.name if spec.tied_with is None else f"copy of {spec.tied_with}"
 
 
@@ -174,7 +179,7 @@ def difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> str | None:
 
 
 def merged(ranks: Sequence[Seen]) -> Record:
-    """The record of all ranks as that of one process."""
+    """The records of all ranks, merged as if of one process."""
     first = ranks[0].record
     whole = Record(first.losses, first.grad_norms)
     for step in range(len(first.losses)):
@@ -189,7 +194,7 @@ class Verdict:
     """What was found of one pair.
 
     Attributes:
-        wrong: in words; empty if all laws hold.
+        wrong: what is wrong, in words; empty if all laws hold.
         share: the largest deviation of the further steps, as a share of the tolerance.
     """
 
@@ -213,7 +218,7 @@ def check(first: Case, second: Case, folder: Path) -> Verdict:
     weights = {k: t for seen in begun for k, t in seen.weights.items() if not k.startswith("copy of ")}
     for where, ranks in (("B", moved), ("A again", returned)):
         for rank, seen in enumerate(ranks):
-            # Which stage has a copy of a tied parameter is the layout's business; what it holds is not.
+            # Which stage has a copy of a tied parameter depends on the layout; what it holds must not.
             expected = {name: weights[name.removeprefix("copy of ")] for name in seen.weights}
             wrong.append(prefixed(f"weights of rank {rank} of {where}", difference(expected, seen.weights)))
         if missing := weights.keys() - {name for seen in ranks for name in seen.weights}:
@@ -225,18 +230,18 @@ def check(first: Case, second: Case, folder: Path) -> Verdict:
 
 
 def flat(state: list[tuple[str, dict[str, Tensor]]]) -> dict[str, Tensor]:
-    """By name and kind."""
+    """The tensors by name and kind."""
     return {f"{name}/{kind}": tensor for name, kinds in state for kind, tensor in kinds.items()}
 
 
 def prefixed(where: str, what: str | None) -> str | None:
-    """Both in words, if there is anything to say."""
+    """Both in words, if there is anything to report."""
     return what and f"{where}: {what}"
 
 
 @cache
 def cases(most_ranks: int) -> tuple[Case, ...]:
-    """What differs to a checkpoint, of what the rules allow: axes, stages, chunks, ZeRO, model and dtype."""
+    """Allowed cases that differ for a checkpoint: axes, stages, chunks, ZeRO, model and dtype."""
     return tuple(
         Case(replace(layout, layers=4, dtype=dtype))
         for layout in all_layouts(most_ranks)
@@ -249,7 +254,7 @@ def cases(most_ranks: int) -> tuple[Case, ...]:
 SMALL = Layout(layers=4, micro_batch=2)
 DEEP = replace(SMALL, layers=8)
 # What `cases` lacks: uneven stages, the second partition within a node (ZeRO++), and the eight layers that
-# two chunks on each of four stages take.
+# two chunks on each of four stages need.
 EXTRA = (
     Case(replace(SMALL, pp=2, zero=1, dp=2), "1,3"),
     Case(replace(SMALL, pp=2, tp=2, sequence_parallel=True), "3,1"),
@@ -285,8 +290,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pairs", type=int, default=200, help="about; no fewer than hold all settings")
-    parser.add_argument("--ranks", type=int, choices=(4, 8), default=8, help="of a layout, at most")
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=200,
+        help="number of pairs, roughly; at least those that cover all settings",
+    )
+    parser.add_argument("--ranks", type=int, choices=(4, 8), default=8, help="the most ranks of a layout")
     args = parser.parse_args()
     torch.set_num_threads(1)
     failed = 0

@@ -27,7 +27,9 @@ from pathlib import Path
 
 from benchmarks.contenders import ActionTime, Shape
 from megazero.config.tree import ModelConfig
-from megazero.train.flops import flops_per_token, measure_matmul_rate
+from megazero.train.families import family_of
+from megazero.train.matmul_rate import measure_matmul_rate
+from megazero.train.vocabulary import Vocabulary
 
 WARMUP_STEPS = 2
 
@@ -37,12 +39,12 @@ class Contender:
     """One way to train the model.
 
     Attributes:
-        module: file in `benchmarks/contenders`.
-        function: in it, ``function(shape, rank, world_size, **options) -> step``.
-        ranks: numbers of ranks that it runs on.
-        package: what must be installed.
-        model_ranks: ranks that share one batch (tensor and pipeline parallelism).
-        options: keyword arguments of `function`.
+        module: the file in `benchmarks/contenders`.
+        function: the function in it, ``function(shape, rank, world_size, **options) -> step``.
+        ranks: the numbers of ranks that it can run on.
+        package: the package that must be installed.
+        model_ranks: the ranks that share one batch (tensor and pipeline parallelism).
+        options: keyword arguments for `function`.
     """
 
     name: str
@@ -63,11 +65,11 @@ class Round:
     """What a team did in one of its turns.
 
     Attributes:
-        tokens_per_second: by the slowest rank's clock.
-        matmul_share: of the matmul rate that the same processes reached just before.
+        tokens_per_second: the speed by the slowest rank's clock.
+        matmul_share: the share of the matmul rate that the same processes reached just before.
         peak: bytes of the largest rank since its process began.
-        step_peak: bytes of the largest rank in this turn; None where the system cannot tell.
-        loss: that the last step returned on rank 0, in nats.
+        step_peak: bytes of the largest rank in this turn; None if the system cannot tell.
+        loss: the loss that the last step returned on rank 0, in nats.
     """
 
     tokens_per_second: float
@@ -93,13 +95,13 @@ class Memory:
         return self.highest
 
     def start_turn(self) -> None:
-        """Forget the peak so far, for `peaks` to tell that of the turn (Linux, proc(5): clear_refs)."""
+        """Reset the peak, so that `peaks` returns that of the turn (Linux, proc(5): clear_refs)."""
         self._life()
         if self.device == "cpu" and sys.platform == "linux":
             Path("/proc/self/clear_refs").write_text("5")
 
     def peaks(self) -> tuple[int, int | None]:
-        """Since the process began, and since the turn did (None where unknown)."""
+        """The peaks since the process began, and since the turn began (None if unknown)."""
         turn = None
         if self.device == "cpu" and sys.platform == "linux":
             status = Path("/proc/self/status").read_text()
@@ -115,7 +117,7 @@ def serve(
     threads: int,
     store: str,
 ) -> None:
-    """One rank of one contender, `place` being (rank, ranks): builds, then does what it is told."""
+    """One rank of one contender, `place` being (rank, ranks): builds its contender, then follows orders."""
     rank, world_size = place
     os.environ["OMP_NUM_THREADS"] = str(threads)
     try:
@@ -132,9 +134,11 @@ def serve(
             )
         module = importlib.import_module(f"benchmarks.contenders.{contender.module}")
         step = getattr(module, contender.function)(shape, rank, world_size, **contender.options)
-        for _ in range(WARMUP_STEPS):
+        loss = step()
+        stepped = time.monotonic()
+        for _ in range(WARMUP_STEPS - 1):
             loss = step()
-        connection.send(("ready", loss))
+        connection.send(("ready", stepped))
         memory = Memory(shape.device)
         while (order := connection.recv()) is not None:
             if order == "action times":
@@ -156,7 +160,12 @@ class TeamFailed(RuntimeError):
 
 
 class Team:
-    """The processes of one contender."""
+    """The processes of one contender.
+
+    Attributes:
+        startup: seconds from starting the processes until each has done its first step.
+        rounds: its turns so far.
+    """
 
     def __init__(self, contender: Contender, shape: Shape, ranks: int, threads: int, folder: str):
         context = multiprocessing.get_context("spawn")
@@ -165,13 +174,15 @@ class Team:
         self.connections: list[Connection] = []
         self.processes: list = []
         self.rounds: list[Round] = []
+        self.startup = 0.0
+        self._began = time.monotonic()
         for rank in range(ranks):
             here, there = context.Pipe()
             store = str(Path(folder) / contender.name)
             args = (there, contender, shape, (rank, ranks), threads, store)
             process = context.Process(target=serve, args=args, daemon=True)
             process.start()
-            there.close()  # so that the end of the process shows here
+            there.close()  # so that the process's end is noticed here
             self.connections.append(here)
             self.processes.append(process)
 
@@ -179,8 +190,16 @@ class Team:
     def name(self) -> str:
         return self.contender.name
 
+    def await_start(self) -> None:
+        """Return when every rank is ready to train.
+
+        Raises:
+            TeamFailed: one of them failed.
+        """
+        self.startup = max(self.answers()) - self._began  # a clock that all processes of the system share
+
     def answers(self) -> list:
-        """What every rank answers.
+        """The answer of every rank.
 
         Raises:
             TeamFailed: one of them failed; the others, which may wait for it, are not waited for.
@@ -206,7 +225,7 @@ class Team:
         return self.answers()
 
     def run(self, steps: int, flops_per_token: float) -> None:
-        """Take a turn of so many steps."""
+        """Take a turn of `steps` steps."""
         seconds, rates, peaks, step_peaks, losses = zip(*self.tell(steps), strict=True)
         speed = steps * self.tokens_per_step / max(seconds)
         share = speed * flops_per_token / sum(rates)
@@ -214,7 +233,7 @@ class Team:
         self.rounds.append(Round(speed, share, max(peaks), step_peak, losses[0]))
 
     def action_times(self) -> list[ActionTime]:
-        """Of all stages, since they were last asked for."""
+        """The times of all stages, since they were last asked for."""
         return [record for records in self.tell("action times") for record in records]
 
     def dismiss(self) -> None:
@@ -224,7 +243,7 @@ class Team:
                 connection.send(None)
 
     def close(self) -> None:
-        """End the processes, those that do not do so in time by force."""
+        """End the processes, by force if they do not end in time."""
         self.dismiss()
         for process in self.processes:
             process.join(10)
@@ -245,7 +264,7 @@ def started(
                 team = Team(contender, shape, ranks, threads, folder)
                 teams.append(team)
                 try:
-                    team.answers()
+                    team.await_start()
                 except TeamFailed as failure:
                     print(f"{contender.name}: failed to start\n{failure}", file=sys.stderr)
                     failed.append(contender.name)
@@ -260,21 +279,21 @@ def started(
 
 
 def take_turns(teams: Sequence[Team], shape: Shape, rounds: int, steps: int) -> None:
-    """Round after round, a turn of each team."""
+    """Let each team take a turn, round after round."""
     model = ModelConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
         seq_length=shape.sequence,
     )
-    flops = flops_per_token(model, shape.vocab)
+    flops = family_of(model).flops_per_token(model, Vocabulary(shape.vocab, shape.vocab, None, None))
     for _ in range(rounds):
         for team in teams:
             team.run(steps, flops)
 
 
 def present(contenders: Sequence[Contender]) -> list[Contender]:
-    """Those whose package is installed; the others are named on standard error."""
+    """The contenders whose package is installed; the others are named on standard error."""
     for contender in contenders:
         if not contender.installed():
             print(f"{contender.name}: left out, {contender.package} is not installed", file=sys.stderr)
@@ -325,10 +344,12 @@ def write(lines: Sequence[dict], output: Path | None) -> None:
 def add_arguments(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     """The arguments that every benchmark of contenders takes; `names` are all contenders."""
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="in all, shared by the ranks")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=2, help="per contender and round")
     parser.add_argument(
-        "--contenders", nargs="*", choices=names, metavar="NAME", help=f"of {', '.join(names)}"
+        "--threads", type=int, default=os.cpu_count(), help="threads in all, shared by the ranks"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2, help="steps per contender and round")
+    parser.add_argument(
+        "--contenders", nargs="*", choices=names, metavar="NAME", help=f"any of {', '.join(names)}"
     )
     parser.add_argument("--output", type=Path, help="append the JSON lines to this file too")

@@ -6,7 +6,7 @@
 Every contender lives in processes of its own, which train in turn, a few steps each, round after round, so
 that a noisy moment hits all alike. One JSON line each: median tokens/s over the rounds, the ratio to the
 baseline of the median of per-round ratios, peak memory per rank, and the share of the matmul rate that was
-measured in the same processes between the rounds. Contenders whose package is missing are left out, and said.
+measured in the same processes between the rounds. Contenders whose package is missing are left out and named.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
     python benchmarks/zero.py --contenders ddp fsdp2-3 megazero-3
 
 A group is megazero at that stage, DDP as the baseline, and the other ways to do the same. More than `--alive`
-contenders disturb each other, so that the peers of a large group come in several runs, each beside DDP and
+contenders disturb each other, so the peers of a large group are split over several runs, each with DDP and
 megazero; `run` numbers them. One JSON line each: median tokens/s, the ratio to DDP of the median of per-round
 ratios, the loss, and peak memory per rank: `peak` since the process began, `step_peak` of the measured steps.
 
 `fsdp2-2` keeps its parameters gathered through the step and `fsdp2-3` gathers them for each use; both reduce
-gradients with every micro-batch, and with `-once` after the last only. `megazero-3` keeps what it gathered
+gradients with every micro-batch, or with `-once` only after the last. `megazero-3` keeps what it gathered
 for its next use in the step, `megazero-3-freed` does not.
 """
 
@@ -54,7 +54,7 @@ CONTENDERS = (
         "megazero-3-freed", "ours", "build", RANKS, options={"zero": {"stage": 3, "max_live_parameters": 0}}
     ),
     Contender("megazero-tp2", "ours", "build", RANKS, model_ranks=2, options={"tp": 2}),
-    # The same over Gloo's sockets, to tell what shared memory is worth.
+    # The same over Gloo's sockets, to show what shared memory is worth.
     *(
         Contender(
             f"megazero-{s}-gloo", "ours", "build", RANKS, options={"zero": {"stage": s}, "parallel": GLOO}
@@ -66,7 +66,7 @@ CONTENDERS = (
     ),
 )
 
-# group -> (in every run of the group, dealt out over its runs)
+# group -> (contenders in every run of the group, contenders split over its runs)
 GROUPS = {
     "0": (("ddp", "megazero-0"), ("deepspeed-0",)),
     "1": (("ddp", "megazero-1"), ("zero-redundancy", "deepspeed-1")),
@@ -81,10 +81,12 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_arguments(parser, [c.name for c in CONTENDERS])
-    parser.add_argument("--group", choices=GROUPS, help="whom to compare, unless --contenders says it")
+    parser.add_argument(
+        "--group", choices=GROUPS, help="contenders to compare, unless --contenders names them"
+    )
     parser.add_argument("--ranks", type=int, choices=RANKS, default=2)
     parser.add_argument("--micro-batch", type=int, default=4)
-    parser.add_argument("--alive", type=int, default=4, help="contenders of one run, at most")
+    parser.add_argument("--alive", type=int, default=4, help="the most contenders in one run")
     args = parser.parse_args()
     if not (args.group or args.contenders):
         parser.error("`--group` or `--contenders` must be given")

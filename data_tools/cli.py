@@ -1,4 +1,4 @@
-"""What all data tools share: how they end, and how they name their inputs."""
+"""What all data tools share: their exit status, their tokenizer flags, and how they read and write files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Terminated(BaseException):
 
 
 def run(tool: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
-    """Runs the tool; exit status 0, the error's own code, 1 for the disk's errors, 130/143 for signals."""
+    """Runs the tool; exit status 0, the error's own code, 1 for disk errors, 130/143 for signals."""
     previous = _on_sigterm()
     try:
         tool(args)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megazero.data.indexed_reader import IndexedDataset
+from megazero.data.indexed.reader import IndexedDataset
 
 _BLOCK = 1 << 24
 
 
 @dataclass(frozen=True)
 class LengthFacts:
-    """Lengths in tokens; all zero for nothing."""
+    """Statistics of lengths in tokens; all are zero if there are no lengths."""
 
     min: int
     median: float
@@ -23,7 +23,7 @@ class LengthFacts:
 
     @staticmethod
     def of(lengths: np.ndarray) -> LengthFacts:
-        """lengths: int [n]."""
+        """The statistics of `lengths`, int [n]."""
         if not lengths.size:
             return LengthFacts(0, 0.0, 0.0, 0)
         middle = float(np.median(lengths))

@@ -1,4 +1,4 @@
-"""What is in an indexed dataset.
+"""Shows what is in an indexed dataset.
 
 `python data_tools/inspect_dataset.py PREFIX [--validate] [--document K ...]` prints counts and lengths;
 on request a histogram of document lengths, document K (as text if a tokenizer is given) and the unigram
@@ -35,7 +35,7 @@ def inspect_dataset(args: argparse.Namespace) -> None:
 def collect(args: argparse.Namespace) -> dict[str, Any]:
     """Everything the flags ask for, as plain JSON values."""
     from data_tools.dataset_facts import LengthFacts, document_lengths, histogram, unigram_entropy
-    from megazero.data.indexed_reader import open_indexed
+    from megazero.data.indexed.reader import open_indexed
 
     dataset = open_indexed(args.prefix)
     documents = document_lengths(dataset)

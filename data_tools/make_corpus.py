@@ -1,8 +1,8 @@
-"""A corpus every machine has: the Python standard library's own sources, as jsonl.
+"""Makes a corpus that every machine has: the Python standard library's own sources, as jsonl.
 
 `python data_tools/make_corpus.py --output corpus.jsonl [--max-mb N]` writes one object {"text", "path"} per
-`.py` file, in the order of the paths, without installed packages, the data of the library's tests (broken on
-purpose) and files equal to an earlier one.
+`.py` file, in the order of the paths, leaving out installed packages, the data of the library's tests (broken
+on purpose) and files equal to an earlier one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def documents(root: Path, counts: Counter) -> Iterator[dict[str, str]]:
 
 
 def standard_library() -> Path:
-    """Where this Python keeps its library. DataError if that is no directory of sources."""
+    """Where this Python keeps its library. DataError if that is not a directory of sources."""
     root = Path(sysconfig.get_path("stdlib"))
     if not (root / "os.py").is_file():
         what = "is a zip archive" if root.is_file() else "holds no sources"

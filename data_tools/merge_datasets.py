@@ -1,4 +1,4 @@
-"""Several indexed datasets into one.
+"""Merges several indexed datasets into one.
 
 `python data_tools/merge_datasets.py --input DIR_OR_PREFIX ... --output-prefix p`: a directory stands for
 all its datasets in the order of their names. Documents keep their order; the element types must be the
@@ -41,9 +41,9 @@ def input_prefixes(inputs: Sequence[str], output: str) -> list[str]:
 
 
 def merge_datasets(args: argparse.Namespace) -> None:
-    """Merges and prints what each input brought."""
-    from megazero.data.indexed_reader import open_indexed
-    from megazero.data.indexed_writer import IndexedDatasetWriter
+    """Merges, and prints what each input contributed."""
+    from megazero.data.indexed.reader import open_indexed
+    from megazero.data.indexed.writer import IndexedDatasetWriter
 
     prefixes = input_prefixes(args.input, args.output_prefix)
     with IndexedDatasetWriter(args.output_prefix, open_indexed(prefixes[0]).dtype) as writer:

@@ -1,4 +1,4 @@
-"""jsonl to Megatron's indexed dataset.
+"""Turns jsonl into Megatron's indexed dataset.
 
 `python data_tools/preprocess_data.py --input f.jsonl --output-prefix p --tokenizer-type ... --append-eod`
 
@@ -42,7 +42,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--workers", type=cli.positive_int, default=1, metavar="N", help="processes that tokenize"
     )
     parser.add_argument(
-        "--on-error", choices=("stop", "skip"), default="stop", help="what a bad line does (default: stop)"
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="what to do about a bad line (default: stop)",
     )
     parser.add_argument(
         "--log-interval",
@@ -61,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def preprocess_data(args: argparse.Namespace) -> None:
-    """Does what the flags say and prints the account. Raises DataError; see `pipeline.preprocess`."""
+    """Does what the flags say and prints a summary. Raises DataError; see `pipeline.preprocess`."""
     from data_tools.preprocessing.encode import EncodeJob
     from data_tools.preprocessing.pipeline import PreprocessRun, preprocess
     from data_tools.preprocessing.progress import print_table

@@ -1,4 +1,4 @@
-"""Byte-level BPE from a jsonl corpus.
+"""Trains a byte-level BPE tokenizer on a jsonl corpus.
 
 `python data_tools/train_tokenizer.py --input corpus.jsonl --output DIR` writes `tokenizer.json` (for
 HFTokenizer) and `vocab.json` with `merges.txt` (for GPT2BPETokenizer); both give the same ids.
@@ -43,7 +43,7 @@ def texts(paths: Sequence[str], key: str, limit: float | None) -> Iterator[str]:
         if parsed.problems:
             problem = parsed.problems[0]
             raise DataError(
-                f"{path}, line {line + problem.line}: {problem.reason}: {problem.detail}; mend the line."
+                f"{path}, line {line + problem.line}: {problem.reason}: {problem.detail}; correct the line."
             )
         line += parsed.lines
         yield from parsed.columns[0].texts

@@ -1,6 +1,6 @@
 """A training script in DeepSpeed's style: a small language model of plain torch layers learns to count.
 
-Only the import is another than with DeepSpeed. Run it in one process, or on two CPU ranks:
+Only the import differs from DeepSpeed. Run it in one process, or on two CPU ranks:
 
     python examples_3d/deepspeed_script.py --deepspeed_config examples_3d/ds_config_zero3.json
     torchrun --nproc_per_node 2 examples_3d/deepspeed_script.py \
@@ -33,7 +33,7 @@ class Counting(Dataset):
 
 
 class Model(nn.Module):
-    """Embeddings, transformer layers, and the embedding's weight once more for the logits."""
+    """Embeddings, transformer layers, and the embedding's weight again for the logits."""
 
     def __init__(self, width: int = 32, layers: int = 2):
         super().__init__()
@@ -46,7 +46,7 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Loss of the next token; tokens [b, s + 1]."""
+        """Loss of the next-token prediction; tokens [b, s + 1]."""
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
         x = self.token(inputs) + self.position.weight[: inputs.shape[1]]
         mask = nn.Transformer.generate_square_subsequent_mask(inputs.shape[1], device=x.device)

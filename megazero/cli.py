@@ -1,4 +1,4 @@
-"""`megazero <verb>`: one front for what is not training. Torch is imported only by the verbs that need it."""
+"""`megazero <verb>`: the command for all but training. Only the verbs that need torch import it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import megazero
 from megazero.errors import MegazeroError
+from megazero.version import VERSION
 
 
 @dataclass(frozen=True)
 class Verb:
-    """A word after `megazero`: its line of help, and what runs it (arguments -> exit status)."""
+    """A word after `megazero`: its line of help, and the function that runs it (arguments -> exit status)."""
 
     name: str
     help: str
@@ -52,15 +52,15 @@ def _verify(arguments: list[str]) -> int:
 
 
 def _version(arguments: list[str]) -> int:
-    print(f"megazero {megazero.__version__}")
+    print(f"megazero {VERSION}")
     return 0
 
 
 VERBS = (
     Verb("checkpoint", "inspect, verify, compare, convert and prune checkpoints", _checkpoint),
-    Verb("config", "resolve pretrain_gpt.py's flags, print the tree or every reason against it", _config),
+    Verb("config", "resolve pretrain_gpt.py's flags; print the tree, or every reason to refuse it", _config),
     Verb("generate", "generate text from a checkpoint", _generate),
-    Verb("plan", "say what a launch would do: `megazero plan schedule` draws a pipeline schedule", _plan),
+    Verb("plan", "show what a launch would do: `megazero plan schedule` draws a pipeline schedule", _plan),
     Verb("verify", "check that a configuration's layout trains like one process", _verify),
     Verb("version", "print the version", _version),
 )

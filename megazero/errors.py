@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class MegazeroError(Exception):
-    """Base of all errors that are the user's to mend. `exit_code` is the process status."""
+    """Base of all errors that the user can fix. `exit_code` is the process status."""
 
     exit_code = 1
 
@@ -32,7 +32,7 @@ class CheckpointError(MegazeroError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """What is stored is not what was written: files are missing, cut, changed or of another checkpoint."""
+    """What is stored is not what was written: files are missing, cut, changed or from another checkpoint."""
 
 
 class CommunicationError(MegazeroError):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Whether csrc compiles: the native modules where there is a C++ compiler, each CUDA source where there is nvcc.
+# Checks that csrc compiles: the native modules if there is a C++ compiler, each CUDA source if there is nvcc.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The weights of a local Hugging Face model (GPT-2 or Llama, safetensors) as checkpoint 0 of a new run.
+# Writes the weights of a local Hugging Face model (GPT-2 or Llama, safetensors) as checkpoint 0 of a new run.
 #
 #   bash scripts/convert_from_hf.sh HF OUT
 #
@@ -8,5 +8,5 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [[ -z ${VIRTUAL_ENV:-} && -x $here/.venv/bin/python ]]; then PATH=$here/.venv/bin:$PATH; fi
-# Paths are taken from where the user is, so the package is found by its place.
+# Paths are relative to the user's working directory, so the package is found by its own location.
 PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} exec python -m megazero.cli checkpoint from-hf "$@"

@@ -4,7 +4,7 @@
 #   bash scripts/gpu_suite.sh
 #
 # csrc for the GPU, the tests marked `gpu`, a short quickstart in bf16, and the training step beside plain
-# PyTorch. Results go to $OUT, or benchmarks/results/. Goes on after a failure and ends with status 1 then.
+# PyTorch. Results go to $OUT, or benchmarks/results/. After a failure it goes on, and ends with status 1.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 results=$(mkdir -p "${OUT:-benchmarks/results}" && cd "${OUT:-benchmarks/results}" && pwd) || exit 1

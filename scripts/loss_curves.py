@@ -1,4 +1,4 @@
-"""Reads what `--metrics-jsonl` wrote: the loss of each step, and of the evaluations in the file beside it."""
+"""Reads what `--metrics-jsonl` wrote: each step's loss, and the evaluations' in the file beside it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Curves:
 
 
 def read_curves(metrics: str | Path) -> Curves:
-    """The curves of `X.jsonl` and, where there is one, `X.eval.jsonl`."""
+    """The curves in `X.jsonl` and, if it exists, `X.eval.jsonl`."""
     path = Path(metrics)
     beside = path.with_name(path.name.removesuffix(".jsonl") + ".eval.jsonl")
     evaluations = _records(beside) if beside.exists() else []

@@ -1,4 +1,4 @@
-"""A picture of a training's loss.
+"""Draws the loss of a training run.
 
 `python scripts/plot_loss.py METRICS.jsonl --output loss.png [--unigram-entropy X]`: each step's loss, its
 running mean, the evaluations, and the loss of the best model that ignores context. Needs matplotlib.

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # GPT-3 175B (Brown et al. 2020) on TP x PP x D GPUs: 8 ranks share each layer, 16 pipeline stages of two chunks
-# each, the optimizer state cut over the replicas. The layout is that of Narayanan et al. 2021.
+# each, the optimizer state sharded over the replicas. The layout is that of Narayanan et al. 2021.
 #
 #   DATA_PATH=my_text_document VOCAB_FILE=vocab.json MERGE_FILE=merges.txt bash scripts/pretrain_gpt_175b.sh
 #
 # Run it on each node, with NNODES (a multiple of 16 at 8 GPUs each), NODE_RANK and MASTER_ADDR set. Further flags
 # follow the script's name and take precedence. Without a GPU:
 #
-#   CHECK=1 bash scripts/pretrain_gpt_175b.sh     # shows the resolved configuration, or all that stands against it
+#   CHECK=1 bash scripts/pretrain_gpt_175b.sh     # shows the resolved configuration, or every reason to refuse it
 #   VERIFY=1 bash scripts/pretrain_gpt_175b.sh    # trains it shrunk, on this machine, against one process
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -5,7 +5,7 @@
 #       bash scripts/pretrain_gpt_345m.sh
 #
 # On several nodes run it on each, with NNODES, NODE_RANK and MASTER_ADDR set. Further flags follow the
-# script's name and take precedence. CHECK=1 shows the resolved configuration, or all that stands against it,
+# script's name and take precedence. CHECK=1 shows the resolved configuration, or every reason to refuse it,
 # and starts nothing: this works without a GPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A Llama-shaped model of 1.1 billion parameters: each layer shared by TP ranks, replicated over the rest.
+# A Llama-shaped model of 1.1 billion parameters: TP ranks share each layer, and the rest are replicas.
 #
 #   DATA_PATH=my_text_document TOKENIZER_MODEL=tokenizer.model bash scripts/pretrain_llama_1b.sh
 #
 # On several nodes run it on each, with NNODES, NODE_RANK and MASTER_ADDR set. Further flags follow the
-# script's name and take precedence. CHECK=1 shows the resolved configuration, or all that stands against it,
+# script's name and take precedence. CHECK=1 shows the resolved configuration, or every reason to refuse it,
 # and starts nothing: this works without a GPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

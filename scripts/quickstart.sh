@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From nothing to a trained GPT: set-up, corpus, tokenizer, dataset, training, text, picture of the loss.
-# What is there already is used again. Needs Python >= 3.10; a C++ compiler makes it faster.
+# From nothing to a trained GPT: setup, corpus, tokenizer, dataset, training, text, plot of the loss.
+# What exists already is used again. Needs Python >= 3.10; a C++ compiler makes it faster.
 set -euo pipefail
 
 usage() {

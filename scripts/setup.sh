@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# Makes Python ready for the other scripts, which source this file from the repository root:
+# Prepares Python for the other scripts, which source this file from the repository root:
 #
 #   SETUP_EXTRAS=plot . scripts/setup.sh
 #
 # Uses the active virtual environment, or makes .venv. Installs torch by its exact version (unless a torch
-# from 2.9 on is there already: then torch and all that is installed beside it stay as they are), the
-# other dependencies as pinned in constraints.txt, megazero itself (editable), and builds csrc. Run again,
+# from 2.9 on is there already: then torch and everything else that is installed stay as they are), the
+# other dependencies as pinned in constraints.txt, megazero itself (editable), and builds csrc. When run again,
 # it finds its stamp and does nothing.
 #
 # SETUP_EXTRAS    extras of setup.py that must be there, separated by commas
@@ -64,7 +64,7 @@ setup_pip() {
     python -m pip --disable-pip-version-check --no-input "$1" -qq --no-compile "${@:2}"
 }
 
-# torch first and alone: as a requirement of others, a resolver would choose its own version of it.
+# torch first and alone: as a requirement of others, the resolver would choose a version of its own.
 setup_install() {
     local constraints=$1 torch
     python -m pip --version >/dev/null 2>&1 || python -m ensurepip >/dev/null ||
@@ -108,7 +108,7 @@ setup_build_native() {
     fi
 }
 
-# Whether every extra that is asked for has been set up from the present inputs.
+# Whether every requested extra has been set up from the current inputs.
 setup_is_done() {
     local key extra
     key=$(python scripts/setup_facts.py key)

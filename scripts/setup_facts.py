@@ -1,8 +1,8 @@
-"""What scripts/setup.sh asks about the Python it sets up; runs before anything is installed.
+"""Answers what scripts/setup.sh asks about the Python it sets up; runs before anything is installed.
 
 `python scripts/setup_facts.py torch`: the installed torch if it is recent enough, else nothing.
-`... constraints`: the constraints pip shall keep. `... native`: the paths of the compiled modules that are
-there. `... missing`: the paths of those that are not. `... key`: what the set-up depends on, as one hash.
+`... constraints`: the constraints for pip. `... native`: the paths of the compiled modules that exist.
+`... missing`: the paths of those that do not. `... key`: everything that the setup depends on, as one hash.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def torch():
 
 
 def constraints():
-    """The pins. Beside a torch that is not ours, what is installed keeps its version."""
+    """The pins. With a torch that is not ours, whatever is installed keeps its version."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     if f"torch=={torch().partition('+')[0]}" in pins:
@@ -51,17 +51,17 @@ def modules():
 
 
 def native():
-    """The compiled modules that are there, a line each."""
+    """The compiled modules that exist, a line each."""
     return "\n".join(str(path) for path in modules() if path.is_file())
 
 
 def missing():
-    """The compiled modules that are not there, a line each."""
+    """The compiled modules that do not exist, a line each."""
     return "\n".join(str(path) for path in modules() if not path.is_file())
 
 
 def key():
-    """A hash of this checkout's place, this Python, torch, what is not compiled and all inputs."""
+    """A hash of this checkout's path, this Python, torch, what is not compiled and all inputs."""
     digest = hashlib.sha256()
     sources = sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
     for path in [ROOT / name for name in INPUTS] + sources:

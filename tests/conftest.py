@@ -25,8 +25,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if threading.current_thread() is threading.main_thread():
         # A shell starts background jobs with interrupts ignored, and tests send some.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The same examples every time: a suite that fails must fail again.
-    hypothesis.settings.register_profile("repeatable", derandomize=True)
+    # The same examples every time: a suite that fails must fail again. A busy machine is no failure.
+    hypothesis.settings.register_profile(
+        "repeatable",
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
     hypothesis.settings.load_profile("repeatable")
 
 

@@ -13,7 +13,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name. `lazy` imports stand in a function; `typing` ones under TYPE_CHECKING."""
+    """One imported name. `lazy` imports stand in a function; `typing` ones under TYPE_CHECKING.
+
+    A call of `import_module` with a literal name is a lazy import.
+    """
 
     target: str
     line: int
@@ -55,6 +58,8 @@ class Source:
                 for name in child.names:
                     yield Import(f"{base}.{name.name}", child.lineno, lazy, typing)
             else:
+                if isinstance(child, ast.Call) and (target := _called_import(child)):
+                    yield Import(target, child.lineno, True, typing)
                 inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
                 checked = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
                 yield from self._imports(child, lazy=lazy or inside, typing=typing or checked)
@@ -66,11 +71,24 @@ class Source:
         here = parts[: len(parts) - node.level + self.package]
         return ".".join([*here, *([node.module] if node.module else [])])
 
+    def classes(self) -> Iterator[ast.ClassDef]:
+        """Every class, those within classes and functions included."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.ClassDef):
+                yield node
+
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
         """Every function and method."""
         for node in ast.walk(self.tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 yield node
+
+
+def _called_import(call: ast.Call) -> str | None:
+    """The module that `import_module("name")` or `__import__("name")` imports; None for other calls."""
+    name = ast.unparse(call.func).rpartition(".")[2]
+    named = name in ("import_module", "__import__") and call.args and isinstance(call.args[0], ast.Constant)
+    return str(call.args[0].value) if named else None
 
 
 @cache

@@ -9,8 +9,10 @@ import ast
 import dataclasses
 import enum
 import importlib
+import re
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -19,19 +21,21 @@ from tests.source_tree import ROOT, Source, find_cycle, sources
 
 # A package imports from lower numbers only; of its own number, itself.
 LEVELS = {
-    "errors": -1,
-    "config": 0,
+    **dict.fromkeys(("errors", "version"), -1),
+    **dict.fromkeys(("config", "loss"), 0),
     **dict.fromkeys(("mpu", "ops", "data"), 1),
     **dict.fromkeys(("data_efficiency", "layers", "moe", "optim", "zero", "pipeline"), 2),
     **dict.fromkeys(("models", "checkpoint"), 3),
     "train": 4,
-    **dict.fromkeys(("plan", "inference", "launch", "verify"), 5),
+    **dict.fromkeys(("deepspeed", "inference", "launch", "plan", "verify"), 5),
     "cli": 6,
 }
+FACADE = 7  # megazero itself, whose names are those of a DeepSpeed script; nothing below may use them.
 SAME_LEVEL = {("moe", "layers"), ("zero", "optim")}
 TOOLS_MAY_IMPORT = {"errors", "config", "data"}
-LONGEST_FILE = 450
+LONGEST_FILE = 400
 LONGEST_FUNCTION = 75
+MOST_METHODS = 12
 # dropout only says what to drop; the numbers and their reference are counter_random's.
 OPS = sorted({path.parent.name for path in (ROOT / "megazero/ops").glob("*/__init__.py")} - {"dropout"})
 # Extension modules: no source of Python, so no part of an import cycle.
@@ -46,15 +50,21 @@ def unit_of(module: str) -> str | None:
     return parts[1] if parts[0] == "megazero" and len(parts) > 1 else None
 
 
+def level_of(module: str) -> int | None:
+    """The level of a dotted name; None outside of megazero."""
+    inside = module.split(".")[0] == "megazero"
+    return LEVELS.get(unit_of(module), FACADE) if inside else None
+
+
 def import_violations(source: Source) -> Iterator[str]:
-    """Imports that go up, or sideways without being an exception."""
-    unit = unit_of(source.module)
+    """Imports that go up, lazy ones included, or sideways without being an exception."""
+    unit, own = unit_of(source.module), level_of(source.module)
     for each in source.imports():
-        target = unit_of(each.target)
-        if unit is None or target not in LEVELS or target == unit:
+        target, level = unit_of(each.target), level_of(each.target)
+        if own is None or level is None or (unit == target and unit is not None):
             continue
-        if LEVELS[target] >= LEVELS[unit] and (unit, target) not in SAME_LEVEL:
-            yield f"{source.module}:{each.line} imports {target} (level {LEVELS[target]} from {LEVELS[unit]})"
+        if level >= own and (unit, target) not in SAME_LEVEL:
+            yield f"{source.module}:{each.line} imports {each.target} (level {level} from {own})"
 
 
 def tool_violations(source: Source) -> Iterator[str]:
@@ -105,9 +115,52 @@ def size_violations(source: Source) -> Iterator[str]:
         length = node.end_lineno - node.lineno + 1
         if length >= LONGEST_FUNCTION:
             yield f"{source.module}:{node.lineno} {node.name} has {length} lines"
+    for node in source.classes():
+        public = public_methods(node)
+        if len(public) > MOST_METHODS:
+            yield f"{source.module}:{node.lineno} {node.name} has {len(public)} public methods"
 
 
-EVERYWHERE = (distributed_violations, global_violations, docstring_violations, size_violations)
+def public_methods(node: ast.ClassDef) -> set[str]:
+    """Names of the methods and properties that a class defines itself."""
+    defined = (each for each in node.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    return {each.name for each in defined if not each.name.startswith("_")}
+
+
+def shared_class_names(files: Iterable[Source]) -> Iterator[str]:
+    """Names that two classes have, a leading underscore aside."""
+    homes = defaultdict(list)
+    for source in files:
+        for node in source.classes():
+            homes[node.name.lstrip("_")].append(source.module)
+    for name, modules in sorted(homes.items()):
+        if len(modules) > 1:
+            yield f"{name} is a class of {' and of '.join(modules)}"
+
+
+def disguised_folders(files: Iterable[Source]) -> Iterator[str]:
+    """Folders within folders that are written as prefixes: three modules `x_*`, with or without an `x`."""
+    for folder, names in sorted(modules_by_folder(files).items()):
+        sizes = Counter(name.partition("_")[0] for name in names if not name.startswith("_"))
+        for prefix, size in sorted(sizes.items()):
+            if size >= 3:
+                yield f"{folder} has {size} modules `{prefix}_*`"
+
+
+def modules_by_folder(files: Iterable[Source]) -> dict[str, set[str]]:
+    """Package -> the names of its modules, its packages left out."""
+    found = defaultdict(set)
+    for source in files:
+        if not source.package:
+            folder, _, name = source.module.rpartition(".")
+            found[folder].add(name)
+    return found
+
+
+def class_of(numbers: Iterable[int]) -> str:
+    """The text of a class with a property and methods."""
+    methods = "".join(f"    def m{number}(self): pass\n" for number in numbers)
+    return f"class C:\n    @property\n{methods}"
 
 
 @pytest.mark.parametrize(
@@ -121,6 +174,14 @@ EVERYWHERE = (distributed_violations, global_violations, docstring_violations, s
         (import_violations, "megazero.ops.x", "from megazero.ops.y import z", False),
         (import_violations, "megazero.ops.x", "from ..layers import z", True),
         (import_violations, "megazero.errors", "import megazero.config", True),
+        (import_violations, "megazero.train.x", "def f():\n    from megazero import cli", True),
+        (import_violations, "megazero.train.x", "if TYPE_CHECKING:\n    import megazero.plan", True),
+        (import_violations, "megazero.train.x", "import_module('megazero.plan')", True),
+        (import_violations, "megazero.train.x", "importlib.import_module('megazero.mpu')", False),
+        (import_violations, "megazero.plan.x", "import megazero", True),
+        (import_violations, "megazero.cli", "def f():\n    from megazero import initialize", True),
+        (import_violations, "megazero.cli", "def f():\n    from megazero.plan.command import main", False),
+        (import_violations, "megazero", "def f():\n    import_module('megazero.deepspeed')", False),
         (tool_violations, "data_tools.x", "from megazero.mpu import y", True),
         (tool_violations, "data_tools.x", "from megazero.data.cache import y", False),
         (distributed_violations, "megazero.zero.x", "import torch.distributed as dist", True),
@@ -134,7 +195,12 @@ EVERYWHERE = (distributed_violations, global_violations, docstring_violations, s
         (docstring_violations, "megazero.ops.x", "def f(): pass", True),
         (docstring_violations, "megazero.ops.x", '"""Module."""\nclass C: pass', True),
         (docstring_violations, "megazero.ops.x", '"""Module."""\ndef _f(): pass', False),
-        (size_violations, "megazero.ops.x", "x = 1\n" * 450, True),
+        (size_violations, "megazero.ops.x", "x = 1\n" * 400, True),
+        (size_violations, "megazero.ops.x", "x = 1\n" * 399, False),
+        (size_violations, "megazero.ops.x", class_of(range(13)), True),
+        (size_violations, "megazero.ops.x", "@dataclass\n" + class_of(range(13)), True),
+        (size_violations, "megazero.ops.x", class_of(range(12)), False),
+        (size_violations, "megazero.ops.x", class_of(range(12)) + "    def _m(self): pass\n", False),
         (size_violations, "megazero.ops.x", "def f():\n" + "    x = 1\n" * 74, True),
         (size_violations, "megazero.ops.x", "def f():\n" + "    x = 1\n" * 73, False),
     ],
@@ -159,13 +225,34 @@ def test_data_tools_keep_it(check):
     assert [violation for source in sources("data_tools") for violation in check(source)] == []
 
 
+@pytest.mark.parametrize(
+    ("check", "files", "offends"),
+    [
+        (shared_class_names, {"megazero.a": "class C: pass", "megazero.b": "class _C: pass"}, True),
+        (shared_class_names, {"megazero.a": "def f():\n    class C: pass\nclass C: pass"}, True),
+        (shared_class_names, {"megazero.a": "class C: pass", "megazero.b": "class D(C): pass"}, False),
+        (disguised_folders, dict.fromkeys(("megazero.p.x_1", "megazero.p.x_2", "megazero.p.x_3"), ""), True),
+        (disguised_folders, dict.fromkeys(("megazero.p.x", "megazero.p.x_1", "megazero.p.x_2"), ""), True),
+        (disguised_folders, dict.fromkeys(("megazero.p.x", "megazero.p.x_1", "megazero.q.x_2"), ""), False),
+        (disguised_folders, dict.fromkeys(("megazero.p.x", "megazero.p.x1", "megazero.p.x_2"), ""), False),
+    ],
+)
+def test_each_check_of_the_whole_tells_an_offender(check, files, offends):
+    assert bool(list(check([Source(module, text) for module, text in files.items()]))) is offends
+
+
+@pytest.mark.parametrize("check", [shared_class_names, disguised_folders])
+def test_the_whole_keeps_it(check):
+    assert list(check(sources("megazero"))) == []
+
+
 def test_every_package_has_a_level():
     units = {unit_of(module) for module in MODULES} - {None}
     assert units - set(LEVELS) == set()
 
 
 def import_graph(files: Iterable[Source]) -> dict[str, set[str]]:
-    """Module -> the modules its import runs; a name imported from a package is that package's."""
+    """Module -> the modules that it imports, in functions too; a name from a package is that package's."""
     known = {source.module for source in files}
 
     def module_of(target: str) -> str:
@@ -176,14 +263,15 @@ def import_graph(files: Iterable[Source]) -> dict[str, set[str]]:
         & {
             module_of(each.target)
             for each in source.imports()
-            if not (each.lazy or each.typing or each.target in COMPILED)
+            if not (each.typing or each.target in COMPILED)
         }
         for source in files
     }
 
 
-def test_a_cycle_of_imports_is_found():
-    files = [Source("megazero.a", "from megazero.b import x"), Source("megazero.b", "import megazero.a")]
+@pytest.mark.parametrize("back", ["import megazero.a", "def f():\n    import megazero.a"])
+def test_a_cycle_of_imports_is_found(back):
+    files = [Source("megazero.a", "from megazero.b import x"), Source("megazero.b", back)]
     assert find_cycle(import_graph(files)) == ["megazero.a", "megazero.b", "megazero.a"]
 
 
@@ -197,6 +285,40 @@ def test_only_assemble_knows_all_parts():
     for source in sources("megazero"):
         met = parts & {unit_of(each.target) for each in source.imports()}
         assert (met == parts) <= (source.module == "megazero.train.assemble"), source.module
+
+
+FAMILY_WORDS = re.compile(r"\b(GPT|BERT|T5)(?![-\w])|megazero\.models\.(gpt|bert|t5)\b")
+
+
+def family_violations(source: Source) -> Iterator[str]:
+    """Code that names a model family where a table does: docstrings and messages may tell of one."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Name) and FAMILY_WORDS.fullmatch(node.id):
+            yield f"{source.module}:{node.lineno} names {node.id}"
+    for each in source.imports():
+        if FAMILY_WORDS.search(each.target) or FAMILY_WORDS.fullmatch(each.target.rpartition(".")[2]):
+            yield f"{source.module}:{each.line} imports {each.target}"
+
+
+@pytest.mark.parametrize(
+    ("text", "offends"),
+    [
+        ("from megazero.models import GPT", True),
+        ("from megazero.models.gpt import gpt_blocks", True),
+        ("def f(x): return isinstance(x, GPT)", True),
+        ("from megazero.models import Batch", False),
+        ("from megazero.checkpoint.hf.gpt2 import GPT2", False),
+        ("x = 'a GPT'", False),
+    ],
+)
+def test_a_family_named_in_code_is_found(text, offends):
+    assert bool(list(family_violations(Source("megazero.train.x", text)))) is offends
+
+
+def test_only_the_table_names_a_family():
+    allowed = {"models", "data"}
+    found = [v for s in sources("megazero") if unit_of(s.module) not in allowed for v in family_violations(s)]
+    assert {violation.partition(":")[0] for violation in found} == {"megazero.train.families"}
 
 
 def mutable(value: object) -> bool:
@@ -293,7 +415,9 @@ def text_files() -> Iterator[tuple[str, str]]:
     suffixes = {".py", ".md", ".sh", ".yaml", ".txt", ".toml", ".hpp", ".cpp", ".cu", ".cuh", ".json", ""}
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*")] + list(ROOT.glob("*"))
     for path in sorted(paths):
-        if path.is_file() and path.suffix in suffixes and "__pycache__" not in path.parts:
+        # A worktree's .git is a file that says where the repository is.
+        ours = path.name != ".git" and "__pycache__" not in path.parts
+        if ours and path.is_file() and path.suffix in suffixes:
             yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
 
 

@@ -1,8 +1,8 @@
 """Who is compared in `train_step.py`, `zero.py` and `pipeline.py`: one file per way to train.
 
 Each has ``build(shape, rank, world_size, **options) -> step``, where ``step()`` trains one optimizer step on
-one rank's micro-batches of fixed random tokens and returns a loss: of the last micro-batch, or the mean of
-all where that is at hand. A step of a pipeline also has ``take_action_times()``.
+one rank's micro-batches of fixed random tokens and returns a loss: the last micro-batch's, or the mean of
+all if that is available. A pipeline's step also has ``take_action_times()``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Shape:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of one rank."""
+        """The tokens of one rank per step."""
         return self.micro_batch * self.sequence * self.accumulations
 
     def batches(self, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -48,11 +48,11 @@ class ActionTime(NamedTuple):
     """How long one computation of a pipeline took.
 
     Attributes:
-        stage: that computed it.
+        stage: the stage that computed it.
         op: F forward, B backward, I and W its two halves (input and weight gradients), U what follows the
             schedule (sum of the tied gradients, clipping, optimizer).
-        chunk: of the model; 0 for U.
-        seconds: without waiting for other stages, but for U.
+        chunk: the model chunk; 0 for U.
+        seconds: the time without waiting for other stages, except for U.
     """
 
     stage: int

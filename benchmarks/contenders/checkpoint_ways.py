@@ -1,7 +1,7 @@
-"""Who is compared in `checkpoint.py`: ways to bring a rank's tensors to the disk and back into memory.
+"""The contenders of `checkpoint.py`: ways to bring a rank's tensors to disk and back into memory.
 
-All hold the same state, weights and two moments of a GPT in fp32, of which each rank has an equal share along
-dim 0 of every tensor, and load into the same tensors.
+All hold the same state, the weights and two moments of a GPT in fp32; each rank has an equal share along dim
+0 of every tensor. All load into the same tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class State:
     Attributes:
         parts: what is saved.
         targets: what is loaded into.
-        whole_bytes: of all ranks.
+        whole_bytes: the bytes of all ranks together.
     """
 
     parts: tuple[Part, ...]
@@ -77,7 +77,7 @@ class Way(Protocol):
 
 
 class Background(Protocol):
-    """A contender that writes while its caller goes on; all ranks call all but `writing` together."""
+    """A contender that writes while its caller goes on; ranks call everything but `writing` together."""
 
     def begin(self) -> None:
         """Begin to save; the tensors must not change yet."""
@@ -86,14 +86,14 @@ class Background(Protocol):
         """Return when the tensors may change."""
 
     def writing(self) -> bool:
-        """Whether this rank is still at it."""
+        """Whether this rank is still writing."""
 
     def advance(self) -> bool:
-        """Do what is due when no rank is writing. Returns whether the checkpoint is there."""
+        """Do what is due once no rank is writing. Returns whether the checkpoint is visible."""
 
 
 def gpt_shapes(size: float) -> dict[str, tuple[int, ...]]:
-    """Parameters of a GPT of which weights and two moments in fp32 have about `size` bytes."""
+    """Parameters of a GPT whose weights and two moments in fp32 take about `size` bytes."""
 
     def shapes(hidden: int) -> dict[str, tuple[int, ...]]:
         found = {"embedding.word": (VOCAB, hidden), "embedding.position": (SEQUENCE, hidden)}
@@ -149,7 +149,7 @@ class Megazero:
 
 
 class MegazeroUnhashed(Megazero):
-    """The same without hashes of the tensors, which users cannot have: what is left out is their cost."""
+    """The same without hashes of the tensors, which users cannot choose: the difference is their cost."""
 
     def save(self) -> None:
         with mock.patch.object(writer_module, "write_tensors", _write_unhashed):
@@ -259,7 +259,7 @@ class DcpBackground:
         self.future = dcp.async_save(self.saved, storage_writer=dcp.FileSystemWriter(self.folder))
 
     def hold(self) -> None:
-        """It has copied before `begin` returned."""
+        """Nothing to do: it copied before `begin` returned."""
 
     def writing(self) -> bool:
         return not self.future.done()
@@ -293,7 +293,7 @@ WAYS: Mapping[str, Callable[[Place, State], Way]] = MappingProxyType(
         "dcp": Dcp,
     }
 )
-# way -> the same in the background
+# a contender -> the same in the background
 BACKGROUNDS: Mapping[str, Callable[[Place, State], Background]] = MappingProxyType(
     {"megazero": MegazeroBackground, "dcp": DcpBackground}
 )

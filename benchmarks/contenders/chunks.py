@@ -1,9 +1,9 @@
-"""The GPT cut in equal chunks for torch's pipelining: of the plain layers, or of megazero's own.
+"""The GPT split into equal chunks for torch's pipelining, with plain layers or megazero's own.
 
 Both start from megazero's initial weights, so that all pipelines print the same losses. A chunk takes tokens
-[b, s] if it is the first, else hidden states, and returns logits if it is the last, else hidden states. Those
-are [b, s, h] in fp32 between plain chunks, as autocast leaves them, and [s, b, h] in the dtype of training
-between megazero's.
+[b, s] if it is the first, else hidden states, and returns logits if it is the last, else hidden states.
+Hidden states are [b, s, h] in fp32 between plain chunks, as autocast leaves them, and [s, b, h] in the
+training dtype between megazero's.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from benchmarks.contenders.plain import Layer
 from megazero.config.tree import ParallelConfig, ZeroConfig
 from megazero.models import GPT, Batch
 from megazero.mpu import ParallelContext, solo_context, spec_of
-from megazero.train.model import build_chunks
+from megazero.train.chunks import build_chunks
 
 
 class Chunk(Protocol):
-    """A module with what a pipeline must know of it.
+    """A module with what a pipeline must know about it.
 
     Attributes:
         first, last: whether it has the embedding, and the head.
-        word: the vocabulary's weight, of a chunk that is first or last.
+        word: the vocabulary's weight, if the chunk is first or last.
     """
 
     first: bool
@@ -55,7 +55,7 @@ class Chunk(Protocol):
 
 
 class PlainChunk(nn.Module):
-    """Layers of the plain GPT. `word` is the first chunk's weight where this rank holds both ends."""
+    """Layers of the plain GPT. `word` is the first chunk's weight if this rank holds both ends."""
 
     def __init__(self, shape: Shape, number: int, chunks: int, word: nn.Parameter | None = None):
         super().__init__()
@@ -132,7 +132,7 @@ class OurChunk(nn.Module):
         self.first, self.last = part.embedding is not None, part.head is not None
         self.word = part.embedding.word if self.first else part.head.weight if self.last else None
         self.deferred: list | None = None
-        # Of a chunk that starts from hidden states, only their shape is looked at.
+        # A chunk that starts from hidden states only uses their shape.
         self.register_buffer("tokens", torch.zeros(shape.micro_batch, shape.sequence, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -180,14 +180,14 @@ def plain_chunks(shape: Shape, context: ParallelContext, stage_of: tuple[int, ..
 
 
 def our_chunks(shape: Shape, context: ParallelContext, parallel: ParallelConfig) -> dict[int, OurChunk]:
-    """The same of megazero's layers."""
+    """The same with megazero's layers."""
     config = make_config(shape, context.world_size, parallel, ZeroConfig())
     parts = build_chunks(config, vocabulary_of(shape), context, context.device)
     return {number: OurChunk(part, shape) for number, part in parts.items()}
 
 
 def initial_weights(shape: Shape) -> dict[str, Tensor]:
-    """megazero's initial weights by global name, in fp32 (as rounded to the dtype of training)."""
+    """megazero's initial weights by global name, in fp32 (after rounding to the training dtype)."""
     config = make_config(shape, 1, ParallelConfig(), ZeroConfig())
     context = solo_context()
     (model,) = build_chunks(config, vocabulary_of(shape), context, context.device).values()

@@ -15,7 +15,7 @@ import torch
 from benchmarks.contenders import Shape
 from benchmarks.contenders.plain import PlainGPT
 
-# Elements of one bucket, as megazero has by default. DeepSpeed's own default, 500 million, would allocate a
+# Elements per bucket, megazero's default. DeepSpeed's own default, 500 million, would allocate a
 # buffer of 20 times this model.
 BUCKET = 16_000_000
 

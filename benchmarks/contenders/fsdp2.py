@@ -1,6 +1,6 @@
 """PyTorch's FSDP2 (`fully_shard`) on the plain GPT, a unit per layer and one for the vocabulary.
 
-Two choices, as FSDP2 offers them. `reshard`: parameters are freed after each use and gathered for the next
+FSDP2 offers two choices. `reshard`: parameters are freed after each use and gathered for the next
 (ZeRO stage 3), or stay gathered from the first forward of a step to its last backward. `each`: gradients are
 reduced and sharded with every micro-batch (stages 2 and 3), or summed whole and reduced with the last one.
 The default of both communicates least.

@@ -1,7 +1,7 @@
 """NVIDIA's megatron-core: its GPTModel (local layer spec) and its DistributedDataParallel, T=1 or T=2.
 
-Two pieces are ours, because megatron-core has none that runs here. Its unfused attention gives way to
-SDPA, as Transformer Engine's fused one would replace it on a GPU. Its optimizers accept CUDA tensors only, so
+Two pieces are ours, because megatron-core has none that runs here. SDPA replaces its unfused attention,
+as Transformer Engine's fused one would on a GPU. Its optimizers accept CUDA tensors only, so
 the fp32 main parameters, the clipping over the tensor-parallel ranks and the fused AdamW step are in this
 file. In fp32 and from the plain GPT's weights, it gives the plain GPT's losses.
 """
@@ -90,7 +90,7 @@ class MainParameters:
             main.grad = parameter.main_grad
 
     def _norm(self) -> torch.Tensor:
-        """Over the tensor-parallel ranks: sharded gradients count on each, replicated ones once."""
+        """The norm over the tensor-parallel ranks: sharded gradients count on each, replicated ones once."""
         squares = torch.stack(torch._foreach_norm([m.grad for m in self.main])).square()
         split = [getattr(p, "tensor_model_parallel", False) for p in self.parameters]
         split = torch.tensor(split, device=squares.device)

@@ -1,4 +1,4 @@
-"""megazero on the same shape: through its own model, buckets and engine, as pretrain_gpt.py runs it."""
+"""megazero on the same shape, through its own model, buckets and engine, as pretrain_gpt.py runs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from benchmarks.contenders import ActionTime, Shape
+from megazero.config.horizon import horizon_of
 from megazero.config.rules import check
+from megazero.config.steps import Progress
 from megazero.config.tree import (
     BatchConfig,
     Config,
@@ -25,10 +27,10 @@ from megazero.mpu import Launch, ParallelContext, open_context, solo_context
 from megazero.pipeline import Action
 from megazero.train.allocator import keep_freed_memory
 from megazero.train.assemble import build_engine
+from megazero.train.chunks import build_chunks
 from megazero.train.engine import Engine
-from megazero.train.model import Vocabulary, build_chunks
-from megazero.train.state import TrainState
 from megazero.train.timers import Timers
+from megazero.train.vocabulary import Vocabulary
 
 
 def model_config(shape: Shape) -> ModelConfig:
@@ -45,7 +47,7 @@ def model_config(shape: Shape) -> ModelConfig:
 
 
 def make_config(shape: Shape, world_size: int, parallel: ParallelConfig, zero: ZeroConfig) -> Config:
-    """The run of one contender.
+    """The configuration of one contender.
 
     Raises:
         ConfigError: the parts do not go together.
@@ -89,25 +91,24 @@ class Trainer:
     def __init__(self, shape: Shape, engine: Engine, context: ParallelContext):
         self.engine = engine
         self.batches = [Batch(tokens, labels) for tokens, labels in shape.batches(context.data.rank)]
-        self.tokens = shape.tokens_per_step * context.data.size
-        self.timers, self.state = Timers(), TrainState()
+        self.timers = Timers()
         self.stage = context.pp.rank
         self.times: list[ActionTime] = []
         if context.pp.size > 1:
             engine.executor.observer = self.observe
 
     def observe(self, action: Action, seconds: float) -> None:
-        """What the executor tells of each action."""
+        """Called by the executor for each action."""
         if action.op.computes:
             self.times.append(ActionTime(self.stage, action.op.value, action.chunk, seconds))
 
     def __call__(self) -> float:
-        loss = self.engine.train_step(self.batches, self.tokens, self.state.progress, self.timers).loss
+        loss = self.engine.train_step(self.batches, Progress(), self.timers).losses.total
         self.times.append(ActionTime(self.stage, "U", 0, self.timers.collect()["optimizer"]))
         return loss
 
     def take_action_times(self) -> list[ActionTime]:
-        """Since they were last taken."""
+        """The times since they were last taken."""
         taken, self.times = self.times, []
         return taken
 
@@ -121,10 +122,11 @@ def build(
     parallel: Mapping[str, object] | None = None,
     zero: Mapping[str, object] | None = None,
 ):
-    """`parallel` and `zero` are further fields of `ParallelConfig`, and those of `ZeroConfig`."""
+    """`parallel` and `zero` are further fields of `ParallelConfig` and of `ZeroConfig`."""
     keep_freed_memory()
     layout = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, **(parallel or {})}
     config = make_config(shape, world_size, ParallelConfig(**layout), ZeroConfig(**(zero or {})))
     context = join_context(shape, rank, world_size, config.parallel)
-    engine = build_engine(config, build_chunks(config, vocabulary_of(shape), context), context)
+    horizon = horizon_of(config, context.data.size)
+    engine = build_engine(config, horizon, build_chunks(config, vocabulary_of(shape), context), context)
     return Trainer(shape, engine, context)

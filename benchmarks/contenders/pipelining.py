@@ -1,7 +1,7 @@
 """PyTorch's own pipeline, `torch.distributed.pipelining`, over the plain GPT or over megazero's layers.
 
-With megazero's layers the stages compute the same as megazero's own do, and only what drives them differs.
-There, zero-bubble schedules take the weight gradients that the layers defer (`dw_builder`); over plain
+With megazero's layers, the stages compute the same as megazero's own, and only the executor differs. With
+them, zero-bubble schedules use the weight gradients that the layers defer (`dw_builder`); with plain
 layers, torch splits the backward graph by itself. What torch leaves to its user is in this file: gradient
 sums in fp32, the sum of the tied gradients, clipping over the stages and AdamW.
 """
@@ -41,7 +41,7 @@ SPLIT = ("zb-h1", "zb-v")
 
 
 class TimedStage(PipelineStage):
-    """A stage that records how long its computations take, and tells when a backward is done.
+    """A stage that records how long its computations take, and reports when a backward is done.
 
     torch calls these methods after it has waited for what they need.
     """
@@ -66,7 +66,7 @@ class TimedStage(PipelineStage):
         self.times.append(ActionTime(self.group_rank, op, self.stage_index, seconds))
 
     def add_loss(self, begin: float) -> None:
-        """The loss is computed beside the last chunk's forward: count it there."""
+        """Count the loss as part of the last chunk's forward, with which it is computed."""
         last = self.times.pop()
         self.times.append(last._replace(seconds=last.seconds + time.perf_counter() - begin))
 
@@ -92,8 +92,8 @@ class TimedStage(PipelineStage):
 class Update:
     """Gradient sums in fp32, clipping over all stages, and AdamW on fp32 weights.
 
-    `ends` is the group of the first and last stage, whose copies of the vocabulary are tied; None where one
-    rank has both.
+    `ends` is the group of the first and last stage, whose copies of the vocabulary are tied; None if one rank
+    has both.
     """
 
     def __init__(self, chunks: Iterable[Chunk], ends: dist.ProcessGroup | None):
@@ -188,7 +188,7 @@ class Trainer:
         return float(loss)
 
     def take_action_times(self) -> list[ActionTime]:
-        """Since they were last taken."""
+        """The times since they were last taken."""
         taken = [record for times in (self.times, *(s.times for s in self.stages)) for record in times]
         for times in (self.times, *(s.times for s in self.stages)):
             times.clear()
@@ -196,7 +196,7 @@ class Trainer:
 
 
 def build(shape: Shape, rank: int, world_size: int, kind: str, per_stage: int, same_stages: bool):
-    """`same_stages` takes megazero's layers instead of plain ones."""
+    """`same_stages` uses megazero's layers instead of plain ones."""
     context = join_context(shape, rank, world_size, ParallelConfig(pipeline_model_parallel_size=world_size))
     stage_of = build_schedule(kind, world_size, shape.accumulations, per_stage).stage_of
     if same_stages:

@@ -1,4 +1,4 @@
-"""A plain PyTorch GPT and loop, as one writes it by hand: SDPA, autocast, `AdamW(fused=True)`, clipping."""
+"""A plain PyTorch GPT and loop as written by hand: SDPA, autocast, `AdamW(fused=True)`, clipping."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ADAMW = MappingProxyType({"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1,
 
 
 def make_step(model: nn.Module, shape: Shape, rank: int, no_sync=None, optimizer=None):
-    """The training step of `model(tokens, labels) -> loss`; `optimizer` is AdamW where none is given."""
+    """The training step of `model(tokens, labels) -> loss`; `optimizer` is AdamW if none is given."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), **ADAMW)
     batches = shape.batches(rank)
     low = shape.dtype != "fp32"
@@ -86,7 +86,7 @@ def build_ddp(shape: Shape, rank: int, world_size: int):
 
 
 def build_zero_redundancy(shape: Shape, rank: int, world_size: int):
-    """DDP with PyTorch's `ZeroRedundancyOptimizer`: its state is dealt out by whole parameters."""
+    """DDP with PyTorch's `ZeroRedundancyOptimizer`: its state is distributed by whole parameters."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = nn.parallel.DistributedDataParallel(PlainGPT(shape).to(shape.device))
@@ -95,7 +95,7 @@ def build_zero_redundancy(shape: Shape, rank: int, world_size: int):
 
 
 def build_tuned(shape: Shape, rank: int, world_size: int):
-    """The plain loop with megazero's allocator setting, to tell what the rest is worth."""
+    """The plain loop with megazero's allocator setting, to show what the rest is worth."""
     from megazero.train.allocator import keep_freed_memory
 
     keep_freed_memory()

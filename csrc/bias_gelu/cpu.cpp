@@ -10,13 +10,13 @@ namespace {
 constexpr float kTwoRootTwoOverPi = 1.5957691216057308f;  // 2 sqrt(2 / pi)
 constexpr float kCubic = 0.044715f;
 
-// Beyond 10 the gate is 0 or 1 to the last bit. Held there, z^3 cannot overflow, and exp needs no care.
+// Beyond 10 the gate is 0 or 1 to the last bit. With z clamped there, z^3 cannot overflow and exp needs no care.
 MEGAZERO_INLINE float held(float z) {
   const float low = z < -10.0f ? -10.0f : z;
   return low > 10.0f ? 10.0f : low;
 }
 
-// (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), one exp and one division; z within 10.
+// (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)): one exp and one division, for z within 10.
 MEGAZERO_INLINE float gate(float z) {
   return 1.0f / (1.0f + exponential_within(-kTwoRootTwoOverPi * z * (1.0f + kCubic * z * z)));
 }
@@ -45,7 +45,7 @@ MEGAZERO_CLONES void backward(const T* x, const float* bias, const T* grad_y, T*
   }
 }
 
-// Without a bias rows mean nothing, and the elements are one range.
+// Without a bias the rows do not matter, and the elements form one range.
 template <typename T>
 void forward_all(const Rows& rows, const T* x, const float* bias, T* y) {
   const int workers = workers_for(rows.count, rows.width, rows.threads);

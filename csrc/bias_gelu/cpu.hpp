@@ -1,4 +1,4 @@
-// GELU of x + bias, the tanh form (Hendrycks & Gimpel 2016). bias: fp32 [width], or null.
+// The tanh form of GELU of x + bias (Hendrycks & Gimpel 2016). bias: fp32 [width], or null.
 #pragma once
 
 #include "common/parallel.hpp"

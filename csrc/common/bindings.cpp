@@ -1,7 +1,7 @@
 // Python module megazero.ops._native: the CPU kernels of csrc, called with addresses.
 //
-// Thin: an address is `tensor.data_ptr()`, 0 for an optional array that is not there. Types, lengths and contiguity
-// are the caller's to ensure (megazero/ops/*/native_cpu.py does); only sizes are looked at here.
+// The bindings are thin: an address is `tensor.data_ptr()`, or 0 for an optional array that is absent. The callers
+// (megazero/ops/*/front.py and their neighbors) ensure types, lengths and contiguity; only sizes are checked here.
 
 #include <pybind11/pybind11.h>
 
@@ -29,7 +29,7 @@ Rows make_rows(std::int64_t count, std::int64_t width, std::int64_t threads, boo
   return {count, width, threads, narrow};
 }
 
-// How an argument comes from Python: a pointer as a number, all else as it is.
+// How an argument arrives from Python: a pointer as a number, anything else unchanged.
 template <typename T>
 using FromPython = std::conditional_t<std::is_pointer_v<T>, std::uintptr_t, T>;
 
@@ -42,7 +42,7 @@ T to_kernel(FromPython<T> value) {
   }
 }
 
-// Binds a kernel; other Python threads run while it does.
+// Binds a kernel; other Python threads run while the kernel does.
 template <typename... Arguments>
 void bind(py::module_& module, const char* name, void (*kernel)(Arguments...)) {
   module.def(name, [kernel](FromPython<Arguments>... arguments) {

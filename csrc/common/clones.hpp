@@ -3,7 +3,7 @@
 // is compiled again inside each clone; calls from outside (lambdas, parallel regions) go through the picked pointer.
 #pragma once
 
-#include <cstdint>  // defines __GLIBC__ where there is one: the choice at load time (ifunc) is glibc's
+#include <cstdint>  // defines __GLIBC__ where glibc is used: picking a clone at load time (ifunc) is its feature
 
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define MEGAZERO_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))

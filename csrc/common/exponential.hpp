@@ -1,4 +1,4 @@
-// exp and the logistic function without branches or tables, so that loops over them become vector code.
+// exp and the logistic function without branches or tables, so that loops over them can be vectorized.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 
 namespace megazero {
 
-// exp(x) within 2e-7 of itself, for x between -87 and 88 or NaN.
+// exp(x) with a relative error of 2e-7, for x between -87 and 88 or NaN.
 //
 // x = n ln 2 + r with n whole and |r| <= ln 2 / 2. Adding 1.5 * 2^23 leaves no room for a fraction, so it rounds to
-// n, in the low bits of the sum; n ln 2 is taken off in two parts, the first exact. e^r is a polynomial fitted for
+// n, in the low bits of the sum; n ln 2 is subtracted in two parts, the first exact. e^r is a polynomial fitted for
 // least relative error (3e-9), and 2^n is made in the exponent bits.
 MEGAZERO_INLINE float exponential_within(float x) {
   constexpr float magic = 0x1.8p23f;
@@ -29,8 +29,8 @@ MEGAZERO_INLINE float exponential_within(float x) {
   return p * bits_as<float>((bits_as<std::uint32_t>(shifted) << 23) + (127u << 23));
 }
 
-// exp of x below 88, as all logarithms of probabilities are; 0 below -87, about where floats turn denormal, which costs
-// a hundred cycles each.
+// exp of x below 88, as all logarithms of probabilities are; 0 below -87, about where floats become denormal, which
+// cost a hundred cycles each.
 MEGAZERO_INLINE float exponential_below(float x) {
   const float within = exponential_within(x);
   return x < -87.0f ? 0.0f : within;
@@ -42,7 +42,7 @@ MEGAZERO_INLINE float exponential(float x) {
   return x > 88.0f ? std::numeric_limits<float>::infinity() : below;
 }
 
-// 1 / (1 + exp(-x)): 0 and 1 at the ends, NaN of NaN.
+// 1 / (1 + exp(-x)): 0 and 1 at the ends, and NaN for NaN.
 MEGAZERO_INLINE float logistic(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
 }  // namespace megazero

@@ -1,4 +1,4 @@
-// Elements as they lie in memory, read as float and written back; all arithmetic is in float.
+// Elements as stored in memory, read as float and written back; all arithmetic is done in float.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ MEGAZERO_INLINE float load(const Bf16* from) {
 
 MEGAZERO_INLINE void store(float value, float* to) { *to = value; }
 
-// To the nearest, ties to even: adding just under half a unit carries into the upper half where it should, and a
+// Rounds to the nearest, ties to even: adding just under half a unit carries into the upper half where it should, and a
 // carry out of the significand rightly raises the exponent, up to infinity. A NaN must not carry, so it is replaced.
 MEGAZERO_INLINE void store(float value, Bf16* to) {
   const std::uint32_t bits = bits_as<std::uint32_t>(value);
@@ -37,7 +37,7 @@ MEGAZERO_INLINE void store(float value, Bf16* to) {
   to->bits = static_cast<std::uint16_t>((value != value ? 0x7fc00000u : rounded) >> 16);
 }
 
-// Calls body with an element of the type in question, for its type.
+// Calls body with an element of the type in question, so that it knows the type.
 template <typename Body>
 void with_element(bool narrow, const Body& body) {
   if (narrow) {

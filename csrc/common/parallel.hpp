@@ -1,5 +1,5 @@
-// Work shared out over threads of the OpenMP runtime that torch has already loaded: the module is not linked to one of
-// its own, since two pools in one process would fight for the cores.
+// Work divided among the threads of the OpenMP runtime that torch has already loaded: the module is not linked to a
+// runtime of its own, since two thread pools in one process would fight for the cores.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ struct Rows {
   bool narrow;
 };
 
-// Elements below which a second thread costs more than it saves.
+// The number of elements below which a second thread costs more than it saves.
 constexpr std::int64_t kGrain = 1 << 14;
 
 // How many threads `items` of `width` elements are worth.

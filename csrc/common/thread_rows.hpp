@@ -1,4 +1,4 @@
-// A row of floats, zero at first, for each thread: to add up its share of the rows in, or to keep what it needs.
+// A row of floats, initially zero, for each thread: to sum its share of the rows, or to keep what it needs.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ class ThreadRows {
 
   float* of(std::int64_t worker) { return partial_.data() + worker * width_; }
 
-  // The sums over all threads, in a fixed order.
+  // Writes the sums over all threads, taken in a fixed order.
   void write_sum(float* out) const {
     for (std::int64_t column = 0; column < width_; ++column) {
       float total = 0.0f;

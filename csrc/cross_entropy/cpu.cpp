@@ -9,7 +9,7 @@
 namespace megazero {
 namespace {
 
-// A NaN is never the maximum, but makes the sum NaN.
+// A NaN is never the maximum, but it makes the sum NaN.
 template <typename T>
 MEGAZERO_CLONES void row_statistics(const T* logits, std::int64_t columns, float* maximum, float* total) {
   float highest = std::numeric_limits<float>::lowest();

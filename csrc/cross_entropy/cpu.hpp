@@ -1,14 +1,14 @@
 // The parts of vocab-parallel cross-entropy that read the logits (Shoeybi et al. 2019; Milakov & Gimelshein 2018).
 //
-// Of each row of `stride` logits the first `rows.width` count, the rest are padding. local: the target's column here,
-// or -1 if another rank holds it. All else is fp32 [count].
+// In each row of `stride` logits the first `rows.width` count; the rest are padding. local: the target's column here,
+// or -1 if another rank holds it. Everything else is fp32 [count].
 #pragma once
 
 #include "common/parallel.hpp"
 
 extern "C" {
-// Of each row: the maximum (the lowest float for a row of -inf), the sum of exp(logit - maximum), and the target's
-// logit or 0.
+// Computes for each row the maximum (the lowest float for a row of -inf), the sum of exp(logit - maximum), and the
+// target's logit or 0.
 void megazero_cross_entropy_statistics(megazero::Rows rows, std::int64_t stride, const void* logits,
                                        const std::int64_t* local, float* maximum, float* total, float* picked);
 

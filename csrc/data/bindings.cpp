@@ -1,7 +1,7 @@
 // Python module megazero.data._native: index building and sample gathering.
 //
-// Thin: shapes and types are checked here, the ideas live in the headers, and every function has a numpy
-// twin in megazero/data/index_build.py that gives the same arrays.
+// The bindings are thin: they check shapes and types, the algorithms are in the headers, and every function has a
+// numpy twin in megazero/data/index_build.py that gives the same arrays.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -137,7 +137,7 @@ py::tuple gather(const py::array& tokens, const Array<std::int32_t>& lengths, co
 
 PYBIND11_MODULE(_native, module) {
   module.doc() = "Index building and sample gathering; see megazero/data/index_build.py for the reference twins.";
-  // noconvert: a wrong type must be an error and not a silent copy of a large mapped array.
+  // noconvert: a wrong type must raise an error instead of silently copying a large mapped array.
   const auto lengths = py::arg("lengths").noconvert();
   const auto documents = py::arg("documents").noconvert();
   module.def("sample_index", &sample_index<std::int32_t>, lengths, documents, py::arg("sequence_length"),

@@ -1,6 +1,6 @@
-// The blending index: which dataset gives sample i of a weighted mixture.
+// The blending index: which dataset sample i of a weighted mixture comes from.
 //
-// At every step the dataset that lags furthest behind its share is taken, so after any number of samples each
+// At every step the dataset that lags furthest behind its share is chosen, so after any number of samples each
 // count is within one or two of weight * i. Twins: `blending_index_reference` and
 // `exhaustive_blending_index_reference` in megazero/data/index_build.py.
 #pragma once

@@ -65,7 +65,7 @@ void extend_range(const char* from, std::int64_t count, IdRange& range) {
   }
 }
 
-// Cuts sample `row`: its tokens are the first `length` ids, its labels the ids one further on; with extra = 0 the
+// Cuts out sample `row`: its tokens are the first `length` ids, its labels the ids one place later; with extra = 0 the
 // last label stays 0. Throws std::out_of_range if the documents end first.
 template <typename Token, typename Document>
 void gather_sample(const SampleSource<Document>& source, const SampleBatch& batch, std::int64_t row,

@@ -9,7 +9,8 @@
 namespace megazero {
 namespace {
 
-// Two passes for the statistics: the mean square less the squared mean would cancel. A row stays in the first cache.
+// The statistics take two passes: the mean square minus the squared mean would cancel. A row stays in the first-level
+// cache.
 template <typename T>
 MEGAZERO_CLONES void forward(const T* x, const float* weight, const float* bias, float eps, T* y, float* mean,
                              float* scale, std::int64_t count, std::int64_t width) {
@@ -32,8 +33,9 @@ MEGAZERO_CLONES void forward(const T* x, const float* weight, const float* bias,
 }
 
 // With n = (x - mean) scale and g = grad_y weight: grad_x = scale (g - mean(g) - n mean(g n)); the parameters'
-// gradients are the sums of grad_y n and grad_y over rows, here added to. g waits in `weighted` [width]: computed again
-// it would be fused into the subtraction, unrounded, and not cancel against its own mean where all g are alike.
+// gradients are the sums of grad_y n and grad_y over rows, added to here. g is kept in `weighted` [width]: if it were
+// computed again, it would be fused into the subtraction, unrounded, and would not cancel against its own mean when all
+// g are equal.
 template <typename T>
 MEGAZERO_CLONES void backward(const T* x, const float* weight, const float* mean, const float* scale, const T* grad_y,
                               T* grad_x, float* grad_weight, float* grad_bias, float* weighted,

@@ -24,7 +24,7 @@ MEGAZERO_CLONES void forward(const T* x, const float* weight, float eps, T* y, f
 }
 
 // With n = x scale and g = grad_y weight: grad_x = scale (g - n mean(g n)); the weight's gradient is the sum of
-// grad_y n over rows, here added to.
+// grad_y n over rows, added to here.
 template <typename T>
 MEGAZERO_CLONES void backward(const T* x, const float* weight, const float* scale, const T* grad_y, T* grad_x,
                               float* grad_weight, std::int64_t count, std::int64_t width) {

@@ -1,5 +1,5 @@
 """The parts of `preprocess_data.py`.
 
-`chunks` cuts and parses jsonl, `encode` makes tokens of a chunk, `pool` runs chunks on processes in order,
-`slots` brings their results over, `progress` reports, `pipeline` ties them to the dataset writers.
+`chunks` splits and parses jsonl, `encode` turns a chunk into tokens, `pool` runs chunks on processes in
+order, `slots` returns their results, `progress` reports, `pipeline` connects them to the dataset writers.
 """

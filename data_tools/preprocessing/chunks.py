@@ -1,4 +1,4 @@
-"""Cutting jsonl files at newlines and parsing the pieces, with every bad line named."""
+"""Splits jsonl files at newlines and parses the pieces, naming every bad line."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import IO, Any
 from megazero.errors import DataError
 
 # Small enough that a chunk, its lines, texts and tokens stay in the processor's cache, and that their memory
-# is used again for the next chunk: of 8 MiB each was mapped anew, page by page.
+# is used again for the next chunk: chunks of 8 MiB were each mapped anew, page by page.
 CHUNK_BYTES = 2 << 20
-# Integers are not our business: as floats they may have any number of digits.
+# Integers are not our concern: as floats they may have any number of digits.
 _STRICT = json.JSONDecoder(parse_int=float)
 # Halves of a surrogate pair at each place where one can stand.
 _HALVES = (rb'"\ud800"', rb'"\udc00"', rb'"\ud800a"', rb'"\ud800\u0041"', rb'"\udc00\ud800"')
@@ -24,7 +24,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Chunk:
-    """Whole lines of one file: bytes `start`..`end`, or `data` itself where the file is compressed."""
+    """Whole lines of one file: bytes `start`..`end`, or `data` itself if the file is compressed."""
 
     number: int
     path: str
@@ -47,8 +47,8 @@ class Chunk:
 def cut(paths: Sequence[str], chunk_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]:
     """The files' chunks in order. Where a chunk ends depends on the files and `chunk_bytes` alone.
 
-    A chunk is `chunk_bytes` and whatever completes its last line. Compressed files (gzip, told by their first
-    bytes) are unpacked here, others are read by whoever processes the chunk.
+    A chunk is `chunk_bytes` long, plus whatever completes its last line. Compressed files (gzip, recognized
+    by their first bytes) are unpacked here; others are read by whoever processes the chunk.
     """
     number = 0
     for path in paths:
@@ -138,8 +138,8 @@ def fast_loads() -> Callable[[bytes], Any]:
 
 
 def _refuses_halves(loads: Callable[[bytes], Any]) -> bool:
-    """Whether this reader gives no text that holds half of a surrogate pair. (orjson 3.13 refuses, `json`
-    accepts.)"""
+    """Whether this reader refuses texts that hold half of a surrogate pair (orjson 3.13 does, `json` does
+    not)."""
     for half in _HALVES:
         try:
             loads(half)
@@ -172,7 +172,7 @@ def _parse_all_good(lines: Sequence[bytes], keys: Sequence[str]) -> list[list[st
     for texts in columns:
         if not set(map(type, texts)) <= {str}:
             return None
-    # To look for halves costs a tenth of a chunk's time; it is spared where the reader has done so.
+    # Looking for halves takes a tenth of a chunk's time; it is skipped if the reader has done so.
     for texts in [] if _refuses_halves(loads) else columns:
         for line, text in zip(lines, texts, strict=True):
             # Only an escape can smuggle in half of a surrogate pair; isascii() costs nothing.

@@ -1,4 +1,4 @@
-"""From a chunk of jsonl to the tokens that go to disk."""
+"""Turns a chunk of jsonl into the tokens that go to disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from data_tools.preprocessing.chunks import (
     parse_carefully,
     split_lines,
 )
-from megazero.data.indexed_format import dtype_for_vocab
+from megazero.data.indexed.format import dtype_for_vocab
 from megazero.data.tokenizers import (
     TokenBatch,
     TokenizerSpec,
@@ -34,7 +34,7 @@ _FIRST_CHECKED, _CHECKED_PER_CHUNK, _CHECKED_LETTERS = 16, 1, 1000
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """All a worker must know. `fast` False keeps to the tokenizer itself; `seed` picks the checked texts."""
+    """All a worker must know. `fast` False uses only the tokenizer itself; `seed` picks the checked texts."""
 
     spec: TokenizerSpec
     keys: tuple[str, ...]
@@ -72,8 +72,8 @@ class EncodedChunk:
 
 @dataclass(frozen=True)
 class EncoderFacts:
-    """What the rest of a run must know of its encoder. `fast` names the fast one, None is the tokenizer
-    itself; `reason` then tells why, if the user could have it otherwise."""
+    """What the rest of a run must know about its encoder. `fast` names the fast one; None means the tokenizer
+    itself, and `reason` then says why, if the user could change that."""
 
     tokenizer: str
     dtype: np.dtype
@@ -107,7 +107,7 @@ class ChunkEncoder:
         lines = split_lines(chunk, data)
         parsed = parse(lines, self.job.keys)
         if parsed.problems and not self.job.skip_bad_lines:
-            # The run ends here; an earlier line that cannot be tokenized is to be named before this one.
+            # The run ends here; an earlier line that cannot be tokenized must be named before this one.
             until = lines[: parsed.problems[0].line + 1]
             parsed = parse_carefully(until, self.job.keys, accept=self.tokenizer.encode)
         try:
@@ -141,11 +141,11 @@ class ChunkEncoder:
             if different is not None:
                 return None, f"{where}, in the text {sample[different][:60]!r}"
             return self.fast.encode_batch(column.texts), None
-        except Exception as error:  # whatever the fast encoder cannot do, the tokenizer itself is asked to
+        except Exception as error:  # whatever the fast encoder cannot do is left to the tokenizer itself
             return None, f"{where}, with {type(error).__name__}: {error}"
 
     def _assemble(self, batch: TokenBatch, counts: Sequence[int] | None) -> EncodedColumn:
-        """Drops what is empty, puts EOD after each document (inside its last sequence), narrows the ids."""
+        """Drops empty documents, puts EOD after each document (inside its last sequence), narrows the ids."""
         kept = batch.lengths > 0
         lengths = batch.lengths[kept]
         if counts is None:
@@ -182,8 +182,8 @@ def _with_eod(ids: np.ndarray, at: np.ndarray, eod: int, dtype: np.dtype) -> np.
 
 
 def _sample(texts: Sequence[str], seed: str, first_of_run: bool) -> list[str]:
-    """What is encoded both ways: the first texts of the run and a few random ones of every chunk, each from a
-    random place and up to 2,000 letters long."""
+    """The texts to encode both ways: the first texts of the run and a few random ones of every chunk, each
+    from a random place and up to 2,000 characters long."""
     if not texts:
         return []
     chance = random.Random(seed)

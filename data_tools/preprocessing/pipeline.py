@@ -1,4 +1,4 @@
-"""One run: chunks through the encoders into one indexed dataset per key, all whole or none visible."""
+"""One run: chunks go through the encoders into one indexed dataset per key, all whole or none visible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from data_tools.preprocessing.chunks import CHUNK_BYTES, Problem, cut
 from data_tools.preprocessing.encode import KEPT_PROBLEMS, EncodedChunk, EncodeJob
 from data_tools.preprocessing.pool import Crew, SoloCrew
 from data_tools.preprocessing.progress import Progress, Totals
-from megazero.data.indexed_writer import IndexedDatasetWriter
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import DataError
 
 
@@ -34,7 +34,7 @@ class PreprocessRun:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was done, by which encoder, in how many seconds."""
+    """What was done, by which encoder, and in how many seconds."""
 
     totals: Totals
     encoder: str
@@ -69,7 +69,7 @@ def _attempt(run: PreprocessRun, progress: Progress) -> tuple[Totals, str]:
             print(
                 f"note: encoding with the slower {facts.tokenizer} itself: {facts.reason}.", file=sys.stderr
             )
-        # Only now: the bar draws on a thread, and a process with threads cannot fork its workers.
+        # Started only now: the bar draws on a thread, and a process with threads cannot fork its workers.
         stack.enter_context(progress)
         writers = [
             stack.enter_context(IndexedDatasetWriter(prefix, facts.dtype))
@@ -80,7 +80,7 @@ def _attempt(run: PreprocessRun, progress: Progress) -> tuple[Totals, str]:
                 raise _Disagreement(f"{facts.fast} and {facts.tokenizer} differ in {chunk.disagreement}")
             if chunk.problems and not run.job.skip_bad_lines:
                 problem = _describe(chunk.path, first_line, chunk.problems[0])
-                raise DataError(f"{problem}; mend the line or pass `--on-error skip`.")
+                raise DataError(f"{problem}; correct the line or pass `--on-error skip`.")
             _note_problems(totals, chunk, first_line)
             totals.add(chunk)
             for writer, column in zip(writers, chunk.columns, strict=True):
@@ -91,7 +91,7 @@ def _attempt(run: PreprocessRun, progress: Progress) -> tuple[Totals, str]:
 
 
 def _crew(run: PreprocessRun) -> SoloCrew | Crew:
-    # `--workers` alone decides how many cores are used; nor should a library have threads when we fork.
+    # `--workers` alone decides how many cores are used, and no library should have threads when we fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return SoloCrew(run.job) if run.workers == 1 else Crew(run.job, run.workers, run.chunk_bytes)
 

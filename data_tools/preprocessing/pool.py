@@ -1,11 +1,11 @@
-"""Chunks on several processes, results in order.
+"""Runs chunks on several processes, with results in order.
 
 Each chunk goes to the worker with the least to do, so that one on a busy core does not hold up the rest; the
 parent remembers the order. Every worker has its own pipe and no lock is shared. On Linux the tokenizer is
-loaded once and the workers are forked with it; they hand their arrays over in shared memory. Where fork is
-unavailable or unsafe (other threads exist) they are started fresh ("spawn"), load the tokenizer themselves
-and send everything through their pipes. A worker that dies closes its pipe, and the parent knows; a parent
-that dies closes its end, and they leave.
+loaded once and the workers are forked with it; they return their arrays in shared memory. If fork is
+unavailable or unsafe (other threads exist), they are started fresh ("spawn"), load the tokenizer themselves
+and send everything through their pipes. If a worker dies, its pipe closes and the parent notices; if the
+parent dies, its ends close and the workers exit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from data_tools.preprocessing.encode import ChunkEncoder, EncodedChunk, EncodeJo
 from data_tools.preprocessing.slots import SharedSlots
 from megazero.errors import DataError, MegazeroError
 
-# Chunks a worker has at most: one in work and one waiting, so that it never idles; and, counting those whose
+# The most chunks a worker has: one in work and one waiting, so that it never idles; and, counting those whose
 # result waits for its turn, enough that it need not stop for one that is held up. This bounds memory.
 _QUEUED, _AHEAD = 2, 8
 _STOPPING = frozenset({signal.SIGINT, signal.SIGTERM})
@@ -50,7 +50,7 @@ class SoloCrew:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing to end."""
+        """There is nothing to end."""
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Crew:
 
     def __init__(self, job: EncodeJob, workers: int, chunk_bytes: int = CHUNK_BYTES):
         self._workers: list[_Worker] = []
-        # Kept to the end: to free it would copy the pages that the workers still share.
+        # Kept to the end: freeing it would copy the pages that the workers still share.
         self._encoder = ChunkEncoder(job) if can_fork() else None
         try:
             for number in range(workers):
@@ -118,7 +118,7 @@ class Crew:
     def _start(self, number: int, job: EncodeJob, chunk_bytes: int) -> None:
         forked = self._encoder is not None
         context = multiprocessing.get_context("fork" if forked else "spawn")
-        # Room for a token per byte of the chunk; what needs more goes through the pipe.
+        # Room for one token per byte of the chunk; what needs more goes through the pipe.
         slots = SharedSlots(_AHEAD, chunk_bytes * self._encoder.dtype.itemsize) if forked else None
         # A signal must neither reach a child that still has the parent's handlers nor leave one unrecorded.
         with _signals_held() if forked else nullcontext():
@@ -144,7 +144,7 @@ class Crew:
         self.close()
 
     def results(self, chunks: Iterable[Chunk]) -> Iterator[EncodedChunk]:
-        """The encoded chunks in order. The arrays of each hold until the next one is asked for."""
+        """The encoded chunks in order. The arrays of each stay valid until the next one is requested."""
         chunks = iter(chunks)
         turns: deque[_Worker] = deque()
         while True:
@@ -159,12 +159,12 @@ class Crew:
                 self._collect()
 
     def _with_room(self) -> _Worker | None:
-        """The worker to get the next chunk: of those with room, the one with the least to do."""
+        """The worker that gets the next chunk: of those with room, the one with the least to do."""
         free = (worker for worker in self._workers if worker.has_room())
         return min(free, key=lambda worker: worker.working, default=None)
 
     def _collect(self) -> None:
-        """Waits for a result, takes in all there are."""
+        """Waits for a result, then takes in all there are."""
         by_pipe = {worker.pipe: worker for worker in self._workers if worker.working}
         for pipe in wait(by_pipe):
             worker = by_pipe[pipe]
@@ -215,8 +215,8 @@ def work(
 ) -> None:
     """A worker's whole life: encode what comes through `pipe` until the other end closes.
 
-    `inherited` are the parent's ends, which a fork copies: while a worker held one, no worker would see the
-    parent leave.
+    `inherited` are the parent's ends, which a fork copies: as long as a worker held one, no worker would
+    notice the parent's exit.
     """
     # Ctrl-C reaches every process of the terminal; only the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -244,7 +244,7 @@ def work(
 
 
 def _outcome(action: Callable[[Any], Any], argument: Any) -> Any:
-    """What the action returns or, for the parent to raise in its turn, the error."""
+    """What the action returns, or its error, for the parent to raise when its turn comes."""
     try:
         return action(argument)
     except (MegazeroError, OSError) as error:

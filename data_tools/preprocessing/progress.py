@@ -38,7 +38,7 @@ class Totals:
 
 
 class Progress:
-    """Shows totals while they grow. `interval` is in documents and counts only where there is no terminal."""
+    """Shows totals while they grow. `interval` is in documents and is used only if there is no terminal."""
 
     def __init__(self, paths: Sequence[str], interval: int, stream: IO[str] | None = None):
         self.started = time.perf_counter()
@@ -52,7 +52,7 @@ class Progress:
 
             columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
             self._bar = Bars(*columns, console=Console(file=stream), transient=True)
-            # A compressed file yields more bytes than it has, so with one the end is unknown.
+            # A compressed file yields more bytes than its size, so with one the end is unknown.
             size = None if any(path.endswith(".gz") for path in paths) else sum(map(os.path.getsize, paths))
             self._task = self._bar.add_task("preprocess", total=size)
 
@@ -78,12 +78,12 @@ class Progress:
             print(f"{done:,} documents, {tokens:,} tokens, {speed:.1f} MB/s", file=self._stream, flush=True)
 
     def seconds(self) -> float:
-        """Since the start."""
+        """The seconds since the start."""
         return time.perf_counter() - self.started
 
 
 def print_table(totals: Totals, outputs: dict[str, str], encoder: str, seconds: float) -> None:
-    """The final account, on standard output."""
+    """Print the final summary on standard output."""
     from rich.console import Console
     from rich.table import Table
 
@@ -101,7 +101,7 @@ def print_table(totals: Totals, outputs: dict[str, str], encoder: str, seconds: 
 
 
 def print_skipped(totals: Totals) -> None:
-    """The lines left out by `--on-error skip`: how many per reason, and the first few."""
+    """Print the lines left out by `--on-error skip`: how many per reason, and the first few."""
     if not totals.problems:
         return
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(totals.problems.items()))

@@ -1,4 +1,4 @@
-"""Results of a forked worker in memory it shares with its parent, so that no array travels through a pipe."""
+"""A forked worker's results in memory shared with its parent, so that no array goes through a pipe."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Parcel:
 class SharedSlots:
     """`count` stretches of `capacity` bytes, filled in turn by one process and read by another.
 
-    Made before the fork; only pages that are written take memory. Nothing is locked: whoever reads must be
-    done with a value before the writer packs the `count`-th one after it. Arrays travel out of band by
-    pickle's protocol 5 (PEP 574): one copy in, none out.
+    Made before the fork; only pages that are written take memory. Nothing is locked: the reader must be done
+    with a value before the writer packs the `count`-th one after it. Arrays travel out of band with pickle's
+    protocol 5 (PEP 574): one copy in, none out.
     """
 
     def __init__(self, count: int, capacity: int):
@@ -51,7 +51,7 @@ class SharedSlots:
         return Parcel(slot, header, tuple(spans))
 
     def unpack(self, packed: Any) -> Any:
-        """What was packed; its arrays lie in the slot and hold until that is filled again."""
+        """What was packed; its arrays lie in the slot and stay valid until that is filled again."""
         if not isinstance(packed, Parcel):
             return packed
         memory = self._memory[packed.slot]

@@ -21,17 +21,17 @@ from megazero.errors import DamagedCheckpointError
 BLOCK = 4 << 20
 # Bytes are hashed in pieces of this size as soon as they are read, while a cache may still have them.
 _PIECE = 512 << 10
-# To hash takes half the time of reading from the page cache. Blocks are independent, so threads hide it.
+# Hashing takes half as long as reading from the page cache. Blocks are independent, so threads hide it.
 _THREADS = 3
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What is known of a file.
+    """What is known about a file.
 
     Attributes:
-        size: in bytes.
-        blocks: the xxh3_64 of each block, in hex; none if it was not hashed.
+        size: the size in bytes.
+        blocks: the xxh3_64 of each block, in hex; empty if it was not hashed.
     """
 
     size: int
@@ -39,7 +39,7 @@ class FileRecord:
 
 
 class BlockHasher:
-    """Hashes bytes that come in order, block by block."""
+    """Hashes bytes that arrive in order, block by block."""
 
     def __init__(self, block_size: int = BLOCK):
         self._block_size = block_size
@@ -60,22 +60,22 @@ class BlockHasher:
             data = data[len(piece) :]
 
     def record(self) -> FileRecord:
-        """Size and hashes of all that came."""
+        """Size and hashes of everything so far."""
         last = (self._hash.hexdigest(),) if self._size % self._block_size else ()
         return FileRecord(self._size, (*self._done, *last))
 
 
 class BlockFile:
-    """An open file whose bytes are checked as they are read; its methods are for one thread at a time.
+    """An open file whose bytes are checked as they are read; use it from one thread at a time.
 
     Args:
-        path: of a regular file, not a link.
-        record: what it must be; without one, or with one that has no hashes, nothing is compared.
+        path: a regular file, not a link.
+        record: what the file must be; without one, or with one that has no hashes, nothing is compared.
         verify: compare the hashes of blocks; the size is always compared.
         block_size: bytes per hash.
 
     Raises:
-        DamagedCheckpointError: from all methods: the file is missing, cannot be read or is not as recorded.
+        DamagedCheckpointError: in all methods: the file is missing, cannot be read or is not as recorded.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class BlockFile:
         self._verified: set[int] = set()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="blocks")
         with self._errors():
-            # Without O_NONBLOCK, to open a pipe would wait for its writer.
+            # Without O_NONBLOCK, opening a pipe would wait for its writer.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             with self._errors():
@@ -104,7 +104,7 @@ class BlockFile:
             raise
 
     def damage(self, what: str) -> DamagedCheckpointError:
-        """The error that says in words what is wrong with this file."""
+        """The error to raise, with what is wrong with this file in words."""
         return DamagedCheckpointError(
             f"`{self.path}` must be as it was written, but {what}; use another checkpoint"
         )
@@ -114,10 +114,10 @@ class BlockFile:
         self.read_spans([(start, memory)])
 
     def read_spans(self, spans: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill several memories, each from its byte of the file on.
+        """Fill several memories, each from a byte of the file on.
 
-        A block is read and checked once for all of them, straight into them; of what nobody wants of it, a
-        piece at a time is held.
+        A block is read and checked once for all of them, and straight into them; the rest of it is held one
+        small piece at a time.
         """
         wanted: dict[int, list[tuple[int, memoryview]]] = defaultdict(list)
         for start, memory in sorted(spans, key=lambda span: span[0]):
@@ -138,7 +138,7 @@ class BlockFile:
         self._read_blocks({block: [] for block in range(len(self._hashes))})
 
     def close(self) -> None:
-        """Give the file back; again does nothing."""
+        """Close the file; a second call does nothing."""
         self._threads.shutdown()
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
@@ -153,12 +153,12 @@ class BlockFile:
             self._read_block(*next(iter(wanted.items())))
             return
         reads = [self._threads.submit(self._read_block, *each) for each in wanted.items()]
-        wait(reads)  # for all: once this raises, nobody may be writing into the memory
+        wait(reads)  # for all of them: once this raises, nobody may still be writing into the memory
         for read in reads:
             read.result()
 
     def _read_block(self, block: int, wanted: Sequence[tuple[int, memoryview]]) -> None:
-        """Check a block and fill memories from it, each from its byte of the file on, ascending."""
+        """Check a block and fill memories from it, each from a byte of the file on, in ascending order."""
         if not self._hashes or block in self._verified:
             for start, memory in wanted:
                 self._read(memory, start)
@@ -166,7 +166,7 @@ class BlockFile:
         begin, end = self._range(block)
         digest, position, again = xxh3_64(), begin, []
         for start, memory in wanted:
-            if start < position:  # what another memory has got too
+            if start < position:  # bytes that another memory was given too
                 again.append((start, memory))
                 continue
             self._pass_over(position, start, digest)
@@ -197,7 +197,7 @@ class BlockFile:
             while memory:
                 count = os.preadv(self._descriptor, [memory], start)
                 if count == 0:
-                    raise self.damage(f"byte {start} is not there any more")
+                    raise self.damage(f"byte {start} is no longer there")
                 memory, start = memory[count:], start + count
 
     @contextmanager

@@ -1,8 +1,8 @@
-"""Boxes: axis-aligned parts of a tensor, in which checkpoints say what lies where.
+"""Boxes: axis-aligned parts of a tensor, the terms in which checkpoints say what lies where.
 
-What a rank owns of a parameter may be a range of its flattened slice. In the order of memory such a range is
-a few boxes one after the other: the rest of a row, whole rows, the beginning of a row. Boxes of the whole
-tensor say the same thing on every layout.
+The part of a parameter that a rank owns may be a range of its flattened slice. In memory order such a range
+is a few boxes one after another: the rest of a row, whole rows, the beginning of a row. Boxes of the whole
+tensor mean the same thing on every layout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """Part of a tensor: where it starts and how far it goes, along each dim."""
+    """Part of a tensor: its offset and its shape, along each dim."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Elements in it."""
+        """The number of elements in it."""
         return math.prod(self.shape)
 
     @property
@@ -46,7 +46,7 @@ class Box:
         return Box(tuple(o + d for o, d in zip(self.offset, by, strict=True)), self.shape)
 
     def overlap(self, other: Box) -> Box | None:
-        """What both have in common, or None."""
+        """The part that both have in common, or None."""
         starts, shape = [], []
         for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
             start = max(a, b)
@@ -87,7 +87,7 @@ def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator
 
 
 def gaps_or_overlaps(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
-    """What keeps boxes from covering a tensor exactly once, in words; None if they do."""
+    """Why the boxes do not cover a tensor exactly once, in words; None if they do."""
     whole = Box.whole(shape)
     found = sorted(box for box in boxes if box.numel)
     for box in found:
@@ -102,7 +102,7 @@ def gaps_or_overlaps(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None
 
 
 def _colliding(boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
-    """Pairs that overlap, of boxes in the order of their offsets: a sweep along the first dim."""
+    """Pairs of boxes that overlap; boxes come in the order of their offsets: a sweep along the first dim."""
     active: list[Box] = []
     for box in boxes:
         if not box.shape:

@@ -1,7 +1,7 @@
-"""`Disk`: the one way in which checkpoints change the file system.
+"""`Disk`: the only way in which checkpoints change the file system.
 
-That a checkpoint is whole or invisible hangs on the order of a few changes. All go through the methods of one
-object, so that a test can count them, stop after any of them and make any of them fail.
+Whether a checkpoint is always either whole or invisible depends on the order of a few changes. All of them go
+through one object, so that a test can count them, stop after any of them and make any of them fail.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class File(Protocol):
         """Return when what was written is on the medium."""
 
     def close(self) -> None:
-        """Give the file back; again does nothing."""
+        """Close the file; a second call does nothing."""
 
     def __enter__(self) -> File: ...
 
@@ -37,22 +37,22 @@ class Disk:
     """A POSIX file system. Whatever the system refuses is raised as OSError, unchanged.
 
     `make_folder`, `create`, `rename`, `sync_folder`, `remove_file` and `remove_folder` are one change
-    each, and so is each call of a `File`. The other methods are made of them.
+    each, and so is each call of a `File`. The other methods are built from them.
     """
 
     def make_folder(self, path: Path) -> None:
-        """Make one folder, whose parent is there and which is not."""
+        """Make one folder, which must not exist yet; its parent must."""
         os.mkdir(path)
 
     def create(self, path: Path) -> File:
-        """Make a file, which must not be there, not even as a link."""
+        """Make a file, which must not exist yet, not even as a link."""
         return _PosixFile(path)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Rename in one step. A file replaces the file of the new name; a folder finds the name free.
+        """Rename in one step. A file replaces one of that name; a folder needs a free name.
 
         Raises:
-            FileExistsError: `old` is a folder, and there is something called `new`.
+            FileExistsError: `old` is a folder, and something is called `new` already.
         """
         # The system would replace an empty folder.
         if _is_folder(old) and os.path.lexists(new):
@@ -60,18 +60,20 @@ class Disk:
         os.rename(old, new)
 
     def sync_folder(self, path: Path) -> None:
-        """Return when the names in a folder are on the medium, if its file system knows such a thing."""
+        """Return when the names in a folder are on the medium, if its file system supports that."""
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # so say file systems that have it on the medium anyway, or never
+            if (
+                error.errno != errno.EINVAL
+            ):  # from file systems where names are on the medium anyway, or never
                 raise
         finally:
             os.close(folder)
 
     def remove_file(self, path: Path) -> None:
-        """Remove a file, or a link but not what it points at."""
+        """Remove a file, or a link but not its target."""
         os.unlink(path)
 
     def remove_folder(self, path: Path) -> None:
@@ -79,7 +81,7 @@ class Disk:
         os.rmdir(path)
 
     def make_parents(self, path: Path) -> None:
-        """Make a folder and those above it as far as they are missing, and put their names on the medium."""
+        """Make a folder and whatever is missing above it, and put their names on the medium."""
         if path.is_dir():
             return
         self.make_parents(path.parent)
@@ -113,7 +115,7 @@ class Disk:
             self.rename(aside, path)
             self.sync_folder(path.parent)
         except OSError:
-            # What failed first says more than a failure to clear up after it.
+            # The first failure says more than a failure to clean up after it.
             with contextlib.suppress(OSError):
                 self.remove_file(aside)
             raise
@@ -141,7 +143,7 @@ class _PosixFile:
         os.fsync(self._descriptor)
 
     def _send(self) -> None:
-        # To say that pages are not needed makes Linux start to write them out, without waiting for it, so
+        # Saying that pages are not needed makes Linux start to write them out, without waiting for it, so
         # that `sync` has little left to do. Once on the medium, they make room for what is needed.
         if hasattr(os, "posix_fadvise"):
             length = self._written - self._sent

@@ -1,9 +1,9 @@
-"""The folder of a run: its checkpoints, which of them is the newest, who may write, and what is kept.
+"""A run's folder: its checkpoints, which of them is the newest, who may write, and which are kept.
 
 A checkpoint is written in a hidden folder and becomes visible by one rename; then
 ``latest_checkpointed_iteration.txt`` names it, as in Megatron. What is removed is hidden by one rename first.
-So at any moment what is visible is whole, and what a killed run leaves behind is hidden, to be cleared by the
-next.
+So whatever is visible at any moment is whole, and what a killed run leaves behind is hidden until the next
+run clears it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LEFTOVER = re.compile(
 )
 _IMPORT = "bring it over with `megazero checkpoint import-megatron`"
 _HUGGING_FACE = ("a Hugging Face model", "take its weights with --load-hf")
-# What lies in a folder that others wrote, what the folder is then, and what to do.
+# A name found in folders that other programs wrote, what such a folder is, and what to do.
 _FOREIGN = (
     ("manifest.json", "one checkpoint", "name the folder above it"),
     ("model.safetensors", *_HUGGING_FACE),
@@ -40,26 +40,26 @@ _FOREIGN = (
     ("pytorch_model.bin", *_HUGGING_FACE),
     ("pytorch_model.bin.index.json", *_HUGGING_FACE),
     ("mp_rank_*", "a checkpoint of Megatron", _IMPORT),
-    ("latest", "DeepSpeed's or that of `megazero.initialize`", f"load it there or {_IMPORT}"),
+    ("latest", "a folder of DeepSpeed or `megazero.initialize`", f"load it there or {_IMPORT}"),
     (".metadata", "a checkpoint of torch.distributed.checkpoint", "convert it to a Hugging Face model"),
 )
 
 
 def iteration_folder(directory: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of `iteration` lies."""
+    """The folder of the checkpoint of `iteration`."""
     return Path(directory) / f"iter_{iteration:07d}"
 
 
 def hidden_folder(directory: str | Path, iteration: int, state: str) -> Path:
-    """Where it lies while it is `partial`, `replaced` or `removed`."""
+    """Its folder while it is `partial`, `replaced` or `removed`."""
     return Path(directory) / f".iter_{iteration:07d}.{state}"
 
 
 def saved_iterations(directory: str | Path) -> list[int]:
-    """Iterations of the visible checkpoints, ascending; none where there is no such folder.
+    """Iterations of the visible checkpoints, in ascending order; none if there is no such folder.
 
     Raises:
-        CheckpointError: it is no folder, or may not be read.
+        CheckpointError: it is not a folder, or may not be read.
     """
     try:
         names = os.listdir(directory)
@@ -74,11 +74,11 @@ def saved_iterations(directory: str | Path) -> list[int]:
 
 
 def latest_iteration(directory: str | Path) -> int | None:
-    """What ``latest_checkpointed_iteration.txt`` names, or None where there is no such file.
+    """The iteration that ``latest_checkpointed_iteration.txt`` names, or None if there is no such file.
 
     Raises:
-        DamagedCheckpointError: it does not hold a number, or is no file.
-        CheckpointError: it holds `release`, as Megatron's do for converted weights.
+        DamagedCheckpointError: it does not hold a number, or is not a file.
+        CheckpointError: it holds `release`, as Megatron writes for converted weights.
     """
     path = Path(directory) / LATEST
     if not os.path.lexists(path):
@@ -90,7 +90,7 @@ def latest_iteration(directory: str | Path) -> int | None:
         )
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise DamagedCheckpointError(
-            f"`{path}` must hold an iteration number, but holds {text[:40]!r}; mend or delete it"
+            f"`{path}` must hold an iteration number, but holds {text[:40]!r}; correct or delete it"
         )
     return int(text)
 
@@ -109,10 +109,10 @@ class Candidates:
 
 
 def candidates(directory: str | Path, iteration: int | None = None) -> Candidates:
-    """What may be loaded from a run's folder: any, or that of one iteration alone.
+    """What may be loaded from a run's folder: any checkpoint, or only that of one iteration.
 
     Raises:
-        CheckpointError: the folder is another system's, cannot be read, or has no such iteration.
+        CheckpointError: another system wrote the folder, it cannot be read, or it has no such iteration.
     """
     directory = Path(directory)
     saved = _loadable(directory)
@@ -146,7 +146,7 @@ def candidates(directory: str | Path, iteration: int | None = None) -> Candidate
 
 
 def _loadable(directory: Path) -> dict[int, Path]:
-    """Where the checkpoint of each iteration lies: a killed run may have set one aside and brought none."""
+    """The folder of each iteration's checkpoint: a killed run may have set one aside and not replaced it."""
     places = {iteration: iteration_folder(directory, iteration) for iteration in saved_iterations(directory)}
     if directory.is_dir():
         aside = [(each.restored, each.path) for each in leftovers(directory) if each.restored is not None]
@@ -161,12 +161,12 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 class WriterLock:
-    """The right to write into a folder, which one job at a time has; the system takes it back when it ends.
+    """The right to write into a folder, held by one job at a time; the system frees it at its end.
 
-    Where a file system has no locks, a warning says so.
+    If the file system has no locks, a warning says so.
 
     Raises:
-        CheckpointError: another job has it.
+        CheckpointError: another job holds it.
     """
 
     def __init__(self, directory: Path):
@@ -186,7 +186,8 @@ class WriterLock:
                 os.close(self._file)
                 raise
             warnings.warn(
-                f"the file system of `{directory}` has no locks: nothing keeps another job from it",
+                f"the file system of `{directory}` has no locks: nothing keeps another job from writing "
+                "there",
                 stacklevel=2,
             )
         os.ftruncate(self._file, 0)
@@ -201,12 +202,12 @@ class WriterLock:
 
 @dataclass(frozen=True)
 class Leftover:
-    """What a killed run left, or what a running one is at.
+    """What a killed run left, or what a running one is working on.
 
     Attributes:
-        path: hidden.
-        restored: the checkpoint that it becomes again, where what was to replace it did not come; None for
-            what is only to be removed.
+        path: its hidden path.
+        restored: the checkpoint that it becomes again, because its replacement was never finished; None if it
+            is only to be removed.
     """
 
     path: Path
@@ -229,7 +230,7 @@ def leftovers(directory: str | Path) -> list[Leftover]:
 
 
 def recover(disk: Disk, directory: Path, which: Callable[[Path], bool] = lambda path: True) -> None:
-    """Clear what a killed run or a failed save left, as far as wanted; for the lock's holder."""
+    """Clear what a killed run or a failed save left, as far as `which` says; the caller holds the lock."""
     for each in leftovers(directory):
         if not which(each.path):
             continue
@@ -240,7 +241,7 @@ def recover(disk: Disk, directory: Path, which: Callable[[Path], bool] = lambda 
 
 
 def publish(disk: Disk, directory: Path, iteration: int) -> Path:
-    """Make a partial checkpoint, complete and synced, the visible newest one."""
+    """Make a partial checkpoint, which is complete and synced, the newest visible one."""
     final = iteration_folder(directory, iteration)
     replaced = hidden_folder(directory, iteration, "replaced")
     if final.exists():
@@ -265,15 +266,15 @@ class Retention:
     """Which checkpoints are kept: the newest, and ...
 
     Attributes:
-        last: so many of the newest; None keeps all.
-        every: those whose iteration this divides; None spares none.
+        last: this many of the newest; None keeps all.
+        every: those whose iteration is a multiple of this; None keeps no further ones.
     """
 
     last: int | None = None
     every: int | None = None
 
     def superseded(self, iterations: list[int], latest: int | None) -> Iterator[int]:
-        """Those that may go, oldest first. `latest`, which a resume would take, always stays."""
+        """Iterations that may be removed, oldest first. `latest`, which a resume would take, always stays."""
         if self.last is None:
             return
         for iteration in sorted(iterations)[: -max(1, self.last)]:
@@ -292,7 +293,7 @@ def prune(
 
 
 def remove_checkpoint(disk: Disk, directory: Path, iteration: int) -> None:
-    """Remove a visible checkpoint; it is invisible before the first of its files goes."""
+    """Remove a visible checkpoint; it is invisible before the first of its files is removed."""
     hidden = hidden_folder(directory, iteration, "removed")
     disk.rename(iteration_folder(directory, iteration), hidden)
     disk.sync_folder(directory)  # else a power cut could bring its name back without its files

@@ -3,8 +3,7 @@
 ``manifest.json`` is written last and lists every other file with its size and the hashes of its blocks, so a
 folder without it is not a checkpoint and one with it can be checked byte for byte. Its first line is the hash
 of the rest. ``index.json`` says which box of which logical tensor lies in which file. What is read here may
-come from
-anyone: sizes, names and boxes are checked before they are used.
+come from anyone: sizes, names and boxes are checked before they are used.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MANIFEST = "manifest.json"
 INDEX = "index.json"
 STATE = "state.json"
 _FIRST_LINE = re.compile(rb'\{"checksum": "([0-9a-f]{16})",\n')
-# Larger ones are no description of anything; a manifest of 2 TB of files has about 10 MB.
+# Nothing larger is a genuine description; the manifest for 2 TB of files has about 10 MB.
 LARGEST = 1 << 30
 
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
@@ -39,11 +38,11 @@ FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 
 
-class _Strict(BaseModel):
+class _ManifestModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class FileEntry(_Strict):
+class FileEntry(_ManifestModel):
     """Size in bytes and the hash of each block of a file."""
 
     size: Count
@@ -52,23 +51,23 @@ class FileEntry(_Strict):
     @model_validator(mode="after")
     def _complete(self) -> FileEntry:
         if len(self.blocks) != -(-self.size // BLOCK):
-            raise ValueError(f"{len(self.blocks)} hashes are not those of {self.size} bytes")
+            raise ValueError(f"{len(self.blocks)} hashes do not fit {self.size} bytes")
         return self
 
     @property
     def record(self) -> FileRecord:
-        """As the reader of files takes it."""
+        """The same in the form that the reader of files takes."""
         return FileRecord(self.size, self.blocks)
 
 
-class Manifest(_Strict):
+class Manifest(_ManifestModel):
     """What a checkpoint consists of.
 
     Attributes:
-        format: of the whole checkpoint.
-        iteration: that it was saved after.
-        block_size: bytes that one hash is of.
-        files: by name, all but the manifest.
+        format: the format of the whole checkpoint.
+        iteration: the iteration after which it was saved.
+        block_size: bytes per hash.
+        files: all files but the manifest, by name.
     """
 
     format: Literal[2]
@@ -83,7 +82,7 @@ class Manifest(_Strict):
         return self
 
 
-class Piece(_Strict):
+class Piece(_ManifestModel):
     """A box of a logical tensor that lies in one file."""
 
     file: FileName
@@ -92,17 +91,17 @@ class Piece(_Strict):
 
     @property
     def box(self) -> Box:
-        """Which part of the tensor."""
+        """The part of the tensor that it is."""
         return Box(self.offset, self.shape)
 
 
-class Logical(_Strict):
+class Logical(_ManifestModel):
     """One logical tensor: the pieces cover `shape` exactly once.
 
     Attributes:
         name, kind: its `Key`.
-        dtype: as safetensors names it, such as F32.
-        shape: without padding.
+        dtype: the dtype as safetensors names it, such as F32.
+        shape: its shape, without padding.
         pieces: where its elements are.
     """
 
@@ -118,13 +117,13 @@ class Logical(_Strict):
         return Key(self.name, self.kind)
 
 
-class Index(_Strict):
+class Index(_ManifestModel):
     """All logical tensors of a checkpoint."""
 
     tensors: tuple[Logical, ...]
 
     def trouble(self, sizes: Mapping[str, int]) -> str | None:
-        """What is wrong with it in itself, in words, given the sizes of the files; None if nothing."""
+        """What is wrong with the index itself, in words, given the sizes of the files; None if nothing is."""
         seen: set[Key] = set()
         for tensor in self.tensors:
             if tensor.key in seen:
@@ -137,10 +136,10 @@ class Index(_Strict):
                 return f"`{tensor.key}` has a shape beyond all memory"
             for piece in tensor.pieces:
                 if not len(piece.offset) == len(piece.shape) == len(tensor.shape):
-                    return f"a piece of `{tensor.key}` has other dims than it"
+                    return f"a piece of `{tensor.key}` has a different number of dims"
                 if piece.file not in sizes or not piece.file.endswith(".safetensors"):
                     return f"`{tensor.key}` lies in {piece.file!r}, which the manifest does not list"
-                # Who reads the tensor makes room for it first.
+                # Whoever reads the tensor allocates memory for it first.
                 if piece.box.numel * DTYPES[tensor.dtype].itemsize > sizes[piece.file]:
                     return f"a piece of `{tensor.key}` is larger than its file"
             if wrong := gaps_or_overlaps(tensor.shape, (piece.box for piece in tensor.pieces)):
@@ -149,7 +148,7 @@ class Index(_Strict):
 
 
 def piece_name(key: Key, shape: tuple[int, ...], box: Box) -> str:
-    """What a piece is called in its file."""
+    """The name of a piece in its file."""
     return str(key) if box == Box.whole(shape) else f"{key}{box}"
 
 
@@ -168,7 +167,7 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         DamagedCheckpointError: it is missing, changed or ill-formed.
-        CheckpointError: it is of another format.
+        CheckpointError: it has another format.
     """
     path = folder / MANIFEST
     data = read_bytes(path, most=LARGEST)
@@ -180,7 +179,7 @@ def read_manifest(folder: Path) -> Manifest:
     rest = b"{" + data[first.end() :]
     if (found := _plain(rest, path).get("format")) != FORMAT:
         raise CheckpointError(
-            f"`{path}` must be of format {FORMAT}, but is of {found!r}; use its own version"
+            f"`{path}` must be of format {FORMAT}, but is of {found!r}; use the version that wrote it"
         )
     return parse(Manifest, rest, path)
 
@@ -191,7 +190,7 @@ def parse(model: type[BaseModel], data: bytes, path: Path) -> Any:
     Raises:
         DamagedCheckpointError: it is ill-formed; the first reason is named.
     """
-    _plain(data, path)  # of equal keys the model would take the last
+    _plain(data, path)  # refuses equal keys, of which the model would take the last
     try:
         return model.model_validate_json(data)
     except ValidationError as error:

@@ -17,7 +17,7 @@ RANDOM = "rng"
 
 @dataclass(frozen=True)
 class Key:
-    """Which logical tensor: a parameter's global name (or a buffer's), and what of it.
+    """Identifies a logical tensor: the global name of a parameter (or buffer), and which of its tensors.
 
     `kind` is ``weight``, or names an optimizer state such as ``exp_avg``.
     """
@@ -34,10 +34,10 @@ class Part:
     """A box of a logical tensor.
 
     Attributes:
-        key: which.
-        shape: of the whole logical tensor, without padding.
+        key: the logical tensor.
+        shape: the shape of the whole logical tensor, without padding.
         box: the part of it.
-        tensor: the memory, in the box's shape, of any strides, dtype and device.
+        tensor: the memory, in the box's shape, with any strides, dtype and device.
     """
 
     key: Key
@@ -56,7 +56,7 @@ class Source(Protocol):
 
     @property
     def shapes(self) -> Mapping[Key, tuple[int, ...]]:
-        """All that it holds."""
+        """The shapes of everything that it holds."""
 
     def read(self, parts: Iterable[Part]) -> None:
         """Fill the memory of parts, converted to its dtype. All keys must be in `shapes`, in that shape.
@@ -67,7 +67,7 @@ class Source(Protocol):
 
 
 def misfits(found: Mapping[Key, tuple[int, ...]], wanted: Mapping[Key, tuple[int, ...]]) -> list[str]:
-    """In words, what is missing of the wanted logical tensors, or there in another shape."""
+    """In words, which of the wanted logical tensors are missing or have another shape."""
     wrong = []
     for key, shape in wanted.items():
         if key not in found:

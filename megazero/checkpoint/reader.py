@@ -1,6 +1,6 @@
 """Reading a checkpoint from any layout: each rank takes the boxes that it needs, wherever they lie.
 
-No more than `_STAGED` bytes are held beside the destination, and each file's blocks are hashed as they pass.
+No more than `_STAGED` bytes are held besides the destination, and each file's blocks are hashed in passing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _KEPT_OPEN = 64
 class Verify(str, Enum):
     """How a checkpoint is checked while it is loaded.
 
-    FULL: the hash of every block that is read. SIZE: that all files are there in their sizes.
+    FULL: the hash of every block that is read. SIZE: only that all files exist with the right sizes.
     """
 
     FULL = "full"
@@ -56,7 +56,7 @@ class Verify(str, Enum):
 
 @dataclass(frozen=True)
 class _Copy:
-    """What one piece gives to one part."""
+    """What one piece contributes to one part."""
 
     part: Part
     piece: Piece
@@ -67,18 +67,18 @@ class CheckpointReader:
     """One checkpoint, seen as logical tensors; a `Source`.
 
     Args:
-        folder: such as ``DIR/iter_0000100``.
-        verify: how much is checked on the way.
+        folder: its folder, such as ``DIR/iter_0000100``.
+        verify: how much is checked while reading.
 
     Attributes:
         manifest: which files there are.
-        index: which tensors, and where.
+        index: which tensors there are, and where.
         facts: everything else that was saved.
-        shapes: of all tensors.
+        shapes: the shapes of all tensors.
 
     Raises:
-        DamagedCheckpointError: a file is missing, of another size, or changed (those that are read here).
-        CheckpointError: the checkpoint is of another format.
+        DamagedCheckpointError: a file is missing, has another size, or was changed (if it is read here).
+        CheckpointError: the checkpoint has another format.
     """
 
     def __init__(self, folder: str | Path, *, verify: Verify = Verify.FULL):
@@ -138,7 +138,7 @@ class CheckpointReader:
         return DTYPES[self._tensors[key].dtype]
 
     def open(self, name: str) -> TensorFile:
-        """One of the tensor files, with the entries that the index says it has.
+        """Open one of the tensor files; it must have the entries that the index says it has.
 
         Raises:
             DamagedCheckpointError: it lacks one, or has it in another shape or dtype.
@@ -179,7 +179,7 @@ class CheckpointReader:
     def _check_files(self) -> None:
         expected = iteration_folder(self.folder.parent, self.manifest.iteration).name
         aside = hidden_folder(self.folder.parent, self.manifest.iteration, "replaced").name
-        # A link may have any name but that of another iteration.
+        # A link may have any name except that of another iteration.
         name = Path(os.path.abspath(self.folder)).name
         name = name if name.startswith("iter_") else self.folder.resolve().name
         if name not in (expected, aside):
@@ -208,14 +208,14 @@ class CheckpointReader:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """Consecutive bytes of a file, and what they hold of a part.
+class _FileSpan:
+    """Consecutive bytes of a file, and which elements of a part they hold.
 
     Attributes:
-        start: first byte in the file.
-        count: elements of the file from there on.
-        dtype: of the file.
-        strides: of `target`'s elements among them.
+        start: the first byte in the file.
+        count: how many of the file's elements to read from there.
+        dtype: the file's dtype.
+        strides: the strides of `target`'s elements among them.
         target: the memory of the part.
     """
 
@@ -227,13 +227,13 @@ class _Run:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the bytes are just those of the target."""
+        """Whether the bytes are exactly those of the target."""
         target = self.target
         alike = self.count == target.numel() and target.dtype == self.dtype
         return alike and target.is_cpu and target.is_contiguous()
 
 
-def _runs(entry: Entry, copy: _Copy) -> Iterator[_Run]:
+def _runs(entry: Entry, copy: _Copy) -> Iterator[_FileSpan]:
     """What to read for a copy, at most `_STAGED` bytes at a time."""
     size, strides = entry.dtype.itemsize, _strides(copy.piece.shape)
     for box in _chunks(copy.box, strides, _STAGED // size):
@@ -241,12 +241,12 @@ def _runs(entry: Entry, copy: _Copy) -> Iterator[_Run]:
         first = sum(o * stride for o, stride in zip(inside, strides, strict=True))
         last = sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
         target = copy.part.tensor[box.within(copy.part.box)]
-        yield _Run(entry.start + first * size, last + 1, entry.dtype, strides, target)
+        yield _FileSpan(entry.start + first * size, last + 1, entry.dtype, strides, target)
 
 
-def _batches(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
-    """Runs in the order of the file, together at most `_STAGED` bytes, or one alone."""
-    batch: list[_Run] = []
+def _batches(runs: Iterable[_FileSpan]) -> Iterator[list[_FileSpan]]:
+    """Runs in file order, in batches of at most `_STAGED` bytes or of a single run."""
+    batch: list[_FileSpan] = []
     held = 0
     for run in sorted(runs, key=lambda run: run.start):
         size = run.count * run.dtype.itemsize
@@ -279,5 +279,5 @@ def _chunks(box: Box, strides: tuple[int, ...], limit: int) -> Iterator[Box]:
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of contiguous memory, in elements."""
+    """The strides of contiguous memory, in elements."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 LENGTH_BYTES = 8
-# As in the library, so that whatever it opens is opened here.
+# As in the library, so that whatever it opens can be opened here.
 LARGEST_HEADER = 100_000_000
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -70,7 +70,7 @@ def encode_header(
         if name == _METADATA or name in content:
             raise ValueError(f"`{name}` must be the name of one tensor, but is reserved or occurs twice")
         if dtype not in NAME_OF_DTYPE:
-            raise ValueError(f"`{name}` must be of a dtype that safetensors knows, but is of {dtype}")
+            raise ValueError(f"`{name}` must have a dtype that safetensors knows, but has {dtype}")
         end = offset + math.prod(shape) * dtype.itemsize
         content[name] = {"dtype": NAME_OF_DTYPE[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
@@ -86,10 +86,10 @@ def decode_header(text: bytes, data_bytes: int) -> tuple[dict[str, Entry], dict[
 
     Args:
         text: the JSON with the spaces after it.
-        data_bytes: of the file, after the header.
+        data_bytes: the number of bytes in the file after the header.
 
     Raises:
-        ValueError: it is not exactly as the format has it, in words.
+        ValueError: it does not follow the format exactly; the message says why.
     """
     try:
         content = json.loads(text.decode(), object_pairs_hook=distinct, parse_int=_size)
@@ -107,7 +107,7 @@ def decode_header(text: bytes, data_bytes: int) -> tuple[dict[str, Entry], dict[
     ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     for name, entry in ordered.items():
         if entry.start != position:
-            raise ValueError(f"{name!r} begins at byte {entry.start}, where {position} is next")
+            raise ValueError(f"{name!r} begins at byte {entry.start} instead of {position}")
         position = entry.stop
     if position != begin + data_bytes:
         raise ValueError(f"the tensors end at byte {position} of {begin + data_bytes}")
@@ -115,7 +115,7 @@ def decode_header(text: bytes, data_bytes: int) -> tuple[dict[str, Entry], dict[
 
 
 def _entry(name: str, stored: Any, begin: int) -> Entry:
-    name.encode()  # refuses halves of surrogate pairs, which nothing could print
+    name.encode()  # refuses lone surrogates, which nothing could print
     if not isinstance(stored, dict) or set(stored) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name!r} is not described by dtype, shape and data_offsets")
     dtype = DTYPES.get(stored["dtype"]) if isinstance(stored["dtype"], str) else None
@@ -141,7 +141,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these keys and values, for `json.loads`, which would take the last of equal keys.
+    """A dict of these keys and values, for `json.loads`, which itself would take the last of equal keys.
 
     Raises:
         ValueError: a key occurs twice.
@@ -153,7 +153,7 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _size(digits: str) -> int:
-    # Digits are counted first: to convert millions of them takes minutes.
+    # Digits are counted first: converting millions of them takes minutes.
     if len(digits) > 19 or not 0 <= int(digits) <= _LARGEST:
         raise ValueError(f"{digits:.30} is not a size")
     return int(digits)

@@ -28,14 +28,14 @@ from megazero.mpu import ParallelContext, gather_values
 
 
 @dataclass
-class _Flight:
-    """A checkpoint on its way.
+class _PendingSave:
+    """A checkpoint on its way to disk.
 
     Attributes:
-        iteration: that it is of.
-        facts: to be written beside.
-        staging: host memory that it is written from.
-        job: what this rank does for it now: write its files; after that, on the first rank, complete it.
+        iteration: the iteration after which it is saved.
+        facts: what is written besides tensors.
+        staging: the host memory that it is written from.
+        job: this rank's current work for it: writing its files; then, on the first rank, completing it.
         copied: done once the originals may change.
         completing: whether all files are written.
     """
@@ -53,15 +53,15 @@ class Saver:
 
     With `in_flight` 0 a save returns when its checkpoint is visible. Otherwise it returns at once: threads
     copy the parts, which must not change before `wait_for_copies` has returned, and write them; between two
-    steps of the training the ranks `advance` together, first when all files are written, then when the first
+    training steps the ranks call `advance` together, first when all files are written, then when the first
     rank has made them a visible checkpoint. A save beyond `in_flight` waits for the oldest.
 
     Args:
-        directory: of the run; made if missing.
-        context: all ranks.
-        disk: what writes.
-        retention: which older checkpoints stay.
-        in_flight: checkpoints that may be on their way at a time; 0 writes in line.
+        directory: the run's folder; made if missing.
+        context: the ranks of the job.
+        disk: makes all changes to the file system.
+        retention: which older checkpoints are kept.
+        in_flight: how many checkpoints may be on their way at a time; 0 writes in line.
 
     Raises:
         CheckpointError: on every rank, if the folder cannot be written or another job writes there.
@@ -80,7 +80,7 @@ class Saver:
         self.disk = disk or Disk()
         self.retention = retention or Retention()
         self.in_flight = in_flight
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[_PendingSave] = deque()
         self._free: list[Staging] = []
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-copy")
         self._writer = ThreadPoolExecutor(max_workers=2, thread_name_prefix="checkpoint")
@@ -89,7 +89,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank is at work for the oldest checkpoint on its way."""
+        """Whether this rank is still working on the oldest checkpoint on its way."""
         return bool(self._flights) and not self._flights[0].job.done()
 
     @property
@@ -98,10 +98,10 @@ class Saver:
         return len(self._flights)
 
     def save(self, iteration: int, parts: Sequence[Part], facts: Mapping[str, Any]) -> list[int]:
-        """Save a checkpoint, or begin to.
+        """Save a checkpoint, or begin to save it.
 
         Args:
-            iteration: that it is of.
+            iteration: the iteration that was just completed.
             parts: what this rank writes; see `shards.parts_to_write`.
             facts: everything else, as JSON; the first rank's are written.
 
@@ -109,11 +109,11 @@ class Saver:
             The iterations of the checkpoints that became visible.
 
         Raises:
-            CheckpointError: on every rank, if any could not; nothing of it is visible then. Of an earlier
-                checkpoint that was on its way, if that could not be settled.
+            CheckpointError: on every rank, if any could not save; nothing of it is visible then. It may also
+                concern an earlier checkpoint on its way that could not be settled.
         """
         visible = []
-        # One that is on its way again would be cleared while it is written.
+        # An iteration that is on its way already would be cleared while it is being written.
         while len(self._flights) >= max(1, self.in_flight) or iteration in self._iterations():
             visible.append(self.settle())
         folder = hidden_folder(self.directory, iteration, "partial")
@@ -122,7 +122,7 @@ class Saver:
         )
         if not self.in_flight:
             job = _done_here(lambda: self._write(folder, parts))
-            self._flights.append(_Flight(iteration, facts, Staging(), job, job))
+            self._flights.append(_PendingSave(iteration, facts, Staging(), job, job))
             return [*visible, self.settle()]
         staging = self._free.pop() if self._free else Staging()
         copies, fill = staging.take(parts)
@@ -132,7 +132,7 @@ class Saver:
             copied.result()
             return self._write(folder, copies)
 
-        self._flights.append(_Flight(iteration, facts, staging, self._writer.submit(write), copied))
+        self._flights.append(_PendingSave(iteration, facts, staging, self._writer.submit(write), copied))
         return visible
 
     def wait_for_copies(self) -> None:
@@ -141,7 +141,7 @@ class Saver:
             flight.copied.result()
 
     def advance(self) -> int | None:
-        """Take the oldest checkpoint a stage further; every rank calls this, best when none is `busy`.
+        """Take the oldest checkpoint one stage further; every rank calls this, ideally when none is `busy`.
 
         Returns:
             Its iteration, once it is visible.
@@ -176,14 +176,14 @@ class Saver:
             Its iteration.
 
         Raises:
-            CheckpointError: as `advance`.
+            CheckpointError: as for `advance`.
         """
         while (iteration := self.advance()) is None:
             pass
         return iteration
 
     def close(self) -> None:
-        """Let other jobs write. What was not settled stays invisible."""
+        """Release the folder to other jobs. What was not settled stays invisible."""
         for threads in (self._copier, self._writer):
             threads.shutdown(wait=True, cancel_futures=True)
         if self._lock is not None:
@@ -210,7 +210,7 @@ class Saver:
     def _write(self, folder: Path, parts: Sequence[Part]) -> Written:
         return write_parts(self.disk, folder, parts, self.context.rank, self.context.world_size)
 
-    def _complete(self, folder: Path, flight: _Flight, everyone: Sequence[Mapping[str, Any]]) -> None:
+    def _complete(self, folder: Path, flight: _PendingSave, everyone: Sequence[Mapping[str, Any]]) -> None:
         self._tidy(lambda path: path.suffix != ".partial")
         write_description(self.disk, folder, flight.iteration, map(Written.load, everyone), flight.facts)
         visible = publish(self.disk, self.directory, flight.iteration)
@@ -220,11 +220,11 @@ class Saver:
             raise CheckpointError(f"{visible} is saved, but older ones stay: {error}") from error
 
     def _tidy(self, which: Callable[[Path], bool]) -> None:
-        """Clear what a failed save has left. The disk may be why, and fail again; a later save tries anew."""
+        """Clear what a failed save left. A faulty disk may make this fail too; a later save tries again."""
         with contextlib.suppress(OSError):
             recover(self.disk, self.directory, which)
 
-    def _forget(self, flight: _Flight) -> None:
+    def _forget(self, flight: _PendingSave) -> None:
         self._flights.popleft()
         if self.in_flight:
             self._free.append(flight.staging)
@@ -237,7 +237,8 @@ def together(context: ParallelContext, work: Callable[[], Any] | None, what: str
         Every rank's result, which must be JSON-able.
 
     Raises:
-        CheckpointError: on every rank; the first rank that failed is named, and why. Of the kind that it was.
+        CheckpointError: on every rank, of the kind that was raised; it names the first rank that failed and
+    why.
     """
     found: dict[str, Any] = {}
     if work is not None:
@@ -259,6 +260,6 @@ def _done_here(work: Callable[[], Any]) -> Future:
     future: Future = Future()
     try:
         future.set_result(work())
-    except Exception as error:  # raised again where the future is asked
+    except Exception as error:  # raised again when the future's result is taken
         future.set_exception(error)
     return future

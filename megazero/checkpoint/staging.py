@@ -1,4 +1,4 @@
-"""Host memory between a run that goes on and a checkpoint that is being written."""
+"""Host memory between a run that continues and a checkpoint that is being written."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Staging:
         self._copies: list[Tensor] = []
 
     def take(self, parts: Sequence[Part]) -> tuple[list[Part], Callable[[], None]]:
-        """Parts on the host, and what fills them: the originals must not change before it has returned.
+        """Parts on the host, and a function that fills them; originals must not change until it returns.
 
-        Of an accelerator, copies are queued here after the work that is queued already, to page-locked
-        memory, and what fills them waits for the queue. Other memory it copies itself, from any thread.
+        Copies from an accelerator go to page-locked memory and are queued here, after the work that is
+        already queued; the function waits for them. It copies other memory itself, on any thread.
         """
         alike = len(parts) == len(self._copies) and all(
             (p.tensor.shape, p.tensor.dtype) == (c.shape, c.dtype)
@@ -44,7 +44,7 @@ class Staging:
 
 
 def _queue(pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-    """Queue copies from a CUDA device; returns what waits for them."""
+    """Queue copies from a CUDA device; returns a function that waits for them."""
     if not pairs:
         return lambda: None
     for copy, tensor in pairs:

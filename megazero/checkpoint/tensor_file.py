@@ -1,8 +1,8 @@
 """Files of tensors in the safetensors format, hashed while they are written and checked while they are read.
 
-The safetensors library reads these files, and its files are read here, but it can do neither: it writes a
-file in one call, from all tensors at once and in an order of its own, and reads through mapped memory,
-where a bad sector is the end of the process instead of an exception.
+The safetensors library reads these files, and its files can be read here, but it can do neither of the two:
+it writes a file in one call, from all tensors at once and in an order of its own, and it reads through mapped
+memory, where a bad sector ends the process instead of raising an exception.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from megazero.checkpoint.safetensors_header import (
     encode_header,
 )
 
-# Bytes are hashed and written in pieces of this size, so that writing finds them in a cache. Larger
+# Bytes are hashed and written in pieces of this size, so that they are still cached when written. Larger
 # writes were slower: the page cache then looks for larger runs of free memory.
 _PIECE = 512 << 10
-# Less than this is worth a copy that saves a call of the system.
+# For less than this, a copy that saves a system call pays off.
 _SMALL = 64 << 10
 
 
 @dataclass(frozen=True)
 class Later:
-    """A tensor that is made when its turn to be written comes, and let go after it.
+    """A tensor that is made when its turn to be written comes, and dropped afterwards.
 
     Attributes:
-        dtype, shape: of what `make` returns.
-        make: the tensor.
+        dtype, shape: what `make` returns has these.
+        make: makes the tensor.
     """
 
     dtype: torch.dtype
@@ -68,15 +68,15 @@ def write_tensors(
     time. If writing fails, what was written so far is left.
 
     Args:
-        disk: what makes the file.
-        path: of the file, which must not be there.
-        tensors: of any strides and device, and of the dtypes that safetensors has.
+        disk: makes the file.
+        path: the file, which must not exist yet.
+        tensors: tensors with any strides and device, in the dtypes that safetensors has.
         metadata: strings that readers of the format may look for.
-        hashed: whether the record has hashes.
+        hashed: whether the record gets hashes.
         block_size: bytes per hash.
 
     Raises:
-        ValueError: a name occurs twice, a dtype is not of the format, or a `Later` made something else.
+        ValueError: a name occurs twice, the format lacks a dtype, or a `Later` made something else.
         OSError: the system refuses.
     """
     named = list(tensors)
@@ -112,8 +112,8 @@ def read_bytes(
     """All of a file that `write_bytes` wrote.
 
     Args:
-        path, record, verify, block_size: as of `BlockFile`.
-        most: bytes that it may have.
+        path, record, verify, block_size: as for `BlockFile`.
+        most: the largest number of bytes it may have.
 
     Raises:
         DamagedCheckpointError: it is missing, too large, cannot be read or is not as recorded.
@@ -142,10 +142,10 @@ def _on_host(name: str, tensor: Tensor | Later) -> Tensor:
 
 
 class _Stream:
-    """Writes a file piece by piece, each hashed right before.
+    """Writes a file piece by piece, hashing each right before.
 
-    Pieces end at multiples of their size in the file. What is large is written from where it lies; what
-    is small is collected, so that thousands of small tensors are few calls of the system.
+    Pieces end at multiples of their size in the file. Large tensors are written from their own memory; small
+    ones are collected, so that thousands of them take few system calls.
     """
 
     def __init__(self, file: File, block_size: int, hashed: bool):
@@ -190,19 +190,19 @@ class TensorFile:
     """A safetensors file that is open for reading, by one thread at a time.
 
     Attributes:
-        path: of the file.
+        path: the file.
         entries: name -> dtype, shape and place of each tensor, in the order of their bytes.
-        metadata: the strings that the file holds beside them.
+        metadata: the strings that the file holds besides them.
 
     Args:
-        path: of a regular file, not a link.
-        record: what it must be. Without one, only the header is checked.
+        path: a regular file, not a link.
+        record: what the file must be. Without one, only the header is checked.
         verify: check the blocks that are read, not only size and header.
         block_size: bytes per hash.
 
     Raises:
-        DamagedCheckpointError: from all methods: the file is missing, cannot be read or is not as recorded,
-            or its header is not exactly as the format has it.
+        DamagedCheckpointError: in all methods: the file is missing, cannot be read or is not as recorded, or
+            its header does not follow the format exactly.
     """
 
     def __init__(
@@ -227,14 +227,14 @@ class TensorFile:
         self._file.read_into(memory, start)
 
     def read_spans(self, spans: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill several memories, each from its byte of the file on; a block is read once for all of them."""
+        """Fill several memories, each from a byte of the file on; a block is read once for all of them."""
         self._file.read_spans(spans)
 
     def tensor(self, name: str) -> Tensor:
         """One tensor.
 
         Raises:
-            KeyError: there is none of this name.
+            KeyError: there is no tensor of this name.
         """
         entry = self.entries[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
@@ -242,16 +242,16 @@ class TensorFile:
         return tensor
 
     def verify_all(self) -> None:
-        """Read all of the file and check it, with little memory."""
+        """Read the whole file and check it, using little memory."""
         self._file.verify_all()
 
     def close(self) -> None:
-        """Give the file back; again does nothing."""
+        """Close the file; a second call does nothing."""
         self._file.close()
 
     def _read_header(self) -> tuple[Mapping[str, Entry], Mapping[str, str]]:
         if self._file.size < LENGTH_BYTES:
-            raise self._file.damage(f"{self._file.size} bytes are no safetensors file")
+            raise self._file.damage(f"{self._file.size} bytes are not a safetensors file")
         length = bytearray(LENGTH_BYTES)
         self._file.read_into(memoryview(length), 0)
         size = int.from_bytes(length, "little")
@@ -263,4 +263,4 @@ class TensorFile:
         try:
             return decode_header(bytes(text), data_bytes)
         except ValueError as error:
-            raise self._file.damage(f"its header is no safetensors header: {error}") from error
+            raise self._file.damage(f"its header is not a safetensors header: {error}") from error

@@ -1,4 +1,4 @@
-"""Writing the files of one checkpoint, and the description that makes them one."""
+"""Writes the files of one checkpoint, and the description that makes them one."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ NAMES = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One piece as it was written: of which tensor, which box, in which file."""
+class WrittenPiece:
+    """One piece as it was written: which tensor, which box, and in which file."""
 
     key: Key
     dtype: str
@@ -52,10 +52,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank wrote; as JSON by `dump` and `load`."""
+    """What one rank wrote; `dump` and `load` convert it to and from JSON."""
 
     files: Mapping[str, FileRecord]
-    entries: Sequence[Entry]
+    entries: Sequence[WrittenPiece]
 
     def dump(self) -> dict[str, Any]:
         """As JSON."""
@@ -66,10 +66,10 @@ class Written:
 
     @classmethod
     def load(cls, value: Mapping[str, Any]) -> Written:
-        """What `dump` was called on."""
+        """The object that `dump` was called on."""
         files = {name: FileRecord(r["size"], tuple(r["blocks"])) for name, r in value["files"].items()}
         entries = [
-            Entry(
+            WrittenPiece(
                 Key(**e["key"]),
                 e["dtype"],
                 tuple(e["shape"]),
@@ -82,12 +82,12 @@ class Written:
 
 
 def write_parts(disk: Disk, folder: Path, parts: Iterable[Part], number: int, count: int) -> Written:
-    """Write parts to two files: weights, and the rest. Neither is there if it would be empty.
+    """Write parts to two files: the weights, and the rest. A file that would be empty is not written.
 
     Args:
-        folder: of the partial checkpoint.
-        parts: with tensors of any device.
-        number, count: of this file among those of its kind, for their names; from 0.
+        folder: the partial checkpoint's folder.
+        parts: the parts, with tensors on any device.
+        number, count: this file's number, from 0, and how many there are of its kind, for its name.
 
     Raises:
         OSError: the disk is full, fails, or may not be written to.
@@ -104,17 +104,17 @@ def write_parts(disk: Disk, folder: Path, parts: Iterable[Part], number: int, co
         files[name] = write_tensors(
             disk, folder / name, ((piece_name(p.key, p.shape, p.box), p.tensor) for p in mine)
         )
-        entries += [Entry(p.key, NAME_OF_DTYPE[p.tensor.dtype], p.shape, p.box, name) for p in mine]
+        entries += [WrittenPiece(p.key, NAME_OF_DTYPE[p.tensor.dtype], p.shape, p.box, name) for p in mine]
     return Written(files, entries)
 
 
 def sort_of(key: Key) -> str:
-    """Of the file that a tensor goes to."""
+    """The sort of file that a tensor goes to."""
     return "model" if key.kind == WEIGHT else "optimizer"
 
 
 def file_name(sort: str, number: int, count: int) -> str:
-    """Of a shard, as Hugging Face numbers them."""
+    """The name of a shard, numbered as Hugging Face does."""
     return f"{sort}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
@@ -126,11 +126,11 @@ def write_description(
     facts: Mapping[str, Any],
     beside: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write the index, the facts and at last the manifest; the folder is complete and synced then.
+    """Write the index, the facts and finally the manifest; then the folder is complete and synced.
 
     Args:
-        folder: of the partial checkpoint.
-        iteration: that it is of.
+        folder: the partial checkpoint's folder.
+        iteration: the iteration after which it was saved.
         written: what each rank wrote.
         facts: everything else, as JSON.
         beside: further files for other programs, by name; part of the checkpoint, and checked with it.
@@ -140,14 +140,14 @@ def write_description(
         OSError: as above.
     """
     files: dict[str, FileRecord] = {}
-    tensors: dict[Key, tuple[Entry, list[Piece]]] = {}
+    tensors: dict[Key, tuple[WrittenPiece, list[Piece]]] = {}
     for each in written:
         files |= each.files
         for entry in each.entries:
             first, pieces = tensors.setdefault(entry.key, (entry, []))
             if (entry.shape, entry.dtype) != (first.shape, first.dtype):
                 raise CheckpointError(
-                    f"`{entry.key}` must be alike on all ranks, but has {first.shape} {first.dtype} and "
+                    f"`{entry.key}` must be the same on all ranks, but has {first.shape} {first.dtype} and "
                     f"{entry.shape} {entry.dtype}"
                 )
             if entry.box.numel:
@@ -182,12 +182,12 @@ def write_checkpoint(
     Each tensor is whole in one file, and `NAMES` says in which, so other programs open the weights by name.
 
     Args:
-        directory: of the run.
-        iteration: that it counts as.
+        directory: the run's folder.
+        iteration: the iteration that it counts as.
         tensors: whole logical tensors, by kind; each is loaded when its turn comes.
-        facts: what else is to be kept, as JSON.
-        disk: what writes.
-        shard_bytes: size at which another file is begun.
+        facts: what else to store, as JSON.
+        disk: makes all changes to the file system.
+        shard_bytes: the size at which another file is begun.
 
     Raises:
         CheckpointError: another job writes there, or the disk cannot be written.
@@ -206,7 +206,7 @@ def write_checkpoint(
                 names = {NAMES: _weight_map(written)}
                 write_description(disk, folder, iteration, written, facts, names)
             except Exception:
-                # What failed first says more than a failure to clear up after it.
+                # The first failure says more than a failure to clean up after it.
                 with contextlib.suppress(OSError):
                     disk.remove(folder)
                 raise
@@ -220,7 +220,7 @@ def write_checkpoint(
 def _write_shard(disk: Disk, path: Path, shard: Sequence[tuple[Key, Later]]) -> Written:
     record = write_tensors(disk, path, ((str(key), later) for key, later in shard))
     entries = [
-        Entry(key, NAME_OF_DTYPE[later.dtype], tuple(later.shape), Box.whole(later.shape), path.name)
+        WrittenPiece(key, NAME_OF_DTYPE[later.dtype], tuple(later.shape), Box.whole(later.shape), path.name)
         for key, later in shard
     ]
     return Written({path.name: record}, entries)
@@ -234,7 +234,7 @@ def _weight_map(written: Iterable[Written]) -> bytes:
 
 
 def _shards(tensors: Iterable[tuple[Key, Later]], shard_bytes: int) -> dict[str, list[tuple[Key, Later]]]:
-    """File name -> the tensors in it, of one sort and of at most `shard_bytes`, or one larger tensor."""
+    """File name -> the tensors in it, of one sort and at most `shard_bytes` in all, or one larger tensor."""
 
     def size_of(item: tuple[Key, Later]) -> int:
         return Box.whole(item[1].shape).numel * item[1].dtype.itemsize
@@ -251,7 +251,7 @@ def _shards(tensors: Iterable[tuple[Key, Later]], shard_bytes: int) -> dict[str,
 
 
 def later_weights(source: Source) -> Iterator[tuple[Key, Later]]:
-    """All that a source holds, in fp32, each read when its turn comes."""
+    """All tensors that a source holds, in fp32, each read when its turn comes."""
 
     def make(key: Key, shape: tuple[int, ...]) -> Tensor:
         tensor = torch.empty(shape)
@@ -263,7 +263,7 @@ def later_weights(source: Source) -> Iterator[tuple[Key, Later]]:
 
 
 def deal(items: Iterable[Item], size_of: Callable[[Item], int], most: int) -> list[list[Item]]:
-    """Items in order, in lists that together have at most `most` bytes, or one item that has more."""
+    """Items in order, in lists of at most `most` bytes each, or of a single item that has more."""
     lists: list[list[Item]] = []
     room = 0
     for item in items:

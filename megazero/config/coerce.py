@@ -1,6 +1,6 @@
-"""From what a user wrote (text of a flag, a value of a YAML file) to a value of the field's type.
+"""Turns what a user wrote (a flag's text, a value in a YAML file) into a value of the field's type.
 
-Stricter than pydantic's lax mode where that would guess: `true` is no number, `1.5` is no integer, and
+Stricter than pydantic's lax mode where that would guess: `true` is not a number, `1.5` is not an integer, and
 an integer may be written as 1e6 or 300_000 only because that is exact.
 """
 
@@ -20,7 +20,7 @@ _LONGEST_NUMBER = 40  # characters
 
 
 class Unreadable(ValueError):
-    """A value is not of the field's type. The message says what it must be: "must be an integer"."""
+    """A value does not have the field's type. The message says what it must be: "must be an integer"."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -124,7 +124,7 @@ def _read_ints(spec: FieldSpec, value: Any) -> tuple[int, ...]:
 
 
 def _read_texts(spec: FieldSpec, value: Any) -> tuple[str, ...]:
-    """A list as it stands; a single text is split at blanks, as a shell splits a flag's values."""
+    """A list is kept as it is; a single string is split at blanks, as a shell splits a flag's values."""
     items = _items(value)
     if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
         raise Unreadable("must be a list of texts")

@@ -17,7 +17,7 @@ from megazero.config.tree import Config
 
 @dataclass
 class Document:
-    """What reading a file gave. `broken` are the paths of fields whose value could not be read."""
+    """The result of reading a file. `broken` are the paths of fields whose value could not be read."""
 
     settings: list[Setting] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -25,7 +25,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _YamlKey:
     """One `key: value` of a mapping, before its value is read."""
 
     key: Any
@@ -67,8 +67,8 @@ def _syntax_problem(error: yaml.YAMLError, name: str) -> str:
     return f"{where}: the document must be valid YAML, but {reason}."
 
 
-def _entries(document: Document, node: yaml.Node, name: str, what: str) -> Iterator[_Entry]:
-    """The entries of a mapping; repeated keys and whatever is no mapping are problems."""
+def _entries(document: Document, node: yaml.Node, name: str, what: str) -> Iterator[_YamlKey]:
+    """The entries of a mapping; repeated keys, and a node that is not a mapping, are problems."""
     if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null":
         return
     where = f"{name}:{node.start_mark.line + 1}"
@@ -85,10 +85,10 @@ def _entries(document: Document, node: yaml.Node, name: str, what: str) -> Itera
             )
             continue
         seen[key] = line
-        yield _Entry(key, value_node, line)
+        yield _YamlKey(key, value_node, line)
 
 
-def _read_section(document: Document, loader: yaml.SafeLoader, entry: _Entry, name: str) -> None:
+def _read_section(document: Document, loader: yaml.SafeLoader, entry: _YamlKey, name: str) -> None:
     if entry.key not in SECTIONS:
         document.problems.append(_unknown_key(entry, name))
         return
@@ -108,13 +108,13 @@ def _read_value(
         value = loader.construct_object(node, deep=True)
         document.settings.append(Setting(spec, coerce(spec, value), where))
     except ValueError as error:
-        # YAML itself refuses such as the date 2026-99-99 with a bare ValueError
+        # YAML itself refuses things such as the date 2026-99-99 with a bare ValueError
         must = error if isinstance(error, Unreadable) else f"must be a valid {spec.type_name}"
         document.problems.append(f"{where}: `{spec.path}` {must}, but is `{str(value)[:80]}`.")
         document.broken.add(spec.path)
 
 
-def _unknown_key(entry: _Entry, name: str, section: str | None = None) -> str:
+def _unknown_key(entry: _YamlKey, name: str, section: str | None = None) -> str:
     """Names the nearest key: within the section, or wherever in the tree that key belongs."""
     path = f"{section}.{entry.key}" if section else str(entry.key)
     home = next((spec.path for spec in FIELDS if spec.name == entry.key), None)

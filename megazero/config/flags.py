@@ -19,7 +19,7 @@ from megazero.config.fields import FIELDS, FieldSpec, Kind
 
 @dataclass(frozen=True)
 class Flag:
-    """One spelling on the command line of one field.
+    """One of a field's spellings on the command line.
 
     A switch sets `constant` and takes no value. A yielding flag gives way to the field's other flags.
     """
@@ -42,7 +42,7 @@ class Setting:
 
 @dataclass
 class Scan:
-    """What reading a command line gave. `broken` are the paths of fields whose value could not be read."""
+    """The result of reading a command line. `broken` are paths of fields whose value could not be read."""
 
     settings: list[Setting] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -60,7 +60,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "--config": "FILE: read settings from a YAML file; flags take precedence over it",
         "--deepspeed": "read the file of --deepspeed_config, as scripts for DeepSpeed say",
         "--deepspeed_config": "FILE: read settings from a DeepSpeed JSON; it takes precedence over the YAML "
-        "file, and flags that say otherwise are refused (also --deepspeed-config)",
+        "file, and flags that contradict it are refused (also --deepspeed-config)",
         "--check-config": "print the resolved configuration and exit; 0 accepted, 2 refused",
         "--help": "print this text and exit",
         "--version": "print the version and exit",
@@ -116,7 +116,7 @@ def scan(argv: Sequence[str]) -> Scan:
 
 
 def _deepspeed_pair(result: Scan) -> list[str]:
-    """`--deepspeed` and `--deepspeed_config` go together: either alone asks for something half."""
+    """`--deepspeed` and `--deepspeed_config` go together: either one alone is half a request."""
     if result.deepspeed and result.deepspeed_config is None:
         return [
             "`--deepspeed` must go with `--deepspeed_config FILE`, but no file is given; name it, or leave "
@@ -210,7 +210,7 @@ def _read_field(result: Scan, flag: Flag, inline: list[str], following: list[str
 
 
 def _switch_value(result: Scan, flag: Flag, inline: list[str]) -> Any:
-    """What a switch sets. `--switch=false` sets a boolean the other way, to overrule a YAML file."""
+    """What a switch sets. `--switch=false` sets a boolean the other way, to override a YAML file."""
     if not inline:
         return flag.constant
     text = inline[0].lower()

@@ -21,13 +21,13 @@ def option(
     """Declare one field of a section.
 
     Args:
-        default: value when neither a file nor a flag sets it; ``...`` makes the field required.
+        default: the value if neither a file nor a flag sets it; ``...`` makes the field required.
         help: one sentence for `--help` and the docs.
-        flag: the flag's name, when it is not ``--field-name``. A boolean whose default is true takes
-            the flag that turns it off (Megatron's ``store_false`` flags) here.
+        flag: the flag's name, if it is not ``--field-name``. For a boolean whose default is true, this is
+            the flag that turns it off (Megatron's ``store_false`` flags).
         aliases: other spellings of the same flag, such as an older name.
         switches: valueless flags that set this field to a constant, name -> constant.
-        yielding: those of the switches that give way to any other flag of this field, as they do in
+        yielding: the switches that give way to any other flag of this field, as they do in
             Megatron scripts: `--no-position-embedding` beside `--use-rotary-position-embeddings` is rotary.
         unit: what the number counts.
     """
@@ -60,6 +60,6 @@ Proportions = Annotated[str, AfterValidator(_split_proportions)]
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, strict about unknown keys."""
+    """Base of all sections: frozen, and strict about unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)

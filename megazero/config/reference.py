@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from megazero.config.compat import FOREIGN_FLAGS, Foreign
-from megazero.config.deepspeed_row import NOTHING, Row
-from megazero.config.deepspeed_table import GROUPS
+from megazero.config.deepspeed.row import NOTHING, KeyRow
+from megazero.config.deepspeed.table import GROUPS
 from megazero.config.fields import FIELDS, SECTIONS, FieldSpec, Kind, section_title
 from megazero.config.flags import COMMANDS
-from megazero.config.rule import Rule
-from megazero.config.rules import RULES
+from megazero.config.rules import RULES, Rule
 
 _HEADER = "<!-- Written by `python -m megazero.config.reference docs`; do not edit. -->"
 
@@ -24,18 +23,18 @@ _DEEPSPEED_INTRODUCTION = """\
 It takes precedence over the YAML file. A flag that sets a field differently is refused, and all such
 conflicts are listed at once. `megazero.initialize(config=...)` reads the same table.
 
-Each key sets fields of the tree; or it has no effect here, and one warning names all such keys with the
-reasons; or it is refused with what to do instead. Unknown keys, keys given twice and values of another type
-are refused. `null` leaves a key out. An integer may be written as `5e8`. Below a key of type object nothing
-further is read.
+Each key either sets fields of the tree, or has no effect here (one warning names all such keys with the
+reasons), or is refused with what to do instead. Unknown keys, keys given twice and values of the wrong type
+are refused. `null` leaves a key out. An integer may be written as `5e8`. Nothing below a key of type object
+is read.
 
 Where "auto" is allowed, the value is what flags, YAML or the caller give. For `reduce_bucket_size`,
-`stage3_prefetch_bucket_size` and `stage3_param_persistence_threshold` it is h x h, 0.9 x h x h and 10 x h
-with the hidden size h, as in transformers, unless a flag sets the field.
+`stage3_prefetch_bucket_size` and `stage3_param_persistence_threshold` it is h x h, 0.9 x h x h and 10 x h,
+where h is the hidden size, as in transformers, unless a flag sets the field.
 
 `train_batch_size` is `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x data-parallel ranks.
-What is missing or auto is taken from `--global-batch-size` and `--micro-batch-size`. Two sizes then give the
-third, and one alone goes with one accumulation step."""
+What is missing or "auto" is taken from `--global-batch-size` and `--micro-batch-size`. Two sizes then
+determine the third, and one alone implies one accumulation step."""
 
 
 def configuration_page() -> str:
@@ -55,7 +54,7 @@ def configuration_page() -> str:
         "",
         "Choices are read in any case. An integer may be written as `1e6`, because that is exact. A switch",
         "takes no value; `--switch=false` turns off what the file turns on. A flag given twice keeps its",
-        "last value, with a warning; two different flags that set one thing differently are refused.",
+        "last value, with a warning; two different flags that set the same thing differently are refused.",
         "",
         *_table(("Command", "Meaning"), ((f"`{name}`", text) for name, text in COMMANDS.items())),
     ]
@@ -82,7 +81,7 @@ def compatibility_page() -> str:
 
 
 def deepspeed_page() -> str:
-    """docs/deepspeed_json.md: what becomes of every key of a DeepSpeed JSON."""
+    """docs/deepspeed_json.md: what happens to every key of a DeepSpeed JSON."""
     lines = [
         "# DeepSpeed JSON",
         "",
@@ -92,11 +91,11 @@ def deepspeed_page() -> str:
     ]
     for title, rows in GROUPS.items():
         lines += ["", f"## {title}", ""]
-        lines += _table(("Key", "Type", '"auto"', "What becomes of it"), map(_deepspeed_row, rows))
+        lines += _table(("Key", "Type", '"auto"', "What happens to it"), map(_deepspeed_row, rows))
     return "\n".join(lines) + "\n"
 
 
-def _deepspeed_row(row: Row) -> tuple[str, ...]:
+def _deepspeed_row(row: KeyRow) -> tuple[str, ...]:
     if row.fields:
         effects = ["sets " + ", ".join(f"`{path}`" for path in row.fields)]
     elif row.extra:
@@ -168,7 +167,7 @@ def _foreign_lines() -> list[str]:
         "",
         "## Flags of other trainers",
         "",
-        "Scripts for Megatron-LM and Megatron-DeepSpeed carry flags that are no settings here. They are",
+        "Scripts for Megatron-LM and Megatron-DeepSpeed carry flags that are not settings here. They are",
         "accepted without effect, with one line of warning, where that keeps the numbers and the intent;",
         "otherwise they are refused with what to do instead.",
         "",

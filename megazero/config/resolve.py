@@ -11,17 +11,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-import megazero
 from megazero.config.compat import Ignored, contradiction
 from megazero.config.deepspeed import DeepSpeedSettings, conflicts, read_deepspeed
 from megazero.config.document import Document, read_file, to_yaml
 from megazero.config.fields import FIELDS, SECTIONS, FieldSpec
 from megazero.config.flags import Scan, Setting, scan
 from megazero.config.help import format_help
-from megazero.config.rule import value_at
-from megazero.config.rules import check
+from megazero.config.rules import check, value_at
 from megazero.config.tree import Config, Section
 from megazero.errors import ConfigError
+from megazero.version import VERSION
 
 _MODEL_RANKS = (
     "parallel.tensor_model_parallel_size",
@@ -32,7 +31,7 @@ _MODEL_RANKS = (
 
 @dataclass(frozen=True)
 class Resolved:
-    """An accepted configuration, what to warn of, and whether only a check was asked for."""
+    """An accepted configuration, its warnings, and whether only a check was asked for."""
 
     config: Config
     warnings: tuple[str, ...]
@@ -66,7 +65,7 @@ def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resol
 
 
 def _read_deepspeed(flags: Scan, given: list[Setting], ranks: int | None) -> DeepSpeedSettings:
-    """The settings of `--deepspeed_config`, completed by what else is given; none without the flag."""
+    """The settings of `--deepspeed_config`, completed by whatever else is given; none without the flag."""
     if flags.deepspeed_config is None:
         return DeepSpeedSettings("")
     known = {setting.spec.path: setting.value for setting in given}
@@ -86,17 +85,17 @@ def _contradiction(ignored: Ignored, config: Config, broken: set[str]) -> str | 
 
 
 def resolve_or_exit(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Config:
-    """What a script needs: the configuration, or the end of the process.
+    """What a script calls: returns the configuration, or ends the process.
 
     Answers `--help` and `--version`; prints the tree for `--check-config` (status 0); prints every
-    violation on the error stream (status 2). Of many ranks the first of each node speaks.
+    violation on the error stream (status 2). On each node only the first rank prints.
     """
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     if "--help" in argv or "-h" in argv:
         _say(format_help(program).rstrip(), speaks, sys.stdout)
         raise SystemExit(0)
     if "--version" in argv:
-        _say(f"megazero {megazero.__version__}", speaks, sys.stdout)
+        _say(f"megazero {VERSION}", speaks, sys.stdout)
         raise SystemExit(0)
     try:
         resolved = parse_config(argv)
@@ -124,7 +123,7 @@ def _say(text: str, speaks: bool, stream: Any) -> None:
 
 
 def world_size_of_environment(problems: list[str]) -> int | None:
-    """WORLD_SIZE as torchrun sets it, or 1; None and a problem if it is no positive integer."""
+    """WORLD_SIZE as torchrun sets it, or 1; None and a problem if it is not a positive integer."""
     text = os.environ.get("WORLD_SIZE", "1")
     if text.isdecimal() and int(text) > 0:
         return int(text)
@@ -133,13 +132,13 @@ def world_size_of_environment(problems: list[str]) -> int | None:
 
 
 def _build(settings: dict[str, Setting], broken: set[str], problems: list[str]) -> Config:
-    """The tree from the settings. Fields that fail are added to `broken` and stand at their default."""
+    """The tree from the settings. Fields that fail are added to `broken` and keep their default."""
     sections = {name: _build_section(name, settings, broken, problems) for name in SECTIONS}
     return Config.model_construct(**sections)
 
 
 def build_section(section: str, settings: Iterable[Setting]) -> Section:
-    """One section of the tree from its settings among these. Raises ConfigError with every bad value."""
+    """One section of the tree, from the settings that belong to it; ConfigError names every bad value."""
     problems: list[str] = []
     built = _build_section(section, {setting.spec.path: setting for setting in settings}, set(), problems)
     if problems:

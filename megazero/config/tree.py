@@ -1,7 +1,7 @@
 """The configuration: one frozen, typed tree that every other part of megazero reads.
 
 A field states its type, default and meaning once. `flags.py` turns the metadata into command line
-flags, `document.py` reads and writes YAML, `reference.py` the documentation, and `rules.py` checks
+flags, `document.py` reads and writes YAML, `reference.py` writes the documentation, and `rules/` checks
 what spans fields. Names are Megatron's wherever Megatron has one.
 """
 
@@ -18,6 +18,7 @@ from megazero.config.tree_output import CheckpointConfig, LoggingConfig
 class ModelConfig(Section):
     """Model shape"""
 
+    family: Literal["gpt"] = option("gpt", "kind of model", flag="--model-family")
     num_layers: PositiveInt = option(..., "number of transformer layers")
     hidden_size: PositiveInt = option(..., "width of the residual stream")
     num_attention_heads: PositiveInt = option(..., "number of query heads")
@@ -111,10 +112,10 @@ class ParallelConfig(Section):
     )
     pipeline_model_parallel_size: PositiveInt = option(1, "pipeline stages")
     num_layers_per_virtual_pipeline_stage: PositiveInt | None = option(
-        None, "layers of one model chunk, of which each stage holds several (interleaved schedule)"
+        None, "layers per model chunk; each stage holds several chunks (interleaved schedule)"
     )
     num_virtual_stages_per_pipeline_rank: PositiveInt | None = option(
-        None, "the same as a number of chunks per stage"
+        None, "the same, given as the number of chunks per stage"
     )
     pipeline_schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = option(
         "auto",
@@ -123,8 +124,8 @@ class ParallelConfig(Section):
     )
     pipeline_partition: str = option(
         "uniform",
-        "how layers are dealt to the stages: uniform, parameters, cost, measured, type:REGEX, or their "
-        "numbers such as 5,6,6,5",
+        "how layers are split over the stages: uniform, parameters, cost, measured, type:REGEX, or the "
+        "number of layers of each, such as 5,6,6,5",
     )
     context_parallel_size: PositiveInt = option(
         1, "ranks that share each sequence", aliases=("--ds-sequence-parallel-size",)
@@ -153,14 +154,14 @@ class ZeroConfig(Section):
 
     stage: Literal[0, 1, 2, 3] = option(
         0,
-        "what is cut over the data-parallel ranks: nothing, 1 the optimizer state, 2 also the gradients, "
-        "3 also the parameters",
+        "what is sharded over the data-parallel ranks: 0 nothing, 1 the optimizer state, 2 also the "
+        "gradients, 3 also the parameters",
         flag="--zero-stage",
         switches={"--use-distributed-optimizer": 1},
     )
     bucket_size: PositiveInt = option(
         16_000_000,
-        "parameters of one bucket, which is reduced or gathered by one call",
+        "parameters per bucket; a bucket is reduced or gathered by one call",
         aliases=("--zero-reduce-bucket-size", "--ddp-bucket-size"),
         unit="elements",
     )
@@ -190,8 +191,8 @@ class ZeroConfig(Section):
     )
     max_live_parameters: NonNegativeInt = option(
         1_000_000_000,
-        "stage 3: gathered parameters are kept for their next use in the step while no more than this "
-        "are; 0 frees each after its use",
+        "stage 3: keep gathered parameters for their next use in the step, up to this many; "
+        "0 frees each after its use",
         flag="--zero-max-live-parameters",
         unit="elements",
     )
@@ -203,26 +204,26 @@ class ZeroConfig(Section):
     )
     grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
-        "gradients on the wire between data-parallel ranks",
+        "type of gradients on the wire between data-parallel ranks",
         switches={"--grad-reduce-in-bf16": "bf16"},
     )
     grad_accumulation_dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
-        "gradient sums over the micro-batches",
+        "type of gradient sums over the micro-batches",
         aliases=("--main-grads-dtype",),
         switches={"--accumulate-allreduce-grads-in-fp32": "fp32"},
     )
     main_params_dtype: Literal["fp32", "bf16", "fp16"] = option(
-        "fp32", "the optimizer's own copy of the weights"
+        "fp32", "type of the optimizer's own copy of the weights"
     )
 
 
 class BatchConfig(Section):
     """Batch sizes"""
 
-    micro_batch_size: PositiveInt = option(..., "sequences of one forward pass on one replica")
+    micro_batch_size: PositiveInt = option(..., "sequences per forward pass on one replica")
     global_batch_size: PositiveInt | None = option(
-        None, "sequences of one optimizer step; default: micro batch x data-parallel size"
+        None, "sequences per optimizer step; default: micro batch x data-parallel size"
     )
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = option(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES"
@@ -270,8 +271,8 @@ class PrecisionConfig(Section):
 
     dtype: Literal["fp32", "fp16", "bf16"] = option(
         "fp32",
-        "parameters and activations; moments are always fp32, and so are master weights and gradient sums "
-        "unless the section `zero` says otherwise",
+        "type of parameters and activations; moments are always fp32, and so are master weights and "
+        "gradient sums unless the section `zero` says otherwise",
         flag="--params-dtype",
         switches={"--fp16": "fp16", "--bf16": "bf16"},
     )
@@ -310,8 +311,7 @@ class RecomputeConfig(Section):
     )
     partition_activations: bool = option(
         False,
-        "keep only this rank's part of what a recomputed unit starts from, of those of all "
-        "tensor-parallel ranks",
+        "split what a recomputed unit starts from over the tensor-parallel ranks: each keeps only its part",
         aliases=("--distribute-saved-activations", "--distribute-checkpointed-activations"),
     )
     offload: bool = option(
@@ -351,7 +351,7 @@ class DataConfig(Section):
     split: Proportions = option("969, 30, 1", "train, validation and test proportions of --data-path")
     data_cache_path: str | None = option(None, "folder for built indexes; default: beside the data")
     train_data_exact_num_epochs: PositiveInt | None = option(
-        None, "build the training index for exactly so many epochs"
+        None, "build the training index for exactly this many epochs"
     )
     dataloader_type: Literal["single", "cyclic"] = option(
         "single", "single: one pass in index order; cyclic: reshuffled every epoch, without end"
@@ -369,9 +369,9 @@ class TrainingConfig(Section):
     train_iters: PositiveInt | None = option(None, "length of the training", unit="iterations")
     train_samples: PositiveInt | None = option(None, "length of the training", unit="samples")
     train_tokens: PositiveInt | None = option(None, "length of the training", unit="tokens")
-    seed: NonNegativeInt = option(1234, "of initial weights, data order and dropout")
+    seed: NonNegativeInt = option(1234, "seed of initial weights, data order and dropout")
     eval_interval: PositiveInt = option(1000, "iterations between evaluations", unit="iterations")
-    eval_iters: NonNegativeInt = option(100, "global batches of one evaluation; 0 turns it off")
+    eval_iters: NonNegativeInt = option(100, "global batches per evaluation; 0 turns it off")
     exit_interval: PositiveInt | None = option(None, "save and exit at multiples of this", unit="iterations")
     exit_duration_in_mins: PositiveFloat | None = option(
         None, "save and exit after this time", unit="minutes"

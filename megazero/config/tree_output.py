@@ -22,13 +22,13 @@ class CheckpointConfig(Section):
     )
     save_interval: PositiveInt | None = option(None, "iterations between checkpoints", unit="iterations")
     save_retain_interval: PositiveInt | None = option(
-        None, "keep checkpoints of every so many iterations whatever --keep-last says", unit="iterations"
+        None, "keep one checkpoint per this many iterations, whatever --keep-last says", unit="iterations"
     )
-    keep_last: PositiveInt | None = option(None, "keep so many of the newest checkpoints; default: all")
+    keep_last: PositiveInt | None = option(None, "keep this many of the newest checkpoints; default: all")
     async_save: bool = option(False, "write checkpoints in the background while training goes on")
-    async_save_limit: PositiveInt = option(1, "checkpoints that may be on their way to the disk at a time")
+    async_save_limit: PositiveInt = option(1, "checkpoints that may be on their way to disk at a time")
     verify_checkpoint: Literal["full", "size"] = option(
-        "full", "what is checked of a checkpoint that is loaded: the hash of all that is read, or file sizes"
+        "full", "what to check when loading a checkpoint: the hash of everything that is read, or file sizes"
     )
     finetune: bool = option(
         False,
@@ -36,10 +36,10 @@ class CheckpointConfig(Section):
         aliases=("--load-weights-only",),
     )
     no_load_optim: bool = option(False, "leave the optimizer state unread")
-    no_load_rng: bool = option(False, "leave the seed of dropout as configured instead of as saved")
+    no_load_rng: bool = option(False, "take the seed of dropout from the configuration, not the checkpoint")
     no_save_optim: bool = option(False, "leave the optimizer state unsaved")
     no_save_rng: bool = option(False, "leave the state of random generators unsaved")
-    exit_on_missing_checkpoint: bool = option(False, "fail where --load finds nothing, instead of starting")
+    exit_on_missing_checkpoint: bool = option(False, "fail if --load finds nothing, instead of starting anew")
     override_opt_param_scheduler: bool = option(
         False,
         "take schedule values from the configuration, not the checkpoint",

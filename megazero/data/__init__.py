@@ -1,32 +1,35 @@
 """Data: from token ids on disk to the arrays of a training step.
 
-What a newcomer finds here, bottom up:
+What is here, bottom up:
 
-- `indexed_format`, `indexed_checksum`, `indexed_reader`, `indexed_writer`: Megatron's `.bin`/`.idx` files,
-  checked when read, whole or absent when written (`open_indexed`, `IndexedDatasetWriter`).
+- `indexed/`: Megatron's `.bin`/`.idx` files, checked when read, whole or absent when written (`open_indexed`,
+  `IndexedDatasetWriter`).
 - `index_build`: the order of samples, Megatron-Core's own, as numpy references and compiled twins (`native`).
 - `cache`: index arrays kept between runs, keyed by content. `splits`: split strings.
 - `gpt_dataset`, `blended`: samples and mixtures of them, one at a time or in batches.
+- `token_ids`: that ids are of the vocabulary, looked at where a batch is made.
 - `sampler`: which samples a rank takes next, a pure function of the samples consumed.
-- `build`: `build_gpt_datasets(request)` puts all of it together.
+- `build`: `build_gpt_datasets(request)` puts all of it together; `gpt_datasets` does so for a configuration.
 - `tokenizers/`: text to ids and back.
 """
 
 from __future__ import annotations
 
 from megazero.data.blended import BlendedDataset, SampleDataset, parse_blend
-from megazero.data.build import DatasetRequest, build_gpt_datasets
+from megazero.data.build import DatasetRequest, Datasets, build_gpt_datasets, gpt_datasets
 from megazero.data.gpt_dataset import GPTDataset, GPTSettings, MockGPTDataset
-from megazero.data.indexed_format import dtype_for_vocab
-from megazero.data.indexed_reader import IndexedDataset, LegacyIndexedDataset, open_indexed
-from megazero.data.indexed_writer import IndexedDatasetWriter
+from megazero.data.indexed.format import dtype_for_vocab
+from megazero.data.indexed.reader import IndexedDataset, LegacyIndexedDataset, open_indexed
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data.sampler import BatchSampler, SamplerKind, SamplerSpec, batch_indices, epoch_permutation
 from megazero.data.splits import SplitReading, parse_split, split_ranges
+from megazero.data.token_ids import check_token_ids
 
 __all__ = [
     "BatchSampler",
     "BlendedDataset",
     "DatasetRequest",
+    "Datasets",
     "GPTDataset",
     "GPTSettings",
     "IndexedDataset",
@@ -39,8 +42,10 @@ __all__ = [
     "SplitReading",
     "batch_indices",
     "build_gpt_datasets",
+    "check_token_ids",
     "dtype_for_vocab",
     "epoch_permutation",
+    "gpt_datasets",
     "open_indexed",
     "parse_blend",
     "parse_split",

@@ -21,7 +21,7 @@ _INDEX_ARRAYS = ("dataset_index", "sample_index")
 
 
 class SampleDataset(Protocol):
-    """What a blend is made of, and is itself."""
+    """What a blend is made of, and what it is itself."""
 
     name: str
 
@@ -38,9 +38,9 @@ class SampleDataset(Protocol):
 def parse_blend(entries: Sequence[str], must_exist: bool = True) -> list[tuple[float | None, str]]:
     """(weight, prefix) of each dataset of a `--data-path`.
 
-    One prefix alone, or prefixes without any weight, have weight None (a blend in proportion to sizes);
-    otherwise "weight prefix weight prefix ...". must_exist: `prefix.idx` and `.bin` must be there. Raises
-    DataError for anything else and for weights that are not positive numbers.
+    A single prefix, or prefixes without any weights, have weight None (a blend in proportion to sizes);
+    otherwise the form is "weight prefix weight prefix ...". must_exist: `prefix.idx` and `.bin` must exist.
+    Raises DataError for anything else and for weights that are not positive numbers.
     """
     entries = [str(entry) for entry in entries]
     if not entries:
@@ -59,9 +59,8 @@ def parse_blend(entries: Sequence[str], must_exist: bool = True) -> list[tuple[f
             for suffix in (".idx", ".bin"):
                 if not Path(prefix + suffix).is_file():
                     raise DataError(
-                        f"`data_path` must name datasets, but {prefix}{suffix} is no file; give the path "
-                        f"without "
-                        ".idx or .bin."
+                        f"`data_path` must name datasets, but {prefix}{suffix} is not a file; give the path "
+                        "without .idx or .bin."
                     )
     return pairs
 
@@ -85,11 +84,11 @@ def _weight(text: str) -> float:
 
 
 class BlendedDataset:
-    """A mixture of datasets; items as theirs plus `dataset_id` (int64).
+    """A mixture of datasets; its items are theirs plus `dataset_id` (int64).
 
-    weights: one positive number each, normalized here, or None to mix in proportion to sizes; size: samples,
-    or None (only without weights) for every sample of every dataset exactly once. Raises DataError if a
-    dataset would have to give more samples than it has.
+    weights: one positive number for each, normalized here, or None to mix in proportion to sizes; size: the
+    number of samples, or None (only without weights) for every sample of every dataset exactly once. Raises
+    DataError if a dataset would have to give more samples than it has.
     """
 
     def __init__(
@@ -131,8 +130,7 @@ class BlendedDataset:
         if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < len(self)):
             raise IndexError(
                 f"`index` must be in 0..{len(self) - 1} of the {self.name} blend, but spans "
-                f"{int(indices.min())}.."
-                f"{int(indices.max())}."
+                f"{int(indices.min())}..{int(indices.max())}."
             )
         owners = self.dataset_index[indices].astype(np.int64)
         samples = self.sample_index[indices]
@@ -167,6 +165,5 @@ class BlendedDataset:
             if asked > given:
                 raise DataError(
                     f"`samples` of dataset {number} of the {self.name} blend must be at least {asked}, but "
-                    f"are "
-                    f"{given}; ask it for more samples or lower its weight."
+                    f"are {given}; ask it for more samples or lower its weight."
                 )

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
+from megazero.config.tree import Config
 from megazero.data.blended import BlendedDataset, SampleDataset, parse_blend
 from megazero.data.gpt_dataset import GPTDataset, GPTSettings, MockGPTDataset
 from megazero.data.index_build import normalized
-from megazero.data.indexed_reader import IndexedDataset, open_indexed
+from megazero.data.indexed.reader import IndexedDataset, open_indexed
 from megazero.data.splits import SPLIT_NAMES, SplitReading, split_ranges
 from megazero.errors import DataError
 
@@ -27,11 +29,11 @@ Datasets = tuple[SampleDataset | None, SampleDataset | None, SampleDataset | Non
 class DatasetRequest:
     """What to build.
 
-    num_samples: at least so many for train, valid and test; 0 for none of that split, None for one epoch.
-    data_path: prefix, prefixes, or weights and prefixes, divided by `split`; or each split's own
-    train_data_path, valid_data_path, test_data_path (then `split` is not used). train_exact_num_epochs: the
-    training split over exactly so many epochs. mock: random tokens, no files. Raises DataError if sources
-    contradict each other or there are none.
+    num_samples: the least samples of train, valid and test; 0 for none of that split, None for one epoch.
+    data_path: a prefix, prefixes, or weights and prefixes, divided by `split`; or each split's own
+    train_data_path, valid_data_path, test_data_path (then `split` is not used). train_exact_num_epochs: make
+    the training split exactly this many epochs long. mock: random tokens, no files. Raises DataError if
+    sources contradict each other or there are none.
     """
 
     settings: GPTSettings
@@ -60,7 +62,7 @@ class DatasetRequest:
 
 
 def build_gpt_datasets(request: DatasetRequest) -> Datasets:
-    """(train, valid, test), None where a split is empty or not wanted.
+    """(train, valid, test), with None for a split that is empty or not wanted.
 
     Raises DataError for damaged or missing files, impossible blends and splits too small for one sample.
     """
@@ -77,8 +79,55 @@ def build_gpt_datasets(request: DatasetRequest) -> Datasets:
     return train, valid, test
 
 
+def gpt_datasets(
+    config: Config, vocab_size: int, eod: int | None, num_samples: tuple[int | None, int | None, int | None]
+) -> Datasets:
+    """The three splits of a run that trains a GPT.
+
+    Args:
+        config: the run's configuration.
+        vocab_size: entries of the vocabulary, without padding.
+        eod: the id that ends a document; None if the tokenizer has none.
+        num_samples: the least samples of train, valid and test.
+
+    Raises:
+        DataError: files are missing or damaged, or hold too little for one sample.
+    """
+    data = config.data
+    return build_gpt_datasets(
+        DatasetRequest(
+            settings=GPTSettings(
+                sequence_length=config.model.seq_length,
+                seed=config.training.seed,
+                cache_dir=data.data_cache_path or default_cache(data.data_path or data.train_data_path),
+                vocab_size=vocab_size,
+                eod_token=eod,
+                reset_position_ids=data.reset_position_ids,
+                reset_attention_mask=data.reset_attention_mask,
+                eod_mask_loss=data.eod_mask_loss,
+            ),
+            num_samples=num_samples,
+            data_path=data.data_path,
+            split=data.split,
+            train_data_path=data.train_data_path,
+            valid_data_path=data.valid_data_path,
+            test_data_path=data.test_data_path,
+            train_exact_num_epochs=data.train_data_exact_num_epochs,
+            mock=data.mock_data,
+        )
+    )
+
+
+def default_cache(paths: tuple[str, ...]) -> str | None:
+    """Beside the first dataset, where Megatron-DeepSpeed keeps its indexes too."""
+    if not paths:
+        return None
+    _, prefix = parse_blend(paths, must_exist=False)[0]
+    return str(Path(prefix).parent / "index-cache")
+
+
 @dataclass(frozen=True)
-class _Source:
+class _Portion:
     """One dataset's part in one split: its sequences, and its weight in the blend if it has one."""
 
     indexed: IndexedDataset
@@ -104,7 +153,7 @@ def _build_split(
             if own
             else split_ranges(request.split, len(indexed), request.split_reading)[number]
         )
-        sources.append(_Source(indexed, ids, weight))
+        sources.append(_Portion(indexed, ids, weight))
     if not any(len(source.sequence_ids) for source in sources):
         if _wanted(request, number):
             warnings.warn(
@@ -117,19 +166,18 @@ def _build_split(
         if not len(source.sequence_ids):
             raise DataError(
                 f"`{name}` split of {source.indexed.prefix} must have a sequence, but split {request.split} "
-                f"gives it "
-                f"none of {len(source.indexed)}; give {name}_data_path or a larger share."
+                f"gives it none of {len(source.indexed)}; give {name}_data_path or a larger share."
             )
     return _assemble(request.settings, sources, size, name, epochs)
 
 
 def _wanted(request: DatasetRequest, number: int) -> bool:
-    """Whether the split string means this split to have data."""
+    """Whether the split string gives this split any data."""
     return bool(request.own_paths[number]) or len(split_ranges(request.split, 1 << 40)[number]) > 0
 
 
 def _assemble(
-    settings: GPTSettings, sources: list[_Source], size: int | None, name: str, epochs: int | None
+    settings: GPTSettings, sources: list[_Portion], size: int | None, name: str, epochs: int | None
 ) -> SampleDataset:
     if len(sources) == 1 and sources[0].weight is None:
         (source,) = sources
@@ -139,8 +187,7 @@ def _assemble(
         if weighted:
             raise DataError(
                 f"`train_exact_num_epochs` must come without weights in `data_path`, but is {epochs}; the "
-                f"number of "
-                "epochs already fixes how much each dataset gives."
+                "number of epochs already fixes how much each dataset gives."
             )
         parts = [GPTDataset(s.indexed, s.sequence_ids, None, settings, name, epochs) for s in sources]
         total = sum(len(part) for part in parts)

@@ -1,14 +1,14 @@
 """Index arrays kept between runs, keyed by the content they were built from.
 
 A key is the hash of a description that holds the dataset's fingerprint and every parameter of the build, so a
-rewritten dataset or another setting asks for another name and a stale index is never found. Each entry is one
+rewritten dataset or another setting leads to another name and a stale index is never found. Each entry is one
 `.npy` per array and a small JSON with their shapes, types and checksums; whatever does not agree with it
 (foreign, cut short, damaged) is rebuilt with a warning. Nothing here unpickles.
 
 Many processes may want the same entry at once, on a shared disk. Every one that does not find it builds it
 privately, writes to temporary names and renames them into place, the JSON last. Builds are deterministic, so
 the last writer replaces equal bytes with equal bytes. That wastes a few milliseconds in each process and
-needs no lock, of which every kind fails somewhere: flock is unreliable on NFS, and a lock file outlives a
+needs no lock; every kind of lock fails somewhere: flock is unreliable on NFS, and a lock file outlives a
 killed owner.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megazero.data.indexed_checksum import hash_bytes
+from megazero.data.indexed.checksum import hash_bytes
 
 _FORMAT = "megazero-index-1"
 
@@ -46,12 +46,11 @@ def cached_arrays(
     names: tuple[str, ...],
     build: Callable[[], dict[str, np.ndarray]],
 ) -> dict[str, np.ndarray]:
-    """The arrays `build()` gives, from the cache if a sound entry is there, else built and stored.
+    """The arrays that `build()` returns, from the cache if it has a sound entry, else built and stored.
 
-    directory: of the cache, None for no cache; name: readable start of the file names; names: of the arrays;
-    description:
-    everything the arrays depend on. Loaded arrays are read-only maps. A cache that cannot be written is a
-    warning.
+    directory: where the cache is, None for no cache; name: readable start of the file names; names: the
+    arrays' names; description: everything the arrays depend on. Loaded arrays are read-only maps. A cache
+    that cannot be written causes a warning.
     """
     if directory is None:
         return build()
@@ -68,8 +67,7 @@ def cached_arrays(
     except OSError as error:
         warnings.warn(
             f"index cache {directory} cannot be written ({error.strerror or error}); the index stays in "
-            f"memory. "
-            "Set `data_cache_path` to a writable directory.",
+            "memory. Set `data_cache_path` to a writable directory.",
             stacklevel=2,
         )
     return arrays
@@ -104,7 +102,7 @@ def _load(stem: Path, description: Mapping[str, object], names: tuple[str, ...])
             raise _Unusable(f"array {name} is missing") from error
         except Exception as error:
             # numpy parses a text header: foreign bytes can trip it in many ways, all of which mean the same.
-            raise _Unusable(f"array {name} is no .npy file: {error}") from error
+            raise _Unusable(f"array {name} is not a .npy file: {error}") from error
         if not isinstance(array, np.ndarray) or array.dtype.hasobject or _record(array) != record:
             raise _Unusable(f"array {name} differs from its description")
         arrays[name] = array.view(np.ndarray)

@@ -3,7 +3,7 @@
 A sample is a dict of numpy arrays, [T] each: `tokens` and `labels` int64 (labels are the tokens one further
 on), `loss_mask` float32, `position_ids` int64, and, with `reset_attention_mask`, `document_ids` int32: tokens
 attend only to earlier tokens of the same number. The [T, T] mask is left to the layers, which need none for
-the plain causal case. `batch` gives the same stacked, [b, T], and is the fast path.
+the plain causal case. `batch` gives the same arrays stacked, [b, T], and is the fast path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from megazero.data.cache import cached_arrays
 from megazero.data.index_build import GPTIndex, SamplePlan, build_gpt_index, gather_reference, plan_samples
-from megazero.data.indexed_reader import IndexedDataset
+from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.native import NATIVE
 from megazero.errors import DataError
 
@@ -28,11 +28,12 @@ _INDEX_ARRAYS = ("document_index", "sample_index", "shuffle_index")
 class GPTSettings:
     """What all GPT datasets of a run share.
 
-    sequence_length: T, tokens. seed: of document and sample order. cache_dir: index cache, None for none.
-    vocab_size: ids at or above it are an error, None not to look. eod_token: id that ends a document, needed
-    by the three flags: eod_mask_loss (no loss where the input is EOD), reset_position_ids (positions restart
-    after EOD), reset_attention_mask (adds `document_ids`). add_extra_token: samples read T + 1 tokens, so
-    that the last label is known; without, samples do not overlap and the last label is masked.
+    sequence_length: T, in tokens. seed: determines the order of documents and samples. cache_dir: index
+    cache, None for none. vocab_size: ids at or above it are an error; None turns the check off. eod_token:
+    the id that ends a document, needed by the three flags: eod_mask_loss (no loss where the input is EOD),
+    reset_position_ids (positions restart after EOD), reset_attention_mask (adds `document_ids`).
+    add_extra_token: samples read T + 1 tokens, so that the last label is known; without it, samples do not
+    overlap and the last label is masked.
     """
 
     sequence_length: int
@@ -62,9 +63,9 @@ class GPTSettings:
 class GPTDataset:
     """Samples of one split of one indexed dataset.
 
-    sequence_ids: the split's sequences, a range or int [n]; num_samples: at least so many, over as many
-    epochs as it takes (None: one epoch); epochs: exactly so many instead. name: of the split, for messages
-    and cache files. Raises DataError if the split holds too few tokens for one sample.
+    sequence_ids: the split's sequences, a range or int [n]; num_samples: the least number of samples, over
+    as many epochs as it takes (None: one epoch); epochs: exactly this many epochs instead. name: the split's
+    name, for messages and cache files. Raises DataError if the split holds too few tokens for one sample.
     """
 
     def __init__(
@@ -99,16 +100,15 @@ class GPTDataset:
         indices = np.asarray(indices, dtype=np.int64)
         if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < len(self)):
             raise IndexError(
-                f"`index` must be in 0..{len(self) - 1} of {self.name} split of {self.indexed.prefix}, but "
-                f"spans "
-                f"{int(indices.min())}..{int(indices.max())}."
+                f"`index` must be in 0..{len(self) - 1} of the {self.name} split of {self.indexed.prefix}, "
+                f"but spans {int(indices.min())}..{int(indices.max())}."
             )
         tokens, labels = self._gather(indices)
         return finish_batch(tokens, labels, self.settings)
 
     @property
     def description(self) -> dict[str, object]:
-        """All that the order and content of the samples depend on, JSON-able: the key of caches."""
+        """Everything that the order and content of the samples depend on, as JSON: the key of caches."""
         ids = self._ids
         if isinstance(ids, range):
             split = f"{ids.start}..{ids.stop}"
@@ -166,8 +166,7 @@ class GPTDataset:
                 raise DataError(
                     f"`token id` must be in 0..{limit - 1}, but is {int(ids[row, column])} in sample "
                     f"{int(indices[row])} of the {self.name} split of {self.indexed.prefix}; use the "
-                    f"tokenizer the "
-                    "dataset was made with."
+                    "tokenizer the dataset was made with."
                 )
 
 
@@ -197,7 +196,7 @@ def finish_batch(tokens: np.ndarray, labels: np.ndarray, settings: GPTSettings) 
 class MockGPTDataset:
     """Random tokens for trying out a run without data: sample i is a function of (seed, name, i) alone.
 
-    Items as `GPTDataset`'s. Raises DataError without a vocabulary size.
+    Items are like `GPTDataset`'s. Raises DataError without a vocabulary size.
     """
 
     def __init__(self, num_samples: int, settings: GPTSettings, name: str = "train"):

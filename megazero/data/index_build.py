@@ -1,4 +1,4 @@
-"""From sequence lengths to the order of training samples: document, sample, shuffle and blending index.
+"""Builds the order of training samples from sequence lengths: document, sample, shuffle and blending index.
 
 A GPT sample is `sequence_length` + 1 consecutive tokens of the shuffled documents laid end to end;
 consecutive samples share one token. Three arrays say which: the *document index* (epochs of shuffled sequence
@@ -24,10 +24,10 @@ MAX_DATASETS = int(np.iinfo(np.int16).max)
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """How many samples a split gives and over how many epochs; all counts of samples but `tokens_per_epoch`.
+    """How many samples a split gives, and over how many epochs.
 
-    samples: rows of the shuffle index, at least the number asked for. samples_before_last: of all epochs but
-    the last. separate_last: the last epoch is shuffled on its own, after the others.
+    samples: rows of the shuffle index, at least the number asked for. samples_before_last: samples in all
+    epochs but the last. separate_last: the last epoch is shuffled on its own, after the others.
     """
 
     tokens_per_epoch: int
@@ -58,9 +58,9 @@ def plan_samples(
 ) -> SamplePlan:
     """Counts epochs and samples.
 
-    num_samples: at least so many (None: one epoch); epochs: exactly so many instead. extra: 1 if a sample
-    reads one token past its end for the last label, else 0. Raises DataError if the data gives not one
-    sample.
+    num_samples: the least number of samples (None: one epoch); epochs: exactly this many epochs instead.
+    extra: 1 if a sample reads one token past its end for the last label, else 0. Raises DataError if the data
+    does not suffice for one sample.
     """
     if sequence_length < 1:
         raise DataError(f"`sequence_length` must be at least 1, but is {sequence_length}.")
@@ -69,8 +69,8 @@ def plan_samples(
     ):
         raise DataError(
             f"`tokens` must be at least sequence_length + {extra} = {sequence_length + extra} for one "
-            f"sample, but "
-            f"are {tokens_per_epoch} in each of {epochs or 1} epoch(s); give more text or a shorter sequence."
+            f"sample, but are {tokens_per_epoch} in each of {epochs or 1} epoch(s); give more text or a "
+            "shorter sequence."
         )
     if num_samples is not None and num_samples < 1:
         raise DataError(f"`num_samples` must be at least 1, but is {num_samples}.")
@@ -94,8 +94,8 @@ def build_gpt_index(
 ) -> GPTIndex:
     """The three arrays of a split.
 
-    lengths: int32 [S] of the whole dataset; sequence_ids: int [n] of the split; native: use the compiled
-    builder where it is built. `plan.tokens_per_epoch` must be the tokens of `sequence_ids`.
+    lengths: int32 [S], for the whole dataset; sequence_ids: int [n], the split's; native: use the compiled
+    builder if it is built. `plan.tokens_per_epoch` must be the number of tokens in `sequence_ids`.
     """
     random = np.random.RandomState(seed)
     document_index = build_document_index(sequence_ids, plan, random)
@@ -108,7 +108,7 @@ def build_gpt_index(
 def build_document_index(
     sequence_ids: np.ndarray, plan: SamplePlan, random: np.random.RandomState
 ) -> np.ndarray:
-    """Epochs of `sequence_ids`, shuffled together, or the last one apart; int32 while the ids fit."""
+    """Epochs of `sequence_ids`, shuffled together, or with the last one apart; int32 if the ids fit."""
     fits = sequence_ids.size == 0 or int(sequence_ids.max()) <= np.iinfo(np.int32).max
     ids = sequence_ids.astype(np.int32 if fits else np.int64)
     parts = [plan.epochs - 1, 1] if plan.separate_last else [plan.epochs]
@@ -121,7 +121,7 @@ def build_document_index(
 
 
 def build_shuffle_index(plan: SamplePlan, random: np.random.RandomState) -> np.ndarray:
-    """A permutation of the samples; with `separate_last` of those before the last epoch, then of the rest."""
+    """A permutation of the samples; with `separate_last`, those before the last epoch, then the rest."""
     dtype = np.uint32 if plan.samples < np.iinfo(np.uint32).max - 1 else np.int64
     index = np.arange(plan.samples, dtype=dtype)
     if plan.separate_last:
@@ -135,10 +135,10 @@ def build_shuffle_index(plan: SamplePlan, random: np.random.RandomState) -> np.n
 def build_sample_index(
     lengths: np.ndarray, document_index: np.ndarray, sequence_length: int, samples: int, extra: int = 1
 ) -> np.ndarray:
-    """Rows (position in document_index, offset), [samples + 1, 2]; row k > 0 holds the last token of sample k
-    - 1.
+    """Rows (position in document_index, offset), [samples + 1, 2].
 
-    int32 while every position fits, else int64. Raises DataError if the documents hold too few tokens.
+    Row k > 0 is the place of the last token of sample k - 1. The dtype is int32 if every position fits, else
+    int64. Raises DataError if the documents hold too few tokens.
     """
     if NATIVE is None:
         return sample_index_reference(lengths, document_index, sequence_length, samples, extra)
@@ -151,7 +151,7 @@ def build_sample_index(
 def sample_index_reference(
     lengths: np.ndarray, document_index: np.ndarray, sequence_length: int, samples: int, extra: int = 1
 ) -> np.ndarray:
-    """The same by prefix sums: sample k - 1 ends with token k * T + extra - 1, found by binary search."""
+    """The same, by prefix sums: sample k - 1 ends with token k * T + extra - 1, found by binary search."""
     sizes = np.asarray(lengths)[document_index].astype(np.int64)
     ends = np.cumsum(sizes)
     needed = np.arange(1, samples + 1, dtype=np.int64) * sequence_length + extra
@@ -185,7 +185,7 @@ def build_blending_index(weights: np.ndarray, size: int) -> tuple[np.ndarray, np
 
 
 def build_exhaustive_blending_index(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same over every sample of every dataset once, in shares of their sizes. sizes: int [d]."""
+    """The same, with every sample of every dataset once, in proportion to their sizes. sizes: int [d]."""
     limits = np.asarray(sizes, dtype=np.int64)
     if limits.size == 0 or int(limits.min()) < 0 or int(limits.sum()) < 1:
         raise DataError(f"`sizes` must be counts with at least one sample, but are {limits.tolist()}.")
@@ -200,7 +200,7 @@ def build_exhaustive_blending_index(sizes: np.ndarray) -> tuple[np.ndarray, np.n
 def blending_index_reference(
     shares: np.ndarray, limits: np.ndarray | None, size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Twin of both blending builders. shares: float64 [d], sum 1; limits: samples of each, or None."""
+    """Twin of both blending builders. shares: float64 [d], summing to 1; limits: samples of each, or None."""
     dataset_index = np.empty(size, dtype=np.int16)
     sample_index = np.empty(size, dtype=np.int64)
     taken = np.zeros(len(shares), dtype=np.int64)
@@ -240,9 +240,9 @@ def gather_reference(
 ) -> tuple[np.ndarray, np.ndarray, int, int]:
     """Twin of the compiled gather.
 
-    tokens: ids [total] of the `.bin`; tables: (lengths, offsets, document_index); starts: int64 [b, 2], rows
-    of the sample index. Returns tokens and labels, int64 [b, length] each, and the lowest and highest id met.
-    With extra 0 the last label is 0.
+    tokens: the ids [total] in the `.bin`; tables: (lengths, offsets, document_index); starts: int64 [b, 2],
+    rows of the sample index. Returns tokens and labels, int64 [b, length] each, and the lowest and highest id
+    found. With extra 0 the last label is 0.
     """
     lengths, offsets, documents = tables
     text = np.zeros((len(starts), length + 1), dtype=np.int64)

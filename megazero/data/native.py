@@ -10,7 +10,6 @@ except ImportError as error:
     NATIVE = None
     warnings.warn(
         f"megazero.data works without its compiled helpers ({error}): index building and sample gathering "
-        f"are "
-        "slower. Install a C++17 compiler and run `pip install -e .` to build them.",
+        "are slower. Install a C++17 compiler and run `pip install -e .` to build them.",
         stacklevel=2,
     )

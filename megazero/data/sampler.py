@@ -27,9 +27,9 @@ class SamplerKind(str, enum.Enum):
 class SamplerSpec:
     """The fixed facts of a sampler.
 
-    micro_batch_size: samples per rank and micro-batch; seed: of CYCLIC's permutations, mixed with the epoch
-    (0 gives Megatron's own, which knows only the epoch); data_sharding: CYCLIC gives each rank its own part
-    of the data rather than a stride of one permutation. Raises DataError for impossible values.
+    micro_batch_size: samples per rank and micro-batch; seed: the seed of CYCLIC's permutations, mixed with
+    the epoch (0 gives Megatron's own, which depend on the epoch alone); data_sharding: CYCLIC gives each rank
+    its own part of the data rather than a stride of one permutation. Raises DataError for impossible values.
     """
 
     num_samples: int
@@ -47,8 +47,7 @@ class SamplerSpec:
         if not 0 <= self.data_parallel_rank < self.data_parallel_size:
             raise DataError(
                 f"`data_parallel_rank` must be below `data_parallel_size` ({self.data_parallel_size}), but "
-                f"is "
-                f"{self.data_parallel_rank}."
+                f"is {self.data_parallel_rank}."
             )
         if self.num_samples < self.stride:
             raise DataError(
@@ -70,7 +69,7 @@ class SamplerSpec:
 def batch_indices(spec: SamplerSpec, consumed_samples: int) -> np.ndarray:
     """Dataset indices of this rank's micro-batch after `consumed_samples`, int64 [micro_batch_size].
 
-    Raises DataError past the end of a SINGLE dataset, and for a CYCLIC one if `consumed_samples` is no
+    Raises DataError past the end of a SINGLE dataset, and for a CYCLIC one if `consumed_samples` is not a
     multiple of micro_batch_size * data_parallel_size (the run's micro-batch changed within an epoch).
     """
     if consumed_samples < 0:
@@ -95,7 +94,7 @@ def epoch_permutation(spec: SamplerSpec, epoch: int) -> np.ndarray:
 
 
 def _generator_seed(seed: int, epoch: int) -> int:
-    """32 bits, all that torch's CPU generator looks at: the epoch for seed 0, else a hash of both."""
+    """32 bits, as torch's CPU generator uses no more: the epoch for seed 0, else a hash of both."""
     if seed == 0:
         return epoch
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=4).digest()
@@ -106,15 +105,15 @@ def _single(spec: SamplerSpec, consumed: int) -> np.ndarray:
     if consumed + spec.stride > spec.num_samples:
         raise DataError(
             f"`consumed_samples` must leave a micro-batch of {spec.stride} within the {spec.num_samples} "
-            f"samples, "
-            f"but is {consumed}; train for fewer samples, give more data or choose the cyclic sampler."
+            f"samples, but is {consumed}; train for fewer samples, give more data or choose the cyclic "
+            "sampler."
         )
     begin = consumed + spec.data_parallel_rank * spec.micro_batch_size
     return np.arange(begin, begin + spec.micro_batch_size, dtype=np.int64)
 
 
 def _epoch_of(spec: SamplerSpec, consumed: int) -> tuple[int, int]:
-    """(epoch, samples consumed in it)."""
+    """(epoch, samples consumed within it)."""
     epoch, done = divmod(consumed, spec.samples_per_epoch)
     if done % spec.stride:
         raise DataError(
@@ -136,8 +135,8 @@ def _cyclic(spec: SamplerSpec, permutation: np.ndarray, done: int) -> np.ndarray
 class BatchSampler:
     """Iterates micro-batches of indices; its state is `consumed_samples` and nothing else.
 
-    Ends (StopIteration) never for CYCLIC; a SINGLE one raises DataError past the end rather than repeat or
-    stop quietly. The permutation of the current epoch is kept so that a step costs no more than a slice.
+    It never ends (StopIteration): CYCLIC goes on for ever, and SINGLE raises DataError past the end rather
+    than repeat or stop quietly. The current epoch's permutation is kept, so a step costs only a slice.
     """
 
     def __init__(self, spec: SamplerSpec, consumed_samples: int = 0):
@@ -155,7 +154,7 @@ class BatchSampler:
         return indices
 
     def at(self, consumed_samples: int) -> np.ndarray:
-        """`batch_indices` of any position, which moves nothing and may be asked from several threads."""
+        """`batch_indices` at any position; changes no state and may be called from several threads."""
         if self.spec.kind is SamplerKind.SINGLE or consumed_samples < 0:
             return batch_indices(self.spec, consumed_samples)
         epoch, done = _epoch_of(self.spec, consumed_samples)

@@ -19,7 +19,7 @@ SPLIT_NAMES = ("train", "valid", "test")
 
 
 class SplitReading(enum.Enum):
-    """Whose reading of a split string is meant."""
+    """Whose reading of a split string to follow."""
 
     MEGATRON_CORE = "megatron-core"
     MEGATRON_DEEPSPEED = "megatron-deepspeed"

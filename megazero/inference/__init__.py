@@ -1,12 +1,13 @@
 """inference: text from a trained model.
 
-Start with `generate.py` (tokens in, tokens out); `sampling.py` decides the next token, `cache.py` keeps the
-earlier keys and values, `text.py` adds the tokenizer and `command.py` the command line.
+Start with `generate.py` (tokens in, tokens out); `sampling.py` decides the next token, `cache.py` keeps
+earlier keys and values, `staged.py` runs a model over pipeline stages, `text.py` adds the tokenizer and
+`command.py` the command line.
 """
 
 from megazero.inference.cache import KeyValueCache
-from megazero.inference.generate import for_generation, generate
+from megazero.inference.generate import generate
 from megazero.inference.sampling import Sampling
 from megazero.inference.text import TextGenerator
 
-__all__ = ["KeyValueCache", "Sampling", "TextGenerator", "for_generation", "generate"]
+__all__ = ["KeyValueCache", "Sampling", "TextGenerator", "generate"]

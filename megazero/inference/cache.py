@@ -1,4 +1,4 @@
-"""Keys and values of earlier positions, so that each generated token costs one position."""
+"""Keys and values of earlier positions, so that each generated token takes the work of one position."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megazero.errors import ConfigError
 class KeyValueCache:
     """A `layers.KeyValueStore` in preallocated memory.
 
-    A layer's buffers, [max_length, b, g/tp, d] each, are allocated when it is first extended and take
-    their shape, dtype and device from what it brings, so the cache serves any model and any slice of it.
+    A layer's buffers, [max_length, b, g/tp, d] each, are allocated at its first `extend` and take their
+    shape, dtype and device from the tensors given, so the cache works for any model and any slice of it.
 
     Args:
-        max_length: positions that fit.
+        max_length: number of positions that fit.
     """
 
     def __init__(self, max_length: int):
@@ -24,14 +24,14 @@ class KeyValueCache:
 
     @property
     def length(self) -> int:
-        """Positions that every layer holds."""
+        """Number of positions that every layer holds."""
         return min(self._lengths.values(), default=0)
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append [s, b, g/tp, d] of `layer` and return all positions so far, views of [t, b, g/tp, d].
+        """Append [s, b, g/tp, d] for `layer` and return all positions so far, as views [t, b, g/tp, d].
 
         Raises:
-            ConfigError: more positions than fit.
+            ConfigError: there are more positions than fit.
         """
         start = self._lengths.get(layer, 0)
         stop = start + key.shape[0]

@@ -1,4 +1,4 @@
-"""The command `megazero generate`: text from a checkpoint. Under torchrun the first rank prints."""
+"""The command `megazero generate`: generates text from a checkpoint. Under torchrun the first rank prints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megazero.mpu import Launch, leave, reporting
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags; names as in Megatron's text generation where it has one."""
+    """The flags, named as in Megatron's text generation where it has the same one."""
     parser = argparse.ArgumentParser(prog="megazero generate", description="Generate text from a checkpoint.")
     parser.add_argument("--load", required=True, help="folder of the checkpoint")
     source = parser.add_mutually_exclusive_group(required=True)
@@ -25,16 +25,20 @@ def build_parser() -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{axis}-model-parallel-size",
             type=int,
-            help=f"{what} over the ranks of this job (default: as trained; 1 for one process)",
+            help=f"{what} over the ranks of this job (default: as trained, or 1 for a single process)",
         )
     parser.add_argument("--max-new-tokens", type=int, default=64, help="most tokens to add (default 64)")
     parser.add_argument("--num-samples", type=int, default=1, help="continuations per prompt (default 1)")
     parser.add_argument("--temperature", type=float, default=1.0, help="divides the logits (default 1)")
-    parser.add_argument("--top-k", type=int, default=0, help="draw among so many tokens; 0: all (default)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw within this mass; 1: all (default)")
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="draw among this many most likely tokens; 0: all (default)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="draw within this probability mass; 1: all (default)"
+    )
     parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
-    parser.add_argument("--seed", type=int, default=0, help="of the random choices (default 0)")
-    parser.add_argument("--batch-size", type=int, default=16, help="continued at a time (default 16)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (default 0)")
+    parser.add_argument("--batch-size", type=int, default=16, help="prompts at a time (default 16)")
     return parser
 
 
@@ -54,7 +58,7 @@ def _run(flags: argparse.Namespace) -> None:
     if flags.num_samples < 1:
         raise ConfigError(f"`num_samples` must be at least 1, but is {flags.num_samples}; ask for one")
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.greedy, flags.seed)
-    # Imports every part of megazero: only once the flags are known to be good.
+    # This imports every part of megazero, so it waits until the flags are known to be good.
     from megazero.train.trained import Sizes, load_for_inference
 
     sizes = Sizes(flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size)
@@ -74,7 +78,7 @@ def _run(flags: argparse.Namespace) -> None:
 
 
 def format_results(prompts: Sequence[str], texts: Sequence[str], num_samples: int) -> str:
-    """Each prompt with its continuation; a line above says which it is where there are several."""
+    """Each prompt with its continuation; if there are several, a line above each says which one it is."""
     whole = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
     if len(whole) == 1:
         return whole[0]
@@ -85,10 +89,10 @@ def format_results(prompts: Sequence[str], texts: Sequence[str], num_samples: in
 
 
 def check_prompts(prompts: list[str]) -> list[str]:
-    """The prompts themselves.
+    """Return the prompts unchanged.
 
     Raises:
-        DataError: one came as bytes that are not UTF-8, which Python hands over as lone surrogates.
+        DataError: a prompt contains bytes that are not UTF-8, which Python passes on as lone surrogates.
     """
     for number, prompt in enumerate(prompts, 1):
         if any("\ud800" <= letter <= "\udfff" for letter in prompt):
@@ -100,7 +104,7 @@ def read_prompts(path: str) -> list[str]:
     """The lines of a UTF-8 file.
 
     Raises:
-        DataError: it cannot be read, is not UTF-8 or has no line.
+        DataError: the file cannot be read, is not UTF-8 or has no lines.
     """
     try:
         content = Path(path).read_bytes()

@@ -1,15 +1,15 @@
 """Tokens in, tokens out: a batch of prompts of any lengths is continued token by token.
 
-All sequences advance through the same positions, each from its own start, with nothing padded between: up
-to the end of a prompt its tokens are fed, from there on those that were drawn (as Megatron-LM generates).
-So a batch gives the tokens that each prompt alone would. While every sequence still has prompt ahead, many
-positions are fed at once.
+All sequences advance through the same positions, each from its own start, without any padding in between: up
+to the end of a prompt its own tokens are fed, from there on the drawn ones (as in Megatron-LM). So a batch
+gives the same tokens as each prompt alone. While all sequences still have prompt tokens left, many positions
+are fed at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,13 +18,13 @@ from megazero.errors import ConfigError, DataError
 from megazero.inference.cache import KeyValueCache
 from megazero.inference.sampling import Sampling, choose_tokens
 from megazero.inference.staged import StagedModel
-from megazero.models import GPT, Batch
+from megazero.models import Batch, LanguageModel
 
 OnToken = Callable[[int, int], None]
 
 
 def generate(
-    model: GPT | StagedModel,
+    model: LanguageModel | StagedModel,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -33,18 +33,18 @@ def generate(
     numbers: Sequence[int] | None = None,
     on_token: OnToken | None = None,
 ) -> list[list[int]]:
-    """Continue each prompt; every rank of the model calls this alike and returns the same.
+    """Continue each prompt; every rank of the model calls this with the same arguments and returns the same.
 
-    Dropout is off and nothing of the model changes.
+    Dropout is off, and the model is not changed.
 
     Args:
-        model: without sequence parallelism (`for_generation` makes it so); whole, or this stage's parts.
-        prompts: token ids of each, at least one.
+        model: a model without sequence parallelism: a whole one, or this stage's parts.
+        prompts: token ids of each prompt, at least one.
         max_new_tokens: most tokens to add to each prompt.
         sampling: how tokens are drawn; None draws from the model's distribution as it is.
-        eod: the id that ends a sequence; None lets all run to `max_new_tokens`.
-        numbers: of the sequences in the random stream, so that a prompt draws the same tokens in any
-            batch; default: 0, 1, 2, ...
+        eod: the id that ends a sequence; None lets all sequences run to `max_new_tokens`.
+        numbers: numbers of the sequences in the random stream, so that a prompt draws the same tokens in any
+            batch; the default is 0, 1, 2, ...
         on_token: called with (index of the prompt, token) as soon as a token is known, on every rank.
 
     Returns:
@@ -56,21 +56,21 @@ def generate(
         DataError: a prompt is empty or has a token outside the vocabulary.
         NumericsError: the model's logits are not finite.
     """
-    model = StagedModel.whole(model) if isinstance(model, GPT) else model
+    model = model if isinstance(model, StagedModel) else StagedModel.whole(model)
     _check(model, prompts, max_new_tokens, numbers)
     if not prompts:
         return []
     sampling = sampling or Sampling()
     numbers = range(len(prompts)) if numbers is None else numbers
     rows = [
-        _Row(list(prompt), len(prompt) + max_new_tokens, number)
+        _GrowingSequence(list(prompt), len(prompt) + max_new_tokens, number)
         for prompt, number in zip(prompts, numbers, strict=True)
     ]
     step = _Stepper(model, max(row.end for row in rows) - 1)
     position = 0
     with torch.inference_mode():
         while live := [row for row in rows if row.live]:
-            # A live sequence is longer than what was fed, by its last drawn token at least.
+            # A live sequence is longer than what was fed, at least by its last drawn token.
             stop = min(len(row.tokens) for row in live)
             logits = step([row.span(position, stop) for row in rows])
             position = stop
@@ -84,28 +84,9 @@ def generate(
     return [row.tokens[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
 
 
-def for_generation(model: GPT) -> GPT:
-    """`model` as `generate` wants it: the same weights, in the same memory, without sequence parallelism.
-
-    A sequence under generation is one token long and cannot be cut over the tensor-parallel ranks. The
-    slices of the weights do not depend on sequence parallelism.
-    """
-    if not model.placement.sequence_parallel:
-        return model
-    placement = replace(model.placement, sequence_parallel=False)
-    vocabulary = model.embedding.word if model.embedding is not None else None
-    if vocabulary is None and model.head is not None:
-        vocabulary = model.head.weight
-    padded_size = model.vocab_size if vocabulary is None else vocabulary.shape[0] * placement.tp.size
-    on_meta = replace(placement, device=torch.device("meta"))
-    twin = GPT(model.config, (model.vocab_size, padded_size), on_meta, part=model.part)
-    twin.load_state_dict(model.state_dict(), assign=True)
-    return twin
-
-
 @dataclass
-class _Row:
-    """One sequence under way: `tokens` so far, to grow to `end` of them at most."""
+class _GrowingSequence:
+    """A sequence being generated: the `tokens` so far, which may grow to at most `end` tokens."""
 
     tokens: list[int]
     end: int
@@ -113,12 +94,12 @@ class _Row:
     live: bool = True
 
     def span(self, start: int, stop: int) -> list[int]:
-        """Tokens [start, stop); a sequence that has ended is filled up with a token that nobody reads."""
+        """Tokens [start, stop); a sequence that has ended is filled up with a token that is never read."""
         tokens = self.tokens[start:stop]
         return tokens + [self.tokens[0]] * (stop - start - len(tokens))
 
     def accept(self, token: int, eod: int | None) -> bool:
-        """Append a drawn token, unless it ends the sequence; whether it was appended."""
+        """Append a drawn token unless it ends the sequence; return whether it was appended."""
         if token == eod:
             self.live = False
             return False
@@ -135,12 +116,11 @@ class _Stepper:
         self.cache = KeyValueCache(max_length)
 
     def __call__(self, tokens: list[list[int]]) -> Tensor:
-        """tokens [b, s], following those already fed -> logits of the next, float32 [b, v]."""
-        device = self.model.device
+        """tokens [b, s], which follow those already fed -> logits of the next token, float32 [b, v]."""
         start = self.cache.length
         batch = Batch(
-            tokens=torch.tensor(tokens, device=device),
-            position_ids=torch.arange(start, start + len(tokens[0]), device=device),
+            tokens=torch.tensor(tokens, device=self.model.device),
+            positions=range(start, start + len(tokens[0])),
         )
         return self.model.logits(batch, self.cache)
 
@@ -150,8 +130,8 @@ def _check(
 ) -> None:
     if model.placement.sequence_parallel:
         raise ConfigError(
-            "`sequence_parallel` must be off to generate, but is on; pass `for_generation(model)`, which "
-            "has the same weights"
+            "`sequence_parallel` must be off to generate, but is on; pass "
+            "`model.without_sequence_parallelism()`, which has the same weights"
         )
     if max_new_tokens < 1:
         raise ConfigError(f"`max_new_tokens` must be at least 1, but is {max_new_tokens}; ask for a token")

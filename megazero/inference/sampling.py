@@ -1,9 +1,9 @@
 """Which token comes next: pure functions of the logits and of a counter-based random number.
 
-A token's random number is a function of (seed, its sequence's number, its position), and the choice
-inverts the cumulative distribution in the order of the ids, not of the probabilities. So neither the batch
-around a sequence, nor the tensor-parallel layout, nor two near-equal probabilities that rounding swaps,
-changes what is drawn.
+A token's random number is a function of (seed, its sequence's number, its position), and the choice inverts
+the cumulative distribution in the order of the ids, not of the probabilities. So what is drawn depends on
+neither the rest of the batch, nor the tensor-parallel layout, nor rounding that swaps two nearly equal
+probabilities.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from megazero.ops.counter_random import hash_uniform
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: temperature, then top-k, then top-p among what top-k left.
+    """How tokens are drawn: temperature, then top-k, then top-p among the tokens that top-k left.
 
     Attributes:
-        temperature: logits are divided by it; towards 0 the most likely token always wins.
-        top_k: draw among so many of the most likely tokens; 0 means all.
+        temperature: logits are divided by it; as it approaches 0, the most likely token always wins.
+        top_k: draw among this many of the most likely tokens; 0 means all.
         top_p: draw among the fewest most likely tokens that together have this probability (nucleus
             sampling, Holtzman et al. 2020); 1 means all.
-        greedy: always take the most likely token, the smallest id among equals; nothing is random.
-        seed: of the random numbers.
-        vocab_size: only ids below it are drawn; None means the model's whole vocabulary. Padding of the
+        greedy: whether to always take the most likely token, the smallest id among equals, without any
+            randomness.
+        seed: seed of the random numbers.
+        vocab_size: only ids below this are drawn; None means the model's whole vocabulary. Padding of the
             vocabulary is never drawn.
 
     Raises:
@@ -63,7 +64,7 @@ class Sampling:
 
 
 def keep_top_k(scores: Tensor, k: int) -> Tensor:
-    """scores [b, v] with all but the `k` largest of each row at -inf; among equals the smaller id stays."""
+    """scores [b, v] with all but the `k` largest in each row at -inf; among equals the smaller id stays."""
     order = scores.argsort(dim=-1, descending=True, stable=True)
     return scores.scatter(-1, order[:, k:], -torch.inf)
 
@@ -81,7 +82,7 @@ def keep_top_p(scores: Tensor, p: float) -> Tensor:
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """The distribution that a token is drawn from: logits [b, v] -> float64 [b, v], rows summing to 1."""
     scores = logits.double()
-    # The largest becomes 0 first, so that no temperature overflows it.
+    # First shift the largest score to 0, so that no temperature makes it overflow.
     scores = (scores - scores.amax(dim=-1, keepdim=True)) / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         scores = keep_top_k(scores, sampling.top_k)
@@ -93,7 +94,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     """The token in whose share of [0, 1) each number falls: probs [b, v], uniforms [b] -> int64 [b]."""
     cumulative = probs.double().cumsum(dim=-1)
-    # Against the row's own sum: a uniform below 1 then always meets a token of positive probability.
+    # Scale by the row's own sum, so that a uniform below 1 always hits a token of positive probability.
     points = uniforms.double().unsqueeze(-1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, points, right=True).squeeze(-1)
 

@@ -1,4 +1,4 @@
-"""A model whose parts lie on the stages of a pipeline, as text generation sees it: tokens in, logits out."""
+"""A model spread over the stages of a pipeline, as text generation sees it: tokens in, logits out."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from megazero.config.tree import ModelConfig
 from megazero.inference.cache import KeyValueCache
 from megazero.layers.collectives import gather_features
 from megazero.layers.placement import Placement
-from megazero.models import GPT, Batch
+from megazero.models import Batch, LanguageModel
 from megazero.mpu import Group, SoloGroup, Transfer
 
 
 class StagedModel:
-    """A model as the parts of it that this stage holds; one process holds one part, the whole.
+    """The parts of a model that this stage holds; a single process holds one part, the whole model.
 
-    A token passes the stages one after another, and every stage learns the logits.
+    A token passes through the stages one after another, and every stage gets the logits.
 
     Args:
         chunks: this stage's parts by their numbers along the model, without sequence parallelism.
         stage_of: chunk -> the stage that holds it.
-        pp: the ranks of the pipeline; group rank is the stage.
+        pp: the ranks of the pipeline; the group rank is the stage.
     """
 
-    def __init__(self, chunks: Mapping[int, GPT], stage_of: tuple[int, ...], pp: Group):
+    def __init__(self, chunks: Mapping[int, LanguageModel], stage_of: tuple[int, ...], pp: Group):
         self.chunks = dict(chunks)
         self.stage_of = stage_of
         self.pp = pp
 
     @classmethod
-    def whole(cls, model: GPT) -> StagedModel:
-        """The model of one stage."""
+    def whole(cls, model: LanguageModel) -> StagedModel:
+        """A model that is whole on a single stage."""
         return cls({0: model}, (0,), SoloGroup("pp", 0))
 
     @property
-    def any_part(self) -> GPT:
-        """A part, for what all have in common."""
+    def any_part(self) -> LanguageModel:
+        """Any of the parts, for what they have in common."""
         return next(iter(self.chunks.values()))
 
     @property
@@ -58,7 +58,7 @@ class StagedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the model knows, without padding."""
+        """Number of tokens that the model knows, without padding."""
         return self.any_part.vocab_size
 
     def logits(self, batch: Batch, cache: KeyValueCache) -> Tensor:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from megazero.data.tokenizers import Tokenizer
 from megazero.errors import ConfigError, DataError
-from megazero.inference.generate import for_generation, generate
+from megazero.inference.generate import generate
 from megazero.inference.sampling import Sampling
 from megazero.inference.staged import StagedModel
-from megazero.models import GPT
+from megazero.models import LanguageModel
 
 
 class TextGenerator:
@@ -20,13 +20,13 @@ class TextGenerator:
         DataError: the tokenizer has more tokens than the model.
     """
 
-    def __init__(self, model: GPT | StagedModel, tokenizer: Tokenizer):
+    def __init__(self, model: LanguageModel | StagedModel, tokenizer: Tokenizer):
         if tokenizer.vocab_size > model.vocab_size:
             raise DataError(
                 f"`tokenizer` must have at most the model's {model.vocab_size} tokens, but has "
                 f"{tokenizer.vocab_size}; use the one that the model was trained with"
             )
-        self.model = for_generation(model) if isinstance(model, GPT) else model
+        self.model = model if isinstance(model, StagedModel) else model.without_sequence_parallelism()
         self.tokenizer = tokenizer
 
     def complete(
@@ -40,11 +40,11 @@ class TextGenerator:
         """What follows each prompt, up to the end of the document or `max_new_tokens`.
 
         An empty prompt begins a new document. Only ids that the tokenizer knows are drawn. `batch_size`
-        prompts are continued at a time, which bounds memory and changes nothing else.
+        prompts are continued at a time, which limits memory and changes nothing else.
 
         Raises:
-            ConfigError: an argument is out of range, or a sequence outgrows learned positions.
-            DataError: a prompt is empty and the tokenizer has no end of document to begin one after.
+            ConfigError: an argument is out of range, or a sequence outgrows the learned positions.
+            DataError: a prompt is empty and the tokenizer has no end-of-document token to start from.
         """
         if batch_size < 1:
             raise ConfigError(f"`batch_size` must be at least 1, but is {batch_size}; set a positive number")
@@ -69,15 +69,15 @@ class TextGenerator:
         tokens = self.tokenizer.encode(prompt)
         if tokens:
             return tokens
-        # In training a document follows the end of the one before.
+        # In training, a document follows the end of the previous one.
         if self.tokenizer.eod is None:
             raise DataError(
-                f"`prompts` must not be empty for a tokenizer without end of document, but prompt {index} is "
-                f"{prompt!r}; write at least one token"
+                f"`prompts` must not be empty for a tokenizer without an end-of-document token, but prompt "
+                f"{index} is {prompt!r}; write at least one token"
             )
         return [self.tokenizer.eod]
 
     def _decode(self, prompt: list[int], new: list[int]) -> str:
-        # In company: a sentencepiece decoder takes a leading space off whatever it is given alone.
+        # Decode with the prompt: a sentencepiece decoder strips a leading space from what it is given alone.
         before, whole = self.tokenizer.decode(prompt), self.tokenizer.decode(prompt + new)
         return whole[len(before) :] if whole.startswith(before) else self.tokenizer.decode(new)

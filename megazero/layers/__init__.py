@@ -1,19 +1,22 @@
 """layers: the building blocks of the models, sliced over the tensor-parallel ranks.
 
-Start with `transformer.py`; `linear.py` and `embedding.py` hold the sliced weights, `collectives.py` the
-communications that autograd sees, `initialize.py` where the initial weights come from.
+Start with `transformer.py`; `linear.py` and `embedding.py` hold the sliced weights, `collectives.py` has the
+collectives that autograd sees, and `initialize.py` makes the initial weights.
 """
 
+from megazero.layers.attention import SelfAttention
 from megazero.layers.embedding import Embedding, vocabulary_spec
 from megazero.layers.initialize import initialize, initialize_parameters
 from megazero.layers.inputs import Deferred, KeyValueStore, LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linear
+from megazero.layers.mlp import MLP
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
 from megazero.layers.recompute import InputKeeping, recompute_units, run_layers
 from megazero.layers.transformer import TransformerLayer
 
 __all__ = [
+    "MLP",
     "ColumnParallelLinear",
     "Deferred",
     "Embedding",
@@ -23,6 +26,7 @@ __all__ = [
     "Norm",
     "Placement",
     "RowParallelLinear",
+    "SelfAttention",
     "TransformerLayer",
     "column_linear",
     "initialize",

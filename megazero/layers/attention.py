@@ -1,4 +1,4 @@
-"""Causal self-attention, its heads sliced over the tensor-parallel ranks."""
+"""Self-attention, with its heads sliced over the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from megazero.ops.rotary import apply_rotary
 
 
 class SelfAttention(nn.Module):
-    """[s, b, h] -> ([s, b, h], bias still to be added); s/tp rows each way under sequence parallelism.
+    """[s, b, h] -> ([s, b, h], bias still to be added); both hold s/tp rows under sequence parallelism.
 
     Queries, keys and values come from one weight of logical shape [groups, queries per group + 2, d, h]:
-    a group's query heads, then its key, then its value, so that a slice of groups is whole.
+    a group's query heads, then its key, then its value, so that slicing over groups keeps each group whole.
 
     Args:
-        recompute: drop the attention core's activations and compute them again in backward (selective
-            recompute, Korthikanti et al. 2022).
+        causal: whether a position attends only to itself and earlier ones.
+        recompute: whether to drop the attention core's activations and compute them again in backward
+            (selective recompute, Korthikanti et al. 2022).
     """
 
-    def __init__(self, layer: int, config: ModelConfig, placement: Placement, *, recompute: bool = False):
+    def __init__(
+        self, layer: int, config: ModelConfig, placement: Placement, *, causal: bool, recompute: bool = False
+    ):
         super().__init__()
         self.layer = layer
         self.placement = placement
+        self.causal = causal
         self.recompute = recompute
         self.dropout = config.attention_dropout
         self.queries_per_group = config.num_attention_heads // config.kv_heads
@@ -52,7 +56,7 @@ class SelfAttention(nn.Module):
         qkv = self.qkv(x, inputs.deferred)
         s, b, _ = qkv.shape
         qkv = qkv.view(s, b, *self.qkv.local_shape)  # [s, b, g/tp, q + 2, d]
-        # One split: its backward is one concatenation, where slices would each bring a tensor of zeros.
+        # One split, because its backward is one concatenation, while each slice would add a tensor of zeros.
         query, key, value = qkv.split((self.queries_per_group, 1, 1), dim=3)
         query = query.reshape(s, b, -1, qkv.shape[-1])  # [s, b, n/tp, d]
         key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/tp, d]
@@ -69,5 +73,7 @@ class SelfAttention(nn.Module):
             query, key = apply_rotary(query, *inputs.rotary), apply_rotary(key, *inputs.rotary)
         if inputs.cache is not None:
             key, value = inputs.cache.extend(self.layer, key, value)
-        dropout = inputs.attention_dropout(self.dropout, query.shape[2], query, self.placement, self.layer)
-        return attention(query, key, value, causal=True, document_ids=inputs.document_ids, dropout=dropout)
+        dropout = inputs.attention_dropout(self.dropout, query.shape[2], self.placement, self.layer)
+        return attention(
+            query, key, value, causal=self.causal, document_ids=inputs.document_ids, dropout=dropout
+        )

@@ -1,6 +1,6 @@
 """Collectives that autograd sees: each pairs a forward communication with its transpose.
 
-Sequence dims are dim 0 of `[s, b, h]`. The conjugate pairs are those of Megatron-LM (Shoeybi et al. 2019)
+The sequence dim is dim 0 of `[s, b, h]`. The conjugate pairs are those of Megatron-LM (Shoeybi et al. 2019)
 and of sequence parallelism (Korthikanti et al. 2022).
 """
 
@@ -14,7 +14,7 @@ from megazero.mpu import Group
 
 
 def gather_rows(x: Tensor, group: Group) -> Tensor:
-    """[n, ...] of each member -> [size * n, ...] on all."""
+    """[n, ...] from each member -> [size * n, ...] on every member."""
     output = x.new_empty(group.size * x.shape[0], *x.shape[1:])
     group.all_gather(output, x.contiguous()).wait()
     return output

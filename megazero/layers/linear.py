@@ -1,10 +1,11 @@
 """Linear layers sliced over the tensor-parallel ranks (Shoeybi et al. 2019).
 
-A column-parallel layer slices its outputs, a row-parallel one its inputs; one after the other needs one
+A column-parallel layer slices its outputs, a row-parallel layer its inputs; the two in sequence need one
 communication in each direction.
 
-Backward may be split (Qi et al. 2023): the input half computes the gradients of input and bias and does the
-communications that they need, the weight half, run later in a pipeline's idle time, the weight's gradient.
+Backward may be split (Qi et al. 2023): the input half computes the gradients of the input and the bias, with
+the communication they need, and the weight half, run later in a pipeline's idle time, computes the weight's
+gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.autograd import Function
 from megazero.layers.collectives import gather_rows, reduce_from_slices, reduce_scatter_sequence
 from megazero.layers.inputs import Deferred
 from megazero.layers.placement import Placement
-from megazero.mpu import DONE, Group, Init, ParamSpec, SoloGroup, Work, new_parameter
+from megazero.mpu import DONE, Cut, Group, InitialValues, ParamSpec, SoloGroup, Work
 
 
 class _ColumnLinear(Function):
@@ -28,7 +29,7 @@ class _ColumnLinear(Function):
     def forward(ctx, x, weight, bias, group, sequence_parallel):
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.sequence_parallel, ctx.has_bias = group, sequence_parallel, bias is not None
-        # Only this rank's part of the sequence is kept; backward gathers the rest again.
+        # Only this rank's part of the sequence is kept; backward gathers the whole again.
         whole = gather_rows(x, group) if sequence_parallel else x
         return F.linear(whole, weight, bias)
 
@@ -49,9 +50,9 @@ class _ColumnLinear(Function):
 
 
 class _InputHalf(Function):
-    """`x @ weight.T + bias`, whose backward hands what the weight's gradient needs to `defer(x, grad)`.
+    """`x @ weight.T + bias`, whose backward passes what the weight's gradient needs to `defer(x, grad)`.
 
-    `weight` must be detached: autograd would call the hooks of a parameter that gets no gradient.
+    `weight` must be detached, or autograd would call the hooks of a parameter that gets no gradient.
     """
 
     @staticmethod
@@ -64,7 +65,7 @@ class _InputHalf(Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         grad_x, reducing = _reduce_input_grad(grad @ weight, ctx.group, ctx.sequence_parallel)
-        # Detached: `x` would hold the graph that made it.
+        # Detached, because `x` would otherwise keep the graph that made it.
         ctx.defer(x.detach(), grad.detach())
         grad_bias = _rows(grad).sum(0) if ctx.has_bias else None
         reducing.wait()
@@ -72,14 +73,15 @@ class _InputHalf(Function):
 
 
 class _WeightHalf:
-    """Adds the gradient of a weight to its `grad`, once, and lets go of the activations.
+    """Adds a weight's gradient to its `grad`, once, and releases the activations.
 
     Args:
         weight: the parameter, [..., h].
         x: [s, b, h], or [s/tp, b, h] with a `group` to gather it over.
-        grad: of the output, [s, b, n/tp].
-        group: the ranks that hold the other parts of the sequence, or None where `x` is whole. Gathering it
-            here and not in the input half leaves 1/tp of it to wait, and shortens the input half.
+        grad: the output's gradient, [s, b, n/tp].
+        group: the ranks that hold the other parts of the sequence, or None if `x` is whole. Gathering `x`
+            here instead of in the input half means that only 1/tp of it is kept until then, and shortens the
+            input half.
     """
 
     def __init__(self, weight: nn.Parameter, x: Tensor, grad: Tensor, group: Group | None):
@@ -105,7 +107,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _reduce_input_grad(partial: Tensor, group: Group, sequence_parallel: bool) -> tuple[Tensor, Work]:
-    """Start the sum of the slices' input gradients [s, b, h]; the result is whole, or [s/tp, b, h]."""
+    """Start summing the slices' input gradients [s, b, h]; the result is whole, or [s/tp, b, h]."""
     if not sequence_parallel:
         return partial, group.all_reduce(partial, async_op=True)
     grad_x = partial.new_empty(partial.shape[0] // group.size, *partial.shape[1:])
@@ -120,17 +122,19 @@ def column_linear(
     sequence_parallel: bool,
     deferred: Deferred | None = None,
 ) -> Tensor:
-    """x [s, b, h] (or [s/tp, b, h]) times weight [..., h] -> [s, b, n/tp], n/tp rows of the flattened weight.
+    """x [s, b, h] (or [s/tp, b, h]) times weight [..., h] -> [s, b, n/tp].
+
+    n/tp is the number of rows of the flattened weight.
 
     Args:
         weight: the parameter itself, in its own shape.
         bias: [...], in its own shape.
-        deferred: where backward leaves the weight's gradient; None: backward computes it. The bias's gradient
-            is a sum that backward always computes.
+        deferred: the list to which backward adds the weight half; None if backward computes the weight's
+            gradient itself. The bias's gradient is a sum that backward always computes.
     """
     matrix = weight.flatten(0, -2)
     vector = None if bias is None else bias.flatten()
-    # Autograd runs the input half only where the input has a gradient.
+    # Autograd runs the input half only if the input needs a gradient.
     if deferred is not None and x.requires_grad:
         part = group if sequence_parallel else None
 
@@ -149,8 +153,8 @@ class ColumnParallelLinear(nn.Module):
     Args:
         name: global name of the layer.
         features: input width h.
-        shape: logical shape of the outputs; dim `shard_dim` of it is sliced.
-        bias: whether it has one.
+        shape: logical shape of the outputs; its dim `shard_dim` is sliced.
+        bias: whether the layer has a bias.
         std: standard deviation of the initial weight.
     """
 
@@ -167,15 +171,16 @@ class ColumnParallelLinear(nn.Module):
     ):
         super().__init__()
         self.placement = placement
-        make = lambda spec: new_parameter(spec, placement.tp.size, placement.dtype, placement.device)  # noqa: E731
-        self.weight = make(ParamSpec(f"{name}.weight", (*shape, features), Init("normal", std), shard_dim))
+        cuts = (Cut(shard_dim, "tp"),)
+        normal, zeros = InitialValues("normal", std), InitialValues("zeros")
+        self.weight = placement.parameter(ParamSpec(f"{name}.weight", (*shape, features), normal, cuts))
         self.bias = None
         if bias:
-            self.bias = make(ParamSpec(f"{name}.bias", shape, Init("zeros"), shard_dim, weight_decay=False))
+            self.bias = placement.parameter(ParamSpec(f"{name}.bias", shape, zeros, cuts, weight_decay=False))
         self.local_shape = tuple(self.weight.shape[:-1])
 
     def forward(self, x: Tensor, deferred: Deferred | None = None) -> Tensor:
-        """`deferred` as in `column_linear`."""
+        """The product plus the bias; `deferred` is as in `column_linear`."""
         placement = self.placement
         return column_linear(x, self.weight, self.bias, placement.tp, placement.sequence_parallel, deferred)
 
@@ -203,29 +208,29 @@ class RowParallelLinear(nn.Module):
     ):
         super().__init__()
         self.placement = placement
-        make = lambda spec: new_parameter(spec, placement.tp.size, placement.dtype, placement.device)  # noqa: E731
-        self.weight = make(ParamSpec(f"{name}.weight", (features, width), Init("normal", std), 1))
+        normal, cuts = InitialValues("normal", std), (Cut(1, "tp"),)
+        self.weight = placement.parameter(ParamSpec(f"{name}.weight", (features, width), normal, cuts))
         self.bias = None
         if bias:
-            self.bias = make(
+            self.bias = placement.parameter(
                 ParamSpec(
                     f"{name}.bias",
                     (features,),
-                    Init("zeros"),
+                    InitialValues("zeros"),
                     weight_decay=False,
                     partial_grad=placement.sequence_parallel,
                 )
             )
 
     def forward(self, x: Tensor, deferred: Deferred | None = None) -> tuple[Tensor, Tensor | None]:
-        """The product, and the bias that the caller has still to add (it fuses with what follows).
+        """The product, and the bias that the caller still has to add (it fuses with what follows).
 
-        `deferred` as in `column_linear`.
+        `deferred` is as in `column_linear`.
         """
         alone = SoloGroup()
         if self.placement.tp.size == 1:
             return column_linear(x, self.weight, self.bias, alone, False, deferred), None
-        # A slice of the inputs needs nothing of the other ranks until the sum.
+        # A slice of the inputs needs nothing from the other ranks until the sum.
         partial = column_linear(x, self.weight, None, alone, False, deferred)
         reduce = reduce_scatter_sequence if self.placement.sequence_parallel else reduce_from_slices
         return reduce(partial, self.placement.tp), self.bias

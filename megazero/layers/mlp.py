@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megazero.config.tree import ModelConfig
-from megazero.layers.inputs import Deferred
+from megazero.layers.inputs import LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
 from megazero.layers.placement import Placement
 from megazero.ops.bias_gelu import bias_gelu
@@ -14,9 +14,9 @@ from megazero.ops.swiglu import swiglu
 
 
 class MLP(nn.Module):
-    """[s, b, h] -> ([s, b, h], bias still to be added), through an inner width f sliced over tp.
+    """[s, b, h] -> ([s, b, h], bias still to be added), through an inner width f that is sliced over tp.
 
-    With SwiGLU the up weight has logical shape [2, f, h] (gate, then value), sliced along f.
+    With SwiGLU the up weight has logical shape [2, f, h] (gate, then value) and is sliced along f.
     """
 
     def __init__(self, layer: int, config: ModelConfig, placement: Placement):
@@ -41,12 +41,12 @@ class MLP(nn.Module):
             std=residual_std(config.init_method_std, config.num_layers),
         )
 
-    def forward(self, x: Tensor, deferred: Deferred | None = None) -> tuple[Tensor, Tensor | None]:
-        inner = self.up(x, deferred)
+    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
+        inner = self.up(x, inputs.deferred)
         if self.activation == "swiglu":
             inner = swiglu(inner.view(*inner.shape[:-1], 2, -1))
         elif self.activation == "squared_relu":
             inner = squared_relu(inner)
         else:
             inner = bias_gelu(inner, None, exact=self.activation == "gelu_exact")
-        return self.down(inner, deferred)
+        return self.down(inner, inputs.deferred)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megazero.layers.placement import Placement
-from megazero.mpu import Init, ParamSpec, new_parameter
+from megazero.mpu import InitialValues, ParamSpec
 from megazero.ops.layer_norm import layer_norm
 from megazero.ops.rms_norm import rms_norm
 
@@ -21,11 +21,11 @@ class Norm(nn.Module):
             spec = ParamSpec(
                 f"{name}.{suffix}",
                 (features,),
-                Init(init),
+                InitialValues(init),
                 weight_decay=False,
                 partial_grad=placement.sequence_parallel,
             )
-            return new_parameter(spec, placement.tp.size, placement.dtype, placement.device)
+            return placement.parameter(spec)
 
         self.weight = vector("weight", "ones")
         self.bias = vector("bias", "zeros") if kind == "LayerNorm" else None

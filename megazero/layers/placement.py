@@ -1,24 +1,28 @@
-"""What every layer is told besides its own sizes: the ranks it is sliced over, and where it lives."""
+"""What every layer needs besides its own sizes: the ranks it is cut over, and where its parameters live."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from megazero.mpu import Group, ParallelContext
+from megazero.mpu import Group, ParallelContext, ParamSpec, Place
 
 
 @dataclass(frozen=True)
 class Placement:
     """Attributes:
-    tp: the ranks that share each layer's weights.
+    place: where this rank sits along each axis of the mesh, which says which slices it holds.
+    groups: communicators by name; those named after an axis (``tp``, ``cp``, ``ep``) span its ranks.
     sequence_parallel: whether norm and dropout regions hold `s / tp` positions instead of all.
-    dtype: of parameters and activations.
-    device: of parameters; ``meta`` builds shapes only.
+    dtype: the dtype of parameters and activations.
+    device: the device of parameters; ``meta`` builds shapes only.
     """
 
-    tp: Group
+    place: Place
+    groups: Mapping[str, Group]
     sequence_parallel: bool
     dtype: torch.dtype
     device: torch.device
@@ -27,5 +31,18 @@ class Placement:
     def of(
         cls, context: ParallelContext, dtype: torch.dtype, *, sequence_parallel: bool = False
     ) -> Placement:
-        """The placement of a rank's layers; sequence parallelism over one rank is none."""
-        return cls(context.tp, sequence_parallel and context.tp.size > 1, dtype, context.device)
+        """The placement of a rank's layers; sequence parallelism over a single rank is turned off."""
+        sequence_parallel = sequence_parallel and context.tp.size > 1
+        return cls(context.place, context.groups, sequence_parallel, dtype, context.device)
+
+    @property
+    def tp(self) -> Group:
+        """The ranks that share each layer's weights."""
+        return self.groups["tp"]
+
+    def parameter(self, spec: ParamSpec) -> nn.Parameter:
+        """An uninitialized parameter that holds this rank's slice and carries `spec`."""
+        shape = spec.local_shape(self.place)
+        parameter = nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device))
+        parameter.spec = spec
+        return parameter

@@ -21,8 +21,8 @@ from megazero.mpu import Group
 def recompute_units(num_layers: int, config: RecomputeConfig) -> list[tuple[range, bool]]:
     """How consecutive layers are grouped: (layers, whether the group is recomputed).
 
-    ``uniform`` cuts all layers in units of `num_layers`, ``block`` recomputes the first `num_layers` one by
-    one and keeps the rest, ``every`` recomputes the first of each `num_layers` and keeps the others.
+    ``uniform`` cuts all layers into units of `num_layers`; ``block`` recomputes the first `num_layers` one by
+    one and keeps the rest; ``every`` recomputes the first of each `num_layers` and keeps the others.
     """
     if config.granularity != "full":
         return [(range(num_layers), False)]
@@ -42,12 +42,12 @@ def recompute_units(num_layers: int, config: RecomputeConfig) -> list[tuple[rang
 
 @dataclass(frozen=True)
 class InputKeeping:
-    """How the input of a recomputed unit waits for backward.
+    """How the input of a recomputed unit is kept until backward.
 
     Attributes:
-        partition: the ranks that have equal inputs: each keeps 1/size of it, gathered again in backward
-            (P_a of ZeRO-R, Rajbhandari et al. 2020). None: each keeps it whole.
-        offload: in host memory.
+        partition: the ranks that have equal inputs: each keeps 1/size of the input, and backward gathers it
+            again (P_a of ZeRO-R, Rajbhandari et al. 2020). None: each rank keeps the whole input.
+        offload: whether it is kept in host memory.
     """
 
     partition: Group | None = None
@@ -55,13 +55,13 @@ class InputKeeping:
 
     @classmethod
     def of(cls, config: RecomputeConfig, placement: Placement) -> InputKeeping:
-        """What `config` wants of the layers at `placement`."""
+        """The way that `config` asks for, for layers at `placement`."""
         wanted = config.partition_activations and placement.tp.size > 1
-        assert not (wanted and placement.sequence_parallel), "sequence parallelism has partitioned them"
+        assert not (wanted and placement.sequence_parallel), "sequence parallelism already partitions them"
         return cls(placement.tp if wanted else None, config.offload)
 
     def hooks(self) -> AbstractContextManager:
-        """Within it, autograd keeps what it saves in this way."""
+        """A context manager in which autograd keeps the tensors it saves in this way."""
         if self.partition is None and not self.offload:
             return nullcontext()
         return saved_tensors_hooks(self._pack, self._unpack)
@@ -70,7 +70,7 @@ class InputKeeping:
         kept = x.detach()
         if self.partition is not None:
             kept = kept.reshape(self.partition.size, -1)[self.partition.rank]
-        # A buffer of its own, so that nothing of `x` stays.
+        # A separate buffer, so that no part of `x` stays in memory.
         pin = self.offload and x.is_cuda
         own = torch.empty_like(kept, device="cpu" if self.offload else None, pin_memory=pin)
         return own.copy_(kept, non_blocking=True), x.shape, x.device
@@ -88,11 +88,11 @@ def run_layers(
     units: list[tuple[range, bool]],
     keeping: InputKeeping | None = None,
 ) -> Tensor:
-    """Apply `layers` in order. Random streams are functions of place, so replay needs no saved state.
+    """Apply `layers` in order. Random streams are functions of place, so recompute needs no saved state.
 
     Args:
-        layers: the layers of a pipeline chunk; units count from its first.
-        keeping: how the inputs of recomputed units are kept; None: whole and where they are.
+        layers: the layers of a pipeline chunk; units are numbered from its first layer.
+        keeping: how the inputs of recomputed units are kept; None keeps them whole and where they are.
     """
     keeping = keeping or InputKeeping()
 
@@ -103,7 +103,7 @@ def run_layers(
 
     for span, again in units:
         if again and torch.is_grad_enabled():
-            # All that the unit itself saves is dropped, so the hooks see its input alone.
+            # Everything that the unit itself saves is dropped, so the hooks see only its input.
             with keeping.hooks():
                 x = checkpoint(run, x, span, use_reentrant=False, preserve_rng_state=False)
         else:

@@ -5,19 +5,23 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megazero.config.tree import ModelConfig
-from megazero.layers.attention import SelfAttention
 from megazero.layers.inputs import LayerInputs
-from megazero.layers.mlp import MLP
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
 from megazero.ops.bias_dropout_add import bias_dropout_add
 
 
 class TransformerLayer(nn.Module):
-    """[s, b, h] -> [s, b, h] ([s/tp, b, h] under sequence parallelism)."""
+    """[s, b, h] -> [s, b, h] ([s/tp, b, h] under sequence parallelism).
+
+    The model passes each layer its two halves, so the layers of a model may differ.
+
+    Args:
+        attention, mlp: (normed [s, b, h], inputs) -> ([s, b, h], bias still to be added or None).
+    """
 
     def __init__(
-        self, layer: int, config: ModelConfig, placement: Placement, *, recompute_core: bool = False
+        self, layer: int, config: ModelConfig, placement: Placement, attention: nn.Module, mlp: nn.Module
     ):
         super().__init__()
         self.layer = layer
@@ -26,20 +30,20 @@ class TransformerLayer(nn.Module):
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
         norm = (config.hidden_size, config.normalization, config.norm_epsilon, placement)
         self.input_norm = Norm(f"layers.{layer}.input_norm", *norm)
-        self.attention = SelfAttention(layer, config, placement, recompute=recompute_core)
+        self.attention = attention
         self.mlp_norm = Norm(f"layers.{layer}.mlp_norm", *norm)
-        self.mlp = MLP(layer, config, placement)
+        self.mlp = mlp
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         normed = self.input_norm(x)
         out, bias = self.attention(normed.to(self.placement.dtype), inputs)
         x = self._add(out, bias, normed if self.residual_after_norm else x, inputs, "attention_out")
         normed = self.mlp_norm(x)
-        out, bias = self.mlp(normed.to(self.placement.dtype), inputs.deferred)
+        out, bias = self.mlp(normed.to(self.placement.dtype), inputs)
         return self._add(out, bias, normed if self.residual_after_norm else x, inputs, "mlp_out")
 
     def _add(
         self, out: Tensor, bias: Tensor | None, residual: Tensor, inputs: LayerInputs, site: str
     ) -> Tensor:
-        dropout = inputs.dropout(self.dropout, out, self.placement, "hidden", self.layer, site)
+        dropout = inputs.dropout(self.dropout, self.placement, "hidden", self.layer, site)
         return bias_dropout_add(out.to(residual.dtype), bias, residual, dropout)

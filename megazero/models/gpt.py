@@ -1,19 +1,19 @@
-"""GPT: embedding, transformer layers, head. GPT-2 and Llama shapes are settings of it.
+"""GPT: embedding, transformer layers, head. GPT-2 and Llama are settings of it.
 
-The model is a list of blocks, each hidden states in, hidden states out. A pipeline cuts the list anywhere: a
-`GPT` holds one contiguous `Part` of it, which is everything where there is one stage.
+The model is a list of blocks, each with hidden states in and hidden states out. A pipeline may cut the list
+anywhere: a `GPT` holds one contiguous span of it, which is the whole list if there is only one stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from megazero.config.tree import ModelConfig, RecomputeConfig
 from megazero.layers import (
+    MLP,
     Deferred,
     Embedding,
     InputKeeping,
@@ -21,49 +21,27 @@ from megazero.layers import (
     LayerInputs,
     Norm,
     Placement,
+    SelfAttention,
     TransformerLayer,
     column_linear,
     recompute_units,
     run_layers,
     vocabulary_spec,
 )
-from megazero.mpu import SampleStreams, new_parameter, spec_of
+from megazero.loss import LossTerm
+from megazero.models.batch import Batch
+from megazero.models.chunk import Block, ChunkSpan
+from megazero.models.flops import attention_flops, logits_flops, mlp_flops
+from megazero.mpu import spec_of
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
+from megazero.ops.positions import Positions, position_tensor
 from megazero.ops.rotary import rotary_table
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch of `b` sequences of `s` tokens.
-
-    Attributes:
-        tokens: int64 [b, s].
-        labels: int64 [b, s], the token after each; None when generating.
-        loss_mask: float32 [b, s], weight of each position in the loss; None counts all.
-        position_ids: int64 [b, s] or [s]; None counts from 0.
-        document_ids: int32 [b, s]; None lets all earlier positions be attended to.
-        streams: random streams of the samples; None turns dropout off.
-    """
-
-    tokens: Tensor
-    labels: Tensor | None = None
-    loss_mask: Tensor | None = None
-    position_ids: Tensor | None = None
-    document_ids: Tensor | None = None
-    streams: SampleStreams | None = None
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping, device: torch.device, streams: SampleStreams | None) -> Batch:
-        """From a dataset's stacked arrays (keys as the attributes; others are ignored)."""
-        names = ("tokens", "labels", "loss_mask", "position_ids", "document_ids")
-        tensors = {n: torch.from_numpy(arrays[n]).to(device) for n in names if n in arrays}
-        return cls(**tensors, streams=streams)
 
 
 class Head(nn.Module):
     """Final norm and projection to the vocabulary: [s, b, h] -> logits [s, b, v/tp].
 
-    `tied` is the embedding's weight, or None for a weight of its own.
+    `tied` is the embedding's weight; with None, the head has its own weight.
     """
 
     def __init__(
@@ -78,7 +56,7 @@ class Head(nn.Module):
             spec = vocabulary_spec("head.weight", *vocab, config)
             if not config.untie_embeddings_and_output_weights:
                 spec = replace(spec, tied_with="embedding.word.weight", shared=True)
-            tied = new_parameter(spec, placement.tp.size, placement.dtype, placement.device)
+            tied = placement.parameter(spec)
         self.weight = tied
 
     def forward(self, x: Tensor, deferred: Deferred | None = None) -> Tensor:
@@ -87,34 +65,27 @@ class Head(nn.Module):
         return column_linear(x, self.weight, None, placement.tp, placement.sequence_parallel, deferred)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Which blocks of the model one pipeline chunk holds.
-
-    Attributes:
-        layers: the transformer layers.
-        embedding: whether it begins with the embedding.
-        head: whether it ends with the head.
-        shared: whether the embedding is tied to a head on another stage.
-    """
-
-    layers: range
-    embedding: bool = True
-    head: bool = True
-    shared: bool = False
+def gpt_blocks(config: ModelConfig, padded_vocab: int) -> tuple[Block, ...]:
+    """The blocks that a GPT of this shape consists of: embedding, layers, head."""
+    layer = attention_flops(config, causal=True) + mlp_flops(config)
+    layers = (Block(TransformerLayer.__name__, layer),) * config.num_layers
+    head = Block(Head.__name__, logits_flops(config, padded_vocab))
+    return (Block(Embedding.__name__, 0.0), *layers, head)
 
 
 class GPT(nn.Module):
     """A decoder-only transformer language model (Radford et al. 2019; Touvron et al. 2023), or a part of it.
 
     Args:
-        config: shape.
-        vocab: (entries, entries after padding) of the vocabulary.
+        config: shape of the whole model.
+        vocab: number of vocabulary entries (without padding, with padding).
         placement: ranks, dtype and device.
-        recompute: what backward computes again.
-        part: the blocks held here; None holds all.
-        tied: the embedding's weight for a tied head, where another part of this rank holds it.
+        recompute: what backward recomputes.
+        span: the blocks held here; None holds all of them.
+        tied: the embedding's weight for a tied head, if another chunk on this rank holds it.
     """
+
+    terms = (LossTerm("lm"),)
 
     def __init__(
         self,
@@ -122,49 +93,60 @@ class GPT(nn.Module):
         vocab: tuple[int, int],
         placement: Placement,
         recompute: RecomputeConfig | None = None,
-        part: Part | None = None,
+        span: ChunkSpan | None = None,
         tied: nn.Parameter | None = None,
     ):
         super().__init__()
         recompute = recompute or RecomputeConfig()
-        self.part = part = part or Part(range(config.num_layers))
+        self.span = span = span or ChunkSpan(range(config.num_layers))
         self.config = config
         self.placement = placement
+        self.recompute = recompute
         self.keeping = InputKeeping.of(recompute, placement)
         self.vocab_size = vocab[0]
-        self.embedding = Embedding(config, *vocab, placement) if part.embedding else None
-        if self.embedding is not None and part.shared:
+        self.embedding = Embedding(config, *vocab, placement) if span.embedding else None
+        if self.embedding is not None and span.shared:
             self.embedding.word.spec = replace(spec_of(self.embedding.word), shared=True)
-        selective = recompute.granularity == "selective"
-        self.layers = nn.ModuleList(
-            TransformerLayer(i, config, placement, recompute_core=selective) for i in part.layers
-        )
+        self.layers = nn.ModuleList(self._layer(i) for i in span.layers)
         self.head = None
-        if part.head:
+        if span.head:
             if tied is None and self.embedding is not None and not config.untie_embeddings_and_output_weights:
                 tied = self.embedding.word
             self.head = Head(config, vocab, placement, tied)
-        self.units = recompute_units(len(part.layers), recompute)
+        self.units = recompute_units(len(span.layers), recompute)
+
+    def _layer(self, i: int) -> TransformerLayer:
+        """Layer `i`: causal attention and an MLP."""
+        selective = self.recompute.granularity == "selective"
+        attention = SelfAttention(i, self.config, self.placement, causal=True, recompute=selective)
+        return TransformerLayer(
+            i, self.config, self.placement, attention, MLP(i, self.config, self.placement)
+        )
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """The embedding's weight, which a tied head shares; None if this chunk has no embedding."""
+        return None if self.embedding is None else self.embedding.word
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """Of the hidden states between parts."""
+        """The dtype of the hidden states between chunks."""
         return torch.float32 if self.config.fp32_residual_connection else self.placement.dtype
 
     def hidden_shape(self, batch: Batch) -> tuple[int, int, int]:
-        """Of the hidden states between parts: [s, b, h], or [s/tp, b, h] under sequence parallelism."""
+        """The shape of hidden states between chunks: [s, b, h], or [s/tp, b, h] if sequence-parallel."""
         b, s = batch.tokens.shape
         rows = s // self.placement.tp.size if self.placement.sequence_parallel else s
         return rows, b, self.config.hidden_size
 
     def blocks(self) -> list[nn.Module]:
-        """What this part runs, in order: embedding, layers, head."""
+        """The blocks that this chunk runs, in order: embedding, layers, head."""
         return [block for block in (self.embedding, *self.layers, self.head) if block is not None]
 
     def forward(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> Tensor:
-        """Logits of the next token, [s, b, v/tp], from the hidden states of the part before."""
+        """Logits of the next token, [s, b, v/tp], from the hidden states of the previous chunk."""
         return self.head(self.hidden(batch, hidden, deferred=deferred), deferred)
 
     def hidden(
@@ -175,32 +157,43 @@ class GPT(nn.Module):
         cache: KeyValueStore | None = None,
         deferred: Deferred | None = None,
     ) -> Tensor:
-        """Hidden states after this part's layers, [s, b, h] ([s/tp, b, h] under sequence parallelism).
+        """Hidden states after this chunk's layers, [s, b, h] ([s/tp, b, h] under sequence parallelism).
 
         Args:
             batch: the micro-batch.
-            hidden: hidden states of the part before; None where this part has the embedding.
+            hidden: hidden states of the previous chunk; None if this one has the embedding.
             cache: keys and values of earlier positions.
-            deferred: collects the computation of weight gradients instead of backward doing it.
+            deferred: collects the computation of weight gradients, which backward then leaves out.
         """
-        positions = batch.position_ids
-        if positions is None:
-            positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        inputs = LayerInputs(self._rotary(positions), batch.document_ids, batch.streams, cache, deferred)
+        positions = range(batch.tokens.shape[1]) if batch.positions is None else batch.positions
+        embedded = batch.position_ids
+        if embedded is None:
+            embedded = position_tensor(positions, batch.tokens.device)
+        inputs = LayerInputs(
+            _rows_first(positions),
+            self._rotary(embedded),
+            batch.document_ids,
+            batch.sample_keys,
+            cache,
+            deferred,
+        )
         if self.embedding is not None:
-            hidden = self.embedding(batch.tokens, positions, inputs)
+            hidden = self.embedding(batch.tokens, embedded, inputs)
         return run_layers(self.layers, hidden, inputs, self.units, self.keeping)
 
-    def loss(
+    def run(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Sum of the masked cross-entropies in nats, and the sum of the mask; both float32 scalars."""
-        logits = self(batch, hidden, deferred=deferred)
-        losses = self.token_losses(logits, batch.labels)
-        if batch.loss_mask is None:
-            return losses.sum(), torch.tensor(float(losses.numel()), device=losses.device)
-        mask = batch.loss_mask.t()
-        return (losses * mask).sum(), mask.sum()
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """What this chunk passes on and adds to the loss terms, as `pipeline.executor.Chunk` specifies.
+
+        The one with the head adds the sum of the masked cross-entropies in nats to ``lm``, a float32 scalar.
+        """
+        if self.head is None:
+            return self.hidden(batch, hidden, deferred=deferred), {}
+        losses = self.token_losses(self(batch, hidden, deferred=deferred), batch.labels)
+        if batch.loss_mask is not None:
+            losses = losses * batch.loss_mask.t()
+        return None, {"lm": losses.sum()}
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of each position, float32 [s, b], from logits [s, b, v/tp] and labels [b, s]."""
@@ -213,5 +206,25 @@ class GPT(nn.Module):
         if self.config.position_embedding_type != "rope":
             return None
         dim = int(self.config.head_dim * self.config.rotary_percent)
-        positions = positions.t() if positions.dim() == 2 else positions
-        return rotary_table(positions, dim, self.config.rotary_base)
+        return rotary_table(_rows_first(positions), dim, self.config.rotary_base)
+
+    def without_sequence_parallelism(self) -> GPT:
+        """The same weights, in the same memory, in a model that holds all positions on every rank.
+
+        The slices of the weights do not depend on sequence parallelism.
+        """
+        if not self.placement.sequence_parallel:
+            return self
+        vocabulary = self.tied_weight
+        if vocabulary is None and self.head is not None:
+            vocabulary = self.head.weight
+        padded_size = self.vocab_size if vocabulary is None else vocabulary.shape[0] * self.placement.tp.size
+        on_meta = replace(self.placement, sequence_parallel=False, device=torch.device("meta"))
+        twin = GPT(self.config, (self.vocab_size, padded_size), on_meta, span=self.span)
+        twin.load_state_dict(self.state_dict(), assign=True)
+        return twin
+
+
+def _rows_first(positions: Positions) -> Positions:
+    """[b, s] -> [s, b]; [s] and ranges stay as they are."""
+    return positions if isinstance(positions, range) or positions.dim() == 1 else positions.t()

@@ -1,51 +1,55 @@
-"""mpu: where each rank sits, how it talks to the others, and what each parameter says of itself.
+"""mpu: where each rank sits, how it talks to the others, and where each parameter lives.
 
-Start with `grid.py` (coordinates), `group.py` (the communicator protocol), `context.py` (both, bundled)
+Start with `grid.py` (coordinates), `group.py` (the communicator protocol), `context.py` (both together)
 and `param_spec.py`. Only this package names torch.distributed.
 """
 
 from megazero.mpu.context import (
     ParallelContext,
     make_context,
-    recording_context,
     solo_context,
     thread_context,
 )
-from megazero.mpu.counting_group import CountingGroup, count_traffic
-from megazero.mpu.grid import AXES, COMMUNICATORS, Coordinate, ProcessGrid
+from megazero.mpu.grid import AXES, COMMUNICATORS, Axis, Place, ProcessGrid
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
+from megazero.mpu.host import read_values
 from megazero.mpu.launch import Launch, choose_device, join, leave, open_context, reporting
 from megazero.mpu.messages import gather_values
-from megazero.mpu.param_spec import Init, ParamSpec, new_parameter, spec_of
-from megazero.mpu.recording_group import RecordingGroup, TrafficLog
-from megazero.mpu.rng import SampleStreams, derive_key
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec, spec_of
+from megazero.mpu.rng import derive_key, sample_keys, site_key
 from megazero.mpu.shared_group import SharedGroup
 from megazero.mpu.shared_open import open_shared
 from megazero.mpu.solo_group import SoloGroup
+from megazero.mpu.still_group import StillGroup
 from megazero.mpu.thread_group import ThreadGroup, ThreadWorld
+from megazero.mpu.traffic import CountingGroup, TrafficLog, count_traffic, recording_context
+from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
 
 __all__ = [
     "AXES",
     "COMMUNICATORS",
     "DONE",
-    "Coordinate",
+    "Axis",
     "CountingGroup",
+    "Cut",
     "Group",
-    "Init",
+    "GroupCall",
+    "InitialValues",
     "Launch",
     "ParallelContext",
     "ParamSpec",
+    "Place",
     "ProcessGrid",
-    "RecordingGroup",
     "Reduction",
-    "SampleStreams",
     "SharedGroup",
     "SoloGroup",
+    "StillGroup",
     "ThreadGroup",
     "ThreadWorld",
     "TrafficLog",
     "Transfer",
     "Work",
+    "WrappingGroup",
     "choose_device",
     "count_traffic",
     "derive_key",
@@ -53,11 +57,13 @@ __all__ = [
     "join",
     "leave",
     "make_context",
-    "new_parameter",
     "open_context",
     "open_shared",
+    "read_values",
     "recording_context",
     "reporting",
+    "sample_keys",
+    "site_key",
     "solo_context",
     "spec_of",
     "thread_context",

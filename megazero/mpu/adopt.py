@@ -1,7 +1,7 @@
 """Finding this rank's place in a job that a training script may have started itself.
 
-A script may have joined torch's world, may bring an `mpu` object of its own (DeepSpeed's contract), or leave
-all to us.
+A script may have joined torch's world already, may bring an `mpu` object of its own (DeepSpeed's contract),
+or may leave everything to megazero.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ def find_context(
     node_size: int = 1,
     may_start: bool = True,
 ) -> ParallelContext:
-    """This rank's context: that of the world that torch is in already, else of the launcher's environment.
+    """This rank's context, from the world that torch has joined, or else from the launcher's environment.
 
     Args:
-        mpu: a `ParallelContext`, which is returned; or an object that answers
-            ``get_model_parallel_rank``, ``get_data_parallel_world_size`` and so on, whose layout is taken
-            over; or None: all ranks are data-parallel.
-        backend: nccl or gloo; default: by device.
-        timeout: longest wait in one collective.
-        node_size: replicas that ``node`` spans.
-        may_start: join the world where the script has not.
+        mpu: a `ParallelContext`, which is returned as it is; or an object with methods such as
+            ``get_model_parallel_rank`` and ``get_data_parallel_world_size``, whose layout is adopted; or
+            None, in which case all ranks are data-parallel.
+        backend: nccl or gloo; by default the device decides.
+        timeout: the longest wait in one collective.
+        node_size: the number of replicas that ``node`` spans.
+        may_start: whether to join the world if the script has not.
 
     Raises:
-        ConfigError: the layout of `mpu` is another than ours (tensor-parallel ranks adjacent), or the world
-            has not been joined and `may_start` is false.
+        ConfigError: the layout of `mpu` is not the one used here (tensor-parallel ranks adjacent), or the
+            world has not been joined and `may_start` is false.
         CommunicationError: the other ranks could not be reached.
     """
     if isinstance(mpu, ParallelContext):
@@ -57,11 +57,11 @@ def find_context(
         distributed_backend=backend or "auto",
         distributed_timeout_minutes=timeout.total_seconds() / 60,
     )
-    grid_of(config, launch.world_size)  # refused before anything is joined
+    grid_of(config, launch.world_size)  # raises before anything is joined
     if launch.world_size > 1 and not _started():
         if not may_start:
             raise ConfigError(
-                "`dist_init_required` must be true where the world of ranks has not been joined, but is "
+                "`dist_init_required` must be true when the world of ranks has not been joined, but is "
                 "false; call `init_distributed` first or leave the argument out"
             )
         default = "nccl" if device.type == "cuda" else "gloo"
@@ -76,7 +76,7 @@ def _started() -> bool:
 
 
 def _launch() -> Launch:
-    """Where torch says that this process is, else where the launcher does."""
+    """This process's place according to torch, or else according to the launcher."""
     if not _started():
         return Launch.from_environment()
     local_rank = os.environ.get("LOCAL_RANK", "0")
@@ -84,7 +84,7 @@ def _launch() -> Launch:
 
 
 def _ask(mpu: Any, *names: str) -> int | None:
-    """What the first of the methods that `mpu` has returns; None where it has none."""
+    """The result of the first of these methods that `mpu` has, or None if it has none of them."""
     for name in names:
         method = getattr(mpu, name, None)
         if callable(method):
@@ -93,7 +93,7 @@ def _ask(mpu: Any, *names: str) -> int | None:
 
 
 def _sizes(mpu: Any) -> dict[str, int]:
-    """The sizes that `mpu` says, by our names, of those that it speaks of."""
+    """The sizes that `mpu` reports, under our names; axes that it does not report are left out."""
     asked = {
         "tensor_model_parallel_size": (
             "get_tensor_model_parallel_world_size",
@@ -109,7 +109,7 @@ def _sizes(mpu: Any) -> dict[str, int]:
 
 
 def _compare(mpu: Any, context: ParallelContext) -> None:
-    """Refuse an `mpu` that places this rank elsewhere than our grid does."""
+    """Raise ConfigError if `mpu` does not place this rank where our grid does."""
     asked = {
         "tensor": ("tp", "get_tensor_model_parallel_rank", "get_model_parallel_rank"),
         "data": ("data", "get_data_parallel_rank"),

@@ -1,8 +1,9 @@
-"""The store through which the ranks of one attempt of a job meet, where torchrun keeps one for all attempts.
+"""The store through which the ranks of one attempt at a job meet, when torchrun keeps one for all attempts.
 
 torchrun's agent may keep its store when it restarts the ranks (`--max-restarts`). Torch then finds the
-addresses of the ranks of before, which are dead (pytorch#135712). TORCHELASTIC_RESTART_COUNT tells attempts
-apart on one node only, as each node's agent counts for itself. So the ranks agree here on a name for theirs.
+addresses of the previous ranks, which are dead (pytorch#135712). TORCHELASTIC_RESTART_COUNT tells attempts
+apart on one node only, because each node's agent keeps its own count. So the ranks agree here on a name for
+their attempt.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _POLL = 0.01
 
 
 def agent_store(timeout: timedelta, environment: Mapping[str, str] | None = None) -> dist.Store | None:
-    """The store that the launcher keeps, or None where the first rank is to open one."""
+    """The store that the launcher keeps, or None if the first rank should open one."""
     environment = os.environ if environment is None else environment
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -28,12 +29,12 @@ def agent_store(timeout: timedelta, environment: Mapping[str, str] | None = None
 
 
 def store_of_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The part of a store that is this attempt's alone, whatever earlier attempts have left in it.
+    """The part of a store that belongs to this attempt alone, whatever earlier attempts left in the store.
 
-    Every rank asks with a word of its own, which no earlier attempt knew, and the first rank answers all.
+    Every rank asks with a word of its own that no earlier attempt knew, and the first rank answers them all.
 
     Raises:
-        RuntimeError: some rank did not come.
+        RuntimeError: some rank did not ask in time.
     """
     word = uuid.uuid4().hex
     if rank == 0:
@@ -47,7 +48,7 @@ def store_of_attempt(store: dist.Store, rank: int, world_size: int, timeout: tim
 
 
 def _answer(store: dist.Store, attempt: str, missing: set[int], timeout: timedelta) -> None:
-    """Tell all the name of the attempt; who asked in an earlier one is answered too, but does not hear it."""
+    """Tell every rank the attempt's name; dead ranks of earlier attempts are answered too, to no effect."""
     deadline = time.monotonic() + timeout.total_seconds()
     while missing:
         for rank in sorted(missing):

@@ -1,7 +1,7 @@
 """`ParallelContext`: this rank's place in the grid and its communicators, passed explicitly.
 
-There is no process-wide parallel state. The context also answers the method names by which DeepSpeed
-asks a Megatron `mpu` object, so it can be handed to code written for that contract.
+There is no process-wide parallel state. A context can be passed to code that expects a DeepSpeed `mpu`
+object.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 import torch
 
-from megazero.mpu.grid import COMMUNICATORS, Coordinate, ProcessGrid
+from megazero.mpu.deepspeed_mpu import DeepSpeedMpu
+from megazero.mpu.grid import COMMUNICATORS, Place, ProcessGrid
 from megazero.mpu.group import Group
-from megazero.mpu.recording_group import RecordingGroup, TrafficLog
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.thread_group import ThreadWorld
 
 
 @dataclass(frozen=True)
-class ParallelContext:
+class ParallelContext(DeepSpeedMpu):
     """One rank's view of the job.
 
-    `groups` holds one `Group` per name of `grid.COMMUNICATORS`, and two that are no product of axes: ``ends``
-    (the first and the last pipeline stage) and ``node`` (replicas on one node).
+    `groups` holds one `Group` per name in `grid.COMMUNICATORS`, and two that are not products of axes:
+    ``ends`` (the first and the last pipeline stage) and ``node`` (replicas on one node).
     """
 
     grid: ProcessGrid
@@ -32,29 +32,29 @@ class ParallelContext:
     groups: Mapping[str, Group]
 
     @property
-    def place(self) -> Coordinate:
-        return self.grid.coordinate(self.rank)
+    def place(self) -> Place:
+        """Where this rank sits along each axis."""
+        return self.grid.place(self.rank)
 
     @property
     def tp(self) -> Group:
+        """Ranks that hold the other slices of the layers' weights."""
         return self.groups["tp"]
 
     @property
     def pp(self) -> Group:
+        """Ranks that hold the other stages of the pipeline."""
         return self.groups["pp"]
-
-    @property
-    def cp(self) -> Group:
-        return self.groups["cp"]
-
-    @property
-    def ep(self) -> Group:
-        return self.groups["ep"]
 
     @property
     def data(self) -> Group:
         """Ranks that read different samples."""
         return self.groups["data"]
+
+    @property
+    def batch(self) -> Group:
+        """Ranks that together read one whole global batch: totals of a batch are summed over them."""
+        return self.groups["batch"]
 
     @property
     def replica(self) -> Group:
@@ -63,7 +63,7 @@ class ParallelContext:
 
     @property
     def ends(self) -> Group:
-        """The first and the last pipeline stage, which hold a tied embedding; between, this rank."""
+        """The first and the last pipeline stage, which hold a tied embedding; elsewhere, this rank alone."""
         return self.groups["ends"]
 
     @property
@@ -73,58 +73,17 @@ class ParallelContext:
 
     @property
     def model(self) -> Group:
-        """Ranks that together hold one model."""
+        """Ranks that together hold one whole model: its stages, its slices and its experts."""
         return self.groups["model"]
 
     @property
     def world(self) -> Group:
+        """All ranks."""
         return self.groups["world"]
 
     @property
     def world_size(self) -> int:
         return self.grid.world_size
-
-    # The mpu contract of DeepSpeed (deepspeed.initialize(mpu=...)).
-
-    def get_model_parallel_rank(self) -> int:
-        return self.tp.rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.tp.size
-
-    def get_model_parallel_group(self) -> Group:
-        return self.tp
-
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_group = get_model_parallel_group
-
-    def get_data_parallel_rank(self) -> int:
-        return self.data.rank
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.data.size
-
-    def get_data_parallel_group(self) -> Group:
-        return self.data
-
-    def get_pipeline_model_parallel_rank(self) -> int:
-        return self.pp.rank
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        return self.pp.size
-
-    def get_pipeline_model_parallel_group(self) -> Group:
-        return self.pp
-
-    def get_sequence_parallel_rank(self) -> int:
-        return self.cp.rank
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return self.cp.size
-
-    def get_sequence_parallel_group(self) -> Group:
-        return self.cp
 
 
 GroupMaker = Callable[[str, tuple[int, ...]], Group]
@@ -168,19 +127,3 @@ def thread_context(
         return world.group(name, rank, ranks)
 
     return make_context(grid, rank, torch.device("cpu"), maker, node_size=node_size)
-
-
-def recording_context(
-    grid: ProcessGrid,
-    rank: int,
-    log: TrafficLog,
-    device: torch.device | str = "meta",
-    *,
-    node_size: int = 1,
-) -> ParallelContext:
-    """The context of one rank of a job that does not run: its groups only count."""
-
-    def maker(name: str, ranks: tuple[int, ...]) -> Group:
-        return RecordingGroup(name, ranks.index(rank), ranks, log)
-
-    return make_context(grid, rank, torch.device(device), maker, node_size=node_size)

@@ -1,7 +1,7 @@
-"""The protocol for one communicator. All of megazero communicates through it and nothing else does.
+"""The protocol for one communicator. All communication in megazero goes through it.
 
 Tensors are contiguous. Collectives act in place or into a given output; with ``async_op=True`` they
-return at once and the result is there after `Work.wait`. Every member makes the same calls in the
+return at once and the result is ready after `Work.wait`. Every member makes the same calls in the
 same order with the same shapes and dtypes.
 """
 
@@ -17,10 +17,10 @@ Reduction = Literal["sum", "max", "min"]
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective in progress."""
 
     def wait(self) -> object:
-        """Return when the result is there."""
+        """Return when the result is ready."""
 
 
 class Done:
@@ -35,9 +35,9 @@ DONE = Done()
 
 @dataclass(frozen=True)
 class Transfer:
-    """One message of a batch: `kind` the tensor to or from group rank `peer`.
+    """One message of a batch: the tensor is sent to or received from group rank `peer`, as `kind` says.
 
-    Messages of equal `tag` between two ranks arrive in the order they were sent.
+    Messages with the same `tag` between two ranks arrive in the order they were sent.
     """
 
     kind: Literal["send", "recv"]
@@ -51,7 +51,7 @@ class Group(Protocol):
     """One communicator, as one of its members sees it."""
 
     name: str
-    rank: int  # of this process within the group
+    rank: int  # this process's rank within the group
     ranks: tuple[int, ...]  # the members' world ranks
 
     @property
@@ -81,12 +81,12 @@ class Group(Protocol):
         """Send rows of `tensor` to each member and receive rows from each; splits count rows."""
 
     def broadcast(self, tensor: Tensor, source: int, *, async_op: bool = False) -> Work:
-        """Overwrite `tensor` with that of group rank `source`."""
+        """Overwrite `tensor` with the one on group rank `source`."""
 
     def exchange(self, transfers: Sequence[Transfer]) -> list[Work]:
         """Start a batch of sends and receives, and return the work of each, in the order given.
 
-        No order within the batch is relied on. Two ranks start the batches between them in one order.
+        The order within a batch does not matter. Two ranks start the batches between them in the same order.
         """
 
     def barrier(self) -> None:

@@ -13,19 +13,20 @@ import torch
 from megazero.config.tree import ParallelConfig
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext, make_context, solo_context
-from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.grid import AXES, ProcessGrid
 from megazero.mpu.group import Group
 from megazero.mpu.shared_group import SharedGroup
 from megazero.mpu.shared_open import open_shared
 from megazero.mpu.torch_group import TorchGroup, leave_world, open_group, start_world
 from megazero.mpu.watch import StoreBoard, Watch, WatchedGroup
+from megazero.mpu.wrapping_group import WrappingGroup
 
 _LATER = timedelta(minutes=1)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher (torchrun, SLURM through torchrun, or nothing) says about this process."""
+    """What the launcher (torchrun, SLURM through torchrun, or none) says about this process."""
 
     rank: int = 0
     world_size: int = 1
@@ -33,7 +34,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Launch:
-        """Read RANK, WORLD_SIZE and LOCAL_RANK; without them this is a job of one.
+        """Read RANK, WORLD_SIZE and LOCAL_RANK; without them this is a job of one process.
 
         Raises:
             ConfigError: a variable is not a number, or the rank lies outside the world.
@@ -55,10 +56,10 @@ class Launch:
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """The device of this process: ``cuda`` means the one numbered `local_rank`.
+    """This process's device: ``cuda`` means the device numbered `local_rank`.
 
     Raises:
-        ConfigError: CUDA was asked for and there is none, or fewer devices than local ranks.
+        ConfigError: CUDA was requested but is not available, or there are fewer devices than local ranks.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -77,8 +78,8 @@ def join(config: ParallelConfig, launch: Launch, node_size: int = 1) -> Parallel
 
     Args:
         config: sizes of the axes, backend, device.
-        launch: what the launcher says of this process.
-        node_size: replicas that the group ``node`` spans.
+        launch: this process's rank, and the number of ranks.
+        node_size: the number of replicas that the group ``node`` spans.
 
     Raises:
         ConfigError: the world does not factor into the configured axes.
@@ -95,8 +96,8 @@ def join(config: ParallelConfig, launch: Launch, node_size: int = 1) -> Parallel
         backend = "nccl" if device.type == "cuda" else "gloo"
     # The watch ends a call that takes too long and says why; the backend waits longer.
     patience = timedelta(minutes=config.distributed_timeout_minutes)
-    # Not bound to the device: torch would then make groups by splitting the world's communicator, for which
-    # every rank must call, while here only a group's members do.
+    # The world is not bound to the device: torch would then make groups by splitting the world's
+    # communicator, which every rank must take part in, while here only a group's members do.
     start_world(backend, launch.rank, launch.world_size, patience + _LATER)
     watch = Watch(StoreBoard.of_world(), launch.rank, launch.world_size, patience.total_seconds())
     check_on = device if config.check_collectives else None
@@ -108,18 +109,13 @@ def join(config: ParallelConfig, launch: Launch, node_size: int = 1) -> Parallel
 
 
 def grid_of(config: ParallelConfig, world_size: int) -> ProcessGrid:
-    """The configured axes; data parallelism takes what they leave.
+    """The grid with the configured axes; data parallelism takes what they leave.
 
     Raises:
-        ConfigError: they do not divide `world_size`.
+        ConfigError: their sizes do not divide `world_size`.
     """
-    return ProcessGrid.factor(
-        world_size,
-        tp=config.tensor_model_parallel_size,
-        pp=config.pipeline_model_parallel_size,
-        cp=config.context_parallel_size,
-        ep=config.expert_model_parallel_size,
-    )
+    sizes = {name: getattr(config, axis.setting) for name, axis in AXES.items() if axis.setting is not None}
+    return ProcessGrid.factor(world_size, **sizes)
 
 
 def open_context(
@@ -130,12 +126,14 @@ def open_context(
     node_size: int = 1,
     wrap: Callable[[Group], Group] = lambda group: group,
 ) -> ParallelContext:
-    """The context of a rank that has joined the world; CPU ranks of one host share memory unless told `gloo`.
+    """The context of a rank that has joined the world.
+
+    CPU ranks on one host communicate through shared memory unless the backend is set to `gloo`.
 
     Args:
         config, launch, node_size: as for `join`.
-        device: of this rank's tensors.
-        wrap: what is put around each group.
+        device: where this rank's tensors live.
+        wrap: applied to each group when it is opened.
     """
     timeout = timedelta(minutes=config.distributed_timeout_minutes) + _LATER
     shares = device.type == "cpu" and config.distributed_backend == "auto"
@@ -149,7 +147,7 @@ def open_context(
 
 
 def leave(context: ParallelContext) -> None:
-    """Leave the job in good order: wait for everyone, then close the groups."""
+    """Leave the job cleanly: wait for everyone, then close the groups."""
     context.world.barrier()
     if isinstance(context.world, WatchedGroup):
         context.world.watch.close()
@@ -158,15 +156,15 @@ def leave(context: ParallelContext) -> None:
 
 
 def close_groups(context: ParallelContext) -> None:
-    """Let go of what the groups hold outside of Python."""
+    """Release what the groups hold outside Python."""
     for group in context.groups.values():
-        if isinstance(group, (TorchGroup, SharedGroup, WatchedGroup)):
+        if isinstance(group, (TorchGroup, SharedGroup, WrappingGroup)):
             group.close()
 
 
 @contextmanager
 def reporting(context: ParallelContext) -> Iterator[None]:
-    """An error within is first told to the other ranks, which would wait for this one, and which end too."""
+    """Report an error raised in the block to the other ranks, so that they end too instead of waiting."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Small values (names, reports) between ranks, as JSON: nothing received is ever executed."""
+"""Exchanging small values (names, reports) between ranks as JSON: nothing received is ever executed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megazero.mpu.group import Group
 
 
 def gather_values(group: Group, value: Any, device: torch.device | str = "cpu") -> list[Any]:
-    """Every member's JSON-able `value`, in group order, on every member."""
+    """Gather every member's `value`, which JSON must be able to hold, on every member in group order."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     length = torch.tensor([data.numel()], device=device)
     lengths = torch.empty(group.size, dtype=length.dtype, device=device)

@@ -1,25 +1,44 @@
-"""`ParamSpec`: every parameter says where it lives, so that nobody guesses from names or shapes.
+"""`ParamSpec`: every parameter says where it lives, so that no code has to guess from names or shapes.
 
-Gradient reduction, the gradient norm, sharding, checkpoints and conversion all read it.
+Gradient reduction, the gradient norm, sharding, checkpoints and conversion all read it. A spec says which
+dims are cut over which axes of the mesh. The slices and their offsets, the replicas, and the ranks on which
+the parameter counts in sums all follow from that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from megazero.mpu.grid import COMMUNICATORS, SLICE_AXES, Place
 from megazero.mpu.group import Group
 
 
 @dataclass(frozen=True)
-class Init:
-    """Initial values: `kind` with standard deviation `std` where normal."""
+class InitialValues:
+    """Initial values of the given `kind`; `std` is the standard deviation if they are normal."""
 
     kind: Literal["normal", "zeros", "ones"]
     std: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One dim of a parameter, sliced evenly over one axis of the mesh.
+
+    Attributes:
+        dim: index of the dim.
+        axis: ``tp``, or ``ep`` for the dim that counts experts.
+        padded_size: allocated size of the dim if it exceeds the logical one (a padded vocabulary).
+    """
+
+    dim: int
+    axis: str
+    padded_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -30,10 +49,9 @@ class ParamSpec:
         name: global name, the same on every layout, such as ``layers.3.mlp.up.weight``.
         shape: logical shape of the whole parameter, without padding.
         init: initial values, a function of (seed, name) alone.
-        shard_dim: the dim sliced evenly over the tensor-parallel ranks, or None where each holds all.
-        padded_size: allocated size of `shard_dim` where it exceeds the logical one (a padded vocabulary).
+        cuts: the dims that are sliced, each over an axis of its own; expert weights [E, f, h] may have E
+            sliced over ``ep`` and f over ``tp``. A parameter that is cut over ``ep`` belongs to experts.
         weight_decay: whether the optimizer decays it.
-        expert: whether it belongs to an expert, and is replicated over fewer ranks than dense ones.
         tied_with: global name of the parameter that this is a copy of on another pipeline stage.
         shared: whether another pipeline stage holds a copy (both are marked); their gradients are summed.
         partial_grad: each tensor-parallel rank's gradient covers its part of the sequence only (sequence
@@ -42,75 +60,110 @@ class ParamSpec:
 
     name: str
     shape: tuple[int, ...]
-    init: Init
-    shard_dim: int | None = None
-    padded_size: int | None = None
+    init: InitialValues
+    cuts: tuple[Cut, ...] = ()
     weight_decay: bool = True
-    expert: bool = False
     tied_with: str | None = None
     shared: bool = False
     partial_grad: bool = False
 
+    def __post_init__(self) -> None:
+        dims, told = [cut.dim for cut in self.cuts], f"{self.name} {self.shape} has {self.cuts}"
+        assert all(0 <= dim < len(self.shape) for dim in dims), f"{told}, but not those dims"
+        assert len(set(dims)) == len(dims), f"{told}, but a dim is cut over one axis"
+        assert len(set(self.axes)) == len(self.axes), f"{told}, but an axis cuts one dim"
+        assert set(self.axes) <= set(SLICE_AXES), f"{told}, but the axes that cut are {SLICE_AXES}"
+        allocated = zip(self.padded_shape, self.shape, strict=True)
+        assert all(padded >= size for padded, size in allocated), f"{told}, but holds more than that"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that the parameter is cut over."""
+        return tuple(cut.axis for cut in self.cuts)
+
+    @property
+    def replicas(self) -> str:
+        """Name of the communicator over the ranks that hold the same slice for other parts of the batch."""
+        return "expert_replica" if "ep" in self.axes else "replica"
+
+    @property
+    def traits(self) -> tuple:
+        """What the gradient norm and the update must tell apart within a bucket; the same on every rank."""
+        return (not self.weight_decay, self._copy_axes, self.tied_with is not None, self.partial_grad)
+
     @property
     def padded_shape(self) -> tuple[int, ...]:
         """Shape of the whole parameter as allocated."""
-        if self.shard_dim is None or self.padded_size is None:
-            return self.shape
-        return (*self.shape[: self.shard_dim], self.padded_size, *self.shape[self.shard_dim + 1 :])
-
-    def local_shape(self, tp_size: int) -> tuple[int, ...]:
-        """Shape of one tensor-parallel rank's slice."""
-        if self.shard_dim is None:
-            return self.shape
-        shape = list(self.padded_shape)
-        assert shape[self.shard_dim] % tp_size == 0, f"{self.name}: {shape} does not divide by {tp_size}"
-        shape[self.shard_dim] //= tp_size
+        shape = list(self.shape)
+        for cut in self.cuts:
+            shape[cut.dim] = cut.padded_size or shape[cut.dim]
         return tuple(shape)
 
-    def offset(self, tp_rank: int, tp_size: int) -> tuple[int, ...]:
+    def local_shape(self, place: Place) -> tuple[int, ...]:
+        """Shape of the slice at `place`."""
+        shape = list(self.padded_shape)
+        for cut in self.cuts:
+            size = place.size(cut.axis)
+            assert shape[cut.dim] % size == 0, f"{self.name} {shape} does not divide by {size}: {cut}"
+            shape[cut.dim] //= size
+        return tuple(shape)
+
+    def offset(self, place: Place) -> tuple[int, ...]:
         """Where that slice starts in the whole parameter."""
-        start = [0] * len(self.shape)
-        if self.shard_dim is not None:
-            start[self.shard_dim] = tp_rank * self.local_shape(tp_size)[self.shard_dim]
+        start, local = [0] * len(self.shape), self.local_shape(place)
+        for cut in self.cuts:
+            start[cut.dim] = place.index(cut.axis) * local[cut.dim]
         return tuple(start)
 
-    def counts_on(self, tp_rank: int) -> bool:
-        """Whether this tensor-parallel rank's copy counts in sums over the whole model (norms)."""
-        return (self.shard_dim is not None or tp_rank == 0) and self.tied_with is None
+    def present(self, place: Place) -> tuple[int, ...]:
+        """How much of each dim of that slice, counted from its start, is not padding."""
+        bounds = zip(self.local_shape(place), self.shape, self.offset(place), strict=True)
+        return tuple(max(0, min(size, whole - start)) for size, whole, start in bounds)
 
-    def unshard(self, local: Tensor, tp: Group) -> Tensor:
-        """The whole logical tensor, without padding, from every tensor-parallel rank's slice."""
-        if self.shard_dim is None:
-            return local
-        slices = local.new_empty(tp.size * local.numel())
-        tp.all_gather(slices, local.contiguous().view(-1)).wait()
-        whole = torch.cat(list(slices.view(tp.size, *local.shape)), self.shard_dim)
-        return whole.narrow(self.shard_dim, 0, self.shape[self.shard_dim])
+    def copy(self, place: Place) -> tuple[int, int]:
+        """The index, from 0, of the copy at `place` among one model's equal copies, and their number."""
+        number, count = 0, 1
+        for axis in self._copy_axes:
+            number, count = number * place.size(axis) + place.index(axis), count * place.size(axis)
+        return number, count
 
-    def shard(self, whole: Tensor, tp_rank: int, tp_size: int) -> Tensor:
-        """One tensor-parallel rank's slice of a whole logical tensor; padding is zero."""
-        if self.shard_dim is None:
-            return whole
-        size = self.local_shape(tp_size)[self.shard_dim]
-        start = tp_rank * size
-        present = max(0, min(size, self.shape[self.shard_dim] - start))
-        local = whole.new_zeros(self.local_shape(tp_size))
-        if present:
-            local.narrow(self.shard_dim, 0, present).copy_(whole.narrow(self.shard_dim, start, present))
+    def counts_on(self, place: Place) -> bool:
+        """Whether the slice at `place` counts in sums over the model (norms); if so, its replicas do too."""
+        return self.copy(place)[0] == 0 and self.tied_with is None
+
+    def unshard(self, local: Tensor, groups: Mapping[str, Group]) -> Tensor:
+        """Gather the whole logical tensor, without padding. All ranks along the cut axes must call this.
+
+        Args:
+            local: this rank's slice.
+            groups: the groups of `ParallelContext`, by axis.
+        """
+        for cut in self.cuts:
+            group = groups[cut.axis]
+            slices = local.new_empty(group.size * local.numel())
+            group.all_gather(slices, local.contiguous().view(-1)).wait()
+            whole = torch.cat(list(slices.view(group.size, *local.shape)), cut.dim)
+            local = whole.narrow(cut.dim, 0, self.shape[cut.dim])
         return local
 
+    def shard(self, whole: Tensor, place: Place) -> Tensor:
+        """The slice at `place` of a whole logical tensor; padding is zero."""
+        if not self.cuts:
+            return whole
+        start, present = self.offset(place), self.present(place)
+        local = whole.new_zeros(self.local_shape(place))
+        theirs = tuple(slice(first, first + size) for first, size in zip(start, present, strict=True))
+        local[tuple(slice(size) for size in present)] = whole[theirs]
+        return local
 
-def new_parameter(
-    spec: ParamSpec, tp_size: int, dtype: torch.dtype, device: torch.device | str
-) -> nn.Parameter:
-    """An uninitialized parameter of `spec`'s local shape that carries its spec."""
-    parameter = nn.Parameter(torch.empty(spec.local_shape(tp_size), dtype=dtype, device=device))
-    parameter.spec = spec
-    return parameter
+    @property
+    def _copy_axes(self) -> tuple[str, ...]:
+        """Axes along which a model holds equal copies: neither cut over nor spanned by `replicas`."""
+        return tuple(a for a in SLICE_AXES if a not in self.axes and a not in COMMUNICATORS[self.replicas])
 
 
 def spec_of(parameter: nn.Parameter) -> ParamSpec:
-    """The spec that `new_parameter` attached."""
+    """The spec that a parameter carries as its attribute `spec`."""
     spec = getattr(parameter, "spec", None)
     assert isinstance(spec, ParamSpec), f"a parameter of shape {tuple(parameter.shape)} has no ParamSpec"
     return spec

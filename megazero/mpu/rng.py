@@ -1,19 +1,21 @@
 """Randomness from named streams.
 
-A stream has no state to save: its key is a function of the seed and of what the numbers are for
-(``"dropout", iteration, layer``, ...), and counter-based generators turn keys into numbers. Recompute
-replays a stream by asking for it again, and a resumed or reshaped run continues every stream because
-there is nothing to continue.
+A stream has no state to save: its key is a function of the seed and of what the numbers are for, and
+counter-based generators turn keys into numbers. Recompute replays a stream by asking for it again, and a
+resumed or reshaped run continues every stream because there is nothing to continue.
+
+The streams of a training sample are many, one per place in the model: `sample_keys` goes to the device once
+with the micro-batch, and a place mixes its `site_key` in there (`ops.counter_random.derive`), so nothing is
+copied from the host on the way through the model.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-import torch
-from torch import Tensor
+import numpy as np
 
 
 def derive_key(seed: int, *path: str | int) -> int:
@@ -22,18 +24,14 @@ def derive_key(seed: int, *path: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-@dataclass(frozen=True)
-class SampleStreams:
-    """The random streams of one micro-batch: one per training sample and place in the model.
+def sample_keys(seed: int, samples: Iterable[int]) -> np.ndarray:
+    """int64 [b], a key for each of `samples`, which are places in the training order.
 
-    A sample keeps its numbers wherever it is computed, so dropout is the same on every layout.
-
-    `samples` are the positions of the micro-batch's sequences in the training order.
+    A sample keeps its key wherever it is computed, so dropout is the same on every layout.
     """
+    return np.array([derive_key(seed, "sample", sample) for sample in samples], dtype=np.int64)
 
-    seed: int
-    samples: tuple[int, ...]
 
-    def keys(self, *site: str | int) -> Tensor:
-        """int64 keys [b], one per sequence, of the stream at `site`."""
-        return torch.tensor([derive_key(self.seed, *site, sample) for sample in self.samples])
+def site_key(*site: str | int) -> int:
+    """The constant of a place in the model, the same for all samples and seeds."""
+    return derive_key(0, "site", *site)

@@ -1,8 +1,8 @@
-"""A group over the shared memory of one host, several times as fast as Gloo's sockets (needs csrc/shared).
+"""A group over the shared memory of one host, several times as fast as Gloo's sockets (needs csrc/mpu).
 
-Sums are made in rank order, those of bf16 and fp16 in fp32 and rounded once: all members hold the same bits,
-whatever the timing. A member that dies, never comes or makes another call is named in the others' errors; a
-failure leaves the group unusable. Other devices and rare dtypes go over the Gloo group below.
+Sums are taken in rank order, for bf16 and fp16 in fp32 with one rounding, so all members get the same bits
+whatever the timing. A member that dies, never arrives or makes a different call is named in the others'
+errors; a failure leaves the group unusable. Other devices and rare dtypes go over the underlying Gloo group.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _REDUCIBLE = frozenset(
 
 
 class SharedGroup:
-    """A communicator of ranks on one host; `open_shared` makes it.
+    """A communicator of ranks on one host, made by `open_shared`.
 
-    An asynchronous collective runs in a thread outside of Python, or in whoever waits for it before that
-    thread has come to it. A message is copied away at once as far as the ring to its receiver has room.
+    An asynchronous collective runs in a thread outside Python, or in the thread that waits for it if the wait
+    comes first. As much of a message as the ring to its receiver has room for is copied out at once.
 
     Args:
         base: the same ranks over Gloo.
@@ -47,7 +47,7 @@ class SharedGroup:
         self._link = link
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._under_way: deque[_Call | _Message] = deque()
+        self._under_way: deque[_PendingCall | _PendingTransfer] = deque()
 
     @property
     def size(self) -> int:
@@ -105,8 +105,8 @@ class SharedGroup:
     def exchange(self, transfers: Sequence[Transfer]) -> list[Work]:
         if not all(_on_host(t.tensor) for t in transfers):
             return self._base.exchange(transfers)
-        # Receives first, so that what comes goes straight to where it belongs.
-        works: dict[int, _Message] = {}
+        # Receives come first, so that incoming data goes straight to its destination.
+        works: dict[int, _PendingTransfer] = {}
         for i in sorted(range(len(transfers)), key=lambda i: transfers[i].kind == "send"):
             works[i] = self._post(transfers[i])
         self._native("exchange", self._link.start_messages)
@@ -119,7 +119,7 @@ class SharedGroup:
         self._native(f"barrier (call {next(self._numbers)})", self._link.barrier, "barrier")
 
     def close(self) -> None:
-        """Let go of the shared memory and of the group below; calls under way on this rank fail."""
+        """Release the shared memory and the underlying group; calls in progress on this rank fail."""
         self._link.close()
         self._base.close()
 
@@ -132,12 +132,12 @@ class SharedGroup:
             return DONE
         with self._lock:
             named = f"{what} (call {next(self._numbers)})"
-            call = _Call(self, named, self._native(named, start, True, what, *arguments), tensors)
+            call = _PendingCall(self, named, self._native(named, start, True, what, *arguments), tensors)
             self._forget_done()
             self._under_way.append(call)
         return call
 
-    def _post(self, transfer: Transfer) -> _Message:
+    def _post(self, transfer: Transfer) -> _PendingTransfer:
         t = transfer
         sending = t.kind == "send"
         where = f"{'send to' if sending else 'receive from'} rank {self.ranks[t.peer]} (tag {t.tag})"
@@ -146,10 +146,10 @@ class SharedGroup:
         handle = self._native(
             where, start, t.peer, t.tag, _describe(t.tensor), t.tensor.data_ptr(), t.tensor.nbytes
         )
-        return _Message(self, where, handle, t.tensor)
+        return _PendingTransfer(self, where, handle, t.tensor)
 
     def _forget_done(self) -> None:
-        """Let go of the tensors of what is done though nobody waited for it."""
+        """Release the tensors of calls that have finished without anyone waiting for them."""
         done = self._link.done()
         while self._under_way and self._under_way[0].is_done(done):
             self._under_way.popleft()
@@ -189,8 +189,8 @@ class SharedGroup:
         return [size * tensor[:1].nbytes for size in sizes]
 
 
-class _Call:
-    """A collective under way; it keeps its tensors alive."""
+class _PendingCall:
+    """A collective in progress; it keeps its tensors alive."""
 
     def __init__(self, group: SharedGroup, what: str, ticket: int, tensors: tuple[Tensor, ...]):
         self.group, self.what, self.ticket, self.tensors = group, what, ticket, tensors
@@ -204,8 +204,8 @@ class _Call:
             self.tensors = ()
 
 
-class _Message:
-    """A send or receive under way; it keeps its tensor alive."""
+class _PendingTransfer:
+    """A send or receive in progress; it keeps its tensor alive."""
 
     def __init__(self, group: SharedGroup, what: str, handle: Any, tensor: Tensor):
         self.group, self.what, self.handle = group, what, handle

@@ -1,4 +1,4 @@
-"""Opening a `SharedGroup`: all members agree that they can share memory, or all keep the group they have."""
+"""Opening a `SharedGroup`: either all members agree that they can share memory, or all keep their group."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ RING_BYTES = 8 << 20
 def open_shared(
     base: TorchGroup, timeout: timedelta, *, slot_bytes: int = SLOT_BYTES, ring_bytes: int = RING_BYTES
 ) -> SharedGroup | TorchGroup:
-    """The ranks of `base` (Gloo) over shared memory, or `base` itself where they cannot; a warning says why.
+    """Connect the ranks of `base` (Gloo) through shared memory, or return `base` and warn why that cannot be.
 
-    Every member calls this. The memory has a name only while it is being opened: nothing is left of it when
-    the last member ends, however it ends.
+    Every member calls this. The memory has a name only while it is being opened, so nothing is left of it
+    when the last member ends, however it ends.
 
     Args:
-        base: the group below, for all that is not done in shared memory.
+        base: the underlying group, used for everything that is not done in shared memory.
         timeout: how long a call waits for another member.
-        slot_bytes: size of the chunks in which collectives pass, two per member; whole pages, at least 64.
-        ring_bytes: what can be on its way from one member to another before that one takes it, in memory that
-            is taken with the first message between them; whole pages.
+        slot_bytes: size of the chunks in which collectives move data, two per member; a multiple of the page
+            size, at least 64 pages.
+        ring_bytes: how much one member can send another before the other takes it; a multiple of the page
+            size. The memory is allocated with the first message between them.
 
     Raises:
         CommunicationError: the members could not be reached through `base`.
@@ -54,7 +55,7 @@ def open_shared(
 
 
 def _obstacle(base: TorchGroup) -> str | None:
-    """Why the members cannot share memory, the same on each; None if nothing is known against it."""
+    """Why the members cannot share memory, the same on each of them, or None if no obstacle is known."""
     missing = (
         "megazero.mpu._native is not built; install a C++17 compiler and run `pip install -e .` on Linux"
     )
@@ -65,12 +66,12 @@ def _obstacle(base: TorchGroup) -> str | None:
         return f"they are on {len(hosts)} hosts"
     troubles = [each["trouble"] for each in everyone if each["trouble"]]
     if not troubles and base.size > NATIVE.MOST_RANKS:
-        return f"a group in shared memory has at most {NATIVE.MOST_RANKS} members, this one has {base.size}"
+        return f"a group in shared memory has at most {NATIVE.MOST_RANKS} members, not {base.size}"
     return troubles[0] if troubles else None
 
 
 def _host() -> str:
-    """What tells hosts apart: a name may occur twice, and containers of one kernel may not share memory."""
+    """A string that tells hosts apart: names may repeat, and containers of one kernel may share no memory."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
@@ -78,7 +79,7 @@ def _host() -> str:
 def _connect(
     base: TorchGroup, slot_bytes: int, ring_bytes: int, timeout: timedelta
 ) -> tuple[Any, str | None]:
-    """This member's link to memory that the first one makes, or why some member has none."""
+    """This member's link to the memory that the first member makes, or why some member has no link."""
     sizes = (slot_bytes, ring_bytes)
     path, file, link, trouble = None, None, None, None
     try:
@@ -107,10 +108,10 @@ def _connect(
 
 
 def _create(path: Path, members: int, sizes: tuple[int, int]) -> int:
-    """A new file for the group, with memory for all but the rings.
+    """Create the group's file, with memory for everything except the rings.
 
     Raises:
-        OSError: there is no such folder, or too little room in it.
+        OSError: the folder does not exist, or has too little room.
     """
     needed = NATIVE.slots_end(members, *sizes)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -119,7 +120,7 @@ def _create(path: Path, members: int, sizes: tuple[int, int]) -> int:
         room = space.f_bavail * space.f_frsize
         wanted = needed + 2 * members * sizes[1]  # messages mostly go to two neighbours
         if room < wanted:
-            raise OSError(errno.ENOSPC, f"{room >> 20} MiB are free, {wanted >> 20} MiB are needed")
+            raise OSError(errno.ENOSPC, f"{room >> 20} MiB are free, but {wanted >> 20} MiB are needed")
         os.truncate(file, NATIVE.segment_end(members, *sizes))
         os.posix_fallocate(file, 0, needed)
     except OSError:

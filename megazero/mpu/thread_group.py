@@ -1,8 +1,8 @@
 """Ranks as threads of one process, for tests and small experiments: no launcher, no sockets.
 
-Collectives are deterministic (members are reduced in rank order) and strict: a member that calls
-another operation, or with another shape or dtype, is named in the error on every rank, and a member
-that never arrives ends the wait of the others after a timeout.
+Collectives are deterministic (members are reduced in rank order) and strict: if members call different
+operations, or pass different shapes or dtypes, the error on every rank lists each member's call, and if a
+member never arrives, the others stop waiting after a timeout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ThreadMeeting:
         self.broken = False
 
     def abort(self) -> None:
-        """Wake everyone who waits here; their calls fail."""
+        """Wake everyone who is waiting here; their calls fail."""
         with self.arrived:
             self.broken = True
             self.arrived.notify_all()
@@ -47,7 +47,7 @@ class ThreadWorld:
 
     Args:
         size: number of ranks.
-        timeout: seconds that a rank waits for the others in one call.
+        timeout: how many seconds a rank waits for the others in one call.
     """
 
     def __init__(self, size: int, timeout: float = 60.0):
@@ -71,15 +71,15 @@ class ThreadWorld:
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         """Call ``work(rank)`` on one thread per rank and return the results in rank order.
 
-        The first failure in time ends the other ranks and is raised here.
+        The earliest failure ends the other ranks and is raised here.
         """
         results: list[Any] = [None] * self.size
         failures: list[tuple[int, BaseException]] = []
         core = _this_core()
 
         def body(rank: int) -> None:
-            # The ranks take turns at the interpreter lock, and passing it between cores costs several times
-            # what their work does: 21.6 against 5.2 s for five steps of eight ranks.
+            # The ranks take turns holding the interpreter lock, and passing it between cores costs several
+            # times as much as their work does: 21.6 s against 5.2 s for five steps of eight ranks.
             if core is not None:
                 os.sched_setaffinity(0, {core})
             try:
@@ -190,7 +190,7 @@ class ThreadGroup:
         differ = any(other != calls[0] for other in calls)
         result = None if differ else combine(list(meeting.tensors))
         self._wait(call)
-        meeting.tensors[self.rank] = None  # nobody's tensor is kept alive until the next call
+        meeting.tensors[self.rank] = None  # so that no tensor is kept alive until the next call
         if differ:
             listing = "; ".join(f"rank {r}: {c}" for r, c in zip(self.ranks, calls, strict=True))
             raise CommunicationError(f"the members of group `{self.name}` made different calls: {listing}")
@@ -207,7 +207,7 @@ class ThreadGroup:
 
 
 class _Receipt:
-    """A receive under way; `wait` blocks until its message has come."""
+    """A receive in progress; `wait` blocks until its message has arrived."""
 
     def __init__(self, group: ThreadGroup, transfer: Transfer):
         self.group = group
@@ -238,7 +238,7 @@ class _Receipt:
 
 
 def _this_core() -> int | None:
-    """The core that this thread runs on; None where that cannot be told or threads cannot be put on one."""
+    """The core that this thread runs on, or None if that is unknown or threads cannot be pinned to a core."""
     stat = Path("/proc/thread-self/stat")
     if not hasattr(os, "sched_setaffinity") or not stat.exists():
         return None

@@ -1,4 +1,4 @@
-"""A group over torch.distributed (NCCL or Gloo). This file knows which names torch changed when."""
+"""A group over torch.distributed (NCCL or Gloo). This file handles the names that torch has changed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TorchGroup:
     def exchange(self, transfers: Sequence[Transfer]) -> list[Work]:
         if not transfers:
             return []
-        # NCCL matches messages of one peer by order alone, Gloo also by tag: both are given.
+        # NCCL matches messages from one peer by order alone, Gloo by tag too, so both are given.
         order = sorted(range(len(transfers)), key=lambda i: (transfers[i].tag, transfers[i].peer))
         operations = [
             dist.P2POp(
@@ -93,10 +93,10 @@ class TorchGroup:
         self._call("barrier", dist.barrier)
 
     def close(self) -> None:
-        """Let go of the process group, so that leaving the world ends its threads then and there.
+        """Drop the process group, so that leaving the world ends its threads right away.
 
-        Whoever still holds this object (a hook, a closure) would otherwise keep them running until the
-        interpreter exits, where torch may abort over them.
+        Otherwise anything that still holds this object (a hook, a closure) would keep them running until the
+        interpreter exits, and torch may then abort because of them.
         """
         self.process_group = None
 
@@ -115,7 +115,7 @@ class TorchGroup:
 
 
 def start_world(backend: str, rank: int, world_size: int, timeout: timedelta, **where) -> None:
-    """Join the world: `where` is torch's init_method, store or device_id, else the environment's."""
+    """Join the world. `where` is torch's init_method, store or device_id; the environment is the default."""
     try:
         kept = None if where else agent_store(timeout)
         if kept is not None:
@@ -128,7 +128,7 @@ def start_world(backend: str, rank: int, world_size: int, timeout: timedelta, **
 
 
 def join_file_world(path: str, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Join a Gloo world of processes on one host that meet in a file."""
+    """Join a Gloo world of processes on one host that find each other through a file."""
     start_world("gloo", rank, world_size, timeout, store=dist.FileStore(path, world_size))
 
 

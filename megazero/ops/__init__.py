@@ -1,22 +1,23 @@
-"""Operators: the fused pieces of a transformer, each with a plain reference that says what it means.
+"""Operators: the fused pieces of a transformer, each with a plain reference that defines it.
 
-One folder per operator: `reference.py` reads like the formula and autograd through it is the truth;
-`front.py` is the function to call and the table of implementations it chooses from (see `dispatch.py`);
-any other file is a faster way to the same numbers. tests/ops/test_sweep.py holds every row of every
-table to its reference, forward and backward, on ragged sizes and extreme values.
+There is one folder per operator: `reference.py` reads like the formula, and autograd through it gives the
+true gradients; `front.py` holds the function to call and the table of implementations it chooses from (see
+`dispatch.py`), and the implementations themselves unless they fill files of their own.
+tests/ops/test_sweep.py compares every row of every table with its reference, forward and backward, on ragged
+sizes and extreme values.
 
-Activations are [s, b, h], sequence first. Randomness is by counter (`counter_random`, `dropout`): a
+Activations are [s, b, h], sequence first. Randomness is counter-based (`counter_random`, `dropout`): a
 function of keys and absolute positions, so that every layout sees the same numbers.
 
 `operators()` lists all tables; `dispatch.explain(operator)` says which implementation runs where.
 """
 
 from megazero.ops.adam import ADAM
-from megazero.ops.attention import ATTENTION, ATTENTION_DROPOUT
+from megazero.ops.attention import ATTENTION
 from megazero.ops.bias_dropout_add import BIAS_DROPOUT_ADD
 from megazero.ops.bias_gelu import BIAS_GELU
 from megazero.ops.cross_entropy import CROSS_ENTROPY
-from megazero.ops.dispatch import Implementation, Operator, choose, explain
+from megazero.ops.dispatch import CallFacts, Implementation, Operator, explain
 from megazero.ops.layer_norm import LAYER_NORM
 from megazero.ops.rms_norm import RMS_NORM
 from megazero.ops.rotary import ROTARY
@@ -24,7 +25,7 @@ from megazero.ops.scaled_softmax import SCALED_SOFTMAX
 from megazero.ops.squared_relu import SQUARED_RELU
 from megazero.ops.swiglu import SWIGLU
 
-__all__ = ["Implementation", "Operator", "choose", "explain", "operators"]
+__all__ = ["CallFacts", "Implementation", "Operator", "explain", "operators"]
 
 
 def operators() -> tuple[Operator, ...]:
@@ -32,7 +33,6 @@ def operators() -> tuple[Operator, ...]:
     return (
         ADAM,
         ATTENTION,
-        ATTENTION_DROPOUT,
         BIAS_DROPOUT_ADD,
         BIAS_GELU,
         CROSS_ENTROPY,

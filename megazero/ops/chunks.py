@@ -1,8 +1,8 @@
 """Row chunks: how many rows a hand-written operator handles at once, so its temporaries stay in cache.
 
-A chain of elementwise passes over a tensor larger than the cache pays main memory for every pass;
-over chunks that fit it pays once. On a GPU the launch of each pass costs more than the memory, so
-chunks there are only large enough to bound the temporaries.
+A chain of elementwise passes over a tensor larger than the cache goes to main memory in every pass; over
+chunks that fit the cache it goes there once. On a GPU launching a pass costs more than the memory traffic,
+so chunks there are as large as the bound on temporaries allows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-CPU_ELEMENTS = 1 << 16  # per thread; 256 KiB of fp32, a few of which fit a second-level cache
+CPU_ELEMENTS = 1 << 16  # per thread; 256 KiB of fp32, and a second-level cache holds a few of them
 ACCELERATOR_ELEMENTS = 1 << 26
 
 
@@ -25,5 +25,5 @@ def row_chunks(tensor: Tensor, rows: int, width: int) -> Iterator[slice]:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for reduced floats, the type itself for fp32 and fp64: where statistics are taken."""
+    """The dtype in which statistics are taken: fp32 for reduced floats, the type itself for fp32 and fp64."""
     return torch.promote_types(dtype, torch.float32)

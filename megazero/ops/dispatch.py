@@ -1,87 +1,156 @@
 """The seam between an operator and its kernels: a table of implementations, tried from the top.
 
-An operator is a value: its name and a tuple of `Implementation`s, fastest first, the plain reference
-last. `choose` is a pure function of the table and one tensor, so which code runs where can be asked
-(`explain`) as well as used. A kernel that comes later adds one row and changes nothing else.
+An operator is a value: its name and a tuple of `Implementation`s, fastest first, the plain reference last.
+The facts of a call are a value too, its `CallFacts`. Which code runs is a pure function of the two and
+nothing else, so it can be looked up (`explain`) as well as used: an implementation never passes a call on to
+another one. A new kernel adds one row and changes nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import enum
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+DEVICES = ("cpu", "cuda")
+CPU, CUDA = frozenset({"cpu"}), frozenset({"cuda"})
 FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 TRAINING_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
+@dataclass(frozen=True)
+class CallFacts:
+    """What the choice of an implementation may depend on; an operator's own facts are fields of a subclass.
+
+    Attributes:
+        device: type of the device that the tensors are on.
+        dtype: the dtype of the operator's first tensor.
+    """
+
+    device: str
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor, **own: Any):
+        """The facts of a call whose first tensor is `tensor`; `own` holds the subclass's fields."""
+        return cls(tensor.device.type, tensor.dtype, **own)
+
+
+def kinds_of_calls(facts: type[CallFacts] = CallFacts, **own: Iterable[Any]) -> tuple[CallFacts, ...]:
+    """All combinations of device, dtype and the listed values of `facts`'s own fields."""
+    dtypes = sorted(FLOATS, key=str)
+    return tuple(
+        facts(device, dtype, **dict(zip(own, values, strict=True)))
+        for device, dtype, *values in itertools.product(DEVICES, dtypes, *own.values())
+    )
+
+
 def always() -> bool:
-    """True: an implementation that needs nothing built."""
+    """Return True: for an implementation that needs nothing built."""
     return True
+
+
+def everything(facts: CallFacts) -> bool:
+    """Return True: for an implementation that handles any call."""
+    return True
+
+
+def where(
+    devices: frozenset[str] | None = None,
+    dtypes: frozenset[torch.dtype] | None = None,
+    built: Callable[[], bool] = always,
+    **own: Any,
+) -> Callable[[CallFacts], bool]:
+    """A predicate: facts are among these devices and dtypes (None: any) and have the values in `own`."""
+
+    def serves(facts: CallFacts) -> bool:
+        return (
+            (devices is None or facts.device in devices)
+            and (dtypes is None or facts.dtype in dtypes)
+            and all(getattr(facts, name) == value for name, value in own.items())
+            and built()
+        )
+
+    return serves
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an operator. `devices` and `dtypes` of None mean any."""
+    """One way to compute an operator, and a predicate that says which calls it handles."""
 
     name: str
     fn: Callable[..., Any]
-    available: Callable[[], bool] = always
-    devices: frozenset[str] | None = None
-    dtypes: frozenset[torch.dtype] | None = None
-
-    def serves(self, device_type: str, dtype: torch.dtype) -> bool:
-        return (
-            (self.devices is None or device_type in self.devices)
-            and (self.dtypes is None or dtype in self.dtypes)
-            and self.available()
-        )
+    serves: Callable[[CallFacts], bool] = everything
 
 
 @dataclass(frozen=True)
 class Operator:
-    """A public front and the table behind it; the last implementation is the reference, the truth."""
+    """The table behind a public function; the last implementation is the reference, which defines the result.
+
+    Attributes:
+        name: the operator's name.
+        implementations: the implementations, in the order in which they are tried.
+        calls: one call of each kind that the choice may distinguish, for `explain`.
+    """
 
     name: str
     implementations: tuple[Implementation, ...]
+    calls: tuple[CallFacts, ...] = kinds_of_calls()
 
     def __post_init__(self) -> None:
         last = self.implementations[-1]
-        assert last.name == "reference", f"{self.name}: the last implementation is the reference"
-        anywhere = last.devices is None and last.dtypes is None
-        assert anywhere, f"{self.name}: the reference runs on every device and dtype"
+        assert last.name == "reference", f"{self.name}: the last implementation must be the reference"
+        assert last.serves is everything, f"{self.name}: the reference must handle every call"
 
     @property
     def reference(self) -> Callable[..., Any]:
+        """The formula in plain torch."""
         return self.implementations[-1].fn
 
-
-def select(
-    implementations: tuple[Implementation, ...], device_type: str, dtype: torch.dtype
-) -> Implementation:
-    """The first implementation that serves this device type and dtype; the reference serves all."""
-    return next(each for each in implementations if each.serves(device_type, dtype))
-
-
-def choose(implementations: tuple[Implementation, ...], tensor: Tensor) -> Implementation:
-    """The implementation that runs for `tensor`."""
-    return select(implementations, tensor.device.type, tensor.dtype)
+    def choose(self, facts: CallFacts) -> Implementation:
+        """The implementation that runs for such a call: the first that handles it."""
+        return next(each for each in self.implementations if each.serves(facts))
 
 
 def explain(operator: Operator) -> str:
-    """Which implementation runs where: one line per device type, dtypes grouped.
+    """Which implementation runs for which call: one line per device type, with dtypes grouped.
 
-    Example: `layer_norm on cpu: torch (bfloat16, float16, float32, float64)`.
+    If the operator's own facts change the choice, a device has one line per combination, which names them.
+    Example: `attention on cpu, dropout=True: flash_native_cpu (bfloat16, float32), composed (float16), ...`.
     """
     lines = []
-    for device_type in ("cpu", "cuda"):
-        by_name: dict[str, list[str]] = {}
-        for dtype in sorted(FLOATS, key=str):
-            name = select(operator.implementations, device_type, dtype).name
-            by_name.setdefault(name, []).append(str(dtype).removeprefix("torch."))
-        choices = ", ".join(f"{name} ({', '.join(dtypes)})" for name, dtypes in by_name.items())
-        lines.append(f"{operator.name} on {device_type}: {choices}")
+    for device in DEVICES:
+        chosen = {call: operator.choose(call).name for call in operator.calls if call.device == device}
+        told = [name for name in _own_fields(operator.calls[0]) if _changes_the_choice(name, chosen)]
+        groups: dict[str, dict[str, list[str]]] = {}
+        for call, name in chosen.items():
+            where_to = "".join(f", {field}={_text(getattr(call, field))}" for field in told)
+            dtypes = groups.setdefault(where_to, {}).setdefault(name, [])
+            if _text(call.dtype) not in dtypes:
+                dtypes.append(_text(call.dtype))
+        for where_to, by_name in sorted(groups.items()):
+            choices = ", ".join(f"{name} ({', '.join(dtypes)})" for name, dtypes in by_name.items())
+            lines.append(f"{operator.name} on {device}{where_to}: {choices}")
     return "\n".join(lines)
+
+
+def _own_fields(facts: CallFacts) -> list[str]:
+    shared = {field.name for field in fields(CallFacts)}
+    return [field.name for field in fields(facts) if field.name not in shared]
+
+
+def _changes_the_choice(field: str, chosen: dict[CallFacts, str]) -> bool:
+    """Whether two calls that differ in this field alone are computed by different implementations."""
+    names: dict[CallFacts, set[str]] = {}
+    for call, name in chosen.items():
+        names.setdefault(replace(call, **{field: None}), set()).add(name)
+    return any(len(each) > 1 for each in names.values())
+
+
+def _text(value: Any) -> str:
+    return str(value.value if isinstance(value, enum.Enum) else value).removeprefix("torch.")

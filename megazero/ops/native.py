@@ -1,14 +1,19 @@
-"""The compiled CPU kernels, or None where they are not built: torch's then serve, and this is said once.
+"""The compiled CPU kernels, or None if they are not built: torch's then run instead, after one warning.
 
-A kernel takes addresses. Here is what its callers share: a tensor's address, and its rows as it sees them.
+A kernel takes addresses. Its callers share what is here: a tensor's address, and a tensor's rows as a kernel
+sees them.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
-import torch  # before the kernels: they use the OpenMP runtime that torch brings into the process
+import torch  # before the kernels, which use the OpenMP runtime that torch loads
 from torch import Tensor
+
+from megazero.ops.dispatch import CPU, CallFacts, where
 
 try:
     from megazero.ops import _native as NATIVE
@@ -20,7 +25,6 @@ except ImportError as error:
         stacklevel=2,
     )
 
-CPU = frozenset({"cpu"})
 NATIVE_DTYPES = frozenset({torch.float32, torch.bfloat16})
 
 
@@ -29,10 +33,15 @@ def available() -> bool:
     return NATIVE is not None
 
 
-def rows_of(x: Tensor, width: int, count: int | None = None):
-    """Contiguous fp32 or bf16 `x` as rows of `width` elements, to be shared by torch's threads.
+def on_native_cpu(**own: Any) -> Callable[[CallFacts], bool]:
+    """The calls that a compiled kernel handles: on CPU, in its dtypes, if built; `own` is as in `where`."""
+    return where(CPU, NATIVE_DTYPES, available, **own)
 
-    As many as fill x, unless `count` says how many.
+
+def rows_of(x: Tensor, width: int, count: int | None = None):
+    """Contiguous fp32 or bf16 `x` as rows of `width` elements, to be divided among torch's threads.
+
+    There are as many rows as fill x, unless `count` gives another number.
     """
     if count is None:
         count = x.numel() // width if width else 0
@@ -40,5 +49,5 @@ def rows_of(x: Tensor, width: int, count: int | None = None):
 
 
 def address(x: Tensor | None) -> int:
-    """Where the first element lies; 0 for None."""
+    """The address of the first element; 0 for None."""
     return 0 if x is None else x.data_ptr()

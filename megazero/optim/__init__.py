@@ -1,8 +1,9 @@
 """How weights move: update rules, schedules, loss scales and the gradient norm.
 
-Everything here is a pure function or a frozen value and takes no communication; `train` and `zero`
-put the pieces together. `schedule.py`: learning rate and weight decay over the training. `update.py`:
-Adam and SGD on flat fp32 shards. `loss_scaler.py`: the scale of fp16 training. `grad_norm.py`: clipping.
+Everything here is a pure function or a frozen value and starts no communication; `train` and `zero` put the
+pieces together. `schedule.py`: learning rate and weight decay over the course of training. `rule.py`: what an
+update rule is given and may ask for. `update.py`: Adam and SGD on flat fp32 shards. `loss_scaler.py`: the
+loss scale of fp16 training. `grad_norm.py`: clipping.
 """
 
 from megazero.optim.grad_norm import clip_coefficient, local_square_sum
@@ -14,16 +15,16 @@ from megazero.optim.loss_scaler import (
     StaticLossScaler,
     build_loss_scaler,
 )
+from megazero.optim.rule import Needs, NormRule, ReducingRule, UpdateRule
 from megazero.optim.schedule import (
     Decay,
     LearningRate,
-    Progress,
     Warmup,
     WeightDecay,
     build_learning_rate,
     build_weight_decay,
 )
-from megazero.optim.update import Adam, Sgd, UpdateRule, build_update_rule
+from megazero.optim.update import Adam, Sgd, build_update_rule
 
 __all__ = [
     "Adam",
@@ -31,8 +32,10 @@ __all__ = [
     "DynamicLossScaler",
     "LearningRate",
     "LossScaler",
+    "Needs",
     "NoScaler",
-    "Progress",
+    "NormRule",
+    "ReducingRule",
     "ScalerState",
     "Sgd",
     "StaticLossScaler",

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megazero.errors import NumericsError
 
-# Elements of one partial sum on CPU: short enough for an fp32 sum to be good to 1e-7, and for an fp64 copy
-# to stay in the second-level cache.
+# Elements per partial sum on CPU: few enough for an fp32 sum to be accurate to 1e-7, and for an fp64 copy to
+# stay in the second-level cache.
 _BLOCK = 1 << 16
 # Added to the norm before dividing, as torch's and Megatron's clipping do.
 _NORM_EPS = 1e-6
@@ -25,14 +25,14 @@ def local_square_sum(tensors: Iterable[Tensor], device: torch.device | str = "cp
     """Sum of the squares of all elements, in fp64.
 
     Neither fp16's range (any gradient above 256 squares to inf) nor the length of a flat tensor (one
-    fp32 sum of 2.3 x 10^7 terms was off by 0.3%) spoils it: partial sums are short and add up in fp64, and
-    where a square leaves fp32's range they are taken again in fp64. So on CPU the result is non-finite
-    only for an inf or NaN among the elements; on a GPU, where looking would stall, also for a tensor
-    whose norm is above 1.8 x 10^19.
+    fp32 sum of 2.3 x 10^7 terms was off by 0.3%) spoils it: partial sums are short and are added in fp64, and
+    if a square leaves fp32's range they are computed again in fp64. So on CPU the result is non-finite only
+    if an element is inf or NaN; on a GPU, where checking would stall, also for a tensor whose norm is above
+    1.8 x 10^19.
 
     Args:
         tensors: floating-point tensors of any shape and dtype, on one device.
-        device: where to put the zero that an empty iterable gives; tensors bring their own.
+        device: the device of the zero that an empty iterable gives; otherwise the tensors' device is used.
 
     Returns:
         fp64 scalar tensor `[]` on the tensors' device; nothing is copied to the host.
@@ -46,8 +46,8 @@ def local_square_sum(tensors: Iterable[Tensor], device: torch.device | str = "cp
 
 def _square_sum(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu":
-        # A GPU sums as a tree, which keeps fp32 exact enough, and widens fp16 and bf16 as it reads. Asking
-        # for fp64 would make a copy of that width first.
+        # A GPU sums as a tree, which keeps fp32 accurate enough, and widens fp16 and bf16 while reading.
+        # Asking for fp64 would first make an fp64 copy.
         return torch.linalg.vector_norm(tensor, dtype=torch.float32).double().square()
     blocks = tensor.reshape(-1).split(_BLOCK)
     if tensor.dtype == torch.float32:
@@ -66,12 +66,12 @@ def _dot_sum(blocks: Iterable[Tensor]) -> Tensor:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """What to multiply the gradients by so that their norm is at most `max_norm`.
+    """The factor to multiply the gradients by so that their norm is at most `max_norm`.
 
-    1.0 where the norm is below it already or `max_norm` is 0 (clipping off).
+    It is 1.0 if the norm is already below `max_norm`, or if `max_norm` is 0 (clipping off).
 
     Raises:
-        NumericsError: for a norm that is inf or NaN; such a step must be skipped, not clipped.
+        NumericsError: the norm is inf or NaN; such a step must be skipped, not clipped.
     """
     if not math.isfinite(norm):
         raise NumericsError(f"The gradient norm must be finite to clip by it, but is {norm}; skip the step.")

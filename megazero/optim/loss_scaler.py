@@ -1,8 +1,8 @@
 """Loss scales: what the loss is multiplied by so that fp16 gradients neither vanish nor overflow.
 
-Method of Micikevicius et al. 2018 (arXiv:1710.03740) with Megatron's hysteresis. A scaler holds no
-state: `update` maps the state before a step to the state after it, so the state is saved, compared
-and resumed as the plain value it is.
+The method is that of Micikevicius et al. 2018 (arXiv:1710.03740) with Megatron's hysteresis. A scaler holds
+no state: `update` maps the state before a step to the state after it, so the state can be saved, compared
+and resumed like any plain value.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 from megazero.config.tree import PrecisionConfig
 from megazero.errors import ConfigError, NumericsError
 
-# The largest power of two that fp32 holds: doubling beyond it would be inf, which halving never leaves.
+# The largest power of two that fp32 holds: doubling it would give inf, and halving inf gives inf again.
 LARGEST_SCALE = 2.0**127
 
 
@@ -41,12 +41,12 @@ class LossScaler(Protocol):
         """The state before the first step."""
 
     def update(self, state: ScalerState, found_nonfinite: bool) -> ScalerState:
-        """The state after a step; `found_nonfinite`: any gradient on any rank was inf or NaN."""
+        """The state after a step; `found_nonfinite` says whether any gradient on any rank was inf or NaN."""
 
 
 @dataclass(frozen=True)
 class StaticLossScaler:
-    """The same scale at every step; steps with non-finite gradients are skipped all the same."""
+    """Uses the same scale at every step; steps with non-finite gradients are still skipped."""
 
     scale: float
 
@@ -58,7 +58,7 @@ class StaticLossScaler:
 
 
 class NoScaler(StaticLossScaler):
-    """Scale 1, for fp32 and bf16, whose exponents need no help."""
+    """Uses scale 1, for fp32 and bf16, whose exponents need no help."""
 
     def __init__(self) -> None:
         super().__init__(1.0)
@@ -68,12 +68,12 @@ class NoScaler(StaticLossScaler):
 class DynamicLossScaler:
     """Halves the scale after `hysteresis` overflows and doubles it after `window` good steps in a row.
 
-    As in Megatron, a good step does not restore the tolerated overflows; a doubling does, and once
-    they are used up every further overflow halves the scale. `floor_patience` overflows in a row at
-    the floor end the training, because no scale can mend it.
+    As in Megatron, a good step does not restore the tolerated overflows, but a doubling does; once they are
+    used up, every further overflow halves the scale. `floor_patience` overflows in a row at the floor end
+    the training, because no scale would help.
 
     Raises:
-        ConfigError: where the first scale is below the floor.
+        ConfigError: the initial scale is below the floor.
     """
 
     initial_scale: float
@@ -123,7 +123,7 @@ class DynamicLossScaler:
 
 
 def build_loss_scaler(precision: PrecisionConfig) -> LossScaler:
-    """A static scaler where a loss scale is set, else a dynamic one for fp16 and none for fp32 and bf16."""
+    """A static scaler if a loss scale is set; otherwise a dynamic one for fp16 and none for fp32 and bf16."""
     if precision.loss_scale is not None:
         return StaticLossScaler(precision.loss_scale)
     if precision.dtype != "fp16":

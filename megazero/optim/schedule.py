@@ -1,14 +1,14 @@
-"""Learning rate and weight decay as pure functions of how far the training has come.
+"""Learning rate and weight decay as pure functions of how far the training has got.
 
-The formulas and their edge cases are those of Megatron-Core's `OptimizerParamScheduler`, so a
-schedule gives the same values there and here. When in a step a value is read matters: Megatron moves
-its scheduler *after* each update, so the first update of a training uses progress 0 (with warmup from
-zero, a learning rate of zero), and update k uses the progress of the k - 1 updates before it. Read
-`LearningRate.at(progress)` with what was consumed before the step.
+The formulas and their edge cases are those of Megatron-Core's `OptimizerParamScheduler`, so a schedule gives
+the same values in both. It matters when in a step a value is read: Megatron advances its scheduler *after*
+each update, so the first update of a training uses progress 0 (with warmup from zero, a learning rate of
+zero), and update k uses the progress of the k - 1 updates before it. Call `LearningRate.at(progress)` with
+what was consumed before the step.
 
-Megatron's iteration-based training counts samples (iterations x global batch) inside; for a constant
-batch the ratios, and so the values, are the same. With a batch-size ramp, a length given in iterations
-counts iterations here.
+Megatron's iteration-based training counts samples (iterations x global batch) internally; for a constant
+batch the ratios, and so the values, are the same. With a batch-size ramp, a length given in iterations is
+counted in iterations here.
 """
 
 from __future__ import annotations
@@ -17,30 +17,15 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megazero.config.derive import LrLengths, Unit
+from megazero.config.horizon import Horizon
+from megazero.config.steps import Progress, Unit
 from megazero.config.tree import OptimizerConfig
 from megazero.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How much training has been consumed, counted in all three units at once.
-
-    A step that was skipped for non-finite gradients consumed its data: it counts as well.
-    """
-
-    iteration: int = 0
-    samples: int = 0
-    tokens: int = 0
-
-    def count(self, unit: Unit) -> int:
-        """The progress in one unit."""
-        return self.iteration if unit == "iters" else getattr(self, unit)
-
-
-@dataclass(frozen=True)
 class Warmup:
-    """Linear rise from the rate `start` over `length` units (a fraction may make it no whole number)."""
+    """Linear rise from the rate `start` over `length` units (not a whole number if set as a fraction)."""
 
     length: float = 0
     start: float = 0.0
@@ -48,7 +33,7 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Decay:
-    """The way down, finished after `length` units (counted from the start of the training).
+    """The decline to the floor, finished after `length` units (counted from the start of the training).
 
     `final_style` and `final_length` shape the last part of WSD (warmup, stable, decay; Hu et al. 2024,
     arXiv:2404.06395), which keeps the peak until `length - final_length`.
@@ -62,10 +47,10 @@ class Decay:
 
 @dataclass(frozen=True)
 class LearningRate:
-    """A learning rate schedule; `unit` says in what the lengths are counted.
+    """A learning rate schedule; `unit` is what the lengths are counted in.
 
     Raises:
-        ConfigError: with every reason why the values make no schedule.
+        ConfigError: the values do not make a schedule; the message gives every reason.
     """
 
     peak: float
@@ -104,7 +89,7 @@ class LearningRate:
             )
 
     def at(self, progress: Progress) -> float:
-        """The rate of the update that follows `progress`."""
+        """The learning rate of the update that follows `progress`."""
         count = progress.count(self.unit)
         warmup, decay = self.warmup, self.decay
         if warmup.length > 0 and count <= warmup.length:
@@ -119,7 +104,7 @@ class LearningRate:
         return self.floor + self._height(count) * (self.peak - self.floor)
 
     def _height(self, count: int) -> float:
-        """Share of the way between floor and peak: 1 at the end of the warmup."""
+        """How high the rate is between floor (0) and peak (1); 1 at the end of the warmup."""
         decay = self.decay
         if decay.style == "WSD":
             stable_end = decay.length - decay.final_length
@@ -147,10 +132,10 @@ def _descend(style: str, ratio: float) -> float:
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """Weight decay moving from `start` to `end` over `length` units, then staying at `end`.
+    """Weight decay that moves from `start` to `end` over `length` units and then stays at `end`.
 
     Raises:
-        ConfigError: where `end` is below `start`, or a constant one moves.
+        ConfigError: `end` is below `start`, or the style is constant and they differ.
     """
 
     start: float
@@ -182,12 +167,13 @@ class WeightDecay:
         return self.start + height * (self.end - self.start)
 
 
-def build_learning_rate(optimizer: OptimizerConfig, lengths: LrLengths) -> LearningRate:
-    """The learning rate schedule of a run whose lengths `config.derive.lr_lengths` has worked out.
+def build_learning_rate(optimizer: OptimizerConfig, horizon: Horizon) -> LearningRate:
+    """The learning rate schedule of a run.
 
     Raises:
-        ConfigError: for values that make no schedule.
+        ConfigError: the values do not make a schedule.
     """
+    lengths = horizon.lr
     return LearningRate(
         peak=optimizer.lr,
         floor=optimizer.min_lr,
@@ -197,11 +183,11 @@ def build_learning_rate(optimizer: OptimizerConfig, lengths: LrLengths) -> Learn
     )
 
 
-def build_weight_decay(optimizer: OptimizerConfig, end: Progress) -> WeightDecay:
-    """The weight decay schedule of a run; it moves over the samples of the whole training, until `end`.
+def build_weight_decay(optimizer: OptimizerConfig, horizon: Horizon) -> WeightDecay:
+    """The weight decay schedule of a run; it moves over the samples of the whole training.
 
     Raises:
-        ConfigError: where a moving decay lacks its start or end, or a constant one has them.
+        ConfigError: a moving decay lacks its start or end, or a constant one has either.
     """
     style = optimizer.weight_decay_incr_style
     start, finish = optimizer.start_weight_decay, optimizer.end_weight_decay
@@ -217,4 +203,4 @@ def build_weight_decay(optimizer: OptimizerConfig, end: Progress) -> WeightDecay
             f"`start_weight_decay` and `end_weight_decay` must be set when `weight_decay_incr_style` is "
             f"{style}, but are {start} and {finish}; set both."
         )
-    return WeightDecay(start, finish, style, end.samples, "samples")
+    return WeightDecay(start, finish, style, horizon.end.samples, "samples")

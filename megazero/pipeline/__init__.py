@@ -1,7 +1,7 @@
-"""pipeline: schedules as values, passes that lower them, what they cost on paper, and how layers are cut.
+"""pipeline: schedules as values, passes that lower them, what they cost on paper, and how layers are split.
 
-Start with `actions.py` (the values), `schedules.py` (who makes them), `lower.py` (what the executor gets) and
-`simulate.py`. All of it is pure but `executor.py`, which runs one stage's list.
+Start with `actions.py` (the values), `schedules.py` (how they are built), `lower.py` (what the executor gets)
+and `simulate.py`. Everything is pure except `executor.py`, which runs one stage's list.
 """
 
 from megazero.pipeline.actions import (

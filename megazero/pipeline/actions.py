@@ -1,7 +1,7 @@
 """What pipeline stages do, as values: actions, the schedule that orders them, the program that adds messages.
 
-The model is cut into chunks, numbered along the model; `Schedule.stage_of` says which stage holds which. A
-stage of the pipeline (a rank of axis pp) runs its list from first to last, one instruction after another.
+The model is cut into chunks, numbered along the model; `Schedule.stage_of` says which stage holds each chunk.
+A stage of the pipeline (a rank of axis pp) runs its list from first to last, one instruction after another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megazero.errors import MegazeroError
 
 
 class ScheduleError(MegazeroError):
-    """A schedule or program cannot run: something is missing, out of order, or waits for ever."""
+    """A schedule or program cannot run: something is missing, out of order, or waits forever."""
 
 
 class Op(Enum):
@@ -24,6 +24,10 @@ class Op(Enum):
 
     Backward is either one action (`BACKWARD`) or split in two (`INPUT`, later `WEIGHT`; Qi et al. 2023,
     "Zero Bubble Pipeline Parallelism"), never both for one micro-batch and chunk.
+
+    `REDUCE` names the last micro-batch that it sums. If it comes before the end of that micro-batch's
+    backward, that backward reduces each bucket as soon as it is complete; if it comes after, everything is
+    reduced immediately.
     """
 
     FORWARD = "F"
@@ -32,27 +36,27 @@ class Op(Enum):
     WEIGHT = "W"  # gradients of the weights only
     GATHER = "G"  # make the chunk's parameters whole (ZeRO stage 3)
     RELEASE = "R"  # free what GATHER brought
-    REDUCE = "S"  # sum the chunk's gradients over the data-parallel ranks
+    REDUCE = "S"  # sum the chunk's gradients over the data-parallel ranks, from here on
 
     @property
     def computes(self) -> bool:
-        """Whether it is forward or backward work, as opposed to collective communication."""
+        """Whether this is forward or backward work, as opposed to collective communication."""
         return self in (Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT)
 
     @property
     def ends_backward(self) -> bool:
-        """Whether all gradients of the micro-batch and chunk exist after it, and its activations are free."""
+        """Whether the micro-batch's gradients for the chunk are complete after this, its activations free."""
         return self in (Op.BACKWARD, Op.WEIGHT)
 
     @property
     def uses_weights(self) -> bool:
-        """Whether it reads the chunk's parameters; a linear layer's weight gradient does not."""
+        """Whether this reads the chunk's parameters; a linear layer's weight gradient does not."""
         return self in (Op.FORWARD, Op.BACKWARD, Op.INPUT)
 
 
 @dataclass(frozen=True)
 class Action:
-    """One operation on one chunk for one micro-batch. `chunk` counts along the whole model."""
+    """One operation on one chunk for one micro-batch. Chunks are numbered along the whole model."""
 
     op: Op
     chunk: int
@@ -64,12 +68,12 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of forward and backward work on every stage. Pure data; nothing is said of messages.
+    """The order of forward and backward work on every stage. Pure data, without any messages.
 
     Attributes:
         kind: the name that `build_schedule` knows it by.
-        stages: pipeline stages (the size of axis pp).
-        microbatches: micro-batches of one step on one data-parallel rank.
+        stages: number of pipeline stages (the size of axis pp).
+        microbatches: number of micro-batches in one step on one data-parallel rank.
         stage_of: chunk -> the stage that holds it.
         actions: per stage, its computing actions in order.
     """
@@ -82,21 +86,24 @@ class Schedule:
 
     @property
     def chunks(self) -> int:
-        """Chunks of the whole model."""
+        """Number of chunks in the whole model."""
         return len(self.stage_of)
 
     @property
     def chunks_per_stage(self) -> int:
-        """Chunks on each stage."""
+        """Number of chunks on each stage."""
         return self.chunks // self.stages
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
-        """The chunks that `stage` holds, in the order of the model."""
+        """The chunks that `stage` holds, in model order."""
         return tuple(chunk for chunk, holder in enumerate(self.stage_of) if holder == stage)
 
     @cached_property
     def backward_op(self) -> Op | None:
-        """What makes the gradient for the chunk before: `BACKWARD`, or `INPUT` if split; None without any."""
+        """The op that makes the gradient for the previous chunk: `BACKWARD`, or `INPUT` if split.
+
+        None if there is no backward at all.
+        """
         ops = {action.op for stage in self.actions for action in stage}
         return next((op for op in (Op.BACKWARD, Op.INPUT) if op in ops), None)
 
@@ -123,7 +130,7 @@ class Schedule:
         return (own,) if chunk == self.chunks - 1 else (own, Action(action.op, chunk + 1, microbatch))
 
     def message_from(self, action: Action) -> Message | None:
-        """What carries `action`'s result to another stage; None if no other stage needs it."""
+        """The message that carries `action`'s result to another stage; None if no other stage needs it."""
         if action.op is Op.FORWARD:
             kind, receiver = "hidden", action.chunk + 1
         elif action.op is self.backward_op:
@@ -132,7 +139,7 @@ class Schedule:
             return None
         if not 0 <= receiver < self.chunks or self.stage_of[receiver] == self.stage_of[action.chunk]:
             return None
-        # In the order of a micro-batch's way through the model and back.
+        # Tags follow a micro-batch's way through the model and back.
         row = action.chunk if kind == "hidden" else 2 * self.chunks - 1 - action.chunk
         tag = row * self.microbatches + action.microbatch
         source, target = self.stage_of[action.chunk], self.stage_of[receiver]
@@ -167,7 +174,7 @@ class Message:
 
     @property
     def receiver(self) -> int:
-        """The chunk that it is for."""
+        """The chunk that the message is for."""
         return self.chunk + 1 if self.kind == "hidden" else self.chunk - 1
 
     def __str__(self) -> str:
@@ -176,14 +183,14 @@ class Message:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Sends and receives with one other stage that are started together, without waiting for them."""
+    """Sends to and receives from one other stage that are started together, without waiting for them."""
 
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """All of them, sends first."""
+        """All messages, sends first."""
         return self.sends + self.receives
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Whether a program can run at all: everything once, in order, each message with two ends, no deadlock."""
+"""Checks whether a program can run at all: complete, in order, messages paired, free of deadlock."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from megazero.pipeline.actions import Action, Exchange, Message, Op, Program, Sc
 
 
 def check(program: Program) -> None:
-    """Return if `program` is sound even on a backend whose every exchange blocks until all its partners come.
+    """Check that `program` is sound even if every exchange blocks until all its partners have reached theirs.
 
     Raises:
-        ScheduleError: naming the stage and the action or message at fault. What must hold: each stage
-            computes each of its actions once, after what it needs; what uses weights finds them gathered,
-            where anything is; gradients are reduced after the last backward that they sum; both ends of every
-            message exist, in one order for each pair of stages; no stages wait for each other in a circle.
+        ScheduleError: names the stage and the action or message at fault. These conditions must hold: each
+            stage computes each of its actions once, after everything that the action needs; if anything is
+            gathered, weights are gathered whenever they are used; if anything is reduced, all gradients are,
+            and every reduction has something to reduce; both ends of every message exist, in the same order
+            on both stages of each pair; no stages wait for each other in a circle.
     """
     everything = {each.op for list_ in program.stages for each in list_ if isinstance(each, Action)}
     for stage, instructions in enumerate(program.stages):
@@ -42,7 +43,7 @@ def _check_complete(schedule: Schedule, stage: int, computed: Sequence[Action]) 
 
 
 def _out_of_order(schedule: Schedule, stage: int, instructions: Sequence[Action | Exchange]) -> Iterator[str]:
-    """Actions before what they need is here or asked for, and sends before there is something to send."""
+    """Actions that come before their inputs are here or requested, and sends with nothing to send yet."""
     done: set[Action] = set()
     asked: set[Action] = set()
     for instruction in instructions:
@@ -77,19 +78,33 @@ def _not_gathered(actions: Sequence[Action]) -> Iterator[str]:
 
 
 def _not_reduced(actions: Sequence[Action]) -> Iterator[str]:
-    """Chunks with gradients that no reduction follows."""
-    pending: dict[int, Action] = {}
+    """Gradients that are never reduced, and reductions that have nothing to reduce."""
+    pending: dict[int, Action] = {}  # by chunk: the last action whose gradients are still to be reduced
+    ended: set[tuple[int, int]] = set()
+    announced: dict[tuple[int, int], Action] = {}  # reductions whose backward has not ended yet
     for action in actions:
+        key = (action.chunk, action.microbatch)
         if action.op.ends_backward:
-            pending[action.chunk] = action
+            ended.add(key)
+            if announced.pop(key, None) is None:
+                pending[action.chunk] = action
+            else:
+                pending.pop(action.chunk, None)
+        elif action.op is Op.REDUCE and key in ended:
+            if pending.pop(action.chunk, None) is None:
+                yield f"{action} finds nothing to reduce"
         elif action.op is Op.REDUCE:
-            pending.pop(action.chunk, None)
+            if key in announced:
+                yield f"{action} comes twice before its backward"
+            announced[key] = action
+    for action in announced.values():
+        yield f"{action} reduces no backward of this stage"
     for action in pending.values():
-        yield f"no reduction follows {action}"
+        yield f"no reduction takes the gradients of {action}"
 
 
 def _check_pairs(program: Program) -> None:
-    """Both ends list the same messages, and between two stages both come to them in the same order."""
+    """Check that both ends of every message exist, and that two stages exchange messages in one order."""
     exchanges = [
         (stage, instruction)
         for stage, list_ in enumerate(program.stages)
@@ -101,7 +116,7 @@ def _check_pairs(program: Program) -> None:
     strays = [(s, m) for s, m in sends if s != m.source] + [(s, m) for s, m in receives if s != m.target]
     strays += [(s, m) for s, m in sends if m != _due(program.schedule, m)]
     for stage, message in strays:
-        raise ScheduleError(f"Stage {stage}: `{message}` is none of its messages in this schedule")
+        raise ScheduleError(f"Stage {stage}: `{message}` is not one of its messages in this schedule")
     sent, received = Counter(m for _, m in sends), Counter(m for _, m in receives)
     for message in sent - received:
         raise ScheduleError(f"`{message}` is sent, but not received")
@@ -124,7 +139,7 @@ def _due(schedule: Schedule, message: Message) -> Message | None:
 
 
 def _check_rendezvous(program: Program) -> None:
-    """Run with every exchange waiting until its partners have come to theirs. Compute takes no time."""
+    """Run with every exchange waiting until its partners have reached theirs; computing takes no time."""
     exchanges = [[each for each in list_ if isinstance(each, Exchange)] for list_ in program.stages]
     place = {
         (stage, message): number
@@ -135,7 +150,7 @@ def _check_rendezvous(program: Program) -> None:
     position = [0] * len(exchanges)
 
     def waits_for(stage: int) -> list[int]:
-        """The partners that have not come to their end of the exchange that `stage` is at."""
+        """The partners that have not reached their end of the exchange that `stage` is at."""
         messages = exchanges[stage][position[stage]].messages
         peers = [(m.source + m.target - stage, m) for m in messages]
         return [peer for peer, message in peers if position[peer] < place[peer, message]]

@@ -1,7 +1,7 @@
-"""Runs one stage's instructions: where a schedule meets tensors. One stage is a pipeline of one.
+"""Runs one stage's instructions: where a schedule meets tensors. A single stage is a pipeline of one.
 
-The executor decides nothing. What is computed when, sent when, gathered and reduced when is in the program;
-shapes follow each micro-batch.
+The executor decides nothing. The program says when to compute, send, gather and reduce; shapes are those of
+each micro-batch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megazero.loss import LossTerm
 from megazero.mpu import Group, Transfer, Work
 from megazero.pipeline.actions import Action, Exchange, Message, Op, Program
 
@@ -27,43 +28,63 @@ class Chunk(Protocol):
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """Of the hidden states between chunks."""
+        """The dtype of the hidden states between chunks."""
+
+    @property
+    def terms(self) -> tuple[LossTerm, ...]:
+        """The loss terms of the whole model; the same on all ranks, in the same order."""
 
     def hidden_shape(self, batch: object) -> tuple[int, ...]:
-        """Of the hidden states between chunks, for this micro-batch."""
+        """The shape of the hidden states between chunks, for this micro-batch."""
 
-    def hidden(self, batch: object, hidden: Tensor | None, *, deferred: Deferred | None) -> Tensor:
-        """This chunk's hidden states from those of the chunk before; None for the first chunk."""
-
-    def loss(
+    def run(
         self, batch: object, hidden: Tensor | None, *, deferred: Deferred | None
-    ) -> tuple[Tensor, Tensor]:
-        """The last chunk's summed loss and number of counted positions; float32 scalars."""
+    ) -> tuple[Tensor | None, Mapping[str, Tensor]]:
+        """Compute the chunk for a micro-batch.
+
+        Args:
+            batch: the micro-batch.
+            hidden: hidden states of the previous chunk; None for the first.
+            deferred: collects the computation of weight gradients, which backward then leaves out.
+
+        Returns:
+            The chunk's hidden states, or None from the last chunk; and what it adds to loss terms, by their
+            names: float32 scalars, sums over the micro-batch, equal on all tensor-parallel ranks.
+        """
 
 
 class Sharding(Protocol):
-    """What keeps the parameters and sums the gradients (see `zero.DataParallel`)."""
+    """Keeps the parameters and sums the gradients (see `zero.DataParallel`)."""
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
 
     def gather(self, chunk: int, *, backward: bool) -> None:
-        """The chunk's forward or backward is about to run."""
+        """Note that the chunk's forward or backward is about to run."""
 
     def release(self, chunk: int) -> None:
-        """The chunk's computation is over for now."""
+        """Note that the chunk does not compute for now."""
 
-    def begin_backward(self, chunk: int, *, reduce: bool) -> None:
-        """Gradients that appear are this chunk's; `reduce`: they complete what is to be reduced."""
+    def begin_backward(self, chunk: int, *, reduce: bool, ends: bool) -> None:
+        """Note that the gradients that appear from now on are this chunk's.
+
+        Args:
+            chunk: the chunk.
+            reduce: whether they complete sums, each of which is then reduced as soon as it is complete.
+            ends: whether this is the last backward to bring gradients of its micro-batch.
+        """
 
     def collect(self, param: nn.Parameter) -> None:
         """Take ``param.grad``."""
 
     def end_backward(self) -> None:
-        """The chunk's gradients of this micro-batch are all there."""
+        """Note that no more gradients appear."""
+
+    def reduce(self, chunk: int) -> None:
+        """Reduce the chunk's gradients that no backward has reduced."""
 
     def finish(self) -> None:
-        """Return when the step's sums are complete."""
+        """Wait until the step's sums are complete."""
 
 
 Observer = Callable[[Action, float], None]
@@ -74,10 +95,10 @@ class Executor:
 
     Args:
         chunks: this stage's parts of the model, by their numbers along the model.
-        pp: the ranks of the pipeline; group rank is the stage.
+        pp: the ranks of the pipeline; the group rank is the stage.
         sharding: keeps parameters and sums gradients.
-        device: where the chunks are.
-        observer: told of every action and its seconds, without what it waited for other stages.
+        device: the chunks' device.
+        observer: called with every action and its seconds, without the time spent waiting for other stages.
     """
 
     def __init__(
@@ -89,24 +110,26 @@ class Executor:
         observer: Observer | None = None,
     ):
         self.chunks = dict(chunks)
+        self.terms = next(iter(self.chunks.values())).terms
+        names = [term.name for term in self.terms]
+        assert len(set(names)) == len(names), f"loss terms must have names of their own: {names}"
         self.pp = pp
         self.sharding = sharding
         self.device = device
         self.observer = observer
 
-    def train(self, program: Program, batches: Sequence, factor: float) -> Tensor:
-        """Gradients of ``factor`` x the summed loss of `batches`, summed over micro-batches and ranks.
+    def train(self, program: Program, batches: Sequence, factors: Tensor) -> Tensor:
+        """Compute gradients of the terms' sums, each times its factor, summed over micro-batches and ranks.
 
         Args:
-            program: for as many micro-batches as there are.
+            program: a program for this number of micro-batches.
             batches: the micro-batches, the same on every stage.
-            factor: what each loss is multiplied by before backward.
+            factors: each term's factor, float32 [terms].
 
         Returns:
-            float64 [2]: sum of the losses and number of counted positions; zeros but
-            on the last chunk's stage.
+            float64 [terms]: what this stage's chunks added to each term, before any factor is applied.
         """
-        run = _Run(self, program, batches, factor)
+        run = _Run(self, program, batches, factors.unbind())
         self.sharding.start()
         run.all()
         self.sharding.finish()
@@ -114,7 +137,7 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, program: Program, batches: Sequence) -> Tensor:
-        """The same totals from a forward-only program."""
+        """Compute the same sums with a forward-only program."""
         run = _Run(self, program, batches, None)
         run.all()
         return run.totals
@@ -122,7 +145,7 @@ class Executor:
 
 @dataclass
 class _Sent:
-    """Sends under way. Holding the tensors keeps their memory from being used again."""
+    """Sends in flight. Holding the tensors keeps their memory from being reused."""
 
     works: list[Work]
     tensors: list[Tensor]
@@ -134,12 +157,11 @@ class _Sent:
 
 @dataclass
 class _Live:
-    """What one forward leaves for its backward."""
+    """What a forward leaves for its backward."""
 
     hidden: Tensor | None  # the leaf that the chunk started from
-    result: GradientEdge
+    results: list[GradientEdge]  # the chunk's hidden states, except in the last one, and its weighted terms
     deferred: Deferred | None
-    needs_gradient: bool  # False for the loss, which starts the backward pass
 
 
 @dataclass
@@ -149,12 +171,14 @@ class _Run:
     executor: Executor
     program: Program
     batches: Sequence
-    factor: float | None  # None: evaluation
+    factors: Sequence[Tensor] | None  # each term's factor; None during evaluation
     live: dict[Key, _Live] = field(default_factory=dict)
     inbox: dict[tuple[str, Key], tuple[Tensor, Work | None]] = field(default_factory=dict)
     outbox: dict[tuple[str, Key], Tensor] = field(default_factory=dict)
     sent: list[_Sent] = field(default_factory=list)
-    waited: float = 0.0  # seconds in which messages were awaited
+    announced: set[Key] = field(default_factory=set)  # backwards that will reduce when they run
+    ended: set[Key] = field(default_factory=set)
+    waited: float = 0.0  # seconds spent waiting for messages
 
     def __post_init__(self) -> None:
         schedule = self.program.schedule
@@ -164,13 +188,12 @@ class _Run:
         self.stage = self.executor.pp.rank
         self.instructions = self.program.stages[self.stage]
         self.split = any(isinstance(i, Action) and i.op is Op.WEIGHT for i in self.instructions)
-        self.reduced = {
-            (i.chunk, i.microbatch) for i in self.instructions if isinstance(i, Action) and i.op is Op.REDUCE
-        }
-        self.totals = torch.zeros(2, dtype=torch.float64, device=self.executor.device)
+        terms = self.executor.terms
+        self.places = {term.name: i for i, term in enumerate(terms)}
+        self.totals = torch.zeros(len(terms), dtype=torch.float64, device=self.executor.device)
 
     def all(self) -> None:
-        """Carry out every instruction, then let the last sends go."""
+        """Carry out every instruction, then wait for the last sends."""
         for instruction in self.instructions:
             if isinstance(instruction, Exchange):
                 self.exchange(instruction)
@@ -183,54 +206,60 @@ class _Run:
                 self.executor.observer(instruction, time.perf_counter() - began - waited)
         for sent in self.sent:
             sent.wait()
-        left = [*self.live, *self.inbox, *self.outbox]
+        left = [*self.live, *self.inbox, *self.outbox, *self.announced]
         assert not left, f"the program left {left} undone"
 
     def act(self, action: Action) -> None:
-        """Carry out one computation, or what ZeRO does beside it."""
-        sharding = self.executor.sharding
-        if action.op is Op.FORWARD:
-            self.forward((action.chunk, action.microbatch))
-        elif action.op is Op.BACKWARD:
-            self.backward((action.chunk, action.microbatch), reduce=self._reduces(action))
-        elif action.op is Op.INPUT:
-            self.backward((action.chunk, action.microbatch), reduce=False)
-        elif action.op is Op.WEIGHT:
-            self.weight_gradients((action.chunk, action.microbatch), reduce=self._reduces(action))
-        elif action.op is Op.GATHER:
-            sharding.gather(action.chunk, backward=(action.chunk, action.microbatch) in self.live)
-        elif action.op is Op.RELEASE:
-            sharding.release(action.chunk)
-        # REDUCE was said to the backward before it, whose gradients are reduced as they appear.
+        """Carry out one computation, or the gather, release or reduction that goes with it."""
+        sharding, key = self.executor.sharding, (action.chunk, action.microbatch)
+        match action.op:
+            case Op.FORWARD:
+                self.forward(key)
+            case Op.BACKWARD | Op.INPUT:
+                self.backward(key)
+            case Op.WEIGHT:
+                self.weight_gradients(key)
+            case Op.GATHER:
+                sharding.gather(action.chunk, backward=key in self.live)
+            case Op.RELEASE:
+                sharding.release(action.chunk)
+            case Op.REDUCE if key in self.ended:
+                sharding.reduce(action.chunk)
+            case Op.REDUCE:
+                self.announced.add(key)
 
     def forward(self, key: Key) -> None:
         """Compute a chunk for a micro-batch."""
         chunk, batch = self.executor.chunks[key[0]], self.batches[key[1]]
         hidden = None if key[0] == 0 else self._take("hidden", (key[0] - 1, key[1]))
-        training = self.factor is not None
+        training = self.factors is not None
         if hidden is not None and training:
             hidden.requires_grad_()
         deferred: Deferred | None = [] if training and self.split else None
+        result, sums = chunk.run(batch, hidden, deferred=deferred)
         last = key[0] == self.program.schedule.chunks - 1
-        if last:
-            loss, counted = chunk.loss(batch, hidden, deferred=deferred)
-            self.totals += torch.stack([loss.detach(), counted]).double()
-            result = loss * self.factor if training else loss
-        else:
-            result = chunk.hidden(batch, hidden, deferred=deferred)
+        assert (result is None) == last, f"chunk {key[0]} must give hidden states unless it is the last"
+        if result is not None:
             self._hand_over("hidden", key, key[0] + 1, result.detach())
+        for name, value in sums.items():
+            self.totals[self.places[name]].add_(value.detach())
         if training:
-            # The edge alone, so that hidden states that were sent do not stay.
-            self.live[key] = _Live(hidden, get_gradient_edge(result), deferred, not last)
+            trained = [name for name in sums if self.executor.terms[self.places[name]].trained]
+            # Keep only the edges, so that hidden states that were sent do not stay in memory.
+            weighted = [sums[name] * self.factors[self.places[name]] for name in trained]
+            starts = [*([] if last else [result]), *weighted]
+            self.live[key] = _Live(hidden, [get_gradient_edge(x) for x in starts], deferred)
 
-    def backward(self, key: Key, *, reduce: bool) -> None:
-        """Backward of a chunk for a micro-batch: all of it, or the input's gradient where it is split."""
+    def backward(self, key: Key) -> None:
+        """Run a chunk's backward for a micro-batch, or only the input's gradient if backward is split."""
         live = self.live[key]
-        gradient = self._take("grad", (key[0] + 1, key[1])) if live.needs_gradient else None
-        sharding = self.executor.sharding
-        sharding.begin_backward(key[0], reduce=reduce)
-        torch.autograd.backward(live.result, gradient)
-        sharding.end_backward()
+        last = key[0] == self.program.schedule.chunks - 1
+        # None lets a scalar start with 1. Tensors would make torch import sympy, which takes seconds.
+        received = [] if last else [self._take("grad", (key[0] + 1, key[1]))]
+        gradients = received + [None] * (len(live.results) - len(received))
+        self._begin_backward(key, ends=not self.split)
+        torch.autograd.backward(live.results, gradients)
+        self.executor.sharding.end_backward()
         if key[0] > 0:
             self._hand_over("grad", key, key[0] - 1, live.hidden.grad)
         if self.split:
@@ -238,18 +267,18 @@ class _Run:
         else:
             del self.live[key]
 
-    def weight_gradients(self, key: Key, *, reduce: bool) -> None:
-        """Compute what backward deferred."""
+    def weight_gradients(self, key: Key) -> None:
+        """Compute the weight gradients that backward deferred."""
         live = self.live.pop(key)
         sharding = self.executor.sharding
-        sharding.begin_backward(key[0], reduce=reduce)
+        self._begin_backward(key, ends=True)
         for compute in live.deferred:
             sharding.collect(compute())
         live.deferred.clear()
         sharding.end_backward()
 
     def exchange(self, exchange: Exchange) -> None:
-        """Start sends and receives. Only what was sent before the last exchange is waited for."""
+        """Start sends and receives, after waiting for all sends but the latest exchange's."""
         while len(self.sent) > 1:
             self.sent.pop(0).wait()
         outgoing = [self.outbox.pop((m.kind, (m.chunk, m.microbatch))) for m in exchange.sends]
@@ -264,11 +293,15 @@ class _Run:
         for m, tensor, work in zip(exchange.receives, incoming, works[len(outgoing) :], strict=True):
             self.inbox[m.kind, (m.chunk, m.microbatch)] = tensor, work
 
-    def _reduces(self, action: Action) -> bool:
-        return (action.chunk, action.microbatch) in self.reduced
+    def _begin_backward(self, key: Key, *, ends: bool) -> None:
+        reduce = ends and key in self.announced
+        self.executor.sharding.begin_backward(key[0], reduce=reduce, ends=ends)
+        if ends:
+            self.ended.add(key)
+            self.announced.discard(key)
 
     def _hand_over(self, kind: str, key: Key, target: int, tensor: Tensor) -> None:
-        """To the neighbouring chunk: by message, or at once where it is on this stage."""
+        """Pass a tensor to the neighboring chunk: by message, or directly if that is on this stage."""
         tensor = tensor.contiguous()
         if self.program.schedule.stage_of[target] == self.stage:
             self.inbox[kind, key] = tensor, None
@@ -284,7 +317,7 @@ class _Run:
         return tensor
 
     def _buffer(self, message: Message) -> Tensor:
-        """Where a message is received. Hidden states and their gradients have one shape."""
+        """A buffer to receive a message in. Hidden states and their gradients have the same shape."""
         batch = self.batches[message.microbatch]
         chunk = next(iter(self.executor.chunks.values()))
         return torch.empty(chunk.hidden_shape(batch), dtype=chunk.hidden_dtype, device=self.executor.device)

@@ -1,39 +1,43 @@
-"""From a schedule to a program: passes that add messages, gathers and reductions, from value to value."""
+"""From a schedule to a program: pure passes that add messages, gathers and reductions."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megazero.pipeline.actions import Action, Exchange, Instruction, Message, Op, Program, Schedule
 from megazero.pipeline.simulate import Costs, Span, simulate
 
 
-def lower(schedule: Schedule, *, gather: bool, reduce_every_microbatch: bool) -> Program:
+def lower(
+    schedule: Schedule, *, gather: bool, reduce_every_microbatch: bool, overlap_reduce: bool = True
+) -> Program:
     """The program that the executor runs.
 
     Args:
-        schedule: what to compute, in which order.
-        gather: whether parameters are made whole for use only (ZeRO stage 3).
+        schedule: what to compute, and in which order.
+        gather: whether parameters are made whole only for use (ZeRO stage 3).
         reduce_every_microbatch: whether gradients are summed over the data-parallel ranks after each
-            micro-batch (ZeRO stages 2 and 3), or once per step. Without backward nothing is reduced.
+            micro-batch (ZeRO stages 2 and 3), or once per step. Without backward, nothing is reduced.
+        overlap_reduce: whether they are summed while backward runs, or after it.
     """
-    program = add_reductions(add_transfers(schedule), every_microbatch=reduce_every_microbatch)
+    program = add_transfers(schedule)
+    program = add_reductions(program, every_microbatch=reduce_every_microbatch, overlap=overlap_reduce)
     return add_gathers(program) if gather else program
 
 
 def add_transfers(schedule: Schedule) -> Program:
     """Add the sends and receives between stages, so that nothing relies on buffering.
 
-    The schedule is run on paper with unit costs. All messages of all stages stand in one total order, by the
-    time their producer ends and then by tag; messages between the same two stages at the same time share one
-    `Exchange`, and every stage comes to its exchanges in that order. So even a backend that runs one blocking
-    exchange at a time in order of issue (NCCL on one communicator) cannot deadlock: the first unfinished
-    exchange always has both its ends free for it.
+    The schedule is run on paper with unit costs. All messages of all stages have one total order, by the time
+    their producer ends and then by tag; messages between the same two stages at the same time share one
+    `Exchange`, and every stage reaches its exchanges in that order. So even a backend that runs one blocking
+    exchange at a time in order of issue (NCCL on one communicator) cannot deadlock: both ends of the first
+    unfinished exchange are always free for it.
 
     An exchange with a send comes right after the send's producer. One that only receives comes when its
     producer starts, as far as the order allows, so that the transfer hides behind what this stage computes
-    next; still earlier would gain nothing and hold its buffer longer.
+    next; posting it even earlier would gain nothing and hold its buffer longer.
 
     Raises:
         ScheduleError: the schedule itself cannot run.
@@ -59,13 +63,13 @@ def add_transfers(schedule: Schedule) -> Program:
 
 
 def _unit_costs(schedule: Schedule) -> Costs:
-    """Those of diagrams, times the chunks per stage: whole numbers, so that equal times compare equal."""
+    """The costs of diagrams times the chunks per stage: whole numbers, so that equal times compare equal."""
     chunks = schedule.chunks_per_stage
     return Costs(forward=chunks, backward=2 * chunks, input=chunks, weight=chunks)
 
 
 def _merge(spans: Sequence[Span], exchanges: list[tuple[float, Exchange]]) -> tuple[Instruction, ...]:
-    """One stage's actions by when they end, and its exchanges in their order at their time or later."""
+    """One stage's actions by the time they end, merged with its exchanges, in order and not too early."""
     entries: list[tuple[float, int, Instruction]] = [(span.end, 0, span.action) for span in spans]
     latest: float = 0
     for time, exchange in exchanges:
@@ -74,26 +78,43 @@ def _merge(spans: Sequence[Span], exchanges: list[tuple[float, Exchange]]) -> tu
     return tuple(instruction for _, _, instruction in sorted(entries, key=lambda entry: entry[:2]))
 
 
-def add_reductions(program: Program, *, every_microbatch: bool) -> Program:
-    """Add `REDUCE` after the backward of every micro-batch, or of the last one of each chunk.
+def add_reductions(program: Program, *, every_microbatch: bool, overlap: bool = True) -> Program:
+    """Add `REDUCE` for every micro-batch, or for the last one of each chunk.
 
-    It follows the sends of that backward's result, for which another stage waits.
+    With `overlap`, it comes right before the action that ends the micro-batch's backward, which then reduces
+    as it goes. Without, it follows the sends of that backward's result, because another stage waits for them.
     """
-    return _map_stages(program, lambda list_: _with_reductions(list_, every_microbatch))
+    add = _with_reductions_during if overlap else _with_reductions_after
+    return _map_stages(program, lambda list_: add(list_, _reduced(list_, every_microbatch)))
 
 
-def _with_reductions(list_: tuple[Instruction, ...], every_microbatch: bool) -> Iterator[Instruction]:
+def _reduced(list_: tuple[Instruction, ...], every_microbatch: bool) -> dict[Instruction, Action]:
+    """The reduction for each action whose gradients complete a sum."""
     ends = [each for each in list_ if isinstance(each, Action) and each.op.ends_backward]
     last_of_chunk = {action.chunk: action for action in ends}
-    reduced = set(ends if every_microbatch else last_of_chunk.values())
+    chosen = ends if every_microbatch else last_of_chunk.values()
+    return {action: Action(Op.REDUCE, action.chunk, action.microbatch) for action in chosen}
+
+
+def _with_reductions_during(
+    list_: tuple[Instruction, ...], reduced: Mapping[Instruction, Action]
+) -> Iterator[Instruction]:
+    for instruction in list_:
+        if instruction in reduced:
+            yield reduced[instruction]
+        yield instruction
+
+
+def _with_reductions_after(
+    list_: tuple[Instruction, ...], reduced: Mapping[Instruction, Action]
+) -> Iterator[Instruction]:
     due: Action | None = None
     for instruction in list_:
         if due is not None and isinstance(instruction, Action):
             yield due
             due = None
         yield instruction
-        if instruction in reduced:
-            due = Action(Op.REDUCE, instruction.chunk, instruction.microbatch)
+        due = reduced.get(instruction, due)
     if due is not None:
         yield due
 
@@ -101,9 +122,9 @@ def _with_reductions(list_: tuple[Instruction, ...], every_microbatch: bool) -> 
 def add_gathers(program: Program) -> Program:
     """Add `GATHER` before what uses a chunk's weights and `RELEASE` right after it.
 
-    A gather starts before its action waits for input, and before weight gradients that come in between: they
-    use no weights, and hide it. A chunk is kept while it is also the next one to be used on its stage. A
-    gather names the micro-batch that it is first for, a release the last one.
+    A gather starts before its action waits for input, and before any weight gradients and reductions in
+    between: they use no weights, so the gather hides behind them. A chunk stays gathered if it is also the
+    next one used on its stage. A gather names the first micro-batch that it is for, a release the last one.
     """
     return _map_stages(program, _with_gathers)
 
@@ -116,18 +137,18 @@ def _with_gathers(list_: tuple[Instruction, ...]) -> Iterator[Instruction]:
         if before is None or after is None or before.chunk != after.chunk
     ]
     ends, begins = {before for before, _ in turns}, {after for _, after in turns}
-    after_use: list[Instruction] = []  # from the first weight gradient on
+    after_use: list[Instruction] = []  # everything from the first action that uses no weights
     for instruction in list_:
         if instruction in begins:
             yield Action(Op.GATHER, instruction.chunk, instruction.microbatch)
-        computes = isinstance(instruction, Action) and instruction.op.computes
-        if computes and instruction.op.uses_weights:
+        acts = isinstance(instruction, Action)
+        if acts and instruction.op.uses_weights:
             yield from after_use
             after_use = []
             yield instruction
             if instruction in ends:
                 yield Action(Op.RELEASE, instruction.chunk, instruction.microbatch)
-        elif computes or after_use:
+        elif acts or after_use:
             after_use.append(instruction)
         else:
             yield instruction

@@ -1,4 +1,4 @@
-"""Which layers each chunk of the pipeline holds: contiguous ranges, as even as the method's weights say."""
+"""Which layers each chunk of the pipeline holds: contiguous ranges, as even as the method's weights allow."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megazero.errors import ConfigError
 
 
 def partition(weights: Sequence[float], parts: int) -> list[range]:
-    """Cut a row of weights, none negative, into contiguous parts so that the heaviest is as light as can be.
+    """Cut a row of non-negative weights into contiguous parts so that the heaviest is as light as possible.
 
-    Exact, by dynamic programming in O(parts x weights^2). Every part has at least one weight. Of all cuts
-    with the lightest heaviest part it takes one with the least sum of squares, so that the others are even
-    too; of these, one that gives more to earlier parts.
+    Exact, by dynamic programming in O(parts x weights^2). Every part has at least one weight. Among the cuts
+    with the lightest heaviest part it takes one with the least sum of squares, so that the other parts are
+    even too; among these, one that gives more to earlier parts.
 
     Raises:
         ConfigError: there are fewer weights than parts.
@@ -40,7 +40,7 @@ def partition(weights: Sequence[float], parts: int) -> list[range]:
         ]
     limit = heaviest[count]
 
-    # Likewise the least sum of squares with no part above the limit, and the start of its last part.
+    # In the same way: the least sum of squares with no part above the limit, and the start of its last part.
     squares = [0, *[math.inf] * count]
     starts: list[list[int]] = []
     for part in range(1, parts + 1):
@@ -74,31 +74,32 @@ def partition_layers(
     head: float,
     types: Sequence[str],
 ) -> list[range]:
-    """The layers of each chunk, of which every one has at least one.
+    """The layers of each chunk. Every chunk has at least one.
 
     Args:
         method: one of
 
-            - ``uniform``: equally many layers; those left over go to the first chunks, one each.
-            - ``parameters``, ``cost``, ``measured``: the heaviest chunk as light as can be, by these weights.
-            - ``type:REGEX``: likewise by the number of layers whose type name matches (case does not matter).
+            - ``uniform``: the same number of layers each; any left over go to the first chunks, one each.
+            - ``parameters``, ``cost``, ``measured``: the heaviest chunk is as light as possible by the given
+              weights.
+            - ``type:REGEX``: the same, by the number of layers whose type name matches (ignoring case).
             - ``5,6,6,5``: these numbers of layers.
-        num_layers: layers of the model, without embedding and head.
-        chunks: chunks of the whole pipeline.
+        num_layers: number of layers in the model, without embedding and head.
+        chunks: number of chunks in the whole pipeline.
         embedding: weight of what precedes the first layer, in the first chunk.
         layers: weight of each layer.
         head: weight of what follows the last layer, in the last chunk.
         types: type name of each layer.
 
     Raises:
-        ConfigError: fewer layers than chunks, an unknown method, a regular expression that is none or matches
-            nothing, or numbers that do not fit.
+        ConfigError: there are fewer layers than chunks, the method is unknown, the regular expression is
+            invalid or matches nothing, or the numbers do not fit.
     """
     assert len(layers) == len(types) == num_layers
     if method == "uniform":
         return partition([1] * num_layers, chunks)
     if method in ("parameters", "cost", "measured"):
-        # Every chunk has a layer, so embedding and head are always with the first and the last one.
+        # Every chunk has a layer, so the embedding always goes with the first one and the head with the last.
         ends = [embedding, *[0] * (num_layers - 2), head] if num_layers > 1 else [embedding + head]
         return partition([own + end for own, end in zip(layers, ends, strict=True)], chunks)
     if method.startswith("type:"):
@@ -111,7 +112,7 @@ def _matches(regex: str, types: Sequence[str]) -> list[int]:
         pattern = re.compile(regex, re.IGNORECASE)
     except re.error as error:
         raise ConfigError(
-            f"`pipeline_partition` must have a regular expression after `type:`, but `{regex}` is none "
+            f"`pipeline_partition` must have a regular expression after `type:`, but `{regex}` is not one "
             f"({error}); correct it"
         ) from error
     matches = [int(bool(pattern.search(name))) for name in types]

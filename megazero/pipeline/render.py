@@ -1,4 +1,4 @@
-"""Timelines to look at: as text, as a picture, and as a trace for chrome://tracing or Perfetto."""
+"""Renders timelines as text, as a picture, and as a trace for chrome://tracing or Perfetto."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ SUFFIXES = (".png", ".svg", ".pdf")
 def render_text(timeline: Timeline) -> str:
     """A line per stage and a cell per unit of time, as papers draw schedules.
 
-    An action's first cell has its letter and micro-batch, with the chunk before it where a stage has several;
-    ``-`` is an action going on, ``.`` an idle cell. The unit divides all times if that takes at most
-    500 cells; else it is the shortest action, and times are rounded to it. What takes no time has no cell.
+    An action's first cell shows its letter and micro-batch, with the chunk in between if a stage has several;
+    ``-`` is an action that continues, ``.`` an idle cell. The unit divides all times if that takes at most
+    500 cells; otherwise it is the shortest action, and times are rounded to it. An action that takes no time
+    has no cell.
     """
     unit = _unit(timeline)
     columns = _cell(timeline.makespan, unit)
@@ -73,7 +74,7 @@ def _unit(timeline: Timeline) -> float:
 
 
 def _shortest(timeline: Timeline) -> float:
-    """The least time that an action takes, of those that take any."""
+    """The shortest time that any action takes, ignoring actions that take no time."""
     durations = (span.end - span.start for spans in timeline.spans for span in spans)
     return min((duration for duration in durations if duration > 0), default=1.0)
 
@@ -96,10 +97,10 @@ def _label(timeline: Timeline, span: Span) -> str:
 def draw(timeline: Timeline, path: str | Path) -> None:
     """Draw the timeline into a file, in the format of its suffix. Needs matplotlib.
 
-    A box is an action, its number the micro-batch. Where a stage has several chunks, later ones are darker.
+    A box is an action, its number the micro-batch. If a stage has several chunks, later ones are darker.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the suffix is none of `SUFFIXES`.
+        ConfigError: matplotlib is not installed, or the suffix is not one of `SUFFIXES`.
     """
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
@@ -119,13 +120,13 @@ def figure_of(timeline: Timeline) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            "matplotlib must be installed to draw a picture, but is not; `pip install matplotlib`"
+            "matplotlib must be installed to draw a picture, but is not; run `pip install matplotlib`"
         ) from error
     shortest = _shortest(timeline)
     width = min(40.0, max(8.0, 2.0 + 0.3 * timeline.makespan / shortest))
     figure = Figure(figsize=(width, 1.6 + 0.5 * timeline.schedule.stages), layout="constrained")
     axes = figure.add_subplot()
-    # All numbers or none: where only some fit, they look like a pattern.
+    # Either all numbers or none: if only some of them fit, they look like a pattern.
     room = (width - 1.5) * 72 / timeline.makespan * shortest
     numbered = room > 5.5 * len(str(timeline.schedule.microbatches - 1)) + 2
     for stage, spans in enumerate(timeline.spans):
@@ -185,7 +186,7 @@ def _draw_frame(axes: Axes, timeline: Timeline) -> None:
 def chrome_trace(timeline: Timeline) -> dict:
     """The trace as a JSON object: one process, a thread per stage, and one for its collectives if it has any.
 
-    Times are taken for seconds.
+    Times are taken to be in seconds.
     """
     events: list[dict] = []
     for stage, spans in enumerate(timeline.spans):

@@ -1,8 +1,8 @@
 """Pipeline schedules as pure functions of their sizes. Each returns a `Schedule`; nothing runs here.
 
-All of them are legal for any number of stages and micro-batches unless their docstring says otherwise; one
-stage is a pipeline of one. Micro-batches are always taken in ascending order, forward and backward, so a
-chunk's gradients are summed in the same order under every schedule.
+They all accept any number of stages and micro-batches unless their docstring says otherwise; a single stage
+is a pipeline of one. Micro-batches are always taken in ascending order, forward and backward, so a chunk's
+gradients are summed in the same order under every schedule.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "forward")
 
 
 def loop_placement(stages: int, chunks_per_stage: int) -> tuple[int, ...]:
-    """Chunk -> stage, round and round: the placement of Narayanan et al. 2021."""
+    """Chunk -> stage, round-robin: the placement of Narayanan et al. 2021."""
     return tuple(range(stages)) * chunks_per_stage
 
 
@@ -37,7 +37,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """One forward, one backward (PipeDream-Flush: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel
-    DNN Training"). The bubble of `gpipe`, with at most `stages - stage` micro-batches alive.
+    DNN Training"). It has the bubble of `gpipe`, with at most `stages - stage` micro-batches alive.
     """
     actions = []
     for stage in range(stages):
@@ -49,10 +49,10 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 
 def interleaved(stages: int, microbatches: int, chunks_per_stage: int) -> Schedule:
     """1F1B over several chunks per stage, which divides the bubble by their number (Narayanan et al. 2021,
-    "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"). One chunk makes 1F1B.
+    "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"). One chunk gives 1F1B.
 
     Raises:
-        ConfigError: `microbatches` is no multiple of `stages`.
+        ConfigError: `microbatches` is not a multiple of `stages`.
     """
     if microbatches % stages:
         raise ConfigError(
@@ -72,10 +72,10 @@ def interleaved(stages: int, microbatches: int, chunks_per_stage: int) -> Schedu
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
     """1F1B with the weight gradients held back to fill the bubble: ZB-H1 of Qi et al. 2023, "Zero Bubble
-    Pipeline Parallelism". A third of 1F1B's bubble if F, I and W take equal time, (P-1)(F+I-W), within the
-    memory of 1F1B's first stage.
+    Pipeline Parallelism". Its bubble is (P-1)(F+I-W), a third of 1F1B's if F, I and W take equal time, within
+    the memory of 1F1B's first stage.
 
-    Stage s lets s input gradients go ahead of the weight gradients, so that they hurry towards stage 0.
+    Stage s runs s input gradients ahead of the weight gradients, so that they reach stage 0 sooner.
     """
     actions = []
     for stage in range(stages):
@@ -93,7 +93,7 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 
 
 class _VStage:
-    """One stage of `zb_v` being written down. Each method appends the next action of its kind, if any."""
+    """One stage of `zb_v` under construction. Each method appends the next action of its kind, if any."""
 
     def __init__(self, stages: int, stage: int, microbatches: int):
         self.down, self.up = stage, 2 * stages - 1 - stage
@@ -131,10 +131,10 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
     for number in range(stages):
         stage = _VStage(stages, number, microbatches)
         down, up = stage.down, stage.up
-        # What fits in until the first micro-batch has run down the V and up again to this stage ...
+        # As many forwards as fit until the first micro-batch has run down the V and back up to this stage ...
         for _ in range(2 * (stages - number) - 1):
             stage.forward(down)
-        # ... until its gradient has come to this stage's upper chunk ...
+        # ... until its gradient has reached this stage's upper chunk ...
         for _ in range(number):
             stage.forward(up)
             stage.forward(down)
@@ -148,7 +148,7 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
                 stage.forward(chunk)
                 stage.input(chunk)
                 stage.weight()
-        # Input gradients hurry towards stage 0; weight gradients fill the rest.
+        # Input gradients go first, so that they reach stage 0 soon; weight gradients fill the rest.
         while stage.inputs[up] < microbatches:
             stage.input(down)
             stage.input(up)
@@ -164,10 +164,10 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
 def forward_only(
     stages: int, microbatches: int, chunks_per_stage: int = 1, v_shape: bool = False
 ) -> Schedule:
-    """Forwards alone, for evaluation, with the chunks placed as by `interleaved`, or by `zb_v` if `v_shape`.
+    """Forwards only, for evaluation, with chunks placed as in `interleaved`, or as in `zb_v` if `v_shape`.
 
     Raises:
-        ConfigError: `v_shape` with other than two chunks per stage.
+        ConfigError: `v_shape` is given with a number of chunks per stage other than two.
     """
     if not v_shape:
         orders = [
@@ -194,13 +194,15 @@ def build_schedule(
 
     Args:
         kind: one of `KINDS`.
-        stages: pipeline stages.
-        microbatches: micro-batches of a step on one data-parallel rank.
-        chunks_per_stage: 1, or 2 for interleaved and zb-v, where it is not given.
-        v_shape: place the chunks of ``forward`` as zb-v does.
+        stages: number of pipeline stages.
+        microbatches: number of micro-batches in a step on one data-parallel rank.
+        chunks_per_stage: number of chunks on each stage; by default 2 for interleaved, zb-v and `v_shape`,
+            otherwise 1.
+        v_shape: whether to place the chunks of ``forward`` as zb-v does.
 
     Raises:
-        ConfigError: an unknown kind, a size below 1, or sizes the kind cannot have; it says what would do.
+        ConfigError: the kind is unknown, a size is below 1, or the kind cannot have these sizes; the message
+            says which ones would work.
     """
     if kind not in KINDS:
         raise ConfigError(
@@ -235,7 +237,7 @@ def activation_bound(kind: str, stages: int, microbatches: int, chunks_per_stage
     """Per stage, the most (micro-batch, chunk) activations alive at once, as published for the schedule.
 
     An activation lives from its forward to the end of its backward (its weight gradient, where split).
-    zb-h1 is given the bound of 1F1B's first stage on every stage: held-back weight gradients keep theirs.
+    For zb-h1, every stage has the bound of 1F1B's first stage: held-back weight gradients keep activations.
     """
     every = {
         "gpipe": microbatches,
@@ -250,8 +252,8 @@ def activation_bound(kind: str, stages: int, microbatches: int, chunks_per_stage
 
 
 def _interleaved_warmup(stages: int, chunks_per_stage: int, stage: int) -> int:
-    """Forwards before the first forward-backward pair. Several chunks need twice the distance to the end: the
-    gradients come while forwards of later chunks are due as well.
+    """Number of forwards before the first forward-backward pair. With several chunks it includes twice the
+    distance to the last stage, because gradients arrive while forwards of later chunks are also due.
     """
     if chunks_per_stage == 1:
         return stages - stage - 1
@@ -259,14 +261,14 @@ def _interleaved_warmup(stages: int, chunks_per_stage: int, stage: int) -> int:
 
 
 def _alternate(first: list, second: list, warmup: int) -> list:
-    """`warmup` of `first`, then one of each in turn, then the rest of `second`. Equally many in both."""
+    """`warmup` of `first`, then one of each in turn, then the rest of `second`; both have the same length."""
     ahead = min(warmup, len(first))
     pairs = zip(first[ahead:], second, strict=False)
     return [*first[:ahead], *(item for pair in pairs for item in pair), *second[len(first) - ahead :]]
 
 
 def _in_groups(chunks: range, stages: int, microbatches: int) -> Iterator[tuple[int, int]]:
-    """(chunk, micro-batch), `stages` micro-batches at a time: those go through one chunk after another."""
+    """(chunk, micro-batch): `stages` micro-batches at a time pass through one chunk after another."""
     for start in range(0, microbatches, stages):
         for chunk in chunks:
             yield from ((chunk, m) for m in range(start, min(start + stages, microbatches)))

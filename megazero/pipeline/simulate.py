@@ -1,8 +1,8 @@
 """How long a schedule takes and how many activations it keeps, found by running it on paper.
 
-Works on a bare `Schedule`, where an output is on its way as soon as it exists, and on a lowered `Program`,
-where it moves once both ends have started its `Exchange`. Communication is asynchronous: only the action that
-needs a message, or a gathered chunk, waits for it.
+This works for a bare `Schedule`, where an output is sent as soon as it exists, and for a lowered `Program`,
+where it is sent once both ends have started its `Exchange`. Communication is asynchronous: only the action
+that needs a message, or a gathered chunk, waits for it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ PerChunk = float | tuple[float, ...]
 class Costs:
     """Durations in seconds, or in any unit. The defaults are those of schedule diagrams.
 
-    Compute costs are one number for all layers of a stage, of which each of its chunks takes an equal part,
-    or a tuple with a number for each chunk of the model.
+    A compute cost is either one number for all layers of a stage, shared equally by the stage's chunks, or a
+    tuple with a number for each chunk of the model.
 
     Attributes:
-        forward, backward, input, weight: of one micro-batch.
-        transfer: a message between two stages.
-        gather, reduce: of one chunk's parameters or gradients; a stage does one at a time.
+        forward, backward, input, weight: time for one micro-batch.
+        transfer: time for a message between two stages.
+        gather, reduce: time for one chunk's parameters or gradients; a stage does one at a time. A reduction
+            that precedes its backward in the program starts with that backward, runs bucket by bucket, and
+            does not end before it.
     """
 
     forward: PerChunk = 1
@@ -49,10 +51,10 @@ class Costs:
     reduce: float = 0
 
     def of(self, action: Action, schedule: Schedule) -> float:
-        """What `action` takes.
+        """The time that `action` takes.
 
         Raises:
-            ConfigError: a tuple's length is not the number of chunks.
+            ConfigError: the length of a tuple is not the number of chunks.
         """
         cost: PerChunk
         match action.op:
@@ -75,7 +77,7 @@ class Costs:
         if len(cost) != schedule.chunks:
             raise ConfigError(
                 f"Costs by chunk must be one number for each of the {schedule.chunks} chunks, but are "
-                f"{len(cost)}; give as many, or one number for all"
+                f"{len(cost)} numbers; give one for each, or one number for all"
             )
         return cost[action.chunk]
 
@@ -96,7 +98,7 @@ class Timeline:
         schedule: what was simulated.
         spans: per stage, its computing actions in order.
         collectives: per stage, its gathers and reductions in order.
-        makespan: when the last of all ends; the first starts at 0.
+        makespan: when everything has ended; the first action starts at 0.
     """
 
     schedule: Schedule
@@ -106,17 +108,17 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Per stage, the time it computes."""
+        """Per stage, the time that it computes."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
     def bubble(self) -> float:
-        """The share of all stages' time that is idle, 0 to 1."""
+        """The share of all stages' time that is idle, from 0 to 1."""
         return 1 - sum(self.busy) / (self.schedule.stages * self.makespan) if self.makespan else 0.0
 
     @property
     def gaps(self) -> tuple[float, ...]:
-        """Per stage, the time it idles between its first and its last action."""
+        """Per stage, the time that it idles between its first and its last action."""
         return tuple(
             spans[-1].end - spans[0].start - busy for spans, busy in zip(self.spans, self.busy, strict=True)
         )
@@ -125,8 +127,8 @@ class Timeline:
     def peak_activations(self) -> tuple[int, ...]:
         """Per stage, the most (micro-batch, chunk) activations alive at once.
 
-        One lives from its forward to the end of its backward (of its weight gradient, where split); with
-        no backward at all it dies with its forward.
+        An activation lives from its forward to the end of its backward (of its weight gradient, if split);
+        without any backward it is freed when its forward ends.
         """
         return tuple(_peak(spans, self.schedule.training) for spans in self.spans)
 
@@ -135,8 +137,8 @@ def simulate(what: Schedule | Program, costs: Costs | None = None) -> Timeline:
     """Run `what` on paper, with `Costs()` unless others are given.
 
     Raises:
-        ScheduleError: stages wait for each other for ever; the message says who waits for what.
-        ConfigError: costs by chunk that are not one per chunk.
+        ScheduleError: stages wait for each other forever; the message says which stage waits for what.
+        ConfigError: costs by chunk are not one number per chunk.
     """
     return _Simulation(what, costs or Costs()).run()
 
@@ -150,6 +152,7 @@ class _Stage:
         self.clock: float = 0  # when its compute is free
         self.lane: float = 0  # when its collective communication is free
         self.gathered: dict[int, float] = {}
+        self.announced: dict[tuple[int, int], Action] = {}  # reductions still waiting for their backward
         self.spans: list[Span] = []
         self.collectives: list[Span] = []
 
@@ -169,14 +172,14 @@ class _Simulation:
             _Stage(list_) for list_ in (what.stages if isinstance(what, Program) else what.actions)
         ]
         self.ends: dict[Action, float] = {}
-        # By the action whose result a message carries: when its two ends started the exchange.
+        # By the action whose result a message carries: when the sender and the receiver started the exchange.
         self.sent: dict[Action, float] = {}
         self.posted: dict[Action, float] = {}
         self.waiting: defaultdict[Action, set[int]] = defaultdict(set)
         self.runnable = deque(range(len(self.stages)))
 
     def run(self) -> Timeline:
-        """Go on until every list is done."""
+        """Run until every list is done."""
         while self.runnable:
             number = self.runnable.popleft()
             while self._step(number, self.stages[number]):
@@ -191,7 +194,7 @@ class _Simulation:
         )
 
     def _step(self, number: int, stage: _Stage) -> bool:
-        """Execute the current instruction of a stage; false if there is none or it must wait."""
+        """Execute the current instruction of a stage; return false if there is none or it must wait."""
         match stage.current:
             case None:
                 return False
@@ -219,11 +222,22 @@ class _Simulation:
             self._wake(producer)
 
     def _collective(self, stage: _Stage, action: Action) -> None:
-        start = max(stage.clock, stage.lane)
-        stage.lane = start + self.costs.of(action, self.schedule)
-        stage.collectives.append(Span(action, start, stage.lane))
+        if action.op is Op.REDUCE and not self._backward_ended(action):
+            stage.announced[action.chunk, action.microbatch] = action
+            return
+        self._occupy_lane(stage, action, stage.clock, stage.clock)
         if action.op is Op.GATHER:
             stage.gathered[action.chunk] = stage.lane
+
+    def _occupy_lane(self, stage: _Stage, action: Action, earliest: float, until: float) -> None:
+        """Run a collective once `earliest` has come and the lane is free, until `until` at least."""
+        start = max(earliest, stage.lane)
+        stage.lane = max(start + self.costs.of(action, self.schedule), until)
+        stage.collectives.append(Span(action, start, stage.lane))
+
+    def _backward_ended(self, action: Action) -> bool:
+        ends = (Action(op, action.chunk, action.microbatch) for op in Op if op.ends_backward)
+        return any(end in self.ends for end in ends)
 
     def _compute(self, number: int, stage: _Stage, action: Action) -> None:
         ready = [self._arrival(number, need) for need in self.schedule.needs(action)]
@@ -232,6 +246,10 @@ class _Simulation:
         start = max([stage.clock, *ready])
         stage.clock = self.ends[action] = start + self.costs.of(action, self.schedule)
         stage.spans.append(Span(action, start, stage.clock))
+        if action.op.ends_backward:
+            reduction = stage.announced.pop((action.chunk, action.microbatch), None)
+            if reduction is not None:
+                self._occupy_lane(stage, reduction, start, stage.clock)
         if not self.lowered or self.schedule.message_from(action) is None:
             self._wake(action)
 
@@ -239,7 +257,7 @@ class _Simulation:
         return self.schedule.stage_of[need.chunk] != number
 
     def _missing(self, number: int, action: Action) -> Action | None:
-        """Of what `action` needs, something that has not ended, or whose result has not been sent here."""
+        """A prerequisite of `action` that has not ended, or whose result has not been sent here; or None."""
         for need in self.schedule.needs(action):
             if not (self.lowered and self._remote(number, need)):
                 if need not in self.ends:
@@ -251,7 +269,7 @@ class _Simulation:
         return None
 
     def _arrival(self, number: int, need: Action) -> float:
-        """When the result of `need` is on stage `number`."""
+        """The time when the result of `need` is on stage `number`."""
         if not self._remote(number, need):
             return self.ends[need]
         start = max(self.sent[need], self.posted[need]) if self.lowered else self.ends[need]

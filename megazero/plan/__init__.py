@@ -1,1 +1,1 @@
-"""plan: what would a launch do, without launching it. So far: how long a pipeline schedule takes."""
+"""plan: shows what a launch would do, without launching it. So far: how long a pipeline schedule takes."""

@@ -1,4 +1,4 @@
-"""The command `megazero plan`: what a launch would do, without launching it."""
+"""The command `megazero plan`: shows what a launch would do, without launching it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ def build_parser() -> argparse.ArgumentParser:
     schedule = subjects.add_parser(
         "schedule",
         help="the timeline of a pipeline schedule",
-        description="Run a pipeline schedule on paper: its timeline, bubble and activations. F is forward, "
-        "B backward, or split in I, the gradient of the input, and W, that of the weights.",
+        description="Run a pipeline schedule on paper and show its timeline, bubble and activations. F is "
+        "forward and B backward, which may be split into I, the gradient of the input, and W, the gradient "
+        "of the weights.",
     )
     schedule.add_argument("--kind", required=True, help=f"one of {', '.join(KINDS)}")
     schedule.add_argument("--stages", type=int, required=True, help="pipeline stages")
     schedule.add_argument("--microbatches", type=int, required=True, help="micro-batches of a step")
-    schedule.add_argument("--virtual", type=int, help="chunks per stage (default 1; interleaved and zb-v 2)")
+    schedule.add_argument(
+        "--virtual", type=int, help="chunks per stage (default 1, or 2 for interleaved and zb-v)"
+    )
     schedule.add_argument("--forward", type=float, default=1.0, help="time of a stage's F (default 1)")
-    schedule.add_argument("--backward", type=float, default=2.0, help="of B (default 2)")
-    schedule.add_argument("--input", type=float, default=1.0, help="of I (default 1)")
-    schedule.add_argument("--weight", type=float, default=1.0, help="of W (default 1)")
-    schedule.add_argument("--transfer", type=float, default=0.0, help="of a message (default 0)")
+    schedule.add_argument("--backward", type=float, default=2.0, help="time of a stage's B (default 2)")
+    schedule.add_argument("--input", type=float, default=1.0, help="time of a stage's I (default 1)")
+    schedule.add_argument("--weight", type=float, default=1.0, help="time of a stage's W (default 1)")
+    schedule.add_argument("--transfer", type=float, default=0.0, help="time of a message (default 0)")
     schedule.add_argument("--output", help="also draw it into this file (.png, .svg or .pdf)")
     schedule.add_argument("--trace", help="also write it for chrome://tracing into this file (.json)")
     return parser
@@ -69,14 +72,16 @@ def _costs(flags: argparse.Namespace) -> Costs:
         if not 0 < (value := getattr(flags, name)) < float("inf")
     ]
     if not 0 <= flags.transfer < float("inf"):
-        violations.append(f"`--transfer` must be a finite number of at least 0, but is {flags.transfer:g}")
+        violations.append(
+            f"`--transfer` must be a finite number of at least 0, but is {flags.transfer:g}; correct it"
+        )
     if violations:
         raise ConfigError(violations)
     return Costs(flags.forward, flags.backward, flags.input, flags.weight, flags.transfer)
 
 
 def report(timeline: Timeline) -> str:
-    """The grid, and below it makespan, bubble, and peak activations per stage."""
+    """The grid, followed by makespan, bubble, and peak activations per stage."""
     schedule = timeline.schedule
     unit = "micro-batches" if schedule.chunks_per_stage == 1 else "chunks of micro-batches"
     return "\n".join(

@@ -1,5 +1,5 @@
 """train: from a configuration to a trained model.
 
-`assemble.py` is where all parts meet; `loop.py` runs steps, evaluations and saves;
-`engine.py` makes one step; `feed.py` brings the samples; `monitors/` tell the world.
+`assemble.py` puts all parts together; `loop.py` runs steps, evaluations and saves; `engine.py` makes one
+step; `families.py` lists the kinds of models; `feed.py` supplies the samples; `monitors/` report progress.
 """

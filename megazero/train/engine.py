@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megazero.mpu import ParallelContext
-from megazero.optim import LearningRate, LossScaler, Progress, WeightDecay
+from megazero.config.steps import Progress
+from megazero.mpu import ParallelContext, read_values
+from megazero.optim import LearningRate, LossScaler, WeightDecay
 from megazero.pipeline import Executor, Program
+from megazero.train.losses import CountedBatch, Losses, local_counts, loss_factors
 from megazero.train.timers import Timers
 from megazero.zero import Optimizer
 
@@ -28,15 +31,16 @@ class StepResult:
     """What one training step did; the same on all ranks.
 
     Attributes:
-        loss: mean loss over all counted positions of the global batch, in nats.
-        grad_norm: global norm before clipping.
-        learning_rate: that the update used.
+        losses: of the global batch, by term.
+        grad_norm: global norm before clipping; 0 where there was nothing to train on.
+        learning_rate: of the schedule at this step.
         loss_scale: that backward used.
-        skipped: whether the update was left out for gradients that are not finite.
-        first_bad_parameter: the first of them, when skipped.
+        skipped: whether the update was left out: a gradient was not finite, or nothing in the global batch
+            counted for a trained term, so that `losses.total` is None.
+        first_bad_parameter: the first with a gradient that is not finite.
     """
 
-    loss: float
+    losses: Losses
     grad_norm: float
     learning_rate: float
     loss_scale: float
@@ -53,7 +57,7 @@ class Engine:
         optimizer: updates the weights.
         scaler: decides the loss scale.
         schedules: learning rate and weight decay over the training.
-        context: for averaging over the ranks that read other samples.
+        context: for averaging over the ranks that hold other positions.
     """
 
     def __init__(
@@ -75,57 +79,59 @@ class Engine:
 
     def train_step(
         self,
-        batches: Sequence,
-        nominal_tokens: int,
+        batches: Sequence[CountedBatch],
         progress: Progress,
         timers: Timers,
         before_update: Callable[[], None] | None = None,
     ) -> StepResult:
-        """Train on one global batch.
+        """Train on one global batch. Where nothing in it counts, nothing changes, the loss scale neither.
 
         Args:
             batches: this rank's micro-batches.
-            nominal_tokens: positions of the whole global batch, before any mask.
             progress: where the training stands before this step; schedules read it.
             timers: collects how long each phase takes.
             before_update: called when the state is about to change.
         """
         scale = self.scaler_state.scale
         with timers("forward-backward"):
-            totals = self.executor.train(self.programs.train(len(batches)), batches, scale / nominal_tokens)
+            counts = local_counts(self.executor.terms, batches, self.context.device)
+            self.context.batch.all_reduce(counts).wait()
+            # Everything that counts weighs the same, on whichever rank and micro-batch it fell.
+            factors = loss_factors(self.executor.terms, counts, scale)
+            sums = self.executor.train(self.programs.train(len(batches)), batches, factors)
         with timers("optimizer"):
-            loss_sum, tokens = self._everywhere(totals)
-            # Every counted position weighs the same, on whichever rank and micro-batch it fell.
-            average = nominal_tokens / tokens if tokens else 0.0
             lr = self.learning_rate.at(progress)
+            losses, _ = self._losses(sums, counts)
+            if losses.total is None:
+                return StepResult(losses, 0.0, lr, scale, skipped=True)
             if before_update is not None:
                 before_update()
-            report = self.optimizer.step(lr, self.weight_decay.at(progress), average / scale)
+            report = self.optimizer.step(lr, self.weight_decay.at(progress), 1.0 / scale)
             self.scaler_state = self.scaler.update(self.scaler_state, not report.applied)
-        return StepResult(
-            loss=loss_sum / tokens if tokens else 0.0,
-            grad_norm=report.grad_norm,
-            learning_rate=lr,
-            loss_scale=scale,
-            skipped=not report.applied,
-            first_bad_parameter=report.first_bad_parameter,
-        )
+        return StepResult(losses, report.grad_norm, lr, scale, not report.applied, report.first_bad_parameter)
 
-    def evaluate(self, global_batches: Iterable[Sequence]) -> tuple[float, int]:
-        """Mean loss over all counted positions of all ranks, in nats, and their number.
+    def evaluate(self, global_batches: Iterable[Sequence[CountedBatch]]) -> tuple[Losses, int]:
+        """The losses of all batches of all ranks, and how much counts for the first term.
 
         Args:
             global_batches: this rank's micro-batches of each.
         """
-        totals = torch.zeros(2, dtype=torch.float64, device=self.context.device)
+        terms, device = self.executor.terms, self.context.device
+        sums, counts = torch.zeros(2, len(terms), dtype=torch.float64, device=device).unbind()
         for batches in global_batches:
-            totals += self.executor.evaluate(self.programs.evaluate(len(batches)), batches)
-        loss_sum, tokens = self._everywhere(totals)
-        return (loss_sum / tokens if tokens else 0.0), round(tokens)
+            counts += local_counts(terms, batches, device)
+            sums += self.executor.evaluate(self.programs.evaluate(len(batches)), batches)
+        self.context.batch.all_reduce(counts).wait()
+        return self._losses(sums, counts)
 
-    def _everywhere(self, totals: Tensor) -> tuple[float, float]:
-        """Sums over the stages, of which the last has them, and over the ranks with other samples."""
-        self.context.pp.all_reduce(totals).wait()
-        self.context.data.all_reduce(totals).wait()
-        loss_sum, tokens = totals.tolist()
-        return loss_sum, tokens
+    def _losses(self, sums: Tensor, counts: Tensor) -> tuple[Losses, int]:
+        """From this rank's sums and everyone's counts, both float64 [terms]. Waits for the device.
+
+        On the meta device the losses are NaN, and something counts.
+        """
+        self.context.pp.all_reduce(sums).wait()  # zeros on the stages that add nothing
+        self.context.batch.all_reduce(sums).wait()
+        terms = self.executor.terms
+        values = read_values(torch.cat([sums, counts])) or [math.nan] * len(terms) + [1.0] * len(terms)
+        totals, divisors = values[: len(terms)], values[len(terms) :]
+        return Losses.of(terms, totals, divisors), round(divisors[0])

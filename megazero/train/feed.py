@@ -11,7 +11,7 @@ import numpy as np
 from megazero.data import BatchSampler, SamplerSpec
 from megazero.data.blended import SampleDataset
 
-# A micro-batch's arrays and the positions of its samples in the training order, to what the model takes.
+# From a micro-batch's arrays and the positions of its samples in the training order to the model's input.
 Collate = Callable[[dict[str, np.ndarray], tuple[int, ...]], object]
 
 
@@ -21,9 +21,9 @@ class Feed:
 
     Attributes:
         dataset: gives stacked arrays for a list of sample numbers.
-        sampler: which samples are this rank's.
-        collate: makes the model's input of them.
-        reader: reads ahead `ahead` micro-batches where given.
+        sampler: decides which samples are this rank's.
+        collate: turns arrays into the model's input.
+        reader: reads micro-batches ahead; None reads them when they are needed.
     """
 
     dataset: SampleDataset
@@ -40,7 +40,7 @@ class Feed:
         """The `count` micro-batches of the step that starts after `consumed_samples`.
 
         Raises:
-            DataError: the dataset ends before, or holds a token outside the vocabulary.
+            DataError: the dataset is too short, or holds a token outside the vocabulary.
         """
         starts = [consumed_samples + i * self.spec.stride for i in range(count)]
         read = self._read if self.reader is None else self.reader.take
@@ -65,8 +65,8 @@ class Feed:
 class ReadAhead:
     """Reads micro-batches before they are asked for, at most `ahead` of them.
 
-    An error while reading is raised when its micro-batch is taken; one that is never taken was past the
-    end of the training and does not matter.
+    An error while reading is raised when its micro-batch is taken; a micro-batch that is never taken was past
+    the end of the training, and its error does not matter.
     """
 
     def __init__(self, read: Callable[[int], dict[str, np.ndarray]], ahead: int):
@@ -81,7 +81,7 @@ class ReadAhead:
         return self._read(start) if future is None else future.result()
 
     def expect(self, start: int, stride: int) -> None:
-        """Begin to read the micro-batches from `start` on."""
+        """Start reading the micro-batches from `start` on."""
         wanted = [start + i * stride for i in range(self._ahead)]
         self._pending = {s: f for s, f in self._pending.items() if s in wanted}
         for s in wanted:
@@ -94,6 +94,6 @@ class ReadAhead:
 
 
 def make_feed(dataset: SampleDataset, spec: SamplerSpec, collate: Collate, ahead: int) -> Feed:
-    """A feed that reads `ahead` micro-batches in the background; 0 reads in line."""
+    """A feed that reads `ahead` micro-batches in the background; with 0 it reads them when needed."""
     feed = Feed(dataset, BatchSampler(spec), collate)
     return replace(feed, reader=ReadAhead(feed._read, ahead)) if ahead else feed

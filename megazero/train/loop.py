@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megazero.config.derive import BatchRamp
+from megazero.config.horizon import Horizon
+from megazero.config.steps import Step
 from megazero.errors import CheckpointError
 from megazero.mpu import ParallelContext
 from megazero.train.engine import Engine, StepResult
@@ -23,30 +24,23 @@ from megazero.train.timers import Timers
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What a run will do, in numbers.
 
     Attributes:
-        iterations: where training stops.
-        ramp: global batch size over the training.
-        sequence_length: tokens per sample.
-        flops_per_token: of forward and backward.
+        horizon: where training stops, the size of each step, and what evaluations read.
+        flops_per_token: FLOPs of forward and backward for one token.
         matmul_rate: this rank's measured matmul rate, FLOP/s.
-        eval_interval, eval_iters: when to evaluate and over how many global batches.
         save_interval: iterations between checkpoints, or None.
-        exit_interval: stop at multiples of this, or None.
-        exit_seconds: stop after this time, or None.
+        exit_interval: stop at multiples of this many iterations, or None.
+        exit_seconds: stop after this many seconds, or None.
         log_params_norm, log_num_zeros: whether steps report these.
-        exact_timers: wait for the device at both ends of each timed phase.
+        exact_timers: whether to wait for the device at both ends of each timed phase.
     """
 
-    iterations: int
-    ramp: BatchRamp
-    sequence_length: int
+    horizon: Horizon
     flops_per_token: float
     matmul_rate: float
-    eval_interval: int
-    eval_iters: int
     save_interval: int | None = None
     exit_interval: int | None = None
     exit_seconds: float | None = None
@@ -57,7 +51,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Feeds:
-    """Where samples come from; a split without data is None."""
+    """The sources of samples; a split without data is None."""
 
     train: Feed | None
     valid: Feed | None
@@ -65,21 +59,21 @@ class Feeds:
 
 
 class Loop:
-    """Runs a training to its end or to a reason to stop.
+    """Runs a training until its end or until there is a reason to stop.
 
     Args:
-        engine: makes steps.
-        plan: how many, and what happens between them.
+        engine: makes the steps.
+        plan: how many steps to make, and what happens between them.
         feeds: samples of each split.
-        monitor: told of everything.
-        checkpoints: where to save; None where nothing is saved.
-        context: for agreeing on when to stop.
+        monitor: receives all metrics and messages.
+        checkpoints: saves the run; None if nothing is to be saved.
+        context: the ranks that agree on when to stop.
     """
 
     def __init__(
         self,
         engine: Engine,
-        plan: Plan,
+        plan: RunPlan,
         feeds: Feeds,
         monitor: Monitor,
         checkpoints: Snapshots | None,
@@ -95,27 +89,27 @@ class Loop:
         self.timers = Timers(context.device, synchronize=plan.exact_timers)
 
     def fit(self, state: TrainState) -> TrainState:
-        """Train from `state` on; returns the state at the end. A SIGTERM saves and ends it early.
+        """Train from `state` on and return the state at the end. SIGTERM saves and ends the training early.
 
-        A checkpoint that cannot be written on the way is reported and the training goes on.
+        A checkpoint that cannot be written along the way is reported, and training continues.
 
         Raises:
-            CheckpointError: on every rank, if the last one cannot be written.
+            CheckpointError: on every rank, if the last checkpoint cannot be written.
         """
         started = time.monotonic()
         self._saved_at = evaluated_at = state.iteration
         reason = None
         with StopRequest() as stop:
-            while state.iteration < self.plan.iterations and reason is None:
+            while state.iteration < self.plan.horizon.end.iteration and reason is None:
                 state = self._step(state)
-                if self._due(self.plan.eval_interval, state) and self.feeds.valid is not None:
+                if self._due(self.plan.horizon.evaluations.interval, state) and self.feeds.valid is not None:
                     self.evaluate("validation", state)
                     evaluated_at = state.iteration
                 reason = self._after_step(state, stop, started)
                 due = self.checkpoints is not None and self._due(self.plan.save_interval, state)
                 if due and reason is None:
                     self._on_the_way(lambda now=state: self._save(now))
-            self._save_last(state)  # a second signal does not end it
+            self._save_last(state)  # a second signal does not interrupt this
         if reason is not None:
             self.monitor.message(f"stopping after iteration {state.iteration}: {reason}")
             return state
@@ -125,66 +119,59 @@ class Loop:
             self.evaluate("test", state)
         return state
 
-    def evaluate(self, split: str, state: TrainState) -> float:
-        """Mean loss over the split's next `eval_iters` global batches, in nats; training is untouched."""
+    def evaluate(self, split: str, state: TrainState) -> None:
+        """Report the losses on the next part of the split, without any effect on training."""
         feed = self.feeds.valid if split == "validation" else self.feeds.test
-        size = self.plan.ramp.final
-        # Each evaluation reads the next part of the validation data, as Megatron-LM's do.
-        past = state.iteration // self.plan.eval_interval if split == "validation" else 0
-        past -= 1 if past and state.iteration % self.plan.eval_interval == 0 else 0
-        start = past * self.plan.eval_iters * size
-        count = size // feed.spec.stride
+        evaluations = self.plan.horizon.evaluations
+        start = evaluations.first_sample(state.iteration) if split == "validation" else 0
 
         def batches():
-            for i in range(self.plan.eval_iters):
-                yield feed.micro_batches(start + i * size, count)
+            for i in range(evaluations.batches):
+                yield feed.micro_batches(start + i * evaluations.batch_size, evaluations.micro_batches)
 
         began = time.perf_counter()
         with self.timers("evaluation"):
-            loss, tokens = self.engine.evaluate(batches())
+            losses, tokens = self.engine.evaluate(batches())
         self.monitor.evaluation(
             EvalMetrics(
                 iteration=state.iteration,
                 split=split,
-                lm_loss=loss,
+                losses=losses,
                 consumed_samples=state.consumed_samples,
                 consumed_tokens=state.consumed_tokens,
                 num_tokens=tokens,
                 seconds=time.perf_counter() - began,
             )
         )
-        return loss
 
     def _step(self, state: TrainState) -> TrainState:
         began = time.perf_counter()
-        size = self.plan.ramp.at(state.consumed_samples)
-        count = size // self.feeds.train.spec.stride
-        tokens = size * self.plan.sequence_length
+        step = self.plan.horizon.at(state.progress)
         with self.timers("data"):
-            batches = self.feeds.train.micro_batches(state.consumed_samples, count)
+            batches = self.feeds.train.micro_batches(state.consumed_samples, step.micro_batches)
         hold = self.checkpoints.saver.wait_for_copies if self.checkpoints is not None else None
-        result = self.engine.train_step(batches, tokens, state.progress, self.timers, hold)
-        state = state.after(size, tokens, result.skipped)
-        # The norms are collective, so every rank computes them; the monitor only shows them.
+        result = self.engine.train_step(batches, state.progress, self.timers, hold)
+        state = state.after(step, result.skipped)
+        # These take communication, so every rank computes them; the monitor only shows them.
         optimizer = self.engine.optimizer
         extras = {
             "params_norm": optimizer.params_norm() if self.plan.log_params_norm else None,
             "num_zeros": optimizer.count_zero_grads() if self.plan.log_num_zeros else None,
         }
         seconds = time.perf_counter() - began
-        self.monitor.step(self._metrics(state, result, size, count, seconds, extras))
+        self.monitor.step(self._metrics(state, result, step, seconds, extras))
         return state
 
     def _metrics(
-        self, state: TrainState, result: StepResult, size: int, count: int, seconds: float, extras: dict
+        self, state: TrainState, result: StepResult, step: Step, seconds: float, extras: dict
     ) -> StepMetrics:
-        rate = size * self.plan.sequence_length / seconds
+        rate = step.tokens / seconds
         flops = rate * self.plan.flops_per_token / self.context.world_size
         return StepMetrics(
             iteration=state.iteration,
             consumed_samples=state.consumed_samples,
             consumed_tokens=state.consumed_tokens,
-            lm_loss=result.loss,
+            losses=result.losses,
             grad_norm=result.grad_norm,
             learning_rate=result.learning_rate,
             loss_scale=result.loss_scale,
@@ -193,8 +180,8 @@ class Loop:
             tokens_per_second=rate,
             tflops=flops / 1e12,
             matmul_share=flops / self.plan.matmul_rate,
-            global_batch_size=size,
-            num_micro_batches=count,
+            global_batch_size=step.batch_size,
+            num_micro_batches=step.micro_batches,
             first_bad_parameter=result.first_bad_parameter,
             phase_seconds=self.timers.collect(),
             **extras,
@@ -208,7 +195,7 @@ class Loop:
             self._tell(iteration)
 
     def _save_last(self, state: TrainState) -> None:
-        """Make all checkpoints visible, that of `state` among them."""
+        """Make all checkpoints visible, including that of `state`."""
         if self.checkpoints is None:
             return
         while self.checkpoints.saver.unsettled:
@@ -219,7 +206,7 @@ class Loop:
             self._tell(self.checkpoints.saver.settle())
 
     def _on_the_way(self, work: Callable[[], None]) -> None:
-        """Do what saves; where it cannot, every rank says so, and what was saved before is there."""
+        """Do work that saves; if it fails, every rank says so, and earlier checkpoints remain."""
         try:
             work()
         except CheckpointError as error:
@@ -238,11 +225,11 @@ class Loop:
         return interval is not None and state.iteration % interval == 0
 
     def _after_step(self, state: TrainState, stop: StopRequest, started: float) -> str | None:
-        """Settle a checkpoint that all ranks have written. Returns the reason to stop, or None.
+        """Settle a checkpoint that all ranks have written, and return the reason to stop, or None.
 
-        The same on all ranks, whichever of them was told, is late or still writes.
+        The result is the same on all ranks, no matter which of them got a signal, is late or still writes.
         """
-        if state.iteration >= self.plan.iterations:
+        if state.iteration >= self.plan.horizon.end.iteration:
             return None
         limit = self.plan.exit_seconds
         late = limit is not None and time.monotonic() - started >= limit

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+
+from megazero.train.losses import Losses
 
 
 @dataclass(frozen=True)
@@ -15,16 +17,18 @@ class StepMetrics:
         iteration: number of this iteration, from 1.
         consumed_samples: sequences consumed by this and all earlier iterations.
         consumed_tokens: tokens consumed by this and all earlier iterations.
-        lm_loss: mean loss per counted token of the global batch, nats.
-        grad_norm: global gradient norm before clipping, unscaled; inf or NaN where the step was skipped.
-        learning_rate: the rate this update used.
-        loss_scale: the scale this step used.
-        skipped: whether the update was left out because of non-finite gradients.
+        losses: losses on the global batch, by term.
+        grad_norm: global gradient norm before clipping, unscaled; inf or NaN if that caused the step to be
+            skipped.
+        learning_rate: the learning rate of this update.
+        loss_scale: the loss scale of this step.
+        skipped: whether the update was skipped: because of non-finite gradients, or because nothing in the
+            global batch counted (`losses.total` is None).
         seconds: wall time of the iteration.
-        tokens_per_second: of all ranks together.
-        tflops: model TFLOP/s of one rank; `flops.py` says what counts.
+        tokens_per_second: throughput of all ranks together.
+        tflops: model TFLOP/s of one rank; `models/flops.py` says what counts.
         matmul_share: `tflops` as a share of the rank's measured matmul rate, 0 to 1.
-        global_batch_size: sequences of this iteration.
+        global_batch_size: number of sequences in this iteration.
         num_micro_batches: forward passes per replica.
         params_norm: norm of the parameters after the update, if asked for.
         num_zeros: zero elements of the gradient, if asked for.
@@ -35,7 +39,7 @@ class StepMetrics:
     iteration: int
     consumed_samples: int
     consumed_tokens: int
-    lm_loss: float
+    losses: Losses
     grad_norm: float
     learning_rate: float
     loss_scale: float
@@ -51,6 +55,10 @@ class StepMetrics:
     first_bad_parameter: str | None = None
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
 
+    def record(self) -> dict[str, object]:
+        """Name -> value of every field, with every loss term in place of `losses`."""
+        return _record(self)
+
 
 @dataclass(frozen=True)
 class EvalMetrics:
@@ -59,22 +67,37 @@ class EvalMetrics:
     Attributes:
         iteration: training iterations done before it.
         split: `validation` or `test`.
-        lm_loss: mean loss per counted token, nats.
+        losses: losses on the batches, by term.
         consumed_samples: training sequences consumed before it.
         consumed_tokens: training tokens consumed before it.
-        num_tokens: counted tokens it averaged over.
+        num_tokens: how much counted for the first term, such as the number of tokens that were not masked.
         seconds: wall time.
     """
 
     iteration: int
     split: str
-    lm_loss: float
+    losses: Losses
     consumed_samples: int
     consumed_tokens: int
     num_tokens: int
     seconds: float
 
     @property
-    def perplexity(self) -> float:
-        """exp(loss), with the loss capped at 20 as in Megatron so that it stays readable."""
-        return math.exp(min(self.lm_loss, 20.0))  # in this order, min keeps a NaN
+    def perplexity(self) -> float | None:
+        """exp(loss) for the first term; as in Megatron, the loss is capped at 20 to keep it readable."""
+        loss = self.losses.main
+        return None if loss is None else math.exp(min(loss, 20.0))  # in this order, min keeps a NaN
+
+    def record(self) -> dict[str, object]:
+        """Name -> value of every field, with every loss term in place of `losses`, and the perplexity."""
+        return {**_record(self), "perplexity": self.perplexity}
+
+
+def _record(metrics: StepMetrics | EvalMetrics) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for each in fields(metrics):
+        value = getattr(metrics, each.name)
+        new = value.record() if isinstance(value, Losses) else {each.name: value}
+        assert not found.keys() & new.keys(), f"a loss term has the name of a metric: {sorted(new)}"
+        found |= new
+    return found

@@ -1,7 +1,7 @@
-"""The generators that code beside ours may draw from: Python's, numpy's and torch's.
+"""The random generators that other code may draw from: Python's, numpy's and torch's.
 
-Our own randomness comes from streams without state, so no result depends on these; a user's dataset or
-monitor may.
+megazero's own randomness comes from stateless streams, so none of its results depend on these generators, but
+a user's dataset or monitor may use them.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
     """Put each generator of this process into a state that `random_state` gave.
 
     Raises:
-        DamagedCheckpointError: a generator has no such state.
+        DamagedCheckpointError: a generator cannot have such a state.
     """
     try:
         _set(state, device)
     except (ValueError, OverflowError, RuntimeError) as error:
         raise DamagedCheckpointError(
-            f"the random state must be one that a generator gave, but is not: {error}; set --no-load-rng"
+            f"the random state must be one that a generator can have, but is not: {error}; set --no-load-rng"
         ) from error
 
 
@@ -53,7 +53,7 @@ def _set(state: Mapping[str, Tensor], device: torch.device) -> None:
     random.setstate((3, tuple(words), gauss))
     *keys, position, has_cached = state["numpy"].tolist()
     cached = state["numpy_gauss"].item()
-    if not 0 <= position <= len(keys):  # numpy would read beyond its memory
+    if not 0 <= position <= len(keys):  # numpy would read out of bounds
         raise ValueError(f"numpy's position is {position} of {len(keys)}")
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_cached, cached))
     torch.set_rng_state(state["torch"])

@@ -1,4 +1,4 @@
-"""Continuing a run: which checkpoint, whether it fits, and what is taken over."""
+"""Resuming a run: which checkpoint to use, whether it fits, and what is taken from it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from megazero.checkpoint import (
     together,
 )
 from megazero.config.derive import model_differences
+from megazero.config.horizon import Horizon, horizon_of
 from megazero.config.rules import check
 from megazero.config.tree import Config, ModelConfig
 from megazero.config.tree_output import CheckpointConfig
@@ -35,12 +36,12 @@ from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megazero.mpu import ParallelContext, gather_values
 from megazero.optim import ScalerState
 from megazero.train.engine import Engine
-from megazero.train.facts import RunFacts, SavedModel, saved_model, saved_run
 from megazero.train.random_state import random_state, set_random_state
 from megazero.train.state import TrainState
+from megazero.train.state_json import RunFacts, SavedModel, saved_model, saved_run
 from megazero.zero import Optimizer
 
-# What decides the learning rate after a resume; a silent change of these would bend the schedule.
+# What determines learning rate and weight decay after a resume; a silent change would distort the schedule.
 SCHEDULE_FIELDS = (
     "lr",
     "min_lr",
@@ -58,38 +59,40 @@ SCHEDULE_FIELDS = (
     "end_weight_decay",
     "weight_decay_incr_style",
 )
-# Settings of the model under which the same weights mean the same function.
+# Model settings that may change without changing which function the weights compute.
 FREE_MODEL_FIELDS = frozenset(
     {
         "seq_length",
         "hidden_dropout",
         "attention_dropout",
         "init_method_std",
-        "vocab_size",  # checked as the vocabulary's own size
+        "vocab_size",  # checked separately, as the vocabulary's size
         "make_vocab_size_divisible_by",
     }
 )
-# Their changes say nothing about the training.
+# Changes in these sections do not affect the training, so they are not reported.
 _SILENT_SECTIONS = ("checkpoint", "logging")
 _SHOWN = 10
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run continues.
+    """The point from which a run continues.
 
     Attributes:
-        engine: with the state of the checkpoint, or new.
-        state: where training stands.
-        stream_seed: of the dropout streams.
-        config: of the run; its global batch is the checkpoint's where none was asked for.
-        remarks: what a person should know of it.
+        engine: the engine, new or with the checkpoint's state.
+        state: how far training has got.
+        stream_seed: seed of the dropout streams.
+        config: the run's configuration; its global batch is the checkpoint's if none was asked for.
+        horizon: the run's horizon, from `state` on.
+        remarks: what a person should know about the resume.
     """
 
     engine: Engine
     state: TrainState
     stream_seed: int
     config: Config
+    horizon: Horizon
     remarks: tuple[str, ...] = ()
 
 
@@ -97,24 +100,26 @@ def resume(
     config: Config,
     context: ParallelContext,
     vocab_size: int,
-    build: Callable[[Config], Engine],
+    build: Callable[[Config, Horizon], Engine],
     foreign: Callable[[str], AbstractContextManager[Source]],
 ) -> Resumed:
-    """Continue from the best checkpoint in `--load`, or start; every rank calls this.
+    """Continue from the best checkpoint in `--load`, or start anew; every rank calls this.
 
-    A damaged checkpoint is passed over for the newest whole one, by all ranks, whichever of them finds out.
+    If any rank finds a checkpoint damaged, all ranks pass it over for the newest intact one.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         context: all ranks.
-        vocab_size: entries of the vocabulary, without padding.
-        build: makes an engine with new weights.
-        foreign: opens what `--load-hf` names.
+        vocab_size: number of vocabulary entries, without padding.
+        build: makes an engine with new weights, given the configuration to continue with and its horizon.
+        foreign: opens the model that `--load-hf` names.
 
     Raises:
-        ConfigError: the checkpoint's global batch cannot be dealt to these ranks, and no other was asked for.
-        CheckpointError: on every rank: no checkpoint is whole, it is of another model or of another learning
-            rate schedule without --override-opt_param-scheduler; or none is there and that was not allowed.
+        ConfigError: the checkpoint's global batch cannot be distributed over these ranks, and no other was
+            asked for.
+        CheckpointError: on every rank: no checkpoint is intact; it belongs to another model, or to another
+            learning rate schedule without --override-opt_param-scheduler; or there is none, and starting
+            without one was not allowed.
     """
     section = config.checkpoint
     found = _candidates(section, context) if section.load else None
@@ -130,21 +135,25 @@ def resume(
             reader = _open(folder, config, context)
             run = saved_run(reader)
             kept, changes = _fit(config, reader, run, vocab_size, context.world_size)
-            engine = build(kept)
-            state, seed = _load(kept, engine, context, reader, run)
+            state = TrainState() if run is None or section.finetune else TrainState(**dict(run.state))
+            horizon = horizon_of(kept, context.data.size, state.progress)
+            engine = build(kept, horizon)
+            seed = _load(kept, engine, context, reader, run)
         except DamagedCheckpointError as error:
             remarks.append(f"passed over {folder}: {error}")
-            engine = None  # part of its state may be the damaged checkpoint's
-            gc.collect()  # its memory, before the next engine asks for as much
+            engine = None  # part of its state may come from the damaged checkpoint
+            gc.collect()  # frees its memory before the next engine needs as much
             continue
-        return Resumed(engine, state, seed, kept, (*remarks, f"loaded {folder}", *changes))
+        return Resumed(engine, state, seed, kept, horizon, (*remarks, f"loaded {folder}", *changes))
     raise DamagedCheckpointError(
         f"`load` must hold a whole checkpoint, but {section.load} has none: " + "; ".join(remarks)
     )
 
 
 def _candidates(section: CheckpointConfig, context: ParallelContext) -> Candidates:
-    """The first rank's, so that all try the same: a shared file system may show others an older state."""
+    """The first rank's candidates, so that all ranks try the same: on a shared file system, others may still
+    see an older state.
+    """
 
     def look() -> dict[str, list[str]]:
         found = candidates(section.load, section.ckpt_step)
@@ -157,13 +166,14 @@ def _candidates(section: CheckpointConfig, context: ParallelContext) -> Candidat
 def _start(
     config: Config,
     context: ParallelContext,
-    build: Callable[[Config], Engine],
+    build: Callable[[Config, Horizon], Engine],
     foreign: Callable[[str], AbstractContextManager[Source]],
 ) -> Resumed:
-    engine = build(config)
+    horizon = horizon_of(config, context.data.size)
+    engine = build(config, horizon)
     seed, path = config.training.seed, config.checkpoint.load_hf
     if path is None:
-        return Resumed(engine, TrainState(), seed, config)
+        return Resumed(engine, TrainState(), seed, config, horizon)
 
     def read() -> None:
         parts = parts_to_read(engine.optimizer, context, moments=False)
@@ -173,7 +183,7 @@ def _start(
 
     together(context, read, f"load {path}")
     engine.optimizer.publish()
-    return Resumed(engine, TrainState(), seed, config, (f"took the weights from {path}",))
+    return Resumed(engine, TrainState(), seed, config, horizon, (f"took the weights from {path}",))
 
 
 def _open(folder: Path, config: Config, context: ParallelContext) -> CheckpointReader:
@@ -192,8 +202,8 @@ def _fit(
     """The configuration to continue with, and its differences from the saved one.
 
     Raises:
-        CheckpointError: the checkpoint is of another model, or of another schedule.
-        ConfigError: its global batch, which is kept, cannot be dealt to these ranks.
+        CheckpointError: the checkpoint belongs to another model, or to another schedule.
+        ConfigError: its global batch, which is kept, cannot be distributed over these ranks.
     """
     _check_model(config.model, vocab_size, saved_model(reader), reader.folder)
     if run is None or config.checkpoint.finetune:  # converted weights, or counting anew
@@ -222,7 +232,8 @@ def _load(
     context: ParallelContext,
     reader: CheckpointReader,
     run: RunFacts | None,
-) -> tuple[TrainState, int]:
+) -> int:
+    """Load what the checkpoint holds, and return the seed of the dropout streams."""
     section, optimizer = config.checkpoint, engine.optimizer
     progress = run is not None and not section.finetune
     moments = progress and not section.no_load_optim
@@ -246,15 +257,13 @@ def _load(
         engine.scaler_state = ScalerState(**dict(run.scaler))
     if rows:
         together(context, lambda: set_random_state(generators, context.device), f"load {reader.folder}")
-    state = TrainState(**dict(run.state)) if progress else TrainState()
-    seed = run.stream_seed if progress and not section.no_load_rng else config.training.seed
-    return state, seed
+    return run.stream_seed if progress and not section.no_load_rng else config.training.seed
 
 
 def _random_rows(
     reader: CheckpointReader, context: ParallelContext, generators: Mapping[str, torch.Tensor]
 ) -> list[Part]:
-    """What sets this rank's generators, if the checkpoint is of as many ranks and has them."""
+    """The parts to read for this rank's generators; none unless the checkpoint has them for as many ranks."""
     rows = []
     for name, state in generators.items():
         key, shape = Key(name, RANDOM), (context.world_size, *state.shape)
@@ -268,7 +277,7 @@ def _random_rows(
 def _unused(
     reader: CheckpointReader, optimizer: Optimizer, context: ParallelContext, moments: bool
 ) -> list[str]:
-    """What the checkpoint holds, of moments only if they are taken, and no rank has a place for."""
+    """What the checkpoint holds that no rank has a place for; moments count only if they are to be loaded."""
     mine = sorted(str(key) for key in state_keys(optimizer))
     asked = {name for names in gather_values(context.model, mine, context.device) for name in names}
     held = [key for key in reader.shapes if key.kind == WEIGHT or (moments and key.kind != RANDOM)]
@@ -276,7 +285,7 @@ def _unused(
 
 
 def check_tensors(source: Source, parts: Iterable[Part], where: object, unused: Iterable[str] = ()) -> None:
-    """Refuse what is missing, of another shape, or left over, by name."""
+    """Refuse tensors that are missing, have another shape, or are left over, naming them."""
     wrong = misfits(source.shapes, {part.key: part.shape for part in parts})
     wrong += [f"{name} is not used" for name in unused]
     if wrong:
@@ -285,7 +294,7 @@ def check_tensors(source: Source, parts: Iterable[Part], where: object, unused: 
 
 
 def _check_model(model: ModelConfig, vocab_size: int, saved: SavedModel, folder: Path) -> None:
-    # A field of another version of the code may be on one side only; its tensors are compared by name.
+    # Only fields that both versions of the code have are compared; for others, the tensors' names decide.
     fields = [name for name in ModelConfig.model_fields if name in saved.sections["model"]]
     shared = [name for name in fields if name not in FREE_MODEL_FIELDS]
     filled = saved.settings(fields)
@@ -312,7 +321,7 @@ def _check_schedule(config: Config, saved: Mapping[str, Any], folder: Path) -> N
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(setting, saved value, value now) of all that differ and matter to the training."""
+    """(setting, saved value, value now) for every setting that differs and matters to the training."""
     found = []
     for section in sorted({*saved, *now}):
         if section in _SILENT_SECTIONS:

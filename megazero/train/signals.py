@@ -1,4 +1,4 @@
-"""Turning a request to stop into a flag that the loop reads between steps."""
+"""Turns a request to stop into a flag that the loop reads between steps."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import threading
 from types import FrameType, TracebackType
 
 # SIGTERM: schedulers and `kill`. SIGUSR1: SLURM's `--signal=USR1@...` warning before the time limit.
-# SIGINT stays Python's: Ctrl-C raises KeyboardInterrupt at once.
+# SIGINT is left to Python: Ctrl-C raises KeyboardInterrupt at once.
 _SIGNAL_NAMES = ("SIGTERM", "SIGUSR1")
 
 
 class StopRequest:
     """Context in which SIGTERM and SIGUSR1 set `requested` instead of ending the process.
 
-    The handlers of before are restored at the end. Python takes signals in the main thread only;
-    elsewhere (ranks as threads) entering changes nothing and `requested` stays false.
+    The previous handlers are restored at the end. Python handles signals only in the main thread; in other
+    threads (ranks as threads), entering changes nothing and `requested` stays false.
 
     Attributes:
-        reason: name of the first signal that came, such as `SIGTERM`, or None.
+        reason: name of the first signal that arrived, such as `SIGTERM`, or None.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come since the context began."""
+        """Whether a signal has arrived since the context was entered."""
         return self.reason is not None
 
     def __enter__(self) -> StopRequest:
@@ -45,7 +45,7 @@ class StopRequest:
         traceback: TracebackType | None,
     ) -> None:
         for number, handler in self._previous.items():
-            # None stands for a handler that C code set; Python cannot put it back.
+            # None stands for a handler set by C code, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
 

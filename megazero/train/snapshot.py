@@ -1,4 +1,4 @@
-"""Saving a run: what goes into its checkpoints, and when they become visible."""
+"""Saves a run: what goes into its checkpoints, and when they become visible."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from pathlib import Path
 
 import torch
 
-import megazero
 from megazero.checkpoint import RANDOM, Box, Disk, Key, Part, Retention, Saver, parts_to_write
-from megazero.config.derive import global_batch_size
+from megazero.config.horizon import Horizon
 from megazero.config.tree import Config
 from megazero.mpu import ParallelContext
 from megazero.train.engine import Engine
-from megazero.train.facts import PRETRAINING
 from megazero.train.random_state import random_state
 from megazero.train.state import TrainState
+from megazero.train.state_json import PRETRAINING
+from megazero.version import VERSION
 
 
 class Snapshots:
-    """Saves a run's state to `--save`, in line or in the background.
+    """Saves a run's state to `--save`, synchronously or in the background.
 
     Args:
-        config: of the run.
-        engine: whose state is saved.
+        config: the run's configuration.
+        horizon: the run's horizon.
+        engine: the engine whose state is saved.
         context: all ranks.
-        vocab_size: entries of the vocabulary, without padding.
-        stream_seed: of the dropout streams.
-        disk: what writes.
+        vocab_size: number of vocabulary entries, without padding.
+        stream_seed: seed of the dropout streams.
+        disk: writes the files.
 
     Attributes:
-        saver: what writes the checkpoints, settles them and is to be closed.
+        saver: writes and settles the checkpoints; the owner must close it.
 
     Raises:
         CheckpointError: on every rank, if the folder cannot be written or another job writes there.
@@ -43,6 +44,7 @@ class Snapshots:
     def __init__(
         self,
         config: Config,
+        horizon: Horizon,
         engine: Engine,
         context: ParallelContext,
         vocab_size: int,
@@ -64,10 +66,10 @@ class Snapshots:
             "kind": PRETRAINING,
             "vocab_size": vocab_size,
             "stream_seed": stream_seed,
-            "global_batch_size": global_batch_size(config, context.data.size),
+            "global_batch_size": horizon.steps.ramp.final,
             "written_by": {
                 "world_size": context.world_size,
-                "megazero": megazero.__version__,
+                "megazero": VERSION,
                 "git": git_revision() if context.rank == 0 else None,
                 "torch": torch.__version__,
                 "python": platform.python_version(),
@@ -75,13 +77,13 @@ class Snapshots:
         }
 
     def save(self, state: TrainState) -> list[int]:
-        """Save a checkpoint of `state` and the engine, or begin to; every rank calls this.
+        """Save a checkpoint of `state` and the engine, or start saving it; every rank calls this.
 
         Returns:
             The iterations of the checkpoints that became visible.
 
         Raises:
-            CheckpointError: on every rank; this checkpoint, or an earlier one on its way, is not there.
+            CheckpointError: on every rank, if this checkpoint or an earlier one in progress cannot be saved.
         """
         section, engine = self.config.checkpoint, self.engine
         moments = not section.no_save_optim
@@ -100,7 +102,7 @@ class Snapshots:
 
 
 def random_parts(context: ParallelContext) -> list[Part]:
-    """The states of this rank's generators, as its rows of tensors over all ranks."""
+    """The states of this rank's generators, each as the rank's row of a tensor over all ranks."""
     parts = []
     for name, state in random_state(context.device).items():
         shape = (context.world_size, *state.shape)
@@ -110,7 +112,7 @@ def random_parts(context: ParallelContext) -> list[Part]:
 
 
 def git_revision() -> str | None:
-    """Of the working tree that the entry script lies in, with a mark if it is changed; None without one."""
+    """The revision of the working tree that holds the entry script, marked if modified; None without one."""
     folder = Path(sys.argv[0]).resolve().parent if sys.argv and sys.argv[0] else Path.cwd()
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

@@ -1,19 +1,22 @@
-"""How far a run has come."""
+"""How far a run has got."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from megazero.optim import Progress
+from megazero.config.steps import Progress, Step
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """Attributes:
-    iteration: steps done, skipped ones included.
-    consumed_samples: sequences trained on.
-    consumed_tokens: tokens trained on.
-    skipped: steps without an update, for gradients that were not finite.
+    """How far a run has got.
+
+    Attributes:
+        iteration: number of steps done, including skipped ones.
+        consumed_samples: number of sequences trained on.
+        consumed_tokens: number of tokens trained on.
+        skipped: number of steps without an update, because a gradient was not finite or nothing in the global
+            batch counted.
     """
 
     iteration: int = 0
@@ -21,17 +24,12 @@ class TrainState:
     consumed_tokens: int = 0
     skipped: int = 0
 
-    def after(self, samples: int, tokens: int, skipped: bool) -> TrainState:
-        """The state after one more step."""
-        return replace(
-            self,
-            iteration=self.iteration + 1,
-            consumed_samples=self.consumed_samples + samples,
-            consumed_tokens=self.consumed_tokens + tokens,
-            skipped=self.skipped + skipped,
-        )
+    def after(self, step: Step, skipped: bool) -> TrainState:
+        """The state after one more step, the one that follows `progress`."""
+        done = step.after
+        return TrainState(done.iteration, done.samples, done.tokens, self.skipped + skipped)
 
     @property
     def progress(self) -> Progress:
-        """What the schedules read."""
+        """What has been consumed, as the schedules and the horizon count it."""
         return Progress(self.iteration, self.consumed_samples, self.consumed_tokens)

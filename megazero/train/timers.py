@@ -1,4 +1,4 @@
-"""Named phase timers, an object that is passed to whoever has a phase to time.
+"""Named phase timers: an object that is passed to any code that has a phase to time.
 
     timers = Timers()
     with timers("forward-backward"):
@@ -20,14 +20,14 @@ import torch
 class Timers:
     """Adds up the wall time of each phase until `collect`.
 
-    CUDA runs behind the Python thread, so without `synchronize` a phase's time there is the time to
-    launch its work, and the phase that first waits pays for all. Waiting costs speed: ask for it only
-    when the times are looked at.
+    CUDA runs asynchronously, so without `synchronize` a phase's time there is the time to launch its work,
+    and the first phase that waits is charged for everything. Waiting costs speed: ask for it only when
+    someone looks at the times.
 
     Args:
-        device: where the timed work runs.
-        synchronize: wait for a CUDA device at both ends of each phase.
-        clock: seconds that only rise.
+        device: the device on which the timed work runs.
+        synchronize: whether to wait for a CUDA device at both ends of each phase.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Timers:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
 
     def collect(self) -> dict[str, float]:
-        """Seconds of each phase since the last call, in order of first use; starts anew."""
+        """Return each phase's seconds since the last call, in order of first use, and reset them."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 

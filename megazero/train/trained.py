@@ -1,4 +1,4 @@
-"""A trained model, taken from a checkpoint for use without training."""
+"""A trained model, loaded from a checkpoint for use without training."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from megazero.config.tree import Config, ParallelConfig, RecomputeConfig, ZeroCo
 from megazero.data.tokenizers import Tokenizer
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megazero.mpu import Launch, ParallelContext, join
-from megazero.train.facts import SavedModel, saved_model
-from megazero.train.model import Chunks, build_chunks, build_vocabulary, schedule_of
+from megazero.train.chunks import Chunks, build_chunks
+from megazero.train.programs import schedule_of
 from megazero.train.resume import check_tensors
+from megazero.train.state_json import SavedModel, saved_model
+from megazero.train.vocabulary import build_vocabulary
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Over how many ranks a model is spread; None takes what it was trained with, or one for one process."""
+    """How many ranks each axis has; None takes the size used in training, or 1 in a single process."""
 
     tensor: int | None = None
     pipeline: int | None = None
@@ -28,11 +30,11 @@ class Loaded:
     """A trained model on this rank of the job.
 
     Attributes:
-        context: this rank's place.
-        chunks: its parts of the model.
+        context: this rank's place in the job.
+        chunks: this rank's parts of the model.
         stage_of: chunk of the whole model -> the pipeline stage that holds it.
-        tokenizer: that it was trained with.
-        remarks: about checkpoints that were passed over.
+        tokenizer: the tokenizer that the model was trained with.
+        remarks: remarks about checkpoints that were passed over.
     """
 
     context: ParallelContext
@@ -43,7 +45,7 @@ class Loaded:
 
 
 def load_for_inference(directory: str, launch: Launch, sizes: Sizes | None = None) -> Loaded:
-    """The newest whole model of a run's folder, ready to generate, on this rank of the job.
+    """The newest intact model in a run's folder, ready to generate, on this rank of the job.
 
     Raises:
         CheckpointError: there is none.
@@ -85,7 +87,7 @@ def _config_of(saved: SavedModel, launch: Launch, sizes: Sizes, folder: str) -> 
         )
     trained = config.parallel
     alone = launch.world_size == 1
-    # A sequence under generation is one token long and cannot be cut over ranks.
+    # During generation a sequence is one token long and cannot be split over ranks.
     parallel = ParallelConfig(
         tensor_model_parallel_size=sizes.tensor or (1 if alone else trained.tensor_model_parallel_size),
         pipeline_model_parallel_size=sizes.pipeline or (1 if alone else trained.pipeline_model_parallel_size),

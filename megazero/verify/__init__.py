@@ -1,5 +1,5 @@
-"""verify: law 1 as something to run. Any layout trains the same model as one process.
+"""verify: law 1 as a command. Any layout trains the same model as a single process.
 
-`record.py` trains a few steps and writes everything down, `compare.py` says how far two records are apart,
-`layouts.py` lists what is run, `command.py` is `megazero verify`.
+`record.py` trains a few steps and records everything, `compare.py` says how far apart two records are,
+`layouts.py` lists the layouts to run, `command.py` is `megazero verify`.
 """

@@ -1,4 +1,4 @@
-"""The command `megazero verify`: is this configuration's layout the same training as one process?"""
+"""The command `megazero verify`: does this configuration's layout train the same as a single process?"""
 
 from __future__ import annotations
 
@@ -25,22 +25,28 @@ DATA_SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_pa
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command's own flags; all others are those of pretrain_gpt.py."""
+    """The command's own flags; all others are passed on as flags of pretrain_gpt.py."""
     parser = argparse.ArgumentParser(
         prog="megazero verify",
         description="Train a few steps of your configuration, shrunk, on its own layout and in one process, "
-        "and compare loss, gradient norm, every gradient and every weight (fp32, to rounding). All flags of "
-        "pretrain_gpt.py are taken, --config FILE among them.",
+        "and compare loss, gradient norm, every gradient and every weight (fp32, up to rounding). All flags "
+        "of pretrain_gpt.py are accepted, including --config FILE.",
         epilog="Status 0: the same; 1: not the same; 2: the configuration is refused.",
     )
-    parser.add_argument("--ranks", type=int, default=8, help="most ranks to run on; axes shrink (default 8)")
     parser.add_argument(
-        "--world-size", type=int, help="ranks of the real run (default: two replicas where they divide)"
+        "--ranks", type=int, default=8, help="most ranks to run on; axes are shrunk to fit (default 8)"
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        help="ranks of the real run (default: two replicas, or one if the batch does not divide by two)",
     )
     parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps (default {STEPS})")
     parser.add_argument("--processes", action="store_true", help="Gloo processes instead of threads as ranks")
     parser.add_argument(
-        "--sweep", metavar="N|all", help="instead of flags: N layouts that cover all pairs, or all layouts"
+        "--sweep",
+        metavar="N|all",
+        help="instead of flags: N layouts that cover all pairs of settings, or all layouts",
     )
     return parser
 
@@ -65,11 +71,11 @@ def main(argv: Sequence[str]) -> int:
 def resolve(argv: Sequence[str], world_size: int | None) -> tuple[Config, int]:
     """The user's configuration and its data-parallel size.
 
-    Without a world size two replicas are taken, or one where the batch does not divide by two.
+    Without a world size, there are two replicas, or one if the batch does not divide by two.
     """
     given = _given(argv)
     if not any(f"data.{name}" in given for name in DATA_SOURCES):
-        argv = [*argv, "--mock-data"]  # nothing is read, so nothing need be named
+        argv = [*argv, "--mock-data"]  # no data is read, so none needs to be named
     if world_size is not None:
         config = parse_config(argv, world_size=world_size).config
         return config, data_parallel_size(config, world_size)
@@ -82,7 +88,7 @@ def resolve(argv: Sequence[str], world_size: int | None) -> tuple[Config, int]:
 
 
 def _given(argv: Sequence[str]) -> dict[str, Any]:
-    """The fields that a command line sets, by path; what is wrong with it is told when it is resolved."""
+    """The fields that a command line sets, by path; errors in it are reported when it is resolved."""
     flags = scan(argv)
     document = Document() if flags.config_file is None else read_file(flags.config_file)
     return {s.spec.path: s.value for s in [*document.settings, *flags.settings]}
@@ -114,7 +120,7 @@ def _verify_own(flags: argparse.Namespace, rest: list[str]) -> int:
 
 
 def serial_of(config: Config) -> Config:
-    """The same model and batch in one process: nothing cut, nothing recomputed, sample by sample."""
+    """The same model and batch in one process: nothing sharded, nothing recomputed, sample by sample."""
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(
@@ -135,7 +141,8 @@ def serial_of(config: Config) -> Config:
 
 
 def _show(expected: Record, deviations: list[Deviation]) -> None:
-    print(f"loss       {' '.join(f'{loss:.6f}' for loss in expected.losses)}")
+    for label in expected.losses[0]:
+        print(f"{label:<10} {' '.join(f'{losses[label]:.6f}' for losses in expected.losses)}")
     print(f"norm       {' '.join(f'{norm:.6f}' for norm in expected.grad_norms)}")
     for deviation in deviations:
         verdict = "ok " if deviation.share <= 1 else "BAD"
@@ -144,9 +151,9 @@ def _show(expected: Record, deviations: list[Deviation]) -> None:
 
 def _sweep(flags: argparse.Namespace, rest: list[str]) -> int:
     if rest:
-        raise ConfigError(f"`--sweep` must be alone, but {' '.join(rest)} is given too; leave it out")
+        raise ConfigError(f"`--sweep` must be alone, but {' '.join(rest)} is also given; leave it out")
     if flags.sweep != "all" and not (flags.sweep.isdecimal() and int(flags.sweep)):
-        raise ConfigError(f"`--sweep` must be a positive number or all, but is {flags.sweep}")
+        raise ConfigError(f"`--sweep` must be a positive number or all, but is {flags.sweep}; correct it")
     layouts = list(all_layouts(flags.ranks))
     if flags.sweep != "all":
         layouts = covering(layouts, int(flags.sweep))

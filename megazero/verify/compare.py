@@ -1,9 +1,9 @@
-"""How far two trainings are apart, in units of what rounding explains."""
+"""How far apart two trainings are, in units of what rounding can explain."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,12 +23,12 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Deviation:
-    """The worst of one kind: `share` of the tolerance that it takes, so that above 1 is too far.
+    """The worst deviation of one kind, as a share of the tolerance: above 1 it is too large.
 
     Attributes:
-        kind: loss, norm (of the gradients), gradients, weights or tied copies.
-        share: of the tolerance; inf for a value that is not finite, or is missing.
-        where: step and name.
+        kind: loss, gradient norm, gradients, weights or tied copies.
+        share: share of the tolerance; inf if a value is missing or not finite.
+        where: the name and the step.
     """
 
     kind: str
@@ -42,13 +42,13 @@ class Deviation:
 def compare(
     records: Sequence[Record], expected: Record, tolerance: Tolerance | None = None
 ) -> list[Deviation]:
-    """The worst deviation of each kind over all ranks of a layout from the one process's record.
+    """The worst deviation of each kind, over all ranks of a layout, from the single process's record.
 
     Every parameter must be on some rank, and copies of a tied parameter must equal it bit for bit.
     """
     tolerance = tolerance or Tolerance()
     return [
-        _worst_number("loss", [r.losses for r in records], expected.losses, tolerance.loss),
+        _worst_loss(records, expected, tolerance.loss),
         _worst_number(
             "gradient norm", [r.grad_norms for r in records], expected.grad_norms, tolerance.grad_norm
         ),
@@ -58,13 +58,28 @@ def compare(
     ]
 
 
-def _worst_number(kind: str, got: list[list[float]], want: list[float], relative: float) -> Deviation:
+def _worst_loss(records: Sequence[Record], expected: Record, relative: float) -> Deviation:
+    worst = Deviation("loss", 0.0, "step 0")
+    for label in dict.fromkeys(label for losses in expected.losses for label in losses):
+        got, want = ([[x[label] for x in r.losses] for r in each] for each in (records, [expected]))
+        found = _worst_number("loss", got, want[0], relative)
+        if not found.share <= worst.share:
+            worst = replace(found, where=f"{label}, {found.where}")
+    return worst
+
+
+def _worst_number(
+    kind: str, got: list[list[float | None]], want: list[float | None], relative: float
+) -> Deviation:
     worst = Deviation(kind, 0.0, "step 0")
     for values in got:
         if len(values) != len(want):
             return Deviation(kind, float("inf"), f"step {min(len(values), len(want))} (missing)")
         for step, (a, b) in enumerate(zip(values, want, strict=True)):
-            share = abs(a - b) / (relative * abs(b)) if b else (0.0 if a == b else float("inf"))
+            if a is None or not b:
+                share = 0.0 if a == b else float("inf")
+            else:
+                share = abs(a - b) / (relative * abs(b))
             if not share <= worst.share:
                 worst = Deviation(kind, share if share == share else float("inf"), f"step {step}")
     return worst
@@ -96,7 +111,7 @@ def _share(got: Tensor, want: Tensor, tolerance: Tolerance) -> float:
 
 
 def _tied(records: Sequence[Record]) -> Deviation:
-    """Copies of a tied parameter, against the parameter: equal in every bit, in gradient and weight."""
+    """Compare copies of a tied parameter with the parameter: gradient and weight must be bitwise equal."""
     for field in ("gradients", "weights"):
         for step in range(len(records[0].weights)):
             whole = {k: v for r in records for k, v in getattr(r, field)[step].items()}

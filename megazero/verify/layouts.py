@@ -25,7 +25,7 @@ from megazero.mpu import ProcessGrid
 
 GLOBAL_BATCH = 8
 SEQUENCE = 16
-VOCABULARY = 61  # prime: it must be padded on every layout
+VOCABULARY = 61  # a prime, so that it must be padded on every layout
 
 SHAPES = MappingProxyType(
     {
@@ -54,13 +54,14 @@ class Layout:
 
     Attributes:
         tp, pp, dp: ranks of each axis.
-        schedule: of the pipeline.
+        schedule: kind of the pipeline schedule.
         virtual: chunks per stage.
-        zero: stage.
+        zero: ZeRO stage.
         sequence_parallel, recompute: as in the configuration.
-        micro_batch: sequences; the global batch is 8, so 8 / (dp x micro_batch) are accumulated.
-        keep: ZeRO stage 3 keeps gathered parameters for their next use in the step.
-        shape, untied, layers, dropout, dtype: of the model.
+        micro_batch: sequences in a micro-batch; the global batch is 8, so 8 / (dp x micro_batch) are
+            accumulated.
+        keep: whether ZeRO stage 3 keeps gathered parameters for their next use in the step.
+        shape, untied, layers, dropout, dtype: properties of the model.
         overlap, bucket_size, hpz, backend: as in the configuration.
     """
 
@@ -80,13 +81,13 @@ class Layout:
     dropout: float = 0.0
     dtype: str = "fp32"
     overlap: bool = True
-    bucket_size: int = 3000  # several buckets, even of this small model
+    bucket_size: int = 3000  # gives several buckets, even for this small model
     hpz: int = 1
     backend: str = "auto"
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.tp * self.pp * self.dp
 
     @property
@@ -96,14 +97,14 @@ class Layout:
 
     @property
     def serial(self) -> Layout:
-        """The same model in one process, sample by sample, nothing recomputed."""
+        """The same model in one process, sample by sample, with nothing recomputed."""
         return Layout(
             shape=self.shape, untied=self.untied, layers=self.layers, dropout=self.dropout, dtype=self.dtype
         )
 
     @property
     def name(self) -> str:
-        """What differs from the defaults, in one word."""
+        """A one-word name that shows what differs from the defaults."""
         parts = [self.shape, f"T{self.tp}P{self.pp}D{self.dp}", f"Z{self.zero}"]
         if self.pp > 1 or self.schedule != "1f1b":
             parts.append(self.schedule + (f"x{self.virtual}" if self.virtual > 1 else ""))
@@ -118,7 +119,7 @@ class Layout:
         return "-".join(parts)
 
     def config(self, steps: int = 5) -> Config:
-        """The configuration of `steps` steps."""
+        """The configuration for `steps` steps."""
         return Config(
             model=ModelConfig(
                 num_layers=self.layers,
@@ -152,8 +153,8 @@ class Layout:
             ),
             data=DataConfig(mock_data=True),
             batch=BatchConfig(micro_batch_size=self.micro_batch, global_batch_size=GLOBAL_BATCH),
-            # Clipping is active. Epsilon is far above rounding noise: the key bias has no gradient but noise
-            # (softmax does not feel it), which Adam would otherwise blow up to whole steps.
+            # Clipping is active. Epsilon is far above rounding noise: the key bias has no gradient except
+            # noise (it cancels in the softmax), which Adam would otherwise amplify to full steps.
             optimizer=OptimizerConfig(
                 lr=1e-2, clip_grad=0.5, lr_warmup_iters=2, weight_decay=0.1, adam_eps=1e-4
             ),
@@ -163,12 +164,12 @@ class Layout:
         )
 
     def broken_rules(self) -> list[str]:
-        """Names of the rules against it."""
+        """Names of the rules that it breaks."""
         return [rule.name for rule in broken_rules(self.config(), self.world_size)]
 
 
 def all_layouts(most_ranks: int = 8) -> Iterator[Layout]:
-    """Every layout of at most so many ranks that the rules allow and that differs from the others."""
+    """Every distinct layout of at most `most_ranks` ranks that the rules allow."""
     sizes = [
         (tp, pp, dp)
         for tp, pp, dp in product((1, 2, 4, 8), repeat=3)
@@ -205,10 +206,10 @@ def all_layouts(most_ranks: int = 8) -> Iterator[Layout]:
 
 
 def covering(layouts: Sequence[Layout], count: int, seed: int = 1) -> list[Layout]:
-    """`count` of `layouts` that together hold every pair of values of any two settings that `layouts` hold.
+    """`count` of the `layouts` that cover every pair of values of two settings that occurs in `layouts`.
 
-    Chosen greedily from a shuffled order (pairwise testing, Cohen et al. 1997), then filled up in that order
-    with those of up to four ranks, which take a quarter of the time of eight.
+    They are chosen greedily from a shuffled order (pairwise testing, Cohen et al. 1997), then filled up in
+    that order, starting with layouts of at most four ranks, which take a quarter of the time of eight.
     """
     shuffled = list(layouts)
     random.Random(seed).shuffle(shuffled)
@@ -224,7 +225,7 @@ def covering(layouts: Sequence[Layout], count: int, seed: int = 1) -> list[Layou
         best = max(shuffled[:400], key=lambda x: len(pairs(x) & wanted))
         gained = pairs(best) & wanted
         if not gained:
-            # The rare pairs: whoever has one.
+            # Only rare pairs are left: take any layout that has one.
             best = next(x for x in shuffled if pairs(x) & wanted)
             gained = pairs(best) & wanted
         chosen.append(best)

@@ -1,4 +1,4 @@
-"""Train a few steps under a configuration and write down everything that the law speaks of.
+"""Trains a few steps under a configuration and records everything that law 1 is about.
 
 Law 1: any layout gives the single process's loss, gradient norm, every gathered gradient and every weight
 after each step.
@@ -6,33 +6,40 @@ after each step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from torch import Tensor
 
-from megazero.config.derive import global_batch_size, padded_vocab_size
+from megazero.config.derive import padded_vocab_size
+from megazero.config.horizon import Horizon, horizon_of
+from megazero.config.steps import Step
 from megazero.config.tree import Config
-from megazero.models import Batch
-from megazero.mpu import ParallelContext, ParamSpec, SampleStreams
+from megazero.mpu import ParallelContext, ParamSpec
 from megazero.train.assemble import build_engine
+from megazero.train.chunks import build_chunks
 from megazero.train.engine import Engine
-from megazero.train.model import Vocabulary, build_chunks
+from megazero.train.families import family_of
+from megazero.train.losses import CountedBatch
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
+from megazero.train.vocabulary import Vocabulary
 
 STEPS = 5
+_STREAM_SEED = 3
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank saw of a training, per step: tensors whole, by the names of the parameters on its stage.
+    """What one rank saw in each step of a training: whole tensors, by the names of its stage's parameters.
 
-    A copy of a tied parameter on another stage stands under ``copy of NAME``.
+    Losses are by label, such as ``lm loss``. A copy of a tied parameter on another stage is listed as
+    ``copy of NAME``.
     """
 
-    losses: list[float] = field(default_factory=list)
+    losses: list[dict[str, float | None]] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
@@ -40,15 +47,22 @@ class Record:
 
 def record_training(config: Config, context: ParallelContext, steps: int = STEPS) -> Record:
     """Train `steps` steps on this rank, on random tokens with uneven loss masks."""
-    engine = verification_engine(config, context)
+    horizon = horizon_of(config, context.data.size)
+    engine = verification_engine(config, horizon, context)
+    return record_steps(engine, horizon, steps, partial(micro_batches, config, context))
+
+
+def record_steps(
+    engine: Engine, horizon: Horizon, steps: int, batches_of: Callable[[Step], Sequence[CountedBatch]]
+) -> Record:
+    """Train `engine` for `steps` steps; `batches_of` returns this rank's micro-batches for a step."""
+    context = engine.context
     record, state, timers = Record(), TrainState(), Timers()
-    size = global_batch_size(config, context.data.size)
-    tokens = size * config.model.seq_length
-    for step in range(steps):
-        batches = micro_batches(config, context, step)
-        result = engine.train_step(batches, tokens, state.progress, timers)
-        state = state.after(size, tokens, result.skipped)
-        record.losses.append(result.loss)
+    for _ in range(steps):
+        step = horizon.at(state.progress)
+        result = engine.train_step(batches_of(step), state.progress, timers)
+        state = state.after(step, result.skipped)
+        record.losses.append(result.losses.labelled())
         record.grad_norms.append(result.grad_norm)
         record.gradients.append(dict(_whole(engine.optimizer.full_gradients(), context)))
         weights = ((spec, state["weight"]) for spec, state in engine.optimizer.full_state())
@@ -56,31 +70,29 @@ def record_training(config: Config, context: ParallelContext, steps: int = STEPS
     return record
 
 
-def verification_engine(config: Config, context: ParallelContext) -> Engine:
-    """The engine of a configuration that names its vocabulary's size."""
+def verification_engine(config: Config, horizon: Horizon, context: ParallelContext) -> Engine:
+    """The engine for a configuration that gives the vocabulary size."""
     size = config.model.vocab_size
     padded = padded_vocab_size(size, config.model.make_vocab_size_divisible_by, context.tp.size)
     vocabulary = Vocabulary(size, padded, None, None)
-    return build_engine(config, build_chunks(config, vocabulary, context), context)
+    return build_engine(config, horizon, build_chunks(config, vocabulary, context), context)
 
 
-def micro_batches(config: Config, context: ParallelContext, step: int) -> list[Batch]:
-    """This rank's micro-batches of a step: a function of the step and places in the global batch.
+def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[CountedBatch]:
+    """This rank's micro-batches for a step, determined by the step's number and places in the global batch.
 
-    Sample i counts about 1 / (1 + i) of its positions.
+    About 1 / (1 + i) of the positions of sample i count.
     """
-    rng = np.random.default_rng(100 + step)
-    total, size = global_batch_size(config, context.data.size), config.batch.micro_batch_size
-    text = rng.integers(0, config.model.vocab_size, (total, config.model.seq_length + 1))
-    share = 1.0 / (1 + np.arange(total))[:, None]
-    mask = (rng.random((total, config.model.seq_length)) < share).astype(np.float32)
+    number, total, size = step.before.iteration, step.batch_size, config.batch.micro_batch_size
+    family, vocab_size = family_of(config.model), config.model.vocab_size
+    rng = np.random.default_rng(100 + number)
+    arrays = family.random_arrays(rng, total, step.sequence_length, vocab_size)
+    collate = family.collate(config, vocab_size, context.device, _STREAM_SEED)
     batches = []
     for first in range(context.data.rank * size, total, context.data.size * size):
         rows = slice(first, first + size)
-        arrays = {"tokens": text[rows, :-1], "labels": text[rows, 1:], "loss_mask": mask[rows]}
-        streams = SampleStreams(3, tuple(step * total + i for i in range(first, first + size)))
-        arrays = {key: np.ascontiguousarray(value) for key, value in arrays.items()}
-        batches.append(Batch.from_arrays(arrays, context.device, streams))
+        samples = tuple(number * total + i for i in range(first, first + size))
+        batches.append(collate({name: array[rows] for name, array in arrays.items()}, samples))
     return batches
 
 
@@ -89,4 +101,4 @@ def _whole(
 ) -> Iterator[tuple[str, Tensor]]:
     for spec, tensor in parts:
         name = spec.name if spec.tied_with is None else f"copy of {spec.tied_with}"
-        yield name, spec.unshard(tensor.float(), context.tp).clone()
+        yield name, spec.unshard(tensor.float(), context.groups).clone()

@@ -1,4 +1,4 @@
-"""Run a configuration on the ranks of a layout: as threads of this process, or as Gloo processes."""
+"""Runs a configuration on the ranks of a layout: as threads of this process, or as Gloo processes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _SECONDS = 600.0
 
 
 def run_alone(config: Config, steps: int = STEPS) -> Record:
-    """The record of one process."""
+    """The record of a run in a single process."""
     return record_training(config, solo_context(), steps)
 
 
 def run_in_threads(config: Config, grid: ProcessGrid, steps: int = STEPS) -> list[Record]:
-    """The record of each rank, ranks as threads."""
+    """The record of each rank, with ranks as threads."""
     world, node = ThreadWorld(grid.world_size), config.zero.hpz_partition_size
 
     def work(rank: int) -> Record:
@@ -37,7 +37,7 @@ def run_in_threads(config: Config, grid: ProcessGrid, steps: int = STEPS) -> lis
 
 
 def run_in_world(rank: int, world_size: int, config: Config, grid: ProcessGrid, steps: int = STEPS) -> Record:
-    """This rank's record in a world of CPU processes that it has joined, over the configured backend."""
+    """This rank's record in a world of CPU processes that it has joined, using the configured backend."""
     assert grid.world_size == world_size
     context = open_context(
         config.parallel,
@@ -52,7 +52,7 @@ def run_in_world(rank: int, world_size: int, config: Config, grid: ProcessGrid, 
 
 
 def run_in_processes(config: Config, grid: ProcessGrid, steps: int = STEPS) -> list[Record]:
-    """The record of each rank, ranks as processes on Gloo that are started for it.
+    """The record of each rank, with ranks as Gloo processes that are started for this run.
 
     Raises:
         CommunicationError: a process failed or did not answer; its traceback is in the message.
@@ -89,7 +89,7 @@ def _serve(
         connection.send(("failure", traceback.format_exc()))
     finally:
         leave_world()
-        # Tensors are handed over by this process's memory: it stays until the other end is closed.
+        # Tensors are passed through this process's memory, so it stays alive until the other end is closed.
         connection.poll(_SECONDS)
 
 

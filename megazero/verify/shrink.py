@@ -1,10 +1,12 @@
-"""A user's configuration made small enough for this machine; what the law is about stays in."""
+"""Makes a user's configuration small enough for this machine, keeping what law 1 is about."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.config.derive import chunks_per_stage, num_micro_batches, schedule_kind
+from megazero.config.derive import chunks_per_stage, schedule_kind
+from megazero.config.horizon import horizon_of
+from megazero.config.steps import Progress
 from megazero.config.tree import Config
 from megazero.mpu import ProcessGrid
 
@@ -13,10 +15,12 @@ _WIDTH_OF_HEAD = 4
 
 @dataclass(frozen=True)
 class Shrunk:
-    """Attributes:
-    config: the small configuration, in fp32.
-    grid: the ranks that it runs on.
-    notes: what of the layout had to be made smaller.
+    """A configuration made small.
+
+    Attributes:
+        config: the small configuration, in fp32.
+        grid: the ranks that it runs on.
+        notes: which parts of the layout had to be made smaller.
     """
 
     config: Config
@@ -25,10 +29,10 @@ class Shrunk:
 
 
 def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
-    """Narrow layers, few of them, a short sequence, few micro-batches, and at most `most_ranks` ranks.
+    """Shrink to few, narrow layers, a short sequence, few micro-batches, and at most `most_ranks` ranks.
 
-    The model's kind, every parallel axis above one, the ZeRO stage, schedule, recompute and sequence
-    parallelism stay. Axes are halved, the largest first, until the ranks fit, but not below two.
+    The kind of model, every parallel axis larger than one, the ZeRO stage, schedule, recompute and sequence
+    parallelism are kept. Axes are halved, the largest first, until the ranks fit, but not below two.
     """
     parallel = config.parallel
     sizes = {
@@ -60,7 +64,7 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
         "precision": {"dtype": "fp32"},
         "training": {"train_iters": 100, "train_samples": None, "train_tokens": None},
     }
-    # Every unit of the schedule's lengths goes: the run is a few steps long.
+    # Lengths of the learning rate schedule are removed in every unit: the run is only a few steps long.
     changes["optimizer"] |= {
         name: (None if "decay" in name or "fraction" in name else 0)
         for name in type(config.optimizer).model_fields
@@ -104,7 +108,7 @@ def _parallel(config: Config, tp: int, pp: int) -> dict:
 
 def _batch(config: Config, data_parallel: int, pp: int, dp: int) -> dict:
     micro_batch = min(2, config.batch.micro_batch_size)
-    accumulated = num_micro_batches(config, 0, data_parallel)
+    accumulated = horizon_of(config, data_parallel).at(Progress()).micro_batches
     count = 2 * pp if pp > 1 else min(4, accumulated)
     return {
         "micro_batch_size": micro_batch,

@@ -1,35 +1,51 @@
 """zero: data parallelism without redundancy (ZeRO), and the optimizer over it.
 
 Start with `table.py` (what each stage shards) and `parallel.py` (what a training step calls). `unit.py`,
-`plan.py` and `bucket.py` lay parameters out, `gather.py` and `reduce.py` communicate, `optimizer.py` updates.
+`plan.py` and `layout.py` lay parameters out in buckets. `bucket.py` tracks whether a bucket's whole weights
+are on this rank, `store.py` holds the rest of its state, and `wire.py` moves it between the replicas.
+`gather.py` and `reduce.py` decide when, and `optimizer.py` updates.
 """
 
-from megazero.zero.bucket import Bucket, Segment, build_buckets
+from megazero.zero.bucket import Bucket
+from megazero.zero.build import build_store
 from megazero.zero.init import GatheredParameters, Init, register_external_parameter
+from megazero.zero.layout import BucketLayout, Segment
 from megazero.zero.optimizer import Optimizer, StepReport
 from megazero.zero.parallel import DataParallel
-from megazero.zero.plan import BucketKey, Slot, plan_buckets
+from megazero.zero.plan import BucketKey, BucketMember, plan_buckets
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.reduce import GradientReducer
-from megazero.zero.table import STAGES, Row
+from megazero.zero.store import GRADIENT, WEIGHT, DeviceStore, Resident, Store
+from megazero.zero.table import STAGES, StageRow
 from megazero.zero.unit import Unit, module_units
+from megazero.zero.wire import ExactWire, NodeWire, Reduction, Wire
 
 __all__ = [
+    "GRADIENT",
     "STAGES",
+    "WEIGHT",
     "Bucket",
     "BucketKey",
+    "BucketLayout",
+    "BucketMember",
     "DataParallel",
+    "DeviceStore",
+    "ExactWire",
     "GatheredParameters",
     "GradientReducer",
     "Init",
+    "NodeWire",
     "Optimizer",
-    "Row",
+    "Reduction",
+    "Resident",
     "Segment",
-    "Slot",
+    "StageRow",
     "StepReport",
+    "Store",
     "Unit",
+    "Wire",
     "ZeroPolicy",
-    "build_buckets",
+    "build_store",
     "module_units",
     "plan_buckets",
     "register_external_parameter",

@@ -1,4 +1,4 @@
-"""Sharded weights are gathered for each use and freed after it (stage 3)."""
+"""Gathers sharded weights for each use and frees them afterwards (stage 3)."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from megazero.zero.unit import Unit
 
 
 class Gatherer:
-    """Gathers each unit's weights before its forward and its backward, and those of following units ahead.
+    """Gathers each unit's weights before its forward and backward, and the following units' ahead of time.
 
-    Hooks do it: before a unit's module runs, after it has, and when a gradient reaches one of its outputs.
-    Which unit follows which is learned from the last time, separately for forward and backward; what comes
-    unforeseen is gathered on demand. Every rank runs the same units in the same order.
+    Hooks do this: before a unit's module runs, after it has run, and when a gradient reaches one of its
+    outputs. The order of the units is learned from the previous pass, separately for forward and backward; a
+    unit that was not expected is gathered on demand. Every rank runs the same units in the same order.
 
-    After forward a unit's weights are freed, and in backward as soon as all their gradients have been
-    collected, unless the policy has room to keep them for the next use. Nothing is freed by forwards within
-    a backward: there they recompute what the backward is about to need.
+    A unit's weights are freed after its forward, and in backward as soon as all their gradients have been
+    collected, unless the policy has room to keep them for the next use. A forward that runs within a backward
+    frees nothing: it recomputes what the backward is about to need.
 
     Args:
-        units: in the order in which forward uses them.
-        buckets: of the units' parameters; those whose weights are whole need nothing.
+        units: the units in the order in which forward uses them.
+        buckets: the buckets of the units' parameters; those whose weights are not sharded are ignored.
         policy: what is gathered ahead and what is kept.
     """
 
     def __init__(self, units: Sequence[Unit], buckets: Sequence[Bucket], policy: ZeroPolicy):
         self.policy = policy
-        self.buckets = [bucket for bucket in buckets if bucket.row.shard_params]
+        self.buckets = [bucket for bucket in buckets if bucket.layout.row.shard_params]
         self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
         self._units: list[list[Bucket]] = []
         self._chunks: dict[int, list[int]] = {}
@@ -51,36 +51,36 @@ class Gatherer:
                 self._units.append(mine)
 
     def of(self, params: Iterable[nn.Parameter]) -> list[Bucket]:
-        """The buckets that hold `params`, of those whose weights are sharded."""
+        """The buckets with sharded weights that hold any of `params`."""
         found = {id(p): self._bucket_of[id(p)] for p in params if id(p) in self._bucket_of}
         return list({id(bucket): bucket for bucket in found.values()}.values())
 
     def hint(self, chunk: int, *, backward: bool) -> None:
-        """The chunk runs next: start gathering what it uses first."""
+        """Start gathering what the chunk uses first, because it runs next."""
         units = self._chunks.get(chunk)
         self._previous = None
         if units and self.policy.overlap_gather:
             self._prefetch(units[-1] if backward else units[0], backward)
 
     def begin_backward(self, chunk: int) -> None:
-        """A backward of the chunk begins."""
+        """Note that a backward of the chunk begins."""
         self._backward, self._previous = True, None
         self._missing = {id(b): {id(p) for p in b.params} for b in self._buckets_of(chunk)}
 
     def collected(self, param: nn.Parameter) -> None:
-        """The parameter's gradient is complete; its weights may have served."""
+        """Note that the parameter's gradient is complete, so its weights may no longer be needed."""
         bucket = self._bucket_of.get(id(param))
         if bucket is None:
             return
         missing = self._missing.get(id(bucket))
         if missing is None:
-            return  # of another chunk, to which it is tied
+            return  # it belongs to another chunk and is tied to this one
         missing.discard(id(param))
         if not missing:
             self._drop(bucket)
 
     def end_backward(self, chunk: int) -> None:
-        """The backward is over."""
+        """Note that the backward is over, and free the chunk's weights."""
         self._backward = False
         self.release(chunk)
 
@@ -101,13 +101,13 @@ class Gatherer:
         """Start gathering a bucket."""
         if bucket.presence is Presence.SHARD:
             bucket.fetch()
-            self._live += bucket.padded
+            self._live += bucket.layout.padded
 
     def free(self, bucket: Bucket) -> None:
         """Free a bucket's whole weights."""
         if bucket.presence is not Presence.SHARD:
             bucket.free()
-            self._live -= bucket.padded
+            self._live -= bucket.layout.padded
 
     def _buckets_of(self, chunk: int) -> list[Bucket]:
         return [bucket for unit in self._chunks.get(chunk, []) for bucket in self._units[unit]]
@@ -138,16 +138,16 @@ class Gatherer:
         module.register_forward_hook(after)
 
     def _leave(self, unit: int, outputs: Sequence[Tensor]) -> None:
-        """A forward of the unit is over."""
+        """Free the unit's weights after a forward, except those that it handed out."""
         handed_out = [tensor.untyped_storage() for tensor in outputs if tensor.layout is torch.strided]
         for bucket in self._units[unit]:
             self._users[id(bucket)] -= 1
-            # A layer may return a bias for its caller to add; that stays until the chunk is released.
+            # A layer may return a bias for its caller to add; it stays until the chunk is released.
             if not any(storage is bucket.storage for storage in handed_out):
                 self._drop(bucket)
 
     def _use(self, unit: int) -> None:
-        """Return when the unit's weights are whole, with those of its followers under way."""
+        """Wait until the unit's weights are whole, and start gathering those of the units that follow."""
         absent = [b for b in self._units[unit] if b.presence is not Presence.WHOLE]
         if not absent:
             return
@@ -163,12 +163,12 @@ class Gatherer:
             bucket.arrive()
 
     def _prefetch(self, unit: int | None, backward: bool) -> None:
-        """Start gathering `unit` and those that follow it, as far as the policy allows."""
+        """Start gathering `unit` and the units that follow it, as far as the policy allows."""
         room, seen = self.policy.prefetch, set()
         while unit is not None and unit not in seen:
             seen.add(unit)
             ahead = [b for b in self._units[unit] if b.presence is not Presence.WHOLE]
-            room -= sum(b.padded for b in ahead)
+            room -= sum(b.layout.padded for b in ahead)
             if room < 0:
                 return
             for bucket in ahead:
@@ -177,7 +177,7 @@ class Gatherer:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in what a module returns."""
+    """All tensors in a module's return value."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

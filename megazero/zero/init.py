@@ -1,4 +1,4 @@
-"""`Init`: a model that is cut over the ranks while it is built, so that it is whole on none of them.
+"""`Init`: shards a model over the ranks while it is being built, so that no rank ever holds all of it.
 
 The names and their meaning are DeepSpeed's (`deepspeed.zero.Init`, `GatheredParameters`,
 `register_external_parameter`), so that a script needs no change; the method is that of Rajbhandari et al.
@@ -26,9 +26,9 @@ from megazero.mpu.adopt import find_context
 
 
 class Home(Protocol):
-    """Who holds the shards of a parameter: a `Partition` while the model is built, an engine later.
+    """Whatever holds the shards of a parameter: a `Partition` while the model is built, later an engine.
 
-    A parameter's attribute `zero_home` is its home; a parameter without one is whole.
+    A parameter's `zero_home` attribute is its home; a parameter without one is whole.
     """
 
     group: Group
@@ -41,10 +41,10 @@ class Partition:
     """This rank's slice of one parameter.
 
     Args:
-        param: whole; from now on it reads as NaN and takes no memory. The values of the group's first rank
-            count.
-        context: its `replica` group cuts the parameter, and its device holds the slice.
-        dtype: of the slice; None keeps the parameter's.
+        param: a whole parameter; from now on it reads as NaN and takes no memory. All ranks take the values
+            of the group's first rank.
+        context: its `replica` group shards the parameter, and its device holds the slice.
+        dtype: the dtype of the slice; None keeps the parameter's.
     """
 
     def __init__(self, param: nn.Parameter, context: ParallelContext, dtype: torch.dtype | None):
@@ -60,7 +60,7 @@ class Partition:
         self._attach(param)
 
     def whole(self) -> Tensor:
-        """The parameter's values from every rank's slice; every rank calls this."""
+        """Assemble the parameter's values from every rank's slice; every rank calls this."""
         flat = self.shard.new_empty(self.shard.numel() * self.group.size)
         self.group.all_gather(flat, self.shard).wait()
         return flat[: self.shape.numel()].view(self.shape)
@@ -73,7 +73,7 @@ class Partition:
 
     @contextmanager
     def gathered(self, params: Iterable[nn.Parameter], *, write_back: bool) -> Iterator[None]:
-        """Within it the parameter is whole; what is then written is kept with `write_back`."""
+        """Context in which the parameter is whole; with `write_back`, what is written to it is kept."""
         (param,) = params
         param.data = self.whole()
         try:
@@ -87,12 +87,12 @@ class Partition:
     def _attach(self, param: nn.Parameter) -> None:
         param.data = self._nothing.expand(self.shape)
         param.zero_home = self
-        # Layers are copied while models are built (torch's TransformerEncoder does); the slice goes along.
+        # Some models copy layers while they are built (torch's TransformerEncoder does); copy the slice too.
         param.__deepcopy__ = MethodType(_copy, param)
 
 
 def _copy(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """A copy of a parameter that is cut, cut like it."""
+    """A copy of a sharded parameter, sharded in the same way."""
     home: Partition = param.zero_home
     twin = nn.Parameter(param.data, param.requires_grad)
     memo[id(param)] = twin
@@ -103,23 +103,23 @@ def _copy(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
 
 
 def is_partitioned(param: nn.Parameter) -> bool:
-    """Whether `Init` has cut the parameter and no engine has taken it over yet."""
+    """Whether `Init` has sharded the parameter and no engine has taken it over yet."""
     return isinstance(getattr(param, "zero_home", None), Partition)
 
 
 class Init:
-    """Within it, the parameters of each submodule are cut as soon as the submodule has been built.
+    """Context in which the parameters of each submodule are sharded as soon as the submodule has been built.
 
-    That is when it becomes part of a larger module; what the outermost module owns itself is cut at the end.
-    `Module.apply` works within it. Other code that reads or writes a submodule's weights after it was built
-    does so within `GatheredParameters`.
+    A submodule counts as built when it becomes part of a larger module; the outermost module's own parameters
+    are sharded at the end. `Module.apply` works inside the context. Other code that reads or writes a
+    submodule's weights after it was built must do so within `GatheredParameters`.
 
     Args:
-        module: cut this finished module at once.
-        config_dict_or_path: DeepSpeed JSON or its content; says the type of the weights.
-        config: another name for it.
-        enabled: False does nothing.
-        dtype: type of the weights, before what the configuration says.
+        module: a finished module, which is sharded at once.
+        config_dict_or_path: path or content of a DeepSpeed JSON, which determines the dtype of the weights.
+        config: another name for `config_dict_or_path`.
+        enabled: if False, nothing happens.
+        dtype: dtype of the weights; takes precedence over the configuration.
         mpu: see `find_context`.
 
     Raises:
@@ -149,8 +149,8 @@ class Init:
 
     def __enter__(self) -> Init:
         if self.enabled:
-            # The hooks are the process's, but ranks may be threads of it: each heeds its own, and none comes
-            # or goes while a rank is building.
+            # Hooks belong to the process, but ranks may be its threads: each rank reacts only to its own
+            # thread, and none adds or removes a hook while another is building.
             self._thread = threading.get_ident()
             self._hook = register_module_module_registration_hook(self._registered)
             self.context.world.barrier()
@@ -172,7 +172,7 @@ class Init:
             self.context.world.barrier()
 
     def _registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        """A module has become a part of another."""
+        """Shard a module that has become part of another."""
         if child is None or threading.get_ident() != self._thread:
             return
         self._outermost.pop(id(child), None)
@@ -190,7 +190,7 @@ class Init:
 
 
 def _apply(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-    """`Module.apply` where weights are cut: each module's own are whole while `fn` has it."""
+    """`Module.apply` for sharded weights: each module's own weights are whole while `fn` runs on it."""
     for child in module.children():
         child.apply(fn)
     with GatheredParameters(module.parameters(recurse=False), modifier_rank=0):
@@ -199,7 +199,7 @@ def _apply(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
 
 
 def _dtype(config: str | Path | Mapping[str, Any] | None) -> torch.dtype | None:
-    """The type that a DeepSpeed JSON gives the weights; None keeps what they have."""
+    """The dtype that a DeepSpeed JSON gives the weights; None keeps the one they have."""
     if config is None:
         return None
     read = read_deepspeed(config)
@@ -209,17 +209,17 @@ def _dtype(config: str | Path | Mapping[str, Any] | None) -> torch.dtype | None:
 
 
 class GatheredParameters:
-    """Within it, cut parameters are whole and can be read. Every rank enters. Without autograd.
+    """Context in which sharded parameters are whole and can be read, without autograd. Every rank enters it.
 
     Args:
-        params: one parameter or several; those that are whole anyway need nothing.
-        modifier_rank: the world rank whose changes every rank takes over at the end; None: the parameters
-            are only read.
-        fwd_module: also a module whose forward is going to read them, see `register_external_parameter`.
-        enabled: False does nothing.
+        params: one parameter or several; those that are not sharded are left alone.
+        modifier_rank: the world rank whose changes every rank takes over at the end; None means that the
+            parameters are only read.
+        fwd_module: a module whose forward is going to read them, see `register_external_parameter`.
+        enabled: if False, nothing happens.
 
     Raises:
-        ConfigError: `modifier_rank` holds other parameters.
+        ConfigError: `modifier_rank` does not hold the same parameters.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class GatheredParameters:
 
 
 def _spread(params: list[nn.Parameter], group: Group, source: int, kind: object, *error: object) -> None:
-    """At the end of a block, bring one rank's changes to all; not if the block failed."""
+    """At the end of a block that did not fail, bring one rank's changes to all ranks."""
     for param in params if kind is None else ():
         value = param.data.contiguous()
         group.broadcast(value, source).wait()
@@ -271,14 +271,14 @@ def _spread(params: list[nn.Parameter], group: Group, source: int, kind: object,
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Say that the forward of `module` reads a parameter of another module.
+    """Declare that the forward of `module` reads a parameter of another module.
 
-    An engine also finds such reads by itself, and then keeps the parameter whole from the read, and from the
-    start of backward, on. Registered before `initialize`, it is gathered with `module`'s own. Later this
-    changes nothing.
+    An engine also detects such reads by itself; it then keeps the parameter whole from the read on, and from
+    the start of backward on. A parameter registered before `initialize` is gathered together with `module`'s
+    own parameters. Registering it later has no effect.
 
     Raises:
-        ConfigError: `parameter` is no parameter.
+        ConfigError: `parameter` is not a parameter.
     """
     if not isinstance(parameter, nn.Parameter):
         raise ConfigError(
@@ -289,5 +289,5 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def external_parameters(module: nn.Module) -> tuple[nn.Parameter, ...]:
-    """What `register_external_parameter` noted of the module."""
+    """The parameters that `register_external_parameter` recorded for the module."""
     return module.__dict__.get("external_parameters", ())

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megazero.mpu import ParallelContext, ParamSpec, gather_values
+from megazero.errors import ConfigError
+from megazero.mpu import ParallelContext, ParamSpec, gather_values, read_values
 from megazero.optim import UpdateRule, clip_coefficient, local_square_sum
-from megazero.zero.bucket import Bucket, Segment
-
-PerGroup = float | Sequence[float]
+from megazero.zero.bucket import Bucket
+from megazero.zero.layout import counted_parts
+from megazero.zero.norms import ParameterNorms
+from megazero.zero.store import GRADIENT, WEIGHT, Store
+from megazero.zero.update import PerGroup, Update, UpdateFacts
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,8 @@ class StepReport:
     """What one optimizer step did.
 
     Attributes:
-        grad_norm: global L2 norm before clipping, each parameter counted once; inf or nan when skipped.
+        grad_norm: global L2 norm before clipping, each parameter counted once; inf or nan when skipped, and
+            nan on the meta device.
         applied: False when a gradient was not finite anywhere, and no rank changed anything.
         first_bad_parameter: when skipped, the first parameter with such a gradient and the rank it is on.
     """
@@ -32,30 +36,36 @@ class StepReport:
 
 
 class Optimizer:
-    """Updates master weights (Micikevicius et al. 2018) over flat buckets: whole, or this rank's shards.
+    """Updates the master weights of a store's buckets (Micikevicius et al. 2018), whole or sharded.
 
     Moments are fp32. Masters of a narrower dtype are updated in fp32 and rounded.
 
     Args:
-        buckets: the model's parameters and gradient sums.
+        store: the model's buckets with their state; gets the rule's moments.
         rule: how a flat piece moves.
         context: for the norm, which spans all ranks.
         clip_grad: largest gradient norm; 0 turns clipping off.
+
+    Raises:
+        ConfigError: `rule` sums gradients itself, but the store's buckets leave it nothing to sum.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], rule: UpdateRule, context: ParallelContext, clip_grad: float
-    ):
-        self.buckets = list(buckets)
+    def __init__(self, store: Store, rule: UpdateRule, context: ParallelContext, clip_grad: float):
+        self.store = store
         self.rule = rule
         self.context = context
         self.clip_grad = clip_grad
         self.updates = 0
-        self.states = [rule.init_state(b.master.float()) if b.key.trainable else {} for b in self.buckets]
+        self._trained = [bucket for bucket in store.buckets if bucket.key.trainable]
+        self._counted = {bucket: counted_parts(bucket.layout) for bucket in self._trained}
+        _check_reduction(rule, self._trained)
+        store.make_moments(rule.init_state)
 
     @torch.no_grad()
     def step(self, lr: PerGroup, weight_decay: PerGroup, grad_scale: float = 1.0) -> StepReport:
-        """Update the model from the buckets' gradient sums, which become what the update used.
+        """Update the model from the gradient sums, which become what the update used.
+
+        On the meta device the norm is unknown, and the step does what it does of a small one.
 
         Args:
             lr: learning rate; one, or one per parameter group.
@@ -65,54 +75,58 @@ class Optimizer:
         Returns:
             The report, the same on all ranks.
         """
-        norm = self.grad_norm() * grad_scale
-        if not math.isfinite(norm):
-            return StepReport(norm, False, self._first_bad_parameter())
-        factor = grad_scale * clip_coefficient(norm, self.clip_grad)
+        norm, clip = self.grad_norm() * grad_scale, 1.0
+        if self.context.device.type != "meta":
+            if not math.isfinite(norm):
+                return StepReport(norm, False, self._first_bad_parameter())
+            clip = clip_coefficient(norm, self.clip_grad)
         self.updates += 1
-        update = _Update(self.rule, self.updates, lr, weight_decay)
-        fp32 = torch.float32
-        for bucket, state in self._trained():
-            grads, master = bucket.own_grads, bucket.master
-            if grads.dtype == master.dtype == fp32:
-                if factor != 1.0:
-                    grads.mul_(factor)
-                update.add(bucket, master, grads, state)
-                continue
-            wide, wide_grads = master.to(fp32), grads.to(fp32, copy=True).mul_(factor)
-            alone = _Update(self.rule, self.updates, lr, weight_decay)
-            alone.add(bucket, wide, wide_grads, state)
-            alone.run()
-            grads.copy_(wide_grads)
-            if wide is not master:
-                master.copy_(wide)
-        update.run()
-        self.publish()
+        asked, moments = self.rule.needs.norms, self.rule.state_names
+        norms = ParameterNorms(self._trained, self.context, len(asked)) if asked else None
+        update = Update(self.rule, UpdateFacts(self.updates, lr, weight_decay, grad_scale * clip), norms)
+        everything = (WEIGHT, GRADIENT, *moments)
+        if norms is not None:
+            for residents in self.store.visits(everything, self._trained, changes=(GRADIENT, *moments)):
+                update.prepare(residents)
+            norms.reduce()
+        works = []
+        for residents in self.store.visits(everything, self._trained, changes=everything):
+            update.apply(residents)
+            works += [each.bucket.publish(each.flats[WEIGHT]) for each in residents]
+        for work in works:
+            work.wait()
         return StepReport(norm, True)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Bring the masters to the model's weights, on every rank."""
-        for work in [bucket.publish() for bucket in self.buckets]:
+        works = []
+        for residents in self.store.visits((WEIGHT,), self.store.buckets):
+            works += [each.bucket.publish(each.flats[WEIGHT]) for each in residents]
+        for work in works:
             work.wait()
 
     def grad_norm(self) -> float:
-        """Global L2 norm of the gradient sums; the same on all ranks."""
-        return self._norm([b.own_grads for b, _ in self._trained()])
+        """Global L2 norm of the gradient sums; the same on all ranks. NaN on the meta device.
+
+        Where the rule sums gradients itself, and has not done so yet, the norm is estimated: each replica's
+        own sum times the number of replicas stands for the whole, and the estimate is the root mean square
+        of their norms.
+        """
+        return math.sqrt(self._total(GRADIENT, self._square_sum, estimates=self.rule.needs.reduces))
 
     def params_norm(self) -> float:
         """Global L2 norm of the master weights of trained parameters; the same on all ranks."""
-        return self._norm([b.master for b, _ in self._trained()])
+        return math.sqrt(self._total(WEIGHT, self._square_sum))
 
-    @torch.no_grad()
     def count_zero_grads(self) -> int:
         """How many gradient elements of the whole model are exactly zero."""
 
-        def zeros(pieces: list[Tensor]) -> Tensor:
+        def zeros(pieces: Iterable[Tensor]) -> Tensor:
             counts = [piece.numel() - piece.count_nonzero() for piece in pieces]
             return torch.stack(counts).sum().double()
 
-        return round(self._total([b.own_grads for b, _ in self._trained()], zeros))
+        return round(self._total(GRADIENT, zeros))
 
     @torch.no_grad()
     def full_state(self) -> Iterator[tuple[ParamSpec, dict[str, Tensor]]]:
@@ -124,18 +138,21 @@ class Optimizer:
             ``spec, {"weight": ..., "exp_avg": ...}``, tensors in the shape of this tensor-parallel slice;
             of a parameter that is not trained the weight alone.
         """
-        for bucket, state in zip(self.buckets, self.states, strict=True):
-            kinds = {"weight": bucket.master, **state}
-            views = {kind: bucket.views(bucket.gather_state(flat)) for kind, flat in kinds.items()}
-            for i, spec in enumerate(bucket.specs):
-                yield spec, {kind: parts[i] for kind, parts in views.items()}
+        for residents in self.store.visits((WEIGHT, *self.rule.state_names), self.store.buckets):
+            for each in residents:
+                layout = each.bucket.layout
+                views = {kind: layout.views(_whole(each.bucket, flat)) for kind, flat in each.flats.items()}
+                for i, spec in enumerate(layout.specs):
+                    yield spec, {kind: parts[i] for kind, parts in views.items()}
 
     @torch.no_grad()
     def full_gradients(self) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Each trained parameter's gradient sum, as `full_state` does; until the next step starts."""
-        for bucket, _ in self._trained():
-            whole = bucket.gather_state(bucket.own_grads)
-            yield from zip(bucket.specs, bucket.views(whole), strict=True)
+        for residents in self.store.visits((GRADIENT,), self._trained):
+            for each in residents:
+                layout = each.bucket.layout
+                whole = _whole(each.bucket, each.flats[GRADIENT])
+                yield from zip(layout.specs, layout.views(whole), strict=True)
 
     @torch.no_grad()
     def load(self, tensor_of: Callable[[ParamSpec, str], Tensor], kinds: Sequence[str]) -> None:
@@ -144,75 +161,91 @@ class Optimizer:
         Args:
             tensor_of: the whole tensor of a parameter (of this tensor-parallel slice) by kind; asked only
                 for parameters of which this rank holds a part.
-            kinds: of ``weight`` and the rule's state names.
+            kinds: of ``weight`` and the rule's state names; parameters that are not trained have no moments.
         """
-        for bucket, state in zip(self.buckets, self.states, strict=True):
-            mine = {"weight": bucket.master, **state}
-            for kind in kinds:
-                if kind not in mine:  # moments of parameters that are not trained
-                    continue
-                for spec, span, piece in bucket.named_pieces(mine[kind]):
-                    piece.copy_(tensor_of(spec, kind).reshape(-1)[span])
+        for bucket in self.store.buckets:
+            mine = self.store.at_rest(bucket)
+            for kind in (kind for kind in kinds if kind in mine):
+                for number, span, piece in bucket.layout.member_pieces(mine[kind]):
+                    piece.copy_(tensor_of(bucket.layout.specs[number], kind).reshape(-1)[span])
 
-    def _trained(self) -> list[tuple[Bucket, dict[str, Tensor]]]:
-        pairs = zip(self.buckets, self.states, strict=True)
-        return [(bucket, state) for bucket, state in pairs if bucket.key.trainable]
+    def _square_sum(self, pieces: Iterable[Tensor]) -> Tensor:
+        return local_square_sum(pieces, self.context.device)
 
-    def _norm(self, flats: Sequence[Tensor]) -> float:
-        device = self.context.device
-        return math.sqrt(self._total(flats, lambda pieces: local_square_sum(pieces, device)))
-
-    def _total(self, flats: Sequence[Tensor], measure: Callable[[list[Tensor]], Tensor]) -> float:
-        """The sum of a measure over the elements of the whole model, each counted once.
+    @torch.no_grad()
+    def _total(
+        self, kind: str, measure: Callable[[Iterable[Tensor]], Tensor], *, estimates: bool = False
+    ) -> float:
+        """The sum of a measure of a kind over the elements of the whole model, each counted once.
 
         One sum over the world serves all: what several ranks hold whole counts as that much less on each.
-        """
-        pieces: dict[int, list[Tensor]] = {}
-        for (bucket, _), flat in zip(self._trained(), flats, strict=True):
-            copies = 1 if bucket.row.shard_state else bucket.group.size
-            found = [piece for segment, piece in bucket.pieces(flat) if segment.counted]
-            if found:
-                pieces.setdefault(copies, []).extend(found)
-        total = torch.zeros((), dtype=torch.float64, device=self.context.device)
-        for copies, found in pieces.items():
-            total += measure(found) / copies
-        self.context.world.all_reduce(total).wait()
-        return float(total)
 
+        Args:
+            kind: of state.
+            measure: of the pieces of some buckets, one after another.
+            estimates: each replica's gradients stand for a fraction of the whole, so that their squares count
+                as that much more.
+        """
+        by_copies: dict[int, list[Bucket]] = {}
+        for bucket in self._trained:
+            layout = bucket.layout
+            if self._counted[bucket]:
+                by_copies.setdefault(1 if layout.row.shard_state else layout.ranks, []).append(bucket)
+        total = torch.zeros((), dtype=torch.float64, device=self.context.device)
+        for copies, buckets in by_copies.items():
+            found = measure(
+                each.flats[kind][where]
+                for residents in self.store.visits((kind,), buckets)
+                for each in residents
+                for where in self._counted[each.bucket]
+            )
+            total += found * copies if estimates else found / copies
+        self.context.world.all_reduce(total).wait()
+        (value,) = read_values(total) or (math.nan,)
+        return value
+
+    @torch.no_grad()
     def _first_bad_parameter(self) -> str:
-        named = (each for b, _ in self._trained() for each in b.named_pieces(b.own_grads))
-        mine = next((spec.name for spec, _, grad in named if not grad.isfinite().all()), None)
-        found = gather_values(self.context.world, mine, self.context.device)
+        found = gather_values(self.context.world, next(self._bad_parameters(), None), self.context.device)
         rank, name = next(((r, n) for r, n in enumerate(found) if n is not None), (None, None))
         return f"{name} (rank {rank})" if name else "none: the sum of squares overflowed"
 
-
-class _Update:
-    """Pieces that one call of the rule updates, by learning rate."""
-
-    def __init__(self, rule: UpdateRule, number: int, lr: PerGroup, weight_decay: PerGroup):
-        self._rule = rule
-        self._number = number
-        self._lr = lr
-        self._weight_decay = weight_decay
-        self._calls: dict[float, list[tuple[Tensor, Tensor, dict[str, Tensor], float]]] = {}
-
-    def add(self, bucket: Bucket, master: Tensor, grads: Tensor, state: dict[str, Tensor]) -> None:
-        """Add a bucket's segments."""
-        parts = {kind: [piece for _, piece in bucket.pieces(flat)] for kind, flat in state.items()}
-        pairs = zip(bucket.pieces(master), bucket.pieces(grads), strict=True)
-        for i, ((segment, weights), (_, gradient)) in enumerate(pairs):
-            decay = _of_group(self._weight_decay, segment) if segment.weight_decay else 0.0
-            mine = {kind: pieces[i] for kind, pieces in parts.items()}
-            call = self._calls.setdefault(_of_group(self._lr, segment), [])
-            call.append((weights, gradient, mine, decay))
-
-    def run(self) -> None:
-        """Update them."""
-        for lr, pieces in self._calls.items():
-            weights, gradients, states, decays = zip(*pieces, strict=True)
-            self._rule.step(weights, gradients, states, step=self._number, lr=lr, weight_decays=list(decays))
+    def _bad_parameters(self) -> Iterator[str]:
+        """Names of parameters with gradients here that are not finite."""
+        for residents in self.store.visits((GRADIENT,), self._trained):
+            for each in residents:
+                for number, _, piece in each.bucket.layout.member_pieces(each.flats[GRADIENT]):
+                    if not piece.isfinite().all():
+                        yield each.bucket.layout.specs[number].name
 
 
-def _of_group(value: PerGroup, segment: Segment) -> float:
-    return value if isinstance(value, (int, float)) else value[segment.group]
+def _whole(bucket: Bucket, flat: Tensor) -> Tensor:
+    """A whole flat tensor [padded] from every rank's part over its `state_range`."""
+    if not bucket.layout.row.shard_state:
+        return flat
+    whole = flat.new_empty(bucket.layout.padded)
+    bucket.wire.group.all_gather(whole, flat.contiguous()).wait()
+    return whole
+
+
+def _check_reduction(rule: UpdateRule, buckets: Sequence[Bucket]) -> None:
+    """Refuse a rule that sums gradients itself where they are summed already or cannot be used."""
+    if not rule.needs.reduces:
+        return
+    name = type(rule).__name__
+    for bucket in buckets:
+        if bucket.wire.reduces:
+            raise ConfigError(
+                f"`rule_reduces` of the ZeRO policy must be true for {name}, which sums gradients itself, "
+                "but is false; build the policy from the rule"
+            )
+        if bucket.layout.row.shard_state:
+            raise ConfigError(
+                f"`stage` must be 0 for {name}, which sums whole gradients itself, but state is sharded; "
+                "choose stage 0"
+            )
+        if bucket.store.sums(bucket).dtype != torch.float32:
+            raise ConfigError(
+                f"`accumulation_dtype` must be fp32 for {name}, which sums gradients itself, but is "
+                f"{bucket.store.sums(bucket).dtype}; choose fp32"
+            )

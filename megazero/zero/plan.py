@@ -1,7 +1,8 @@
-"""Which parameters share a bucket: a pure function over what is known of each."""
+"""Which parameters share a bucket: a pure function of a few facts about each."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,22 +14,22 @@ from megazero.zero.table import STAGES
 
 
 @dataclass(frozen=True)
-class Slot:
-    """What planning needs to know of one parameter.
+class BucketMember:
+    """What planning and layout need to know about one parameter.
 
     Attributes:
-        spec: where it lives.
-        numel: elements on this tensor-parallel rank.
-        dtype: of its weights.
+        spec: the parameter's spec.
+        shape: shape of this rank's slice.
+        dtype: dtype of its weights.
         chunk: model chunk that uses it.
         unit: number of the first unit that uses it.
         trainable: whether it gets gradients.
-        alone: whether it is used at several places (tied, reused), and has a bucket of its own.
-        group: number of its parameter group, which has a learning rate and weight decay of its own.
+        alone: whether it is used in several places (tied, reused) and therefore has its own bucket.
+        group: number of its parameter group, which has its own learning rate and weight decay.
     """
 
     spec: ParamSpec
-    numel: int
+    shape: tuple[int, ...]
     dtype: torch.dtype
     chunk: int = 0
     unit: int = 0
@@ -37,11 +38,14 @@ class Slot:
     group: int = 0
 
     @property
+    def numel(self) -> int:
+        """Number of elements of this rank's slice."""
+        return math.prod(self.shape)
+
+    @property
     def kind(self) -> tuple:
-        """What norm and update tell apart within a bucket; the same on every tensor-parallel rank."""
-        spec = self.spec
-        replicated, copy = spec.shard_dim is None, spec.tied_with is not None
-        return (self.group, not spec.weight_decay, replicated, copy, spec.partial_grad)
+        """What the norm and the update distinguish within a bucket; the same on every rank."""
+        return (self.group, *self.spec.traits)
 
 
 @dataclass(frozen=True)
@@ -49,61 +53,62 @@ class BucketKey:
     """What the parameters of one bucket have in common.
 
     Attributes:
-        chunk: model chunk whose backward fills it.
-        dtype: of the weights.
-        expert: whether they belong to experts (replicated over other ranks than dense parameters).
-        trainable: whether they get gradients.
-        row: number of its row of `table.STAGES`.
+        chunk: model chunk whose backward fills the bucket.
+        dtype: dtype of the weights.
+        replicas: name of the communicator over the ranks that hold the same parameters.
+        trainable: whether the parameters get gradients.
+        row: index of the bucket's row in `table.STAGES`.
     """
 
     chunk: int
     dtype: torch.dtype
-    expert: bool
+    replicas: str
     trainable: bool
     row: int
 
 
 def plan_buckets(
-    slots: Sequence[Slot], policy: ZeroPolicy, replicas: Callable[[bool], int]
+    params: Sequence[BucketMember], policy: ZeroPolicy, group_size: Callable[[str], int]
 ) -> list[tuple[BucketKey, list[int]]]:
     """The buckets in the order in which backward completes them: (key, parameter numbers).
 
-    Backward reaches the last parameters first, so numbers are dealt in reverse; a bucket closes when the
-    next parameter would take it beyond the policy's size (one larger parameter is a bucket alone). Within a
-    bucket, parameters of one kind are adjacent. Where weights are sharded, no bucket spans units.
+    Backward reaches the last parameters first, so they are assigned in reverse order; a bucket closes when
+    the next parameter would take it beyond the policy's size (a larger parameter gets its own bucket). Within
+    a bucket, parameters of one kind are adjacent. Where weights are sharded, no bucket spans units.
 
     Args:
-        slots: in the order in which forward uses them.
-        replicas: number of ranks that hold the same parameters: dense ones (False) or experts (True).
+        params: the parameters in the order in which forward uses them.
+        policy: the stage and the sizes.
+        group_size: number of ranks of a communicator, by its name.
     """
     done: list[tuple[BucketKey, list[int]]] = []
     open_: dict[tuple, list[int]] = {}
-    for i in reversed(range(len(slots))):
-        slot = slots[i]
-        row = _row(slot, policy, replicas(slot.spec.expert))
-        key = BucketKey(slot.chunk, slot.dtype, slot.spec.expert, slot.trainable, row)
-        place = (key, slot.unit if STAGES[row].shard_params else None)
-        members = None if slot.alone else open_.get(place)
-        if members is None or sum(slots[m].numel for m in members) + slot.numel > policy.bucket_size:
+    for i in reversed(range(len(params))):
+        param = params[i]
+        row = _row(param, policy, group_size(param.spec.replicas))
+        key = BucketKey(param.chunk, param.dtype, param.spec.replicas, param.trainable, row)
+        place = (key, param.unit if STAGES[row].shard_params else None)
+        members = None if param.alone else open_.get(place)
+        if members is None or sum(params[m].numel for m in members) + param.numel > policy.bucket_size:
             members = []
             done.append((key, members))
-            if not slot.alone:
+            if not param.alone:
                 open_[place] = members
         members.append(i)
-    # Reductions start in this order: one that is complete late must not hold up the others.
+    # Reductions start in this order: a bucket that completes late must not hold up the others.
     done.sort(key=lambda bucket: -min(bucket[1]))
     for _, members in done:
-        members.sort(key=lambda i: (slots[i].kind, i))
+        members.sort(key=lambda i: (params[i].kind, i))
     return done
 
 
-def _row(slot: Slot, policy: ZeroPolicy, replicas: int) -> int:
-    """The row of one parameter: the policy's, unless there is nothing to cut or nothing to gain."""
+def _row(param: BucketMember, policy: ZeroPolicy, replicas: int) -> int:
+    """The row of one parameter: the policy's, unless there is nothing to shard or nothing to gain."""
     if replicas == 1:
         return 0
     row = policy.stage
     if STAGES[row].shard_params and (
-        slot.numel < policy.persistence_threshold or not slot.dtype.is_floating_point
+        param.numel < policy.persistence_threshold or not param.dtype.is_floating_point
     ):
         row -= 1
-    return row if slot.trainable or STAGES[row].shard_params else 0
+    return row if param.trainable or STAGES[row].shard_params else 0

@@ -11,25 +11,25 @@ from megazero.config.tree import ZeroConfig
 
 @dataclass(frozen=True)
 class ZeroPolicy:
-    """How parameters, gradients and optimizer state are spread; sizes are in elements.
+    """How parameters, gradients and optimizer state are sharded; sizes are in elements.
 
     Attributes:
-        stage: number of the row of `table.STAGES`.
-        bucket_size: of one reduction or gather.
-        overlap_reduce: reduce buckets while backward runs instead of after it.
-        overlap_gather: gather ahead of use.
-        prefetch: how much is gathered ahead of its use.
-        persistence_threshold: parameters below it stay whole in stage 3.
-        max_live: gathered parameters are kept for their next use in the step while no more than this are.
-        reduce_dtype: of gradients between ranks.
-        accumulation_dtype: of gradient sums over micro-batches.
-        main_dtype: of the optimizer's copy of the weights.
-        hpz: ranks of one node that hold a second partition (ZeRO++); 1 is off.
+        stage: index of the row in `table.STAGES`.
+        bucket_size: size of one reduction or gather.
+        overlap_gather: whether to gather ahead of use.
+        prefetch: how much may be gathered ahead of its use.
+        persistence_threshold: parameters smaller than this stay whole in stage 3.
+        max_live: gathered parameters are kept for their next use in the step as long as there are no more
+            than this.
+        reduce_dtype: dtype of gradients sent between ranks.
+        accumulation_dtype: dtype of gradient sums over micro-batches.
+        main_dtype: dtype of the optimizer's copy of the weights.
+        hpz: number of ranks of one node that hold a second partition (ZeRO++); 1 turns it off.
+        rule_reduces: whether the update rule sums gradients over the replicas itself, see `optim.Needs`.
     """
 
     stage: int = 0
     bucket_size: int = 16_000_000
-    overlap_reduce: bool = True
     overlap_gather: bool = True
     prefetch: int = 50_000_000
     persistence_threshold: int = 100_000
@@ -38,14 +38,14 @@ class ZeroPolicy:
     accumulation_dtype: torch.dtype = torch.float32
     main_dtype: torch.dtype = torch.float32
     hpz: int = 1
+    rule_reduces: bool = False
 
     @classmethod
-    def of(cls, config: ZeroConfig) -> ZeroPolicy:
-        """From the configuration."""
+    def of(cls, config: ZeroConfig, *, rule_reduces: bool = False) -> ZeroPolicy:
+        """The policy of a configuration and of an update rule's `Needs`."""
         return cls(
             stage=config.stage,
             bucket_size=config.bucket_size,
-            overlap_reduce=config.overlap_grad_reduce,
             overlap_gather=config.overlap_param_gather,
             prefetch=config.prefetch_size,
             persistence_threshold=config.param_persistence_threshold,
@@ -54,6 +54,7 @@ class ZeroPolicy:
             accumulation_dtype=_dtype(config.grad_accumulation_dtype),
             main_dtype=_dtype(config.main_params_dtype),
             hpz=config.hpz_partition_size,
+            rule_reduces=rule_reduces,
         )
 
 

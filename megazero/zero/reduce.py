@@ -9,35 +9,45 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megazero.mpu import ParallelContext, Work
+from megazero.mpu import ParallelContext
 from megazero.zero.bucket import Bucket
+from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
+from megazero.zero.store import GRADIENT, Store
+from megazero.zero.wire import Reduction
 
-# Buffers that reductions under way may hold besides the sums, while the next bucket fills.
+# How many buffers besides the sums may be held by reductions in flight while the next bucket fills.
 _IN_FLIGHT = 1
 
 
 class GradientReducer:
     """Collects each parameter's gradient as backward produces it and reduces whole buckets.
 
-    Use: `start`; then `begin`, one backward and `end` per chunk and micro-batch; `finish` returns when
-    `Bucket.grads` hold the sums over the whole global batch.
+    Usage: call `start`; then `begin`, one backward and `end` for each chunk and micro-batch; `finish` returns
+    when the store has the sums over the whole global batch.
 
-    Gradients that are whole on each rank are summed over the micro-batches in place and reduced once. Where
-    they are sharded, each backward fills a transient buffer that is reduced and added to the shard. Within a
-    chunk reductions start in bucket order alone, so that every rank makes the same calls in whatever order
-    its autograd runs.
+    Gradients that are whole on each rank are summed over the micro-batches in place and reduced once. Sharded
+    gradients go through transient buffers, each the size of a bucket, which are reduced and added to the
+    shard. Within a chunk, reductions always start in bucket order, so every rank makes the same calls no
+    matter in which order its autograd runs.
+
+    There are never more than two transient buffers: one in flight, and one being filled for the bucket whose
+    turn it is in a backward that reduces. Gradients that arrive before their turn, or in a backward that
+    reduces nothing, are kept as they are, or as sums over micro-batches that are no larger. The half of a
+    backward that computes the gradient of the input leaves the gradients of biases and norms in this way.
 
     Args:
-        buckets: those of the trainable parameters, in the order in which backward completes them.
-        policy: overlap and dtypes.
-        context: for the sums over tensor-parallel ranks and tied parameters.
+        store: the store; its buckets are in the order in which backward completes them.
+        policy: dtypes and the size of buckets.
+        context: the groups for the sums over tensor-parallel ranks and tied parameters.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], policy: ZeroPolicy, context: ParallelContext):
+    def __init__(self, store: Store, policy: ZeroPolicy, context: ParallelContext):
+        buckets = [bucket for bucket in store.buckets if bucket.key.trainable]
+        self.store = store
         self.context = context
         self.policy = policy
-        self._progress = [_Progress(bucket) for bucket in buckets]
+        self._progress = [_BucketSums(bucket) for bucket in buckets]
         self._place = {
             id(param): (progress, i)
             for progress in self._progress
@@ -50,38 +60,52 @@ class GradientReducer:
         self._owed: set[int] = set(chunks)
         self._current: int | None = None
         self._reduce = False
+        self._ends = True
         self._next = 0
 
     def start(self) -> None:
         """Forget the previous step's gradients."""
         for progress in self._progress:
-            progress.fill = None
-            progress.reduced = False
+            progress.start()
         self._flights.clear()
         self._owed = set(self._chunks)
         self._current = None
 
-    def begin(self, chunk: int, *, reduce: bool) -> None:
-        """The next backward is `chunk`'s; with `reduce`, what it completes is reduced."""
+    def begin(self, chunk: int, *, reduce: bool, ends: bool = True) -> None:
+        """Announce that the next backward is `chunk`'s.
+
+        Args:
+            chunk: the chunk.
+            reduce: whether to reduce each sum as soon as this backward completes it.
+            ends: whether this is the last backward of its micro-batch; earlier ones may have brought the
+                gradients of other parameters.
+        """
         assert self._current is None, f"the backward of chunk {self._current} has not ended"
-        self._current, self._reduce, self._next = chunk, reduce, 0
+        assert ends or not reduce, f"chunk {chunk}: a backward that does not end completes nothing"
+        self._current, self._reduce, self._ends, self._next = chunk, reduce, ends, 0
         for progress in self._of(chunk):
             progress.begin()
 
     def collect(self, param: nn.Parameter) -> None:
-        """Take `param.grad` over."""
+        """Take over `param.grad`."""
         progress, slot = self._place[id(param)]
-        assert self._current is not None, f"{progress.bucket.specs[slot].name}: a gradient outside a backward"
-        self._open(progress).add(slot, param.grad)
-        param.grad = None
+        name = progress.bucket.layout.specs[slot].name
+        assert self._current is not None, f"{name}: a gradient outside a backward"
+        grad, param.grad = param.grad, None
+        if progress.fill is None and progress.needs_buffer and not self._has_turn(progress):
+            progress.wait(slot, grad, self.policy.reduce_dtype)
+        else:
+            self._open(progress).add(slot, grad)
         if progress.bucket.key.chunk != self._current:  # one parameter that two chunks on this rank use
             return
         progress.missing.discard(slot)
-        if self._reduce and self.policy.overlap_reduce:
+        if not self._ends:
+            progress.early.add(slot)
+        if self._reduce:
             self._launch_complete()
 
     def end(self) -> None:
-        """The chunk's backward is over; start the reductions that have not been."""
+        """End the chunk's backward; if it reduces, start the reductions that have not started yet."""
         chunk = self._current
         assert chunk is not None, "no backward has begun"
         if self._reduce:
@@ -90,27 +114,43 @@ class GradientReducer:
             self._owed.add(chunk)
         self._current = None
 
-    def finish(self) -> None:
-        """Return when the step's sums are complete."""
+    def reduce(self, chunk: int) -> None:
+        """Start reducing everything that has arrived for the chunk and has not been reduced yet."""
         assert self._current is None, f"the backward of chunk {self._current} has not ended"
+        # Even if everything has been reduced, a gradient may have arrived late from another chunk's backward.
+        self._next = 0 if chunk in self._owed else len(self._of(chunk))
+        self._launch_all(chunk)
+
+    def finish(self) -> None:
+        """Wait until the step's sums are complete, after reducing whatever has not been reduced yet."""
         for chunk in self._chunks:
-            # All of a chunk that has not been reduced; else what came late, from another chunk's backward.
-            self._next = 0 if chunk in self._owed else len(self._of(chunk))
-            self._launch_all(chunk)
+            self.reduce(chunk)
         while self._flights:
             self._land()
+        for progress in self._progress:
+            if not progress.bucket.wire.reduces:
+                sums = own_sums(progress.bucket.layout, self.store.sums(progress.bucket))
+                self.store.land(progress.bucket, sums, first=True)
         self._sum_over_sequence()
         self._sum_over_ends()
 
-    def _of(self, chunk: int) -> list[_Progress]:
+    def _of(self, chunk: int) -> list[_BucketSums]:
         return self._chunks.get(chunk, [])
 
-    def _open(self, progress: _Progress) -> _Fill:
-        """The buffer that the bucket's gradients go to now."""
+    def _has_turn(self, progress: _BucketSums) -> bool:
+        """Whether the bucket is the next one that the current backward reduces."""
+        chunk = self._of(self._current)
+        return self._reduce and self._next < len(chunk) and chunk[self._next] is progress
+
+    def _open(self, progress: _BucketSums) -> _Fill:
+        """The buffer that currently takes the bucket's gradients."""
         if progress.fill is None:
             bucket = progress.bucket
-            accumulates = not (bucket.row.shard_grads or progress.reduced)
-            progress.fill = _Fill(bucket, bucket.grads if accumulates else self._buffers.take(bucket))
+            transient = progress.needs_buffer
+            source = self._buffers.take(bucket) if transient else self.store.sums(bucket)
+            progress.fill = _Fill(bucket, source, transient=transient)
+            while progress.waiting:
+                progress.fill.add(*progress.waiting.popitem())
         return progress.fill
 
     def _launch_complete(self) -> None:
@@ -122,78 +162,78 @@ class GradientReducer:
     def _launch_all(self, chunk: int) -> None:
         for progress in self._of(chunk)[self._next :]:
             self._launch(progress)
-        # What came after its bucket had been reduced (a module that two reentrant checkpoints use).
+        # Gradients that arrived after their bucket was reduced (a module that two reentrant checkpoints use).
         for progress in self._of(chunk)[: self._next]:
-            if progress.fill is not None:
+            if progress.fill is not None or progress.waiting:
                 self._launch(progress)
         self._owed.discard(chunk)
 
     @torch.no_grad()
-    def _launch(self, progress: _Progress) -> None:
-        """Start the reduction of what the bucket's buffer holds; zeros where nothing has come."""
+    def _launch(self, progress: _BucketSums) -> None:
+        """Start reducing what the bucket's buffer holds, with zeros where no gradient has arrived."""
         bucket, fill = progress.bucket, self._open(progress)
         fill.complete()
-        if bucket.group.size == 1:  # the sums are complete as they are, and more can be added
+        if not bucket.wire.reduces:  # the sums are complete as they are, and more can be added
             return
         first, progress.fill, progress.reduced = not progress.reduced, None, True
-        wire = fill.buffer.to(self.policy.reduce_dtype)
-        heavy = wire is not fill.buffer or fill.source is not bucket.grads
+        heavy = fill.transient or bucket.wire.extra_bytes(fill.buffer) > 0
         while heavy and sum(flight.heavy for flight in self._flights) >= _IN_FLIGHT:
             self._land()
-        if bucket.row.shard_state:
-            result = wire[bucket.own]
-            work = bucket.group.reduce_scatter(result, wire, async_op=True)
-        else:
-            result = wire
-            work = bucket.group.all_reduce(wire, async_op=True)
-        self._flights.append(_Flight(bucket, fill.source, result, work, first, heavy))
+        self._flights.append(_Flight(bucket, fill, bucket.wire.reduce(fill.buffer), first, heavy))
 
-    @torch.no_grad()
     def _land(self) -> None:
-        """Wait for the oldest reduction and bring its result to the sums."""
+        """Wait for the oldest reduction and add its result to the sums."""
         flight = self._flights.popleft()
-        flight.work.wait()
-        if flight.heavy:
-            sums = flight.bucket.own_grads
-            sums.copy_(flight.result) if flight.first else sums.add_(flight.result)
-        if flight.source is not flight.bucket.grads:
-            self._buffers.give_back(flight.source)
+        flight.reduction.work.wait()
+        self.store.land(flight.bucket, flight.reduction.result, first=flight.first)
+        if flight.fill.transient:
+            self._buffers.give_back(flight.fill.source)
 
     @torch.no_grad()
     def _sum_over_sequence(self) -> None:
-        """Sum what each tensor-parallel rank has of its part of the sequence alone, in one call."""
+        """Sum gradients that each tensor-parallel rank has for its part of the sequence only, in one call."""
         if self.context.tp.size == 1:
             return
-        parts = [
-            piece
-            for progress in self._progress
-            for segment, piece in progress.bucket.pieces(progress.bucket.own_grads)
-            if segment.partial_grad
-        ]
-        if not parts:
-            return
-        together = torch.cat(parts)
-        self.context.tp.all_reduce(together).wait()
-        for part, total in zip(parts, together.split([part.numel() for part in parts]), strict=True):
-            part.copy_(total)
+        partial = [b for b in self._buckets() if any(s.partial_grad for s in b.layout.segments)]
+        for residents in self.store.visits((GRADIENT,), partial, changes=(GRADIENT,)):
+            found = [
+                each.flats[GRADIENT][each.bucket.layout.overlap(segment.start, segment.stop)]
+                for each in residents
+                for segment in each.bucket.layout.segments
+                if segment.partial_grad
+            ]
+            if parts := [part for part in found if part.numel()]:
+                together = torch.cat(parts)
+                self.context.tp.all_reduce(together).wait()
+                for part, total in zip(parts, together.split([p.numel() for p in parts]), strict=True):
+                    part.copy_(total)
 
     def _sum_over_ends(self) -> None:
         """Sum tied parameters' gradients over the two pipeline stages that hold them."""
         if self.context.ends.size == 1:
             return
-        for progress in self._progress:
-            if progress.bucket.specs[0].shared:
-                self.context.ends.all_reduce(progress.bucket.own_grads).wait()
+        shared = [bucket for bucket in self._buckets() if bucket.layout.specs[0].shared]
+        for residents in self.store.visits((GRADIENT,), shared, changes=(GRADIENT,)):
+            for each in residents:
+                self.context.ends.all_reduce(each.flats[GRADIENT]).wait()
+
+    def _buckets(self) -> list[Bucket]:
+        return [progress.bucket for progress in self._progress]
 
 
 class _Fill:
-    """What a bucket's gradients arrive in: the first `padded` elements of `source`."""
+    """The buffer that a bucket's gradients arrive in: the first `padded` elements of `source`.
 
-    def __init__(self, bucket: Bucket, source: Tensor):
+    `source` holds the bucket's sums, or is a transient buffer.
+    """
+
+    def __init__(self, bucket: Bucket, source: Tensor, *, transient: bool):
+        layout = bucket.layout
         self.source = source
-        self.buffer = source[: bucket.padded]
-        self._tail = source[bucket.numel : bucket.padded]
-        self._views = bucket.views(source)
+        self.transient = transient
+        self.buffer = source[: layout.padded]
+        self._tail = source[layout.numel : layout.padded]
+        self._views = layout.views(source)
         self._written = [False] * len(bucket.params)
 
     def add(self, slot: int, grad: Tensor) -> None:
@@ -205,7 +245,7 @@ class _Fill:
             self._written[slot] = True
 
     def complete(self) -> None:
-        """Write zeros where nothing has arrived: the parameter may be in use on another rank."""
+        """Write zeros where no gradient has arrived: the parameter may be in use on another rank."""
         self._tail.zero_()
         for view, written in zip(self._views, self._written, strict=True):
             if not written:
@@ -214,62 +254,88 @@ class _Fill:
 
 
 @dataclass
-class _Progress:
-    """How far one bucket is in this step.
+class _BucketSums:
+    """How far one bucket has got in this step.
 
     Attributes:
-        fill: what its gradients arrive in; None where nothing has since the last reduction.
-        reduced: whether it has been reduced in this step, so that `Bucket.grads` is under way or complete.
-        missing: parameters whose gradients have not come in this backward.
+        fill: the buffer that its gradients arrive in; None if none has arrived since the last reduction.
+        reduced: whether it has been reduced in this step, so that its sums are in flight or complete.
+        missing: parameters whose gradients have not yet arrived in this micro-batch.
+        early: parameters whose gradients an earlier backward of the same micro-batch brings.
+        waiting: by parameter, gradients that have no buffer yet: a single one in its own dtype, or a sum over
+            micro-batches.
     """
 
     bucket: Bucket
     fill: _Fill | None = None
     reduced: bool = False
     missing: set[int] = field(default_factory=set)
+    early: set[int] = field(default_factory=set)
+    waiting: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def needs_buffer(self) -> bool:
+        """Whether gradients need a transient buffer, because the sums are sharded or in flight."""
+        return self.bucket.layout.row.shard_grads or self.reduced
+
+    def start(self) -> None:
+        self.fill, self.reduced = None, False
+        self.early.clear()
+        self.waiting.clear()
 
     def begin(self) -> None:
-        self.missing = set(range(len(self.bucket.params)))
+        self.missing = set(range(len(self.bucket.params))) - self.early
+
+    @torch.no_grad()
+    def wait(self, slot: int, grad: Tensor, dtype: torch.dtype) -> None:
+        """Keep the gradient of parameter number `slot`; sums have `dtype`, as they would in a buffer."""
+        held = self.waiting.get(slot)
+        self.waiting[slot] = grad if held is None else held.to(dtype).add_(grad)
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A reduction under way.
+    """A reduction in flight.
 
     Attributes:
-        source: the buffer that the gradients came in: the bucket's sums or a transient one.
-        result: where this rank's part of the sum comes to lie.
-        first: whether it is the bucket's first of the step, and replaces the previous step's sums.
+        bucket: the bucket that is reduced.
+        fill: the buffer that the gradients arrived in.
+        reduction: the sum on the wire.
+        first: whether it is the bucket's first of the step, which replaces the previous step's sums.
         heavy: whether it holds memory besides the sums.
     """
 
     bucket: Bucket
-    source: Tensor
-    result: Tensor
-    work: Work
+    fill: _Fill
+    reduction: Reduction
     first: bool
     heavy: bool
 
 
 class _BufferPool:
-    """Transient gradient buffers, of one size so that any bucket can use any of them.
+    """Transient gradient buffers, all of one size so that any bucket can use any of them.
 
-    A bucket that is one parameter above the bucket size gets a buffer of its own size, which is not kept.
+    A bucket of one parameter that exceeds the bucket size gets a buffer of its own size, which is not kept.
+    When it is allocated, a kept buffer is dropped, so there are never more buffers than have been in use at
+    once.
     """
 
     def __init__(self, buckets: Sequence[Bucket], policy: ZeroPolicy):
         self._dtype = policy.reduce_dtype
-        usual = [b.padded for b in buckets if b.row.shard_grads and b.numel <= policy.bucket_size]
+        layouts = [bucket.layout for bucket in buckets]
+        usual = [x.padded for x in layouts if x.row.shard_grads and x.numel <= policy.bucket_size]
         self._size = max(usual, default=0)
         self._free: list[Tensor] = []
 
     def take(self, bucket: Bucket) -> Tensor:
         """An uninitialized flat buffer at least as long as the bucket."""
-        if bucket.padded > self._size:
-            return bucket.full.new_empty(bucket.padded, dtype=self._dtype)
+        if bucket.layout.padded > self._size:
+            if self._free:
+                self._free.pop()
+            return bucket.full.new_empty(bucket.layout.padded, dtype=self._dtype)
         return self._free.pop() if self._free else bucket.full.new_empty(self._size, dtype=self._dtype)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Take a buffer back whose contents are no longer needed."""
+        """Take back a buffer whose contents are no longer needed."""
         if buffer.numel() == self._size:
             self._free.append(buffer)

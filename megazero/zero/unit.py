@@ -1,4 +1,4 @@
-"""`Unit`: parameters that are used together, which is what stage 3 gathers at once."""
+"""`Unit`: parameters that are used together and that stage 3 gathers together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megazero.mpu import Init, ParamSpec
+from megazero.mpu import InitialValues, ParamSpec
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Unit:
     dicts and dataclasses): their gradients announce the unit's backward.
 
     Attributes:
-        chunk: model chunk (virtual pipeline stage on this rank), 0 where there is one.
-        module: its forward is where the parameters are needed.
-        params: a parameter may be in two units (tied or reused weights).
+        chunk: model chunk (virtual pipeline stage on this rank); 0 if there is only one.
+        module: the module whose forward needs the parameters.
+        params: the parameters; one may be in two units (tied or reused weights).
     """
 
     chunk: int
@@ -30,7 +30,7 @@ class Unit:
 def module_units(module: nn.Module, chunk: int = 0) -> list[Unit]:
     """One unit per module that owns parameters directly, in module order.
 
-    A parameter without a `ParamSpec` gets one that says: a dense parameter of this name and shape.
+    A parameter without a `ParamSpec` gets one that describes a dense parameter of its name and shape.
     """
     units = []
     for prefix, owner in module.named_modules():
@@ -38,7 +38,7 @@ def module_units(module: nn.Module, chunk: int = 0) -> list[Unit]:
         for name, param in params.items():
             if not hasattr(param, "spec"):
                 full_name = f"{prefix}.{name}" if prefix else name
-                param.spec = ParamSpec(full_name, tuple(param.shape), Init("zeros"))
+                param.spec = ParamSpec(full_name, tuple(param.shape), InitialValues("zeros"))
         if params:
             units.append(Unit(chunk, owner, tuple(params.values())))
     return units

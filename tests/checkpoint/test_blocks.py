@@ -172,7 +172,7 @@ def test_a_file_cut_while_it_is_open(tmp_path, recorded):
     record = small_file(path, block_size=256)
     with TensorFile(path, record if recorded else None, block_size=256) as file:
         os.truncate(path, 1024)
-        with pytest.raises(DamagedCheckpointError, match=f"`{path}` .* but byte 1[0-9]+ is not there"):
+        with pytest.raises(DamagedCheckpointError, match=f"`{path}` .* but byte 1[0-9]+ is no longer there"):
             file.tensor("layers.0.w")
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from megazero.checkpoint import candidates
 from megazero.checkpoint.folder import LATEST
+from megazero.deepspeed.checkpoint import LoadParts, load_checkpoint
 from megazero.errors import CheckpointError
-from megazero.train.user.checkpoint import LoadParts, load_checkpoint
 from tests.checkpoint.forged import make
 
 
@@ -42,7 +42,7 @@ FOREIGN = {
         ],
         r"torch\.distributed\.checkpoint; convert",
     ),
-    "DeepSpeed": ("ds", ["latest=global_step10", "global_step10/x.pt"], "DeepSpeed's .* import-megatron"),
+    "DeepSpeed": ("ds", ["latest=global_step10", "global_step10/x.pt"], "of DeepSpeed .* import-megatron"),
     "DCP": ("dcp", [".metadata", "__0_0.distcp"], r"torch\.distributed\.checkpoint; convert"),
     "a file": (f"run/{LATEST}", [], "must be a folder to read, but is not: Not a directory; check the path"),
 }

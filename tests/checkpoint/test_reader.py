@@ -32,9 +32,18 @@ from megazero.checkpoint.folder import publish
 from megazero.checkpoint.tensor_file import Later
 from megazero.checkpoint.writer import write_description, write_parts
 from megazero.errors import DamagedCheckpointError
-from megazero.mpu import Init, ParamSpec, ProcessGrid, ThreadWorld, new_parameter, thread_context
+from megazero.layers import Placement
+from megazero.mpu import (
+    Cut,
+    InitialValues,
+    ParallelContext,
+    ParamSpec,
+    ProcessGrid,
+    ThreadWorld,
+    thread_context,
+)
 from megazero.optim import Adam
-from megazero.zero import Optimizer, Unit, ZeroPolicy, build_buckets
+from megazero.zero import Optimizer, Unit, ZeroPolicy, build_store
 
 W = Key("w")
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,13 +161,13 @@ def test_a_flipped_bit_is_found_where_it_is_read(tmp_path, verify):
 SHAPES = {"column": (3072, 4096), "row": (1024, 4096), "norm": (1 << 18,), "embedding": (1027, 1024)}
 
 
-def weights(tp: int) -> list[nn.Parameter]:
-    dims = {"column": 0, "row": 1, "norm": None, "embedding": 0}
+def weights(context: ParallelContext) -> list[nn.Parameter]:
+    cuts = {"column": Cut(0, "tp"), "row": Cut(1, "tp"), "norm": None, "embedding": Cut(0, "tp", 1028)}
     specs = [
-        ParamSpec(name, shape, Init("zeros"), dims[name], 1028 if name == "embedding" else None)
+        ParamSpec(name, shape, InitialValues("zeros"), (cuts[name],) if cuts[name] else ())
         for name, shape in SHAPES.items()
     ]
-    return [new_parameter(spec, tp, torch.float32, "cpu") for spec in specs]
+    return [Placement.of(context, torch.float32).parameter(spec) for spec in specs]
 
 
 def on_ranks(grid: ProcessGrid, stage: int, work):
@@ -167,9 +176,9 @@ def on_ranks(grid: ProcessGrid, stage: int, work):
 
     def body(rank: int):
         context = thread_context(world, grid, rank)
-        units = [Unit(0, nn.Module(), (param,)) for param in weights(grid.tp)]
+        units = [Unit(0, nn.Module(), (param,)) for param in weights(context)]
         policy = ZeroPolicy(stage=stage, bucket_size=3 << 20, persistence_threshold=0)
-        return work(Optimizer(build_buckets(units, policy, context), Adam(), context, 0.0), context)
+        return work(Optimizer(build_store(units, policy, context), Adam(), context, 0.0), context)
 
     return world.run(body)
 
@@ -180,8 +189,9 @@ def saved_on_four(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
 
     def save(optimizer, context):
-        for bucket in optimizer.buckets:
-            bucket.master.copy_(torch.arange(bucket.master.numel()) % 1021 + context.tp.rank)
+        for bucket in optimizer.store.buckets:
+            master = optimizer.store.at_rest(bucket)["weight"]
+            master.copy_(torch.arange(master.numel()) % 1021 + context.tp.rank)
         saver = Saver(folder, context)
         saver.save(1, parts_to_write(optimizer, context, moments=False), {})
         saver.close()

@@ -15,19 +15,20 @@ from torch import Tensor, nn
 from megazero.checkpoint import Key, Part, parts_of_parameters, parts_to_read, parts_to_write
 from megazero.checkpoint.box import gaps_or_overlaps
 from megazero.checkpoint.shards import state_keys
-from megazero.mpu import Init, ParamSpec, ProcessGrid, TrafficLog, new_parameter, recording_context
+from megazero.layers import Placement
+from megazero.mpu import Cut, InitialValues, ParamSpec, ProcessGrid, TrafficLog, recording_context
 from megazero.optim import Adam
-from megazero.zero import Optimizer, Unit, ZeroPolicy, build_buckets
+from megazero.zero import Optimizer, Unit, ZeroPolicy, build_store
 
 F32, BF16 = torch.float32, torch.bfloat16
-ANY = Init("zeros")
+ANY = InitialValues("zeros")
+COLUMNS, ROWS = (Cut(0, "tp"),), (Cut(1, "tp"),)
 
 
 def vocabulary(tp: int, name: str = "words", tied_with: str | None = None) -> ParamSpec:
     """Five entries, padded to as many for each rank: 8 on four ranks, of which the last has none."""
-    return ParamSpec(
-        name, (5, 3), ANY, shard_dim=0, padded_size=-(-5 // (2 * tp)) * 2 * tp, tied_with=tied_with
-    )
+    cut = Cut(0, "tp", padded_size=-(-5 // (2 * tp)) * 2 * tp)
+    return ParamSpec(name, (5, 3), ANY, (cut,), tied_with=tied_with)
 
 
 def specs(tp: int) -> list[ParamSpec]:
@@ -35,10 +36,12 @@ def specs(tp: int) -> list[ParamSpec]:
         vocabulary(tp),
         ParamSpec("scalar", (), ANY),
         ParamSpec("nothing", (0, 3), ANY),
-        ParamSpec("no columns", (4, 0), ANY, shard_dim=0),
-        ParamSpec("column", (8, 5), ANY, shard_dim=0),
-        ParamSpec("row", (3, 8), ANY, shard_dim=1),
-        ParamSpec("experts", (2, 4, 3), ANY, shard_dim=1),
+        ParamSpec("no columns", (4, 0), ANY, COLUMNS),
+        ParamSpec("column", (8, 5), ANY, COLUMNS),
+        ParamSpec("row", (3, 8), ANY, ROWS),
+        ParamSpec("groups", (2, 4, 3), ANY, ROWS),
+        ParamSpec("experts", (4, 8, 3), ANY, (Cut(0, "ep"), Cut(1, "tp"))),
+        ParamSpec("experts' bias", (4, 3), ANY, (Cut(0, "ep"),)),
         ParamSpec("norm", (7,), ANY, weight_decay=False),
         ParamSpec("bias", (4, 3), ANY),
         ParamSpec("frozen", (9,), ANY),
@@ -66,14 +69,14 @@ class Whole:
 def build(grid: ProcessGrid, rank: int, stage: int, bucket_size: int = 20, dtype=F32, fill=math.nan):
     """The optimizer of one rank, all of it `fill`."""
     context = recording_context(grid, rank, TrafficLog(), "cpu")
-    params = [new_parameter(spec, grid.tp, dtype, "cpu") for spec in specs(grid.tp)]
+    params = [Placement.of(context, dtype).parameter(spec) for spec in specs(grid.tp)]
     for param in params:
         param.requires_grad_(param.spec.name != "frozen")
     units = [Unit(0, nn.Module(), (param,)) for param in params]
     policy = ZeroPolicy(stage=stage, bucket_size=bucket_size, persistence_threshold=4)
-    optimizer = Optimizer(build_buckets(units, policy, context), Adam(), context, 0.0)
-    for bucket, state in zip(optimizer.buckets, optimizer.states, strict=True):
-        for flat in (bucket.master, *state.values()):
+    optimizer = Optimizer(build_store(units, policy, context), Adam(), context, 0.0)
+    for bucket in optimizer.store.buckets:
+        for flat in optimizer.store.at_rest(bucket).values():
             flat.fill_(fill)
     return optimizer, context
 
@@ -89,23 +92,29 @@ def expected_shapes(tp: int) -> dict[Key, tuple[int, ...]]:
 
 
 def local(optimizer: Optimizer) -> Iterable[tuple[ParamSpec, str, slice, Tensor]]:
-    for bucket, state in zip(optimizer.buckets, optimizer.states, strict=True):
-        for kind, flat in {"weight": bucket.master, **state}.items():
-            for spec, span, piece in bucket.named_pieces(flat):
-                yield spec, kind, span, piece
+    for bucket in optimizer.store.buckets:
+        for kind, flat in optimizer.store.at_rest(bucket).items():
+            for number, span, piece in bucket.layout.member_pieces(flat):
+                yield bucket.layout.specs[number], kind, span, piece
 
 
 LAYOUTS = [
-    SimpleNamespace(tp=tp, dp=dp, stage=stage, bucket_size=bucket_size)
-    for tp, dp, stage, bucket_size in product((1, 2, 4), (1, 2, 4), (0, 1, 3), (1, 20, 1000))
-    if dp > 1 or stage == 0
+    SimpleNamespace(grid=ProcessGrid(tp=tp, dp=dp, ep=ep), stage=stage, bucket_size=bucket_size)
+    for ep, tps, dps, sizes in ((1, (1, 2, 4), (1, 2, 4), (1, 20, 1000)), (2, (1, 2), (1, 2), (20,)))
+    for tp, dp, stage, bucket_size in product(tps, dps, (0, 1, 3), sizes)
+    if dp * ep > 1 or stage == 0
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"T{x.tp}D{x.dp}Z{x.stage}b{x.bucket_size}")
+def title(layout: SimpleNamespace) -> str:
+    grid = layout.grid
+    return f"T{grid.tp}E{grid.ep}D{grid.dp}Z{layout.stage}b{layout.bucket_size}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=title)
 def test_what_is_read_is_held_and_what_is_written_is_whole(layout):
-    grid = ProcessGrid(tp=layout.tp, dp=layout.dp)
-    shapes = expected_shapes(layout.tp)
+    grid = layout.grid
+    shapes = expected_shapes(grid.tp)
     written: dict[Key, list[Part]] = defaultdict(list)
     for rank in range(grid.world_size):
         optimizer, context = build(grid, rank, layout.stage, layout.bucket_size)
@@ -113,7 +122,7 @@ def test_what_is_read_is_held_and_what_is_written_is_whole(layout):
         for spec, kind, span, piece in local(optimizer):
             key = Key(spec.tied_with or spec.name, kind)
             # `shard` zeroes padding, where memory was NaN.
-            want = spec.shard(whole(key, spec.shape), context.tp.rank, context.tp.size)
+            want = spec.shard(whole(key, spec.shape), context.place)
             assert piece.equal(want.reshape(-1)[span]), (key, rank)
         assert set(state_keys(optimizer)) == set(shapes)
         for part in parts_to_write(optimizer, context):
@@ -134,7 +143,7 @@ def test_replicas_write_about_as_much_each(tp, dp):
         optimizer, context = build(grid, rank, stage=0)
         # Dealt with its padding, a vocabulary is counted with it here.
         mine = {part.key.name for part in parts_to_write(optimizer, context, moments=False)}
-        numel = {p.spec.name: p.numel() for bucket in optimizer.buckets for p in bucket.params}
+        numel = {p.spec.name: p.numel() for bucket in optimizer.store.buckets for p in bucket.params}
         loads[context.tp.rank].append(sum(numel[name] for name in mine))
     for each in loads.values():
         assert max(each) - min(each) <= max(numel.values()), "one parameter"
@@ -147,7 +156,7 @@ def test_tensor_parallel_ranks_share_what_all_hold():
     for rank in range(2):
         optimizer, context = build(grid, rank, stage=0, bucket_size=1000)
         names.append({part.key.name for part in parts_to_write(optimizer, context)})
-    replicated = {spec.name for spec in specs(2) if spec.shard_dim is None}
+    replicated = {spec.name for spec in specs(2) if "tp" not in spec.axes}
     assert names[0] & names[1] & replicated == set()
     assert all(each & replicated for each in names)
     assert "head" not in names[0] | names[1], "a tied copy is its original"
@@ -160,8 +169,8 @@ def test_parts_are_the_live_memory_and_no_more(stage):
     for part in parts:
         assert part.tensor.dtype == (BF16 if part.key.name == "frozen" else F32), "masters are fp32"
         part.tensor.fill_(2.0)
-    flats = [bucket.master for bucket in optimizer.buckets]
-    flats += [flat for state in optimizer.states for flat in state.values()]
+    store = optimizer.store
+    flats = [flat for bucket in store.buckets for flat in store.at_rest(bucket).values()]
     changed = sum(int((flat == 2.0).sum()) for flat in flats)
     assert changed == sum(part.box.numel for part in parts) > 0
     # What evens out the buckets is in no part.
@@ -180,7 +189,7 @@ def test_without_moments_there_are_weights_alone():
 def test_weights_of_a_model_without_an_optimizer(tp):
     for rank in range(tp):
         context = recording_context(ProcessGrid(tp=tp), rank, TrafficLog(), "cpu")
-        params = [new_parameter(spec, tp, BF16, "cpu") for spec in specs(tp)]
+        params = [Placement.of(context, BF16).parameter(spec) for spec in specs(tp)]
         for param in params:
             param.data.fill_(math.nan)
         parts = parts_of_parameters(params, context)
@@ -188,5 +197,5 @@ def test_weights_of_a_model_without_an_optimizer(tp):
         Whole(expected_shapes(tp)).read(parts)
         for param in params:
             key = Key(param.spec.tied_with or param.spec.name)
-            want = param.spec.shard(whole(key, param.spec.shape), rank, tp).to(BF16)
+            want = param.spec.shard(whole(key, param.spec.shape), context.place).to(BF16)
             assert param.data.equal(want), (key, rank)

@@ -157,7 +157,7 @@ def test_a_tensor_made_later_must_be_as_announced(tmp_path, made):
     [
         ([("a", ONE), ("b", ONE), ("a", ONE)], "`a` must be the name of one"),
         ([("__metadata__", ONE)], "`__metadata__` must be the name of one"),
-        ([("a", ONE.to(torch.complex64))], "safetensors knows, but is of torch.complex64"),
+        ([("a", ONE.to(torch.complex64))], "safetensors knows, but has torch.complex64"),
     ],
 )
 def test_what_the_format_cannot_hold_is_refused_before_a_file_is_made(tmp_path, tensors, message):

@@ -118,7 +118,7 @@ def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatc
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.warns(UserWarning, match="has no locks: nothing keeps another job from it"):
+    with pytest.warns(UserWarning, match="has no locks: nothing keeps another job from writing there"):
         saver = Saver(tmp_path, solo_context())
     save(saver, 10)
     saver.close()

@@ -172,7 +172,7 @@ def test_a_rank_with_nothing_to_write_writes_no_file(tmp_path):
         ([part(torch.ones(2), shape=(4,))], "2 of 4 elements are there"),
         ([part(torch.ones(3), shape=(4,)), part(torch.ones(2), shape=(4,), offset=(2,))], "overlap"),
         ([part(torch.ones(2), shape=(4,)), part(torch.ones(2).half(), shape=(4,), offset=(2,))], "F32.*F16"),
-        ([part(torch.ones(2), shape=(4,)), part(torch.ones(2), shape=(3,), offset=(1,))], "alike on all"),
+        ([part(torch.ones(2), shape=(4,)), part(torch.ones(2), shape=(3,), offset=(1,))], "the same on all"),
         ([part(torch.ones(2)), part(torch.ones(2))], "overlap"),
     ],
     ids=["gap", "overlap", "dtypes", "shapes", "twice"],

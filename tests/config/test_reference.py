@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megazero.config.compat import FOREIGN_FLAGS
-from megazero.config.deepspeed_table import ROWS as DEEPSPEED_ROWS
+from megazero.config.deepspeed.table import ROWS as DEEPSPEED_ROWS
 from megazero.config.fields import FIELDS
 from megazero.config.flags import FLAGS
 from megazero.config.help import format_help

@@ -71,7 +71,7 @@ def test_every_kind_of_problem_in_one_report(tmp_path: Path) -> None:
         "`--num-layers` must be set (number of transformer layers), but is missing.",
         "`--hidden-size` must be set (width of the residual stream), but is missing.",
         f"{file}:3: `model.kv_channels` must be greater than 0, but is `0`.",
-        "`--micro-batch-size` must be set (sequences of one forward pass on one replica), but is missing.",
+        "`--micro-batch-size` must be set (sequences per forward pass on one replica), but is missing.",
         "`--adam-beta1` must be less than 1, but is `1.0`.",
         "`min_lr` must be at most `lr`, but `min_lr` is 1.0 and `lr` is 0.001; lower `--min-lr` [rule "
         "min_lr_below_lr].",
@@ -132,7 +132,7 @@ def test_ignored_flags_are_named_in_one_warning() -> None:
     assert parse_config(argv).warnings == (
         "flags without effect here: --no-pipeline-parallel (there is one engine, with and without pipeline "
         "stages); --data-impl (datasets are memory-mapped); --use-flash-attn, --use-flash-attn-v2 (the "
-        "fastest kernel that is built is used, and all compute the same).",
+        "fastest kernel that is built is used, and all kernels compute the same).",
     )
 
 

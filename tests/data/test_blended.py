@@ -42,10 +42,10 @@ class TestParseBlend:
     def test_missing_files_are_named(self, tmp_path):
         golden = str(write_golden(tmp_path / "g"))
         assert parse_blend([golden]) == [(None, golden)]
-        with pytest.raises(DataError, match=r"other\.idx is no file"):
+        with pytest.raises(DataError, match=r"other\.idx is not a file"):
             parse_blend(["1", golden, "2", str(tmp_path / "other")])
         (tmp_path / "g.bin").unlink()
-        with pytest.raises(DataError, match=r"g\.bin is no file"):
+        with pytest.raises(DataError, match=r"g\.bin is not a file"):
             parse_blend([golden])
 
     def test_a_dataset_may_be_called_like_a_number(self, tmp_path, monkeypatch):

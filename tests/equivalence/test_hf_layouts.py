@@ -14,10 +14,11 @@ from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig
 from megazero.models import Batch
 from megazero.mpu import ThreadWorld, solo_context, thread_context
-from megazero.train.model import Vocabulary, build_chunks
+from megazero.train.chunks import build_chunks
 from megazero.train.resume import resume
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
+from megazero.train.vocabulary import Vocabulary
 from megazero.verify.layouts import SEQUENCE, VOCABULARY, Layout
 from megazero.verify.record import verification_engine
 
@@ -61,7 +62,9 @@ def export(layout: Layout, config: Config, out: Path) -> dict[str, torch.Tensor]
             engine_of,
             partial(HFReader.for_model, model=config.model, vocab_size=VOCABULARY),
         )
-        snapshots = Snapshots(config, resumed.engine, context, VOCABULARY, config.training.seed)
+        snapshots = Snapshots(
+            config, resumed.horizon, resumed.engine, context, VOCABULARY, config.training.seed
+        )
         snapshots.save(TrainState(1, 8, 8 * SEQUENCE, 0))
         snapshots.saver.close()
 

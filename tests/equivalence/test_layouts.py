@@ -151,7 +151,9 @@ def test_a_difference_is_seen(broken):
     layout = Layout(tp=2)
     records = run(layout)
     values = getattr(records[1], broken)
-    if broken in ("losses", "grad_norms"):
+    if broken == "losses":
+        values[3]["lm loss"] *= 1.001
+    elif broken == "grad_norms":
         values[3] *= 1.001
     else:
         values[3]["layers.1.mlp.up.weight"].view(-1)[5] += 1e-3

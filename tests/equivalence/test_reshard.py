@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.reshard_sweep import EXTRA, SMALL, Case, cases, check, difference, flat, pairs, run
+from megazero.config.horizon import horizon_of
 from megazero.mpu import ThreadWorld, thread_context
 from megazero.train.snapshot import Snapshots
 from megazero.verify.layouts import Layout
@@ -54,8 +55,15 @@ def test_the_vocabulary_is_padded_differently(tmp_path):
 
         def padded(rank, case=case, world=world):
             context = thread_context(world, case.layout.grid, rank)
-            engine = verification_engine(case.config(), context)
-            return {s.padded_size for b in engine.optimizer.buckets for s in b.specs if s.padded_size}
+            config = case.config()
+            engine = verification_engine(config, horizon_of(config, context.data.size), context)
+            return {
+                c.padded_size
+                for b in engine.optimizer.store.buckets
+                for s in b.layout.specs
+                for c in s.cuts
+                if c.padded_size
+            }
 
         sizes[tp] = world.run(padded)[-1]
     assert sizes == {1: {36}, 2: {40}, 4: {48}}
@@ -98,7 +106,8 @@ def test_a_checkpoint_that_changes_on_its_way_is_seen(tmp_path, monkeypatch):
     def altered(self, state):
         saves.append(self)
         if len(saves) == 3:  # on B, which has one rank
-            self.engine.optimizer.buckets[0].master[5] += 1e-3
+            store = self.engine.optimizer.store
+            store.at_rest(store.buckets[0])["weight"][5] += 1e-3
         return save(self, state)
 
     monkeypatch.setattr(Snapshots, "save", altered)

@@ -39,7 +39,7 @@ def build(config: ModelConfig, context: ParallelContext | None = None, *, sequen
     context = context or solo_context()
     placement = Placement.of(context, torch.float32, sequence_parallel=sequence_parallel)
     model = GPT(config, VOCAB, placement)
-    initialize(model, 7, context.tp.rank, context.tp.size)
+    initialize(model, 7, context.place)
     return model
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megazero.config.tree import RecomputeConfig
 from megazero.errors import ConfigError, DataError
-from megazero.inference import Sampling, for_generation, generate
+from megazero.inference import Sampling, generate
 from megazero.inference.sampling import choose_tokens
 from megazero.layers.collectives import gather_features
 from megazero.models import GPT, Batch
@@ -68,7 +68,7 @@ def generate_on_rank(context: ParallelContext) -> list[list[list[int]]]:
     results = []
     for config in (GPT2, LLAMA_FOUR_GROUPS):
         plain = build(config, context)
-        trained = for_generation(build(config, context, sequence_parallel=True))
+        trained = build(config, context, sequence_parallel=True).without_sequence_parallelism()
         results += [
             generate(model, PROMPTS, max_new_tokens=NEW, sampling=sampling)
             for model in (plain, trained)
@@ -166,7 +166,8 @@ def test_the_model_is_left_as_it_was(mode):
     generate(model, PROMPTS, max_new_tokens=4, sampling=DRAWN)
     assert model.training is mode
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    loss, _ = model.loss(Batch(torch.tensor([[1, 2]]), labels=torch.tensor([[2, 3]])))
+    _, sums = model.run(Batch(torch.tensor([[1, 2]]), labels=torch.tensor([[2, 3]])))
+    loss = sums["lm"]
     loss.backward()
     assert model.embedding.word.grad is not None
 
@@ -211,13 +212,13 @@ def test_no_prompts_give_no_text():
     assert generate(build(GPT2), [], max_new_tokens=2) == []
 
 
-def test_a_sequence_parallel_model_is_refused_and_for_generation_shares_its_weights():
+def test_a_sequence_parallel_model_is_refused_and_its_twin_shares_its_weights():
     def work(context: ParallelContext) -> None:
         model = build(GPT2, context, sequence_parallel=True)
         with pytest.raises(ConfigError, match="`sequence_parallel` must be off to generate"):
             generate(model, [[1]], max_new_tokens=1)
-        twin = for_generation(model)
-        assert twin is for_generation(twin)
+        twin = model.without_sequence_parallelism()
+        assert twin is twin.without_sequence_parallelism()
         ours, theirs = model.state_dict(), twin.state_dict()
         assert {n: v.data_ptr() for n, v in ours.items()} == {n: v.data_ptr() for n, v in theirs.items()}
 

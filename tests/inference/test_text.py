@@ -22,7 +22,7 @@ PROMPTS = ["def f(", "", "naïve", "x"]
 
 def byte_model(vocab: int = 257) -> GPT:
     model = GPT(LLAMA, (vocab, 384), Placement.of(solo_context(), torch.float32))
-    initialize(model, 3, 0, 1)
+    initialize(model, 3, model.placement.place)
     return model
 
 
@@ -68,7 +68,7 @@ def test_the_blank_between_prompt_and_text_is_kept():
 
 
 def test_an_empty_prompt_needs_an_end_of_document():
-    with pytest.raises(DataError, match="without end of document, but prompt 1 is ''"):
+    with pytest.raises(DataError, match="without an end-of-document token, but prompt 1 is ''"):
         TextGenerator(byte_model(), Words()).complete(["1", ""], max_new_tokens=2)
 
 
@@ -85,6 +85,6 @@ def test_a_batch_size_below_one_is_refused():
 def test_a_model_with_learned_positions_says_when_the_text_is_too_long():
     config = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=6)
     model = GPT(config, (257, 384), Placement.of(solo_context(), torch.float32))
-    initialize(model, 3, 0, 1)
+    initialize(model, 3, model.placement.place)
     with pytest.raises(ConfigError, match="at most the 6 learned positions, but is 8"):
         TextGenerator(model, BYTES).complete(["abcde"], max_new_tokens=4)

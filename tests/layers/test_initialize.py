@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ from megazero.layers import Placement, initialize
 from megazero.layers.initialize import initialize_parameters
 from megazero.models import GPT
 from megazero.mpu import (
-    Init,
+    Cut,
+    InitialValues,
     ParamSpec,
     ProcessGrid,
     ThreadWorld,
     TrafficLog,
-    new_parameter,
     recording_context,
     solo_context,
     spec_of,
@@ -32,8 +33,8 @@ def small(**changes) -> ModelConfig:
 
 def gathered(context, config: ModelConfig, seed: int, padded: int) -> dict[str, str]:
     model = GPT(config, (13, padded), Placement.of(context, torch.float32))
-    initialize(model, seed, context.tp.rank, context.tp.size)
-    whole = {spec_of(p).name: spec_of(p).unshard(p.detach(), context.tp) for p in model.parameters()}
+    initialize(model, seed, context.place)
+    whole = {spec_of(p).name: spec_of(p).unshard(p.detach(), context.groups) for p in model.parameters()}
     return {k: hashlib.sha256(v.contiguous().numpy().tobytes()).hexdigest() for k, v in whole.items()}
 
 
@@ -64,9 +65,9 @@ def test_seed_and_name_decide():
 def test_weights_are_normal_with_the_wanted_deviation():
     placement = Placement.of(solo_context(), torch.float32)
     holder = torch.nn.Module()
-    spec = ParamSpec("w", (400, 500), Init("normal", 0.02))
-    holder.w = new_parameter(spec, placement.tp.size, placement.dtype, placement.device)
-    initialize(holder, 1, 0, 1)
+    spec = ParamSpec("w", (400, 500), InitialValues("normal", 0.02))
+    holder.w = placement.parameter(spec)
+    initialize(holder, 1, placement.place)
     assert abs(holder.w.mean().item()) < 2e-4
     assert abs(holder.w.std().item() - 0.02) < 2e-4
     # Three sigmas hold 99.73% of a normal distribution.
@@ -75,7 +76,7 @@ def test_weights_are_normal_with_the_wanted_deviation():
 
 def test_padding_rows_are_zero_and_stay_out_of_sight():
     model = GPT(small(), (13, 32), Placement.of(solo_context(), torch.float32))
-    initialize(model, 1, 0, 1)
+    initialize(model, 1, model.placement.place)
     assert torch.equal(model.embedding.word[13:], torch.zeros(19, 16))
     assert model.embedding.word[:13].abs().min() > 0
 
@@ -85,7 +86,7 @@ def test_a_rank_of_a_thousand_constructs_on_meta():
     context = recording_context(ProcessGrid(dp=128, tp=8), 1023, log)
     config = small(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048)
     model = GPT(config, (50257, 51200), Placement.of(context, torch.bfloat16, sequence_parallel=True))
-    initialize(model, 1, context.tp.rank, context.tp.size)
+    initialize(model, 1, context.place)
     mine = sum(p.numel() for p in model.parameters())
     assert all(p.is_meta for p in model.parameters())
     # 96 (12 h^2 / 8 + (3 / 8 + 4 / 8 + 6) h) + (51200 / 8 + 2048 + 2) h
@@ -93,19 +94,43 @@ def test_a_rank_of_a_thousand_constructs_on_meta():
 
 
 def test_a_copy_starts_with_the_values_of_its_original():
-    original = ParamSpec("embedding.word.weight", (6, 4), Init("normal", 1.0), shared=True)
-    copy = ParamSpec("head.weight", (6, 4), Init("normal", 1.0), tied_with=original.name, shared=True)
-    other = ParamSpec("head.weight", (6, 4), Init("normal", 1.0))
-    params = [new_parameter(spec, 1, torch.float32, "cpu") for spec in (original, copy, other)]
-    initialize_parameters(params, 5, 0, 1)
+    original = ParamSpec("embedding.word.weight", (6, 4), InitialValues("normal", 1.0), shared=True)
+    copy = ParamSpec(
+        "head.weight", (6, 4), InitialValues("normal", 1.0), tied_with=original.name, shared=True
+    )
+    other = ParamSpec("head.weight", (6, 4), InitialValues("normal", 1.0))
+    placement = Placement.of(solo_context(), torch.float32)
+    params = [placement.parameter(spec) for spec in (original, copy, other)]
+    initialize_parameters(params, 5, placement.place)
     assert torch.equal(params[0], params[1])
     assert not torch.equal(params[0], params[2])
 
 
+def test_slices_cut_over_two_axes_are_those_of_the_whole():
+    """Experts [E, f, h] with E over ep and f over tp, both padded unevenly, and their bias over ep alone."""
+    normal, grid = InitialValues("normal", 1.0), ProcessGrid(ep=2, tp=2)
+    up = ParamSpec(
+        "experts.up", (3, 5, 4), normal, (Cut(0, "ep", padded_size=4), Cut(1, "tp", padded_size=6))
+    )
+    bias = ParamSpec("experts.bias", (4, 5), normal, (Cut(0, "ep"),))
+
+    def initial(context, spec):
+        param = Placement.of(context, torch.float32).parameter(spec)
+        initialize_parameters([param], 5, context.place)
+        return param.detach()
+
+    for spec in (up, bias):
+        uncut = initial(solo_context(), replace(spec, cuts=()))
+        assert uncut.unique().numel() == uncut.numel(), "no two experts, and no two elements, are equal"
+        for rank in range(4):
+            context = recording_context(grid, rank, TrafficLog(), "cpu")
+            assert torch.equal(initial(context, spec), spec.shard(uncut, context.place))
+
+
 def test_parameters_may_be_initialized_in_any_parts():
     whole, parts = (GPT(small(), (13, 16), Placement.of(solo_context(), torch.float32)) for _ in range(2))
-    initialize(whole, 5, 0, 1)
+    initialize(whole, 5, whole.placement.place)
     for param in reversed(list(parts.parameters())):
-        initialize_parameters([param], 5, 0, 1)
+        initialize_parameters([param], 5, parts.placement.place)
     for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
         assert torch.equal(a, b)

@@ -15,7 +15,6 @@ from megazero.layers import (
     LayerInputs,
     Placement,
     RowParallelLinear,
-    TransformerLayer,
     column_linear,
     initialize,
     recompute_units,
@@ -23,15 +22,16 @@ from megazero.layers import (
 )
 from megazero.layers.collectives import own_rows
 from megazero.mpu import (
-    Init,
+    Cut,
+    InitialValues,
     ParamSpec,
     ProcessGrid,
     ThreadWorld,
-    new_parameter,
     solo_context,
     thread_context,
 )
 from tests.layers.live_bytes import LiveBytes
+from tests.layers.samples import causal_layer
 
 S, B, H, V = 8, 2, 16, 12
 CONFIG = ModelConfig(num_layers=2, hidden_size=H, num_attention_heads=4, seq_length=S, activation="swiglu")
@@ -65,17 +65,17 @@ def step(context, case: Case, split: bool) -> tuple[dict[str, torch.Tensor], lis
     recompute = RecomputeConfig(granularity=case.recompute)
     model = nn.Module()
     model.layers = nn.ModuleList(
-        TransformerLayer(i, CONFIG, placement, recompute_core=case.recompute == "selective") for i in range(2)
+        causal_layer(i, CONFIG, placement, selective=case.recompute == "selective") for i in range(2)
     )
-    spec = ParamSpec("head.weight", (V, H), Init("normal", 0.02), 0)
-    model.head = new_parameter(spec, placement.tp.size, placement.dtype, placement.device)
-    initialize(model, 7, placement.tp.rank, placement.tp.size)
+    spec = ParamSpec("head.weight", (V, H), InitialValues("normal", 0.02), (Cut(0, "tp"),))
+    model.head = placement.parameter(spec)
+    initialize(model, 7, placement.place)
     layers = [model.layers[i] for i in (0, 1, 0)]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     x = tensor(1, S, B, H, dtype=case.dtype)
     x = (own_rows(x, placement.tp) if placement.sequence_parallel else x).requires_grad_()
     deferred = [] if split else None
-    hidden = run_layers(layers, x, LayerInputs(deferred=deferred), recompute_units(3, recompute))
+    hidden = run_layers(layers, x, LayerInputs(range(S), deferred=deferred), recompute_units(3, recompute))
     logits = column_linear(
         hidden, model.head, None, placement.tp, placement.sequence_parallel, deferred=deferred
     )
@@ -106,7 +106,7 @@ def test_two_halves_are_the_whole(case):
 def test_the_input_half_leaves_the_weight_alone():
     """A parameter's hooks hear nothing of a weight whose gradient comes later; a bias is done at once."""
     layer = ColumnParallelLinear("l", H, (2, 3), Placement.of(solo_context(), torch.float32))
-    initialize(layer, 1, 0, 1)
+    initialize(layer, 1, layer.placement.place)
     heard = []
     for name, parameter in layer.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: heard.append(name))
@@ -123,7 +123,7 @@ def test_the_input_half_leaves_the_weight_alone():
 def test_an_input_without_gradient_has_no_halves():
     """Autograd would never reach the layer, and its weight would go without a gradient."""
     layer = ColumnParallelLinear("l", H, (V,), Placement.of(solo_context(), torch.float32), bias=False)
-    initialize(layer, 1, 0, 1)
+    initialize(layer, 1, layer.placement.place)
     x, deferred = tensor(1, S, B, H), []
     layer(x, deferred).sum().backward()
     assert deferred == []
@@ -153,7 +153,7 @@ def test_what_waits_for_the_weight_half_and_that_nothing_stays(kind, sequence_pa
             layer = RowParallelLinear("l", H, V, placement)
             forward = lambda x: layer(x, deferred)[0]  # noqa: E731
             x = tensor(1, S, B, H // 2)
-        initialize(layer, 1, context.tp.rank, 2)
+        initialize(layer, 1, context.place)
         with LiveBytes() as live:
             x = x.clone().requires_grad_()
             out = forward(x + 0.0)

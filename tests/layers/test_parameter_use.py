@@ -11,12 +11,12 @@ from megazero.layers import (
     Embedding,
     LayerInputs,
     Placement,
-    TransformerLayer,
     initialize,
     recompute_units,
     run_layers,
 )
 from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
+from tests.layers.samples import causal_layer
 
 CONFIG = ModelConfig(num_layers=3, hidden_size=16, num_attention_heads=4, seq_length=8)
 
@@ -47,17 +47,17 @@ def gradients(context, recompute: RecomputeConfig, sequence_parallel: bool, spli
     selective = recompute.granularity == "selective"
     embedding = Embedding(CONFIG, 12, 12, placement)
     layers = nn.ModuleList(
-        TransformerLayer(i, CONFIG, placement, recompute_core=selective) for i in range(CONFIG.num_layers)
+        causal_layer(i, CONFIG, placement, selective=selective) for i in range(CONFIG.num_layers)
     )
     model = nn.ModuleList([embedding, layers])
-    initialize(model, 3, context.tp.rank, context.tp.size)
+    initialize(model, 3, context.place)
     if away:
         # The gradient of a look-up needs no weight.
         bring_and_take_away(embedding, backward=False)
         for layer in layers:
             bring_and_take_away(layer, backward=True)
     deferred = [] if split else None
-    inputs = LayerInputs(deferred=deferred)
+    inputs = LayerInputs(range(8), deferred=deferred)
     tokens = torch.arange(16).view(2, 8) % 12
     x = embedding(tokens, torch.arange(8), inputs)
     x = run_layers(layers, x, inputs, recompute_units(CONFIG.num_layers, recompute))

@@ -13,14 +13,14 @@ from megazero.layers import (
     InputKeeping,
     LayerInputs,
     Placement,
-    TransformerLayer,
     initialize,
     recompute_units,
     run_layers,
 )
 from megazero.layers.collectives import own_rows
-from megazero.mpu import ProcessGrid, SampleStreams, ThreadWorld, solo_context, thread_context
+from megazero.mpu import ProcessGrid, ThreadWorld, sample_keys, solo_context, thread_context
 from tests.layers.live_bytes import LiveBytes
+from tests.layers.samples import causal_layer
 
 S, B, H, LAYERS = 8, 2, 16, 4
 CONFIG = ModelConfig(
@@ -74,11 +74,11 @@ class Stack:
 
     def __init__(self, context, recompute: RecomputeConfig, *, sequence_parallel: bool = False):
         placement = Placement.of(context, torch.float32, sequence_parallel=sequence_parallel)
-        self.layers = nn.ModuleList(TransformerLayer(i, CONFIG, placement) for i in range(LAYERS))
-        initialize(self.layers, 3, context.tp.rank, context.tp.size)
+        self.layers = nn.ModuleList(causal_layer(i, CONFIG, placement) for i in range(LAYERS))
+        initialize(self.layers, 3, context.place)
         x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1)).to(context.device)
         self.x = (own_rows(x, context.tp).clone() if placement.sequence_parallel else x).requires_grad_()
-        self.inputs = LayerInputs(streams=SampleStreams(5, tuple(range(B))))
+        self.inputs = LayerInputs(range(S), sample_keys=torch.from_numpy(sample_keys(5, range(B))))
         self.units = recompute_units(LAYERS, recompute)
         self.keeping = InputKeeping.of(recompute, placement)
 

@@ -5,40 +5,42 @@ The rules of conversion are rearrangements, so they carry gradients as well as w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from megazero.checkpoint.hf.config_json import family_of
-from megazero.checkpoint.rule import Table
+from megazero.checkpoint.hf.config_json import architecture_of
+from megazero.checkpoint.naming import Table
 from megazero.config.tree import ModelConfig
 from megazero.mpu import Group, spec_of
 
 Weights = dict[str, Tensor]
 
 
-def global_weights(model: nn.Module, tp: Group, of: Callable = lambda p: p.detach()) -> Weights:
+def global_weights(
+    model: nn.Module, groups: Mapping[str, Group], of: Callable = lambda p: p.detach()
+) -> Weights:
     """``of(parameter)`` of every parameter, whole and without padding, by global name.
 
-    Every rank of `tp` calls this and gets all.
+    Every rank calls this with its context's groups and gets all.
     """
-    return {spec_of(p).name: spec_of(p).unshard(of(p), tp) for p in model.parameters()}
+    return {spec_of(p).name: spec_of(p).unshard(of(p), groups) for p in model.parameters()}
 
 
-def global_gradients(model: nn.Module, tp: Group) -> Weights:
+def global_gradients(model: nn.Module, groups: Mapping[str, Group]) -> Weights:
     """The gradients, likewise."""
-    return global_weights(model, tp, lambda p: p.grad)
+    return global_weights(model, groups, lambda p: p.grad)
 
 
 def to_theirs(weights: Weights, config: ModelConfig, vocab_size: int) -> Weights:
     """As the state of transformers' model, by the tables that convert checkpoints; a tied head too."""
-    family = family_of(config)
+    architecture = architecture_of(config)
     out = {}
-    for link in Table.of(family.rules, config, vocab_size).links:
+    for link in Table.of(architecture.rules, config, vocab_size).links:
         out[link.theirs] = torch.empty(link.their_shape)
         link.as_ours(out[link.theirs]).copy_(weights[link.key.name][link.box.slices])
-    head, words = family.tied
+    head, words = architecture.tied
     out.setdefault(head, out[words])
     return out
 

@@ -69,12 +69,12 @@ TOKENS = torch.randint(VOCAB[0], (3, 30), generator=torch.Generator().manual_see
 def build(config: ModelConfig, context: ParallelContext) -> GPT:
     """Random everywhere, also where initial weights are ones and zeros, or a swap of two would not show."""
     model = GPT(config, VOCAB, Placement.of(context, torch.float32))
-    initialize(model, 11, context.tp.rank, context.tp.size)
+    initialize(model, 11, context.place)
     for parameter in model.parameters():
         spec = spec_of(parameter)
         if spec.init.kind != "normal":
             noise = normal(derive_key(11, "noise", spec.name), spec.shape, 0.1)
-            parameter += spec.shard(noise, context.tp.rank, context.tp.size)
+            parameter += spec.shard(noise, context.place)
     return model
 
 
@@ -88,15 +88,14 @@ def run_ours(config: ModelConfig, tp: int) -> tuple:
         model = build(config, context)
         with torch.no_grad():
             logits = gather_features(model(batch), context.tp)[..., : VOCAB[0]].transpose(0, 1)
-        total, count = model.loss(batch)
-        loss = total / count
+        loss = model.run(batch)[1]["lm"] / batch.counts["lm"]
         loss.backward()
         tokens = generate(model, TOKENS[:, :9].tolist(), max_new_tokens=12, sampling=Sampling(greedy=True))
         return (
             logits,
             loss.detach(),
-            global_weights(model, context.tp),
-            global_gradients(model, context.tp),
+            global_weights(model, context.groups),
+            global_gradients(model, context.groups),
             tokens,
         )
 

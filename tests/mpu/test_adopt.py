@@ -1,6 +1,6 @@
 """Finding this rank's place where a script may have joined the world, or brings an mpu.
 
-Real processes do so in tests/train/test_initialize.py.
+Real processes do so in tests/deepspeed/test_initialize.py.
 """
 
 from __future__ import annotations

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from megazero.config.tree import ParallelConfig
 from megazero.errors import ConfigError
-from megazero.mpu import AXES, COMMUNICATORS, Coordinate, ProcessGrid
+from megazero.mpu import AXES, COMMUNICATORS, ProcessGrid
+from megazero.mpu.launch import grid_of
 
 #           tp 0  tp 1
 DRAWN = [  # pp 0
@@ -22,7 +24,9 @@ def test_pp2_dp2_tp2_is_the_drawn_grid():
     assert grid.world_size == 8
     for row, (pp, dp) in zip(DRAWN, [(0, 0), (0, 1), (1, 0), (1, 1)], strict=True):
         for tp, rank in enumerate(row):
-            assert grid.coordinate(rank) == Coordinate(pp=pp, dp=dp, cp=0, ep=0, tp=tp)
+            indices = {"pp": pp, "dp": dp, "cp": 0, "ep": 0, "tp": tp}
+            assert {axis: grid.place(rank).index(axis) for axis in AXES} == indices
+            assert grid.rank(indices) == rank
     assert grid.partition(("tp",)) == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert grid.partition(("dp", "ep")) == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert grid.partition(("pp",)) == ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -35,13 +39,37 @@ def test_expert_axis_divides_data_parallelism():
     assert grid.partition(("ep",)) == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert grid.partition(COMMUNICATORS["data"]) == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert grid.partition(COMMUNICATORS["expert_replica"]) == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert grid.partition(COMMUNICATORS["replica"]) == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert grid.partition(COMMUNICATORS["model"]) == ((0, 1, 2, 3), (4, 5, 6, 7)), "with all its experts"
+
+
+def test_what_the_communicators_span():
+    assert tuple(AXES) == ("pp", "dp", "cp", "ep", "tp")
+    assert dict(COMMUNICATORS) == {
+        "pp": ("pp",),
+        "cp": ("cp",),
+        "ep": ("ep",),
+        "tp": ("tp",),
+        "data": ("dp", "ep"),
+        "replica": ("dp", "cp", "ep"),
+        "expert_replica": ("dp", "cp"),
+        "batch": ("dp", "cp", "ep"),
+        "model": ("pp", "ep", "tp"),
+        "world": ("pp", "dp", "cp", "ep", "tp"),
+    }
+
+
+def test_who_reads_one_batch_and_who_holds_one_model():
+    grid = ProcessGrid(pp=2, dp=2, cp=2, ep=2, tp=2)
+    assert grid.members(5, COMMUNICATORS["batch"]) == (1, 3, 5, 7, 9, 11, 13, 15)
+    assert grid.members(5, COMMUNICATORS["model"]) == (4, 5, 6, 7, 20, 21, 22, 23)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 3, 1, 1, 2), (3, 1, 2, 2, 1), (2, 2, 2, 2, 2)])
 def test_laws_of_every_grid(sizes):
     grid = ProcessGrid(**dict(zip(AXES, sizes, strict=True)))
     ranks = range(grid.world_size)
-    assert [grid.rank(grid.coordinate(r)) for r in ranks] == list(ranks)
+    assert [grid.rank({axis: grid.place(r).index(axis) for axis in AXES}) for r in ranks] == list(ranks)
     for axes in COMMUNICATORS.values():
         groups = grid.partition(axes)
         assert sorted(r for g in groups for r in g) == list(ranks)
@@ -54,8 +82,14 @@ def test_factor_leaves_the_rest_to_dp():
     assert ProcessGrid.factor(16, tp=2, pp=2, ep=2) == ProcessGrid(pp=2, dp=2, ep=2, tp=2)
 
 
+def test_every_axis_has_its_setting():
+    sizes = {axis.setting: 2 for axis in AXES.values() if axis.setting is not None}
+    assert grid_of(ParallelConfig(**sizes), 32) == ProcessGrid(pp=2, dp=2, cp=2, ep=2, tp=2)
+
+
 def test_a_world_that_does_not_factor_is_refused():
-    with pytest.raises(ConfigError, match=r"multiple of .* \(4 x 1 x 1 x 1 = 4\), but is 6"):
-        ProcessGrid.factor(6, tp=4)
+    told = r"`pipeline_model_parallel_size` \(2\) x `tensor_model_parallel_size` \(2\) = 4, but is 6;"
+    with pytest.raises(ConfigError, match=told):
+        ProcessGrid.factor(6, pp=2, tp=2)
     with pytest.raises(ConfigError, match="`tp` must be at least 1, but is 0"):
         ProcessGrid(tp=0)

@@ -7,13 +7,15 @@ import torch
 
 from megazero.errors import CommunicationError
 from megazero.mpu import (
+    CountingGroup,
     Group,
     ProcessGrid,
-    RecordingGroup,
     SoloGroup,
+    StillGroup,
     ThreadWorld,
     TrafficLog,
     Transfer,
+    WrappingGroup,
     gather_values,
     recording_context,
     thread_context,
@@ -111,8 +113,71 @@ def test_gloo_processes(pool):
 
 def test_a_group_satisfies_the_protocol():
     world = ThreadWorld(1)
-    for group in (SoloGroup(), world.group("g", 0, (0,)), RecordingGroup("g", 0, (0, 1), TrafficLog())):
+    still = StillGroup("g", 0, (0, 1))
+    for group in (SoloGroup(), world.group("g", 0, (0,)), still, WrappingGroup(still)):
         assert isinstance(group, Group)
+
+
+@pytest.mark.parametrize("wrap", [WrappingGroup, lambda group: CountingGroup(group, TrafficLog())])
+def test_a_wrapped_group_does_what_the_inner_one_does(wrap):
+    world = ThreadWorld(3, timeout=20)
+    ranks = (0, 1, 2)
+    results = world.run(lambda r: conform(wrap(world.group("g", r, ranks))))
+    assert results == [expected(r, 3) for r in ranks]
+
+
+def test_a_wrapped_group_hands_everything_on_as_it_was_asked():
+    class Asked:
+        name, rank, ranks, size = "tp", 1, (4, 5), 2
+
+        def __init__(self):
+            self.calls = []
+
+        def __getattr__(self, operation):
+            return lambda *args, **more: self.calls.append((operation, args, more))
+
+    inner = Asked()
+    group = WrappingGroup(inner, "other")
+    assert (group.name, group.rank, group.ranks, group.size) == ("other", 1, (4, 5), 2)
+    a, b = torch.zeros(2), torch.ones(4)
+    group.all_reduce(a, "max", async_op=True)
+    group.all_gather(b, a)
+    group.reduce_scatter(a, b, "min", async_op=True)
+    group.all_to_all(a, b, (1, 1), (2, 2))
+    group.broadcast(a, 1)
+    group.exchange(transfers := [Transfer("send", a, 0)])
+    group.barrier()
+    group.close()
+    now, later = {"async_op": False}, {"async_op": True}
+    wanted = [
+        ("all_reduce", (a, "max"), later),
+        ("all_gather", (b, a), now),
+        ("reduce_scatter", (a, b, "min"), later),
+        ("all_to_all", (a, b, (1, 1), (2, 2)), now),
+        ("broadcast", (a, 1), now),
+        ("exchange", (transfers,), {}),
+        ("barrier", (), {}),
+        ("close", (), {}),
+    ]
+    assert [(name, len(args), more) for name, args, more in inner.calls] == [
+        (name, len(args), more) for name, args, more in wanted
+    ]
+    for (_, found, _), (_, given, _) in zip(inner.calls, wanted, strict=True):
+        assert all(x is y or x == y for x, y in zip(found, given, strict=True))
+
+
+def test_communicators_over_the_same_ranks_are_one_group_counted_by_name():
+    log = TrafficLog()
+    context = recording_context(ProcessGrid(dp=4), 2, log)
+    assert context.replica.inner is context.data.inner is context.world.inner
+    x = torch.empty(3, device="meta")
+    for group in (context.data, context.replica, context.world, context.world):
+        group.all_reduce(x)
+    assert log.calls == {
+        ("data", "all_reduce"): 1,
+        ("replica", "all_reduce"): 1,
+        ("world", "all_reduce"): 2,
+    }
 
 
 def test_recording_counts_calls_and_bytes_on_meta_tensors():
@@ -174,3 +239,4 @@ def test_context_bundles_groups_and_answers_the_deepspeed_contract():
     assert context.get_pipeline_model_parallel_world_size() == 1
     assert context.get_data_parallel_group() is context.replica
     assert context.model is context.tp
+    assert context.batch is context.data

@@ -23,7 +23,7 @@ from megazero.mpu.shared_open import open_shared
 from megazero.mpu.torch_group import TorchGroup, open_group
 from tests.mpu.test_groups import conform, expected
 
-pytest.importorskip("megazero.mpu._native", reason="the shared memory of csrc/shared is not built")
+pytest.importorskip("megazero.mpu._native", reason="the shared memory of csrc/mpu is not built")
 pytestmark = pytest.mark.gloo
 
 SLOT, RING = 1 << 18, 1 << 16

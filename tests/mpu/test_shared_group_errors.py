@@ -15,7 +15,7 @@ from megazero.mpu import Transfer, shared_open
 from megazero.mpu.shared_group import SharedGroup
 from tests.mpu.test_shared_group import RING, SLOT, _base, _failure, _shared
 
-pytest.importorskip("megazero.mpu._native", reason="the shared memory of csrc/shared is not built")
+pytest.importorskip("megazero.mpu._native", reason="the shared memory of csrc/mpu is not built")
 pytestmark = pytest.mark.gloo
 
 

@@ -7,12 +7,15 @@ A case gives float inputs as fp64 tensors, to be cast; `call(fn, *inputs)` binds
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megazero.ops.dropout import Dropout
+from megazero.ops import CallFacts, operators
+from megazero.ops.attention import MaskKind
+from megazero.ops.dropout import AttentionDropout, Dropout
 from megazero.ops.rotary import rotary_table
 
 
@@ -26,6 +29,13 @@ class Case:
     # How much larger than usual the terms are that cancel: a saturated softmax has gradients near
     # zero made of terms of order one, and rounds its scores in proportion to their size.
     slack: float = 1.0
+    # The operator's own facts of this call.
+    own: dict[str, Any] = field(default_factory=dict)
+
+    def facts(self, dtype: torch.dtype, device: str = "cpu") -> CallFacts:
+        """Of this call with inputs of `dtype`."""
+        operator = next(each for each in operators() if each.name == self.operator)
+        return type(operator.calls[0])(device, dtype, **self.own)
 
     def __str__(self) -> str:
         return f"{self.operator}: {self.label}"
@@ -67,9 +77,18 @@ def activation_cases() -> list[Case]:
             for exact in (False, True):
                 inputs = (x, _randn(shape[-1]))
                 cases.append(
-                    Case("bias_gelu", f"{label} {exact=}", inputs, lambda f, *a, e=exact: f(*a, e), small)
+                    Case(
+                        "bias_gelu",
+                        f"{label} {exact=}",
+                        inputs,
+                        lambda f, *a, e=exact: f(*a, e),
+                        small,
+                        own={"exact": exact, "mixed": False},
+                    )
                 )
-            cases.append(Case("bias_gelu", f"{label} no bias", (x,), lambda f, a: f(a, None), small))
+            plain = {"exact": False, "mixed": False}
+            no_bias = lambda f, a: f(a, None, False)  # noqa: E731
+            cases.append(Case("bias_gelu", f"{label} no bias", (x,), no_bias, small, own=plain))
             cases.append(Case("squared_relu", label, (x,), lambda f, a: f(a), small))
             pairs = _randn(*shape[:-1], 2, shape[-1], scale=scale)
             cases.append(Case("swiglu", label, (pairs,), lambda f, a: f(a), small))
@@ -81,8 +100,8 @@ def dropout_add_cases() -> list[Case]:
     for s, b, h in ((3, 2, 5), (1, 1, 1), (211, 3, 129)):
         x, bias, residual = _randn(s, b, h), _randn(h), _randn(s, b, h)
         for p in (None, 0.0, 0.1, 0.9):
-            dropout = None if p is None else Dropout(p, torch.arange(b) * 7 - 3, offset=5)
-            label = f"{(s, b, h)} {p=}"
+            dropout = None if p is None else Dropout(p, torch.arange(b) * 7 - 3, range(5, 5 + s))
+            label, own = f"{(s, b, h)} {p=}", {"dropout": dropout is not None}
             cases.append(
                 Case(
                     "bias_dropout_add",
@@ -90,6 +109,7 @@ def dropout_add_cases() -> list[Case]:
                     (x, bias, residual),
                     lambda f, *a, d=dropout: f(*a, d),
                     (s, p) == (3, 0.1),
+                    own=own,
                 )
             )
             cases.append(
@@ -98,6 +118,7 @@ def dropout_add_cases() -> list[Case]:
                     f"{label} no bias",
                     (x, residual),
                     lambda f, x, r, d=dropout: f(x, None, r, d),
+                    own=own,
                 )
             )
     return cases
@@ -166,22 +187,23 @@ def attention_cases() -> list[Case]:
                 masked = None if mask is None else int(mask.sum())
                 label = f"s={s} t={t} b={b} n={n} g={g} d={d} x {scale} {causal=} mask={masked}"
                 small = s == 5 and scale == 1.0
-                cases.append(_attention_case("attention", label, inputs, mask, causal, None, small))
-                dropout = Dropout(0.2, torch.arange(b) + 11, head_offset=4)
-                cases.append(
-                    _attention_case("attention_dropout", label, inputs, mask, causal, dropout, small)
-                )
+                cases.append(_attention_case(label, inputs, mask, causal, None, small))
+                dropout = AttentionDropout(0.2, torch.arange(b) + 11, range(s), range(t), head_offset=4)
+                cases.append(_attention_case(f"{label} dropout", inputs, mask, causal, dropout, small))
     return cases
 
 
-def _attention_case(operator, label, inputs, mask, causal, dropout, small) -> Case:
+def _attention_case(label, inputs, mask, causal, dropout, small) -> Case:
     """Below the front, which joins causal and mask where torch's kernels cannot take both."""
     s, t, d = inputs[0].shape[0], inputs[1].shape[0], inputs[0].shape[-1]
     if causal and (mask is not None or s != t):
         order = torch.ones(s, t, dtype=torch.bool).tril(t - s).view(1, 1, s, t)
         mask = order if mask is None else mask & order
     slack = (8.0 if " x 12" in label else 1.0) * (1.0 if dropout is None else 2.0)
-    return Case(operator, label, inputs, lambda f, *a: f(*a, mask, causal, dropout, d**-0.5), small, slack)
+    kind = MaskKind.DENSE if mask is not None else MaskKind.CAUSAL if causal else MaskKind.NONE
+    own = {"mask": kind, "dropout": dropout is not None, "head_size": d, "lse": False}
+    call = lambda f, *a: f(*a, mask, causal, dropout, d**-0.5)[0]  # noqa: E731
+    return Case("attention", label, inputs, call, small, slack, own)
 
 
 def cross_entropy_cases() -> list[Case]:
@@ -225,20 +247,27 @@ def all_cases() -> list[Case]:
 def meta_cases() -> list[Case]:
     """One plain call of each operator whose constants live on the meta device too."""
     keys = torch.arange(2, device="meta")
-    dropout = Dropout(0.1, keys)
+    dropout = Dropout(0.1, keys, range(4))
+    attention_dropout = AttentionDropout(0.1, keys, range(4), range(4))
     table = rotary_table(torch.arange(4, device="meta"), 8, 1e4)
     target = torch.zeros(4, 2, dtype=torch.int64, device="meta")
     x, wide, heads = _randn(4, 2, 16), _randn(16), tuple(_randn(4, 2, n, 8) for n in (4, 2, 2))
     return [
         Case("layer_norm", "meta", (x, wide, wide), lambda f, *a: f(*a, 1e-5)),
         Case("rms_norm", "meta", (x, wide), lambda f, *a: f(*a, 1e-5)),
-        Case("bias_gelu", "meta", (x, wide), lambda f, *a: f(*a)),
+        Case(
+            "bias_gelu",
+            "meta",
+            (x, wide),
+            lambda f, *a: f(*a, False),
+            own={"exact": False, "mixed": False},
+        ),
         Case("squared_relu", "meta", (x,), lambda f, a: f(a)),
         Case("swiglu", "meta", (x,), lambda f, a: f(a)),
-        Case("bias_dropout_add", "meta", (x, wide, x), lambda f, *a: f(*a, dropout)),
+        Case("bias_dropout_add", "meta", (x, wide, x), lambda f, *a: f(*a, dropout), own={"dropout": True}),
         Case("scaled_softmax", "meta", (_randn(2, 4, 4, 4),), lambda f, a: f(a, 0.5, True, None)),
         Case("rotary", "meta", (heads[0],), lambda f, a: f(a, *table)),
-        Case("attention", "meta", heads, lambda f, *a: f(*a, None, True, None, 0.5)),
-        Case("attention_dropout", "meta", heads, lambda f, *a: f(*a, None, True, dropout, 0.5)),
+        _attention_case("meta", heads, None, True, None, False),
+        _attention_case("meta dropout", heads, None, True, attention_dropout, False),
         Case("cross_entropy", "meta", (x,), lambda f, a: f(a, target, OneRank(), 0, 15)),
     ]

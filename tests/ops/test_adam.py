@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megazero.ops import CallFacts
 from megazero.ops.adam import ADAM, adam_step
 
 SETTINGS = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -37,7 +38,7 @@ def test_the_first_step_by_hand() -> None:
 @pytest.mark.parametrize("implementation", ADAM.implementations, ids=lambda each: each.name)
 def test_five_steps_equal_torch_optim(implementation) -> None:
     """Gradients grow and shrink by orders of magnitude; empty and ragged tensors included."""
-    assert implementation.available()
+    assert implementation.serves(CallFacts("cpu", torch.float32))
     params, exp_avgs, exp_avg_sqs = _state()
     twins = [each.clone().requires_grad_() for each in params]
     optimizer = torch.optim.AdamW(twins, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
@@ -80,6 +81,6 @@ def test_a_late_step_needs_no_correction() -> None:
 def test_bad_calls_are_refused() -> None:
     with pytest.raises(ValueError, match="`step` must be at least 1, but is 0"):
         adam_step([], [], [], [], step=0, **SETTINGS)
-    with pytest.raises(ValueError, match=r"as long as `params` \(1\), but have 0, 1 and 1"):
+    with pytest.raises(ValueError, match=r"as long as `params` \(1\), but have lengths 0, 1 and 1"):
         adam_step([torch.zeros(1)], [], [torch.zeros(1)], [torch.zeros(1)], step=1, **SETTINGS)
     adam_step([], [], [], [], step=1, **SETTINGS)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from megazero.ops.attention import attention
-from megazero.ops.dropout import Dropout
+from megazero.ops.dropout import AttentionDropout
 
 
 def _qkv(s: int = 9, b: int = 2, n: int = 4, g: int = 2, d: int = 8) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,11 +56,34 @@ def test_one_sample_alone_equals_it_in_a_batch_to_the_bit_of_its_gradient() -> N
 def test_heads_of_a_tensor_parallel_rank_drop_what_the_whole_drops() -> None:
     q, k, v = _qkv()
     keys = torch.tensor([3, 9])
-    whole = attention(q, k, v, causal=True, dropout=Dropout(0.3, keys))
-    second = attention(
-        q[:, :, 2:], k[:, :, 1:], v[:, :, 1:], causal=True, dropout=Dropout(0.3, keys, head_offset=2)
-    )
+    dropout = AttentionDropout(0.3, keys, range(9), range(9))
+    whole = attention(q, k, v, causal=True, dropout=dropout)
+    of_rank = replace(dropout, head_offset=2)
+    second = attention(q[:, :, 2:], k[:, :, 1:], v[:, :, 1:], causal=True, dropout=of_rank)
     assert torch.allclose(second, whole.view(9, 2, 4, 8)[:, :, 2:].reshape(9, 2, 16), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+def test_some_queries_and_shuffled_keys_drop_what_all_drop(dtype: torch.dtype) -> None:
+    """As on a context-parallel rank: a zigzag half of the queries, keys in the order in which they arrive.
+
+    fp32 takes the blocks with the kernel, fp64 without, fp16 the composition.
+    """
+    q, k, v = (each.to(dtype) for each in _qkv(s=40))
+    rows, arrived = torch.tensor([*range(10), *range(30, 40)]), torch.randperm(40)
+    keys = torch.tensor([3, 9])
+    whole = attention(q, k, v, causal=True, dropout=AttentionDropout(0.3, keys, range(40), range(40)))
+    by_sample = torch.stack((arrived, arrived), 1)
+    for key_positions in (arrived, by_sample):
+        some = attention(
+            q[rows],
+            k[arrived],
+            v[arrived],
+            causal=False,
+            mask=rows[:, None] >= arrived,
+            dropout=AttentionDropout(0.3, keys, rows, key_positions),
+        )
+        assert torch.allclose(some, whole[rows], atol=2e-3 if dtype == torch.float16 else 1e-6)
 
 
 def test_views_of_a_fused_projection_need_not_be_contiguous() -> None:
@@ -68,8 +93,8 @@ def test_views_of_a_fused_projection_need_not_be_contiguous() -> None:
     assert torch.allclose(attention(q, k, v, causal=True), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("dropout", [None, Dropout(0.1, torch.arange(2))])
-def test_bf16_gradients_are_near_those_of_fp64(dropout: Dropout | None) -> None:
+@pytest.mark.parametrize("dropout", [None, AttentionDropout(0.1, torch.arange(2), range(200), range(200))])
+def test_bf16_gradients_are_near_those_of_fp64(dropout: AttentionDropout | None) -> None:
     """Scores of order ten, where a bf16 score would be off by 4%: relative error by norm stays 1%."""
     torch.manual_seed(0)
     tensors = [torch.randn(200, 2, 4, 32) * scale for scale in (3.0, 1.0, 1.0)]

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.errors import DataError
-from megazero.ops import operators
-from megazero.ops.cross_entropy import CROSS_ENTROPY, vocab_parallel_cross_entropy
+from megazero.ops import CallFacts, operators
+from megazero.ops.cross_entropy import CROSS_ENTROPY
 
 
 class _Room:
@@ -66,10 +65,10 @@ def _sliced_loss(
 @pytest.mark.parametrize("scale", [1.0, 1e3])
 def test_slices_equal_the_whole(implementation, tp: int, vocab: int, scale: float) -> None:
     """Also where padding fills whole slices: a vocabulary of 5 or 1 over four slices of 4."""
-    if not implementation.available():
+    if not implementation.serves(CallFacts("cpu", torch.float32)):
         pytest.skip(f"{implementation.name} is not built")
-    narrow = implementation.dtypes is not None and torch.float64 not in implementation.dtypes
-    dtype, tolerance = (torch.float32, 1e-5) if narrow else (torch.float64, 1e-10)
+    wide = implementation.serves(CallFacts("cpu", torch.float64))
+    dtype, tolerance = (torch.float64, 1e-10) if wide else (torch.float32, 1e-5)
     torch.manual_seed(0)
     logits = torch.randn(5, 3, 16, dtype=dtype) * scale
     target = torch.randint(vocab, (5, 3))
@@ -101,13 +100,30 @@ def test_bf16_logits_give_an_fp32_loss_and_a_bf16_gradient() -> None:
     assert (loss.dtype, grad.dtype) == (torch.float32, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("bad", "at"), [(13, [1, 2]), (-1, [0, 1]), (-100, [1, 0])])
-def test_a_target_outside_the_vocabulary_is_named(bad: int, at: list[int]) -> None:
-    target = torch.zeros(2, 3, dtype=torch.int64)
-    target[tuple(at)] = bad
-    expected = rf"`target` must be in \[0, 13\), but is {bad} at \[{at[0]}, {at[1]}\] of \[2, 3\]"
-    with pytest.raises(DataError, match=expected):
-        vocab_parallel_cross_entropy(torch.zeros(2, 3, 16), target, _Rank(_Room(1), 0), 0, 13)
+@pytest.mark.parametrize("implementation", CROSS_ENTROPY.implementations, ids=lambda each: each.name)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("bad", [13, 15, 16, -1, -100])
+def test_a_foreign_target_is_nan_and_spoils_no_other_row(implementation, tp: int, bad: int) -> None:
+    """Also the ids of padding: nothing may train on them unnoticed, and nothing waits for a look."""
+    if not implementation.serves(CallFacts("cpu", torch.float32)):
+        pytest.skip(f"{implementation.name} is not built")
+    torch.manual_seed(0)
+    logits, target = torch.randn(2, 3, 16), torch.ones(2, 3, dtype=torch.int64)
+    loss, _ = _sliced_loss(logits, target, 13, tp, implementation)
+    target[1, 2] = bad
+    width = 16 // tp
+
+    def one(group: _Rank) -> tuple[Tensor, Tensor]:
+        own = logits[..., group.rank * width : (group.rank + 1) * width].clone().requires_grad_()
+        found = implementation.fn(own, target, group, group.rank * width, 13)
+        return found.detach(), torch.autograd.grad(found, own, torch.ones(2, 3))[0]
+
+    results = _on_ranks(tp, one)
+    for found, found_grad in results:
+        assert found.isnan().nonzero().tolist() == [[1, 2]]
+        assert torch.equal(found.view(-1)[:5], loss.view(-1)[:5])
+        assert found_grad[1, 2].isnan().any()
+        assert found_grad.view(6, -1)[:5].isfinite().all()
 
 
 def test_it_is_listed() -> None:

@@ -1,38 +1,185 @@
-"""The table: first match wins, the reference is last, and what runs where can be asked."""
+"""The table: first match wins, the reference is last, and what runs where can be asked and is true."""
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 import pytest
 import torch
+from torch import Tensor
 
-from megazero.ops import Implementation, Operator, choose, explain, operators
+from megazero.ops import CallFacts, Implementation, Operator, explain, native, operators
+from megazero.ops.adam import adam_step
+from megazero.ops.attention import ATTENTION, MaskKind, attention, attention_with_lse
+from megazero.ops.bias_dropout_add import bias_dropout_add
+from megazero.ops.bias_gelu import bias_gelu
+from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
+from megazero.ops.dispatch import kinds_of_calls, where
+from megazero.ops.dropout import AttentionDropout, Dropout
+from megazero.ops.layer_norm import layer_norm
+from megazero.ops.rms_norm import rms_norm
+from megazero.ops.rotary import apply_rotary, rotary_table
+from megazero.ops.scaled_softmax import scaled_softmax
+from megazero.ops.squared_relu import squared_relu
+from megazero.ops.swiglu import swiglu
+from tests.ops.cases import OneRank
 
-CPU_FAST = Implementation(
-    "fast", lambda: "fast", devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32})
-)
-NOT_BUILT = Implementation("kernel", lambda: "kernel", available=lambda: False)
+
+@dataclass(frozen=True)
+class CakeFacts(CallFacts):
+    """Of an operator for these tests."""
+
+    layers: int
+    iced: bool
+
+
+CPU_FAST = Implementation("fast", lambda: "fast", where(frozenset({"cpu"}), frozenset({torch.float32})))
+NOT_BUILT = Implementation("kernel", lambda: "kernel", where(built=lambda: False))
 REFERENCE = Implementation("reference", lambda: "reference")
-TABLE = (NOT_BUILT, CPU_FAST, REFERENCE)
+TABLE = Operator("op", (NOT_BUILT, CPU_FAST, REFERENCE))
 
 
 def test_choose_takes_the_first_that_serves() -> None:
-    assert choose(TABLE, torch.zeros(1)).name == "fast"
-    assert choose(TABLE, torch.zeros(1, dtype=torch.float64)).name == "reference"
-    assert choose(TABLE, torch.zeros(1, device="meta")).name == "reference"
+    assert TABLE.choose(CallFacts.of(torch.zeros(1))).name == "fast"
+    assert TABLE.choose(CallFacts.of(torch.zeros(1, dtype=torch.float64))).name == "reference"
+    assert TABLE.choose(CallFacts.of(torch.zeros(1, device="meta"))).name == "reference"
 
 
 def test_explain_groups_dtypes_by_implementation() -> None:
-    assert explain(Operator("op", TABLE)) == (
+    assert explain(TABLE) == (
         "op on cpu: reference (bfloat16, float16, float64), fast (float32)\n"
         "op on cuda: reference (bfloat16, float16, float32, float64)"
     )
 
 
+def test_explain_names_the_facts_that_change_the_choice_and_no_others() -> None:
+    iced = Implementation("iced", None, where(frozenset({"cpu"}), frozenset({torch.float16}), iced=True))
+    calls = kinds_of_calls(CakeFacts, layers=(1, 2), iced=(False, True))
+    assert len(calls) == 2 * 4 * 2 * 2
+    assert explain(Operator("cake", (iced, REFERENCE), calls)) == (
+        "cake on cpu, iced=False: reference (bfloat16, float16, float32, float64)\n"
+        "cake on cpu, iced=True: reference (bfloat16, float32, float64), iced (float16)\n"
+        "cake on cuda: reference (bfloat16, float16, float32, float64)"
+    )
+
+
+@pytest.mark.skipif(not native.available(), reason="the compiled kernels are not built")
+def test_what_attention_says() -> None:
+    assert explain(ATTENTION).splitlines() == [
+        "attention on cpu, dropout=False, lse=False: flash_native_cpu (bfloat16), "
+        "sdpa (float16, float32, float64)",
+        *(
+            f"attention on cpu, {facts}: flash_native_cpu (bfloat16, float32), "
+            f"{other} (float16), flash_cpu (float64)"
+            for facts, other in (
+                ("dropout=False, lse=True", "reference"),
+                ("dropout=True, lse=False", "composed"),
+                ("dropout=True, lse=True", "reference"),
+            )
+        ),
+        "attention on cuda, dropout=False, lse=False: sdpa (bfloat16, float16, float32, float64)",
+        "attention on cuda, dropout=False, lse=True: reference (bfloat16, float16, float32, float64)",
+        "attention on cuda, dropout=True, lse=False: composed (bfloat16, float16, float32, float64)",
+        "attention on cuda, dropout=True, lse=True: reference (bfloat16, float16, float32, float64)",
+    ]
+
+
 def test_a_table_must_end_with_its_reference() -> None:
-    with pytest.raises(AssertionError, match="the last implementation is the reference"):
+    with pytest.raises(AssertionError, match="the last implementation must be the reference"):
         Operator("op", (REFERENCE, CPU_FAST))
+    with pytest.raises(AssertionError, match="the reference must handle every call"):
+        Operator("op", (Implementation("reference", lambda: None, where(frozenset({"cpu"}))),))
 
 
 def test_operators_are_named_once_each_in_order() -> None:
     names = [operator.name for operator in operators()]
     assert names == sorted(set(names))
+
+
+def _randn(facts: CallFacts, *shape: int) -> Tensor:
+    return torch.randn(*shape).to(facts.dtype).requires_grad_()
+
+
+def _run_gelu(facts) -> Tensor:
+    other = torch.float32 if facts.dtype == torch.float64 else torch.float64
+    bias = torch.randn(8).to(other if facts.mixed else facts.dtype)
+    return bias_gelu(_randn(facts, 3, 8), bias, facts.exact)
+
+
+def _run_attention(facts) -> Tensor:
+    q, k, v = (_randn(facts, 4, 2, n, facts.head_size) for n in (2, 1, 1))
+    front = attention_with_lse if facts.lse else attention
+    out = front(
+        q,
+        k,
+        v,
+        causal=facts.mask is MaskKind.CAUSAL,
+        mask=torch.ones(2, 1, 4, 4, dtype=torch.bool) if facts.mask is MaskKind.DENSE else None,
+        document_ids=torch.zeros(2, 4, dtype=torch.int32) if facts.mask is MaskKind.DOCUMENTS else None,
+        dropout=AttentionDropout(0.1, torch.arange(2), range(4), range(4)) if facts.dropout else None,
+    )
+    return out[0].sum() + out[1].sum() if facts.lse else out
+
+
+def _run_adam(facts) -> None:
+    lists = ([torch.ones(3, dtype=facts.dtype)] for _ in range(4))
+    adam_step(*lists, step=1, lr=0.1, beta1=0.9, beta2=0.9, eps=1e-3, weight_decay=0.0)
+
+
+# A call of the public function with these facts.
+RUNS: dict[str, Callable] = {
+    "adam": _run_adam,
+    "attention": _run_attention,
+    "bias_dropout_add": lambda facts: bias_dropout_add(
+        *(_randn(facts, *shape) for shape in ((3, 2, 8), (8,), (3, 2, 8))),
+        Dropout(0.1, torch.arange(2), range(3)) if facts.dropout else None,
+    ),
+    "bias_gelu": _run_gelu,
+    "cross_entropy": lambda facts: vocab_parallel_cross_entropy(
+        _randn(facts, 3, 2, 8), torch.ones(3, 2, dtype=torch.int64), OneRank(), 0, 8
+    ),
+    "layer_norm": lambda facts: layer_norm(*(_randn(facts, *s) for s in ((3, 8), (8,), (8,))), 1e-5),
+    "rms_norm": lambda facts: rms_norm(_randn(facts, 3, 8), _randn(facts, 8), 1e-5),
+    "rotary": lambda facts: apply_rotary(_randn(facts, 3, 2, 2, 8), *rotary_table(torch.arange(3), 8, 1e4)),
+    "scaled_softmax": lambda facts: scaled_softmax(_randn(facts, 2, 2, 4, 4), 0.5, True, None),
+    "squared_relu": lambda facts: squared_relu(_randn(facts, 3, 8)),
+    "swiglu": lambda facts: swiglu(_randn(facts, 3, 2, 8)),
+}
+
+
+@contextmanager
+def functions_called(wanted: set):
+    """The code objects among `wanted` that Python entered within it, whoever called them."""
+    found = set()
+
+    def profile(frame, event, _) -> None:
+        if event == "call" and frame.f_code in wanted:
+            found.add(frame.f_code)
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
+@pytest.mark.parametrize("operator", operators(), ids=lambda each: each.name)
+def test_what_is_said_to_run_is_what_runs(operator: Operator) -> None:
+    """Forward and backward of every kind of call on CPU enter one implementation, the one that was named.
+
+    bias_gelu's kernel once handed the erf form on to torch, and the kernel was said to run.
+    """
+    codes = {inspect.unwrap(each.fn).__code__: each.name for each in operator.implementations}
+    calls = [call for call in operator.calls if call.device == "cpu"]
+    assert len(calls) >= 4
+    for call in calls:
+        with functions_called(set(codes)) as found:
+            out = RUNS[operator.name](call)
+            if out is not None:
+                out.float().sum().backward()
+        assert [codes[code] for code in found] == [operator.choose(call).name], call

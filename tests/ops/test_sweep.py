@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.ops import Implementation, choose, operators
+from megazero.ops import Implementation, operators
 from tests.ops.cases import Case, all_cases, meta_cases
 
 CASES = all_cases()
@@ -21,12 +21,7 @@ DTYPES = tuple(TOLERANCE)
 def _members(case: Case) -> list[tuple[Implementation, torch.dtype]]:
     implementations = TABLES[case.operator].implementations
     pairs = itertools.product(implementations, DTYPES)
-    return [(each, dtype) for each, dtype in pairs if _runs_on_cpu(each, dtype)]
-
-
-def _runs_on_cpu(each: Implementation, dtype: torch.dtype) -> bool:
-    on_cpu = each.devices is None or "cpu" in each.devices
-    return on_cpu and each.available() and (each.dtypes is None or dtype in each.dtypes)
+    return [(each, dtype) for each, dtype in pairs if each.serves(case.facts(dtype))]
 
 
 def _forward_backward(case: Case, fn, dtype: torch.dtype, inputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -87,7 +82,7 @@ def test_every_operator_traces_on_the_meta_device(dtype: torch.dtype) -> None:
     assert {case.operator for case in cases} == set(TABLES) - {"adam"}
     for case in cases:
         leaves = [each.to(device="meta", dtype=dtype).requires_grad_() for each in case.inputs]
-        fn = choose(TABLES[case.operator].implementations, leaves[0]).fn
+        fn = TABLES[case.operator].choose(case.facts(dtype, "meta")).fn
         out = case.call(fn, *leaves)
         for leaf, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
             assert (grad.shape, grad.dtype, grad.device.type) == (leaf.shape, dtype, "meta"), str(case)

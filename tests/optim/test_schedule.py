@@ -5,34 +5,38 @@ import itertools
 
 import pytest
 
-from megazero.config.derive import lr_lengths
+from megazero.config.horizon import Horizon, horizon_of
+from megazero.config.steps import Progress
 from megazero.config.tree import BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
 from megazero.errors import ConfigError
 from megazero.optim.schedule import (
     Decay,
     LearningRate,
-    Progress,
     Warmup,
     WeightDecay,
     build_learning_rate,
     build_weight_decay,
 )
 
-END = Progress(iteration=100, samples=800, tokens=51200)
-
 
 def rates(schedule, counts, unit="iteration"):
     return [schedule.at(Progress(**{unit: count})) for count in counts]
 
 
-def make(training=None, **fields):
+def horizon(optimizer: OptimizerConfig, training=None) -> Horizon:
+    """Of 100 steps, 800 samples and 51200 tokens, unless `training` says otherwise."""
     config = Config(
         model=ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=64),
         batch=BatchConfig(micro_batch_size=8),
-        optimizer=OptimizerConfig(lr=1.0, **fields),
+        optimizer=optimizer,
         training=TrainingConfig(**(training or {"train_iters": 100})),
     )
-    return build_learning_rate(config.optimizer, lr_lengths(config, 1))
+    return horizon_of(config, 1)
+
+
+def make(training=None, **fields):
+    optimizer = OptimizerConfig(lr=1.0, **fields)
+    return build_learning_rate(optimizer, horizon(optimizer, training))
 
 
 def test_first_update_with_warmup_has_the_initial_rate():
@@ -117,12 +121,13 @@ def test_weight_decay_moves_over_the_training():
     config = OptimizerConfig(
         lr=1.0, start_weight_decay=0.0, end_weight_decay=0.4, weight_decay_incr_style="linear"
     )
-    schedule = build_weight_decay(config, END)
+    schedule = build_weight_decay(config, horizon(config))
     assert rates(schedule, [0, 200, 800, 801], "samples") == pytest.approx([0.0, 0.1, 0.4, 0.4])
 
 
 def test_constant_weight_decay_is_the_configured_one():
-    schedule = build_weight_decay(OptimizerConfig(lr=1.0, weight_decay=0.3), END)
+    config = OptimizerConfig(lr=1.0, weight_decay=0.3)
+    schedule = build_weight_decay(config, horizon(config))
     assert rates(schedule, [0, 50, 10**6]) == [0.3, 0.3, 0.3]
 
 
@@ -138,8 +143,9 @@ def test_constant_weight_decay_is_the_configured_one():
     ],
 )
 def test_bad_weight_decay_is_refused(fields, word):
+    config = OptimizerConfig(lr=1.0, **fields)
     with pytest.raises(ConfigError, match=word):
-        build_weight_decay(OptimizerConfig(lr=1.0, **fields), END)
+        build_weight_decay(config, horizon(config))
 
 
 def test_a_constant_weight_decay_may_not_move():

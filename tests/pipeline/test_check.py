@@ -121,7 +121,29 @@ DAMAGE = [
     ("never gathered", FULL, 0, without("G0.0"), "Stage 0: F0.0 comes while chunk 0 is not gathered"),
     ("gathered twice", FULL, 0, doubled("G0.0"), "Stage 0: G0.0 gathers what is gathered"),
     ("never released", FULL, 0, without("R0.1"), "Stage 0: chunk 0 is never released"),
-    ("reduced too early", REDUCED, 0, swapped("S0.1", "B0.1"), "Stage 0: no reduction follows B0.1"),
+    ("never reduced", REDUCED, 0, without("S0.1"), "Stage 0: no reduction takes the gradients of B0.1"),
+    (
+        "reduced too early",
+        REDUCED,
+        0,
+        lambda list_: tuple(action("S0.0") if str(each) == "S0.1" else each for each in list_),
+        "Stage 0: no reduction takes the gradients of B0.1",
+    ),
+    ("reduced twice", REDUCED, 0, doubled("S0.1"), "Stage 0: S0.1 comes twice before its backward"),
+    (
+        "reduced again",
+        REDUCED,
+        0,
+        lambda list_: (*list_, action("S0.1")),
+        "Stage 0: S0.1 finds nothing to reduce",
+    ),
+    (
+        "reduced elsewhere",
+        REDUCED,
+        0,
+        lambda list_: (action("S1.0"), *list_),
+        "Stage 0: S1.0 reduces no backward of this stage",
+    ),
 ]
 
 
@@ -145,7 +167,7 @@ def test_a_message_the_schedule_does_not_ask_for_is_told():
         return Exchange(*new)
 
     lists = tuple(tuple(map(retagged, list_)) for list_ in GPIPE.stages)
-    with pytest.raises(ScheduleError, match="Stage 0: `hidden 0.0 .*` is none of its messages"):
+    with pytest.raises(ScheduleError, match="Stage 0: `hidden 0.0 .*` is not one of its messages"):
         check(Program(GPIPE.schedule, lists))
 
 
@@ -158,6 +180,13 @@ def test_a_deadlock_of_blocking_exchanges_is_told():
         "The exchanges deadlock: stage 0 waits at `receive grad 1.0 from stage 1 to 0` for stage 1; "
         "stage 1 waits at `receive hidden 0.1 from stage 0 to 1` for stage 0"
     )
+
+
+@pytest.mark.parametrize(
+    "change", [moved_last("S0.1"), lambda list_: (action("S0.1"), *without("S0.1")(list_))]
+)
+def test_a_reduction_may_come_anywhere_that_takes_all_gradients(change):
+    check(changed(REDUCED, 0, change))
 
 
 @pytest.mark.parametrize(("kind", "chunks"), FAMILIES)

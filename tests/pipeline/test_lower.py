@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from megazero.pipeline import (
@@ -117,8 +119,24 @@ def test_transfers_hide_behind_compute_where_there_is_any(schedule):
     assert simulate(add_transfers(schedule), costs).makespan == simulate(schedule, costs).makespan
 
 
-def test_reductions_of_every_microbatch_follow_the_sends():
+def test_reductions_of_every_microbatch_come_with_its_backward():
     program = add_reductions(add_transfers(one_f_one_b(2, 2)), every_microbatch=True)
+    assert lines(program)[1] == [
+        "receive hidden 0.0 from stage 0 to 1",
+        "receive hidden 0.1 from stage 0 to 1",
+        "F1.0",
+        "S1.0",
+        "B1.0",
+        "send grad 1.0 from stage 1 to 0",
+        "F1.1",
+        "S1.1",
+        "B1.1",
+        "send grad 1.1 from stage 1 to 0",
+    ]
+
+
+def test_reductions_without_overlap_follow_the_sends():
+    program = add_reductions(add_transfers(one_f_one_b(2, 2)), every_microbatch=True, overlap=False)
     assert lines(program)[1] == [
         "receive hidden 0.0 from stage 0 to 1",
         "receive hidden 0.1 from stage 0 to 1",
@@ -133,18 +151,21 @@ def test_reductions_of_every_microbatch_follow_the_sends():
     ]
 
 
-def test_reductions_once_come_after_the_last_backward_of_each_chunk():
-    assert lines(add_reductions(add_transfers(zb_v(1, 2)), every_microbatch=False))[0] == [
-        *("F0.0", "F1.0", "I1.0", "W1.0", "F0.1", "I0.0", "W0.0"),
-        *("F1.1", "I1.1", "W1.1", "S1.1", "I0.1", "W0.1", "S0.1"),
-    ]
+def test_reductions_once_come_with_the_last_weight_gradients_of_each_chunk():
+    plain = add_transfers(zb_v(1, 2))
+    start = ["F0.0", "F1.0", "I1.0", "W1.0", "F0.1", "I0.0", "W0.0", "F1.1", "I1.1"]
+    during = add_reductions(plain, every_microbatch=False)
+    assert lines(during)[0] == [*start, "S1.1", "W1.1", "I0.1", "S0.1", "W0.1"]
+    after = add_reductions(plain, every_microbatch=False, overlap=False)
+    assert lines(after)[0] == [*start, "W1.1", "S1.1", "I0.1", "W0.1", "S0.1"]
 
 
 @pytest.mark.parametrize(("kind", "chunks"), FAMILIES)
 def test_number_of_reductions(kind, chunks):
     for schedule in schedules(kind, chunks, stages=4, microbatches=6):
-        for every in (True, False):
-            program = add_reductions(add_transfers(schedule), every_microbatch=every)
+        for every, overlap in product((True, False), repeat=2):
+            program = add_reductions(add_transfers(schedule), every_microbatch=every, overlap=overlap)
+            check(program)
             done = [
                 (each.chunk, each.microbatch)
                 for stage in program.stages
@@ -174,6 +195,14 @@ def test_weight_gradients_need_no_gathered_chunk_and_hide_the_next_gather():
     ]
 
 
+def test_reductions_hide_the_next_gather_with_their_weight_gradients():
+    program = add_gathers(add_reductions(add_transfers(zb_v(1, 1)), every_microbatch=True))
+    assert lines(program)[0] == [
+        *("G0.0", "F0.0", "R0.0", "G1.0", "F1.0", "I1.0", "R1.0"),
+        *("G0.0", "S1.0", "W1.0", "I0.0", "R0.0", "S0.0", "W0.0"),
+    ]
+
+
 def test_lower_is_the_passes():
     schedule = zb_v(3, 4)
     plain = add_transfers(schedule)
@@ -182,4 +211,7 @@ def test_lower_is_the_passes():
     )
     assert lower(schedule, gather=True, reduce_every_microbatch=False) == add_gathers(
         add_reductions(plain, every_microbatch=False)
+    )
+    assert lower(schedule, gather=True, reduce_every_microbatch=False, overlap_reduce=False) == add_gathers(
+        add_reductions(plain, every_microbatch=False, overlap=False)
     )

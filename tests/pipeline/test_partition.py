@@ -122,7 +122,7 @@ def test_explicit_numbers():
         ("2,1", "must be 2 numbers of at least 1 that add up to 4 layers, but is `2,1` (2 numbers, sum 3)"),
         ("2,1,1", "but is `2,1,1` (3 numbers, sum 4)"),
         ("4,0", "numbers of at least 1"),
-        ("type:(", "a regular expression after `type:`, but `(` is none"),
+        ("type:(", "a regular expression after `type:`, but `(` is not one"),
         ("type:Expert", "`Expert` matches none of: TransformerLayer"),
     ],
 )

@@ -64,7 +64,7 @@ def test_trace_of_collectives_is_a_thread_beside_the_stage():
         ("F0.0", 0, 2e6, 1e6),
         ("B0.0", 0, 3e6, 2e6),
         ("G0.0", 1, 0, 2e6),
-        ("S0.0", 1, 5e6, 3e6),
+        ("S0.0", 1, 3e6, 3e6),
     ]
 
 

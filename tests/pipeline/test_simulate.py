@@ -15,6 +15,7 @@ from megazero.pipeline import (
     lower,
     one_f_one_b,
     simulate,
+    zb_h1,
     zb_v,
 )
 from tests.pipeline.samples import FAMILIES, action, schedules
@@ -74,10 +75,23 @@ def test_gathers_delay_and_reductions_follow():
     assert starts(timeline) == [[5, 6, 8, 9]]
     assert [(str(a), start, end) for a, start, end in timeline.collectives[0]] == [
         ("G0.0", 0, 5),
-        ("S0.0", 8, 12),
-        ("S0.1", 12, 16),
+        ("S0.0", 6, 10),
+        ("S0.1", 10, 14),
     ]
-    assert timeline.makespan == 16
+    assert timeline.makespan == 14
+
+
+def test_a_reduction_does_not_end_before_its_backward():
+    program = lower(zb_h1(1, 1), gather=False, reduce_every_microbatch=True)
+    (reduction,) = simulate(program, Costs(weight=5, reduce=2)).collectives[0]
+    assert reduction == (action("S0.0"), 2, 7)
+
+
+def test_a_reduction_after_its_backward_begins_there():
+    program = lower(one_f_one_b(1, 2), gather=False, reduce_every_microbatch=True, overlap_reduce=False)
+    timeline = simulate(program, Costs(reduce=4))
+    assert starts(timeline) == [[0, 1, 3, 4]]
+    assert timeline.collectives[0] == ((action("S0.0"), 3, 7), (action("S0.1"), 7, 11))
 
 
 def test_weight_gradients_do_not_wait_for_gathers():

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from megazero.loss import LossTerm
+from megazero.train.losses import Losses
 from megazero.train.metrics import EvalMetrics, StepMetrics
 
 
-def step(iteration: int = 1, **fields) -> StepMetrics:
+def only_lm(loss: float | None) -> Losses:
+    """The losses of a GPT."""
+    return Losses((LossTerm("lm"),), (loss,))
+
+
+def step(iteration: int = 1, lm_loss: float | None = 4.0, **fields) -> StepMetrics:
     values = {
         "consumed_samples": 8 * iteration,
         "consumed_tokens": 512 * iteration,
-        "lm_loss": 4.0,
         "grad_norm": 1.5,
         "learning_rate": 3e-4,
         "loss_scale": 1.0,
@@ -21,16 +27,15 @@ def step(iteration: int = 1, **fields) -> StepMetrics:
         "global_batch_size": 8,
         "num_micro_batches": 2,
     }
-    return StepMetrics(iteration=iteration, **{**values, **fields})
+    return StepMetrics(iteration=iteration, **{**values, "losses": only_lm(lm_loss), **fields})
 
 
-def evaluation(iteration: int = 10, **fields) -> EvalMetrics:
+def evaluation(iteration: int = 10, lm_loss: float | None = 2.0, **fields) -> EvalMetrics:
     values = {
         "split": "validation",
-        "lm_loss": 2.0,
         "consumed_samples": 8 * iteration,
         "consumed_tokens": 512 * iteration,
         "num_tokens": 640,
         "seconds": 1.0,
     }
-    return EvalMetrics(iteration=iteration, **{**values, **fields})
+    return EvalMetrics(iteration=iteration, **{**values, "losses": only_lm(lm_loss), **fields})

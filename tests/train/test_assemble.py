@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-import pytest
-
-from megazero.train.assemble import default_cache
-
-
-@pytest.mark.parametrize(
-    "paths", [("data/a",), ("0.3", "data/a", "0.7", "other/b"), ("3e-1", "data/a", "7e-1", "other/b")]
-)
-def test_the_index_cache_lies_beside_the_first_dataset(paths):
-    # A weight such as 3e-1 was once taken for the dataset, and the cache went to the working folder.
-    assert default_cache(paths) == "data/index-cache"
+from megazero.config.horizon import horizon_of
+from megazero.config.steps import Progress
+from megazero.mpu import solo_context
+from megazero.train.assemble import build_feeds
+from megazero.train.vocabulary import Vocabulary
+from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, Layout
 
 
-def test_without_files_there_is_no_cache():
-    assert default_cache(()) is None
+def test_datasets_are_as_long_as_the_training_that_is_left_needs():
+    plain = Layout().config(steps=10)
+    lengths = {"eval_interval": 4, "eval_iters": 2}
+    config = plain.model_copy(update={"training": plain.training.model_copy(update=lengths)})
+    horizon = horizon_of(config, 1)
+
+    def sizes(horizon):
+        feeds = build_feeds(config, horizon, Vocabulary(37, 40, None, None), solo_context(), 0)
+        found = [len(feed.dataset) for feed in (feeds.train, feeds.valid, feeds.test)]
+        feeds.train.close()
+        return found
+
+    batches = [10, 2 * 3, 2]
+    assert sizes(horizon) == [n * GLOBAL_BATCH for n in batches]
+    # the steps until now were of half the size
+    here = Progress(4, 2 * GLOBAL_BATCH, 2 * GLOBAL_BATCH * SEQUENCE)
+    assert sizes(horizon_of(config, 1, here)) == [n * GLOBAL_BATCH for n in (8, *batches[1:])]

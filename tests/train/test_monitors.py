@@ -14,6 +14,8 @@ from rich.console import Console
 from megazero.config.tree import BatchConfig, Config, ModelConfig, OptimizerConfig
 from megazero.config.tree_output import LoggingConfig
 from megazero.errors import ConfigError
+from megazero.loss import LossTerm
+from megazero.train.losses import Losses
 from megazero.train.monitors import (
     CompositeMonitor,
     ConsoleMonitor,
@@ -23,7 +25,12 @@ from megazero.train.monitors import (
     WandbMonitor,
     build_monitors,
 )
+from megazero.train.monitors.csv_file import CsvMonitor
 from tests.train.samples import evaluation, step
+
+# Of a model with two trained terms, 4 + 0.5 x 2 = 5, and one that is only reported.
+THREE = Losses((LossTerm("mlm"), LossTerm("sop", 0.5), LossTerm("sop_accuracy", 0.0)), (4.0, 2.0, 0.75))
+NOTHING = Losses(THREE.terms, (None, None, 0.75))
 
 
 def config(**logging) -> Config:
@@ -126,6 +133,22 @@ class TestJsonl:
         assert (record["iteration"], record["split"], record["perplexity"]) == (10, "validation", 1.0)
         assert len(records(tmp_path / "m.jsonl")) == 1
 
+    def test_lines_carry_all_terms(self, tmp_path):
+        monitor = JsonlMonitor(tmp_path / "m.jsonl")
+        monitor.step(step(1, losses=THREE))
+        monitor.step(step(2, losses=NOTHING, skipped=True))
+        monitor.evaluation(evaluation(2, losses=THREE))
+        monitor.close()
+        keys = ("mlm_loss", "sop_loss", "sop_accuracy", "total_loss")
+        lines = [*records(tmp_path / "m.jsonl"), *records(tmp_path / "m.eval.jsonl")]
+        assert [[line[key] for key in keys] for line in lines] == [
+            [4.0, 2.0, 0.75, 5.0],
+            [None, None, 0.75, None],
+            [4.0, 2.0, 0.75, 5.0],
+        ]
+        assert lines[2]["perplexity"] == math.exp(4.0)
+        assert not any("lm_loss" in line for line in lines)
+
     @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /dev/full")
     def test_a_full_disk_turns_it_off_with_one_warning(self, tmp_path):
         monitor = JsonlMonitor(tmp_path / "m.jsonl")
@@ -223,6 +246,22 @@ class TestConsole:
         assert "number of skipped iterations:   2" in out
         assert "lm loss" not in out
 
+    def test_every_term_has_its_mean_over_the_updates_in_which_it_counted(self):
+        second = Losses(THREE.terms, (2.0, None, 0.25))
+        out = self.lines([step(1, losses=THREE), step(2, losses=second)])
+        assert (
+            "| mlm loss: 3.000000E+00 | sop loss: 2.000000E+00 | sop_accuracy: 5.000000E-01 | "
+            "total loss: 3.500000E+00 | loss scale"
+        ) in out
+        assert "number of nan iterations:   0" in out
+
+    def test_a_batch_in_which_nothing_counts_says_so(self):
+        out = self.lines([step(1, losses=THREE), step(2, losses=NOTHING, skipped=True)], terminal=True)
+        assert "iteration 2: update skipped, nothing in the global batch counts" in out
+        assert "inf or NaN" not in out
+        assert "loss none" in out
+        assert "number of skipped iterations:   1" in out
+
     def test_nan_losses_are_counted(self):
         assert "number of nan iterations:   1" in self.lines([step(1, lm_loss=math.nan), step(2)])
 
@@ -257,6 +296,19 @@ class TestConsole:
         )
         assert message == "saved [checkpoint] to /x"
 
+    def test_evaluations_of_several_terms(self):
+        stream = io.StringIO()
+        monitor = ConsoleMonitor(1, console=Console(file=stream, width=40))
+        monitor.evaluation(evaluation(10, losses=THREE))
+        monitor.evaluation(evaluation(20, losses=NOTHING))
+        _, first, _, _, second, _ = stream.getvalue().splitlines()
+        assert first == (
+            " validation loss at iteration 10 | mlm loss value: 4.000000E+00 | mlm loss PPL: 5.459815E+01 | "
+            "sop loss value: 2.000000E+00 | sop_accuracy value: 7.500000E-01 | "
+            "total loss value: 5.000000E+00 | seconds: 1.0 |"
+        )
+        assert "| mlm loss value: none, nothing counts | mlm loss PPL: none, nothing counts |" in second
+
 
 def scalars(folder):
     """Tag -> [(step, value)] of all events in a folder."""
@@ -283,6 +335,20 @@ class TestTensorBoard:
         assert found["num-zeros"] == [(6, 3.0)]
         assert {"learning-rate", "loss-scale", "batch-size", "learning-rate vs samples"} <= set(found)
         assert not {"optimizer-time", "lm loss validation ppl"} & set(found)
+
+    def test_every_term_that_counted(self, tmp_path):
+        monitor = TensorBoardMonitor(LoggingConfig(tensorboard_dir=str(tmp_path)))
+        monitor.step(step(1, losses=THREE))
+        monitor.step(step(2, losses=Losses(THREE.terms, (2.0, None, None))))
+        monitor.evaluation(evaluation(2, losses=NOTHING))
+        monitor.close()
+        found = scalars(tmp_path)
+        assert found["mlm loss"] == [(1, 4.0), (2, 2.0)]
+        assert found["sop loss"] == [(1, 2.0)]
+        assert found["sop_accuracy vs samples"] == [(8, 0.75)]
+        assert found["total loss"] == [(1, 5.0), (2, 2.0)]
+        assert found["sop_accuracy validation"] == [(2, 0.75)]
+        assert "mlm loss validation" not in found
 
     def test_perplexity_and_timers_on_request(self, tmp_path):
         monitor = TensorBoardMonitor(
@@ -318,6 +384,17 @@ class TestTensorBoard:
         monkeypatch.setattr(monitor._writer, "add_scalar", full)
         with pytest.raises(OSError, match=f"No space left.*{tmp_path}"):
             monitor.step(step(1))
+
+
+def test_csv_has_a_file_per_term(tmp_path):
+    monitor = CsvMonitor(tmp_path)
+    monitor.step(step(3, losses=THREE))
+    monitor.evaluation(evaluation(3, losses=THREE))
+    found = {path.name: path.read_text().splitlines() for path in tmp_path.glob("*.csv")}
+    assert found["mlm_loss.csv"] == ["iteration,mlm loss", "3,4.0"]
+    assert found["total_loss.csv"] == ["iteration,total loss", "3,5.0"]
+    assert found["sop_accuracy.csv"] == ["iteration,sop_accuracy", "3,0.75"]
+    assert found["sop_loss_validation.csv"] == ["iteration,sop loss validation", "3,2.0"]
 
 
 class FakeWandb(types.ModuleType):

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from megazero.checkpoint import iteration_folder, latest_iteration
+from megazero.config.horizon import horizon_of
 from megazero.config.resolve import parse_config
 from megazero.config.tree_output import CheckpointConfig
 from megazero.errors import CheckpointError
@@ -25,7 +26,7 @@ from megazero.train.resume import resume
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
-from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, VOCABULARY, Layout
+from megazero.verify.layouts import VOCABULARY, Layout
 from megazero.verify.record import micro_batches, verification_engine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,9 +38,9 @@ SMALL = (
 )
 
 
-def run(*flags: object) -> list[dict]:
+def run(*flags: object, small: str = SMALL) -> list[dict]:
     """Train in this process; the metrics of every iteration."""
-    argv = [*SMALL.split(), *map(str, flags)]
+    argv = [*small.split(), *map(str, flags)]
     pretrain(parse_config(argv, world_size=1).config, Launch())
     path = Path(argv[argv.index("--metrics-jsonl") + 1])
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -85,20 +86,22 @@ def test_a_sharded_pipeline_resumes_bit_for_bit(tmp_path, layout):
     world, folder = ThreadWorld(layout.world_size), str(tmp_path)
     checkpoint = CheckpointConfig(save=folder, load=folder)
     config = layout.config().model_copy(update={"checkpoint": checkpoint})
+    horizon = horizon_of(config, layout.dp)
 
     def train(engine, context, state, steps):
-        for step in range(state.iteration, state.iteration + steps):
+        for _ in range(steps):
+            step = horizon.at(state.progress)
             batches = micro_batches(config, context, step)
-            result = engine.train_step(batches, GLOBAL_BATCH * SEQUENCE, state.progress, Timers())
-            state = state.after(GLOBAL_BATCH, GLOBAL_BATCH * SEQUENCE, result.skipped)
+            result = engine.train_step(batches, state.progress, Timers())
+            state = state.after(step, result.skipped)
         everything = engine.optimizer.full_state()
         return state, [(s.name, {k: t.clone() for k, t in kinds.items()}) for s, kinds in everything]
 
     def work(rank):
         context = thread_context(world, layout.grid, rank)
-        engine = verification_engine(config, context)
+        engine = verification_engine(config, horizon, context)
         state, _ = train(engine, context, TrainState(), 2)
-        snapshots = Snapshots(config, engine, context, VOCABULARY, config.training.seed)
+        snapshots = Snapshots(config, horizon, engine, context, VOCABULARY, config.training.seed)
         snapshots.save(state)
         snapshots.saver.close()
         _, straight = train(engine, context, state, 2)
@@ -112,6 +115,26 @@ def test_a_sharded_pipeline_resumes_bit_for_bit(tmp_path, layout):
         for (name, want), (_, got) in zip(straight, resumed, strict=True):
             assert want.keys() == got.keys() == {"weight", "exp_avg", "exp_avg_sq"}
             assert all(torch.equal(want[kind], got[kind]) for kind in want), name
+
+
+@pytest.mark.parametrize(
+    ("limit", "stop", "batch", "samples"),
+    [
+        ("--train-iters 8", 7, 4, [4, 8, 12, 16, 20, 28, 36, 40]),
+        ("--train-samples 40", 4, 12, [4, 8, 12, 16, 24, 36]),
+        ("--train-tokens 640", 4, 12, [4, 8, 12, 16, 24, 36, 48]),
+    ],
+)
+def test_another_batch_size_for_the_rest_keeps_the_limit(tmp_path, limit, stop, batch, samples):
+    """The end was once counted as if all steps had the new size.
+
+    The first of these asked for data past that end and failed; the others stopped after iterations 5 and 6.
+    """
+    small = SMALL.replace("--train-iters 8", limit)
+    both = ["--metrics-jsonl", tmp_path / "m.jsonl", "--save", tmp_path / "c", "--load", tmp_path / "c"]
+    run(*both, "--exit-interval", stop, small=small)
+    records = run(*both, "--global-batch-size", batch, small=small)
+    assert [record["consumed_samples"] for record in records] == samples
 
 
 @pytest.mark.gloo

@@ -16,15 +16,16 @@ import torch
 
 from megazero.checkpoint import iteration_folder, parts_to_read
 from megazero.checkpoint.manifest import STATE
+from megazero.config.horizon import horizon_of
 from megazero.config.tree import CheckpointConfig, Config
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.mpu import Launch, ThreadWorld, solo_context, thread_context
 from megazero.train import resume as module
 from megazero.train.engine import Engine
-from megazero.train.facts import PRETRAINING
 from megazero.train.resume import Resumed, resume
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
+from megazero.train.state_json import PRETRAINING
 from megazero.train.timers import Timers
 from megazero.train.trained import load_for_inference
 from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, VOCABULARY, Layout
@@ -50,12 +51,13 @@ def values(engine: Engine, context=None) -> dict[str, torch.Tensor]:
 def train(folder: Path, **choices: Any) -> dict[str, torch.Tensor]:
     """Save one checkpoint; returns what it holds."""
     config, context, state = config_of(folder, **choices), solo_context(), TrainState()
-    engine = verification_engine(config, context)
-    for step in range(STEPS):
-        tokens = GLOBAL_BATCH * SEQUENCE
-        result = engine.train_step(micro_batches(config, context, step), tokens, state.progress, Timers())
-        state = state.after(GLOBAL_BATCH, tokens, result.skipped)
-    snapshots = Snapshots(config, engine, context, VOCABULARY, SEED)
+    horizon = horizon_of(config, context.data.size)
+    engine = verification_engine(config, horizon, context)
+    for _ in range(STEPS):
+        step = horizon.at(state.progress)
+        result = engine.train_step(micro_batches(config, context, step), state.progress, Timers())
+        state = state.after(step, result.skipped)
+    snapshots = Snapshots(config, horizon, engine, context, VOCABULARY, SEED)
     snapshots.save(state)
     snapshots.saver.close()
     return values(engine)
@@ -85,7 +87,7 @@ def again(config: Config, vocab_size: int = VOCABULARY) -> Resumed:
 def refused(config: Config, vocab_size: int = VOCABULARY, kind: type = CheckpointError) -> str:
     """Why, of a resume that must not get as far as an engine."""
     with pytest.raises(CheckpointError) as error:
-        resume(config, solo_context(), vocab_size, lambda config: pytest.fail("built"), foreign=None)
+        resume(config, solo_context(), vocab_size, lambda *_: pytest.fail("built"), foreign=None)
     assert type(error.value) is kind, error.value
     return str(error.value)
 
@@ -270,8 +272,8 @@ def test_ill_formed_facts_are_damage(run, case):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lacking("config", "model"), "must say which GPT model it is of, but does not"),
-        (lacking("vocab_size"), "must say which GPT model it is of, but does not"),
+        (lacking("config", "model"), "must say which model it holds, but does not"),
+        (lacking("vocab_size"), "must say which model it holds, but does not"),
         (
             lacking("config", "model", "num_layers"),
             "must hold settings that this version knows, but num_layers",
@@ -308,7 +310,7 @@ def test_a_random_state_that_no_generator_has(run, name, position):
     words[-2] = position
     path.write_bytes(data)
     reseal(folder)
-    with pytest.raises(DamagedCheckpointError, match=r"has none: .*must be one that a generator gave"):
+    with pytest.raises(DamagedCheckpointError, match=r"has none: .*must be one that a generator can have"):
         again(config_of(run.folder))
     assert again(config_of(run.folder, no_load_rng=True)).state.iteration == STEPS
 

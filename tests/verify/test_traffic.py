@@ -1,36 +1,104 @@
-"""What a step sends, counted at the groups, equals the formulas: pipeline, tensor and data parallelism."""
+"""What a step sends: recorded on meta tensors it is what ranks count, and it equals the formulas."""
 
 from __future__ import annotations
 
 import math
+from functools import cache
+from itertools import combinations
 
 import pytest
 
-from megazero.mpu import ThreadWorld, TrafficLog, count_traffic, thread_context
-from megazero.optim import Progress
+from megazero.config.horizon import horizon_of
+from megazero.config.steps import Progress
+from megazero.config.tree import Config
+from megazero.mpu import (
+    ParallelContext,
+    ThreadWorld,
+    TrafficLog,
+    count_traffic,
+    recording_context,
+    thread_context,
+)
+from megazero.train.engine import StepResult
 from megazero.train.timers import Timers
-from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, Layout
+from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, Layout, all_layouts, covering
 from megazero.verify.record import micro_batches, verification_engine
 
 FP32 = 4
 HIDDEN = 32
+BUNDLES = 8
 
 
-def traffic(layout: Layout) -> list[TrafficLog]:
-    """What each rank sends in one step."""
-    world, config = ThreadWorld(layout.world_size), layout.config()
+def step(config: Config, context: ParallelContext, log: TrafficLog) -> StepResult:
+    """One training step, of which alone `log` tells."""
+    horizon = horizon_of(config, context.data.size)
+    engine, first = verification_engine(config, horizon, context), horizon.at(Progress())
+    batches = micro_batches(config, context, first)
+    log.clear()
+    return engine.train_step(batches, first.before, Timers())
+
+
+def traffic(layout: Layout, config: Config | None = None) -> list[TrafficLog]:
+    """What each rank sends in one step, counted."""
+    world, config = ThreadWorld(layout.world_size), config or layout.config()
 
     def work(rank: int) -> TrafficLog:
         log = TrafficLog()
-        context = count_traffic(thread_context(world, layout.grid, rank), log)
-        engine = verification_engine(config, context)
-        batches = micro_batches(config, context, 0)
-        log.calls.clear()
-        log.payload.clear()
-        engine.train_step(batches, GLOBAL_BATCH * SEQUENCE, Progress(0, 0, 0), Timers())
+        context = thread_context(world, layout.grid, rank, node_size=layout.hpz)
+        step(config, count_traffic(context, log), log)
         return log
 
     return world.run(work)
+
+
+@cache
+def selection() -> list[Layout]:
+    """40 layouts in which every pair of settings meets, of up to four ranks, with three of their own kind."""
+    eight = {"tp": 2, "pp": 2, "dp": 2, "sequence_parallel": True, "layers": 4}
+    special = [
+        Layout(**eight, zero=3, schedule="zb-v"),
+        Layout(**eight, zero=2, schedule="interleaved", virtual=2, untied=True, overlap=False),
+        Layout(dp=4, zero=3, hpz=2, untied=True),
+    ]
+    return [*special, *covering(list(all_layouts(4)), 40 - len(special))]
+
+
+def test_the_selection_holds_every_pair_of_settings():
+    chosen, everything = selection(), list(all_layouts(4))
+    assert len(set(chosen)) == 40
+    names = ("tp", "pp", "dp", "schedule", "zero", "sequence_parallel", "recompute", "untied", "keep")
+    for name, other in combinations(names, 2):
+        pairs = [{(getattr(x, name), getattr(x, other)) for x in xs} for xs in (everything, chosen)]
+        assert pairs[0] <= pairs[1]
+
+
+def few_micro_batches(layout: Layout) -> Config:
+    """The configuration with no more of them than the schedules need."""
+    config = layout.config()
+    size = layout.dp * layout.micro_batch * max(2, layout.pp)
+    return config.model_copy(update={"batch": config.batch.model_copy(update={"global_batch_size": size})})
+
+
+@pytest.mark.parametrize("bundle", range(BUNDLES))
+def test_recorded_traffic_is_what_ranks_count(bundle):
+    """Calls and bytes by communicator and operation, on every rank of one replica."""
+    for number in range(bundle, 40, BUNDLES):
+        layout = selection()[number]
+        config, replica = few_micro_batches(layout), number % layout.dp
+        recorded = {}
+        for rank, counted in enumerate(traffic(layout, config)):
+            place = layout.grid.place(rank)
+            stage = place.index("pp")
+            if place.index("dp") != replica:
+                continue
+            if stage not in recorded:
+                log = recorded[stage] = TrafficLog()
+                context = recording_context(layout.grid, rank, log, node_size=layout.hpz)
+                result = step(config, context, log)
+                assert math.isnan(result.grad_norm)
+                assert not result.skipped
+            # Tensor-parallel ranks all do the same.
+            assert counted == recorded[stage], f"rank {rank} of {layout.name}"
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
@@ -85,8 +153,11 @@ def test_zero_sends_what_its_paper_says(zero, dp):
     parameters = {}
 
     def sizes(rank: int) -> None:
-        engine = verification_engine(config, thread_context(world, layout.grid, rank))
-        parameters[rank] = [(b.padded, b.row.shard_params) for b in engine.optimizer.buckets]
+        context = thread_context(world, layout.grid, rank)
+        engine = verification_engine(config, horizon_of(config, context.data.size), context)
+        parameters[rank] = [
+            (b.layout.padded, b.layout.row.shard_params) for b in engine.optimizer.store.buckets
+        ]
 
     world.run(sizes)
     psi = sum(size for size, _ in parameters[0]) * FP32
@@ -102,6 +173,13 @@ def test_zero_sends_what_its_paper_says(zero, dp):
             # Gathered for forward and backward; small parameters stay whole and are gathered once.
             assert (reduced, gathered) == (psi, 2 * sharded + (psi - sharded))
             assert sharded > 0.9 * psi
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_loss_term_costs_its_count_before_backward_and_its_sum_at_the_end(pp):
+    for log in traffic(Layout(dp=2, pp=pp)):
+        found = {key: (log.calls[key], log.payload[key]) for key in log.calls if key[0] == "batch"}
+        assert found == {("batch", "all_reduce"): (2, 2 * 8)}  # float64 of one term each
 
 
 def test_stage_2_and_3_reduce_in_every_micro_batch_and_0_and_1_once():

@@ -9,8 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.optim import Adam
-from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_buckets, module_units
+from megazero.optim import Adam, UpdateRule
+from megazero.zero import (
+    DataParallel,
+    DeviceStore,
+    Optimizer,
+    Store,
+    Unit,
+    ZeroPolicy,
+    build_store,
+    module_units,
+)
 
 Loss = Callable[[nn.Module, int, int], Tensor]  # (model, step, sample) -> that sample's loss
 SAMPLES = 12  # of one step: over 2, 3 or 4 ranks, at once or in up to 3 micro-batches
@@ -35,6 +44,9 @@ class Trainer:
         context: this rank.
         units: default: one per module that owns parameters.
         fill: initial values of meta parameters.
+        kind: of store.
+        rule: updates the weights.
+        overlap: reduce while backward runs.
     """
 
     def __init__(
@@ -45,13 +57,18 @@ class Trainer:
         context: ParallelContext,
         units: Sequence[Unit] | None = None,
         fill: Callable | None = None,
+        kind: Callable[[ZeroPolicy], Store] = DeviceStore,
+        rule: UpdateRule | None = None,
+        *,
+        overlap: bool = True,
     ):
         self.model, self.loss, self.context = model, loss, context
         units = module_units(model) if units is None else units
-        self.buckets = build_buckets(units, policy, context, fill)
-        self.parallel = DataParallel(units, self.buckets, policy, context)
-        self.optimizer = Optimizer(self.buckets, Adam(eps=1e-3), context, 0.5)
+        self.store = build_store(units, policy, context, fill, kind=kind)
+        self.parallel = DataParallel(units, self.store, policy, context)
+        self.optimizer = Optimizer(self.store, rule or Adam(eps=1e-3), context, 0.5)
         self.every = policy.stage >= 2
+        self.overlap = overlap
 
     def accumulate(self, step: int, micro_batches: int) -> None:
         """Forward and backward of this rank's samples."""
@@ -61,9 +78,12 @@ class Trainer:
             self.parallel.gather(0)
             loss = sum(self.loss(self.model, step, sample) for sample in mine[i::micro_batches])
             self.parallel.gather(0, backward=True)
-            self.parallel.begin_backward(0, reduce=self.every or i == micro_batches - 1)
+            reduce = self.every or i == micro_batches - 1
+            self.parallel.begin_backward(0, reduce=reduce and self.overlap)
             loss.backward()
             self.parallel.end_backward()
+            if reduce and not self.overlap:
+                self.parallel.reduce(0)
             self.parallel.release(0)
         self.parallel.finish()
 

@@ -8,66 +8,43 @@ from dataclasses import replace
 
 import torch
 
-from megazero.mpu import Group, ParallelContext, Work
+from megazero.mpu import Group, GroupCall, ParallelContext, Work, WrappingGroup
 
 
-class LateGroup:
+class LateGroup(WrappingGroup):
     """Carries an asynchronous collective out when it, or a later one, is waited for."""
 
-    def __init__(self, group: Group):
-        self._group = group
-        self._pending: deque[Callable[[], Work]] = deque()
+    def __init__(self, inner: Group):
+        super().__init__(inner)
+        self._pending: deque[GroupCall] = deque()
 
-    def __getattr__(self, name: str):
-        return getattr(self._group, name)
-
-    def all_reduce(self, tensor, op="sum", *, async_op=False) -> Work:
-        return self._later(lambda: self._group.all_reduce(tensor, op), async_op)
-
-    def all_gather(self, output, tensor, *, async_op=False) -> Work:
-        return self._later(lambda: self._group.all_gather(output, tensor), async_op)
-
-    def reduce_scatter(self, output, tensor, op="sum", *, async_op=False) -> Work:
-        return self._later(lambda: self._group.reduce_scatter(output, tensor, op), async_op)
-
-    def _later(self, call: Callable[[], Work], async_op: bool) -> Work:
+    def _collective(self, call: GroupCall) -> Work:
         self._pending.append(call)
-        work = _LateWork(self._pending, call)
-        if not async_op:
+        work = _LateWork(self.inner, self._pending, call)
+        if not call.async_op:
             work.wait()
         return work
 
 
 class _LateWork:
-    def __init__(self, pending: deque, call: Callable[[], Work]):
-        self._pending, self._call = pending, call
+    def __init__(self, group: Group, pending: deque[GroupCall], call: GroupCall):
+        self._group, self._pending, self._call = group, pending, call
 
     def wait(self) -> None:
-        while self._call in self._pending:
-            self._pending.popleft()().wait()
+        while any(call is self._call for call in self._pending):
+            self._pending.popleft().start(self._group).wait()
 
 
-class SpyGroup:
+class SpyGroup(WrappingGroup):
     """Writes down each collective: (operation, dtype, elements of the larger side)."""
 
-    def __init__(self, group: Group, calls: list[tuple[str, torch.dtype, int]]):
-        self._group = group
+    def __init__(self, inner: Group, calls: list[tuple[str, torch.dtype, int]]):
+        super().__init__(inner)
         self._calls = calls
 
-    def __getattr__(self, name: str):
-        return getattr(self._group, name)
-
-    def all_reduce(self, tensor, op="sum", *, async_op=False) -> Work:
-        self._calls.append(("all_reduce", tensor.dtype, tensor.numel()))
-        return self._group.all_reduce(tensor, op, async_op=async_op)
-
-    def all_gather(self, output, tensor, *, async_op=False) -> Work:
-        self._calls.append(("all_gather", output.dtype, output.numel()))
-        return self._group.all_gather(output, tensor, async_op=async_op)
-
-    def reduce_scatter(self, output, tensor, op="sum", *, async_op=False) -> Work:
-        self._calls.append(("reduce_scatter", tensor.dtype, tensor.numel()))
-        return self._group.reduce_scatter(output, tensor, op, async_op=async_op)
+    def _collective(self, call: GroupCall) -> Work:
+        self._calls.append((call.operation, call.payload.dtype, call.payload.numel()))
+        return call.start(self.inner)
 
 
 def with_late_groups(context: ParallelContext) -> ParallelContext:

@@ -106,14 +106,14 @@ def make_gpt(recompute: str = "none") -> GPT:
     )
     placement = Placement.of(solo_context(), torch.float32)
     model = GPT(config, (13, 16), placement, RecomputeConfig(granularity=recompute))
-    initialize(model, 5, 0, 1)
+    initialize(model, 5, placement.place)
     return model
 
 
 def gpt_loss(model: GPT, step: int, sample: int) -> Tensor:
     """Cross-entropy of one sample."""
     tokens = _tokens(step, sample, 13, 9).unsqueeze(0)
-    return model.loss(Batch(tokens[:, :-1], tokens[:, 1:].contiguous()))[0]
+    return model.run(Batch(tokens[:, :-1], tokens[:, 1:].contiguous()))[1]["lm"]
 
 
 def layer_units(model: GPT) -> list[Unit]:

@@ -9,27 +9,27 @@ import torch
 from torch import nn
 
 from megazero.errors import ConfigError
+from megazero.layers import Placement
 from megazero.layers.initialize import initialize_parameters
 from megazero.mpu import (
-    Init,
+    InitialValues,
     ParamSpec,
     ProcessGrid,
     TrafficLog,
-    new_parameter,
     recording_context,
     solo_context,
 )
 from megazero.optim import Adam
-from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_buckets, module_units
-from megazero.zero.bucket import Segment
+from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store, module_units
 
 F32, BF16 = torch.float32, torch.bfloat16
 
 
 def stack(widths: list[int], dtype=F32, device="cpu") -> nn.ParameterList:
     """Parameters of these sizes, normally distributed once initialized."""
-    specs = [ParamSpec(f"p{i}", (n,), Init("normal", 1.0)) for i, n in enumerate(widths)]
-    return nn.ParameterList([new_parameter(spec, 1, dtype, device) for spec in specs])
+    specs = [ParamSpec(f"p{i}", (n,), InitialValues("normal", 1.0)) for i, n in enumerate(widths)]
+    placement = Placement.of(solo_context(device), dtype)
+    return nn.ParameterList([placement.parameter(spec) for spec in specs])
 
 
 def one_rank(size: int, device: str = "cpu"):
@@ -38,7 +38,7 @@ def one_rank(size: int, device: str = "cpu"):
 
 
 def fill(params) -> None:
-    initialize_parameters(params, 5, 0, 1)
+    initialize_parameters(params, 5, solo_context().place)
 
 
 def apart(params) -> list[Unit]:
@@ -49,47 +49,22 @@ def apart(params) -> list[Unit]:
 def test_parameters_are_views_of_the_bucket():
     model = nn.Linear(2, 2)
     values = [p.detach().clone() for p in model.parameters()]
-    (bucket,) = build_buckets(module_units(model), ZeroPolicy(), solo_context())
+    (bucket,) = build_store(module_units(model), ZeroPolicy(), solo_context()).buckets
     assert bucket.full.tolist() == torch.cat([v.flatten() for v in values]).tolist()
     bucket.full.fill_(5.0)
     assert model.weight.tolist() == [[5.0, 5.0], [5.0, 5.0]]
 
 
-def test_segments_of_a_rank():
-    specs = [
-        ParamSpec("a", (2,), Init("zeros"), weight_decay=False),
-        ParamSpec("b", (3,), Init("zeros"), shard_dim=0),
-        ParamSpec("c", (4,), Init("zeros")),
-        ParamSpec("d", (1,), Init("zeros")),
-    ]
-    params = [nn.Parameter(torch.zeros(s.shape)) for s in specs]
-    for param, spec in zip(params, specs, strict=True):
-        param.spec = spec
-    context = recording_context(ProcessGrid(tp=2, dp=4), 1, TrafficLog(), "cpu")  # second slice
-    units = [Unit(0, nn.Module(), tuple(params))]
-    (bucket,) = build_buckets(units, ZeroPolicy(stage=1), context, groups={id(params[3]): 1})
-    assert bucket.segments == (
-        Segment(0, 3, weight_decay=True, counted=True, partial_grad=False),
-        Segment(3, 7, weight_decay=True, counted=False, partial_grad=False),
-        Segment(7, 9, weight_decay=False, counted=False, partial_grad=False),
-        Segment(9, 10, weight_decay=True, counted=False, partial_grad=False, group=1),
-    )
-    # Ten elements over four ranks: three each, and this one has the first.
-    assert (bucket.padded, bucket.own) == (12, slice(0, 3))
-    flat = torch.arange(3.0)
-    assert [(s.start, piece.tolist()) for s, piece in bucket.pieces(flat)] == [(0, [0.0, 1.0, 2.0])]
-
-
 def test_freed_parameters_are_loud():
     params = stack([6], device="meta")
-    (bucket,) = build_buckets(apart(params), ZeroPolicy(3, persistence_threshold=0), one_rank(2), fill)
+    (bucket,) = build_store(apart(params), ZeroPolicy(3, persistence_threshold=0), one_rank(2), fill).buckets
     param = params[0]
     assert param.shape == (6,)
     assert torch.isnan(param).all()
     with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
         param.add_(1.0)
     assert bucket.storage.nbytes() == 0
-    before = bucket.shard.clone()
+    before = bucket.store.shard(bucket).clone()
     bucket.fetch()
     bucket.arrive()
     assert param.tolist() == before.tolist() * 2  # the group repeats this rank's shard
@@ -99,7 +74,7 @@ def test_freed_parameters_are_loud():
 
 def test_saved_views_are_alive_again_after_a_gather():
     params = stack([6], device="meta")
-    (bucket,) = build_buckets(apart(params), ZeroPolicy(3, persistence_threshold=0), one_rank(2), fill)
+    (bucket,) = build_store(apart(params), ZeroPolicy(3, persistence_threshold=0), one_rank(2), fill).buckets
     bucket.fetch()
     bucket.arrive()
     x = torch.ones(2, requires_grad=True)
@@ -118,7 +93,7 @@ def test_meta_parameters_get_the_values_of_their_names_and_stay_the_same_objects
     real, later = stack([5, 70], device="cpu"), stack([5, 70], device="meta")
     fill(real)
     known = [id(p) for p in later]
-    build_buckets(apart(later), ZeroPolicy(), one_rank(2), fill)
+    build_store(apart(later), ZeroPolicy(), one_rank(2), fill)
     assert [id(p) for p in later] == known
     for a, b in zip(real, later, strict=True):
         assert torch.equal(a, b)
@@ -128,7 +103,7 @@ def test_meta_parameters_get_the_values_of_their_names_and_stay_the_same_objects
 
 def test_meta_parameters_need_values():
     with pytest.raises(ConfigError, match="`fill` must be given for the 1 parameters .* such as p0"):
-        build_buckets(apart(stack([3], device="meta")), ZeroPolicy(), solo_context())
+        build_store(apart(stack([3], device="meta")), ZeroPolicy(), solo_context())
 
 
 def alive() -> int:
@@ -148,17 +123,17 @@ def test_a_sharded_model_is_never_whole_on_one_rank():
         seen.append(alive() - start)
         fill(unmade)
 
-    build_buckets(apart(params), ZeroPolicy(3, persistence_threshold=0), one_rank(4), watch)
+    build_store(apart(params), ZeroPolicy(3, persistence_threshold=0), one_rank(4), watch)
     rest = (2 + 4 + 4) * 1000 // 4  # shard, master, gradient sums: bytes that each earlier bucket left
     placeholders = 2
     assert seen == [i * (rest + placeholders) + 2000 + placeholders for i in range(8)]
 
 
-def at_rest(buckets, optimizer) -> int:
-    """Bytes of all that lives from step to step, each storage once."""
-    tensors = [t for b in buckets for t in (b.full, b.shard, b.master, b.grads)]
-    tensors += [t for state in optimizer.states for t in state.values()]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+def at_rest(store) -> dict[int, int]:
+    """Bytes of each storage that lives from step to step, by address."""
+    tensors = [t for b in store.buckets for t in (b.full, store.shard(b), store.sums(b))]
+    tensors += [t for b in store.buckets for t in store.at_rest(b).values()]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
 @pytest.mark.parametrize(
@@ -178,11 +153,11 @@ def test_memory_at_rest(stage, dtype, accumulation, main, expected):
     )
     params, context = stack([4000, 400, 40], dtype, "meta"), one_rank(4)
     units = apart(params)
-    buckets = build_buckets(units, policy, context, fill)
-    optimizer = Optimizer(buckets, Adam(), context, 0.0)
-    parallel = DataParallel(units, buckets, policy, context)
+    store = build_store(units, policy, context, fill)
+    optimizer = Optimizer(store, Adam(), context, 0.0)
+    parallel = DataParallel(units, store, policy, context)
     for _ in range(2):
-        assert at_rest(buckets, optimizer) == expected[stage] * 4440
+        assert sum(at_rest(store).values()) == expected[stage] * 4440
         parallel.start()
         with parallel.gathered():
             pass
@@ -212,20 +187,18 @@ def test_peak_during_a_step(stage):
     context = one_rank(ranks)
     layers = [Scale(param, lambda: seen.append(now())) for param in params]
     units = [Unit(0, layer, (layer.weight,)) for layer in layers]
-    buckets = build_buckets(units, policy, context, fill)
-    optimizer = Optimizer(buckets, Adam(), context, 0.0)
-    parallel = DataParallel(units, buckets, policy, context)
+    store = build_store(units, policy, context, fill)
+    optimizer = Optimizer(store, Adam(), context, 0.0)
+    parallel = DataParallel(units, store, policy, context)
     reducer = parallel._reducer
 
     def now() -> int:
         fills = [p.fill for p in reducer._progress if p.fill is not None]
         moving = [t for fill in fills for t in (fill.buffer, fill.source)]
-        flying = [t for flight in reducer._flights for t in (flight.result, flight.source)]
-        moving += flying
+        moving += [t for flight in reducer._flights for t in (flight.reduction.result, flight.fill.source)]
         moving += reducer._buffers._free
-        kept = {t.untyped_storage().data_ptr() for b in buckets for t in (b.full, b.shard, b.master, b.grads)}
         extra = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in moving}
-        return at_rest(buckets, optimizer) + sum(n for where, n in extra.items() if where not in kept)
+        return sum({**extra, **at_rest(store)}.values())
 
     collect = reducer.collect
     reducer.collect = lambda param: (collect(param), seen.append(now()))
@@ -250,8 +223,10 @@ def test_everything_constructs_on_meta():
     params, context = stack([10**9, 10**9], BF16, "meta"), one_rank(64, "meta")
     policy = ZeroPolicy(3, max_live=0)
     units = apart(params)
-    buckets = build_buckets(units, policy, context)
-    optimizer = Optimizer(buckets, Adam(), context, 1.0)
-    DataParallel(units, buckets, policy, context)
-    assert [b.shard.numel() for b in buckets] == [10**9 // 64] * 2
-    assert all(t.is_meta for state in optimizer.states for t in state.values())
+    store = build_store(units, policy, context)
+    optimizer = Optimizer(store, Adam(), context, 1.0)
+    DataParallel(units, store, policy, context)
+    assert [store.shard(b).numel() for b in store.buckets] == [10**9 // 64] * 2
+    states = [optimizer.store.at_rest(bucket) for bucket in store.buckets]
+    assert [set(state) for state in states] == [{"weight", "exp_avg", "exp_avg_sq"}] * 2
+    assert all(t.is_meta for state in states for t in state.values())

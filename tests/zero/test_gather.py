@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megazero.mpu import ProcessGrid, TrafficLog, recording_context, solo_context
 from megazero.optim import Adam
-from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_buckets, module_units
+from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store, module_units
 from megazero.zero.bucket import Presence
 from tests.zero.harness import in_threads
 
@@ -46,8 +46,8 @@ def build(model: nn.Module, context=None, **changes):
     settings = {"persistence_threshold": 0, "max_live": 0, "bucket_size": 10**9, **changes}
     policy = ZeroPolicy(3, **settings)
     units = module_units(model)
-    buckets = build_buckets(units, policy, context)
-    return DataParallel(units, buckets, policy, context), buckets
+    store = build_store(units, policy, context)
+    return DataParallel(units, store, policy, context), store.buckets
 
 
 def presence(buckets) -> str:
@@ -170,9 +170,9 @@ def test_odd_outputs():
         model = Odd()
         policy = ZeroPolicy(3, persistence_threshold=0, max_live=0)
         units = module_units(model)
-        buckets = build_buckets(units, policy, context)
-        parallel = DataParallel(units, buckets, policy, context)
-        optimizer = Optimizer(buckets, Adam(), context, 0.0)
+        store = build_store(units, policy, context)
+        parallel = DataParallel(units, store, policy, context)
+        optimizer = Optimizer(store, Adam(), context, 0.0)
         parallel.start()
         x = torch.ones(2, 4, requires_grad=True)
         out = model(x)
@@ -209,8 +209,9 @@ def test_a_weight_stays_while_an_outer_module_uses_it():
     policy = ZeroPolicy(3, persistence_threshold=0, max_live=0)
     inner = module_units(model)
     units = [Unit(0, model, (weight,)), *inner]
-    (bucket,) = build_buckets(units, policy, context)
-    parallel = DataParallel(units, [bucket], policy, context)
+    store = build_store(units, policy, context)
+    (bucket,) = store.buckets
+    parallel = DataParallel(units, store, policy, context)
     half = values.flatten()[:8].repeat(2).view(4, 4)  # what the recording group gathers
     x = torch.ones(WIDTH)
     parallel.start()
@@ -225,8 +226,8 @@ def test_gathered_reads_and_writes_back():
         with torch.no_grad():
             for i, param in enumerate(model.parameters()):
                 param.fill_(i + 1.0)
-        parallel, buckets = build(model, context)
-        optimizer = Optimizer(buckets, Adam(), context, 0.0)
+        parallel, _ = build(model, context)
+        optimizer = Optimizer(parallel.store, Adam(), context, 0.0)
         first, second = model[0].weight, model[1].bias
         with parallel.gathered([first]):
             assert first.tolist() == [[1.0] * 3] * 2
@@ -260,8 +261,8 @@ def test_publishing_renews_what_is_whole():
     # Weights that an evaluation left gathered must not outlive a load.
     def work(context):
         model = nn.Linear(3, 2, bias=False)
-        _, buckets = build(model, context, max_live=10**9)
-        optimizer = Optimizer(buckets, Adam(), context, 0.0)
+        parallel, _ = build(model, context, max_live=10**9)
+        optimizer = Optimizer(parallel.store, Adam(), context, 0.0)
         with torch.no_grad():
             model(torch.ones(3))
         optimizer.load(lambda spec, kind: torch.full((2, 3), 4.0), ["weight"])

@@ -11,7 +11,7 @@ from torch import nn
 
 from megazero.errors import ConfigError
 from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.zero import DataParallel, ZeroPolicy, build_buckets, module_units
+from megazero.zero import DataParallel, ZeroPolicy, build_store, module_units
 from megazero.zero.init import (
     GatheredParameters,
     Init,
@@ -200,8 +200,8 @@ def test_modifications_of_whole_and_of_sharded_parameters_reach_the_masters():
             model = nn.Linear(3, 2)
             policy = ZeroPolicy(stage=stage, persistence_threshold=0)
             units = module_units(model)
-            buckets = build_buckets(units, policy, context)
-            parallel = DataParallel(units, buckets, policy, context)
+            store = build_store(units, policy, context)
+            parallel = DataParallel(units, store, policy, context)
             parallel.group = context.replica
             for param in model.parameters():
                 param.zero_home = parallel
@@ -209,7 +209,13 @@ def test_modifications_of_whole_and_of_sharded_parameters_reach_the_masters():
                 model.weight.fill_(float(context.rank))
             with GatheredParameters(model.weight):
                 seen = model.weight.clone()
-            masters = torch.cat([p.float() for b in buckets for _, _, p in b.named_pieces(b.master)])
+            masters = torch.cat(
+                [
+                    piece.float()
+                    for bucket in store.buckets
+                    for _, _, piece in bucket.layout.member_pieces(store.at_rest(bucket)["weight"])
+                ]
+            )
             results.append((seen.unique().tolist(), masters.numel()))
         return results
 

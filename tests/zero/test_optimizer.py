@@ -10,7 +10,7 @@ from torch import nn
 
 from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
 from megazero.optim import Adam, Sgd
-from megazero.zero import STAGES, DataParallel, Optimizer, ZeroPolicy, build_buckets, module_units
+from megazero.zero import STAGES, DataParallel, Optimizer, ZeroPolicy, build_store, module_units
 from tests.zero.harness import Trainer, assert_same, in_threads, serial
 from tests.zero.models import Zoo, zoo_loss
 
@@ -67,9 +67,9 @@ def test_groups_have_their_own_rates(stage):
             model.bias.fill_(1.0)
         units = module_units(model)
         settings = policy(stage)
-        buckets = build_buckets(units, settings, context, groups={id(model.bias): 1})
-        parallel = DataParallel(units, buckets, settings, context)
-        optimizer = Optimizer(buckets, Sgd(0.0), context, 0.0)
+        store = build_store(units, settings, context, groups={id(model.bias): 1})
+        parallel = DataParallel(units, store, settings, context)
+        optimizer = Optimizer(store, Sgd(0.0), context, 0.0)
         parallel.start()
         loss = model(torch.ones(1, 3)).sum()
         parallel.begin_backward(0, reduce=True)
@@ -140,9 +140,9 @@ def test_bf16_masters_move_in_fp32_and_are_rounded_once(stage):
             model.weight.copy_(torch.linspace(-1.0, 1.0, 40))
         units = module_units(model)
         settings = policy(stage, main_dtype=torch.bfloat16)
-        buckets = build_buckets(units, settings, context)
-        parallel = DataParallel(units, buckets, settings, context)
-        optimizer = Optimizer(buckets, Adam(), context, 0.0)
+        store = build_store(units, settings, context)
+        parallel = DataParallel(units, store, settings, context)
+        optimizer = Optimizer(store, Adam(), context, 0.0)
         for _ in range(3):
             parallel.start()
             loss = model(torch.linspace(0.5, 2.0, 40, dtype=torch.bfloat16))

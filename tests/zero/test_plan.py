@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import torch
 
-from megazero.mpu import Init, ParamSpec
-from megazero.zero import BucketKey, Slot, ZeroPolicy, plan_buckets
+from megazero.mpu import Cut, InitialValues, ParamSpec
+from megazero.zero import BucketKey, BucketMember, ZeroPolicy, plan_buckets
 
 F32 = torch.float32
+SLICED, EXPERT = (Cut(0, "tp"),), (Cut(0, "ep"),)
 
 
-def slot(name: str, numel: int = 4, *, unit: int = 0, **changes) -> Slot:
+def slot(name: str, numel: int = 4, *, unit: int = 0, **changes) -> BucketMember:
     own = {
         key: changes.pop(key) for key in ("dtype", "chunk", "trainable", "alone", "group") if key in changes
     }
-    spec = ParamSpec(name, (numel,), Init("zeros"), **changes)
-    return Slot(spec, numel, own.pop("dtype", F32), unit=unit, **own)
+    spec = ParamSpec(name, (numel,), InitialValues("zeros"), **changes)
+    return BucketMember(spec, (numel,), own.pop("dtype", F32), unit=unit, **own)
 
 
-def plan(slots: list[Slot], replicas: int = 2, **policy) -> list[tuple[int, str]]:
+def plan(slots: list[BucketMember], replicas: int = 2, **policy) -> list[tuple[int, str]]:
     """(row, names of the members) of each bucket."""
-    found = plan_buckets(slots, ZeroPolicy(**policy), lambda expert: replicas)
+    found = plan_buckets(slots, ZeroPolicy(**policy), lambda group: replicas)
     return [(key.row, "".join(slots[i].spec.name for i in members)) for key, members in found]
 
 
@@ -33,7 +34,7 @@ def test_equal_kinds_are_adjacent():
     slots = [
         slot("a"),
         slot("b", weight_decay=False),
-        slot("c", shard_dim=0),
+        slot("c", cuts=SLICED),
         slot("d", partial_grad=True),
         slot("e", group=1),
         slot("f"),
@@ -45,7 +46,7 @@ def test_dtypes_experts_chunks_and_frozen_ones_do_not_mix():
     slots = [
         slot("a", chunk=0),
         slot("b", chunk=1),
-        slot("c", chunk=1, expert=True),
+        slot("c", chunk=1, cuts=EXPERT),
         slot("d", chunk=1, dtype=torch.bfloat16),
         slot("e", chunk=1, trainable=False),
         slot("f", chunk=1),
@@ -60,7 +61,7 @@ def test_a_tied_parameter_is_alone():
 
 def test_order_is_that_of_completion():
     # The expert's bucket opens first but takes a until it is complete.
-    slots = [slot("a", expert=True), slot("b"), slot("c"), slot("d", expert=True)]
+    slots = [slot("a", cuts=EXPERT), slot("b"), slot("c"), slot("d", cuts=EXPERT)]
     assert plan(slots, bucket_size=100) == [(0, "bc"), (0, "ad")]
 
 
@@ -82,6 +83,9 @@ def test_frozen_parameters_are_sharded_in_stage_3_alone():
 
 def test_one_replica_has_nothing_to_cut():
     assert plan([slot("a")], replicas=1, stage=3, persistence_threshold=0) == [(0, "a")]
-    slots = [slot("a"), slot("b", expert=True)]
-    found = plan_buckets(slots, ZeroPolicy(stage=2), lambda expert: 1 if expert else 4)
-    assert [key for key, _ in found] == [BucketKey(0, F32, True, True, 0), BucketKey(0, F32, False, True, 2)]
+    slots = [slot("a"), slot("b", cuts=EXPERT)]
+    found = plan_buckets(slots, ZeroPolicy(stage=2), {"replica": 4, "expert_replica": 1}.__getitem__)
+    assert [key for key, _ in found] == [
+        BucketKey(0, F32, "expert_replica", True, 0),
+        BucketKey(0, F32, "replica", True, 2),
+    ]

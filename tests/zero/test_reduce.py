@@ -7,29 +7,32 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megazero.mpu import Init, ParamSpec, ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.mpu import Cut, InitialValues, ParamSpec, ProcessGrid, ThreadWorld, solo_context, thread_context
 from megazero.optim import Adam, Sgd
 from megazero.zero import (
     STAGES,
     DataParallel,
+    DeviceStore,
     GradientReducer,
     Optimizer,
     Unit,
     ZeroPolicy,
-    build_buckets,
+    build_store,
     module_units,
 )
 from tests.zero.harness import Trainer, in_threads
 from tests.zero.late_group import with_spies
 from tests.zero.models import Zoo, zoo_loss
+from tests.zero.sleeping_store import SleepingStore
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 EVERY_STAGE = pytest.mark.parametrize("stage", range(len(STAGES)))
+EVERY_STORE = pytest.mark.parametrize("kind", [DeviceStore, SleepingStore])
 
 
 def parameter(name: str, values: list[float], dtype=F32, **changes) -> nn.Parameter:
     param = nn.Parameter(torch.tensor(values, dtype=dtype))
-    param.spec = ParamSpec(name, tuple(param.shape), Init("zeros"), **changes)
+    param.spec = ParamSpec(name, tuple(param.shape), InitialValues("zeros"), **changes)
     return param
 
 
@@ -44,13 +47,13 @@ class Times(nn.Module):
         return x * self.weight.sum()
 
 
-def build(modules, policy, context, chunks=None):
+def build(modules, policy, context, chunks=None, kind=DeviceStore):
     chunks = chunks or [0] * len(modules)
     units = [
         unit for chunk, module in zip(chunks, modules, strict=True) for unit in module_units(module, chunk)
     ]
-    buckets = build_buckets(units, policy, context)
-    return DataParallel(units, buckets, policy, context), Optimizer(buckets, Sgd(0.0), context, 0.0)
+    store = build_store(units, policy, context, kind=kind)
+    return DataParallel(units, store, policy, context), Optimizer(store, Sgd(0.0), context, 0.0)
 
 
 def policy(stage: int, **changes) -> ZeroPolicy:
@@ -71,7 +74,7 @@ def test_an_unused_parameter_has_gradient_zero_every_step():
     used, unused = Times(parameter("used", [1.0, 2.0])), Times(parameter("unused", [7.0]))
     parallel, optimizer = build([used, unused], policy(0), solo_context())
     for step in range(2):
-        optimizer.buckets[0].grads.fill_(99.0)  # what an earlier step might have left
+        optimizer.store.sums(optimizer.store.buckets[0]).fill_(99.0)  # what an earlier step might have left
         parallel.start()
         for last in (False, True):
             backward(parallel, 0, used(torch.tensor(step + 1.0)), reduce=last)
@@ -213,7 +216,7 @@ def test_a_backward_in_two_parts(stage):
         parallel.start()
         for i in range(2):
             loss = layers[1](layers[0](torch.tensor(context.rank + 1.0))) - layers[1].weight.detach().sum()
-            parallel.begin_backward(0, reduce=False)
+            parallel.begin_backward(0, reduce=False, ends=False)
             loss.backward(inputs=[a])
             parallel.end_backward()
             parallel.begin_backward(0, reduce=STAGES[stage].shard_grads or i == 1)
@@ -228,8 +231,100 @@ def test_a_backward_in_two_parts(stage):
     assert in_threads(2, work) == [{"a": [12.0] * 2, "b": [12.0] * 2}] * 2
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_an_early_half_brings_waits_for_its_bucket(stage):
+    """Two micro-batches' biases come first; the reductions still start in order as the weights come."""
+
+    def work(context):
+        calls = []
+        weights = [parameter(f"w{i}", [1.0, 1.0]) for i in range(3)]
+        biases = [parameter(f"b{i}", [1.0]) for i in range(3)]
+        pairs = zip(weights, biases, strict=True)
+        units = [Unit(0, nn.Module(), pair) for pair in pairs]
+        settings = policy(stage, bucket_size=3)
+        store = build_store(units, settings, context := with_spies(context, calls))
+        parallel = DataParallel(units, store, settings, context)
+
+        def bring(param, value):
+            param.grad = torch.full(param.shape, value)
+            parallel.collect(param)
+
+        parallel.start()
+        for value in (1.0, 10.0):
+            parallel.begin_backward(0, reduce=False, ends=False)
+            for bias in reversed(biases):
+                bring(bias, value)
+            parallel.end_backward()
+        assert calls == []
+        seen = []
+        for value in (2.0, 20.0):
+            parallel.begin_backward(0, reduce=True)
+            for i in (2, 0, 1):  # the first bucket to be reduced holds the last unit
+                bring(weights[i], value)
+                seen.append(len(calls))
+            parallel.end_backward()
+        parallel.finish()
+        assert len(calls) == 6
+        grads = {s.name: g.tolist() for s, g in Optimizer(store, Sgd(0.0), context, 0.0).full_gradients()}
+        return seen, grads
+
+    expected = {f"w{i}": [44.0] * 2 for i in range(3)} | {f"b{i}": [22.0] for i in range(3)}
+    assert in_threads(2, work) == [([1, 1, 3, 4, 4, 6], expected)] * 2
+
+
+@pytest.mark.parametrize("wire", [F32, BF16])
+def test_what_waits_is_summed_as_in_a_buffer(wire):
+    """In the dtype of the buffers, gradient by gradient, whatever comes first."""
+    values = [1.0, 2.0**-8, 2.0**-8]
+
+    def work(context):
+        param, other = parameter("p", [0.0]), parameter("q", [0.0])
+        unit = Unit(0, nn.Module(), (param, other))
+        settings = policy(2, reduce_dtype=wire)
+        store = build_store([unit], settings, context)
+        parallel = DataParallel([unit], store, settings, context)
+        parallel.start()
+        for i, value in enumerate(values):
+            last = i == len(values) - 1
+            parallel.begin_backward(0, reduce=last)
+            for each in (param, other) if last else (param,):
+                each.grad = torch.tensor([value])
+                parallel.collect(each)
+            parallel.end_backward()
+        parallel.finish()
+        return gradients(Optimizer(store, Sgd(0.0), context, 0.0))["p"]
+
+    # In bf16 neither small number moves the sum; their sum would.
+    assert in_threads(2, work) == [[2.0 if wire == BF16 else 2.0 + 2.0**-6]] * 2
+
+
 @EVERY_STAGE
-def test_sums_over_the_sequence_come_once(stage):
+def test_reductions_may_start_after_the_backward(stage):
+    def work(context):
+        calls, counts = [], []
+        layer = Times(parameter("w", [1.0] * 3))
+        parallel, optimizer = build([layer], policy(stage), with_spies(context, calls))
+
+        def count() -> None:
+            counts.append(sum(operation != "all_gather" for operation, *_ in calls))
+
+        parallel.start()
+        for i in range(2):
+            backward(parallel, 0, layer(torch.tensor(context.rank + 1.0 + i)), reduce=False)
+            count()
+            if i == 1 or STAGES[stage].shard_grads:
+                parallel.reduce(0)
+            count()
+        parallel.finish()
+        return counts, gradients(optimizer)
+
+    counts = [0, 1, 1, 2] if STAGES[stage].shard_grads else [0, 0, 0, 1]
+    assert in_threads(2, work) == [(counts, {"w": [8.0] * 3})] * 2
+
+
+@EVERY_STORE
+@EVERY_STAGE
+def test_sums_over_the_sequence_come_once(stage, kind):
     """Tensor-parallel rank r has gradient r + 1 of a replicated parameter whose inputs it has a part of."""
 
     def rank(world):
@@ -238,9 +333,9 @@ def test_sums_over_the_sequence_come_once(stage):
             parts = [
                 Times(parameter("partial", [1.0] * 3, partial_grad=True)),
                 Times(parameter("replicated", [1.0] * 3)),
-                Times(parameter("sliced", [1.0] * 3, shard_dim=0)),
+                Times(parameter("sliced", [1.0] * 3, cuts=(Cut(0, "tp"),))),
             ]
-            parallel, optimizer = build(parts, policy(stage), context)
+            parallel, optimizer = build(parts, policy(stage), context, kind=kind)
             parallel.start()
             inputs = (
                 torch.tensor(context.tp.rank + 1.0),
@@ -260,9 +355,10 @@ def test_sums_over_the_sequence_come_once(stage):
         assert zeros == 3  # the first slice's
 
 
+@EVERY_STORE
 @EVERY_STAGE
 @pytest.mark.parametrize("stages", [1, 2, 3])
-def test_tied_copies_on_the_ends_of_a_pipeline(stage, stages):
+def test_tied_copies_on_the_ends_of_a_pipeline(stage, stages, kind):
     """Gradients are summed over both, the copies stay equal, and the norm counts one of them."""
     world = ThreadWorld(2 * stages, 20.0)
 
@@ -275,7 +371,7 @@ def test_tied_copies_on_the_ends_of_a_pipeline(stage, stages):
             layer = Times(parameter("head", [1.0, 2.0, 3.0], shared=True, tied_with="word"))
         else:
             layer = Times(parameter("middle", [1.0]))
-        parallel, optimizer = build([layer], policy(stage), context)
+        parallel, optimizer = build([layer], policy(stage), context, kind=kind)
         parallel.start()
         backward(parallel, 0, layer(torch.tensor(10.0**place)), reduce=True)
         parallel.finish()
@@ -318,12 +414,12 @@ def test_transient_buffers_are_few_and_used_again():
         layers = [Times(parameter(str(i), [1.0] * 8)) for i in range(12)]
         units = [unit for layer in layers for unit in module_units(layer)]
         settings = policy(2, bucket_size=16)
-        buckets = build_buckets(units, settings, context)
+        store = build_store(units, settings, context)
         taken = set()
-        reducer = GradientReducer(buckets, settings, context)
+        reducer = GradientReducer(store, settings, context)
         take = reducer._buffers.take
         reducer._buffers.take = lambda bucket: taken.add((b := take(bucket)).data_ptr()) or b
-        for bucket in buckets:
+        for bucket in store.buckets:
             for param in bucket.params:
                 param.register_post_accumulate_grad_hook(reducer.collect)
         for _ in range(3):
@@ -333,7 +429,7 @@ def test_transient_buffers_are_few_and_used_again():
                 sum(layer(torch.tensor(1.0)) for layer in layers).backward()
                 reducer.end()
             reducer.finish()
-        return len(buckets), len(taken)
+        return len(store.buckets), len(taken)
 
     count, taken = in_threads(2, work)[0]
     assert count == 6
@@ -349,33 +445,45 @@ def test_a_gradient_outside_a_backward_is_refused():
 
 
 def test_experts_are_reduced_over_their_own_replicas():
-    """Two expert ranks x two replicas: dense gradients sum over four ranks, an expert's over two."""
-    world = ThreadWorld(4, 20.0)
+    """Two slices x two expert ranks x two replicas: dense gradients sum over four ranks, experts' over 2."""
+    world, grid = ThreadWorld(8, 20.0), ProcessGrid(dp=2, ep=2, tp=2)
+    over_ep, over_both = (Cut(0, "ep"),), (Cut(0, "ep"), Cut(1, "tp"))
 
     def work(r, stage):
-        context = thread_context(world, ProcessGrid(dp=2, ep=2), r)
-        dense, expert = Times(parameter("dense", [1.0])), Times(parameter("expert", [1.0] * 3, expert=True))
-        parallel, optimizer = build([dense, expert], policy(stage), context)
+        context = thread_context(world, grid, r)
+        parts = [
+            Times(parameter("dense", [1.0])),
+            Times(parameter("bias", [1.0] * 3, cuts=over_ep)),
+            Times(parameter("weight", [[1.0] * 5], cuts=over_both)),
+        ]
+        parallel, optimizer = build(parts, policy(stage), context)
         parallel.start()
-        x = torch.tensor(float(r + 1))
-        backward(parallel, 0, dense(x) + expert(x), reduce=True)
+        # 1 to 4 on the ranks that read different samples; the slices of a weight have gradients of their own.
+        x = torch.tensor(context.data.rank + 1.0)
+        loss = parts[0](x) + parts[1](x) + parts[2](x * (1 + context.tp.rank))
+        backward(parallel, 0, loss, reduce=True)
         parallel.finish()
-        return context.ep.rank, gradients(optimizer), optimizer.grad_norm()
+        return context.place, gradients(optimizer), optimizer.grad_norm()
 
     for stage in range(len(STAGES)):
-        for ep_rank, found, norm in world.run(lambda r, stage=stage: work(r, stage)):
-            # ranks 0 and 2 hold the first expert, 1 and 3 the second
-            assert found == {"dense": [10.0], "expert": [4.0 + 2.0 * ep_rank] * 3}
-            assert norm**2 == pytest.approx(100 + 3 * (16 + 36))
+        for place, found, norm in world.run(lambda r, stage=stage: work(r, stage)):
+            # Samples 1 and 3 come to the first expert, 2 and 4 to the second.
+            total = 4.0 + 2.0 * place.index("ep")
+            assert found == {
+                "dense": [10.0],
+                "bias": [total] * 3,
+                "weight": [[total * (1 + place.index("tp"))] * 5],
+            }
+            assert norm**2 == pytest.approx(100 + 3 * (16 + 36) + 5 * (16 + 36) * (1 + 4))
 
 
 def test_two_uses_in_one_graph_are_collected_once():
     param = parameter("w", [1.0, 1.0])
     units = [Unit(0, nn.Module(), (param,))]
     settings = policy(1)
-    buckets = build_buckets(units, settings, solo_context())
-    parallel = DataParallel(units, buckets, settings, solo_context())
-    optimizer = Optimizer(buckets, Adam(), solo_context(), 0.0)
+    store = build_store(units, settings, solo_context())
+    parallel = DataParallel(units, store, settings, solo_context())
+    optimizer = Optimizer(store, Adam(), solo_context(), 0.0)
     parallel.start()
     backward(parallel, 0, (param * 2.0 + param * 3.0).sum(), reduce=True)
     parallel.finish()

@@ -38,11 +38,12 @@ def gpt() -> Record:
 def test_every_kind_of_parameter(stage, size, overlap):
     cases = product((1, 300, 10**9), (1, 3)) if size == 2 else ((1, 3), (300, 1), (10**9, 3))
     for bucket_size, micro_batches in cases:
-        settings = policy(stage, bucket_size=bucket_size, overlap_reduce=overlap, overlap_gather=overlap)
-        records = in_threads(
-            size,
-            lambda context, s=settings, m=micro_batches: Trainer(Zoo(), zoo_loss, s, context).train(3, m),
-        )
+        settings = policy(stage, bucket_size=bucket_size, overlap_gather=overlap)
+
+        def work(context, settings=settings, micro_batches=micro_batches):
+            return Trainer(Zoo(), zoo_loss, settings, context, overlap=overlap).train(3, micro_batches)
+
+        records = in_threads(size, work)
         for record in records:
             assert_same(record, zoo())
 
@@ -89,9 +90,13 @@ def test_stage_3_of_gpt(units, recompute, changes):
 def test_a_parameter_that_only_some_ranks_use(stage, overlap):
     # In stage 3 each rank gathers in between, so there all start their reductions after backward.
     overlap = overlap and not STAGES[stage].shard_params
-    settings = policy(stage, bucket_size=1, overlap_reduce=overlap)
+    settings = policy(stage, bucket_size=1)
     expected = serial(Sometimes, sometimes_loss)
-    for record in in_threads(3, lambda c: Trainer(Sometimes(), sometimes_loss, settings, c).train(3, 2)):
+
+    def work(context):
+        return Trainer(Sometimes(), sometimes_loss, settings, context, overlap=overlap).train(3, 2)
+
+    for record in in_threads(3, work):
         assert_same(record, expected)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from megazero.mpu import ProcessGrid, TrafficLog, recording_context
 from megazero.optim import Adam
-from megazero.zero import STAGES, DataParallel, Optimizer, ZeroPolicy, build_buckets, module_units
+from megazero.zero import STAGES, DataParallel, Optimizer, ZeroPolicy, build_store, module_units
 
 WIDTH, LAYERS, RANKS, MICRO_BATCHES = 8, 5, 4, 3
 SIZE = LAYERS * WIDTH * WIDTH  # psi, the model's parameters
@@ -23,9 +23,9 @@ def step(stage: int, hpz: int = 1, **changes) -> TrafficLog:
     settings = {"bucket_size": WIDTH * WIDTH, "persistence_threshold": 0, "max_live": 0, **changes}
     policy = ZeroPolicy(stage, hpz=hpz, **settings)
     units = module_units(model)
-    buckets = build_buckets(units, policy, context)
-    parallel = DataParallel(units, buckets, policy, context)
-    optimizer = Optimizer(buckets, Adam(), context, 1.0)
+    store = build_store(units, policy, context)
+    parallel = DataParallel(units, store, policy, context)
+    optimizer = Optimizer(store, Adam(), context, 1.0)
     parallel.start()
     for i in range(MICRO_BATCHES):
         parallel.gather(0)
@@ -42,9 +42,9 @@ def step(stage: int, hpz: int = 1, **changes) -> TrafficLog:
 
 
 def moved(log: TrafficLog) -> dict[str, float]:
-    """Multiples of psi, by operation: fp32 everywhere; the norm left out."""
-    bytes_ = {operation: log.payload["data", operation] for _, operation in log.payload}
-    bytes_["all_reduce"] -= NORM
+    """Multiples of psi, by operation, between the replicas: fp32 everywhere."""
+    assert log.payload["world", "all_reduce"] == NORM
+    bytes_ = {operation: log.payload["replica", operation] for _, operation in log.payload}
     return {operation: total / (4 * SIZE) for operation, total in bytes_.items() if total}
 
 
@@ -76,21 +76,20 @@ def test_what_persists_is_gathered_once_after_the_step():
 def test_a_second_partition_keeps_gathers_on_the_node():
     log = step(3, hpz=2)
     # Across nodes once a step; every further gather is from the node's two shards.
-    assert log.payload["data", "all_gather"] == 4 * SIZE
+    assert log.payload["replica", "all_gather"] == 4 * SIZE
     assert log.payload["node", "all_gather"] == 4 * SIZE * (2 * MICRO_BATCHES - 1)
 
 
 def test_bucket_size_decides_the_number_of_calls():
-    assert step(0).calls["data", "all_reduce"] == LAYERS + 1
-    assert step(0, bucket_size=2 * WIDTH * WIDTH).calls["data", "all_reduce"] == 3 + 1
-    assert step(0, bucket_size=10**9).calls["data", "all_reduce"] == 1 + 1
+    assert step(0).calls["replica", "all_reduce"] == LAYERS
+    assert step(0, bucket_size=2 * WIDTH * WIDTH).calls["replica", "all_reduce"] == 3
+    assert step(0, bucket_size=10**9).calls["replica", "all_reduce"] == 1
     # Where weights are sharded each unit is gathered by itself.
-    assert step(3, bucket_size=10**9).calls["data", "all_gather"] == 2 * MICRO_BATCHES * LAYERS
+    assert step(3, bucket_size=10**9).calls["replica", "all_gather"] == 2 * MICRO_BATCHES * LAYERS
 
 
 def test_narrow_wires_halve_the_bytes_of_gradients():
     for stage in range(len(STAGES)):
         operation = "reduce_scatter" if stage else "all_reduce"
         whole, half = step(stage), step(stage, reduce_dtype=torch.bfloat16)
-        payload = whole.payload["data", operation] - (0 if stage else NORM)
-        assert half.payload["data", operation] - (0 if stage else NORM) == payload / 2
+        assert half.payload["replica", operation] == whole.payload["replica", operation] / 2

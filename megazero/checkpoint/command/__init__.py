@@ -1,7 +1,7 @@
-"""The command `megazero checkpoint`: look at checkpoints, check, compare, rewrite and remove them.
+"""The command `megazero checkpoint`: inspect, check, compare, rewrite and remove checkpoints.
 
-Each verb is a module with `add_verb`, which describes its flags, and `run`, from flags to the exit status.
-The verbs for formats of others are commands of their own packages.
+Each verb is a module with `add_verb`, which describes its flags, and `run`, which takes them and returns the
+exit status. The verbs for foreign formats are commands in packages of their own.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from megazero.errors import MegazeroError
 
 _OTHERS = (
     ("to-hf", "write a model as transformers reads it"),
-    ("from-hf", "make a checkpoint of a Hugging Face model"),
-    ("import-megatron", "make a checkpoint of one of Megatron-LM or Megatron-DeepSpeed"),
+    ("from-hf", "make a checkpoint from a Hugging Face model"),
+    ("import-megatron", "make a checkpoint from one of Megatron-LM or Megatron-DeepSpeed"),
 )
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All verbs and their flags; of those in `_OTHERS`, the line of help."""
+    """All verbs and their flags; for those in `_OTHERS`, only the line of help."""
     parser = argparse.ArgumentParser(
         prog="megazero checkpoint",
-        description="Look at checkpoints, check, compare, rewrite and remove them.",
+        description="Inspect, check, compare, rewrite and remove checkpoints.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for module in (inspect, verify, diff, convert, prune):
@@ -60,9 +60,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {printable(error)}", file=sys.stderr)
         return max(flags.trouble, error.exit_code)
     except BrokenPipeError:
-        # Whoever read has what they wanted; what is still buffered must not be written at the exit.
+        # The reader has seen enough; what is still buffered must not be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:  # such as a checkpoint that its run removes at this moment
+    except OSError as error:  # such as a checkpoint that its run removes at this very moment
         print(f"error: {printable(error)}", file=sys.stderr)
         return flags.trouble

@@ -1,4 +1,4 @@
-"""`megazero checkpoint convert`: the same checkpoint as whole tensors in few files."""
+"""`megazero checkpoint convert`: rewrites a checkpoint as whole tensors in few files."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import megazero
 from megazero.checkpoint.command.show import printable, size_text
 from megazero.checkpoint.command.stream import whole_tensors
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import iteration_folder
 from megazero.checkpoint.hf.command import parse_size
+from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.part import WEIGHT, Key
-from megazero.checkpoint.place import one_checkpoint
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.tensor_file import Later
 from megazero.checkpoint.writer import NAMES, write_checkpoint
 from megazero.errors import CheckpointError
+from megazero.version import VERSION
 
 _DTYPES = (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16))
 
@@ -42,24 +42,24 @@ def add_verb(verbs: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--dtype",
         choices=[name for name, _ in _DTYPES],
-        help="of the weights (default: as stored, which is fp32); from narrower ones training does not "
-        "continue bit for bit",
+        help="type of the weights (default: as stored, which is fp32); from a narrower one, training does "
+        "not continue bit for bit",
     )
     parser.add_argument("--weights-only", action="store_true", help="leave out optimizer and random state")
     parser.add_argument(
-        *("--max-shard-size", "--shard-size"), default="5GB", help="most tensor bytes of a file (default 5GB)"
+        *("--max-shard-size", "--shard-size"), default="5GB", help="most tensor bytes per file (default 5GB)"
     )
     parser.set_defaults(run=run, trouble=1)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What the result is to be.
+    """What the result should be.
 
     Attributes:
-        dtype: of the weights; None as stored.
-        weights_only: without optimizer and random state.
-        shard_bytes: most tensor bytes of a file, unless one tensor has more.
+        dtype: the type of the weights; None leaves it as stored.
+        weights_only: leave out optimizer and random state.
+        shard_bytes: the most tensor bytes per file, unless one tensor has more.
     """
 
     dtype: torch.dtype | None = None
@@ -68,7 +68,7 @@ class Choice:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Convert, and print what came of it."""
+    """Convert, and print the result."""
     dtype = None if flags.dtype is None else dict(_DTYPES)[flags.dtype]
     choice = Choice(dtype, flags.weights_only, parse_size(flags.max_shard_size))
     with CheckpointReader(one_checkpoint(Path(flags.source))) as reader:
@@ -82,7 +82,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def convert(reader: CheckpointReader, directory: Path, choice: Choice, disk: Disk | None = None) -> Path:
-    """Write the checkpoint anew.
+    """Write the checkpoint to a new folder.
 
     Raises:
         CheckpointError: `directory` has this iteration already or cannot be written, or a weight is too large
@@ -96,14 +96,14 @@ def convert(reader: CheckpointReader, directory: Path, choice: Choice, disk: Dis
         )
     facts = dict(reader.facts)
     facts["converted"] = {
-        "megazero": megazero.__version__,
+        "megazero": VERSION,
         "dtype": None if choice.dtype is None else str(choice.dtype).removeprefix("torch."),
         "weights_only": choice.weights_only,
     }
     if choice.weights_only:
         facts |= {"scaler": None, "updates": None}
     keys = [key for key in reader.shapes if key.kind == WEIGHT or not choice.weights_only]
-    # In the order in which files are written, so that the tensors come when their turn does.
+    # In the order in which files are written, so that each tensor arrives when its turn comes.
     keys.sort(key=lambda key: key.kind != WEIGHT)
     tensors = _laters(reader, keys, choice)
     return write_checkpoint(directory, iteration, tensors, facts, disk=disk, shard_bytes=choice.shard_bytes)

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.command.facts import pick
 from megazero.checkpoint.command.show import print_facts, print_table, printable
 from megazero.checkpoint.command.stats import Distance, distance
 from megazero.checkpoint.command.stream import whole_tensors
+from megazero.checkpoint.command.summary import pick
+from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.part import RANDOM, Key
-from megazero.checkpoint.place import one_checkpoint
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.errors import ConfigError
 
-# Kind of the logical tensors with a row of random state per rank: of another number of ranks, another shape.
+# Kind of the logical tensors with a row of random state per rank; their shape depends on the number of ranks.
 _COUNTERS = ("state", "updates", "scaler", "stream_seed", "vocab_size")
 _ABSENT = "-"
 
@@ -26,12 +26,12 @@ def add_verb(verbs: argparse._SubParsersAction) -> None:
     """The flags of `diff`."""
     parser = verbs.add_parser(
         "diff",
-        help="compare two checkpoints, of whatever layouts",
-        description="List the settings and counters that differ, and how far the tensors are apart: the "
-        "largest difference of two elements, also as a share of the tensor's largest magnitude. The random "
-        "state of different numbers of ranks is not compared.",
+        help="compare two checkpoints, whatever their layouts",
+        description="List the settings and counters that differ, and how far apart the tensors are: the "
+        "largest difference of two elements, also as a share of the tensor's largest magnitude. Random "
+        "state is not compared between different numbers of ranks.",
         epilog="Status 0: counters and tensors are the same, bit for bit or to the tolerance; 1: they are "
-        "not; 2: trouble. Settings that differ do not count.",
+        "not; 2: an error. Settings that differ do not count.",
     )
     parser.add_argument("a", metavar="A", help="a checkpoint, or a run's folder, whose newest is taken")
     parser.add_argument("b", metavar="B", help="another")
@@ -40,7 +40,7 @@ def add_verb(verbs: argparse._SubParsersAction) -> None:
         type=float,
         metavar="X",
         help="tensors are the same if no elements are farther apart than X times the largest magnitude "
-        "(default: only if their bits are)",
+        "(default: only if they are equal bit for bit)",
     )
     parser.add_argument("--top", type=int, default=20, metavar="N", help="tensors to list (default 20)")
     parser.set_defaults(run=run, trouble=2)
@@ -48,7 +48,7 @@ def add_verb(verbs: argparse._SubParsersAction) -> None:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is in both checkpoints and not the same bits."""
+    """A tensor that is in both checkpoints but not equal bit for bit."""
 
     key: Key
     dtypes: tuple[str, str]
@@ -61,8 +61,8 @@ class Comparison:
 
     Attributes:
         alike: how many are equal bit for bit.
-        apart: those that are not, the farthest first.
-        unequal: what cannot be compared, in words: missing ones, other shapes.
+        apart: those that are not, the farthest apart first.
+        unequal: what cannot be compared, in words: missing tensors, different shapes.
     """
 
     alike: int
@@ -98,7 +98,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def differences(a: Any, b: Any) -> list[tuple[str, Any, Any]]:
-    """(name, value in a, value in b) of all entries of two objects of JSON that differ, two levels deep."""
+    """(name, value in a, value in b) for all entries of two JSON objects that differ, two levels deep."""
     flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
     return [
         (name, flat_a.get(name, _ABSENT), flat_b.get(name, _ABSENT))

@@ -11,8 +11,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.command.facts import (
-    Run,
+from megazero.checkpoint.command.show import count_text, print_facts, print_table, printable, size_text
+from megazero.checkpoint.command.stats import Stats, stats_of
+from megazero.checkpoint.command.stream import whole_tensors
+from megazero.checkpoint.command.summary import (
+    RunSummary,
     describe_checkpoint,
     describe_run,
     elements_of,
@@ -20,11 +23,8 @@ from megazero.checkpoint.command.facts import (
     pick,
     totals_by_kind,
 )
-from megazero.checkpoint.command.show import count_text, print_facts, print_table, printable, size_text
-from megazero.checkpoint.command.stats import Stats, stats_of
-from megazero.checkpoint.command.stream import whole_tensors
+from megazero.checkpoint.locate import is_checkpoint, one_checkpoint
 from megazero.checkpoint.manifest import Logical
-from megazero.checkpoint.place import is_checkpoint, one_checkpoint
 from megazero.checkpoint.reader import CheckpointReader
 
 _STATS = ("min", "max", "mean", "rms", "nan")
@@ -34,7 +34,7 @@ def add_verb(verbs: argparse._SubParsersAction) -> None:
     """The flags of `inspect`."""
     parser = verbs.add_parser(
         "inspect",
-        help="what is in a run's folder or in a checkpoint",
+        help="show what is in a run's folder or in a checkpoint",
         description="List the checkpoints of a run, or describe one: its model, counters, layout, sizes and "
         "tensors. With --tensors, --stats or --files, a run's folder stands for the checkpoint that a resume "
         "would take.",
@@ -46,12 +46,12 @@ def add_verb(verbs: argparse._SubParsersAction) -> None:
         nargs="?",
         const="*",
         metavar="PATTERN",
-        help="list tensors: those whose name, or NAME/KIND, fits the pattern, such as 'layers.0.*', or all",
+        help="list tensors: all, or those whose name or NAME/KIND matches a pattern such as 'layers.0.*'",
     )
     parser.add_argument(
         "--stats",
         action="store_true",
-        help="also read them: min, max, mean, root mean square, number of NaNs",
+        help="also read them and show min, max, mean, root mean square and number of NaNs",
     )
     parser.add_argument("--files", action="store_true", help="list the files")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
@@ -103,7 +103,7 @@ def _plain(stats: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value if math.isfinite(value) else str(value) for name, value in stats.items()}
 
 
-def _show_run(found: Run, as_json: bool) -> int:
+def _show_run(found: RunSummary, as_json: bool) -> int:
     broken = found.trouble is not None or any(each.trouble for each in found.checkpoints)
     if as_json:
         print(json.dumps(asdict(found)))
@@ -151,7 +151,7 @@ def _show_checkpoint(reader: CheckpointReader) -> None:
 
 
 def _origin(reader: CheckpointReader) -> list[tuple[str, str]]:
-    """Who saved it, when, where training stood."""
+    """What saved it, when, and how far training had come."""
     facts = reader.facts
     counters = [("samples", "consumed_samples"), ("tokens", "consumed_tokens"), ("skipped", "skipped")]
     progress = [f"{count_text(pick(facts, 'state', key))} {word}" for word, key in counters]

@@ -1,4 +1,4 @@
-"""`megazero checkpoint prune`: give back the room of old checkpoints and of killed saves."""
+"""`megazero checkpoint prune`: free the space of old checkpoints and of killed saves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megazero.checkpoint.folder import (
     remove_checkpoint,
     saved_iterations,
 )
-from megazero.checkpoint.place import bytes_in, is_checkpoint, no_checkpoint
+from megazero.checkpoint.locate import bytes_in, is_checkpoint, no_checkpoint
 from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.errors import CheckpointError, ConfigError
 
@@ -29,24 +29,24 @@ def add_verb(verbs: argparse._SubParsersAction) -> None:
     parser = verbs.add_parser(
         "prune",
         help="remove old checkpoints and what killed saves left",
-        description="Remove all checkpoints of a run but the newest, and what killed saves left. The one "
-        "that the run's file names stays, and the newest that is whole by the sizes of its files. Refused "
-        "while a job saves there.",
+        description="Remove all checkpoints of a run but the newest ones, and what killed saves left. The "
+        "one that the run's file names stays, and so does the newest that is whole by the sizes of its "
+        "files. Refused while a job saves there.",
     )
     parser.add_argument("path", metavar="DIR", help="folder of a run")
     parser.add_argument("--keep-last", type=int, required=True, metavar="K", help="keep the K newest")
-    parser.add_argument("--keep-every", type=int, metavar="N", help="keep all whose iteration N divides")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would go")
+    parser.add_argument("--keep-every", type=int, metavar="N", help="keep multiples of N too")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     parser.set_defaults(run=run, trouble=1)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is to go.
+class PrunePlan:
+    """What to remove.
 
     Attributes:
-        leftovers: of killed saves.
-        iterations: of checkpoints, oldest first.
+        leftovers: what killed saves left.
+        iterations: the iterations of the checkpoints to remove, oldest first.
     """
 
     leftovers: tuple[Leftover, ...]
@@ -54,7 +54,7 @@ class Plan:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Remove, and print a line for each that goes."""
+    """Remove them, and print a line for each."""
     directory = Path(flags.path)
     for name in ("keep_last", "keep_every"):
         if (value := getattr(flags, name)) is not None and value < 1:
@@ -78,10 +78,10 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def prune(directory: Path, retention: Retention, disk: Disk | None) -> int:
-    """Do it, as the holder of the folder's lock; without a disk, only say it. Returns the bytes that go.
+    """Carry out the plan, holding the folder's lock; without a disk, only print it. Returns the bytes freed.
 
     Raises:
-        CheckpointError: as `plan`.
+        CheckpointError: as for `plan`.
         OSError: the disk refuses.
     """
     found = plan(directory, retention)
@@ -103,11 +103,11 @@ def prune(directory: Path, retention: Retention, disk: Disk | None) -> int:
     return freed
 
 
-def plan(directory: Path, retention: Retention) -> Plan:
-    """What would go. A checkpoint that is yet to be restored stays, beside those that are kept.
+def plan(directory: Path, retention: Retention) -> PrunePlan:
+    """What would be removed. A checkpoint that is yet to be restored stays, besides those that are kept.
 
     Raises:
-        CheckpointError: there is nothing of ours, or checkpoints would go and none is whole.
+        CheckpointError: there is no checkpoint, or some would be removed although none is whole.
     """
     left = tuple(leftovers(directory))
     saved = saved_iterations(directory)
@@ -118,11 +118,11 @@ def plan(directory: Path, retention: Retention) -> Plan:
         whole = next((each for each in reversed(saved) if _is_whole(iteration_folder(directory, each))), None)
         if whole is None:
             raise CheckpointError(
-                f"`{directory}` must hold a whole checkpoint before others go, but has none; look at it with "
-                f"`megazero checkpoint verify`"
+                f"`{directory}` must hold a whole checkpoint before others are removed, but has none; look "
+                "at it with `megazero checkpoint verify`"
             )
         going = [each for each in going if each != whole]
-    return Plan(left, tuple(going))
+    return PrunePlan(left, tuple(going))
 
 
 def _is_whole(folder: Path) -> bool:

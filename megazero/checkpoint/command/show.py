@@ -1,4 +1,4 @@
-"""Tables and numbers for people. What is piped has no colors and is as wide as it needs to be."""
+"""Tables and numbers for people. Piped output has no colors and is as wide as it needs to be."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def printable(value: object) -> str:
-    """As text, with escapes for what a terminal would obey: names may come from anyone's files."""
+    """`value` as text, with control characters escaped: names may come from anyone's files."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))
 
 
@@ -30,13 +30,13 @@ def count_text(count: object) -> str:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> None:
-    """Rows below their columns' names.
+    """Print rows below the names of their columns.
 
     Args:
-        columns: names.
-        rows: cells.
-        left: so many of the first columns are words, to the left, and folded where the terminal is too
-            narrow; the others are numbers, to the right.
+        columns: the columns' names.
+        rows: the cells of each row.
+        left: how many of the first columns are words, aligned left and folded if the terminal is too
+            narrow; the others are numbers, aligned right.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for i, name in enumerate(columns):
@@ -54,7 +54,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], left: 
 
 
 def print_facts(rows: Iterable[tuple[str, object]]) -> None:
-    """Names, and values beside them."""
+    """Print names, with values beside them."""
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:

@@ -1,4 +1,4 @@
-"""What numbers a tensor holds, and how far two of them are apart."""
+"""What numbers a tensor holds, and how far apart two tensors are."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megazero.checkpoint.command.stream import in_float64
 
 @dataclass(frozen=True)
 class Stats:
-    """Of all elements that are not NaN, in float64; NaN where there are none.
+    """Statistics of all elements that are not NaN, in float64; NaN if there are none.
 
     Attributes:
-        min, max, mean, rms: of them.
+        min, max, mean, rms: of these elements; rms is the root mean square.
         nan: how many elements are NaN.
     """
 
@@ -28,7 +28,7 @@ class Stats:
 
 
 def stats_of(tensor: Tensor) -> Stats:
-    """The numbers of one tensor, of any dtype that converts to float64."""
+    """The statistics of one tensor, of any dtype that converts to float64."""
     low, high, total, squares, nan, count = math.inf, -math.inf, 0.0, 0.0, 0, 0
     for part in in_float64(tensor):
         numbers = part[~part.isnan()]
@@ -45,11 +45,11 @@ def stats_of(tensor: Tensor) -> Stats:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two tensors of one shape are apart.
+    """How far apart two tensors of one shape are.
 
     Attributes:
-        equal_bits: whether they are of one dtype and hold the same bytes.
-        largest: the largest difference of two elements; infinite where only one of them is NaN.
+        equal_bits: whether they have the same dtype and the same bytes.
+        largest: the largest difference of two elements; infinite if only one of them is NaN.
         scale: the largest finite magnitude in either.
     """
 

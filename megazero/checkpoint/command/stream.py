@@ -11,7 +11,7 @@ from megazero.checkpoint.part import Key, Part
 from megazero.checkpoint.reader import CheckpointReader
 
 BATCH_BYTES = 256 << 20
-# Tensors are computed with in pieces of this many elements: in float64, 32 MB each.
+# Computations go over tensors in pieces of this many elements: in float64, 32 MB each.
 _ELEMENTS = 4 << 20
 
 
@@ -20,8 +20,8 @@ def whole_tensors(
 ) -> Iterator[tuple[Key, Tensor]]:
     """Whole logical tensors in their stored dtypes, in the order of `keys`.
 
-    As many are read at a time as fit into `batch_bytes`, and at least one: a file whose many small tensors
-    were read one by one would be opened, and its blocks hashed, for each of them.
+    As many are read at a time as fit into `batch_bytes`, and at least one: if a file's many small tensors
+    were read one by one, it would be opened, and its blocks hashed, for each of them.
 
     Raises:
         DamagedCheckpointError: what is stored is not what was written.

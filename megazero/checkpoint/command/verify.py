@@ -1,4 +1,4 @@
-"""`megazero checkpoint verify`: is every byte what was written?"""
+"""`megazero checkpoint verify`: is every byte still what was written?"""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.checkpoint.blocks import BLOCK, BlockFile, FileRecord
-from megazero.checkpoint.command.facts import latest_or_trouble
 from megazero.checkpoint.command.show import printable, size_text
+from megazero.checkpoint.command.summary import latest_or_trouble
 from megazero.checkpoint.folder import leftovers
+from megazero.checkpoint.locate import checkpoints_of, is_checkpoint
 from megazero.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from megazero.checkpoint.place import checkpoints_of, is_checkpoint
 from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.errors import CheckpointError, DamagedCheckpointError
 
@@ -26,15 +26,13 @@ def add_verb(verbs: argparse._SubParsersAction) -> None:
     """The flags of `verify`."""
     parser = verbs.add_parser(
         "verify",
-        help="check every byte of a checkpoint, or of all of a run",
+        help="check every byte of a checkpoint, or of all checkpoints of a run",
         description="Compare every block of every file with the hash that was taken when it was written, and "
         "the index with the files. All damage is named, not only the first.",
         epilog="Status 0: all is whole; 1: something is damaged or missing. Warnings do not count.",
     )
     parser.add_argument("path", metavar="DIR", help="folder of a run, or DIR/iter_N of one checkpoint")
-    parser.add_argument(
-        "--size-only", action="store_true", help="check that all files are there in their sizes; fast"
-    )
+    parser.add_argument("--size-only", action="store_true", help="only check the sizes of all files; fast")
     parser.set_defaults(run=run, trouble=1)
 
 
@@ -43,9 +41,9 @@ class Verdict:
     """What was found in one checkpoint.
 
     Attributes:
-        bytes: of the files that were looked at.
-        files: how many these are.
-        damage: in words, each with the file that it is in; empty if the checkpoint is whole.
+        bytes: the size of the files that were looked at.
+        files: how many files these are.
+        damage: each damage in words, with the file that it is in; empty if the checkpoint is whole.
         unknown: names in the folder that are not part of it.
     """
 
@@ -56,7 +54,7 @@ class Verdict:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Check, and print a line per checkpoint and per damage."""
+    """Check, and print a line per checkpoint and per damaged place."""
     path = Path(flags.path)
     began = time.perf_counter()
     total = bad = 0
@@ -98,7 +96,7 @@ def check(folder: Path, *, size_only: bool = False) -> Verdict:
 
 
 def _damage(path: Path, record: FileRecord, size_only: bool) -> Iterator[str]:
-    """What of a file is not as recorded, neighbouring blocks in one line."""
+    """What in a file is not as recorded, with neighboring blocks in one line."""
     try:
         file = BlockFile(path, record)
     except DamagedCheckpointError as error:
@@ -137,7 +135,7 @@ def _reads(file: BlockFile, memory: memoryview, start: int) -> bool:
 
 
 def _misfits(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """What does not fit together of files that are each as they were written."""
+    """What does not fit together although each file is as it was written."""
     try:
         reader = CheckpointReader(folder, verify=Verify.SIZE)
         for name in manifest.files:
@@ -148,7 +146,7 @@ def _misfits(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _check_run(directory: Path) -> str | None:
-    """Look at what a run's folder holds beside checkpoints; returns what is wrong with its latest."""
+    """Look at what a run's folder holds besides checkpoints; returns what is wrong with its latest."""
     lost = latest_or_trouble(directory)[1]
     if lost is not None:
         print(f"damaged  {printable(lost)}")

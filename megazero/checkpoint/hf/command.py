@@ -30,13 +30,13 @@ def to_hf_parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=[name for pair in _SHORT_DTYPES for name in pair],
         default="float32",
-        help="of the tensors (default float32, which loses nothing)",
+        help="type of the tensors (default float32, which loses nothing)",
     )
-    parser.add_argument("--max-shard-size", default="5GB", help="most tensor bytes of a file (default 5GB)")
+    parser.add_argument("--max-shard-size", default="5GB", help="most tensor bytes per file (default 5GB)")
     parser.add_argument("--tokenizer-type", choices=_KINDS, help="use another tokenizer than the run's")
-    parser.add_argument("--vocab-file", help="vocab.json of GPT2BPETokenizer")
-    parser.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
-    parser.add_argument("--tokenizer-model", help="file or folder of the other kinds")
+    parser.add_argument("--vocab-file", help="vocab.json for GPT2BPETokenizer")
+    parser.add_argument("--merge-file", help="merges.txt for GPT2BPETokenizer")
+    parser.add_argument("--tokenizer-model", help="file or folder for the other kinds")
     parser.add_argument("--no-tokenizer", action="store_true", help="write the model alone")
     return parser
 
@@ -65,10 +65,10 @@ def main_from_hf(argv: Sequence[str]) -> int:
 
 
 def parse_size(text: str) -> int:
-    """``5GB`` -> 5000000000; units as transformers has them (KB, MB, GB; KiB, MiB, GiB; none is bytes).
+    """``5GB`` -> 5000000000; units are those of transformers (KB, MB, GB; KiB, MiB, GiB; without one, bytes).
 
     Raises:
-        ConfigError: it is no size.
+        ConfigError: it is not a size.
     """
     match = re.fullmatch(r"([0-9]{1,15})\s*([A-Za-z]*)", text.strip())
     units = {name.lower(): size for name, size in _UNITS} | {"": 1, "b": 1}
@@ -113,7 +113,7 @@ def describe_import(imported: Imported) -> str:
 
 
 def model_flags(model: ModelConfig) -> list[str]:
-    """The flags of `pretrain_gpt.py` that make this model: all that differ from the defaults."""
+    """The flags of `pretrain_gpt.py` that make this model: all whose values differ from the defaults."""
     lines = []
     for spec in FIELDS:
         value = getattr(model, spec.name) if spec.section == "model" else spec.default

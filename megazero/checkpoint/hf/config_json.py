@@ -1,4 +1,4 @@
-"""``config.json``: which family it is of and which model of ours it describes, and the way back."""
+"""``config.json``: which architecture and which of our models it describes, and how to write it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megazero.checkpoint.hf.family import NEVER, Family, Json, Setting
+from megazero.checkpoint.hf.architecture import NEVER, Architecture, FieldPair, Json
 from megazero.checkpoint.hf.gpt2 import GPT2
 from megazero.checkpoint.hf.llama import LLAMA
 from megazero.config.derive import model_differences
 from megazero.config.tree import ModelConfig
 from megazero.errors import CheckpointError
 
-FAMILIES: tuple[Family, ...] = (GPT2, LLAMA)
+ARCHITECTURES: tuple[Architecture, ...] = (GPT2, LLAMA)
 CONFIG = "config.json"
 _LARGEST_JSON = 100 << 20
-# Ours that change how a model is trained or laid out, but not what given weights compute.
+# Our fields that change how a model is trained or laid out, but not what given weights compute.
 _FREE = frozenset(
     {
         "seq_length",
@@ -51,7 +51,7 @@ class TokenIds:
 
     @classmethod
     def of_json(cls, config: Json) -> TokenIds:
-        """From these fields; what is no token id counts as none."""
+        """Read from these fields; a value that is not a token id counts as none."""
 
         def one(value: Any) -> int | None:
             return value if type(value) is int and value >= 0 else None
@@ -69,14 +69,14 @@ class Description:
     """What ``config.json`` says.
 
     Attributes:
-        family: its architecture.
-        model: the model in our terms; its dropouts and sequence length are only what theirs was made with.
+        architecture: the architecture.
+        model: the model in our terms; its dropouts and sequence length only say how theirs was made.
         vocab_size: rows of the embedding.
-        tokens: special ones.
-        dtype: as it names it, such as ``bfloat16``; None where it is silent.
+        tokens: the special tokens.
+        dtype: the dtype it names, such as ``bfloat16``; None if it names none.
     """
 
-    family: Family
+    architecture: Architecture
     model: ModelConfig
     vocab_size: int
     tokens: TokenIds
@@ -84,10 +84,10 @@ class Description:
 
     @classmethod
     def read(cls, folder: Path) -> Description:
-        """From a local folder.
+        """Read from a local folder.
 
         Raises:
-            CheckpointError: it cannot be read, or describes what ours has not; the file and field are named.
+            CheckpointError: it cannot be read, or describes what ours does not support; names file and field.
         """
         path = folder / CONFIG
         config = read_json(path)
@@ -98,14 +98,18 @@ class Description:
 
     @classmethod
     def _of(cls, config: Json) -> Description:
-        family = find_family(config)
-        model = model_of(family, config)
+        architecture = find_architecture(config)
+        model = model_of(architecture, config)
         vocab_size = config.get("vocab_size")
         if type(vocab_size) is not int or vocab_size < 1:
             raise ValueError(f"`vocab_size` must be a positive number, but is {vocab_size!r:.40}")
         dtype = config.get("dtype", config.get("torch_dtype"))
         return cls(
-            family, model, vocab_size, TokenIds.of_json(config), dtype if isinstance(dtype, str) else None
+            architecture,
+            model,
+            vocab_size,
+            TokenIds.of_json(config),
+            dtype if isinstance(dtype, str) else None,
         )
 
 
@@ -119,12 +123,14 @@ def read_json(path: Path) -> dict[str, Any]:
         status = path.stat()
         # Reading a pipe would wait for its writer.
         if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_JSON:
-            raise CheckpointError(f"`{path}` must be a JSON file, but is none or has {status.st_size} bytes")
+            raise CheckpointError(
+                f"`{path}` must be a JSON file, but is not a plain file or has {status.st_size} bytes"
+            )
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(
             f"`{path}` must be readable, but is not ({error.strerror}); give a folder that `save_pretrained` "
-            f"wrote"
+            "wrote"
         ) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"`{path}` must hold JSON, but does not: {error}") from error
@@ -133,20 +139,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def find_family(config: Json) -> Family:
-    """By `architectures`, or by `model_type` where there are none.
+def find_architecture(config: Json) -> Architecture:
+    """The architecture, by `architectures`, or by `model_type` if that is missing.
 
     Raises:
         ValueError: none fits.
     """
-    known = ", ".join(family.architecture for family in FAMILIES)
+    known = ", ".join(architecture.name for architecture in ARCHITECTURES)
     named = config.get("architectures")
     if named:
-        found = [f for f in FAMILIES if named == [f.architecture]]
+        found = [f for f in ARCHITECTURES if named == [f.name]]
         if not found:
             raise ValueError(f"`architectures` must be one of {known}, but is {named!r:.100}")
     else:
-        found = [f for f in FAMILIES if config.get("model_type") == f.model_type]
+        found = [f for f in ARCHITECTURES if config.get("model_type") == f.model_type]
         if not found:
             raise ValueError(
                 f"`architectures` must be one of {known}, but is missing, and `model_type` is "
@@ -155,27 +161,27 @@ def find_family(config: Json) -> Family:
     return found[0]
 
 
-def model_of(family: Family, config: Json) -> ModelConfig:
-    """The model of ours that ``config.json`` describes; its sequence length is all its positions.
+def model_of(architecture: Architecture, config: Json) -> ModelConfig:
+    """Our model that ``config.json`` describes; its sequence length is the number of its positions.
 
     Raises:
-        ValueError: ours has no such model.
+        ValueError: we have no such model.
     """
-    config = family.plain(config)
+    config = architecture.plain(config)
     for field in NEVER:
-        if field not in dict(family.fixed) and config.get(field):
+        if field not in dict(architecture.fixed) and config.get(field):
             raise ValueError(f"`{field}` must be absent, but is {config[field]!r:.100}; it is not supported")
-    for field, value in family.fixed:
+    for field, value in architecture.fixed:
         if config.get(field, value) != value:
             raise ValueError(f"`{field}` must be {value}, but is {config[field]!r:.40}; it is not supported")
-    fields: dict[str, Any] = {**dict(family.ours_fixed), **dict(family.training)}
+    fields: dict[str, Any] = {**dict(architecture.ours_fixed), **dict(architecture.training)}
     origin: dict[str, str] = {}
-    for setting in family.settings:
+    for setting in architecture.settings:
         value = _read(setting, config)
         if setting.ours in origin and fields[setting.ours] != value:
             raise ValueError(
                 f"`{origin[setting.ours]}` and `{setting.theirs}` must agree, but are {fields[setting.ours]} "
-                f"and {value}; `{setting.ours}` is both here"
+                f"and {value}; here both are `{setting.ours}`"
             )
         fields[setting.ours], origin[setting.ours] = value, setting.theirs
     try:
@@ -184,14 +190,14 @@ def model_of(family: Family, config: Json) -> ModelConfig:
         first = error.errors()[0]
         name = str(first["loc"][0])
         raise ValueError(f"`{origin.get(name, name)}` is {first['input']!r:.40}: {first['msg']}") from None
-    for limit in family.limits:
+    for limit in architecture.limits:
         if not limit.holds(model):
             raise ValueError(limit.words)
     return model
 
 
-def _read(setting: Setting, config: Json) -> Any:
-    """The value that a setting has in ours."""
+def _read(setting: FieldPair, config: Json) -> Any:
+    """The value of a setting in our terms."""
     value = config.get(setting.theirs, setting.default)
     if value is None and setting.default is None:
         return None
@@ -208,47 +214,48 @@ def _read(setting: Setting, config: Json) -> Any:
     raise ValueError(f"`{setting.theirs}` must be one of {known}, but is {value!r:.40}; it is not supported")
 
 
-def family_of(model: ModelConfig) -> Family:
-    """The first family that has this model.
+def architecture_of(model: ModelConfig) -> Architecture:
+    """The first architecture that can express this model.
 
     Raises:
-        CheckpointError: none has; what stands against each is named.
+        CheckpointError: none can; the reasons against each are named.
     """
-    against = {family.architecture: objections(family, model) for family in FAMILIES}
-    for family in FAMILIES:
-        if not against[family.architecture]:
-            return family
+    against = {architecture.name: objections(architecture, model) for architecture in ARCHITECTURES}
+    for architecture in ARCHITECTURES:
+        if not against[architecture.name]:
+            return architecture
     lines = [f"{name}: {'; '.join(reasons)}" for name, reasons in against.items()]
     raise CheckpointError(
-        "the model must be one that transformers has, but is not: " + "\n  ".join(["", *lines]).lstrip("\n")
+        "the model must be one that transformers supports, but is not: "
+        + "\n  ".join(["", *lines]).lstrip("\n")
     )
 
 
-def objections(family: Family, model: ModelConfig) -> list[str]:
-    """Why a family does not have this model; none if it has."""
-    allowed = [(field, [value]) for field, value in family.ours_fixed]
-    allowed += [(each.ours, [ours for _, ours in each.words]) for each in family.settings if each.words]
+def objections(architecture: Architecture, model: ModelConfig) -> list[str]:
+    """Why an architecture cannot express this model; empty if it can."""
+    allowed = [(field, [value]) for field, value in architecture.ours_fixed]
+    allowed += [(each.ours, [ours for _, ours in each.words]) for each in architecture.settings if each.words]
     found = [
         f"`{field}` must be {' or '.join(dict.fromkeys(map(str, values)))}, but is {getattr(model, field)}"
         for field, values in allowed
         if getattr(model, field) not in values
     ]
-    return found + [limit.words for limit in family.limits if not limit.holds(model)]
+    return found + [limit.words for limit in architecture.limits if not limit.holds(model)]
 
 
 def config_of(
-    family: Family, model: ModelConfig, vocab_size: int, tokens: TokenIds, dtype: str
+    architecture: Architecture, model: ModelConfig, vocab_size: int, tokens: TokenIds, dtype: str
 ) -> dict[str, Any]:
-    """``config.json`` of a model that the family has."""
+    """``config.json`` of a model that the architecture can express."""
     fields: dict[str, Any] = {}
-    for setting in family.settings:
+    for setting in architecture.settings:
         value = getattr(model, setting.resolved or setting.ours)
         words = {ours: theirs for theirs, ours in reversed(setting.words)}
         fields[setting.theirs] = words[value] if words else value
     return {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-        **family.complete({**fields, **dict(family.fixed)}),
+        "architectures": [architecture.name],
+        "model_type": architecture.model_type,
+        **architecture.complete({**fields, **dict(architecture.fixed)}),
         **tokens.as_json(),
         "torch_dtype": dtype,
         "use_cache": True,
@@ -257,7 +264,7 @@ def config_of(
 
 
 def differences(theirs: ModelConfig, ours: ModelConfig) -> list[str]:
-    """Fields in which given weights would compute something else, as ``field: theirs, not ours``."""
+    """Fields that make the same weights compute something else, as ``field: theirs, not ours``."""
     fields = [field for field in ModelConfig.model_fields if field not in _FREE]
     if theirs.position_embedding_type == "learned_absolute":
         fields.append("max_position_embeddings")

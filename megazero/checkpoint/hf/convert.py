@@ -1,4 +1,4 @@
-"""Between checkpoints of megazero and folders of Hugging Face, tensor by tensor."""
+"""Converts between megazero's checkpoints and Hugging Face folders, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megazero.checkpoint.folder import saved_iterations
 from megazero.checkpoint.hf.config_json import TokenIds
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.hf.tokenizer_files import tokenizer_files, tokenizer_settings
-from megazero.checkpoint.hf.writer import SHARD_BYTES, Exported, Extras, write_hf
-from megazero.checkpoint.place import one_checkpoint
+from megazero.checkpoint.hf.writer import SHARD_BYTES, Exported, ModelFiles, write_hf
+from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.writer import later_weights, write_checkpoint
 from megazero.config.tree import ModelConfig, TokenizerConfig
 from megazero.errors import CheckpointError, DataError
 
 KIND = "weights"
-"""Of checkpoints that hold a model and no training."""
+"""The kind of checkpoints that hold a model but no training."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Imported:
 
     Attributes:
         folder: the checkpoint.
-        architecture: the class in transformers that it was.
-        tensors, parameters: how many.
-        model: its shape.
-        tokenizer: the settings that read its tokenizer; None where it came without.
+        architecture: the class that it was in transformers.
+        tensors, parameters: how many there are.
+        model: the model's shape.
+        tokenizer: the settings that read its tokenizer; None if it came without one.
     """
 
     folder: Path
@@ -50,10 +50,10 @@ class Imported:
 def convert_from_hf(hf_dir: str | Path, out_dir: str | Path, *, disk: Disk | None = None) -> Imported:
     """Write the weights of a local Hugging Face model as checkpoint 0 in `out_dir`, in fp32.
 
-    Its tokenizer is not copied; the checkpoint says where it lies.
+    Its tokenizer is not copied; the checkpoint records where it is.
 
     Raises:
-        CheckpointError: the model is not one of ours, its files are damaged, `out_dir` holds checkpoints or
+        CheckpointError: the model is not supported, its files are damaged, or `out_dir` holds checkpoints or
             cannot be written.
     """
     if saved_iterations(out_dir):
@@ -63,7 +63,7 @@ def convert_from_hf(hf_dir: str | Path, out_dir: str | Path, *, disk: Disk | Non
         tokenizer = TokenizerConfig(**tokenizer_settings(reader.folder))
         facts = {
             "kind": KIND,
-            "converted_from": {"architecture": found.family.architecture, "dtype": found.dtype},
+            "converted_from": {"architecture": found.architecture.name, "dtype": found.dtype},
             "model": {**found.model.model_dump(mode="json"), "vocab_size": found.vocab_size},
             "vocab_size": found.vocab_size,
             "tokenizer": tokenizer.model_dump(mode="json"),
@@ -72,7 +72,7 @@ def convert_from_hf(hf_dir: str | Path, out_dir: str | Path, *, disk: Disk | Non
         folder = write_checkpoint(out_dir, 0, later_weights(reader), facts, disk=disk)
         parameters = sum(Box.whole(shape).numel for shape in reader.shapes.values())
         return Imported(
-            folder, found.family.architecture, len(reader.shapes), parameters, found.model, tokenizer
+            folder, found.architecture.name, len(reader.shapes), parameters, found.model, tokenizer
         )
 
 
@@ -89,18 +89,18 @@ def convert_to_hf(
 
     Args:
         checkpoint: one checkpoint, or the folder of a run, whose newest is taken.
-        out: a folder that is not there, or empty.
-        dtype: of the tensors.
-        max_shard_bytes: size at which another file is begun.
+        out: a folder that does not exist yet, or is empty.
+        dtype: the type of the tensors.
+        max_shard_bytes: the size at which another file is begun.
         tokenizer: used instead of the run's own settings.
-        disk: what writes.
+        disk: writes the files.
 
     Returns:
-        What was written, and why no tokenizer was; None where it was.
+        What was written, and why no tokenizer was; None if one was.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged or of a model that transformers does not have; see
-            also `write_hf`.
+        CheckpointError: the checkpoint is missing, is damaged, or has a model that transformers does not
+            support; see also `write_hf`.
         DataError: the tokenizer's files are missing or unsuitable.
     """
     reader = CheckpointReader(one_checkpoint(Path(checkpoint)))
@@ -121,7 +121,7 @@ def convert_to_hf(
             out,
             dtype=dtype,
             max_shard_bytes=max_shard_bytes,
-            extras=Extras(facts.tokens or files.tokens, files.files),
+            extras=ModelFiles(facts.tokens or files.tokens, files.files),
             disk=disk,
         )
     return exported, files.remark
@@ -149,6 +149,6 @@ def _facts_of(reader: CheckpointReader) -> _Facts:
             tokens = TokenIds.of_json({f"{role}_token_id": value for role, value in stored.items()})
     except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
         raise CheckpointError(
-            f"`{reader.folder}` must be of a GPT model, but its facts do not describe one: {error!r:.300}"
+            f"`{reader.folder}` must say which model it is of, but its facts do not: {error!r:.300}"
         ) from error
     return _Facts(model, vocab_size, tokenizer, tokens)

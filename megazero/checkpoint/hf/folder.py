@@ -25,7 +25,7 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor as it is stored: in which file, from which byte on."""
+    """A stored tensor: the file it is in, and the byte where it starts."""
 
     file: TensorFile
     name: str
@@ -34,7 +34,7 @@ class Stored:
     start: int
 
     def rows(self, rows: slice) -> Tensor:
-        """Some of its rows (indexes of the first dim), in memory of their own."""
+        """Some of its rows (indexes of the first dim), in new memory."""
         tensor = torch.empty((rows.stop - rows.start, *self.shape[1:]), dtype=self.dtype)
         self.read_rows(rows, tensor)
         return tensor
@@ -46,7 +46,7 @@ class Stored:
 
 
 class TensorFolder:
-    """All tensors of a folder, by name. Files stay open until `close`; headers alone are read at first.
+    """All tensors of a folder, by name. Files stay open until `close`; only headers are read at first.
 
     Raises:
         CheckpointError: there are no safetensors, or the index and its files do not agree.
@@ -59,11 +59,11 @@ class TensorFolder:
             self._files = files.pop_all()
 
     def close(self) -> None:
-        """Give the files back."""
+        """Close the files."""
         self._files.close()
 
     def _open(self, files: ExitStack) -> dict[str, Stored]:
-        # Of both, transformers takes the single file.
+        # If both are there, transformers takes the single file.
         if (self.folder / SINGLE).exists():
             return self._tensors_of(files, SINGLE)
         if (self.folder / INDEX).exists():
@@ -72,7 +72,7 @@ class TensorFolder:
         if pickles:
             raise CheckpointError(
                 f"`{self.folder}` must hold {SINGLE}, but holds {pickles[0]}, which can run code when it is "
-                f"opened; where you trust it, load it with transformers and `save_pretrained` it again"
+                f"opened; if you trust it, load it with transformers and `save_pretrained` it again"
             )
         raise CheckpointError(
             f"`{self.folder}` must hold {SINGLE} or {INDEX}, but has neither; give a folder that "
@@ -100,13 +100,13 @@ class TensorFolder:
             if wrong := claimed.symmetric_difference(tensors):
                 raise CheckpointError(
                     f"`{path}` must say what is in {name}, but they differ in {named(wrong)}; fetch both "
-                    f"again"
+                    "again"
                 )
             found |= tensors
         return found
 
     def _tensors_of(self, files: ExitStack, name: str) -> dict[str, Stored]:
-        # Caches of downloads are made of links.
+        # Download caches consist of links.
         file = files.enter_context(TensorFile((self.folder / name).resolve()))
         return {
             tensor: Stored(file, tensor, entry.dtype, entry.shape, entry.start)
@@ -115,9 +115,9 @@ class TensorFolder:
 
 
 def named(names: Iterable[str]) -> str:
-    """The first few of them, and how many more there are."""
+    """The first few names, and how many more there are."""
     ordered = sorted(names)
-    # They may be anything, and are to be read on a terminal.
+    # The names may be anything, and will be read on a terminal.
     first = [name[:200] if name.isprintable() else ascii(name)[:200] for name in ordered[:_MOST_NAMED]]
     more = len(ordered) - len(first)
     return ", ".join(first) + (f" and {more} more" if more > 0 else "")

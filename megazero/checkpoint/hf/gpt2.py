@@ -1,50 +1,52 @@
-"""GPT-2 (Radford et al. 2019) as transformers' GPT2LMHeadModel has it.
+"""GPT-2 (Radford et al. 2019) as transformers' GPT2LMHeadModel.
 
 Its linear layers are `Conv1D` and hold [in, out], the transpose of ours; one makes queries, keys and values.
 """
 
 from __future__ import annotations
 
-from megazero.checkpoint.hf.family import COMMON_LIMITS, Family, Limit, Setting
-from megazero.checkpoint.rule import Rule, untied
+from megazero.checkpoint.hf.architecture import COMMON_LIMITS, Architecture, FieldPair, Limit
+from megazero.checkpoint.naming import TensorRule, untied
 
 _WORDS = "transformer.wte.weight"
 _HEAD = "lm_head.weight"
 
 RULES = (
-    Rule("embedding.word.weight", "v h", _WORDS, "v h"),
-    Rule("embedding.position.weight", "p h", "transformer.wpe.weight", "p h"),
-    Rule("layers.{i}.input_norm.weight", "h", "transformer.h.{i}.ln_1.weight", "h"),
-    Rule("layers.{i}.input_norm.bias", "h", "transformer.h.{i}.ln_1.bias", "h"),
-    Rule("layers.{i}.attention.qkv.weight", "g s d h", "transformer.h.{i}.attn.c_attn.weight", "h (s g d)"),
-    Rule("layers.{i}.attention.qkv.bias", "g s d", "transformer.h.{i}.attn.c_attn.bias", "(s g d)"),
-    Rule("layers.{i}.attention.out.weight", "h a", "transformer.h.{i}.attn.c_proj.weight", "a h"),
-    Rule("layers.{i}.attention.out.bias", "h", "transformer.h.{i}.attn.c_proj.bias", "h"),
-    Rule("layers.{i}.mlp_norm.weight", "h", "transformer.h.{i}.ln_2.weight", "h"),
-    Rule("layers.{i}.mlp_norm.bias", "h", "transformer.h.{i}.ln_2.bias", "h"),
-    Rule("layers.{i}.mlp.up.weight", "f h", "transformer.h.{i}.mlp.c_fc.weight", "h f"),
-    Rule("layers.{i}.mlp.up.bias", "f", "transformer.h.{i}.mlp.c_fc.bias", "f"),
-    Rule("layers.{i}.mlp.down.weight", "h f", "transformer.h.{i}.mlp.c_proj.weight", "f h"),
-    Rule("layers.{i}.mlp.down.bias", "h", "transformer.h.{i}.mlp.c_proj.bias", "h"),
-    Rule("final_norm.weight", "h", "transformer.ln_f.weight", "h"),
-    Rule("final_norm.bias", "h", "transformer.ln_f.bias", "h"),
-    Rule("head.weight", "v h", _HEAD, "v h", when=untied),
+    TensorRule("embedding.word.weight", "v h", _WORDS, "v h"),
+    TensorRule("embedding.position.weight", "p h", "transformer.wpe.weight", "p h"),
+    TensorRule("layers.{i}.input_norm.weight", "h", "transformer.h.{i}.ln_1.weight", "h"),
+    TensorRule("layers.{i}.input_norm.bias", "h", "transformer.h.{i}.ln_1.bias", "h"),
+    TensorRule(
+        "layers.{i}.attention.qkv.weight", "g s d h", "transformer.h.{i}.attn.c_attn.weight", "h (s g d)"
+    ),
+    TensorRule("layers.{i}.attention.qkv.bias", "g s d", "transformer.h.{i}.attn.c_attn.bias", "(s g d)"),
+    TensorRule("layers.{i}.attention.out.weight", "h a", "transformer.h.{i}.attn.c_proj.weight", "a h"),
+    TensorRule("layers.{i}.attention.out.bias", "h", "transformer.h.{i}.attn.c_proj.bias", "h"),
+    TensorRule("layers.{i}.mlp_norm.weight", "h", "transformer.h.{i}.ln_2.weight", "h"),
+    TensorRule("layers.{i}.mlp_norm.bias", "h", "transformer.h.{i}.ln_2.bias", "h"),
+    TensorRule("layers.{i}.mlp.up.weight", "f h", "transformer.h.{i}.mlp.c_fc.weight", "h f"),
+    TensorRule("layers.{i}.mlp.up.bias", "f", "transformer.h.{i}.mlp.c_fc.bias", "f"),
+    TensorRule("layers.{i}.mlp.down.weight", "h f", "transformer.h.{i}.mlp.c_proj.weight", "f h"),
+    TensorRule("layers.{i}.mlp.down.bias", "h", "transformer.h.{i}.mlp.c_proj.bias", "h"),
+    TensorRule("final_norm.weight", "h", "transformer.ln_f.weight", "h"),
+    TensorRule("final_norm.bias", "h", "transformer.ln_f.bias", "h"),
+    TensorRule("head.weight", "v h", _HEAD, "v h", when=untied),
 )
 
-GPT2 = Family(
-    architecture="GPT2LMHeadModel",
+GPT2 = Architecture(
+    name="GPT2LMHeadModel",
     model_type="gpt2",
     prefix="transformer.",
     rules=RULES,
     tied=(_HEAD, _WORDS),
     ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
     settings=(
-        Setting("n_layer", "num_layers", 12),
-        Setting("n_embd", "hidden_size", 768),
-        Setting("n_head", "num_attention_heads", 12),
-        Setting("n_positions", "max_position_embeddings", 1024, resolved="positions"),
-        Setting("n_inner", "ffn_hidden_size", None, int, resolved="ffn_size"),
-        Setting(
+        FieldPair("n_layer", "num_layers", 12),
+        FieldPair("n_embd", "hidden_size", 768),
+        FieldPair("n_head", "num_attention_heads", 12),
+        FieldPair("n_positions", "max_position_embeddings", 1024, resolved="positions"),
+        FieldPair("n_inner", "ffn_hidden_size", None, int, resolved="ffn_size"),
+        FieldPair(
             "activation_function",
             "activation",
             "gelu_new",
@@ -55,12 +57,12 @@ GPT2 = Family(
                 ("relu2", "squared_relu"),
             ),
         ),
-        Setting("layer_norm_epsilon", "norm_epsilon", 1e-5),
-        Setting("resid_pdrop", "hidden_dropout", 0.1),
-        Setting("embd_pdrop", "hidden_dropout", 0.1),
-        Setting("attn_pdrop", "attention_dropout", 0.1),
-        Setting("initializer_range", "init_method_std", 0.02),
-        Setting(
+        FieldPair("layer_norm_epsilon", "norm_epsilon", 1e-5),
+        FieldPair("resid_pdrop", "hidden_dropout", 0.1),
+        FieldPair("embd_pdrop", "hidden_dropout", 0.1),
+        FieldPair("attn_pdrop", "attention_dropout", 0.1),
+        FieldPair("initializer_range", "init_method_std", 0.02),
+        FieldPair(
             "tie_word_embeddings",
             "untie_embeddings_and_output_weights",
             True,
@@ -73,6 +75,7 @@ GPT2 = Family(
         ("reorder_and_upcast_attn", False),
     ),
     ours_fixed=(
+        ("family", "gpt"),
         ("position_embedding_type", "learned_absolute"),
         ("normalization", "LayerNorm"),
         ("add_bias_linear", True),
@@ -82,7 +85,7 @@ GPT2 = Family(
         *COMMON_LIMITS,
         Limit(
             lambda m: m.kv_heads == m.num_attention_heads,
-            "the number of key/value heads must be that of the query heads",
+            "the number of key/value heads must equal the number of query heads",
         ),
         Limit(
             lambda m: m.head_dim * m.num_attention_heads == m.hidden_size,

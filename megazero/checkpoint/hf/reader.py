@@ -13,29 +13,29 @@ from torch import Tensor
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.hf.config_json import CONFIG, Description, differences
 from megazero.checkpoint.hf.folder import FLOATS, Stored, TensorFolder, named
+from megazero.checkpoint.naming import Link, Table, cut
 from megazero.checkpoint.part import Key, Part
-from megazero.checkpoint.rule import Link, Table, cut
 from megazero.config.tree import ModelConfig
 from megazero.errors import CheckpointError
 
 CHUNK = 1 << 18
-"""Elements that are read at a time: few enough to be transposed within the cache."""
+"""The number of elements read at a time: few enough to be transposed within the cache."""
 
 
 class HFReader:
     """A folder that `save_pretrained` wrote, as a `Source` of weights; nothing in it is unpickled.
 
-    `read` holds `CHUNK` elements beside the destination. It may be used by one thread at a time.
+    `read` holds `CHUNK` elements besides the destination. Use it from one thread at a time.
 
     Attributes:
         folder: the folder.
         description: what ``config.json`` says.
         table: which of their tensors ours are made of.
-        shapes: of all our tensors.
+        shapes: the shapes of all our tensors.
 
     Raises:
-        CheckpointError: the model is of another family, uses what ours has not, or the files do not hold
-            exactly the tensors it is made of; file and field, or tensors, are named.
+        CheckpointError: the model has another architecture, uses what ours does not support, or the files do
+            not hold exactly the tensors it is made of; file and field, or tensors, are named.
     """
 
     def __init__(self, folder: str | Path):
@@ -43,12 +43,12 @@ class HFReader:
         self.description = Description.read(self.folder)
         self._tensors = TensorFolder(self.folder)
         try:
-            # Before a table of them is made: a hostile config.json may name billions of layers.
+            # Checked before a table of them is made: a hostile config.json may name billions of layers.
             layers, tensors = self.description.model.num_layers, len(self._tensors.tensors)
             if layers > tensors:
                 raise self._misfit(f"{layers} layers cannot be in {tensors} tensors")
             self.table = Table.of(
-                self.description.family.rules, self.description.model, self.description.vocab_size
+                self.description.architecture.rules, self.description.model, self.description.vocab_size
             )
             self._stored = self._match()
         except BaseException:
@@ -60,7 +60,7 @@ class HFReader:
         """The reader of a folder that fits a model; see `check_model`.
 
         Raises:
-            CheckpointError: it does not fit, or is refused anyway.
+            CheckpointError: it does not fit, or cannot be read at all.
         """
         reader = cls(folder)
         try:
@@ -78,7 +78,7 @@ class HFReader:
 
     @property
     def shapes(self) -> Mapping[Key, tuple[int, ...]]:
-        """All that it holds."""
+        """The shapes of everything that it holds."""
         return self.table.shapes
 
     def model_settings(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class HFReader:
         return {**self.description.model.model_dump(), "vocab_size": self.description.vocab_size}
 
     def check_model(self, model: ModelConfig, vocab_size: int) -> None:
-        """Make sure that a model would compute with these weights what theirs does.
+        """Make sure that a model would compute the same with these weights as theirs does.
 
         Raises:
             CheckpointError: it would not; every field is named.
@@ -98,7 +98,7 @@ class HFReader:
             raise CheckpointError(f"`{self.folder / CONFIG}` must fit the model, but {'; '.join(wrong)}")
 
     def read(self, parts: Iterable[Part]) -> None:
-        """Fill the memory of parts; see `Source`. Of each tensor of theirs only needed rows are read.
+        """Fill the memory of parts; see `Source`. Only the rows needed of each of their tensors are read.
 
         Raises:
             DamagedCheckpointError: a file has become shorter or cannot be read.
@@ -122,25 +122,25 @@ class HFReader:
         self._tensors.close()
 
     def _match(self) -> dict[str, Stored]:
-        """The stored tensor behind each name of the table; exactly these are there."""
-        family = self.description.family
+        """The stored tensor behind each name of the table; raises unless exactly these exist."""
+        architecture = self.description.architecture
         present = dict(self._tensors.tensors)
-        if not any(name.startswith(family.prefix) for name in present):  # the bare model was saved
+        if not any(name.startswith(architecture.prefix) for name in present):  # the bare model was saved
             present = {
-                name if name == family.tied[0] else family.prefix + name: tensor
+                name if name == architecture.tied[0] else architecture.prefix + name: tensor
                 for name, tensor in present.items()
             }
-        ignored = [re.compile(pattern) for pattern in family.ignored]
+        ignored = [re.compile(pattern) for pattern in architecture.ignored]
         present = {n: t for n, t in present.items() if not any(each.fullmatch(n) for each in ignored)}
-        head = present.get(family.tied[0])
-        if head is not None and family.tied[0] not in self.table.by_theirs:
-            self._check_tied(head, present.get(family.tied[1]))
-            del present[family.tied[0]]
+        head = present.get(architecture.tied[0])
+        if head is not None and architecture.tied[0] not in self.table.by_theirs:
+            self._check_tied(head, present.get(architecture.tied[1]))
+            del present[architecture.tied[0]]
         wrong = []
         if missing := self.table.by_theirs.keys() - present.keys():
             wrong.append(f"lack {named(missing)}")
         if unused := present.keys() - self.table.by_theirs.keys():
-            wrong.append(f"hold also {named(unused)}")
+            wrong.append(f"also hold {named(unused)}")
         for name, link in self.table.by_theirs.items():
             stored = present.get(name)
             if stored is not None and (stored.shape != link.their_shape or stored.dtype not in FLOATS):
@@ -173,7 +173,7 @@ class HFReader:
 
 
 def _read(stored: Stored, link: Link, box: Box, target: Tensor) -> None:
-    """A box of ours, which is consecutive rows of theirs, or is within them."""
+    """Read a box of ours, which is consecutive rows of theirs, or lies within some."""
     rows, covered = link.rows_of(box)
     straight = link.is_straight and covered == box and target.is_contiguous()
     if straight and target.is_cpu and target.dtype == stored.dtype:

@@ -1,6 +1,6 @@
-"""A SentencePiece model of Llama's kind (BPE, bytes for what it does not know) as a ``tokenizer.json``.
+"""A SentencePiece model of Llama's kind (BPE, with bytes for unknown characters) as a ``tokenizer.json``.
 
-transformers' own LlamaTokenizer reads the model too, but encodes texts that begin with a blank otherwise.
+transformers' own LlamaTokenizer reads the model too, but encodes texts that begin with a blank differently.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _PROBES = (
 
 
 def tokenizer_json(path: Path) -> tuple[bytes, dict[str, str]] | None:
-    """The content of ``tokenizer.json``, and ``bos_token`` and its like.
+    """The content of ``tokenizer.json``, and ``bos_token`` and so on.
 
-    None where the ids would not be the model's: it is no BPE of this kind, or normalizes texts (which the
-    probes show), or has pieces with rules of their own.
+    None if the ids would not be the model's: it is not a BPE of this kind, or it normalizes texts (which the
+    probes show), or it has pieces with rules of their own.
     """
     import sentencepiece
 

@@ -1,7 +1,7 @@
-"""The files of a run's tokenizer as transformers' AutoTokenizer finds them, and the way back.
+"""The files of a run's tokenizer in the form transformers' AutoTokenizer expects, and the way back.
 
-Only what gives the same ids is written. A kind that transformers does not have is left out, and said so: a
-tokenizer that loads and encodes otherwise would be worse than none.
+Only what gives the same ids is written. A kind that transformers does not have is left out, with a remark: a
+tokenizer that loads but encodes differently would be worse than none.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _NAMED_ROLES = ("bos", "eos", "unk", "pad")
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What of a tokenizer is written.
+    """What is written for a tokenizer.
 
     Attributes:
         files: (name, content).
-        tokens: special ones.
-        remark: why there are no files; None where there are.
+        tokens: the special tokens.
+        remark: why there are no files; None if there are.
     """
 
     files: tuple[tuple[str, bytes], ...] = ()
@@ -46,9 +46,9 @@ def tokenizer_files(section: TokenizerConfig, vocab_size: int | None, positions:
     """The files of the tokenizer that a run used.
 
     Args:
-        section: of the run's configuration.
-        vocab_size: the configured one, which NullTokenizer is made of.
-        positions: longest sequence of the model.
+        section: the tokenizer section of the run's configuration.
+        vocab_size: the configured size, from which NullTokenizer is made.
+        positions: the longest sequence that the model takes.
 
     Raises:
         DataError: the tokenizer's files are missing or unsuitable.
@@ -121,7 +121,7 @@ def _pieces(path: Path, common: Mapping[str, Any]) -> tuple[tuple[str, bytes], .
 
 
 def _names(tokenizer: Tokenizer) -> dict[str, str]:
-    """``eos_token`` and its like, by the letters that stand for them."""
+    """``eos_token`` and so on, by the strings that stand for them."""
     ids = {role: tokenizer.special_ids[role] for role in _NAMED_ROLES if role in tokenizer.special_ids}
     if "eos" not in ids and tokenizer.eod is not None:
         ids["eos"] = tokenizer.eod

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.disk import Disk
-from megazero.checkpoint.hf.config_json import CONFIG, NO_TOKENS, TokenIds, config_of, family_of
+from megazero.checkpoint.hf.config_json import CONFIG, NO_TOKENS, TokenIds, architecture_of, config_of
 from megazero.checkpoint.hf.folder import INDEX, SINGLE
+from megazero.checkpoint.naming import Link, Table, cut
 from megazero.checkpoint.part import WEIGHT, Part, Source, misfits
-from megazero.checkpoint.rule import Link, Table, cut
 from megazero.checkpoint.tensor_file import Later, write_bytes, write_tensors
 from megazero.checkpoint.writer import deal
 from megazero.config.tree import ModelConfig
@@ -27,7 +27,7 @@ from megazero.errors import CheckpointError
 
 SHARD_BYTES = 5 << 30
 CHUNK = 1 << 18
-"""Elements that are asked of a source at a time where they cannot go straight to their place."""
+"""Elements requested from a source at a time if they cannot go straight to their place."""
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -38,11 +38,11 @@ _MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
-class Extras:
-    """What belongs to a model beside its weights.
+class ModelFiles:
+    """What belongs to a model besides its weights.
 
     Attributes:
-        tokens: special ones.
+        tokens: the special tokens.
         files: (name, content) of the tokenizer's files.
     """
 
@@ -55,10 +55,10 @@ class Exported:
     """What was written.
 
     Attributes:
-        folder: where.
+        folder: the folder.
         architecture: the class in transformers.
-        dtype: of all tensors.
-        tensors, parameters: how many.
+        dtype: the type of all tensors.
+        tensors, parameters: how many there are.
         files: (name, bytes), in the order of writing.
     """
 
@@ -78,34 +78,34 @@ def write_hf(
     *,
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = SHARD_BYTES,
-    extras: Extras | None = None,
+    extras: ModelFiles | None = None,
     disk: Disk | None = None,
 ) -> Exported:
     """Write `out`, which appears whole by one rename. One tensor is held at a time.
 
     Args:
         source: holds the weights of `model`; other kinds are left out.
-        model: the shape, which one of the families must have.
+        model: the shape, which one of the architectures must support.
         vocab_size: entries of the vocabulary, without padding.
-        out: a folder that is not there, or empty.
+        out: a folder that does not exist yet, or is empty.
         dtype: float32, float16 or bfloat16.
-        max_shard_bytes: size at which another file is begun.
+        max_shard_bytes: the size at which another file is begun.
         extras: special tokens and the tokenizer's files.
-        disk: what writes.
+        disk: writes the files.
 
     Raises:
-        CheckpointError: no family has the model, the source does not hold its weights, a weight has no finite
-            value in float16, `out` is taken, or the disk cannot be written.
+        CheckpointError: no architecture supports the model, the source does not hold its weights, a weight
+            has no finite value in float16, `out` is taken, or the disk cannot be written.
     """
-    out, disk, extras = Path(os.path.abspath(out)), disk or Disk(), extras or Extras()
+    out, disk, extras = Path(os.path.abspath(out)), disk or Disk(), extras or ModelFiles()
     if dtype not in NAMES:
         raise CheckpointError(f"`dtype` must be one of {', '.join(DTYPES)}, but is {dtype}")
     if max_shard_bytes < 1:
         raise CheckpointError(f"`max_shard_bytes` must be positive, but is {max_shard_bytes}")
-    family = family_of(model)
-    table = Table.of(family.rules, model, vocab_size)
+    architecture = architecture_of(model)
+    table = Table.of(architecture.rules, model, vocab_size)
     check_source(source, table)
-    config = config_of(family, model, vocab_size, extras.tokens, NAMES[dtype])
+    config = config_of(architecture, model, vocab_size, extras.tokens, NAMES[dtype])
     export = _Export(source, table, dtype, plan_shards(table.links, dtype.itemsize, max_shard_bytes))
     small = {CONFIG: _json(config), GENERATION: _json(extras.tokens.as_json()), **dict(extras.files)}
     try:
@@ -113,14 +113,14 @@ def write_hf(
     except OSError as error:
         raise CheckpointError(f"`{out}` must be written, but cannot be: {error}") from error
     parameters = sum(math.prod(link.their_shape) for link in table.links)
-    return Exported(out, family.architecture, NAMES[dtype], len(table.links), parameters, files)
+    return Exported(out, architecture.name, NAMES[dtype], len(table.links), parameters, files)
 
 
 def check_source(source: Source, table: Table) -> None:
     """Make sure that a source holds exactly the weights of a table.
 
     Raises:
-        CheckpointError: some are missing, superfluous or of other shapes.
+        CheckpointError: some are missing, superfluous or have other shapes.
     """
     weights = {key: tuple(shape) for key, shape in source.shapes.items() if key.kind == WEIGHT}
     wrong = misfits(weights, table.shapes)
@@ -133,7 +133,7 @@ def check_source(source: Source, table: Table) -> None:
 
 
 def plan_shards(links: Sequence[Link], itemsize: int, max_shard_bytes: int) -> list[tuple[str, list[Link]]]:
-    """File names and what goes into each: in order, of at most `max_shard_bytes` or one larger tensor."""
+    """File names and what goes into each: in order, at most `max_shard_bytes` or one larger tensor."""
     shards = deal(links, lambda link: math.prod(link.their_shape) * itemsize, max_shard_bytes)
     if len(shards) == 1:
         return [(SINGLE, shards[0])]
@@ -141,21 +141,21 @@ def plan_shards(links: Sequence[Link], itemsize: int, max_shard_bytes: int) -> l
 
 
 def read_theirs(source: Source, link: Link, dtype: torch.dtype) -> Tensor:
-    """A tensor of theirs, filled by the source through its view with our dims.
+    """One of their tensors, filled by the source through a view with our dims.
 
     Raises:
-        CheckpointError: it is to be float16 and has values beyond it.
+        CheckpointError: it should be float16 but has values beyond its range.
     """
     theirs = torch.empty(link.their_shape, dtype=dtype)
     seen = link.as_ours(theirs)
-    # What a source must convert, transpose or skip within, it holds a copy of.
+    # A source holds a copy of whatever it must convert, transpose or skip within.
     straight = link.is_straight and link.box == Box.whole(link.shape) and dtype == torch.float32
     boxes = [link.box] if straight else cut(link.box, range(len(link.shape)), CHUNK)
     source.read([Part(link.key, link.shape, box, seen[box.within(link.box)]) for box in boxes])
     if dtype == torch.float16 and not all(math.isfinite(each) for each in theirs.aminmax()):
         raise CheckpointError(
             f"`{link.key}` must be finite as float16, but has values beyond its range; export bfloat16 or "
-            f"float32"
+            "float32"
         )
     return theirs
 
@@ -191,7 +191,7 @@ class _Export:
 def _appear(
     disk: Disk, out: Path, fill: Callable[[Path], Iterator[tuple[str, int]]]
 ) -> tuple[tuple[str, int], ...]:
-    """Let `fill` write into a hidden folder beside `out`, and give it its name when all is on the medium."""
+    """Let `fill` write into a hidden folder beside `out`, and rename it once all is on the medium."""
     if os.path.lexists(out) and (not out.is_dir() or os.listdir(out)):
         raise CheckpointError(f"`{out}` must be new or an empty folder, but is neither; name another")
     aside = out.with_name(f".{out.name}.partial")

@@ -1,8 +1,7 @@
 """megatron: checkpoints of Megatron-LM and Megatron-DeepSpeed as a source of weights; import only.
 
-`pickles` reads files without running them, `folder` says which there are, `stages` opens them, `inventory`
-says what they hold. `names` and `settings` are the tables of what tensors and arguments mean, `reader` is the
-`Source`.
+`pickles` reads files without running them, `folder` finds them, `stages` opens them, `inventory` lists what
+they hold. `names` and `settings` are the tables of what tensors and arguments mean, `reader` is the `Source`.
 """
 
 from megazero.checkpoint.megatron.command import import_megatron, main_import_megatron

@@ -27,23 +27,23 @@ def build_parser() -> argparse.ArgumentParser:
     """The flags."""
     parser = argparse.ArgumentParser(
         prog="megazero checkpoint import-megatron",
-        description="Bring the weights of a GPT from a checkpoint of Megatron-LM or Megatron-DeepSpeed, of "
-        "any tensor- and pipeline-parallel sizes, into a megazero checkpoint, which loads on any.",
+        description="Import the weights of a GPT from a checkpoint of Megatron-LM or Megatron-DeepSpeed, of "
+        "any tensor- and pipeline-parallel sizes, into a megazero checkpoint, which loads on any layout.",
     )
     parser.add_argument(
-        "source", metavar="SRC", help="folder of the run, for its newest checkpoint, or of one of them"
+        "source", metavar="SRC", help="a run's folder, whose newest checkpoint is taken, or one checkpoint's"
     )
-    parser.add_argument("out", metavar="OUT", help="folder for the new checkpoint, as of a run")
+    parser.add_argument("out", metavar="OUT", help="run folder for the new checkpoint")
     parser.add_argument(
         "--trust-pickle",
         action="store_true",
-        help="needed, as the files are pickles, which can name any function; only those that make tensors "
-        "are called",
+        help="required, because the files are pickles, which can name any function; only those that make "
+        "tensors are called",
     )
     parser.add_argument(
         "--vocab-size",
         type=int,
-        help="entries of the vocabulary before padding, where the checkpoint does not say",
+        help="entries of the vocabulary before padding, if the checkpoint does not say",
     )
     parser.add_argument(
         "--megatron-args",
@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--average-replicas",
         action="store_true",
-        help="take the mean where copies of a tensor differ over the tensor-parallel ranks",
+        help="take the mean if copies of a tensor differ over the tensor-parallel ranks",
     )
     parser.add_argument(
         "--inert-class",
@@ -94,9 +94,9 @@ def import_megatron(
     """Write a checkpoint of iteration 0 with the weights, in fp32, one tensor in memory at a time.
 
     Args:
-        reader: what is brought in.
-        directory: for the checkpoint, as of a run.
-        tokenizer: that the model was trained with.
+        reader: the weights to import.
+        directory: the run folder for the checkpoint.
+        tokenizer: the tokenizer that the model was trained with.
 
     Raises:
         CheckpointError: the folder has a checkpoint already, or cannot be written.

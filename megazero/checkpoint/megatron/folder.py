@@ -1,6 +1,6 @@
-"""Which files make up a checkpoint of Megatron-LM or Megatron-DeepSpeed; nothing is opened here but text.
+"""Which files make up a checkpoint of Megatron-LM or Megatron-DeepSpeed; only text files are opened here.
 
-Three forms, by stage of the pipeline PPP and tensor-parallel rank TT::
+Three forms, by pipeline stage PPP and tensor-parallel rank TT::
 
     iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt    Megatron-LM (``release/`` for converted weights)
     global_step100/mp_rank_TT_model_states.pt           Megatron-DeepSpeed without a pipeline
@@ -38,10 +38,10 @@ class Files:
     """The files of one checkpoint.
 
     Attributes:
-        folder: that they lie in.
-        form: how they are dealt.
-        stages: along the model, the files of each part of it, by tensor-parallel rank.
-        ranks: the files that say with which arguments and when they were saved.
+        folder: the folder that they are in.
+        form: how the model is split over them.
+        stages: the files of each part of the model, in order, by tensor-parallel rank.
+        ranks: the files that say when and with which arguments they were saved.
     """
 
     folder: Path
@@ -56,10 +56,10 @@ class Files:
 
 
 def find_files(source: Path) -> Files:
-    """The checkpoint that a folder is, or the newest of a run's folder.
+    """The checkpoint in a folder, or the newest one in a run's folder.
 
     Raises:
-        CheckpointError: there is none, it is of a form that cannot be read, or files are missing.
+        CheckpointError: there is none, it has a form that cannot be read, or files are missing.
     """
     try:
         folder = _checkpoint_folder(source)
@@ -89,7 +89,7 @@ def _checkpoint_folder(source: Path) -> Path:
             continue
         named = path.read_text(errors="replace").strip()
         if not re.fullmatch(r"\w{1,80}", named):
-            raise CheckpointError(f"`{path}` must name a checkpoint, but holds {named[:40]!r}; mend it")
+            raise CheckpointError(f"`{path}` must name a checkpoint, but holds {named[:40]!r}; correct it")
         folders = [named]
         if named.isdecimal():
             folders = [f"iter_{int(named):07d}", f"global_step{int(named)}"]
@@ -133,7 +133,7 @@ def _refuse_other_forms(folder: Path, names: Iterable[str]) -> None:
 
 
 def _rank_files(folder: Path, names: Iterable[str]) -> tuple[Path, ...]:
-    """DeepSpeed's, one per model-parallel rank: stages times tensor-parallel ranks."""
+    """DeepSpeed's files, one per model-parallel rank: stages times tensor-parallel ranks."""
     places = {(int(m[1]), 0): folder / n for n in names if (m := _RANK_FILE.fullmatch(n))}
     return _grid(folder, places)[0] if places else ()
 
@@ -150,7 +150,7 @@ def _rank_file(folder: Path) -> Path | None:
 
 
 def _grid(folder: Path, places: Mapping[tuple[int, int], Path]) -> tuple[tuple[Path, ...], ...]:
-    """Files of (tensor-parallel rank, stage) as stages of ranks; stages need not count from 0 without gaps.
+    """Files by (tensor-parallel rank, stage) as stages of ranks; stage numbers may have gaps.
 
     Raises:
         CheckpointError: there are none, or one is missing.

@@ -20,7 +20,7 @@ from megazero.checkpoint.megatron.names import (
     moved,
 )
 from megazero.checkpoint.megatron.stages import Stages, Weights
-from megazero.checkpoint.rule import Link
+from megazero.checkpoint.naming import Link
 from megazero.errors import CheckpointError
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -28,23 +28,23 @@ _MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Where a tensor lies: stage, model chunk in its files, name there."""
+class SavedTensor:
+    """Where a tensor is: the stage, the model chunk in its files, and its name there."""
 
     stage: int
     chunk: str
     name: str
 
     def tensors(self, stages: Stages) -> tuple[Tensor, ...]:
-        """It on every rank."""
+        """The tensor on every rank."""
         return tuple(rank[self.name] for rank in stages.chunks(self.stage)[self.chunk])
 
 
 @dataclass(frozen=True)
 class Found:
-    """One tensor: where it lies, what it is on each rank, and by how much its copies differ at most."""
+    """One tensor: where it is, what it is on each rank, and by how much its copies differ at most."""
 
-    slot: Slot
+    saved: SavedTensor
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     difference: float = 0.0
@@ -101,11 +101,11 @@ def _of_chunk(stage: int, chunk: str, ranks: Sequence[Weights]) -> Iterator[tupl
             shapes, dtypes = tuple(tuple(t.shape) for t in tensors), tuple(t.dtype for t in tensors)
             comparable = len({*shapes}) == 1 and dtypes[0] in _FLOATS and len({*dtypes}) == 1
             apart = _difference(tensors) if comparable and held_whole(core) else 0.0
-            yield core, Found(Slot(stage, chunk, name), shapes, dtypes, apart)
+            yield core, Found(SavedTensor(stage, chunk, name), shapes, dtypes, apart)
 
 
 def _difference(copies: Sequence[Tensor]) -> float:
-    """The largest of any element of any copy from the first's; not a number where either is none."""
+    """The largest difference of any element of any copy from the first's; NaN if either is NaN."""
     unequal = [copy for copy in copies[1:] if not torch.equal(copy, copies[0])]
     return float(torch.stack([(copy - copies[0]).abs().max() for copy in unequal]).max()) if unequal else 0.0
 
@@ -117,17 +117,18 @@ def check(
     *,
     average_replicas: bool,
 ) -> None:
-    """See that exactly a model's tensors are there, in its shapes.
+    """Check that exactly the model's tensors are there, in their shapes.
 
     Raises:
-        CheckpointError: all that is missing, unknown, of another shape, or unequal though it must be a copy.
+        CheckpointError: names all tensors that are missing, unknown, of another shape, or unequal although
+    they must be copies.
     """
     copies = {HEAD_COPY, HEAD} - links.keys()
     unknown = inventory.keys() - links.keys() - copies
     if unknown:
         kind = foreign_kind(unknown)
         raise CheckpointError(
-            f"`{stages.files.folder}` must hold a GPT that megazero can be, but holds {_some(unknown)}"
+            f"`{stages.files.folder}` must hold a GPT that megazero supports, but holds {_some(unknown)}"
             + (f", of a model with {kind}" if kind else "")
         )
     wrong = []
@@ -153,7 +154,7 @@ def _misfits(name: str, found: Found, sliced: Sliced, link: Link, average_replic
     ranks = len(found.shapes)
     expected = sliced.shape(link, ranks)
     if expected is None:
-        yield f"cannot have {name}, {list(link.their_shape)}, cut over {ranks} ranks"
+        yield f"cannot have {name}, {list(link.their_shape)}, split over {ranks} ranks"
         return
     if sliced.letter == "v":  # padded, and the padding is not known before the rows are counted
         expected = (found.shapes[0][0] if found.shapes[0] else 0, *expected[1:])
@@ -163,7 +164,7 @@ def _misfits(name: str, found: Found, sliced: Sliced, link: Link, average_replic
     if found.dtypes[0] not in _FLOATS or len(set(found.dtypes)) > 1:
         dtypes = ", ".join(sorted({str(dtype) for dtype in found.dtypes}))
         yield f"holds {name} as {dtypes} instead of floats of one kind"
-    if found.difference != 0.0 and not average_replicas:  # not a number differs, too
+    if found.difference != 0.0 and not average_replicas:  # NaN counts as a difference too
         yield (
             f"holds {name}, whose copies on the tensor-parallel ranks differ by up to "
             f"{found.difference:.2g}; --average-replicas takes their mean"
@@ -173,10 +174,10 @@ def _misfits(name: str, found: Found, sliced: Sliced, link: Link, average_replic
 def _same(word: Found, copy: Found, stages: Stages) -> bool:
     if (word.shapes, word.dtypes) != (copy.shapes, copy.dtypes):
         return False
-    # Copied, as opening the other stage closes this one; no more than one rank's at a time.
+    # Copied, because opening the other stage closes this one; one rank's at a time.
     for rank in range(len(word.shapes)):
-        mine = word.slot.tensors(stages)[rank].clone()
-        if not torch.equal(mine, copy.slot.tensors(stages)[rank]):
+        mine = word.saved.tensors(stages)[rank].clone()
+        if not torch.equal(mine, copy.saved.tensors(stages)[rank]):
             return False
     return True
 

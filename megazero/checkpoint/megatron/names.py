@@ -1,7 +1,8 @@
-"""What Megatron's tensors are called and how they make up ours.
+"""What Megatron's tensors are called and how ours are made from them.
 
-Each generation has names of its own. `core_name` brings all of them to those of Megatron-Core's plain layers;
-one table says what those are of ours, and along which of our dims the tensor-parallel ranks cut them.
+Each generation has names of its own. `core_name` turns all of them into those of Megatron-Core's plain
+layers; one table says which parts of ours those are, and along which of our dims tensor-parallel ranks split
+them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megazero.checkpoint.box import Box
-from megazero.checkpoint.rule import Link, Rule, Table, always, biased, untied
+from megazero.checkpoint.naming import Link, Table, TensorRule, always, biased, untied
 from megazero.config.tree import ModelConfig
 
 WORD = "embedding.word_embeddings.weight"
@@ -20,7 +21,7 @@ HEAD_COPY = "word_embeddings_for_head.weight"
 VERSIONS = (0.0, 1.0, 2.0, 3.0)
 _LAYER = r"decoder\.layers\.(\d+)\."
 
-# Tried one after the other on what the one before has made of the name.
+# Applied one after another, each to what the previous one made of the name.
 _RENAMED = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
@@ -45,7 +46,7 @@ _RENAMED = tuple(
 _NOT_WEIGHTS = re.compile(r"(?:.*\.)?(?:_extra_state|inv_freq)")
 _NUMBERED = re.compile(_LAYER)
 
-# Names that tell of a model that is none of ours; the first that fits names it.
+# Names that show a model that we do not support; the first match says which kind.
 _FOREIGN = tuple(
     (re.compile(pattern), kind)
     for pattern, kind in (
@@ -65,7 +66,7 @@ _FOREIGN = tuple(
 
 
 def core_name(name: str) -> str | None:
-    """Core's name for a tensor, its layer still numbered as in the stage; None for what is no weight."""
+    """Core's name for a tensor, its layer still numbered as in the stage; None for what is not a weight."""
     if _NOT_WEIGHTS.fullmatch(name):
         return None
     for pattern, other in _RENAMED:
@@ -74,18 +75,18 @@ def core_name(name: str) -> str | None:
 
 
 def layer_of(name: str) -> int | None:
-    """The number in the name of a layer's tensor."""
+    """The layer number in a tensor's name, if it belongs to a layer."""
     match = _NUMBERED.match(name)
     return None if match is None else int(match[1])
 
 
 def moved(name: str, by: int) -> str:
-    """The name with its layer's number raised."""
+    """The name with its layer's number raised by `by`."""
     return _NUMBERED.sub(lambda match: f"decoder.layers.{int(match[1]) + by}.", name)
 
 
 def prefix_of_layer_file(names: Iterable[str]) -> str:
-    """What a whole model has before the names in a file of one module of DeepSpeed's pipeline."""
+    """What a whole model puts before the names in the file of one module of DeepSpeed's pipeline."""
     names = set(names)
     if "word_embeddings.weight" in names:
         return "language_model.embedding."
@@ -97,23 +98,23 @@ def prefix_of_layer_file(names: Iterable[str]) -> str:
 
 
 def foreign_kind(names: Iterable[str]) -> str | None:
-    """What sort of model names that are in no table are of."""
+    """The kind of model that has these names, none of which is in the table."""
     names = list(names)
     return next((kind for pattern, kind in _FOREIGN if any(pattern.search(name) for name in names)), None)
 
 
 @dataclass(frozen=True)
 class Sliced:
-    """A rule, and the letter of the dim that tensor-parallel ranks cut; None: each holds all.
+    """A rule, and the letter of the dim that tensor-parallel ranks split; None if each holds all.
 
-    A vocabulary (letter v) is padded at its end; by how much, only its rows in the files tell.
+    A vocabulary (letter v) is padded at its end; only the number of its rows in the files says by how much.
     """
 
-    rule: Rule
+    rule: TensorRule
     letter: str | None = None
 
     def boxes(self, link: Link, ranks: int, rows: int) -> Iterator[Box]:
-        """The part of ours that each rank holds; `rows` is the first dim of its tensor."""
+        """The part of our tensor that each rank holds; `rows` is the first dim of its tensor."""
         if self.letter is None:
             yield from [Box.whole(link.shape)] * ranks
             return
@@ -127,7 +128,7 @@ class Sliced:
             yield Box(offset, shape)
 
     def shape(self, link: Link, ranks: int) -> tuple[int, ...] | None:
-        """Of one rank's tensor, or None where the dim does not divide; of a vocabulary the whole one's."""
+        """The shape of one rank's tensor, None if the dim does not divide; a vocabulary's is the whole."""
         if self.letter is None or self.letter == "v":
             return link.their_shape
         dim = self.rule.dims.split().index(self.letter)
@@ -162,7 +163,7 @@ def _with_positions(model: ModelConfig) -> bool:
 
 
 def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
-    """The table. A rank's queries, keys and values changed their order twice.
+    """The table. The order of a rank's queries, keys and values has changed twice.
 
     Args:
         checkpoint_version: 0 has all queries, then all keys, then all values; 1 has the three channel by
@@ -171,7 +172,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     qkv = {0.0: "(s g d)", 1.0: "(g d s)"}.get(checkpoint_version, "(g s d)")
 
     def row(ours, dims, theirs, their_dims, letter=None, when=always) -> Sliced:
-        return Sliced(Rule(ours, dims, theirs, their_dims, when=when), letter)
+        return Sliced(TensorRule(ours, dims, theirs, their_dims, when=when), letter)
 
     def norm(ours: str, theirs: str) -> tuple[Sliced, Sliced]:
         return (
@@ -211,7 +212,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
 def links_of(
     table: Iterable[Sliced], model: ModelConfig, vocab_size: int
 ) -> Mapping[str, tuple[Sliced, Link]]:
-    """Core's name -> its rule and what of ours it is, for a model of this shape."""
+    """Core's name -> its rule and which part of ours it is, for a model of this shape."""
     return {
         name: (sliced, link)
         for sliced in table

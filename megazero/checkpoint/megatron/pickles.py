@@ -1,8 +1,8 @@
 """Reading pickles without running what they name.
 
 A pickle names functions to call, so one of unknown origin can run anything. torch's restricted unpickler
-calls only what it is allowed. Of what Megatron and DeepSpeed store beside tensors only the arguments are
-wanted; `Inert` takes the place of the other classes, by their names: none is called or need be installed.
+calls only what it is allowed to. Of what Megatron and DeepSpeed store besides tensors, only the arguments are
+wanted; `Inert` stands in for the other classes, by their names: none is called or needs to be installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from megazero.errors import CheckpointError, DamagedCheckpointError
 
-# What is stored beside tensors and plain values: states of numpy's random numbers, enums among the arguments,
+# What is stored besides tensors and plain values: states of numpy's generators, enums among the arguments,
 # loss scalers, Transformer Engine's extra states.
 INERT = (
     *("numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType"),
@@ -44,7 +44,7 @@ _REASON = re.compile(r"WeightsUnpickler error:\s*")
 
 
 class Inert:
-    """In place of an object that is not wanted: takes whatever a pickle gives it and keeps nothing."""
+    """Stands in for an object that is not wanted: takes whatever a pickle gives it and keeps nothing."""
 
     def __new__(cls, *arguments: Any) -> Inert:
         return super().__new__(cls)
@@ -60,7 +60,7 @@ class Inert:
 
 
 class PositionEmbedding(Enum):
-    """BigScience's ``megatron.enums.PositionEmbeddingType``, by whose number its arguments name the kind."""
+    """BigScience's ``megatron.enums.PositionEmbeddingType``; its arguments give the kind by number."""
 
     rotary = 1
     absolute = 2
@@ -71,8 +71,8 @@ def load_pickle(path: Path, inert: Iterable[str] = ()) -> Any:
     """What a file of `torch.save` holds; tensors stay in the file until they are used, if its format allows.
 
     Args:
-        path: of the file.
-        inert: further classes, by their full names, whose objects are not wanted.
+        path: the file.
+        inert: further classes, by full name, whose objects are not wanted.
 
     Raises:
         CheckpointError: it names a class or function that is not allowed, which was not called.
@@ -98,7 +98,7 @@ def load_pickle(path: Path, inert: Iterable[str] = ()) -> Any:
 
 @contextmanager
 def _allowing(allowed: Sequence[Callable | tuple[Callable, str]]) -> Iterator[None]:
-    """Let torch call these alone: what other libraries have allowed must not take the place of stand-ins."""
+    """Let torch call only these: what other libraries have allowed must not replace our stand-ins."""
     others = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(allowed)
@@ -126,5 +126,5 @@ def _allowed(inert: Iterable[str]) -> list[Callable | tuple[Callable, str]]:
 
 
 def _member(owner: Any, name: str) -> Any:
-    """In place of `getattr`, by which some versions of Python store members of enums."""
+    """Stands in for `getattr`, with which some versions of Python store members of enums."""
     return PositionEmbedding[name] if owner is PositionEmbedding else Inert()

@@ -1,4 +1,4 @@
-"""A checkpoint of Megatron-LM or Megatron-DeepSpeed seen as logical tensors of ours."""
+"""A checkpoint of Megatron-LM or Megatron-DeepSpeed, seen as our logical tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.megatron.folder import Form, find_files
-from megazero.checkpoint.megatron.inventory import Inventory, Slot, check, take_inventory
+from megazero.checkpoint.megatron.inventory import Inventory, SavedTensor, check, take_inventory
 from megazero.checkpoint.megatron.names import VERSIONS, WORD, Sliced, links_of, rules
 from megazero.checkpoint.megatron.settings import read_settings
 from megazero.checkpoint.megatron.stages import Header, Stages
+from megazero.checkpoint.naming import Link
 from megazero.checkpoint.part import Key, Part
-from megazero.checkpoint.rule import Link
 from megazero.errors import CheckpointError, ConfigError
 
 
@@ -27,8 +27,8 @@ class ImportOptions:
 
     Attributes:
         trust_pickle: whether the files may be unpickled at all.
-        vocab_size: entries before padding; None: as the checkpoint says.
-        arguments: Megatron's, to add to those in the checkpoint or to correct them.
+        vocab_size: entries before padding; None takes what the checkpoint says.
+        arguments: Megatron's arguments, to add to those in the checkpoint or to correct them.
         average_replicas: whether copies that differ over the tensor-parallel ranks are averaged.
         inert: classes whose objects in the files are not needed, by full name.
     """
@@ -43,24 +43,24 @@ class ImportOptions:
 class MegatronReader:
     """The weights of a GPT, whatever its tensor- and pipeline-parallel sizes; a `Source`.
 
-    Files are mapped and only what is read is taken from them. Those of torch before 1.6 cannot be; they are
-    loaded whole, one stage at a time.
+    Files are memory-mapped, and only what is read is loaded. Files from before torch 1.6 cannot be mapped;
+    they are loaded whole, one stage at a time.
 
     Args:
-        source: a run's folder, for its newest checkpoint, or one checkpoint's.
-        options: see there.
+        source: a run's folder, whose newest checkpoint is taken, or one checkpoint's folder.
+        options: see `ImportOptions`.
 
     Attributes:
-        files: that it is read from.
-        iteration: that it was saved after; None where it does not say.
-        checkpoint_version: Megatron's, by which queries, keys and values are ordered.
-        model: its shape, with the vocabulary.
+        files: the files that it is read from.
+        iteration: the iteration after which it was saved; None if it does not say.
+        checkpoint_version: Megatron's version, which determines the order of queries, keys and values.
+        model: the model's shape, with the vocabulary.
         padded_vocab_size: rows of the embedding in the files.
-        shapes: of all tensors, in the order in which the files hold them.
+        shapes: the shapes of all tensors, in the order in which the files hold them.
 
     Raises:
         ConfigError: `options` do not allow it to be opened.
-        CheckpointError: it is of a form or a model that is not ours.
+        CheckpointError: its form or its model is not supported.
         DamagedCheckpointError: a file cannot be read.
     """
 
@@ -68,8 +68,8 @@ class MegatronReader:
         if not options.trust_pickle:
             raise ConfigError(
                 f"`--trust-pickle` must be given to read {source}: Megatron's checkpoints are pickles, which "
-                f"can name any function to be called. None is called but those that make tensors; still, "
-                f"give the flag only if you trust who wrote the files"
+                f"can name any function to be called. Only those that make tensors are called; still, give "
+                f"the flag only if you trust whoever wrote the files"
             )
         self.files = find_files(Path(source))
         self._average = options.average_replicas
@@ -84,15 +84,15 @@ class MegatronReader:
             )
         arguments = {**(header.arguments or {}), **options.arguments}
         self._check_ranks(arguments)
-        core = not any(found.slot.name.startswith("language_model.") for found in inventory.values())
+        core = not any(found.saved.name.startswith("language_model.") for found in inventory.values())
         settings = read_settings(arguments, core=core)
         self.padded_vocab_size = _rows(inventory)
         size = self._vocab_size((options.vocab_size, header.original_vocab_size, settings.vocab_size))
         self.model = settings.model.model_copy(update={"vocab_size": size})
         links = links_of(rules(self.checkpoint_version), self.model, size)
         check(inventory, links, self._stages, average_replicas=self._average)
-        self._places: Mapping[Key, tuple[Sliced, Link, Slot]] = MappingProxyType(
-            {links[n][1].key: (*links[n], found.slot) for n, found in inventory.items() if n in links}
+        self._places: Mapping[Key, tuple[Sliced, Link, SavedTensor]] = MappingProxyType(
+            {links[n][1].key: (*links[n], found.saved) for n, found in inventory.items() if n in links}
         )
         self.shapes: Mapping[Key, tuple[int, ...]] = MappingProxyType(
             {key: link.shape for key, (_, link, _) in self._by_stage()}
@@ -105,7 +105,7 @@ class MegatronReader:
         self.close()
 
     def close(self) -> None:
-        """Give the files back."""
+        """Close the files."""
         self._stages.close()
 
     def model_settings(self) -> dict[str, Any]:
@@ -116,9 +116,9 @@ class MegatronReader:
     def read(self, parts: Iterable[Part]) -> None:
         """Fill the memory of parts; see `Source`."""
         for part in sorted(parts, key=lambda part: self._places[part.key][2].stage):
-            sliced, link, slot = self._places[part.key]
+            sliced, link, saved = self._places[part.key]
             assert part.shape == link.shape, f"{part.key} has shape {link.shape}, not {part.shape}"
-            theirs = slot.tensors(self._stages)
+            theirs = saved.tensors(self._stages)
             if sliced.letter is None:
                 theirs = (_mean(theirs) if self._average else theirs[0],)
             boxes = sliced.boxes(link, len(theirs), theirs[0].shape[0])
@@ -129,11 +129,11 @@ class MegatronReader:
                     ours = link.as_ours(rows.contiguous(), box)
                     part.tensor[shared.within(part.box)].copy_(ours[shared.within(box)])
 
-    def _by_stage(self) -> list[tuple[Key, tuple[Sliced, Link, Slot]]]:
+    def _by_stage(self) -> list[tuple[Key, tuple[Sliced, Link, SavedTensor]]]:
         return sorted(self._places.items(), key=lambda item: item[1][2].stage)
 
     def _agreed_header(self) -> Header:
-        """The first rank's, if all were saved after the same step and under the same version."""
+        """The first rank's header, if all were saved after the same step and under the same version."""
         folder, paths = self.files.folder, self.files.ranks
         headers = [self._stages.headers[path] for path in paths]
         for what in ("iteration", "version"):
@@ -153,7 +153,7 @@ class MegatronReader:
         return headers[0]
 
     def _check_ranks(self, arguments: Mapping[str, Any]) -> None:
-        """A rank whose file is missing would leave no gap in what is there, if it is the last one."""
+        """Refuse missing ranks: if the last rank's file is missing, there is no gap in what is there."""
         files = self.files
         ranks = arguments.get("tensor_model_parallel_size") or arguments.get("model_parallel_size")
         ranks = ranks if isinstance(ranks, int) else files.tensor_ranks
@@ -170,8 +170,8 @@ class MegatronReader:
         if size is None:
             raise CheckpointError(
                 f"`--vocab-size` must be given, as {self.files.folder} does not say how many of the "
-                f"{self.padded_vocab_size} rows of its embedding are no padding; give the tokenizer's size, "
-                f"or that number to keep all"
+                f"{self.padded_vocab_size} rows of its embedding are not padding; give the tokenizer's size, "
+                f"or that number to keep them all"
             )
         if not 0 < size <= self.padded_vocab_size:
             raise CheckpointError(
@@ -183,7 +183,9 @@ class MegatronReader:
 
 def _rows(inventory: Inventory) -> int:
     if WORD not in inventory or not all(inventory[WORD].shapes):
-        raise CheckpointError(f"the checkpoint must hold {WORD} or its like, but does not; copy all ranks")
+        raise CheckpointError(
+            f"the checkpoint must hold {WORD} or its equivalent, but does not; copy all ranks"
+        )
     return sum(shape[0] for shape in inventory[WORD].shapes)
 
 

@@ -1,4 +1,4 @@
-"""Megatron's arguments as ours: what shape the model has, and what of it ours cannot be."""
+"""Megatron's arguments as our settings: the model's shape, and what we do not support."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megazero.errors import CheckpointError
 
 Arguments = Mapping[str, Any]
 
-# Arguments under which Megatron computes what ours does not: name, values that are fine, what else it is.
+# Arguments that make Megatron compute what ours does not: name, values that are fine, what others mean.
 _UNSET = (None, False, "", ())
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("num_experts", (*_UNSET, 1, (1,)), "a mixture of experts"),
@@ -61,11 +61,11 @@ _NORMS = MappingProxyType({"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"})
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What the arguments say of a model.
+    """What the arguments say about a model.
 
     Attributes:
         model: its shape, without the vocabulary.
-        vocab_size: entries before padding, where the checkpoint tells.
+        vocab_size: entries before padding, if the checkpoint says.
     """
 
     model: ModelConfig
@@ -76,11 +76,11 @@ def read_settings(arguments: Arguments, *, core: bool) -> ModelSettings:
     """The model of a checkpoint.
 
     Args:
-        arguments: Megatron's, by name.
-        core: whether it is a model of Megatron-Core, to which some arguments mean something else.
+        arguments: Megatron's arguments, by name.
+        core: whether it is a Megatron-Core model, for which some arguments mean something else.
 
     Raises:
-        CheckpointError: arguments are missing, or make a model that ours cannot be; all such are listed.
+        CheckpointError: arguments are missing, or make a model that we do not support; all such are listed.
     """
     wrong = [
         f"`{name}` is {arguments[name]!r} ({words})"
@@ -102,7 +102,9 @@ def read_settings(arguments: Arguments, *, core: bool) -> ModelSettings:
         except ValueError as error:
             wrong.append(str(error))
     if wrong:
-        raise CheckpointError("the checkpoint must be of a GPT that megazero can be, but " + "; ".join(wrong))
+        raise CheckpointError(
+            "the checkpoint must hold a GPT that megazero supports, but " + "; ".join(wrong)
+        )
     try:
         return ModelSettings(ModelConfig(**fields), _vocab_size(arguments))
     except ValidationError as error:
@@ -119,7 +121,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _heads(arguments: Arguments, core: bool) -> dict[str, Any]:
-    # Megatron-LM keeps a number of groups, 1, also where it does not group.
+    # Megatron-LM stores a number of groups, 1, even if it does not group.
     groups = arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
     return {"num_query_groups": groups or arguments.get("num_key_value_heads")}
 
@@ -135,7 +137,7 @@ def _positions(arguments: Arguments, core: bool) -> dict[str, Any]:
         kind = "none"
     if kind != "rope":
         return {"position_embedding_type": kind}
-    # Megatron-DeepSpeed and forks call the base theta; before it could be set it was 10000.
+    # Megatron-DeepSpeed and forks call the base theta; before it was configurable, it was 10000.
     bases = (arguments.get(name) for name in ("rotary_base", "rope_theta", "rotary_theta"))
     return {
         "position_embedding_type": kind,
@@ -167,8 +169,8 @@ def _activation(arguments: Arguments, core: bool) -> dict[str, Any]:
 
 
 def _vocab_size(arguments: Arguments) -> int | None:
-    """Megatron-LM keeps it only where the tokenizer has no files."""
+    """Megatron-LM stores it only if the tokenizer has no files."""
     size = arguments.get("vocab_size")
     if arguments.get("tokenizer_type") == "NullTokenizer" and isinstance(size, int):
-        return size + 1  # that of the end of a document
+        return size + 1  # one for the end of a document
     return None

@@ -1,4 +1,4 @@
-"""Opening the files of a checkpoint, those of one pipeline stage at a time."""
+"""Opens the files of a checkpoint, one pipeline stage at a time."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank's file says beside its weights.
+    """What a rank's file holds besides its weights.
 
     Attributes:
-        arguments: Megatron's, or None.
-        iteration: that it was saved after, or None.
-        version: of the checkpoint; 0 where it does not say, as the oldest do not.
+        arguments: Megatron's arguments, or None.
+        iteration: the iteration after which it was saved, or None.
+        version: the checkpoint's version; 0 if it does not say, as with the oldest.
         original_vocab_size: entries before padding, or None.
     """
 
@@ -42,18 +42,18 @@ class Header:
 
 
 class Stages:
-    """The files of a checkpoint by stage. Those of the stage asked for last stay open.
+    """The files of a checkpoint by stage. Those of the last stage asked for stay open.
 
     Args:
-        files: which.
-        inert: classes whose objects are not needed.
+        files: the files.
+        inert: classes whose objects are not needed, by full name.
 
     Attributes:
-        headers: of the rank files that have been opened.
+        headers: the headers of the rank files that have been opened.
 
     Raises:
-        CheckpointError: (everywhere) a file names what may not be called, or has another structure;
-            DamagedCheckpointError where it cannot be read.
+        CheckpointError: in all methods: a file names something that may not be called, or has another
+            structure; DamagedCheckpointError if it cannot be read.
     """
 
     def __init__(self, files: Files, inert: Iterable[str] = ()):
@@ -66,13 +66,13 @@ class Stages:
                 self._load(path)
 
     def close(self) -> None:
-        """Let go of the open files."""
+        """Close the open files."""
         self._held = None
 
     def chunks(self, stage: int) -> Mapping[str, tuple[Weights, ...]]:
-        """The model chunks of a stage, by their names in its files; of each the weights on every rank."""
+        """The model chunks of a stage, by their names in its files, each with the weights of every rank."""
         if self._held is None or self._held[0] != stage:
-            self._held = None  # what is open goes before more is opened
+            self._held = None  # close what is open before opening more
             ranks = [self._weights(path) for path in self.files.stages[stage]]
             if any(rank.keys() != ranks[0].keys() for rank in ranks):
                 raise CheckpointError(
@@ -128,17 +128,17 @@ def _header(loaded: Mapping[str, Any]) -> Header:
 
 
 def _plain(value: Any) -> Any:
-    """What can be compared and printed; anything else is inert."""
+    """A value that can be compared and printed; anything else becomes inert."""
     if isinstance(value, (list, tuple)):
         return tuple(_plain(each) for each in value)
     return value if isinstance(value, (bool, int, float, str, PositionEmbedding, type(None))) else Inert()
 
 
 def flatten(path: Path, tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of nested mappings by their names joined with dots. What is no tensor is no weight.
+    """Tensors in nested mappings, by their names joined with dots. Whatever is not a tensor is left out.
 
     Raises:
-        CheckpointError: a name is no text, mappings are nested without end, or a tensor is not dense.
+        CheckpointError: a name is not a string, mappings are nested too deeply, or a tensor is not dense.
     """
     if depth > _DEEPEST:
         raise CheckpointError(

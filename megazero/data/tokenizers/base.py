@@ -46,8 +46,8 @@ class TokenBatch:
 class FastSource:
     """What a tokenizer hands over: `form` is "tokenizer.json" or "sentencepiece", `data` the file's bytes.
 
-    `reserved` are strings that gigatoken would read as special tokens though a document means the letters;
-    `normalizes` tells that text is changed before it is cut into tokens.
+    `reserved` are strings that gigatoken would read as special tokens although a document means the letters;
+    `normalizes` says that text is changed before it is split into tokens.
     """
 
     form: str
@@ -74,12 +74,12 @@ class Tokenizer(ABC):
         """The ids of one plain text. Raises DataError where the text has none (NullTokenizer)."""
 
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
-        """The ids of several plain texts; the same ids as `encode` gives each."""
+        """The ids of several plain texts; the same as `encode` gives for each."""
         return TokenBatch.of([self.encode(text) for text in texts])
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids, special tokens by name. Raises DataError on ids outside the vocabulary."""
+        """The text for these ids, special tokens by name. Raises DataError on ids outside the vocabulary."""
 
     def fast_source(self) -> FastSource | None:
         """What a fast encoder can be built from, or None if this kind has no such form."""

@@ -1,4 +1,4 @@
-"""From the flags `--tokenizer-type`, `--vocab-file`, `--merge-file`, `--tokenizer-model` to a tokenizer."""
+"""Builds a tokenizer from `--tokenizer-type`, `--vocab-file`, `--merge-file`, `--tokenizer-model`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _null(spec: TokenizerSpec) -> Tokenizer:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _TokenizerKind:
     make: Callable[[TokenizerSpec], Tokenizer]
     has_extra_ids: bool = False
     needs_vocab_size: bool = False
@@ -79,15 +79,15 @@ class _Kind:
 
 _KINDS = MappingProxyType(
     {
-        "GPT2BPETokenizer": _Kind(_gpt2),
-        "HFTokenizer": _Kind(_tokenizer_json),
-        "TokenizerJson": _Kind(_tokenizer_json),
-        "SentencePieceTokenizer": _Kind(_sentencepiece, has_extra_ids=True),
-        "GPTSentencePieceTokenizer": _Kind(_gpt_sentencepiece),
-        "BertWordPieceLowerCase": _Kind(_bert, has_extra_ids=True),
-        "BertWordPieceCase": _Kind(_bert, has_extra_ids=True),
-        "ByteLevelTokenizer": _Kind(_bytes),
-        "NullTokenizer": _Kind(_null, needs_vocab_size=True),
+        "GPT2BPETokenizer": _TokenizerKind(_gpt2),
+        "HFTokenizer": _TokenizerKind(_tokenizer_json),
+        "TokenizerJson": _TokenizerKind(_tokenizer_json),
+        "SentencePieceTokenizer": _TokenizerKind(_sentencepiece, has_extra_ids=True),
+        "GPTSentencePieceTokenizer": _TokenizerKind(_gpt_sentencepiece),
+        "BertWordPieceLowerCase": _TokenizerKind(_bert, has_extra_ids=True),
+        "BertWordPieceCase": _TokenizerKind(_bert, has_extra_ids=True),
+        "ByteLevelTokenizer": _TokenizerKind(_bytes),
+        "NullTokenizer": _TokenizerKind(_null, needs_vocab_size=True),
     }
 )
 
@@ -96,7 +96,7 @@ TOKENIZER_KINDS: tuple[str, ...] = tuple(_KINDS)
 
 
 def build_tokenizer(spec: TokenizerSpec) -> Tokenizer:
-    """The tokenizer `spec` describes. DataError if a file is missing or unsuitable, or a value has no use."""
+    """The tokenizer `spec` describes. DataError if a file is missing or unsuitable, or a value is unused."""
     kind = _KINDS.get(spec.kind)
     if kind is None:
         near = difflib.get_close_matches(spec.kind, TOKENIZER_KINDS, n=1)

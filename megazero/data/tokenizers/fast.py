@@ -1,4 +1,4 @@
-"""The quick lane: gigatoken, where it is installed, supports the tokenizer and gives the same ids.
+"""The fast path: gigatoken, if it is installed, supports the tokenizer and gives the same ids.
 
 gigatoken (MIT) encodes byte-level BPE some hundred times faster than the `tokenizers` library. It is optional
 and never trusted blindly: callers compare a sample of every run with `first_difference` and go back to the
@@ -14,7 +14,7 @@ import numpy as np
 
 from megazero.data.tokenizers.base import TokenBatch, Tokenizer
 
-# A batch call is quicker only for many texts, and its first use imports a large library (a quarter second).
+# A batch call is faster only for many texts, and its first use imports a large library (a quarter second).
 _ONE_BY_ONE = 4096
 _PROBED = (*range(0xD800), *range(0xE000, 0x10000))
 
@@ -61,8 +61,8 @@ def _join(batches: Sequence[TokenBatch]) -> TokenBatch:
 
 
 class FastChoice(NamedTuple):
-    """`encoder` is None where there is no quick lane. `reason` then says in words for the user why it is
-    missing, or is None too where none is to be had for this kind of tokenizer."""
+    """`encoder` is None if there is no fast path. `reason` then tells the user why it is missing, or is None
+    too if this kind of tokenizer never has one."""
 
     encoder: FastEncoder | None
     reason: str | None

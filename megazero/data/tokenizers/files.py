@@ -10,7 +10,7 @@ from megazero.errors import DataError
 
 
 def require_file(path: str | None, flag: str, kind: str, content: str) -> Path:
-    """The existing file `path`, or DataError saying which flag gives `kind` its `content`."""
+    """The existing file `path`; a DataError otherwise says which flag gives `kind` its `content`."""
     if path is None:
         raise DataError(f"`{flag}` must name {content} for {kind}, but is missing; add `{flag} FILE`.")
     found = Path(path)

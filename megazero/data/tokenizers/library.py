@@ -49,7 +49,7 @@ class LibraryTokenizer(Tokenizer):
 
     def fast_source(self) -> FastSource | None:
         config = json.loads(self._backend.to_str())
-        # Fast encoders always recognize special tokens; without them documents are plain text there too.
+        # Fast encoders always recognize special tokens; without these, documents are plain text there too.
         config["added_tokens"] = [token for token in config["added_tokens"] if not token["special"]]
         config["post_processor"] = None
         normalizes = config["normalizer"] is not None
@@ -81,7 +81,8 @@ def load_gpt2_bpe(vocab_file: str | None, merge_file: str | None) -> LibraryToke
     _require_byte_alphabet(table, f"`--vocab-file` {vocab}")
     if END_OF_TEXT not in table:
         raise DataError(
-            f"`--vocab-file` must contain {END_OF_TEXT}, but {vocab} does not; documents need an end."
+            f"`--vocab-file` must contain {END_OF_TEXT}, which ends documents, but {vocab} does not; "
+            "give GPT-2's vocab.json."
         )
     if len(set(table.values())) != len(table):
         raise DataError(f"`--vocab-file` must give every token its own id, but {vocab} repeats some.")

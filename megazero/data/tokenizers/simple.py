@@ -43,7 +43,7 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Text is token ids in decimal, separated by blanks. As in Megatron, `eod` is the given size itself."""
+    """Its texts are token ids in decimal, separated by blanks. As in Megatron, `eod` is the given size."""
 
     name = "NullTokenizer"
 

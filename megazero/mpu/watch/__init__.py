@@ -1,8 +1,8 @@
-"""watch: no process of a failed job waits for ever, and the first rank that diverged is named.
+"""watch: no process of a failed job waits forever, and the first rank that diverged is named.
 
-`log.py` notes each call, `watch.py` notices trouble, `board.py` is where the processes leave word,
-`report.py` is what they leave, `diagnose.py` says from the reports who diverged, `inquest.py` is how all
-ranks come to one answer.
+`log.py` records each call, `watch.py` notices trouble, `board.py` is where the processes leave messages for
+each other, `report.py` is what they tell each other, `diagnose.py` works out from the reports who diverged,
+and `inquest.py` makes all ranks agree on one answer.
 """
 
 from megazero.mpu.watch.board import Board, StoreBoard

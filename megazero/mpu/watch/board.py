@@ -1,4 +1,4 @@
-"""The board on which the processes of a job leave notes for each other, outside any collective."""
+"""The board where the processes of a job leave notes for each other, outside any collective."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _PREFIX = "megazero/watch"
 
 
 class Board(Protocol):
-    """Notes that every process can leave and read; neither call waits for another process.
+    """Notes that every process can leave and read; neither method waits for another process.
 
-    Both raise `CommunicationError` where the notes are out of reach. Several threads may call.
+    Both raise `CommunicationError` if the notes cannot be reached. Several threads may call them.
     """
 
     def post(self, key: str, text: str) -> None:
         """Leave `text` under `key`."""
 
     def read(self, key: str) -> str | None:
-        """What was left under `key`, or None."""
+        """The text left under `key`, or None."""
 
 
 class StoreBoard:
     """A board in a key-value store of torch.distributed.
 
     Args:
-        store: such as the world's. A connection of its own is made: a main thread that waits for a key in the
-            store would otherwise keep the notes from coming through.
+        store: for example the world's. The board opens its own connection to it: otherwise a main thread that
+            waits for a key in the store would keep the notes from getting through.
     """
 
     def __init__(self, store: dist.Store):
@@ -38,7 +38,7 @@ class StoreBoard:
 
     @classmethod
     def of_world(cls) -> StoreBoard:
-        """In the store that the world was started with, which is of one attempt of the job alone."""
+        """A board in the store that the world was started with, which only this attempt of the job uses."""
         # torch has no public name for it.
         return cls(distributed_c10d._get_default_store())
 

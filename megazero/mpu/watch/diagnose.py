@@ -1,8 +1,9 @@
 """Who diverged first: a pure function from the processes' reports to what went wrong.
 
-Three kinds of evidence, in order: two members made different calls under one number; a process raised, or
-left no report; a member never came, in good time, to a call in which others wait. The last is followed from
-who waits to who is waited for (the wait-for graph of deadlock detection), so that victims are not accused.
+There are three kinds of evidence, in this order: two members made different calls under one number; a process
+raised an error or left no report; a member did not come in time to a call in which others wait. The last kind
+is followed from those who wait to those they wait for (the wait-for graph of deadlock detection), so that
+victims are not accused.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MOST_RANKS = 8
 
 
 class FindingKind(Enum):
-    """What kind of evidence a finding rests on."""
+    """The kind of evidence behind a finding."""
 
     DIVERGED = "diverged"
     RAISED = "raised"
@@ -34,7 +35,7 @@ class FindingKind(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that went wrong: its kind, the world ranks it accuses, and the sentence that says so."""
+    """One thing that went wrong: its kind, the world ranks that it accuses, and a sentence to print."""
 
     kind: FindingKind
     ranks: tuple[int, ...]
@@ -43,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings, the first cause first; there is always one."""
+    """All findings, the first cause first; there is always at least one."""
 
     findings: tuple[Finding, ...]
 
@@ -54,7 +55,7 @@ class Diagnosis:
 
 
 def diagnose(reports: Mapping[int, Report], world_size: int, grace: float = 10.0) -> Diagnosis:
-    """What went wrong in a job of `world_size` ranks, by the `reports` that came within `grace` seconds."""
+    """Say what went wrong in a job of `world_size` ranks, from the `reports` of the first `grace` seconds."""
     alive = {rank: report for rank, report in reports.items() if report.alive}
     findings = [*_diverged(reports), *_raised(alive), *_gone(reports, world_size, grace)]
     findings = findings or [*_missing(alive), *_failed(alive)] or _stuck(alive)
@@ -66,7 +67,7 @@ def _lanes(reports: Iterable[Report]) -> dict[str, LaneRecord]:
 
 
 def _diverged(reports: Mapping[int, Report]) -> list[Finding]:
-    """The first number on each lane under which members made different calls, ordered by time."""
+    """For each lane, the first call number at which members made different calls, ordered by time."""
     lanes = _lanes(reports.values())
     by_number: dict[str, dict[int, dict[int, CallRecord]]] = defaultdict(lambda: defaultdict(dict))
     for rank, report in sorted(reports.items()):
@@ -105,7 +106,7 @@ def _call(calls: Mapping[int, CallRecord], ranks: Sequence[int]) -> str:
 
 
 def _parting(number: int, odd: Collection[int], numbers: Mapping[int, Mapping[int, CallRecord]]) -> str:
-    """Since which earlier call the odd ranks' sites differ from the others', having been equal before."""
+    """The earlier call at which the odd ranks' call sites began to differ from the others', as text."""
     since = number
     while since > 1:
         sites = [
@@ -159,15 +160,15 @@ def _last(report: Report) -> str:
 
 def _spell(call: CallRecord, report: Report) -> str:
     lane = report.lanes.get(call.lane)
-    # Of a dead process the calls are known, but not its lanes.
+    # For a dead process the calls are known, but its lanes are not.
     label = f"group `{call.lane.partition('#')[0]}`" if lane is None else lane.label
     return f"call {call.sequence} of {label}: {call.call} at {call.place}"
 
 
 def _missing(reports: Mapping[int, Report]) -> list[Finding]:
-    """Members that never came to a call in which others wait, unless someone holds them up in turn."""
+    """Members that never came to a call in which others wait, unless they are held up by someone else."""
     if all(report.alarm is not Alarm.TIMEOUT for report in reports.values()):
-        return []  # they were given no time to come
+        return []  # the absent members were given no time to come
     waits: dict[int, set[int]] = defaultdict(set)
     calls: dict[tuple[str, int], dict[int, CallRecord]] = defaultdict(dict)
     lanes = _lanes(reports.values())
@@ -239,7 +240,7 @@ def _failed(reports: Mapping[int, Report]) -> list[Finding]:
 def _stuck(reports: Mapping[int, Report]) -> list[Finding]:
     late = [rank for rank, report in sorted(reports.items()) if report.alarm is Alarm.TIMEOUT]
     told = "; ".join(reports[rank].error for rank in late[:_MOST_STACKS]) or "no rank says why"
-    text = f"all ranks agree on their calls, and yet the job stands still (is the network down?): {told}"
+    text = f"all ranks agree on their calls, and yet the job is stuck (is the network down?): {told}"
     return [Finding(FindingKind.STUCK, tuple(late), text)]
 
 
@@ -278,7 +279,7 @@ def render(diagnosis: Diagnosis, reports: Mapping[int, Report], world_size: int)
 
 
 def spell_ranks(ranks: Sequence[int]) -> str:
-    """The first few ranks, and how many there are."""
+    """The first few ranks, and the number of ranks if some are left out."""
     if len(ranks) <= _MOST_RANKS:
         return ", ".join(map(str, ranks))
     return f"{', '.join(map(str, ranks[: _MOST_RANKS - 1]))} ... {ranks[-1]}, {len(ranks)} in all"

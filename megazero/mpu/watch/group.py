@@ -1,78 +1,58 @@
-"""`WatchedGroup`: any `Group`, with every call noted by a `Watch`."""
+"""`WatchedGroup`: any `Group`, with every call recorded by a `Watch`."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from megazero.errors import CommunicationError
-from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
+from megazero.mpu.group import DONE, Group, Transfer, Work
 from megazero.mpu.messages import gather_values
 from megazero.mpu.watch.log import Call
+from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
 
 if TYPE_CHECKING:
     from megazero.mpu.watch.watch import Watch
 
 
-class WatchedGroup:
-    """A group whose calls are noted before they start and raise `CommunicationError` once the job has failed.
+class WatchedGroup(WrappingGroup):
+    """A group whose calls are recorded before they start, and raise `CommunicationError` once the job fails.
 
     Args:
-        inner: carries the calls out.
-        watch: notes them.
-        check_on: where given, the members compare their calls before each collective, by another one on
-            tensors of this device: slow, and an error at the first call that differs. Messages of `exchange`
-            are not compared.
+        inner: the group that carries out the calls.
+        watch: records them.
+        check_on: if given, the members compare their calls before each collective, by another collective on
+            tensors on this device. This is slow, but raises an error at the first call that differs. Messages
+            of `exchange` are not compared.
 
     Raises (every call):
         CommunicationError: the call failed, the members' calls differ, or the job has failed elsewhere.
     """
 
     def __init__(self, inner: Group, watch: Watch, check_on: torch.device | str | None = None):
-        self.inner = inner
+        super().__init__(inner)
         self.watch = watch
-        self.name = inner.name
-        self.rank = inner.rank
-        self.ranks = inner.ranks
         self._check_on = check_on
         self._lane = watch.collective_lane(inner.name, inner.ranks)
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    def all_reduce(self, tensor: Tensor, op: Reduction = "sum", *, async_op: bool = False) -> Work:
-        return self._run("all_reduce", op, tensor, self.inner.all_reduce, (tensor, op), async_op)
-
-    def all_gather(self, output: Tensor, tensor: Tensor, *, async_op: bool = False) -> Work:
-        return self._run("all_gather", None, tensor, self.inner.all_gather, (output, tensor), async_op)
-
-    def reduce_scatter(
-        self, output: Tensor, tensor: Tensor, op: Reduction = "sum", *, async_op: bool = False
-    ) -> Work:
-        collective = self.inner.reduce_scatter
-        return self._run("reduce_scatter", op, tensor, collective, (output, tensor, op), async_op)
-
-    def all_to_all(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
-        *,
-        async_op: bool = False,
-    ) -> Work:
-        # With splits every member has another number of rows, and says so by a star.
-        shape = tensor.shape if input_splits is None and output_splits is None else ("*", *tensor.shape[1:])
-        arguments = (output, tensor, output_splits, input_splits)
-        return self._run("all_to_all", None, tensor, self.inner.all_to_all, arguments, async_op, shape)
-
-    def broadcast(self, tensor: Tensor, source: int, *, async_op: bool = False) -> Work:
-        return self._run("broadcast", source, tensor, self.inner.broadcast, (tensor, source), async_op)
+    def _collective(self, call: GroupCall) -> Work:
+        shape = call.given.shape
+        if call.operation == "all_to_all" and call.arguments[2:] != (None, None):
+            # With splits each member has its own number of rows, which a star stands for.
+            shape = ("*", *shape[1:])
+        noted = self.watch.begin(self._lane, call.operation, call.detail, shape, call.given.dtype)
+        try:
+            self._compare(noted)
+            work = call.start(self.inner)
+        except Exception as error:
+            raise self.watch.fail(noted, error) from error
+        if call.async_op:
+            return self._follow(noted, work)
+        self.watch.finish(noted)
+        return work
 
     def exchange(self, transfers: Sequence[Transfer]) -> list[Work]:
         if not transfers:
@@ -92,34 +72,6 @@ class WatchedGroup:
         except Exception as error:
             raise self.watch.fail(call, error) from error
         self.watch.finish(call)
-
-    def close(self) -> None:
-        """Close the inner group, if it is of a kind that is closed."""
-        close = getattr(self.inner, "close", None)
-        if close is not None:
-            close()
-
-    def _run(
-        self,
-        what: str,
-        detail: str | int | None,
-        tensor: Tensor,
-        collective: Callable[..., Work],
-        arguments: tuple,
-        async_op: bool,
-        shape: Sequence[int | str] | None = None,
-    ) -> Work:
-        shape = tensor.shape if shape is None else shape
-        call = self.watch.begin(self._lane, what, detail, shape, tensor.dtype)
-        try:
-            self._compare(call)
-            work = collective(*arguments, async_op=async_op)
-        except Exception as error:
-            raise self.watch.fail(call, error) from error
-        if async_op:
-            return self._follow(call, work)
-        self.watch.finish(call)
-        return work
 
     def _begin_message(self, transfer: Transfer) -> Call:
         peer = self.ranks[transfer.peer]
@@ -154,7 +106,7 @@ class WatchedGroup:
 
 
 class WatchedWork:
-    """A call under way: waiting for it is noted, and so is that nobody holds it any more."""
+    """A call in progress: waiting for it is recorded, and so is dropping it without a wait."""
 
     def __init__(self, call: Call, work: Work, watch: Watch):
         self._call: Call | None = call
@@ -162,7 +114,7 @@ class WatchedWork:
         self._watch = watch
 
     def wait(self) -> object:
-        """Return when the result is there.
+        """Return when the result is ready.
 
         Raises:
             CommunicationError: the call failed, or the job has failed elsewhere.

@@ -1,4 +1,4 @@
-"""How the processes of a failed job come to one diagnosis over a `Board`."""
+"""How the processes of a failed job reach one diagnosis over a `Board`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _SECOND_CALL = 2.0
 
 
 class Inquest:
-    """One process's part in it.
+    """One process's part in reaching the diagnosis.
 
-    The lowest rank that lives reads all reports, prints the diagnosis and posts its summary. For a process
-    that posts no report, one on the same host reads the log that it left.
+    The lowest living rank reads all reports, prints the diagnosis and posts its summary. If a process posts
+    no report, another process on the same host reads the log that it left.
 
     Args:
-        board: the job's.
-        rank: of this process.
+        board: the job's board.
+        rank: this process's rank.
         world_size: number of processes.
-        grace: seconds within which reports must come.
+        grace: seconds within which reports must arrive.
     """
 
     def __init__(self, board: Board, rank: int, world_size: int, grace: float):
@@ -39,11 +39,11 @@ class Inquest:
 
     @property
     def longest(self) -> float:
-        """Seconds after which `hold` has surely returned, if the board answers."""
+        """Seconds within which `hold` is sure to return, if the board answers."""
         return 4 * self.grace + 2 * _SECOND_CALL
 
     def announce(self, host: str, log: str | None) -> None:
-        """Say, before anything happens, where the log of this process lies.
+        """Tell the others, before anything happens, where this process keeps its log.
 
         Raises:
             CommunicationError: the board is out of reach.
@@ -60,19 +60,19 @@ class Inquest:
         return self.board.read("trouble") is not None
 
     def hold(self, report: Report) -> str:
-        """Tell the others, give `report`, see the diagnosis printed, and return its summary."""
+        """Tell the others, post `report`, wait until the diagnosis is printed, and return its summary."""
         try:
             self.board.post("trouble", str(self.rank))
             self.board.post(f"report/{self.rank}", report.to_json())
             summary = self._collect(self.grace) if self.rank == 0 else self._await()
         except CommunicationError as error:
-            # Without the board each process says what it knows itself.
+            # Without the board each process prints what it knows by itself.
             summary = f"{error}; rank {self.rank}: {standing(report)}"
             _say(f"megazero: the job has failed: {summary}")
         return summary
 
     def _await(self) -> str:
-        """The summary that another process makes; if none of lower rank lives, this one makes it."""
+        """The summary that another process posts; if no lower rank is alive, this process makes it."""
         asked = False
         for patience in (self.grace, 2 * self.grace):
             deadline = time.monotonic() + patience
@@ -101,7 +101,7 @@ class Inquest:
         _say(render(diagnosis, reports, self.world_size))
         self.board.post("summary", diagnosis.summary)
         others = [rank for rank, report in reports.items() if report.alive and rank != self.rank]
-        # The board may live in this process.
+        # The board may live in this process, so wait until the others have read it.
         deadline = time.monotonic() + _SECOND_CALL
         while others and time.monotonic() < deadline:
             time.sleep(_LOOK)
@@ -109,7 +109,7 @@ class Inquest:
         return diagnosis.summary
 
     def _gather(self, reports: dict[int, Report], patience: float) -> None:
-        """Read into `reports` what comes within `patience` seconds."""
+        """Read into `reports` the reports that arrive within `patience` seconds."""
         deadline = time.monotonic() + patience
         while True:
             for rank in range(self.world_size):
@@ -120,7 +120,7 @@ class Inquest:
             time.sleep(_LOOK)
 
     def _speak_for(self, silent: list[int]) -> None:
-        """Report for those of the `silent` ranks whose logs lie on this host."""
+        """Post reports for those of the `silent` ranks whose logs are on this host."""
         for rank in silent:
             told = self.board.read(f"log/{rank}")
             host, path = json.loads(told) if told else ("", None)
@@ -128,7 +128,7 @@ class Inquest:
                 continue
             try:
                 calls = tuple(read_log(path))
-            except FileNotFoundError:  # another process has read it, or it ended in good order
+            except FileNotFoundError:  # another process has read it, or its owner ended cleanly
                 continue
             report = Report(rank, host, time.time(), Alarm.TOLD, "", {}, calls, (), alive=False)
             self.board.post(f"report/{rank}", report.to_json())
@@ -136,6 +136,6 @@ class Inquest:
 
 
 def _say(text: str) -> None:
-    """In one piece, so that processes that share a terminal do not tear each other's lines."""
+    """Print `text` in one piece, so that processes sharing a terminal do not break up each other's lines."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

@@ -1,8 +1,8 @@
-"""What one process has called lately: a ring of slots in a mapped file, which outlives the process.
+"""The latest calls of one process: a ring of slots in a mapped file, which outlives the process.
 
-Gloo ends a process by `abort` when a peer's message does not fit, so a log that lives in the process alone
-would be lost exactly where it is needed. The idea of such a log is that of a flight recorder, as PyTorch has
-one for NCCL.
+Gloo ends a process with `abort` when a peer's message does not fit, so a log kept only in the process's own
+memory would be lost exactly when it is needed. The log is a flight recorder, like the one PyTorch has for
+NCCL.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STATE_AT = 24
 _WIDEST_FIELD, _WIDEST_SITE = 80, 120
 _MOST_TEXTS = 4096
 _DEEPEST = 48
-# A state's place here is its byte in a slot. Enumerations are slow where every call goes.
+# A state's index here is its byte in a slot. Enumerations are too slow for something that runs on every call.
 _STATES = (CallState.OPEN, CallState.WAITED, CallState.DONE)
 _OPEN, _WAITED, _DONE = range(3)
 
@@ -41,12 +41,12 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
 class Lane:
-    """A line of calls that its members number alike: a group's collectives, or messages to one peer.
+    """Calls that all members of the lane number alike: a group's collectives, or messages to one peer.
 
     Attributes:
-        key: the same on all members, and on no other lane.
-        label: for people.
-        members: world ranks.
+        key: the same on all members, and unique to this lane.
+        label: the lane's name for people.
+        members: the members' world ranks.
         count: how many calls this process has begun.
     """
 
@@ -60,7 +60,7 @@ class Lane:
 
 
 class Call:
-    """One call of this process. `started` is on the monotonic clock; `work` is its handle, if it has one."""
+    """One call of this process. `started` is monotonic time; `work` is the call's handle, if it has one."""
 
     __slots__ = ("is_open", "lane", "sequence", "serial", "started", "text", "work")
 
@@ -75,13 +75,13 @@ class Call:
 
 
 class CallLog:
-    """The last calls of this process, and those that have not ended.
+    """The latest calls of this process, and those that have not ended.
 
     Args:
-        folder: where the file is made; None: in memory only, lost with the process.
+        folder: where the file is created; None keeps the log in memory, where it is lost with the process.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, folder: str | None = None):
@@ -97,7 +97,7 @@ class CallLog:
             return
         handle, path = tempfile.mkstemp(prefix="megazero-calls-", dir=folder)
         try:
-            # Written, not only sized: a full disk is an error here, and would be a SIGBUS later.
+            # The file is written, not just sized: a full disk is an error here, but would be a SIGBUS later.
             os.write(handle, bytes(size))
             self._ring = mmap.mmap(handle, size)
         except OSError:
@@ -115,9 +115,9 @@ class CallLog:
         shape: Sequence[int | str] | None,
         dtype: torch.dtype | None,
     ) -> Call:
-        """Note a call that starts now, in the thread that makes it."""
+        """Record a call that starts now; called in the thread that makes the call."""
         site, asker = callers(sys._getframe(1))
-        # Lines are looked up and texts composed once per place: a training loop comes to the same ones.
+        # Lines are looked up and texts composed once per place: a training loop keeps revisiting them.
         key = (lane.key, what, detail, shape, dtype, _place(site), _place(asker))
         text = self._texts.get(key)
         if text is None:
@@ -129,25 +129,25 @@ class CallLog:
         call = Call(self._latest, lane, text)
         start = call.started + self._to_wall
         at = call.serial % SLOTS * _SLOT_BYTES
-        # In one piece: whoever dies here leaves a whole record or none.
+        # One write: a process that dies here leaves a whole record or none.
         slot = _HEADER.pack(call.serial, call.sequence, start, _WAITED, len(text)) + text
         self._ring[at : at + len(slot)] = slot
         self.pending[call.serial] = call
         return call
 
     def leave_open(self, call: Call, work: Work) -> None:
-        """Note that `call` goes on as `work`, and that nobody waits for it."""
+        """Record that `call` continues as `work`, and that nobody is waiting for it."""
         call.work = work
         call.is_open = True
         self._write_state(call, _OPEN)
 
     def wait_for(self, call: Call) -> None:
-        """Note that somebody waits for `call`."""
+        """Record that somebody is waiting for `call`."""
         call.is_open = False
         self._write_state(call, _WAITED)
 
     def finish(self, call: Call) -> None:
-        """Note that `call` is done, or given up."""
+        """Record that `call` is done or has been given up."""
         self.pending.pop(call.serial, None)
         self._write_state(call, _DONE)
 
@@ -170,17 +170,17 @@ class CallLog:
             self.path = None
 
     def _write_state(self, call: Call, state: int) -> None:
-        if call.serial > self._latest - SLOTS:  # else its slot is another call's by now
+        if call.serial > self._latest - SLOTS:  # otherwise another call has taken its slot
             self._ring[call.serial % SLOTS * _SLOT_BYTES + _STATE_AT] = state
 
 
 def read_log(path: str) -> list[CallRecord]:
-    """The calls that another process, which may be dead, noted in its file; oldest first."""
+    """The calls that another process, possibly dead, recorded in its file, oldest first."""
     return sorted(_decode(Path(path).read_bytes()), key=lambda record: record.serial)
 
 
 def callers(frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:
-    """The first frame outside this package, and the first of another file (torch left out) that led there."""
+    """The first frame outside this package, and the first in another file (not torch) that led there."""
     site = None
     for _ in range(_DEEPEST):
         if frame is None:
@@ -196,7 +196,7 @@ def callers(frame: FrameType | None) -> tuple[FrameType | None, FrameType | None
 
 
 def spell_place(file: str, line: int) -> str:
-    """`file:line`, relative to the project for its own files, else without most of the path."""
+    """`file:line`: project files relative to the project, others with only the end of the path."""
     if file.startswith(_PACKAGES):
         file = file[len(_PACKAGES) :]
     return f"{os.sep.join(file.split(os.sep)[-4:])}:{line}"
@@ -222,7 +222,7 @@ def _compose(lane, what, detail, shape, dtype, site, asker) -> bytes:
         behind[-_WIDEST_SITE:],
     ]
     text = json.dumps(fields).encode()
-    if len(text) > _SLOT_BYTES - _HEADER.size:  # of letters that JSON spells out
+    if len(text) > _SLOT_BYTES - _HEADER.size:  # it has characters that JSON escapes
         text = json.dumps([*fields[:3], "?", ""]).encode()
     return text
 

@@ -1,4 +1,4 @@
-"""What a process tells the others of a failed job about itself: plain values, sent as JSON."""
+"""What a process of a failed job tells the others about itself: plain values, sent as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class CallState(str, Enum):
-    """How far a call is: `OPEN` under way with nobody waiting for it, `WAITED` someone is in it."""
+    """How far a call has come: `OPEN` runs with nobody waiting for it; in `WAITED`, someone is waiting."""
 
     OPEN = "open"
     WAITED = "waited"
@@ -17,7 +17,7 @@ class CallState(str, Enum):
 
 
 class Alarm(str, Enum):
-    """Why a process takes its job to have failed.
+    """Why a process believes that its job has failed.
 
     `TOLD`: another process said so. `TIMEOUT`: a call took too long. `COMMUNICATION`: a call raised.
     `RAISED`: something else raised. `BOARD`: the key-value store is out of reach.
@@ -36,14 +36,14 @@ class CallRecord:
 
     Attributes:
         serial: its number among all calls of its process.
-        lane: key of the line of calls that it belongs to.
+        lane: key of the lane that it belongs to.
         sequence: its number on the lane, from 1.
-        what: the operation, with the reduction or the source where it has one.
+        what: the operation, with its reduction or source if it has one.
         sizes: shape and dtype, which the members must agree on.
         site: file:line of the call, outside mpu.
-        asker: file:line in another file from which the site was reached, or empty.
+        asker: file:line in another file that led to the call site, or empty.
         start: wall clock, seconds.
-        state: how far it is.
+        state: how far the call has come.
     """
 
     serial: int
@@ -63,7 +63,7 @@ class CallRecord:
 
     @property
     def call(self) -> str:
-        """The operation with its sizes."""
+        """The operation and its sizes."""
         return f"{self.what} {self.sizes}".rstrip()
 
     @property
@@ -74,7 +74,7 @@ class CallRecord:
 
 @dataclass(frozen=True)
 class LaneRecord:
-    """A line of calls: its name for people, its members' world ranks, how many calls have begun."""
+    """A lane: its name for people, its members' world ranks, and how many calls have begun."""
 
     label: str
     members: tuple[int, ...]
@@ -89,10 +89,10 @@ class Report:
         rank: its world rank.
         where: host and process id.
         time: wall clock, seconds.
-        alarm: how it learned.
-        error: what was raised or noticed here; empty if another process told.
-        lanes: all its lanes by key. Unknown, thus empty, in a report that another process made for it.
-        calls: its last calls, oldest first.
+        alarm: how it learned of the failure.
+        error: what was raised or noticed here; empty if another process reported the failure.
+        lanes: all its lanes by key; empty if another process made the report, since they are then unknown.
+        calls: its latest calls, oldest first.
         stack: the main thread's frames, innermost last.
         alive: whether the process itself made the report.
     """
@@ -113,7 +113,7 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """The report that `to_json` made `text` of."""
+        """The report that `to_json` turned into `text`."""
         value = json.loads(text)
         calls = [CallRecord(**{**call, "state": CallState(call["state"])}) for call in value["calls"]]
         lanes = {

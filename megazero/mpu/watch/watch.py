@@ -1,8 +1,8 @@
-"""`Watch`: no process of a failed job waits for ever, and the first rank that diverged is named.
+"""`Watch`: no process of a failed job waits forever, and the first rank that diverged is named.
 
-Each process notes its calls (`watch/log.py`). When a call takes too long, or something raises, the process
-leaves a note on the job's board; all processes then post their reports, one of them makes the diagnosis
-(`watch/diagnose.py`) and prints it, and every process ends with an error.
+Each process records its calls (`watch/log.py`). When a call takes too long, or something raises an error, the
+process leaves a note on the job's board. All processes then post their reports, one of them makes the
+diagnosis (`watch/diagnose.py`) and prints it, and every process ends with an error.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _LONGEST_ERROR = 500
 
 
 class Ending:
-    """How the process of a failed job ends where its main thread cannot end it."""
+    """How a process of a failed job ends when its main thread cannot end it."""
 
     def prepare(self, seconds: float) -> None:
-        """End the process after `seconds`, whatever then holds the interpreter, showing all stacks."""
+        """End the process after `seconds` and show all stacks, no matter what holds the interpreter then."""
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
     def cancel(self) -> None:
-        """Take `prepare` back."""
+        """Undo `prepare`."""
         faulthandler.cancel_dump_traceback_later()
 
     def end(self) -> None:
-        """End the process now, and its children: no handler of this process's exit will run to end them."""
+        """End the process now, and its children too: the exit handlers that would end them do not run."""
         for child in multiprocessing.active_children():
             child.kill()
         sys.stdout.flush()
@@ -59,18 +59,18 @@ class Ending:
 
 
 class Watch:
-    """Watches the calls of this process, and the board for word from the others.
+    """Watches the calls of this process, and the board for news from the others.
 
-    A world of one starts nothing. Call `close` at the end of the job, on all processes alike.
+    In a world of one it starts no threads. Call `close` at the end of the job, on every process.
 
     Args:
         board: where the processes of the job leave notes.
-        rank: of this process in the world.
+        rank: this process's rank in the world.
         world_size: number of processes.
-        timeout: seconds that a call may take; groups should themselves wait longer.
-        grace: seconds that a process has to post its report, and the main thread to end by itself.
-        poll: seconds between two looks at calls and board.
-        ending: ends the process whose main thread does not.
+        timeout: how many seconds a call may take; the groups' own timeouts should be longer.
+        grace: how many seconds a process has to post its report, and its main thread to end by itself.
+        poll: seconds between checks of the calls and the board.
+        ending: ends the process if its main thread does not.
     """
 
     def __init__(
@@ -102,17 +102,17 @@ class Watch:
             self._start(self._watch_calls, self._watch_board)
 
     def wrap(self, group: Group, *, check_on: torch.device | str | None = None) -> Group:
-        """`group` with its calls noted; with `check_on`, also compared before each call (`WatchedGroup`)."""
+        """`group` with its calls recorded and, if `check_on` is given, compared before each collective."""
         return group if group.size == 1 else WatchedGroup(group, self, check_on)
 
     def report(self, error: BaseException) -> None:
-        """Tell the other processes that this one ends with `error`; returns when the diagnosis is printed."""
+        """Tell the other processes that this one ends with `error`; return once the diagnosis is printed."""
         kind = Alarm.COMMUNICATION if isinstance(error, CommunicationError) else Alarm.RAISED
         self._sound(kind, f"{type(error).__name__}: {error}", error.__traceback__)
         self._await_settled()
 
     def close(self) -> None:
-        """Stop watching. In a failed job, first see the diagnosis through."""
+        """Stop watching. In a failed job, wait for the diagnosis first."""
         if self._closed.is_set():
             return
         self._await_settled()
@@ -128,12 +128,12 @@ class Watch:
     # What `WatchedGroup` calls.
 
     def collective_lane(self, name: str, ranks: tuple[int, ...]) -> Lane:
-        """The line of a group's collectives."""
+        """The lane of a group's collectives."""
         key = f"{name[:40]}#{zlib.crc32(repr(ranks).encode()):08x}"
         return self._lane(key, lambda: Lane(key, f"group `{name}` (ranks {spell_ranks(ranks)})", ranks))
 
     def message_lane(self, group: Lane, ends: tuple[int, int], tag: int) -> Lane:
-        """The line of messages with `tag` from world rank ``ends[0]`` to ``ends[1]`` over a group."""
+        """The lane of messages with `tag` from world rank ``ends[0]`` to ``ends[1]`` over a group."""
         key = f"{group.key}:{ends[0]}>{ends[1]}:{tag}"
         label = f"the messages from rank {ends[0]} to rank {ends[1]} (tag {tag}) over {group.label}"
         return self._lane(key, lambda: Lane(key, label, ends))
@@ -146,7 +146,7 @@ class Watch:
         shape: Sequence[int | str] | None,
         dtype: torch.dtype | None,
     ) -> Call:
-        """Note a call that starts now.
+        """Record a call that starts now.
 
         Raises:
             CommunicationError: the job has failed.
@@ -156,11 +156,11 @@ class Watch:
         return self._log.begin(lane, what, detail, shape, dtype)
 
     def leave_open(self, call: Call, work: Work) -> None:
-        """Note that `call` goes on without anybody waiting for it."""
+        """Record that `call` continues without anybody waiting for it."""
         self._log.leave_open(call, work)
 
     def wait_for(self, call: Call) -> None:
-        """Note that somebody now waits for `call`.
+        """Record that somebody is now waiting for `call`.
 
         Raises:
             CommunicationError: the job has failed.
@@ -168,23 +168,23 @@ class Watch:
         if self._alarm is not None:
             raise self._failure()
         if not hasattr(call.work, "is_completed"):
-            call.started = time.monotonic()  # such a work may begin only now
+            call.started = time.monotonic()  # such a work may only begin now
         self._log.wait_for(call)
 
     def finish(self, call: Call) -> None:
-        """Note that `call` is done, or given up."""
+        """Record that `call` is done or has been given up."""
         self._log.finish(call)
 
     def fail(self, call: Call, error: Exception) -> CommunicationError:
-        """What to raise for `call`, which raised `error`: the job has failed."""
+        """Note that the job has failed because `call` raised `error`; returns the error to raise."""
         record = self._log.record(call)
-        # Of a group's own error the cause says less that is known here.
+        # A group's own error repeats what is known here, so its cause is quoted instead.
         text = f"{record.what} at {record.place} failed: {error.__cause__ or error}"
         self._sound(Alarm.COMMUNICATION, text[:_LONGEST_ERROR])
         return self._failure() if self._threads else CommunicationError(text)
 
     def record(self, call: Call) -> CallRecord:
-        """`call` as the others would see it."""
+        """`call` as the other processes would see it."""
         return self._log.record(call)
 
     def _lane(self, key: str, make: Callable[[], Lane]) -> Lane:
@@ -205,7 +205,7 @@ class Watch:
             thread.start()
 
     def _sound(self, kind: Alarm, text: str, trace: TracebackType | None = None) -> None:
-        """The first alarm of this process is the one that counts; without threads there is nobody to tell."""
+        """Sound an alarm. Only this process's first alarm counts; without threads there is nobody to tell."""
         with self._lock:
             if self._alarm is None and self._threads and not self._closed.is_set():
                 self._alarm = kind, text, _spell_trace(trace)
@@ -218,7 +218,7 @@ class Watch:
             try:
                 told = self._inquest.trouble()
             except CommunicationError as error:
-                # At the end of a job the store may go before this process does.
+                # At the end of a job the store may be gone before this process is.
                 if not self._wake.wait(self.grace):
                     self._sound(Alarm.BOARD, str(error))
                 return
@@ -271,7 +271,7 @@ class Watch:
         )
 
     def _at_exit(self) -> None:
-        # The interpreter keeps here what nobody caught.
+        # The interpreter keeps an uncaught error in sys.last_value.
         if (error := getattr(sys, "last_value", None)) is not None:
             self.report(error)
         self.close()
@@ -282,19 +282,19 @@ def _open_log() -> CallLog:
         return CallLog(tempfile.gettempdir())
     except OSError as error:
         warnings.warn(
-            f"calls of a rank that dies will not be known, for want of a file: {error}", stacklevel=3
+            f"the calls of a rank that dies will be lost, because its log has no file: {error}", stacklevel=3
         )
         return CallLog()
 
 
 def _spell_trace(trace: TracebackType | None) -> tuple[str, ...]:
-    """Where an error went through, outermost first; nothing of this package."""
+    """The frames that an error passed through, outermost first, without those of this package."""
     frames = () if trace is None else traceback.walk_tb(trace)
     return tuple(_spell_frame(*each) for each in frames if not _is_ours(each[0]))
 
 
 def _spell_stack(frame: FrameType | None) -> tuple[str, ...]:
-    """The frames from the outermost to the one that called into this package, or to `frame`."""
+    """The frames from the outermost to the one that called into this package, or else to `frame`."""
     frames = reversed(list(traceback.walk_stack(frame)))
     return tuple(_spell_frame(*each) for each in takewhile(lambda each: not _is_ours(each[0]), frames))
 

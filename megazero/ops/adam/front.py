@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from megazero.ops.adam.reference import adam_reference
-from megazero.ops.dispatch import FLOATS, Implementation, Operator, choose
+from megazero.ops.dispatch import DEVICES, FLOATS, CallFacts, Implementation, Operator, where
+
+_DEVICES = frozenset(DEVICES)
 
 
 def _fused_is_built() -> bool:
@@ -16,8 +18,8 @@ def _fused_is_built() -> bool:
 
 
 @torch.no_grad()
-def _adam_fused(params, grads, exp_avgs, exp_avg_sqs, *, step, lr, beta1, beta2, eps, weight_decay) -> None:
-    """torch's one-pass kernel, which wants one dtype throughout."""
+def adam_fused(params, grads, exp_avgs, exp_avg_sqs, *, step, lr, beta1, beta2, eps, weight_decay) -> None:
+    """torch's one-pass kernel, which needs one dtype throughout."""
     device = params[0].device
     counter = torch.full((), float(step), dtype=torch.float32, device=device)
     torch._fused_adamw_(
@@ -38,8 +40,8 @@ def _adam_fused(params, grads, exp_avgs, exp_avg_sqs, *, step, lr, beta1, beta2,
 
 
 @torch.no_grad()
-def _adam_foreach(params, grads, exp_avgs, exp_avg_sqs, *, step, lr, beta1, beta2, eps, weight_decay) -> None:
-    """The reference with each line over all tensors at once."""
+def adam_foreach(params, grads, exp_avgs, exp_avg_sqs, *, step, lr, beta1, beta2, eps, weight_decay) -> None:
+    """The reference, with each line applied to all tensors at once."""
     grads = [grad.to(m.dtype) for grad, m in zip(grads, exp_avgs, strict=True)]
     torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
     torch._foreach_mul_(exp_avg_sqs, beta2)
@@ -54,8 +56,8 @@ def _adam_foreach(params, grads, exp_avgs, exp_avg_sqs, *, step, lr, beta1, beta
 ADAM = Operator(
     "adam",
     (
-        Implementation("torch_fused", _adam_fused, _fused_is_built, frozenset({"cpu", "cuda"}), FLOATS),
-        Implementation("foreach", _adam_foreach, devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS),
+        Implementation("torch_fused", adam_fused, where(_DEVICES, FLOATS, _fused_is_built)),
+        Implementation("foreach", adam_foreach, where(_DEVICES, FLOATS)),
         Implementation("reference", adam_reference),
     ),
 )
@@ -76,21 +78,21 @@ def adam_step(
 ) -> None:
     """One AdamW step in place on params and both moments; `step` counts from 1.
 
-    The lists hold tensors of equal shapes, on one device. Parameters and moments share one dtype
+    The lists hold tensors of matching shapes, on one device. Parameters and moments share one dtype
     (fp32 masters); gradients may be narrower and are widened. Raises ValueError for lists of unequal
     length or a step below 1.
     """
     if not len(params) == len(grads) == len(exp_avgs) == len(exp_avg_sqs):
         raise ValueError(
             "`grads`, `exp_avgs` and `exp_avg_sqs` must be as long as `params` "
-            f"({len(params)}), but have {len(grads)}, {len(exp_avgs)} and {len(exp_avg_sqs)}; "
-            "give one of each per parameter."
+            f"({len(params)}), but have lengths {len(grads)}, {len(exp_avgs)} and {len(exp_avg_sqs)}; "
+            "pass one of each per parameter."
         )
     if step < 1:
         raise ValueError(f"`step` must be at least 1, but is {step}; count the first step as 1.")
     if not params:
         return
-    choose(ADAM.implementations, params[0]).fn(
+    ADAM.choose(CallFacts.of(params[0])).fn(
         params,
         grads,
         exp_avgs,

@@ -1,5 +1,5 @@
-"""Scaled dot-product attention, grouped-query, causal, masked, with counter-based dropout."""
+"""Scaled dot-product attention: grouped-query, causal or masked, with counter-based dropout."""
 
-from megazero.ops.attention.front import ATTENTION, ATTENTION_DROPOUT, attention
+from megazero.ops.attention.front import ATTENTION, AttentionFacts, MaskKind, attention, attention_with_lse
 
-__all__ = ["ATTENTION", "ATTENTION_DROPOUT", "attention"]
+__all__ = ["ATTENTION", "AttentionFacts", "MaskKind", "attention", "attention_with_lse"]

@@ -1,7 +1,7 @@
-"""Attention for accelerators: torch's SDPA, and with dropout the composition that keeps masks exact.
+"""Attention for accelerators: torch's SDPA or, with dropout, a composition that keeps masks exact.
 
 SDPA draws its own dropout from a stream that no other layout can replay, so with dropout the
-probabilities are made and masked here instead.
+probabilities are computed and masked here instead. Neither returns the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.ops.dropout import Dropout, dropout_mask_attention
+from megazero.ops.dropout import AttentionDropout, dropout_mask_attention
 from megazero.ops.scaled_softmax import scaled_softmax
 
 
@@ -24,11 +24,11 @@ def attention_sdpa(
     v: Tensor,
     mask: Tensor | None,
     causal: bool,
-    dropout: Dropout | None,
+    dropout: AttentionDropout | None,
     scale: float,
-) -> Tensor:
-    """Attention by torch's SDPA, which chooses the kernel; without dropout."""
-    assert dropout is None
+) -> tuple[Tensor, None]:
+    """Attention without dropout by torch's SDPA, which chooses the kernel."""
+    assert dropout is None, "SDPA draws dropout masks of its own"
     s, b, n, d = q.shape
     out = F.scaled_dot_product_attention(
         *(_heads_second(each) for each in (q, k, v)),
@@ -37,7 +37,7 @@ def attention_sdpa(
         scale=scale,
         enable_gqa=k.shape[2] != n,
     )
-    return out.permute(2, 0, 1, 3).reshape(s, b, n * d)
+    return out.permute(2, 0, 1, 3).reshape(s, b, n * d), None
 
 
 def attention_with_dropout(
@@ -46,9 +46,9 @@ def attention_with_dropout(
     v: Tensor,
     mask: Tensor | None,
     causal: bool,
-    dropout: Dropout | None,
+    dropout: AttentionDropout | None,
     scale: float,
-) -> Tensor:
+) -> tuple[Tensor, None]:
     """Attention composed of matmuls and our softmax, so that dropout's masks are exact."""
     s, b, n, d = q.shape
     repeats = n // k.shape[2]
@@ -57,4 +57,4 @@ def attention_with_dropout(
     if dropout is not None:
         probs = probs * dropout_mask_attention(dropout, b, n, s, k.shape[0])
         values = values / (1 - dropout.p)
-    return (probs @ values).permute(2, 0, 1, 3).reshape(s, b, n * d)
+    return (probs @ values).permute(2, 0, 1, 3).reshape(s, b, n * d), None

@@ -1,38 +1,42 @@
 """Attention on CPU: torch's flash forward, and a blocked backward of a few matmuls per block.
 
-torch's own CPU backward of flash attention takes ten times its forward in bf16. This one recomputes
-the probabilities from the saved log-sum-exp (Dao et al. 2022), a block of queries at a time, skipping
-the keys after a causal block's end.
+In bf16 torch's own CPU backward of flash attention takes ten times as long as its forward. This one
+recomputes the probabilities from the saved log-sum-exp (Dao et al. 2022), a block of queries at a time,
+and skips the keys after a causal block's end.
 
 In bf16 a product is rounded to 8 bits when it leaves the matmul, so a score of 10 would carry an error
-of 4% into its probability. Here the matmul itself subtracts the log-sum-exp: it rides along as extra
-columns of q against columns of ones beside k, split into three bf16 numbers whose sum is exact to 24
-bits, and the accumulator is fp32. What leaves is log(probability), near zero where it matters. The
-same trick takes the row term of the softmax gradient out of dO v^T. Two elementwise passes remain.
+of 4% into its probability. Here the matmul itself subtracts the log-sum-exp, which is appended to q as extra
+columns that meet columns of ones beside k. It is split into three bf16 numbers whose sum is exact to 24
+bits, and the accumulator is fp32. What comes out is log(probability), which is near zero where it matters.
+The same trick subtracts the row term of the softmax gradient from dO v^T. Two elementwise passes remain.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megazero.ops.counter_random import KeepRows, keep_columns, keep_multiplier
-from megazero.ops.dropout import Dropout, attention_row_keys
-from megazero.ops.native import NATIVE, NATIVE_DTYPES, address, available, rows_of
+from megazero.ops.dropout import AttentionDropout, attention_columns, attention_row_keys
+from megazero.ops.native import NATIVE, address, rows_of
 
-# Scores per block and thread, and queries per block: in fp32 the causal triangle that small blocks skip
-# is worth more, in bf16 the larger matmuls are (measured at 512 queries, 8 heads of 64 channels).
+# Scores per block and thread, and queries per block: in fp32 it pays more to skip the causal triangle with
+# small blocks, in bf16 to have larger matmuls (measured at 512 queries, 8 heads of 64 channels).
 _WIDE_BLOCK, _WIDE_QUERIES = 1 << 18, 64
 _NARROW_BLOCK, _NARROW_QUERIES = 1 << 20, 256
 
 
+# (log-probabilities [n, queries, keys], factor, diagonal) -> their exponentials, 0 beyond the diagonal.
+_Exponentiate = Callable[[Tensor, float, int], Tensor]
+
+
 @dataclass(frozen=True)
 class _Shape:
-    """What is attended to, without the tensors. Queries are aligned to the end of the keys."""
+    """The sizes and options of a call, without its tensors. Queries are aligned to the end of the keys."""
 
     s: int
     t: int
@@ -41,9 +45,10 @@ class _Shape:
     causal: bool
     scale: float
     narrow: bool  # bf16 inputs
+    exponentiate: _Exponentiate
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
-        """(first query, end of queries, end of keys they may attend) of each block of queries."""
+        """(first query, end of queries, end of the keys they may attend to) for each block of queries."""
         elements, queries = (_NARROW_BLOCK, _NARROW_QUERIES) if self.narrow else (_WIDE_BLOCK, _WIDE_QUERIES)
         budget = elements * torch.get_num_threads() // max(1, self.heads * self.t)
         step = min(max(budget, 16), queries)
@@ -55,7 +60,7 @@ class _Shape:
 
 
 def _foldable(x: Tensor) -> bool:
-    """Whether [s, b, n, d] views as [s, b n, d]."""
+    """Whether [s, b, n, d] can be viewed as [s, b n, d]."""
     return x.stride(1) == x.shape[2] * x.stride(2)
 
 
@@ -63,7 +68,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
     """out [s, b, n d] and log-sum-exp [b, n, s].
 
     Without a mask the samples are folded into the heads: the kernel writes [batch, s, heads, d], so
-    with a batch of one its result is [s, b, n d] as it lies, with no copy.
+    with a batch of one its result is already laid out as [s, b, n d], without a copy.
     """
     s, b, n, d = q.shape
     repeats = n // k.shape[2]
@@ -101,24 +106,24 @@ def _beside(x: Tensor, column: Tensor | None) -> Tensor:
 
 
 def _columns_first(x: Tensor) -> Tensor:
-    """[g, t, c] as [g, c, t] in memory, the layout that the bf16 matmul multiplies by twice as fast."""
+    """[g, t, c] stored as [g, c, t], the layout for which the bf16 matmul is twice as fast."""
     return x.transpose(1, 2).contiguous()
 
 
 def _first_keys(x: Tensor, keys: int) -> Tensor:
-    """The first keys of x [g, c, t], contiguous: a strided batch is slower than this copy."""
+    """The first keys of x [g, c, t], copied: the copy costs less than a strided batch would."""
     return x[:, :, :keys].contiguous()
 
 
 class _Sample:
-    """One sample's queries and keys, ready to give the probabilities of a block.
+    """One sample's queries and keys, ready to compute the probabilities of a block.
 
-    q [s, n, d], k [t, g, d], lse [n, s]; blocked [b or 1, n or 1, s, t] is True where none may attend.
+    q [s, n, d], k [t, g, d], lse [n, s]; blocked [n or 1, s, t] is True where attention is forbidden.
     """
 
     def __init__(self, shape: _Shape, q: Tensor, k: Tensor, lse: Tensor, blocked: Tensor | None):
         self.shape, self.blocked = shape, blocked
-        # A power of two scales bf16 exactly; another scale waits until the scores are fp32.
+        # A power of two scales bf16 exactly; any other scale is applied once the scores are fp32.
         exact = q.dtype != torch.bfloat16 or math.frexp(shape.scale)[0] == 0.5
         self.late_scale = 1.0 if exact else shape.scale
         early_scale = shape.scale / self.late_scale
@@ -135,15 +140,14 @@ class _Sample:
         log_probs = torch.bmm(self.by_group(self.q, start, stop), _first_keys(self.k, keys))
         log_probs = log_probs.view(self.shape.heads, stop - start, keys)
         diagonal = self.shape.t - self.shape.s + start if self.shape.causal else keys
-        exponentiate = _exponentiate_native if _native_serves(log_probs) else _exponentiate
-        probs = exponentiate(log_probs, self.late_scale, diagonal)
+        probs = self.shape.exponentiate(log_probs, self.late_scale, diagonal)
         if self.blocked is not None:
             probs.masked_fill_(self.blocked[:, start:stop, :keys], 0)
         return probs
 
 
 def _exponentiate(log_probs: Tensor, factor: float, diagonal: int) -> Tensor:
-    """exp(factor * log_probs) of [n, queries, keys], 0 beyond key `query + diagonal`; may be in place."""
+    """exp(factor * log_probs) for [n, queries, keys], 0 beyond key `query + diagonal`; may work in place."""
     if factor == 1.0:
         probs = log_probs.exp_()
     else:
@@ -153,14 +157,10 @@ def _exponentiate(log_probs: Tensor, factor: float, diagonal: int) -> Tensor:
 
 
 def _exponentiate_native(log_probs: Tensor, factor: float, diagonal: int) -> Tensor:
-    """The same by the kernel of csrc/attention, in one pass in place that skips the zeros."""
+    """The same with the kernel of csrc/attention, in place and in one pass that skips the zeros."""
     _, queries, keys = log_probs.shape
     NATIVE.attention_probabilities(rows_of(log_probs, keys), queries, diagonal, factor, address(log_probs))
     return log_probs
-
-
-def _native_serves(log_probs: Tensor) -> bool:
-    return available() and log_probs.dtype in NATIVE_DTYPES and log_probs.is_contiguous()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -169,22 +169,23 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class _Keep:
-    """One sample's dropout: the hash of its rows [n, s, 1] and of the keys [t]."""
+    """One sample's dropout: the hashes of its rows [n, s, 1] and of its keys [t]."""
 
     rows: KeepRows
     columns: Tensor
     p: float
 
     def multiplier(self, start: int, stop: int, like: Tensor) -> Tensor:
-        """0 or 1 per probability of a block."""
+        """0 or 1 for each probability of a block."""
         columns = self.columns[: like.shape[-1]]
         return keep_multiplier(self.rows[:, start:stop], columns, self.p, 1.0).to(like.dtype)
 
 
-def _keeps(row_keys: Tensor, t: int, p: float) -> list[_Keep]:
-    """Each sample's dropout, from row keys [b, n, s]."""
-    columns = keep_columns(torch.arange(t, device=row_keys.device))
-    return [_Keep(KeepRows.of(keys.unsqueeze(-1)), columns, p) for keys in row_keys]
+def _keeps(row_keys: Tensor, columns: Tensor, p: float) -> list[_Keep]:
+    """Each sample's dropout, from row keys [b, n, s] and the hash of the keys [1 or b, t]."""
+    columns = columns.expand(len(row_keys), -1)
+    pairs = zip(row_keys, columns, strict=True)
+    return [_Keep(KeepRows.of(keys.unsqueeze(-1)), own, p) for keys, own in pairs]
 
 
 def _dropped_forward(shape: _Shape, samples: Iterator[_Sample], v: Tensor, keeps: list[_Keep]) -> Tensor:
@@ -212,7 +213,7 @@ class _Gradients:
 def _backward_sample(
     sample: _Sample, tensors: tuple[Tensor, ...], delta: Tensor, keep: _Keep | None, into: _Gradients
 ) -> None:
-    """q, dO [s, n, d]; k, v [t, g, d]; delta [n, s] the sum of dO * O."""
+    """Takes q, dO [s, n, d]; k, v [t, g, d]; and delta [n, s], the sum of dO * O."""
     shape = sample.shape
     q, k, v, grad = (each.transpose(0, 1).contiguous() for each in tensors)
     wide = _wide(q.dtype)
@@ -245,39 +246,55 @@ def _backward_sample(
 
 
 class _FlashCPU(torch.autograd.Function):
+    """Result [s, b, n d] and log-sum-exp [b, n, s], -inf for a query that may attend to nothing."""
+
     @staticmethod
-    def forward(ctx, q, k, v, mask, causal: bool, row_keys, p: float, scale: float) -> Tensor:
+    def forward(ctx, q, k, v, mask, causal: bool, row_keys, columns, p: float, scale: float, exponentiate):
         s, b, n, d = q.shape
-        shape = _Shape(s, k.shape[0], n, k.shape[2], causal, scale, q.dtype == torch.bfloat16)
+        shape = _Shape(s, k.shape[0], n, k.shape[2], causal, scale, q.dtype == torch.bfloat16, exponentiate)
         out, lse = _flash(q, k, v, mask, causal, scale)
         if row_keys is not None:
             samples = _samples(shape, q, k, lse, mask)
-            out = _dropped_forward(shape, samples, v, _keeps(row_keys, shape.t, p)).view(s, b, n * d)
-        ctx.save_for_backward(q, k, v, out, lse, mask, row_keys)
+            out = _dropped_forward(shape, samples, v, _keeps(row_keys, columns, p)).view(s, b, n * d)
+        ctx.save_for_backward(q, k, v, out, lse, mask, row_keys, columns)
         ctx.attention_shape, ctx.p = shape, p
-        return out
+        ctx.set_materialize_grads(False)
+        # torch's kernel gives 0 for a query that may attend to nothing.
+        return out, lse if mask is None else lse.masked_fill(~mask.any(-1), -torch.inf)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        q, k, v, out, lse, mask, row_keys = ctx.saved_tensors
+    def backward(ctx, grad: Tensor | None, grad_lse: Tensor | None):
+        """A score's probability is the log-sum-exp's derivative by it, so lse's gradient goes into delta."""
+        q, k, v, out, lse, mask, row_keys, columns = ctx.saved_tensors
         wide = _wide(q.dtype)
-        grad = grad.reshape(q.shape)
+        grad = torch.zeros_like(q) if grad is None else grad.reshape(q.shape)
         delta = torch.linalg.vecdot(grad.to(wide), out.view(q.shape).to(wide)).permute(1, 2, 0)
+        if grad_lse is not None:
+            delta = delta - grad_lse
         grads = _Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
-        keeps = [None] * q.shape[1] if row_keys is None else _keeps(row_keys, k.shape[0], ctx.p)
+        keeps = [None] * q.shape[1] if row_keys is None else _keeps(row_keys, columns, ctx.p)
         for i, sample in enumerate(_samples(ctx.attention_shape, q, k, lse, mask)):
             tensors = tuple(x[:, i] for x in (q, k, v, grad))
             into = _Gradients(grads.q[:, i], grads.k[:, i], grads.v[:, i])
             _backward_sample(sample, tensors, delta[i], keeps[i], into)
-        return grads.q, grads.k, grads.v, None, None, None, None, None
+        return grads.q, grads.k, grads.v, *(None,) * 7
 
 
 def _samples(shape: _Shape, q: Tensor, k: Tensor, lse: Tensor, mask: Tensor | None) -> Iterator[_Sample]:
-    """Each sample in turn, made only when its turn comes."""
+    """Each sample in turn, prepared only when its turn comes."""
     b = q.shape[1]
     blocked = None if mask is None else (~mask).expand(b, -1, -1, -1)
     for i in range(b):
         yield _Sample(shape, q[:, i], k[:, i], lse[i], None if blocked is None else blocked[i])
+
+
+def _attend(
+    exponentiate: _Exponentiate, q, k, v, mask, causal, dropout: AttentionDropout | None, scale
+) -> tuple[Tensor, Tensor]:
+    if dropout is None:
+        return _FlashCPU.apply(q, k, v, mask, causal, None, None, 0.0, scale, exponentiate)
+    row_keys, columns = attention_row_keys(dropout, q.shape[2]), keep_columns(attention_columns(dropout))
+    return _FlashCPU.apply(q, k, v, mask, causal, row_keys, columns, dropout.p, scale, exponentiate)
 
 
 def attention_flash_cpu(
@@ -286,11 +303,21 @@ def attention_flash_cpu(
     v: Tensor,
     mask: Tensor | None,
     causal: bool,
-    dropout: Dropout | None,
+    dropout: AttentionDropout | None,
     scale: float,
-) -> Tensor:
-    """Attention by torch's CPU flash kernel forward and our blocks backward."""
-    if dropout is None:
-        return _FlashCPU.apply(q, k, v, mask, causal, None, 0.0, scale)
-    row_keys = attention_row_keys(dropout, q.shape[2], q.shape[0])
-    return _FlashCPU.apply(q, k, v, mask, causal, row_keys, dropout.p, scale)
+) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp: torch's CPU flash kernel forward, and our blocked backward."""
+    return _attend(_exponentiate, q, k, v, mask, causal, dropout, scale)
+
+
+def attention_flash_native_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: AttentionDropout | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The same with the kernel of csrc/attention, in fp32 and bf16."""
+    return _attend(_exponentiate_native, q, k, v, mask, causal, dropout, scale)

@@ -1,33 +1,78 @@
-"""The public attention, its masks, and its tables of implementations."""
+"""The public attention, its masks, and its table of implementations."""
 
 from __future__ import annotations
 
+import enum
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megazero.ops.attention.composed import attention_sdpa, attention_with_dropout
-from megazero.ops.attention.flash_cpu import attention_flash_cpu
+from megazero.ops.attention.flash_cpu import attention_flash_cpu, attention_flash_native_cpu
 from megazero.ops.attention.reference import attention_reference
-from megazero.ops.dispatch import Implementation, Operator, choose
-from megazero.ops.dropout import Dropout
+from megazero.ops.dispatch import CPU, CallFacts, Implementation, Operator, kinds_of_calls, where
+from megazero.ops.dropout import AttentionDropout
+from megazero.ops.native import on_native_cpu
 from megazero.ops.scaled_softmax.reference import may_attend
 
-_CPU = frozenset({"cpu"})
-_CPU_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16})
-_REFERENCE = Implementation("reference", attention_reference)
-_FLASH_CPU = Implementation("flash_cpu", attention_flash_cpu, devices=_CPU, dtypes=_CPU_DTYPES)
-# In fp32 torch's own backward is as fast.
-_FLASH_CPU_BF16 = Implementation(
-    "flash_cpu", attention_flash_cpu, devices=_CPU, dtypes=frozenset({torch.bfloat16})
-)
+_FLASH_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16})
 
-ATTENTION = Operator("attention", (_FLASH_CPU_BF16, Implementation("sdpa", attention_sdpa), _REFERENCE))
 
-ATTENTION_DROPOUT = Operator(
-    "attention_dropout",
-    (_FLASH_CPU, Implementation("composed", attention_with_dropout), _REFERENCE),
+class MaskKind(enum.Enum):
+    """What restricts the keys that a query may attend to: the most general kind that applies to a call."""
+
+    NONE = "none"
+    CAUSAL = "causal"
+    DOCUMENTS = "documents"
+    DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class AttentionFacts(CallFacts):
+    """Attributes:
+    mask: what restricts the keys that a query may attend to.
+    dropout: whether probabilities are dropped.
+    head_size: channels per head.
+    lse: whether the log-sum-exp is needed too.
+    """
+
+    mask: MaskKind
+    dropout: bool
+    head_size: int
+    lse: bool
+
+
+def _flash_pays(facts: AttentionFacts) -> bool:
+    """In fp32 torch's own backward is as fast, but lacks our dropout and does not return the log-sum-exp."""
+    return facts.dropout or facts.lse or facts.dtype == torch.bfloat16
+
+
+def _flash_native_serves(facts: AttentionFacts) -> bool:
+    return on_native_cpu()(facts) and _flash_pays(facts)
+
+
+def _flash_serves(facts: AttentionFacts) -> bool:
+    return where(CPU, _FLASH_DTYPES)(facts) and _flash_pays(facts)
+
+
+ATTENTION = Operator(
+    "attention",
+    (
+        Implementation("flash_native_cpu", attention_flash_native_cpu, _flash_native_serves),
+        Implementation("flash_cpu", attention_flash_cpu, _flash_serves),
+        Implementation("sdpa", attention_sdpa, where(dropout=False, lse=False)),
+        Implementation("composed", attention_with_dropout, where(dropout=True, lse=False)),
+        Implementation("reference", attention_reference),
+    ),
+    kinds_of_calls(
+        AttentionFacts,
+        mask=tuple(MaskKind),
+        dropout=(False, True),
+        head_size=(64, 80, 257),
+        lse=(False, True),
+    ),
 )
 
 
@@ -39,32 +84,74 @@ def attention(
     causal: bool,
     mask: Tensor | None = None,
     document_ids: Tensor | None = None,
-    dropout: Dropout | None = None,
+    dropout: AttentionDropout | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """softmax(scale q k^T) v, [s, b, n d], for q [s, b, n, d] and k, v [t, b, g, d], g dividing n.
 
-    causal: the last query sees the last key, so with s < t the queries continue a KV cache.
-    mask: bool, broadcastable to [b, n, s, t], True = may attend.
+    causal: rows are in the order of their positions, and the last query sees the last key, so with s < t the
+        queries continue a KV cache.
+    mask: bool, broadcastable to [b, n, s, t]; True means that the query may attend to the key.
     document_ids: int [b, t]; a query attends only to keys of its own document.
-    dropout: of the probabilities, by counter, so every layout drops the same ones.
-    scale: 1 / sqrt(d) unless given.
-    A query that may attend to nothing gives zeros. Raises ValueError where shapes do not fit.
+    dropout: counter-based dropout of the probabilities, so every layout drops the same ones.
+    scale: 1 / sqrt(d) by default.
+    A query that may attend to nothing gives zeros. Raises ValueError if the shapes do not fit together.
     """
+    return _attend(q, k, v, causal, mask, document_ids, dropout, scale, lse=False)[0]
+
+
+def attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    dropout: AttentionDropout | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attention`, and the log-sum-exp of each query's scaled scores: [b, n, s], fp32 (fp64 for fp64).
+
+    With both, attention over parts of the keys can be merged into attention over all of them: it is the sum
+    of w_i out_i with weights w_i = exp(lse_i - logsumexp_j lse_j) (Milakov & Gimelshein 2018; ring attention
+    of Liu et al. 2023). Gradients flow through both. The log-sum-exp is -inf for a query that may attend to
+    nothing. Scores of dropped probabilities count: dropout affects only the result.
+    """
+    return _attend(q, k, v, causal, mask, document_ids, dropout, scale, lse=True)
+
+
+def _attend(q, k, v, causal, mask, document_ids, dropout, scale, lse: bool) -> tuple[Tensor, Tensor | None]:
     _check_shapes(q, k, v)
     s, t = q.shape[0], k.shape[0]
+    if dropout is not None:
+        dropout.check(q.shape[1], s, t)
     causal = causal and s > 1
+    facts = AttentionFacts.of(
+        q,
+        mask=_mask_kind(mask, document_ids, causal, s, t),
+        dropout=dropout is not None,
+        head_size=q.shape[-1],
+        lse=lse,
+    )
     mask = _joined_mask(mask, document_ids, causal, s, t, q.device)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1])
-    table = ATTENTION if dropout is None else ATTENTION_DROPOUT
-    return choose(table.implementations, q).fn(q, k, v, mask, causal, dropout, scale)
+    return ATTENTION.choose(facts).fn(q, k, v, mask, causal, dropout, scale)
+
+
+def _mask_kind(mask: Tensor | None, document_ids: Tensor | None, causal: bool, s: int, t: int) -> MaskKind:
+    if mask is not None or (causal and s != t):
+        return MaskKind.DENSE
+    if document_ids is not None:
+        return MaskKind.DOCUMENTS
+    return MaskKind.CAUSAL if causal else MaskKind.NONE
 
 
 def _joined_mask(
     mask: Tensor | None, document_ids: Tensor | None, causal: bool, s: int, t: int, device: torch.device
 ) -> Tensor | None:
-    """One bool mask [b or 1, n or 1, s, t] of all that forbids, or None where `causal` alone says it."""
+    """One bool mask [b or 1, n or 1, s, t] of all restrictions, or None if `causal` alone expresses them."""
     if document_ids is not None:
         own = document_ids[:, None, t - s :, None] == document_ids[:, None, None, :]
         mask = own if mask is None else mask & own

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megazero.ops.chunks import compute_dtype
-from megazero.ops.dropout import Dropout, dropout_mask_attention
-from megazero.ops.scaled_softmax.reference import scaled_softmax_reference
+from megazero.ops.dropout import AttentionDropout, dropout_mask_attention
+from megazero.ops.scaled_softmax.reference import masked_scores
 
 
 def attention_reference(
@@ -16,16 +16,23 @@ def attention_reference(
     v: Tensor,
     mask: Tensor | None,
     causal: bool,
-    dropout: Dropout | None,
+    dropout: AttentionDropout | None,
     scale: float,
-) -> Tensor:
-    """softmax(scale q k^T) v per head, heads taking turns on their group's keys and values."""
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale q k^T) v per head, where the heads of a group share its keys and values.
+
+    The second result is the log of the softmax's denominator, [b, n, s], -inf where there is nothing to
+    attend to.
+    """
     s, b, n, d = q.shape
     repeats = n // k.shape[2]
     wide_q, wide_k, wide_v = (each.to(compute_dtype(q.dtype)) for each in (q, k, v))
     wide_k, wide_v = (each.repeat_interleave(repeats, 2) for each in (wide_k, wide_v))
     scores = torch.einsum("sbnd,tbnd->bnst", wide_q, wide_k)
-    probs = scaled_softmax_reference(scores, scale, causal, mask)
+    wide_scores, none_allowed = masked_scores(scores, scale, causal, mask)
+    lse = torch.logsumexp(wide_scores, -1).masked_fill(none_allowed.squeeze(-1), -torch.inf)
+    probs = torch.softmax(wide_scores, -1).masked_fill(none_allowed, 0)
     if dropout is not None:
         probs = probs * dropout_mask_attention(dropout, *probs.shape) / (1 - dropout.p)
-    return torch.einsum("bnst,tbnd->sbnd", probs, wide_v).reshape(s, b, n * d).to(q.dtype)
+    out = torch.einsum("bnst,tbnd->sbnd", probs, wide_v).reshape(s, b, n * d).to(q.dtype)
+    return out, lse

@@ -10,7 +10,7 @@ from torch import Tensor
 from megazero.ops.chunks import compute_dtype
 
 
-def bias_gelu_reference(x: Tensor, bias: Tensor | None, exact: bool = False) -> Tensor:
+def bias_gelu_reference(x: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
     """z/2 (1 + erf(z / sqrt 2)) if exact, else z/2 (1 + tanh(sqrt(2/pi) (z + 0.044715 z^3)))."""
     z = x if bias is None else x + bias
     wide = z.to(compute_dtype(z.dtype))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megazero.ops.counter_random.reference import MASK_64, mix_64
+
 
 def signed_64(value: int) -> int:
     """The int64 with the low 64 bits of `value`, for tensors know no unsigned arithmetic."""
@@ -34,9 +36,9 @@ def derive(key: int | Tensor, index: Tensor) -> Tensor:
 
     `key` is an int or an int64 tensor, `index` an int64 tensor. Neighbouring keys share nothing.
     """
-    if isinstance(key, int):
-        key = torch.tensor(signed_64(key), dtype=torch.int64, device=index.device)
-    return mix_64_(mix_64_(key.clone()) + (index + 1) * GOLDEN_GAMMA)
+    # An int is mixed here: as a tensor it would have to be copied to the device.
+    start = signed_64(mix_64(key & MASK_64)) if isinstance(key, int) else mix_64_(key.clone())
+    return mix_64_((index + 1) * GOLDEN_GAMMA + start)
 
 
 def hash_uniform(key: int | Tensor, index: Tensor) -> Tensor:

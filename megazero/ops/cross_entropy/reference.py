@@ -28,7 +28,9 @@ class _GatherVocabulary(torch.autograd.Function):
 def vocab_parallel_cross_entropy_reference(
     logits: Tensor, target: Tensor, group, vocab_start: int, vocab_size: int
 ) -> Tensor:
-    """-log softmax(all ranks' logits, padding left out)[target]."""
+    """-log softmax(all ranks' logits, padding left out)[target]; NaN for a target outside the vocabulary."""
     whole = _GatherVocabulary.apply(logits.to(compute_dtype(logits.dtype)), group, vocab_start)
+    foreign = (target < 0) | (target >= vocab_size)
     log_probs = torch.log_softmax(whole[..., :vocab_size], -1)
-    return -log_probs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    found = log_probs.gather(-1, target.masked_fill(foreign, 0).unsqueeze(-1)).squeeze(-1)
+    return -found * torch.ones_like(found).masked_fill(foreign, torch.nan)

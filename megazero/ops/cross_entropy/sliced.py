@@ -49,6 +49,7 @@ class SlicedCrossEntropy(torch.autograd.Function):
         sums = torch.stack((total * torch.exp(slice_maximum - maximum), picked))
         group.all_reduce(sums, op="sum")
         normalizer = sums[0].log_().add_(maximum)
+        normalizer.masked_fill_(((target < 0) | (target >= vocab_size)).view(-1), torch.nan)
         ctx.save_for_backward(rows, local, normalizer)
         ctx.columns, ctx.shape, ctx.passes = columns, logits.shape, passes
         return (normalizer - sums[1]).view(target.shape)

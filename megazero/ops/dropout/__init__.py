@@ -1,7 +1,9 @@
-"""What to drop: the share, the keys, and where in the whole this shard sits."""
+"""What to drop: the share, the keys, and which positions of the whole the rows at hand are."""
 
 from megazero.ops.dropout.masks import (
+    AttentionDropout,
     Dropout,
+    attention_columns,
     attention_row_keys,
     dropout_mask_attention,
     dropout_mask_hidden,
@@ -9,7 +11,9 @@ from megazero.ops.dropout.masks import (
 )
 
 __all__ = [
+    "AttentionDropout",
     "Dropout",
+    "attention_columns",
     "attention_row_keys",
     "dropout_mask_attention",
     "dropout_mask_hidden",

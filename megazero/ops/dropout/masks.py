@@ -1,7 +1,8 @@
 """Dropout (Srivastava et al. 2014) whose mask is a function of keys and absolute positions.
 
-A sequence-parallel shard's mask is the slice of the whole's, a tensor-parallel rank's heads are theirs
-in the whole, and recompute replays the mask with nothing saved.
+Rows keep their masks wherever they are computed: a sequence-parallel shard's mask is the slice of the
+whole's, tokens that are kept while others are dropped (random-LTD) have those that they have among all, the
+heads of a tensor-parallel rank are theirs in the whole, and recompute replays the mask with nothing saved.
 """
 
 from __future__ import annotations
@@ -12,58 +13,98 @@ import torch
 from torch import Tensor
 
 from megazero.ops.counter_random import derive, keep_mask
+from megazero.ops.positions import Positions, check_positions, position_tensor
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """Drop a share `p`, with one key per sequence of the micro-batch.
+    """Drop a share `p` of hidden states [s, b, h].
 
-    keys: int64 [b]; equal on every rank that holds a part of the sequence.
-    offset: first sequence position that this shard holds.
+    keys: int64 [b], one per sequence; equal on every rank that holds a part of the sequence.
+    positions: of the rows in their sequences.
+    """
+
+    p: float
+    keys: Tensor
+    positions: Positions
+
+    def __post_init__(self) -> None:
+        _check_share(self.p)
+
+    def check(self, s: int, b: int) -> None:
+        """Raise ValueError unless this is of `b` sequences and `s` rows."""
+        _check_keys(self.keys, b)
+        check_positions(self.positions, s, b, "positions")
+
+
+@dataclass(frozen=True)
+class AttentionDropout:
+    """Drop a share `p` of attention probabilities [b, n, q, k].
+
+    keys: int64 [b], one per sequence; equal on every rank that holds a part of the sequence.
+    query_positions, key_positions: of the queries and of what they attend to, in their sequences.
     head_offset: first attention head that this rank holds.
     """
 
     p: float
     keys: Tensor
-    offset: int = 0
+    query_positions: Positions
+    key_positions: Positions
     head_offset: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.p < 1.0:
-            raise ValueError(f"`p` must be in [0, 1), but is {self.p}; give the share to drop.")
+        _check_share(self.p)
+
+    def check(self, b: int, q: int, k: int) -> None:
+        """Raise ValueError unless this is of `b` sequences, `q` queries and `k` keys."""
+        _check_keys(self.keys, b)
+        check_positions(self.query_positions, q, b, "query_positions")
+        check_positions(self.key_positions, k, b, "key_positions")
 
 
-def hidden_row_keys(dropout: Dropout, s: int) -> Tensor:
+def hidden_row_keys(dropout: Dropout) -> Tensor:
     """int64 [s, b]: the key of each (position, sequence)."""
-    positions = torch.arange(dropout.offset, dropout.offset + s, device=dropout.keys.device)
-    return derive(dropout.keys, positions.unsqueeze(1))
+    positions = position_tensor(dropout.positions, dropout.keys.device)
+    return derive(dropout.keys, positions if positions.dim() == 2 else positions.unsqueeze(1))
 
 
-def attention_row_keys(dropout: Dropout, heads: int, q: int) -> Tensor:
+def attention_row_keys(dropout: AttentionDropout, heads: int) -> Tensor:
     """int64 [b, heads, q]: the key of each (sequence, head, query)."""
     device = dropout.keys.device
     head = torch.arange(dropout.head_offset, dropout.head_offset + heads, device=device)
-    query = torch.arange(dropout.offset, dropout.offset + q, device=device)
+    query = position_tensor(dropout.query_positions, device)
+    if query.dim() == 2:
+        query = query.t().unsqueeze(1)  # [b, 1, q]
     return derive(derive(dropout.keys.unsqueeze(1), head).unsqueeze(2), query)
 
 
+def attention_columns(dropout: AttentionDropout) -> Tensor:
+    """int64 [1 or b, k]: the position of each key."""
+    positions = position_tensor(dropout.key_positions, dropout.keys.device)
+    return positions.t() if positions.dim() == 2 else positions.unsqueeze(0)
+
+
 def dropout_mask_hidden(dropout: Dropout, s: int, b: int, h: int) -> Tensor:
-    """bool [s, b, h], True where kept: f(key of the sequence, absolute position, channel)."""
-    _check_keys(dropout, b)
-    keys = hidden_row_keys(dropout, s).unsqueeze(-1)
+    """bool [s, b, h], True where kept: f(key of the sequence, position of the row, channel)."""
+    dropout.check(s, b)
+    keys = hidden_row_keys(dropout).unsqueeze(-1)
     return keep_mask(keys, dropout.p, torch.arange(h, device=keys.device))
 
 
-def dropout_mask_attention(dropout: Dropout, b: int, heads: int, q: int, k: int) -> Tensor:
-    """bool [b, heads, q, k], True where kept: f(key, head_offset + head, offset + query, key position)."""
-    _check_keys(dropout, b)
-    keys = attention_row_keys(dropout, heads, q).unsqueeze(-1)
-    return keep_mask(keys, dropout.p, torch.arange(k, device=keys.device))
+def dropout_mask_attention(dropout: AttentionDropout, b: int, heads: int, q: int, k: int) -> Tensor:
+    """bool [b, heads, q, k], True where kept: f(key of the sequence, head, position of query and of key)."""
+    dropout.check(b, q, k)
+    keys = attention_row_keys(dropout, heads).unsqueeze(-1)
+    return keep_mask(keys, dropout.p, attention_columns(dropout)[:, None, None])
 
 
-def _check_keys(dropout: Dropout, b: int) -> None:
-    if dropout.keys.shape != (b,):
+def _check_share(p: float) -> None:
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"`p` must be in [0, 1), but is {p}; give the share to drop.")
+
+
+def _check_keys(keys: Tensor, b: int) -> None:
+    if keys.shape != (b,):
         raise ValueError(
-            f"`keys` must hold one key per sequence ({b}), but has shape {tuple(dropout.keys.shape)}; "
-            "give int64 [b]."
+            f"`keys` must hold one key per sequence ({b}), but has shape {tuple(keys.shape)}; give int64 [b]."
         )

@@ -1,6 +1,5 @@
-"""Rotary position embedding (Su et al. 2021), halves convention of GPT-NeoX and Hugging Face's Llama."""
+"""Rotary position embedding (Su et al. 2021), halves convention (GPT-NeoX, Hugging Face's Llama)."""
 
-from megazero.ops.rotary.front import ROTARY, apply_rotary
-from megazero.ops.rotary.table import rotary_table
+from megazero.ops.rotary.front import ROTARY, apply_rotary, rotary_table
 
 __all__ = ["ROTARY", "apply_rotary", "rotary_table"]

@@ -1,26 +1,88 @@
-"""The public rotary embedding and its table of implementations."""
+"""The public rotary position embedding: its angles, its application and the table of implementations."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from megazero.ops.dispatch import TRAINING_FLOATS, Implementation, Operator, choose
-from megazero.ops.rotary.fused import apply_rotary_fused
+from megazero.ops.chunks import row_chunks
+from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator, where
 from megazero.ops.rotary.reference import apply_rotary_reference
+
+
+def rotary_table(
+    positions: Tensor, dim: int, base: float, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * base^(-2 i / dim), each [s, 1, 1, dim/2] or [s, b, 1, dim/2].
+
+    positions: int64 [s], or [s, b] if samples differ. dim: how many channels of a head are rotated, an even
+    number. Angles are computed in fp32, as they were for published checkpoints. Raises ValueError if dim is
+    odd or positions have another number of dims.
+    """
+    if dim % 2:
+        raise ValueError(f"`dim` must be even, but is {dim}; channels are rotated in pairs.")
+    if positions.dim() not in (1, 2):
+        raise ValueError(
+            f"`positions` must be [s] or [s, b], but has shape {tuple(positions.shape)}; "
+            "give one position per token."
+        )
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
+    inverse_frequencies = 1.0 / base**exponents
+    columns = positions.view(positions.shape[0], -1, 1, 1)
+    angles = columns.to(torch.float32) * inverse_frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """x [s, b, n, d] rotated by direction * angle, in chunks of positions that stay in cache."""
+    half = cos.shape[-1]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out[..., 2 * half :] = x[..., 2 * half :]
+    for chunk in row_chunks(x, x.shape[0], x[0].numel() if x.shape[0] else 1):
+        wide = x[chunk, ..., : 2 * half].to(cos.dtype)
+        first, second = wide[..., :half], wide[..., half:]
+        turned = out[chunk] if out.dtype == cos.dtype else torch.empty_like(wide)
+        torch.mul(first, cos[chunk], out=turned[..., :half])
+        torch.mul(second, cos[chunk], out=turned[..., half : 2 * half])
+        turned[..., :half].addcmul_(second, sin[chunk], value=-direction)
+        turned[..., half : 2 * half].addcmul_(first, sin[chunk], value=direction)
+        if out.dtype != cos.dtype:
+            out[chunk, ..., : 2 * half] = turned
+    return out
+
+
+class _Rotary(torch.autograd.Function):
+    """Saves only the table; backward rotates by the negative angle."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _turn(grad, *ctx.saved_tensors, -1), None, None
+
+
+def apply_rotary_fused(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [s, b, n, d] rotated by the table's angles."""
+    return _Rotary.apply(x, cos, sin)
+
 
 ROTARY = Operator(
     "rotary",
     (
-        Implementation("fused", apply_rotary_fused, dtypes=TRAINING_FLOATS),
+        Implementation("fused", apply_rotary_fused, where(dtypes=TRAINING_FLOATS)),
         Implementation("reference", apply_rotary_reference),
     ),
 )
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first channels of x [s, b, n, d] by the angles of `rotary_table`; the rest pass through.
+    """Rotate the first channels of x [s, b, n, d] by the angles of `rotary_table`; the rest pass through.
 
-    Halves convention: channel i pairs with channel i + dim/2 (GPT-NeoX, Hugging Face's Llama). The
-    table is a constant: no gradient flows to it. Computed in the table's dtype, returned in x's.
+    This is the halves convention: channel i pairs with channel i + dim/2 (GPT-NeoX, Hugging Face's Llama).
+    The table is a constant: no gradient flows to it. The rotation is computed in the table's dtype and
+    returned in x's.
     """
-    return choose(ROTARY.implementations, x).fn(x, cos, sin)
+    return ROTARY.choose(CallFacts.of(x)).fn(x, cos, sin)

@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from megazero.ops.dispatch import Implementation, Operator, choose
-from megazero.ops.scaled_softmax.fused import scaled_softmax_fused
-from megazero.ops.scaled_softmax.reference import scaled_softmax_reference
+from megazero.ops.chunks import compute_dtype
+from megazero.ops.dispatch import CallFacts, Implementation, Operator
+from megazero.ops.scaled_softmax.reference import may_attend, scaled_softmax_reference
+
+
+class _ScaledSoftmax(torch.autograd.Function):
+    """Saves only its result, in the input's dtype."""
+
+    @staticmethod
+    def forward(ctx, scores: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
+        q, k = scores.shape[-2:]
+        wide = scores.to(compute_dtype(scores.dtype)) * scale
+        if causal and q > 1:
+            wide.masked_fill_(may_attend(q, k, scores.device).logical_not_(), -torch.inf)
+        if mask is not None:
+            wide.masked_fill_(~mask, -torch.inf)
+        probs = torch.softmax(wide, -1)
+        if mask is not None or (causal and q > k):
+            probs.masked_fill_(wide.amax(-1, keepdim=True) == -torch.inf, 0)
+        probs = probs.to(scores.dtype)
+        ctx.save_for_backward(probs)
+        ctx.scale = scale
+        return probs
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (probs,) = ctx.saved_tensors
+        grad_scores = torch._softmax_backward_data(grad, probs, -1, probs.dtype)
+        return grad_scores.mul_(ctx.scale), None, None, None
+
+
+def scaled_softmax_fused(scores: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
+    """Softmax of scale * scores [..., q, k] where the mask allows."""
+    return _ScaledSoftmax.apply(scores, scale, causal, mask)
+
 
 SCALED_SOFTMAX = Operator(
     "scaled_softmax",
@@ -18,9 +51,9 @@ SCALED_SOFTMAX = Operator(
 
 
 def scaled_softmax(scores: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
-    """softmax(scale * scores) over keys for scores [b, n, q, k]; fp32 inside, the input's dtype out.
+    """softmax(scale * scores) over keys for scores [b, n, q, k]: fp32 inside, the input's dtype outside.
 
-    mask: bool, broadcastable to the scores, True = may attend. causal: with q != k (a KV cache) the
-    last query sees the last key. A row that may attend to nothing gives zeros.
+    mask: bool, broadcastable to the scores; True means that the query may attend to the key. causal: with
+    q != k (a KV cache) the last query sees the last key. A row that may attend to nothing gives zeros.
     """
-    return choose(SCALED_SOFTMAX.implementations, scores).fn(scores, scale, causal, mask)
+    return SCALED_SOFTMAX.choose(CallFacts.of(scores)).fn(scores, scale, causal, mask)

@@ -9,12 +9,15 @@ from megazero.ops.chunks import compute_dtype
 
 
 def may_attend(q: int, k: int, device: torch.device) -> Tensor:
-    """bool [q, k], True at and before the diagonal; with q != k the last query sees the last key."""
+    """bool [q, k], True on and before the diagonal; with q != k the last query sees the last key."""
     return torch.ones(q, k, dtype=torch.bool, device=device).tril(k - q)
 
 
-def scaled_softmax_reference(scores: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
-    """exp(scale * scores) over the keys that may be attended, divided by its sum; zeros if none may."""
+def masked_scores(scores: Tensor, scale: float, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """scale * scores, -inf where a key may not be attended to; and bool [..., q, 1], True where none may be.
+
+    A row with nothing to attend to has zeros instead, because softmax of all -inf has no gradient.
+    """
     wide = scores.to(compute_dtype(scores.dtype)) * scale
     allowed = torch.ones_like(wide, dtype=torch.bool)
     if causal:
@@ -22,6 +25,10 @@ def scaled_softmax_reference(scores: Tensor, scale: float, causal: bool, mask: T
     if mask is not None:
         allowed = allowed & mask
     none_allowed = ~allowed.any(-1, keepdim=True)
-    # A row with nothing to attend gets finite scores first, for softmax of all -inf has no gradient.
-    wide = wide.masked_fill(~allowed, -torch.inf).masked_fill(none_allowed, 0)
+    return wide.masked_fill(~allowed, -torch.inf).masked_fill(none_allowed, 0), none_allowed
+
+
+def scaled_softmax_reference(scores: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
+    """exp(scale * scores) over the keys that may be attended to, divided by its sum; zeros if none may be."""
+    wide, none_allowed = masked_scores(scores, scale, causal, mask)
     return torch.softmax(wide, -1).masked_fill(none_allowed, 0).to(scores.dtype)

@@ -1,7 +1,7 @@
-"""Monitors: where the numbers of a run go. One file per destination.
+"""Monitors: where a run's numbers go. One file per destination.
 
-`base.py` has the protocol and the composite, `console.py` the lines and the progress bar, `jsonl.py` one
-object per iteration, `csv_file.py` one file per metric, `tensorboard.py` and `weights_and_biases.py` the
+`base.py` has the protocol and the composite; `console.py` prints lines and a progress bar, `jsonl.py` writes
+one object per iteration, `csv_file.py` one file per metric; `tensorboard.py` and `weights_and_biases.py` draw
 charts, under the names in `tags.py`.
 """
 
@@ -33,13 +33,13 @@ def build_monitors(
     """The monitors that the configuration asks for; none on ranks that do not write.
 
     Args:
-        config: its `logging` section decides.
+        config: the run's configuration; its `logging` section decides.
         is_writer_rank: true on exactly one rank.
-        resume_iteration: iterations done in the checkpoint that training continues from.
-        total_iterations: length of the training where it is known in iterations.
+        resume_iteration: number of iterations done in the checkpoint that training continues from.
+        total_iterations: length of the training in iterations, if known.
 
     Raises:
-        ConfigError: where a destination cannot be written or its package is missing.
+        ConfigError: a destination cannot be written, or its package is missing.
     """
     if not is_writer_rank:
         return CompositeMonitor()

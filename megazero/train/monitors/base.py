@@ -1,4 +1,4 @@
-"""The protocol of a monitor, and the composite that outlives its members' failures."""
+"""The protocol of a monitor, and a composite that survives its members' failures."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from megazero.train.metrics import EvalMetrics, StepMetrics
 
 
 class Monitor(Protocol):
-    """Something that shows or records how training goes.
+    """Something that shows or records how training is going.
 
-    All methods do nothing unless overridden, so a monitor that derives from this states what it cares
-    for. A method raises OSError, naming its path, where it cannot write.
+    All methods do nothing unless overridden, so a monitor that derives from this class defines only those it
+    needs. A method that cannot write raises OSError with the path.
     """
 
     def step(self, metrics: StepMetrics) -> None:
-        """One iteration is done."""
+        """Take the metrics of one iteration."""
 
     def evaluation(self, metrics: EvalMetrics) -> None:
-        """One evaluation is done."""
+        """Take the metrics of one evaluation."""
 
     def message(self, text: str) -> None:
-        """Something to tell a person, such as a saved checkpoint."""
+        """Tell a person something, such as that a checkpoint was saved."""
 
     def close(self) -> None:
-        """Training is over; write out what is held back."""
+        """Write out anything still pending, because training is over."""
 
 
 class CompositeMonitor(Monitor):
     """Passes everything on to its members.
 
-    A member that cannot write (a full disk, a closed terminal) is dropped with one warning that says
-    why: losing a chart must not lose the training. Errors other than OSError are bugs and rise.
+    A member that cannot write (a full disk, a closed terminal) is dropped with one warning that says why:
+    a lost chart must not cost the training. Errors other than OSError are bugs and are raised.
 
     Args:
         members: the monitors to call, in this order.
-        warn: takes the warning; standard error by default.
+        warn: called with the warning; by default, it is printed to standard error.
     """
 
     def __init__(self, members: Iterable[Monitor] = (), warn: Callable[[str], None] | None = None) -> None:

@@ -8,22 +8,23 @@ from datetime import datetime
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megazero.train.losses import Losses
 from megazero.train.metrics import EvalMetrics, StepMetrics
 from megazero.train.monitors.base import Monitor
 
 
 class ConsoleMonitor(Monitor):
-    """Prints a line every `log_interval` iterations in Megatron's manner.
+    """Prints a line every `log_interval` iterations, in Megatron's format.
 
-    The loss is the mean over the interval's updates that were made, times and rates are over all its
-    iterations, and the rest is the latest iteration's. On a terminal a progress bar below the
+    Losses are means over the updates that were made in the interval, times and rates are over all its
+    iterations, and everything else is from the latest iteration. On a terminal, a progress bar below the
     lines follows every iteration.
 
     Args:
         log_interval: iterations per line.
-        total_iterations: length of the training, for the bar; None where it is not known.
-        resume_iteration: iterations done before this process.
-        phases: whether to print where the time of the interval went.
+        total_iterations: length of the training, for the bar; None if it is not known.
+        resume_iteration: number of iterations done before this process.
+        phases: whether to print how the time of the interval was spent.
         console: where to print; standard output by default.
     """
 
@@ -54,11 +55,10 @@ class ConsoleMonitor(Monitor):
             self._advance_bar(metrics)
 
     def evaluation(self, metrics: EvalMetrics) -> None:
-        line = (
-            f" {metrics.split} loss at iteration {metrics.iteration} | "
-            f"lm loss value: {metrics.lm_loss:.6E} | lm loss PPL: {metrics.perplexity:.6E} | "
-            f"seconds: {metrics.seconds:.1f} |"
-        )
+        parts = [f" {metrics.split} loss at iteration {metrics.iteration}"]
+        parts += [f"{label} value: {_shown(mean)}" for label, mean in metrics.losses.labelled().items()]
+        parts.insert(2, f"{metrics.losses.terms[0].label} PPL: {_shown(metrics.perplexity)}")
+        line = " | ".join([*parts, f"seconds: {metrics.seconds:.1f} |"])
         rule = "-" * len(line)
         self._print(f"{rule}\n{line}\n{rule}")
 
@@ -78,11 +78,11 @@ class ConsoleMonitor(Monitor):
         self._interval = []
 
     def _print(self, text: str) -> None:
-        # No markup or wrapping: a line is one line in a log file, brackets and all.
+        # No markup or wrapping: each line stays one line in a log file, brackets and all.
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _advance_bar(self, metrics: StepMetrics) -> None:
-        if self._bar is None:  # made with the first step, so that start-up messages stay clear of it
+        if self._bar is None:  # created at the first step, so that start-up messages do not disturb it
             self._bar = Progress(
                 TextColumn("training"),
                 BarColumn(),
@@ -93,18 +93,20 @@ class ConsoleMonitor(Monitor):
             )
             self._bar.add_task("training", total=self._total, completed=self._resumed_at, note="")
             self._bar.start()
-        note = f"loss {metrics.lm_loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s"
+        loss = metrics.losses.total
+        shown = "none" if loss is None else f"{loss:.4f}"
+        note = f"loss {shown}  {metrics.tokens_per_second:,.0f} tokens/s"
         self._bar.update(self._bar.task_ids[0], completed=metrics.iteration, note=note)
 
 
 def interval_line(interval: list[StepMetrics], total: int | None) -> str:
     """Summary of one or more iterations, without the time stamp."""
     last = interval[-1]
-    made = [metrics.lm_loss for metrics in interval if not metrics.skipped]
+    made = [metrics.losses for metrics in interval if not metrics.skipped]
     seconds = sum(metrics.seconds for metrics in interval)
 
     def rate(name: str) -> float:
-        """Mean of a per-second value over the time of the interval."""
+        """Mean of a per-second value, weighted by the time of each iteration."""
         done = sum(getattr(metrics, name) * metrics.seconds for metrics in interval)
         return done / seconds if seconds > 0 else math.nan
 
@@ -119,20 +121,33 @@ def interval_line(interval: list[StepMetrics], total: int | None) -> str:
         f"learning rate: {last.learning_rate:.6E}",
         f"global batch size: {last.global_batch_size:5d}",
     ]
-    if made:
-        parts.append(f"lm loss: {sum(made) / len(made):.6E}")
+    parts += [f"{label}: {mean:.6E}" for label, mean in _interval_means(made).items()]
     parts += [f"loss scale: {last.loss_scale:.1f}", f"grad norm: {last.grad_norm:.3f}"]
     if last.num_zeros is not None:
         parts.append(f"num zeros: {last.num_zeros}")
     if last.params_norm is not None:
         parts.append(f"params norm: {last.params_norm:.3f}")
     parts.append(f"number of skipped iterations: {sum(metrics.skipped for metrics in interval):3d}")
-    parts.append(f"number of nan iterations: {sum(map(math.isnan, made)):3d}")
+    parts.append(f"number of nan iterations: {sum(math.isnan(x.total) for x in made):3d}")
     return " | ".join(parts) + " |"
 
 
+def _interval_means(made: list[Losses]) -> dict[str, float]:
+    """Label -> mean over the iterations in which anything counted for the term."""
+    found: dict[str, list[float]] = {}
+    for losses in made:
+        for label, mean in losses.labelled().items():
+            if mean is not None:
+                found.setdefault(label, []).append(mean)
+    return {label: sum(means) / len(means) for label, means in found.items()}
+
+
+def _shown(value: float | None) -> str:
+    return "none, nothing counts" if value is None else f"{value:.6E}"
+
+
 def phase_line(interval: list[StepMetrics]) -> str:
-    """Mean time per iteration of each phase, in the order in which they first came."""
+    """Mean time per iteration of each phase, in the order in which they first appeared."""
     names = dict.fromkeys(name for metrics in interval for name in metrics.phase_seconds)
     parts = [
         f"{name}: {1000 * sum(m.phase_seconds.get(name, 0.0) for m in interval) / len(interval):.1f}"
@@ -142,6 +157,8 @@ def phase_line(interval: list[StepMetrics]) -> str:
 
 
 def _skipped_line(metrics: StepMetrics) -> str:
+    if metrics.losses.total is None:
+        return f" iteration {metrics.iteration}: update skipped, nothing in the global batch counts"
     where = f"; first in `{metrics.first_bad_parameter}`" if metrics.first_bad_parameter else ""
     return (
         f" iteration {metrics.iteration}: update skipped, a gradient is inf or NaN at loss scale "

@@ -12,13 +12,13 @@ from megazero.train.monitors.tags import evaluation_values, step_values
 
 
 class CsvMonitor(Monitor):
-    """Adds a row ``iteration,value`` to the file of each metric, named like its tag in TensorBoard.
+    """Adds a row ``iteration,value`` to each metric's file, which is named like its tag in TensorBoard.
 
-    A resumed training adds to the files of the earlier ones.
+    A resumed training adds to the existing files.
 
     Args:
-        folder: made where it does not exist.
-        with_timers: also the time of each phase.
+        folder: the folder to write to, which is created if it does not exist.
+        with_timers: whether to also write the time of each phase.
 
     Raises:
         ConfigError: the folder cannot be made.

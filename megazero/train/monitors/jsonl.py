@@ -6,7 +6,6 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,21 +17,21 @@ from megazero.train.monitors.base import Monitor
 class JsonlMonitor(Monitor):
     """Appends one object per iteration to `path`, and one per evaluation to `X.eval.jsonl` beside it.
 
-    Keys are the fields of `StepMetrics` and `EvalMetrics` (and `perplexity`). Floats are written so that they
-    read back as the same bits. JSON has no inf or NaN: they are written as the strings "Infinity",
-    "-Infinity" and "NaN" (protobuf's JSON mapping does the same), which Python's `float()` takes back. Every
-    line is flushed as it is written.
+    The keys are those of `StepMetrics.record` and `EvalMetrics.record`: a loss term `lm` is ``lm_loss``, and
+    null if nothing counted. Floats are written so that they read back bit for bit. JSON has no inf or NaN:
+    they are written as the strings "Infinity", "-Infinity" and "NaN" (as in protobuf's JSON mapping), which
+    Python's `float()` accepts. Every line is flushed as soon as it is written.
 
     A resumed training repeats the iterations after its checkpoint. Lines beyond `resume_iteration` are
     therefore dropped first, so every iteration is in the file once. A training from iteration 0 starts a
     new file and keeps an old one as `path.1`, `path.2`, ...
 
     Args:
-        path: the file; its folder is made.
-        resume_iteration: iterations done in the checkpoint that training continues from, or 0.
+        path: the file; its folder is created if needed.
+        resume_iteration: number of iterations done in the checkpoint that training continues from, or 0.
 
     Raises:
-        ConfigError: where the file cannot be written, or holds something other than metrics.
+        ConfigError: the file cannot be written, or holds something other than metrics.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_iteration: int = 0) -> None:
@@ -51,12 +50,12 @@ class JsonlMonitor(Monitor):
             ) from error
 
     def step(self, metrics: StepMetrics) -> None:
-        _append(self._steps, self.path, asdict(metrics))
+        _append(self._steps, self.path, metrics.record())
 
     def evaluation(self, metrics: EvalMetrics) -> None:
         if self._evaluations is None:
             self._evaluations = self.eval_path.open("a", encoding="utf-8")
-        _append(self._evaluations, self.eval_path, {**asdict(metrics), "perplexity": metrics.perplexity})
+        _append(self._evaluations, self.eval_path, metrics.record())
 
     def close(self) -> None:
         self._steps.close()
@@ -85,10 +84,10 @@ def _append(file: IO[str], path: Path, record: dict[str, Any]) -> None:
 
 
 def _rewind(path: Path, iteration: int) -> None:
-    """Bring a file to the state it had when `iteration` iterations were done."""
+    """Restore a file to the state it had after `iteration` iterations."""
     if not path.exists() or path.stat().st_size == 0:
         return
-    # Written aside and moved over it, so that a crash leaves the old file or the new one.
+    # Write a separate file and move it over this one, so that a crash leaves either the old or the new file.
     part = path.with_name(path.name + ".part")
     try:
         with part.open("wb") as kept:
@@ -102,10 +101,10 @@ def _rewind(path: Path, iteration: int) -> None:
 
 
 def _read(path: Path) -> Iterator[tuple[bytes, int]]:
-    """The lines of a metrics file with their iterations; a last line cut short by a crash is left out.
+    """The lines of a metrics file with their iterations, without a last line that a crash cut short.
 
     Raises:
-        ConfigError: for a line that is no metrics object; it may be a file of another kind.
+        ConfigError: a line is not a metrics object; the file may be of another kind.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -116,8 +115,8 @@ def _read(path: Path) -> Iterator[tuple[bytes, int]]:
                 if number > 1 and not line.endswith(b"\n"):
                     return
                 raise ConfigError(
-                    f"`metrics_jsonl` must be a new file or one of metrics, but line {number} of {path} is "
-                    f"no object with an `iteration`; choose another path."
+                    f"`metrics_jsonl` must be a new file or a file of metrics, but line {number} of {path} "
+                    f"is not an object with an `iteration`; choose another path."
                 ) from error
             if line.endswith(b"\n"):
                 yield found

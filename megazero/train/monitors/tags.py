@@ -1,4 +1,4 @@
-"""The names under which charts hold values: Megatron's, so that old and new runs share a chart."""
+"""The names of values in charts. They are Megatron's, so that old and new runs share a chart."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megazero.train.metrics import EvalMetrics, StepMetrics
 
 
 def step_values(metrics: StepMetrics, *, with_timers: bool) -> dict[str, float]:
-    """Tag -> value of one iteration."""
+    """Tag -> value for one iteration."""
     values = {
         "learning-rate": metrics.learning_rate,
         "batch-size": float(metrics.global_batch_size),
@@ -19,7 +19,7 @@ def step_values(metrics: StepMetrics, *, with_timers: bool) -> dict[str, float]:
         "skipped-iterations": float(metrics.skipped),
     }
     if not metrics.skipped:
-        values["lm loss"] = metrics.lm_loss
+        values |= _known(metrics.losses.labelled())
     if metrics.num_zeros is not None:
         values["num-zeros"] = float(metrics.num_zeros)
     if metrics.params_norm is not None:
@@ -29,9 +29,8 @@ def step_values(metrics: StepMetrics, *, with_timers: bool) -> dict[str, float]:
     return values
 
 
-# The tags that are also drawn over consumed samples.
+# The tags that, like the losses, are also plotted over consumed samples.
 OVER_SAMPLES = (
-    "lm loss",
     "learning-rate",
     "batch-size",
     "loss-scale",
@@ -42,8 +41,13 @@ OVER_SAMPLES = (
 
 
 def evaluation_values(metrics: EvalMetrics, *, with_perplexity: bool) -> dict[str, float]:
-    """Tag -> value of one evaluation, such as ``lm loss validation``."""
-    values = {f"lm loss {metrics.split}": metrics.lm_loss}
+    """Tag -> value for one evaluation; a tag is for example ``lm loss validation``."""
+    values = {f"{label} {metrics.split}": mean for label, mean in metrics.losses.labelled().items()}
     if with_perplexity:
-        values[f"lm loss {metrics.split} ppl"] = metrics.perplexity
-    return values
+        values[f"{metrics.losses.terms[0].label} {metrics.split} ppl"] = metrics.perplexity
+    return _known(values)
+
+
+def _known(values: dict[str, float | None]) -> dict[str, float]:
+    """The values without those for which nothing counted."""
+    return {tag: value for tag, value in values.items() if value is not None}

@@ -12,14 +12,14 @@ from megazero.train.monitors.tags import OVER_SAMPLES, evaluation_values, step_v
 class TensorBoardMonitor(Monitor):
     """Writes scalars every `tensorboard_log_interval` iterations.
 
-    Those of `OVER_SAMPLES` are also written over consumed samples, as ``... vs samples``.
-    A resumed training adds a file of events to the folder, which TensorBoard joins to the earlier ones.
+    Losses and the tags of `OVER_SAMPLES` are also written over consumed samples, as ``... vs samples``.
+    A resumed training adds another event file to the folder, which TensorBoard joins to the earlier ones.
 
     Args:
-        config: folder, interval, queue size and what else to record.
+        config: the folder, the interval, the queue size and what else to record.
 
     Raises:
-        ConfigError: where the tensorboard package is missing or the folder cannot be written.
+        ConfigError: the tensorboard package is missing, or the folder cannot be written.
     """
 
     def __init__(self, config: LoggingConfig) -> None:
@@ -43,9 +43,10 @@ class TensorBoardMonitor(Monitor):
         if metrics.iteration % self._config.tensorboard_log_interval:
             return
         values = step_values(metrics, with_timers=self._config.log_timers_to_tensorboard)
+        over_samples = {*OVER_SAMPLES, *metrics.losses.labelled()}
         for tag, value in values.items():
             self._add(tag, value, metrics.iteration)
-            if tag in OVER_SAMPLES:
+            if tag in over_samples:
                 self._add(f"{tag} vs samples", value, metrics.consumed_samples)
 
     def evaluation(self, metrics: EvalMetrics) -> None:
@@ -59,7 +60,7 @@ class TensorBoardMonitor(Monitor):
         self._writer.close()
 
     def _add(self, tag: str, value: float, at: int) -> None:
-        # The writer's own thread meets a full disk; its error comes out of a later call here.
+        # The writer's own thread runs into a full disk; its error is raised by a later call here.
         try:
             self._writer.add_scalar(tag, value, at)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Weights & Biases, where its package is installed and a project is named."""
+"""Weights & Biases, used if its package is installed and a project is named."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class WandbMonitor(Monitor):
     """Logs every iteration and evaluation under the tags of TensorBoard, and the whole configuration.
 
     Args:
-        config: `logging.wandb_*` say where to.
+        config: the run's configuration; `logging.wandb_*` say where to log.
 
     Raises:
-        ConfigError: where the wandb package is missing or refuses to start a run.
+        ConfigError: the wandb package is missing or refuses to start a run.
     """
 
     def __init__(self, config: Config) -> None:
@@ -41,7 +41,7 @@ class WandbMonitor(Monitor):
             )
         except wandb.Error as error:
             raise ConfigError(
-                f"`wandb_project` must name a project that a run can start in, but for "
+                f"`wandb_project` must name a project in which a run can start, but for "
                 f"{logging.wandb_project} wandb says: {error}; log in with `wandb login`, or "
                 f"leave the option out."
             ) from error

@@ -57,7 +57,7 @@ def test_nothing_goes_where_nothing_is_whole(many, capsys):
     for folder in many.glob("iter_*"):
         (folder / "manifest.json").unlink()
     assert main(["prune", str(many), "--keep-last", "1"]) == 1
-    assert "must hold a whole checkpoint before others go" in capsys.readouterr().err
+    assert "must hold a whole checkpoint before others are removed" in capsys.readouterr().err
     assert saved_iterations(many) == [10, 20, 30, 40, 50]
 
 

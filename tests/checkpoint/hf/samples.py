@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megazero.checkpoint import Box, Key, Part, Source, parts_of_parameters
-from megazero.checkpoint.hf.config_json import TokenIds, config_of, family_of
-from megazero.checkpoint.rule import Table
+from megazero.checkpoint.hf.config_json import TokenIds, architecture_of, config_of
+from megazero.checkpoint.naming import Table
 from megazero.config.tree import ModelConfig
 from megazero.layers import Placement
 from megazero.layers.collectives import gather_features
@@ -86,9 +87,9 @@ class MemorySource:
 
 
 def random_weights(model: ModelConfig, vocab_size: int = VOCAB) -> MemorySource:
-    """Of all tensors that the family has, also where initial weights are ones and zeros."""
+    """Of all tensors that the architecture has, also where initial weights are ones and zeros."""
     generator = torch.Generator().manual_seed(7)
-    table = Table.of(family_of(model).rules, model, vocab_size)
+    table = Table.of(architecture_of(model).rules, model, vocab_size)
     return MemorySource(
         {
             key.name: (torch.randn(shape, generator=generator) * 0.1).bfloat16().float()
@@ -99,7 +100,7 @@ def random_weights(model: ModelConfig, vocab_size: int = VOCAB) -> MemorySource:
 
 def config_for(model: ModelConfig, **changed: Any) -> dict[str, Any]:
     """Its ``config.json``."""
-    config = config_of(family_of(model), model, VOCAB, TokenIds(1, 2), "float32")
+    config = config_of(architecture_of(model), model, VOCAB, TokenIds(1, 2), "float32")
     return {**config, **changed}
 
 
@@ -107,7 +108,7 @@ def their_tensors(model: ModelConfig, dtype: torch.dtype = torch.float32) -> dic
     """Random weights under their names, written out through the rules one by one."""
     source = random_weights(model)
     out = {}
-    for link in Table.of(family_of(model).rules, model, VOCAB).links:
+    for link in Table.of(architecture_of(model).rules, model, VOCAB).links:
         theirs = torch.empty(link.their_shape)
         link.as_ours(theirs).copy_(source.tensors[link.key][link.box.slices])
         out[link.theirs] = theirs.to(dtype)
@@ -125,7 +126,7 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
 def parameter_specs(model: ModelConfig, vocab_size: int = VOCAB) -> dict[str, tuple[int, ...]]:
     """Names and whole shapes of the parameters of our model."""
     context = thread_context(ThreadWorld(1), ProcessGrid(), 0)
-    placement = Placement(context.tp, False, torch.float32, torch.device("meta"))
+    placement = replace(Placement.of(context, torch.float32), device=torch.device("meta"))
     gpt = GPT(model, (vocab_size, vocab_size), placement)
     return {spec_of(p).name: spec_of(p).shape for p in gpt.parameters()}
 

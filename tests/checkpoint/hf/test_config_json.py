@@ -10,10 +10,10 @@ import pytest
 from megazero.checkpoint.hf.config_json import (
     Description,
     TokenIds,
+    architecture_of,
     config_of,
     differences,
-    family_of,
-    find_family,
+    find_architecture,
     model_of,
 )
 from megazero.errors import CheckpointError
@@ -24,10 +24,10 @@ from tests.models.hf_weights import gpt2_model, llama_model
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_comes_back_from_its_config(name):
     model = MODELS[name]
-    found = model_of(family_of(model), config_for(model))
+    found = model_of(architecture_of(model), config_for(model))
     assert differences(found, model) == []
     assert (found.positions, found.attention_dropout) == (model.positions, model.attention_dropout)
-    assert config_of(family_of(found), found, VOCAB, TokenIds(1, 2), "float32") == config_for(model)
+    assert config_of(architecture_of(found), found, VOCAB, TokenIds(1, 2), "float32") == config_for(model)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -56,8 +56,8 @@ def test_a_config_of_transformers_describes_the_same_model():
     }
     four = {**five, "rope_theta": 500000.0, "rope_scaling": None}
     del four["rope_parameters"]
-    families = {find_family(config).model_type for config in (four, five)}
-    models = [model_of(find_family(config), config) for config in (four, five)]
+    families = {find_architecture(config).model_type for config in (four, five)}
+    models = [model_of(find_architecture(config), config) for config in (four, five)]
     assert families == {"llama"}
     assert models[0] == models[1]
     assert models[0].model_dump(exclude_defaults=True) == {
@@ -81,7 +81,7 @@ def test_a_config_of_transformers_describes_the_same_model():
 
 
 def test_an_empty_config_of_gpt2_is_the_small_one():
-    model = model_of(find_family({"model_type": "gpt2"}), {"model_type": "gpt2"})
+    model = model_of(find_architecture({"model_type": "gpt2"}), {"model_type": "gpt2"})
     assert (model.num_layers, model.hidden_size, model.ffn_size, model.positions) == (12, 768, 3072, 1024)
     assert not model.untie_embeddings_and_output_weights
 
@@ -158,7 +158,7 @@ def test_a_config_that_is_none_is_refused(content, message, tmp_path):
 
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(CheckpointError, match="must be a JSON file, but is none"):
+    with pytest.raises(CheckpointError, match="must be a JSON file, but is not a plain file"):
         Description.read(tmp_path)
 
 
@@ -175,7 +175,7 @@ def test_a_pipe_is_not_waited_for(tmp_path):
             {"activation": "swiglu"},
             "`activation` must be gelu or gelu_exact or squared_relu, but is swiglu",
         ),
-        (GPT2, {"num_query_groups": 2}, "the number of key/value heads must be that of the query heads"),
+        (GPT2, {"num_query_groups": 2}, "the number of key/value heads must equal the number of query heads"),
         (GPT2, {"kv_channels": 10}, "the width of a head must be hidden size / heads"),
         (
             GPT2,
@@ -189,7 +189,7 @@ def test_a_pipe_is_not_waited_for(tmp_path):
 )
 def test_a_model_that_no_family_has_is_refused_with_all_reasons(model, changed, reasons):
     with pytest.raises(CheckpointError, match="GPT2LMHeadModel: (.|\n)*LlamaForCausalLM: ") as refusal:
-        family_of(model.model_copy(update=changed))
+        architecture_of(model.model_copy(update=changed))
     assert reasons in str(refusal.value)
 
 

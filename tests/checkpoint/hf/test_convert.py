@@ -118,7 +118,7 @@ def test_a_lost_tokenizer_is_named_with_the_way_out(tmp_path, bpe):
 )
 def test_facts_that_describe_no_model_are_refused(facts, tmp_path):
     folder = save_as_trained(tmp_path / "run", LLAMA, TokenizerConfig(), **facts)
-    with pytest.raises(CheckpointError, match="must be of a GPT model"):
+    with pytest.raises(CheckpointError, match="must say which model it is of"):
         convert_to_hf(folder, tmp_path / "out")
 
 

@@ -151,7 +151,7 @@ def test_tensors_must_be_exactly_those_of_the_config(tmp_path):
         HFReader(write_folder(tmp_path, config_for(GPT2), tensors))
     assert str(refusal.value) == (
         f"the tensors in `{tmp_path}` must be those that its config.json describes, but they lack "
-        "transformer.h.1.ln_1.bias; hold also transformer.h.2.ln_1.bias; "
+        "transformer.h.1.ln_1.bias; also hold transformer.h.2.ln_1.bias; "
         "hold transformer.wpe.weight as torch.float32 [30, 42] instead of floats [31, 42]; "
         "hold transformer.ln_f.bias as torch.int32 [42] instead of floats [42]"
     )
@@ -161,7 +161,7 @@ def test_odd_names_are_printed_in_letters(tmp_path):
     tensors = {**their_tensors(GPT2), "\x1b[31m\n": torch.ones(1), "y" * 999: torch.ones(1)}
     with pytest.raises(CheckpointError) as refusal:
         HFReader(write_folder(tmp_path, config_for(GPT2), tensors))
-    assert str(refusal.value).endswith(f"they hold also '\\x1b[31m\\n', {'y' * 200}")
+    assert str(refusal.value).endswith(f"they also hold '\\x1b[31m\\n', {'y' * 200}")
 
 
 def test_a_config_of_billions_of_layers_is_refused_at_once(tmp_path):

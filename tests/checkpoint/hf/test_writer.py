@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from megazero.checkpoint import Disk, Key
-from megazero.checkpoint.hf import Extras, HFReader, TokenIds, write_hf
-from megazero.checkpoint.hf.config_json import family_of
-from megazero.checkpoint.rule import Table
+from megazero.checkpoint.hf import HFReader, ModelFiles, TokenIds, write_hf
+from megazero.checkpoint.hf.config_json import architecture_of
+from megazero.checkpoint.naming import Table
 from megazero.errors import CheckpointError
 from tests.checkpoint.hf.samples import (
     GPT2,
@@ -33,7 +33,7 @@ from tests.checkpoint.hf.samples import (
 )
 
 TOKENS = torch.randint(VOCAB, (2, 17), generator=torch.Generator().manual_seed(5))
-EXTRAS = Extras(TokenIds(1, 2))
+EXTRAS = ModelFiles(TokenIds(1, 2))
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
@@ -78,7 +78,12 @@ def test_theirs_to_ours_to_theirs_is_bit_equal(name, dtype, tmp_path):
     with HFReader(folder) as reader:
         found = reader.description
         write_hf(
-            reader, found.model, found.vocab_size, tmp_path / "out", dtype=dtype, extras=Extras(found.tokens)
+            reader,
+            found.model,
+            found.vocab_size,
+            tmp_path / "out",
+            dtype=dtype,
+            extras=ModelFiles(found.tokens),
         )
     back = loaded(tmp_path / "out")
     assert back.keys() == tensors.keys()
@@ -88,7 +93,7 @@ def test_theirs_to_ours_to_theirs_is_bit_equal(name, dtype, tmp_path):
 
 def test_shards_are_filled_in_order_and_indexed(tmp_path):
     written = write_hf(random_weights(LLAMA), LLAMA, VOCAB, tmp_path / "out", max_shard_bytes=20_000)
-    table = Table.of(family_of(LLAMA).rules, LLAMA, VOCAB)
+    table = Table.of(architecture_of(LLAMA).rules, LLAMA, VOCAB)
     sizes = {link.theirs: 4 * math.prod(link.their_shape) for link in table.links}
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": sum(sizes.values())}
@@ -119,7 +124,7 @@ def test_a_tensor_larger_than_a_shard_has_its_own(tmp_path):
 
 
 def test_special_tokens_and_other_files_are_written(tmp_path):
-    extras = Extras(TokenIds(5, (6, 7), 0), (("tokenizer.json", b"{}"),))
+    extras = ModelFiles(TokenIds(5, (6, 7), 0), (("tokenizer.json", b"{}"),))
     write_hf(random_weights(GPT2), GPT2, VOCAB, tmp_path / "out", extras=extras)
     tokens = {"bos_token_id": 5, "eos_token_id": [6, 7], "pad_token_id": 0}
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == tokens
@@ -236,8 +241,8 @@ import torch
 
 from megazero.checkpoint import Disk
 from megazero.checkpoint.hf import convert_from_hf, convert_to_hf
-from megazero.checkpoint.hf.config_json import TokenIds, config_of, family_of
-from megazero.checkpoint.rule import Table
+from megazero.checkpoint.hf.config_json import TokenIds, config_of, architecture_of
+from megazero.checkpoint.naming import Table
 from megazero.checkpoint.tensor_file import Later, write_tensors
 from megazero.config.tree import ModelConfig
 import json
@@ -249,7 +254,7 @@ model = ModelConfig(
     position_embedding_type="rope", normalization="RMSNorm", activation="swiglu", add_bias_linear=False,
 )
 vocab = 60 * MIB // 4 // 768
-links = Table.of(family_of(model).rules, model, vocab).links
+links = Table.of(architecture_of(model).rules, model, vocab).links
 (folder / "hf").mkdir()
 write_tensors(
     Disk(),
@@ -257,7 +262,7 @@ write_tensors(
     [(l.theirs, Later(torch.float32, l.their_shape, lambda l=l: torch.ones(l.their_shape))) for l in links],
     hashed=False,
 )
-config = config_of(family_of(model), model, vocab, TokenIds(), "float32")
+config = config_of(architecture_of(model), model, vocab, TokenIds(), "float32")
 (folder / "hf" / "config.json").write_text(json.dumps(config))
 
 

@@ -1,0 +1,228 @@
+"""What a checkpoint says of itself, as plain values for tables and JSON."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megazero.checkpoint.folder import (
+    LATEST,
+    iteration_folder,
+    latest_iteration,
+    leftovers,
+    saved_iterations,
+)
+from megazero.checkpoint.locate import bytes_in, no_checkpoint
+from megazero.checkpoint.manifest import MANIFEST, Logical
+from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.errors import CheckpointError, DamagedCheckpointError
+
+
+def pick(facts: Any, *path: str) -> Any:
+    """A value deep in the facts, or None: they may come from another version of the code, or a converter."""
+    for step in path:
+        if not isinstance(facts, Mapping):
+            return None
+        facts = facts.get(step)
+    return facts
+
+
+@dataclass(frozen=True)
+class SavedLayout:
+    """How a run was laid out over ranks when it saved.
+
+    Attributes:
+        world_size: the number of ranks.
+        tensor, pipeline, context, data: the sizes of the axes.
+        zero_stage: the optimizer's ZeRO stage.
+    """
+
+    world_size: int
+    tensor: int
+    pipeline: int
+    context: int
+    data: int
+    zero_stage: Any
+
+    def __str__(self) -> str:
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        context = f" x context {self.context}" if self.context > 1 else ""
+        axes = f"tensor {self.tensor} x pipeline {self.pipeline}{context} x data {self.data}"
+        return f"{ranks}: {axes}, ZeRO stage {self.zero_stage}"
+
+
+def layout_of(facts: Mapping[str, Any]) -> SavedLayout | None:
+    """The layout that wrote a checkpoint; None for one that no training wrote."""
+    parallel = pick(facts, "config", "parallel")
+    world = pick(facts, "written_by", "world_size")
+    sizes = [
+        pick(parallel, f"{name}_parallel_size") for name in ("tensor_model", "pipeline_model", "context")
+    ]
+    if not all(isinstance(size, int) and size > 0 for size in (world, *sizes)):
+        return None
+    tensor, pipeline, context = sizes
+    data = world // (tensor * pipeline * context)
+    return SavedLayout(world, tensor, pipeline, context, data, pick(facts, "config", "zero", "stage"))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One checkpoint of a run, as far as its descriptions and the sizes of its files tell.
+
+    Attributes:
+        name: the name of its folder.
+        iteration: the iteration after which it was saved.
+        latest: whether the run's file names it.
+        saved: when it was saved, in UTC.
+        bytes: the size of all its files.
+        samples, tokens: how many had been trained on.
+        layout: the layout that wrote it.
+        trouble: why it is not whole; None if it is.
+    """
+
+    name: str
+    iteration: int
+    latest: bool
+    bytes: int
+    saved: Any = None
+    samples: Any = None
+    tokens: Any = None
+    layout: SavedLayout | None = None
+    trouble: str | None = None
+
+
+def summarize(directory: Path, iteration: int, latest: int | None) -> Summary:
+    """One line of a run's list."""
+    folder = iteration_folder(directory, iteration)
+    size = bytes_in(folder)
+    try:
+        facts = CheckpointReader(folder, verify=Verify.SIZE).facts
+    except CheckpointError as error:
+        return Summary(folder.name, iteration, iteration == latest, size, trouble=str(error))
+    return Summary(
+        folder.name,
+        iteration,
+        iteration == latest,
+        size,
+        pick(facts, "time"),
+        pick(facts, "state", "consumed_samples"),
+        pick(facts, "state", "consumed_tokens"),
+        layout_of(facts),
+    )
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The folder of a run.
+
+    Attributes:
+        directory: the folder.
+        checkpoints: its checkpoints, oldest first.
+        leftovers: hidden names, and their sizes in bytes.
+        trouble: what is wrong with the file that names the latest; None if nothing.
+    """
+
+    directory: str
+    checkpoints: tuple[Summary, ...]
+    leftovers: tuple[tuple[str, int], ...]
+    trouble: str | None
+
+
+def describe_run(directory: Path) -> RunSummary:
+    """All checkpoints of a run.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+    """
+    named, trouble = latest_or_trouble(directory)
+    saved = saved_iterations(directory)
+    left = tuple((each.path.name, bytes_in(each.path)) for each in leftovers(directory))
+    if not (saved or left or trouble):
+        raise no_checkpoint(directory)
+    found = tuple(summarize(directory, each, named) for each in saved)
+    return RunSummary(str(directory), found, left, trouble)
+
+
+def latest_or_trouble(directory: Path) -> tuple[int | None, str | None]:
+    """The iteration that a run's file names, and what is wrong with that file; None for what there is not.
+
+    Raises:
+        CheckpointError: the folder is Megatron's.
+    """
+    try:
+        named = latest_iteration(directory)
+    except DamagedCheckpointError as error:
+        return None, str(error)
+    there = [iteration_folder(directory, each) for each in saved_iterations(directory)]
+    there += [each.restored for each in leftovers(directory)]
+    if named is not None and iteration_folder(directory, named) not in there:
+        missing = iteration_folder(directory, named).name
+        return named, f"`{directory / LATEST}` names {missing}, which is missing"
+    return named, None
+
+
+@dataclass(frozen=True)
+class KindTotal:
+    """All tensors of one kind and dtype.
+
+    Attributes:
+        kind: the kind, such as ``weight`` or ``exp_avg``.
+        dtype: the dtype, as safetensors names it.
+        tensors, pieces: how many there are.
+        elements, bytes: the total over all of them.
+    """
+
+    kind: str
+    dtype: str
+    tensors: int
+    pieces: int
+    elements: int
+    bytes: int
+
+
+def totals_by_kind(reader: CheckpointReader) -> list[KindTotal]:
+    """The totals: weights first, then by name."""
+    groups: dict[tuple[str, str], list[Logical]] = defaultdict(list)
+    for tensor in reader.index.tensors:
+        groups[tensor.kind, tensor.dtype].append(tensor)
+    found = []
+    for (kind, dtype), tensors in sorted(groups.items(), key=lambda item: (item[0][0] != "weight", item[0])):
+        elements = sum(elements_of(tensor) for tensor in tensors)
+        width = reader.dtype(tensors[0].key).itemsize
+        pieces = sum(len(tensor.pieces) for tensor in tensors)
+        found.append(KindTotal(kind, dtype, len(tensors), pieces, elements, elements * width))
+    return found
+
+
+def elements_of(tensor: Logical) -> int:
+    """The elements of a whole logical tensor, which its pieces cover exactly once."""
+    return sum(piece.box.numel for piece in tensor.pieces)
+
+
+def file_rows(reader: CheckpointReader) -> list[dict[str, Any]]:
+    """The files of a checkpoint except its manifest: name, bytes, hashed blocks, pieces."""
+    pieces: dict[str, int] = defaultdict(int)
+    for tensor in reader.index.tensors:
+        for piece in tensor.pieces:
+            pieces[piece.file] += 1
+    return [
+        {"name": name, "bytes": entry.size, "blocks": len(entry.blocks), "pieces": pieces[name]}
+        for name, entry in reader.manifest.files.items()
+    ]
+
+
+def describe_checkpoint(reader: CheckpointReader) -> dict[str, Any]:
+    """One checkpoint, as JSON."""
+    layout = layout_of(reader.facts)
+    return {
+        "folder": str(reader.folder),
+        "iteration": reader.manifest.iteration,
+        "bytes": bytes_in(reader.folder),
+        "layout": None if layout is None else asdict(layout),
+        "kinds": [asdict(total) for total in totals_by_kind(reader)],
+        "files": [{"name": MANIFEST, "bytes": (reader.folder / MANIFEST).stat().st_size}, *file_rows(reader)],
+        "facts": dict(reader.facts),
+    }

@@ -1,0 +1,70 @@
+"""Which checkpoint a path means: the folder of a run, or of one checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from megazero.checkpoint.folder import candidates, iteration_folder, leftovers, saved_iterations
+from megazero.checkpoint.manifest import MANIFEST
+from megazero.errors import CheckpointError
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is one checkpoint, by its manifest or its name; otherwise it is a run's.
+
+    Raises:
+        CheckpointError: it is not a folder.
+    """
+    if not path.is_dir():
+        raise CheckpointError(
+            f"`{path}` must be the folder of a run or of a checkpoint, but is "
+            f"{'a file' if path.exists() else 'missing'}; check the path"
+        )
+    if (path / MANIFEST).exists():
+        return True
+    folder = path.resolve()
+    return folder.name in {iteration_folder(folder, each).name for each in saved_iterations(folder.parent)}
+
+
+def no_checkpoint(path: Path) -> CheckpointError:
+    """The error to raise for a run's folder that has no checkpoint."""
+    return CheckpointError(f"`{path}` must hold a checkpoint, but has none; check the path")
+
+
+def checkpoints_of(path: Path) -> list[Path]:
+    """The one checkpoint, or all of a run, oldest first; then those that a killed run set aside.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if is_checkpoint(path):
+        return [path]
+    found = [iteration_folder(path, each) for each in saved_iterations(path)]
+    found += [each.path for each in leftovers(path) if each.restored is not None]
+    if not found:
+        raise no_checkpoint(path)
+    return found
+
+
+def one_checkpoint(path: Path) -> Path:
+    """The one checkpoint, or the one of a run that a resume would take; warnings go to standard error.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if is_checkpoint(path):
+        return path
+    found = candidates(path)
+    if not found.folders:
+        raise no_checkpoint(path)
+    for remark in found.remarks:
+        print(f"warning: {remark}", file=sys.stderr)
+    return found.folders[0]
+
+
+def bytes_in(path: Path) -> int:
+    """The size of a file, or of all files in a folder; links are not followed."""
+    if path.is_dir() and not path.is_symlink():
+        return sum(bytes_in(each) for each in path.iterdir())
+    return path.lstat().st_size

@@ -1,0 +1,231 @@
+"""Naming: which tensor of a foreign model holds which numbers of one of ours, in both directions.
+
+    TensorRule("layers.{i}.attention.qkv.weight", "g s d h", "h.{i}.attn.k.weight", "(g s d) h", KEY)
+
+says: our tensor has the dims g, s, d, h. Theirs has two dims; the first runs through g, s and d, with d
+fastest; and it holds only one slot of s, the key's. A transpose is another order of the letters; if one of
+our tensors is several of theirs, several rules take different parts of it. Since the dims that theirs merges
+can be split again without moving anything, their tensor *seen as ours* is a view, through which it is both
+read and written. The notation is that of einops (Rogozhnikov 2022).
+
+The letters, whose sizes `dim_sizes` gives:
+
+====  ===========================================
+v     vocabulary
+p     positions
+h     hidden
+g     groups of heads that share a key and a value
+s     slots of a group: its queries, key and value
+d     channels of a head
+a     channels of all query heads
+f     inner width of the MLP
+c     halves of a gated MLP: gate, up
+====  ===========================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from types import MappingProxyType
+
+from torch import Tensor
+
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.part import Key
+from megazero.config.tree import ModelConfig
+
+Take = tuple[str, slice]
+"""The part of one of our dims that theirs holds; negative bounds count from the end."""
+
+
+def always(model: ModelConfig) -> bool:
+    """Present in every model."""
+    return True
+
+
+def every_layer(model: ModelConfig, number: int) -> bool:
+    """Present in every layer."""
+    return True
+
+
+def biased(model: ModelConfig) -> bool:
+    """Present where linear layers have biases."""
+    return model.add_bias_linear
+
+
+def untied(model: ModelConfig) -> bool:
+    """Present where the output head has a weight of its own."""
+    return model.untie_embeddings_and_output_weights
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """One of their tensors, and which part of ours it is; see the module.
+
+    Attributes:
+        ours: global name; ``{i}`` stands for every layer's number.
+        dims: our dims, a letter each.
+        theirs: their name.
+        their_dims: their dims, with merged ones in parentheses.
+        take: the part of ours that theirs holds; None for all.
+        when: says whether a model has these tensors.
+        layer: says whether a layer, given the model and the layer's number, has them, as layers may differ.
+    """
+
+    ours: str
+    dims: str
+    theirs: str
+    their_dims: str
+    take: Take | None = None
+    when: Callable[[ModelConfig], bool] = always
+    layer: Callable[[ModelConfig, int], bool] = every_layer
+
+
+@dataclass(frozen=True)
+class Link:
+    """A rule with all letters and numbers filled in.
+
+    Attributes:
+        key: our tensor.
+        shape: the shape of our whole tensor.
+        box: the part that theirs holds.
+        theirs: name of their tensor.
+        merged: for each of their dims, those of ours that it runs through, slowest first.
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+    box: Box
+    theirs: str
+    merged: tuple[tuple[int, ...], ...]
+
+    @property
+    def their_shape(self) -> tuple[int, ...]:
+        """Shape of their tensor."""
+        return tuple(math.prod(self.box.shape[dim] for dim in dims) for dims in self.merged)
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether their elements are in the same order as ours."""
+        order = [dim for dims in self.merged for dim in dims]
+        return order == sorted(order)
+
+    def as_ours(self, theirs: Tensor, box: Box | None = None) -> Tensor:
+        """Their contiguous tensor, or the rows of it that hold `box`, as a view with our dims."""
+        shape = (box or self.box).shape
+        order = [dim for dims in self.merged for dim in dims]
+        split = theirs.view([shape[dim] for dim in order])
+        return split.permute([order.index(dim) for dim in range(len(shape))])
+
+    def rows_of(self, box: Box) -> tuple[slice, Box]:
+        """Consecutive rows of theirs (along its first dim) that hold our `box`, and the box they make."""
+        offset, shape = list(self.box.offset), list(self.box.shape)
+        unit, start = self.their_shape[0], 0
+        for dim in self.merged[0]:
+            unit //= self.box.shape[dim]
+            start += (box.offset[dim] - self.box.offset[dim]) * unit
+            offset[dim], shape[dim] = box.offset[dim], box.shape[dim]
+            if box.shape[dim] > 1:  # rows of a further dim's part would not be consecutive
+                break
+        count = math.prod(shape[dim] for dim in self.merged[0])
+        return slice(start, start + count), Box(tuple(offset), tuple(shape))
+
+
+def cut(box: Box, dims: Sequence[int], limit: int) -> Iterator[Box]:
+    """`box` in parts of at most `limit` elements, cut along the first of `dims`, then the next, if needed."""
+    if not dims or box.numel <= limit:
+        yield box
+        return
+    dim, size = dims[0], box.shape[dims[0]]
+    step = max(1, limit * size // box.numel)
+    for start in range(0, size, step):
+        offset, shape = list(box.offset), list(box.shape)
+        offset[dim] += start
+        shape[dim] = min(step, size - start)
+        yield from cut(Box(tuple(offset), tuple(shape)), dims[1:], limit)
+
+
+def dim_sizes(model: ModelConfig, vocab_size: int) -> Mapping[str, int]:
+    """Letter -> size, for this model."""
+    return MappingProxyType(
+        {
+            "v": vocab_size,
+            "p": model.positions,
+            "h": model.hidden_size,
+            "g": model.kv_heads,
+            "s": model.num_attention_heads // model.kv_heads + 2,
+            "d": model.head_dim,
+            "a": model.num_attention_heads * model.head_dim,
+            "f": model.ffn_size,
+            "c": 2,
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Table:
+    """All links of one model. No two name the same tensor of theirs."""
+
+    links: tuple[Link, ...]
+
+    @classmethod
+    def of(cls, rules: Iterable[TensorRule], model: ModelConfig, vocab_size: int) -> Table:
+        """The rules for a model of this shape."""
+        sizes = dim_sizes(model, vocab_size)
+        present = [rule for rule in rules if rule.when(model)]
+        links = []
+        # Layer after layer, so that a file holds whole ones.
+        for layered, run in groupby(present, lambda rule: "{i}" in rule.ours):
+            block = list(run)
+            for number in range(model.num_layers) if layered else (None,):
+                here = [rule for rule in block if number is None or rule.layer(model, number)]
+                links += [_link(rule, number, sizes) for rule in here]
+        return cls(tuple(links))
+
+    @cached_property
+    def by_key(self) -> Mapping[Key, tuple[Link, ...]]:
+        """Our tensor -> the links it is made of, in the order of the rules."""
+        found: dict[Key, tuple[Link, ...]] = {}
+        for link in self.links:
+            found[link.key] = (*found.get(link.key, ()), link)
+        return MappingProxyType(found)
+
+    @cached_property
+    def by_theirs(self) -> Mapping[str, Link]:
+        """Their tensor -> its link to ours."""
+        return MappingProxyType({link.theirs: link for link in self.links})
+
+    @cached_property
+    def shapes(self) -> Mapping[Key, tuple[int, ...]]:
+        """The shapes of our tensors."""
+        return MappingProxyType({key: links[0].shape for key, links in self.by_key.items()})
+
+
+def _link(rule: TensorRule, number: int | None, sizes: Mapping[str, int]) -> Link:
+    letters = rule.dims.split()
+    shape = tuple(sizes[letter] for letter in letters)
+    box = Box.whole(shape)
+    if rule.take is not None:
+        dim = letters.index(rule.take[0])
+        start, stop, _ = rule.take[1].indices(shape[dim])
+        offset = tuple(start if each == dim else 0 for each in range(len(shape)))
+        box = Box(offset, tuple(stop - start if each == dim else n for each, n in enumerate(shape)))
+    merged = tuple(tuple(letters.index(letter) for letter in group) for group in groups_of(rule.their_dims))
+
+    def name(template: str) -> str:
+        return template.replace("{i}", str(number))
+
+    return Link(Key(name(rule.ours)), shape, box, name(rule.theirs), merged)
+
+
+def groups_of(dims: str) -> tuple[tuple[str, ...], ...]:
+    """``"(g s d) h"`` -> ``(("g", "s", "d"), ("h",))``."""
+    groups: list[tuple[str, ...]] = []
+    for number, text in enumerate(dims.replace(")", "(").split("(")):
+        letters = tuple(text.split())
+        groups += [letters] if number % 2 else [(letter,) for letter in letters]
+    return tuple(groups)

@@ -1,0 +1,310 @@
+"""Reads a DeepSpeed JSON into settings of the same tree that flags and YAML give.
+
+`rows/` says what happens to each key. Nothing is guessed and nothing is raised: problems with the
+file are collected, to be reported together with all others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
+from megazero.config.deepspeed.extras import Extras
+from megazero.config.deepspeed.row import AUTO, NOTHING, SECTION, KeyRow
+from megazero.config.deepspeed.rows.train import BATCH_ROWS
+from megazero.config.deepspeed.table import ALIASES, ROWS, SECTIONS, unknown_key
+from megazero.config.fields import FIELD_BY_PATH
+from megazero.config.flags import Setting
+from megazero.errors import ConfigError
+
+_NOTHING_GIVEN: Mapping[str, Any] = MappingProxyType({})
+_WARMUP = frozenset({"warmup_num_steps", "warmup_type", "last_batch_iteration"})
+_SCHEDULER_TAKES: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "WarmupLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr"},
+        "WarmupDecayLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr", "total_num_steps"},
+        "WarmupCosineLR": _WARMUP | {"warmup_min_ratio", "cos_min_ratio", "total_num_steps"},
+    }
+)
+
+
+@dataclass(frozen=True)
+class IgnoredKey:
+    """A key that was given and has no effect, with the reason."""
+
+    key: str
+    reason: str
+
+
+@dataclass
+class DeepSpeedSettings:
+    """The result of reading a DeepSpeed JSON.
+
+    Attributes:
+        name: what messages call the file.
+        settings: the fields of the tree that it sets, with the key as the source.
+        defaults: what it implies, DeepSpeed's defaults and resolved "auto"; everything else overrides them.
+        ignored: keys without effect.
+        script_ignored: keys that have an effect in `megazero.initialize` but not in a training script.
+        script_problems: why a training script refuses it.
+        problems: why it is refused.
+        broken: paths of fields whose value could not be read.
+        extras: what it says beyond the tree.
+        batch: the batch sizes, if they could be resolved.
+    """
+
+    name: str
+    settings: list[Setting] = field(default_factory=list)
+    defaults: list[Setting] = field(default_factory=list)
+    ignored: list[IgnoredKey] = field(default_factory=list)
+    script_ignored: list[IgnoredKey] = field(default_factory=list)
+    script_problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
+    extras: Extras = field(default_factory=Extras)
+    batch: BatchTriangle | None = None
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Path -> value of all fields that it sets or implies."""
+        return {setting.spec.path: setting.value for setting in [*self.defaults, *self.settings]}
+
+
+def read_deepspeed(
+    source: str | Path | Mapping[str, Any],
+    *,
+    data_parallel: int | None = None,
+    given: Mapping[str, Any] = _NOTHING_GIVEN,
+) -> DeepSpeedSettings:
+    """Read a JSON file, or its content as a mapping.
+
+    Args:
+        source: path of the file, or its content.
+        data_parallel: ranks that samples are split over; None leaves the batch sizes unresolved.
+        given: path -> value of fields that are known from elsewhere; they resolve "auto" and complete the
+            batch sizes.
+    """
+    if isinstance(source, Mapping):
+        result, document = DeepSpeedSettings("the DeepSpeed configuration"), source
+    else:
+        result = DeepSpeedSettings(str(source))
+        document = _load(result, Path(source))
+    values, resolved = _read_keys(result, document, given)
+    extras: dict[str, Any] = {}
+    for row in ROWS.values():
+        _apply(result, row, values, resolved, extras)
+    result.problems += [f"{result.name}: {line}" for line in _contradictions(values)]
+    if values.get("scheduler.type") == "WarmupDecayLR":
+        extras.setdefault("scheduler.warmup_max_lr", 1e-3)  # unlike WarmupLR, which takes the optimizer's
+    result.extras = Extras.of(extras)
+    _set_batch(result, values, given, data_parallel)
+    _settle(result)
+    return result
+
+
+def conflicts(flags: Sequence[Setting], settings: Sequence[Setting]) -> list[str]:
+    """Every field that a flag and the JSON set differently, as sentences."""
+    by_path = {setting.spec.path: setting for setting in flags}
+    rivals = [(by_path[each.spec.path], each) for each in settings if each.spec.path in by_path]
+    return [
+        f"`{each.spec.path}` must be set one way, but `{flag.source}` says {_say(flag.value)} and "
+        f"{each.source} says {_say(each.value)}; change one of them."
+        for flag, each in rivals
+        if flag.value != each.value
+    ]
+
+
+def _say(value: Any) -> str:
+    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _load(result: DeepSpeedSettings, path: Path) -> Mapping[str, Any]:
+    """The file's object; empty, with a problem noted, if there is none."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        repeated = sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        result.problems += [f"{path}: `{key}` must be given once, but is given again." for key in repeated]
+        return dict(pairs)
+
+    def no_constant(name: str) -> None:
+        raise ValueError(f"{name} is not a JSON number")
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+    except OSError as error:
+        result.problems.append(
+            f"`--deepspeed_config` must name a readable file, but {path}: {error.strerror}."
+        )
+    except RecursionError:
+        result.problems.append(f"{path}: the file must not be nested this deeply.")
+    except ValueError as error:
+        result.problems.append(
+            f"{path}: the file must be valid JSON, but is not ({error}); replace the placeholders of a "
+            "template first."
+        )
+    else:
+        if isinstance(document, dict):
+            return document
+        result.problems.append(f"{path}: the file must hold one JSON object.")
+    return {}
+
+
+def _read_keys(
+    result: DeepSpeedSettings, document: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[dict[str, Any], set[str]]:
+    """The readable values by key path, and those of the paths that were resolved from "auto"."""
+    values: dict[str, Any] = {}
+    resolved: set[str] = set()
+    for path, value in _leaves(result, document):
+        row = ROWS[path]
+        if path in values:
+            result.problems.append(f"{result.name}: `{path}` must be given once, but is given as two names.")
+        elif value is None:
+            continue  # null is how JSON leaves a key out
+        elif value == AUTO and row.auto is not None:
+            found = row.auto(given)
+            values[path] = AUTO if found is NOTHING else found
+            resolved.add(path)
+        else:
+            _read_value(result, row, value, values)
+    return values, resolved
+
+
+def _leaves(
+    result: DeepSpeedSettings, node: Mapping[str, Any], section: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Path and value of every key that has a row; other keys are problems."""
+    for key, value in node.items():
+        path = f"{section}.{key}" if section else ALIASES.get(key, str(key))
+        if path in ROWS:
+            yield path, value
+        elif path not in SECTIONS:
+            result.problems.append(f"{result.name}: {unknown_key(path)}")
+        elif isinstance(value, Mapping):
+            yield from _leaves(result, value, path)
+        elif value is not None:
+            result.problems.append(f"{result.name}: `{path}` must be an object, but is {json.dumps(value)}.")
+
+
+def _read_value(result: DeepSpeedSettings, row: KeyRow, value: Any, values: dict[str, Any]) -> None:
+    shown = "an object" if isinstance(value, Mapping) else json.dumps(value, default=str)
+    found = row.shape.read(value)
+    if found is NOTHING:
+        also = ' or "auto"' if row.auto else ""
+        result.problems.append(f"{result.name}: `{row.key}` must be {row.shape.says}{also}, but is {shown}.")
+        result.broken.update(row.fields)
+        return
+    if not row.takes(found):
+        as_this = "" if row.shape is SECTION else f" as {shown}"
+        result.problems.append(f"{result.name}: `{row.key}` is not accepted{as_this}: {row.refused}.")
+        result.broken.update(row.fields)
+        return
+    values[row.key] = found
+
+
+def _apply(
+    result: DeepSpeedSettings,
+    row: KeyRow,
+    values: Mapping[str, Any],
+    resolved: Set[str],
+    extras: dict[str, Any],
+) -> None:
+    """Note what one row's value, or its absence, means."""
+    if row.when is not None and values.get(row.when, False) in (False, AUTO):
+        return
+    if row.key not in values:
+        if row.absent is not NOTHING:
+            source = f"{result.name}: DeepSpeed's default of `{row.key}`"
+            _set_fields(row, row.absent, values, source, result.defaults)
+        return
+    value, source = values[row.key], f"{result.name}: `{row.key}`"
+    if value == AUTO and row.key in resolved:
+        if row.extra:
+            extras[row.extra] = None
+        return
+    found = _set_fields(
+        row, value, values, source, result.defaults if row.key in resolved else result.settings
+    )
+    if row.extra:
+        extras[row.extra] = found
+    if row.script_refused:
+        result.script_problems.append(f"{source} is not accepted: {row.script_refused}.")
+    elif row.accepted:
+        ignored = result.script_ignored if row.extra else result.ignored
+        ignored.append(IgnoredKey(row.key, row.accepted))
+
+
+def _set_fields(row: KeyRow, value: Any, values: Mapping[str, Any], source: str, into: list[Setting]) -> Any:
+    """Set the fields of a row; returns its converted value."""
+    if row.convert is None:
+        return value
+    found = row.convert(value, values)
+    if found is not NOTHING:
+        each = found if len(row.fields) > 1 else (found,)
+        into += [Setting(FIELD_BY_PATH[path], v, source) for path, v in zip(row.fields, each, strict=True)]
+    return found
+
+
+def _set_batch(
+    result: DeepSpeedSettings, values: Mapping[str, Any], given: Mapping[str, Any], data_parallel: int | None
+) -> None:
+    """Resolve the batch sizes, with what flags and YAML give, and set them."""
+    keys = [row.key for row in BATCH_ROWS]
+    paths = ("batch.global_batch_size", "batch.micro_batch_size")
+    stated = {key: values[key] for key in keys if values.get(key, AUTO) != AUTO}
+    known = {**dict(zip(keys, map(given.get, paths), strict=False)), **stated}
+    if not stated or result.broken.intersection(paths):
+        return
+    if data_parallel is None:
+        sizes = [stated.get(key) for key in keys[:2]]
+    else:
+        try:
+            batch = resolve_batch(*(known.get(key) for key in keys), data_parallel)
+        except ConfigError as error:
+            result.problems += [f"{result.name}: {line}" for line in error.violations]
+            result.broken.update(paths)
+            return
+        result.batch, sizes = batch, [batch.train, batch.micro]
+    for key, path, size in zip(keys, paths, sizes, strict=False):
+        by = f"`{key}`" if key in stated else " and ".join(f"`{k}`" for k in stated)
+        if size is not None:
+            result.settings.append(Setting(FIELD_BY_PATH[path], size, f"{result.name}: {by}"))
+
+
+def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that are sound by themselves but not together."""
+    kind = values.get("scheduler.type")
+    if kind is not None:
+        for key in (key for key in values if key.startswith("scheduler.params.")):
+            name = key.rpartition(".")[2]
+            if name not in _SCHEDULER_TAKES[kind]:
+                yield f"`{key}` must not be given with {kind}; leave it out."
+        if "total_num_steps" in _SCHEDULER_TAKES[kind] and "scheduler.params.total_num_steps" not in values:
+            yield f"`scheduler.params.total_num_steps` must be given with {kind}, but is missing."
+    decay = values.get("optimizer.params.weight_decay", AUTO)
+    if str(values.get("optimizer.type")).lower() == "sgd" and decay not in (0, AUTO):
+        yield (
+            "`optimizer.params.weight_decay` must be 0 with SGD, which here decays weights apart from the "
+            f"gradient, but is {decay}; choose AdamW or leave it out."
+        )
+
+
+def _settle(result: DeepSpeedSettings) -> None:
+    """One setting per field; keys that set one field differently are a problem."""
+    by_path: dict[str, Setting] = {}
+    for setting in result.settings:
+        first = by_path.setdefault(setting.spec.path, setting)
+        if first.value != setting.value:
+            result.problems.append(
+                f"`{setting.spec.path}` must be set one way, but {first.source} says {_say(first.value)} and "
+                f"{setting.source} says {_say(setting.value)}; keep one of these keys."
+            )
+            result.broken.add(setting.spec.path)
+    result.settings = list(by_path.values())

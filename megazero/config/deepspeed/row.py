@@ -1,0 +1,175 @@
+"""What a row of the DeepSpeed table is: one JSON key, what it must hold, and what happens to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+AUTO = "auto"
+
+
+class Nothing(Enum):
+    """What a converter returns if the value leaves a field as it is."""
+
+    NOTHING = 0
+
+
+NOTHING = Nothing.NOTHING
+
+Values = Mapping[str, Any]
+"""Key path -> value of a whole JSON, as read; `"auto"` if it could not be resolved."""
+
+
+@dataclass(frozen=True)
+class ValueShape:
+    """A type of value, in words, and how to read it; `read` returns NOTHING for a value of another type."""
+
+    says: str
+    read: Callable[[Any], Any]
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else NOTHING
+
+
+def _integer(value: Any) -> Any:
+    """An integer; one written as 5e8 counts too, because that is exact."""
+    exact = _number(value) is not NOTHING and value == value // 1
+    return int(value) if exact else NOTHING
+
+
+def _at_least(least: int, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def within(value: Any) -> Any:
+        found = read(value)
+        return found if found is not NOTHING and found >= least else NOTHING
+
+    return within
+
+
+def _numbers(value: Any) -> Any:
+    items = [_number(item) for item in value] if isinstance(value, list | tuple) else [NOTHING]
+    return NOTHING if NOTHING in items or len(items) != 2 else tuple(items)
+
+
+def _of(*types: type) -> Callable[[Any], Any]:
+    return lambda value: value if isinstance(value, types) else NOTHING
+
+
+BOOL = ValueShape("true or false", _of(bool))
+INTEGER = ValueShape("an integer", _integer)
+COUNT = ValueShape("a positive integer", _at_least(1, _integer))
+SIZE = ValueShape("an integer, at least 0", _at_least(0, _integer))
+NUMBER = ValueShape("a number", _number)
+AMOUNT = ValueShape("a number, at least 0", _at_least(0, _number))
+PAIR = ValueShape("a list of two numbers", _numbers)
+TEXT = ValueShape("text", _of(str))
+SECTION = ValueShape("an object", _of(Mapping))
+ANYTHING = ValueShape("any value", lambda value: value)
+
+
+@dataclass(frozen=True)
+class Only:
+    """The values with which a key is accepted; with others it is refused."""
+
+    says: str
+    holds: Callable[[Any], bool]
+
+
+def only(*values: Any) -> Only:
+    """Accepts these values; strings match in any case."""
+    spelled = {_plain(value) for value in values}
+    says = " or ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values)
+    return Only(says, lambda value: _plain(value) in spelled)
+
+
+def _plain(value: Any) -> Any:
+    return (type(value) is bool, value.lower() if isinstance(value, str) else value)
+
+
+def _enables_nothing(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return value.get("enabled") is not True and all(map(_enables_nothing, value.values()))
+    return True
+
+
+DISABLED = Only("`enabled` false", lambda section: section.get("enabled", False) is False)
+NOTHING_ENABLED = Only("nothing in it `enabled`", _enables_nothing)
+NO_DEVICE = Only("`device` none", lambda section: section.get("device", "none") in ("none", None))
+
+
+@dataclass(frozen=True)
+class KeyRow:
+    """One key of the JSON.
+
+    Attributes:
+        key: its path, such as `zero_optimization.stage`. Nothing below a key of shape SECTION is looked at.
+        shape: what it must hold.
+        fields: paths of the tree that it sets.
+        convert: turns the value and those of all keys into the field's value, or into one for each of several
+            fields, or into NOTHING; None if another key sets the fields from both.
+        extra: the attribute of `Extras` that it sets; without `fields`, only `megazero.initialize` reads it.
+        accepted: why it has no effect; together with `extra`, why it has none in a training script.
+        refused: what to do instead.
+        only: the values with which it is accepted; with others it is `refused`.
+        script_refused: what to do instead in a training script, if only `megazero.initialize` reads it.
+        when: the key that must be on for this one to count.
+        absent: what DeepSpeed assumes if `when` is on and the key is missing; flags and YAML override it.
+        auto: how "auto" is resolved from what flags and YAML give (path -> value); NOTHING leaves it to
+            them. None if the key cannot be "auto".
+    """
+
+    key: str
+    shape: ValueShape
+    fields: tuple[str, ...] = ()
+    convert: Callable[[Any, Values], Any] | None = None
+    extra: str | None = None
+    accepted: str | None = None
+    refused: str | None = None
+    only: Only | None = None
+    script_refused: str | None = None
+    when: str | None = None
+    absent: Any = NOTHING
+    auto: Callable[[Mapping[str, Any]], Any] | None = None
+
+    def takes(self, value: Any) -> bool:
+        """Whether the key may have this value of its shape."""
+        if self.only is not None:
+            return self.only.holds(value)
+        return bool(self.fields or self.extra or self.accepted)
+
+
+def plainly(value: Any, values: Values) -> Any:
+    """The converter that changes nothing."""
+    return value
+
+
+def left_to_flags(given: Mapping[str, Any]) -> Any:
+    """The "auto" that means: whatever flags, YAML or the caller give."""
+    return NOTHING
+
+
+def of_hidden_size(formula: Callable[[int], int]) -> Callable[[Mapping[str, Any]], Any]:
+    """The "auto" of transformers that follows from the hidden size; left to flags if that is unknown."""
+
+    def resolve(given: Mapping[str, Any]) -> Any:
+        hidden = given.get("model.hidden_size")
+        return NOTHING if hidden is None else formula(hidden)
+
+    return resolve
+
+
+def sets(key: str, shape: ValueShape, *fields: str, convert=plainly, **rest: Any) -> KeyRow:
+    """A row that sets fields of the tree."""
+    return KeyRow(key, shape, fields, convert, **rest)
+
+
+def ignores(reason: str, shape: ValueShape, *keys: str) -> tuple[KeyRow, ...]:
+    """Rows of keys that have no effect, all for one reason."""
+    return tuple(KeyRow(key, shape, accepted=reason) for key in keys)
+
+
+def refuses(remedy: str, shape: ValueShape, taken: Only | None, *keys: str) -> tuple[KeyRow, ...]:
+    """Rows of keys that are refused, except with the values that ask for nothing."""
+    return tuple(KeyRow(key, shape, refused=remedy, only=taken) for key in keys)

@@ -1,0 +1,1 @@
+"""rows: one row for each key of a DeepSpeed JSON, by subject."""

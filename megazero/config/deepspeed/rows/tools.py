@@ -1,0 +1,182 @@
+"""Rows of the DeepSpeed table: logging and monitors, and the features that have sections of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import Any
+
+from megazero.config.deepspeed.row import (
+    ANYTHING,
+    BOOL,
+    COUNT,
+    DISABLED,
+    INTEGER,
+    NOTHING,
+    NOTHING_ENABLED,
+    NUMBER,
+    SECTION,
+    SIZE,
+    TEXT,
+    KeyRow,
+    Only,
+    Values,
+    ignores,
+    only,
+    refuses,
+    sets,
+)
+
+_JOB_NAME = "DeepSpeedJobName"  # what DeepSpeed calls a job without a name
+
+
+def _folder(section: str) -> Callable[[bool, Values], Any]:
+    """The folder of a monitor that is on: its output path with the name of the job."""
+
+    def convert(on: bool, values: Values) -> Any:
+        if not on:
+            return NOTHING
+        path = values.get(f"{section}.output_path", "")
+        return str(PurePath(path, values.get(f"{section}.job_name", _JOB_NAME)))
+
+    return convert
+
+
+def _monitor_rows(section: str, field: str) -> tuple[KeyRow, ...]:
+    return (
+        sets(f"{section}.enabled", BOOL, field, convert=_folder(section)),
+        # Parts of the folder that `enabled` sets.
+        KeyRow(f"{section}.output_path", TEXT, (field,), when=f"{section}.enabled"),
+        KeyRow(f"{section}.job_name", TEXT, (field,), when=f"{section}.enabled"),
+    )
+
+
+_LATER = "comes in a later version; leave the section out or set `enabled` to false"
+_FIXED_METRICS = "the set of metrics is fixed, and training is the same without it"
+
+LOGGING_ROWS: tuple[KeyRow, ...] = (
+    KeyRow(
+        "steps_per_print",
+        COUNT,
+        extra="steps_per_print",
+        accepted="`--log-interval` says how often a line is printed",
+    ),
+    sets("wall_clock_breakdown", BOOL, "logging.wall_clock_breakdown"),
+    *ignores(_FIXED_METRICS, BOOL, "memory_breakdown"),
+    *ignores("all messages have one level", TEXT, "log_level"),
+    KeyRow("dump_state", BOOL, extra="dump_state", accepted="`--check-config` prints the resolved settings"),
+    KeyRow(
+        "dataloader_drop_last",
+        BOOL,
+        extra="dataloader_drop_last",
+        accepted="training always takes whole batches",
+    ),
+    *_monitor_rows("tensorboard", "logging.tensorboard_dir"),
+    *_monitor_rows("csv_monitor", "logging.csv_dir"),
+    KeyRow("wandb.enabled", BOOL, ("logging.wandb_project",)),
+    sets("wandb.project", TEXT, "logging.wandb_project", when="wandb.enabled", absent="deepspeed"),
+    sets("wandb.group", TEXT, "logging.wandb_group", when="wandb.enabled"),
+    sets("wandb.team", TEXT, "logging.wandb_entity", when="wandb.enabled"),
+    *refuses("use `tensorboard`, `wandb` or `csv_monitor`", SECTION, DISABLED, "comet"),
+    sets("comms_logger.enabled", BOOL, "logging.comms_logger"),
+    *ignores(
+        "the summary counts every collective and its bytes, by group",
+        ANYTHING,
+        "comms_logger.verbose",
+        "comms_logger.prof_all",
+        "comms_logger.prof_ops",
+        "comms_logger.debug",
+    ),
+    KeyRow(
+        "flops_profiler.enabled",
+        BOOL,
+        extra="flops_profiler",
+        accepted="every log line gives the model's FLOPs per second per rank",
+    ),
+    *ignores("the FLOPs of the whole model are counted, in every step", SIZE, "flops_profiler.profile_step"),
+    *ignores(
+        "the FLOPs of the whole model are counted, in every step",
+        INTEGER,
+        "flops_profiler.module_depth",
+        "flops_profiler.top_modules",
+    ),
+    *ignores("the FLOPs of the whole model are counted, in every step", BOOL, "flops_profiler.detailed"),
+    *ignores("log lines go to standard output", TEXT, "flops_profiler.output_file"),
+    *ignores("recomputation is not counted as work", NUMBER, "flops_profiler.recompute_fwd_factor"),
+)
+
+FEATURE_ROWS: tuple[KeyRow, ...] = (
+    *refuses(f"curriculum learning {_LATER}", SECTION, DISABLED, "curriculum_learning"),
+    *refuses(
+        f"data efficiency {_LATER}",
+        SECTION,
+        DISABLED,
+        "data_efficiency",
+    ),
+    *refuses(f"progressive layer drop {_LATER}", SECTION, DISABLED, "progressive_layer_drop"),
+    *refuses(
+        "compression is not offered; leave the section out",
+        SECTION,
+        NOTHING_ENABLED,
+        "compression_training",
+        "quantize_training",
+        "eigenvalue",
+    ),
+    *refuses("compression is not offered; leave the section out", SECTION, None, "weight_quantization"),
+    *refuses(
+        "batch sizes do not adapt to the number of ranks; leave the section out",
+        SECTION,
+        DISABLED,
+        "elasticity",
+    ),
+    *refuses("tuning is not offered; leave the section out", SECTION, DISABLED, "autotuning"),
+    *refuses("attention is dense; leave the section out", SECTION, None, "sparse_attention"),
+    *refuses(
+        "automatic mixed precision is not offered; use `fp16` or `bf16`",
+        SECTION,
+        DISABLED,
+        "amp",
+        "torch_autocast",
+    ),
+    *refuses(
+        "generation during training is not offered; leave the section out", SECTION, DISABLED, "hybrid_engine"
+    ),
+    *refuses(
+        "the compiler is not offered; leave the section out",
+        SECTION,
+        Only("`deepcompile` false", lambda section: section.get("deepcompile", False) is False),
+        "compile",
+    ),
+    *refuses(
+        "cut layers with `--tensor-model-parallel-size`; leave the section out",
+        SECTION,
+        None,
+        "tensor_parallel",
+    ),
+    *refuses(
+        "mixture of experts comes in a later version; leave it out", SECTION, DISABLED, "expert_parallel"
+    ),
+    *refuses(
+        "it matters only with experts; leave it out", BOOL, only(False), "use_data_before_expert_parallelism"
+    ),
+    *refuses("checkpoints are written to `--save`; leave the section out", SECTION, DISABLED, "nebula"),
+    *ignores("nothing is offloaded to NVMe", SECTION, "aio"),
+    *ignores("timers are set by `wall_clock_breakdown`", SECTION, "timers"),
+    *ignores(
+        "a checkpoint is whole or invisible, and loads on any layout",
+        ANYTHING,
+        "checkpoint.tag_validation",
+        "checkpoint.load_universal",
+        "checkpoint.parallel_write",
+        "checkpoint.writer",
+    ),
+    *refuses(
+        "all ranks write to one folder; give `--save` a folder that every node sees",
+        BOOL,
+        only(False),
+        "checkpoint.use_node_local_storage",
+    ),
+    *ignores("garbage collection is left to Python", BOOL, "disable_python_gc"),
+    *ignores("the model determines the size of the vocabulary", SIZE, "vocabulary_size"),
+    *ignores("activations are sent in the model's type", TEXT, "seq_parallel_communication_data_type"),
+)

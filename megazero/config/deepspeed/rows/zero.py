@@ -1,0 +1,210 @@
+"""Rows of the DeepSpeed table: ZeRO, activation checkpointing and pipeline stages."""
+
+from __future__ import annotations
+
+from megazero.config.deepspeed.row import (
+    ANYTHING,
+    BOOL,
+    INTEGER,
+    NO_DEVICE,
+    NOTHING,
+    SECTION,
+    SIZE,
+    KeyRow,
+    ignores,
+    left_to_flags,
+    of_hidden_size,
+    only,
+    refuses,
+    sets,
+)
+
+_OFFLOAD = "offload of the optimizer and the parameters comes in a later version; leave it out"
+_QUANTIZED = "quantized communication comes in a later version; set it to false"
+
+
+def _zero(*names: str) -> tuple[str, ...]:
+    return tuple(f"zero_optimization.{name}" for name in names)
+
+
+ZERO_ROWS: tuple[KeyRow, ...] = (
+    sets("zero_optimization.stage", INTEGER, "zero.stage", auto=left_to_flags),
+    sets(
+        "zero_optimization.reduce_bucket_size",
+        SIZE,
+        "zero.bucket_size",
+        auto=of_hidden_size(lambda hidden: hidden * hidden),
+    ),
+    *ignores(
+        "reductions and gathers share the buckets of `reduce_bucket_size`",
+        SIZE,
+        *_zero("allgather_bucket_size"),
+    ),
+    sets(
+        "zero_optimization.overlap_comm",
+        BOOL,
+        "zero.overlap_grad_reduce",
+        "zero.overlap_param_gather",
+        convert=lambda on, values: (on, on),
+        auto=left_to_flags,
+    ),
+    sets(
+        "zero_optimization.stage3_prefetch_bucket_size",
+        SIZE,
+        "zero.prefetch_size",
+        auto=of_hidden_size(lambda hidden: int(0.9 * hidden * hidden)),
+    ),
+    sets(
+        "zero_optimization.stage3_param_persistence_threshold",
+        SIZE,
+        "zero.param_persistence_threshold",
+        auto=of_hidden_size(lambda hidden: 10 * hidden),
+    ),
+    sets("zero_optimization.stage3_max_live_parameters", SIZE, "zero.max_live_parameters"),
+    *ignores(
+        "what stays gathered is decided by `stage3_max_live_parameters` and "
+        "`stage3_param_persistence_threshold`",
+        INTEGER,
+        *_zero(
+            "stage3_max_reuse_distance",
+            "stage3_model_persistence_threshold",
+            "stage3_module_granularity_threshold",
+        ),
+    ),
+    sets(
+        "zero_optimization.zero_hpz_partition_size",
+        SIZE,
+        "zero.hpz_partition_size",
+        convert=lambda n, _: n or 1,
+    ),
+    *refuses(
+        _QUANTIZED,
+        BOOL,
+        only(False),
+        *_zero("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
+    ),
+    *refuses(
+        "use `zero_hpz_partition_size`, which keeps gathers within a node",
+        INTEGER,
+        only(-1, 0),
+        *_zero("mics_shard_size"),
+    ),
+    *refuses(
+        "leave it out with `mics_shard_size`", BOOL, only(False), *_zero("mics_hierarchical_params_gather")
+    ),
+    *refuses(_OFFLOAD, SECTION, NO_DEVICE, *_zero("offload_param", "offload_optimizer")),
+    *refuses(_OFFLOAD, BOOL, only(False), *_zero("cpu_offload", "cpu_offload_param", "cpu_offload_params")),
+    *refuses(_OFFLOAD, SECTION, None, *_zero("zenflow")),
+    *ignores("nothing is offloaded", BOOL, *_zero("cpu_offload_use_pin_memory")),
+    *ignores("the optimizer steps bucket by bucket", SIZE, *_zero("sub_group_size")),
+    *ignores(
+        "gradients are always kept in flat buffers, and are reduce-scattered wherever they are sharded",
+        BOOL,
+        *_zero(
+            "contiguous_gradients",
+            "reduce_scatter",
+            "allgather_partitions",
+            "round_robin_gradients",
+            "use_multi_rank_bucket_allreduce",
+            "legacy_stage1",
+            "parameter_alignment",
+            "stage3_use_all_reduce_for_fetch_params",
+            "stage3_allgather_sequential",
+        ),
+    ),
+    *ignores(
+        "a parameter without a gradient takes part with zeros", BOOL, *_zero("ignore_unused_parameters")
+    ),
+    *ignores(
+        "checkpoints do not depend on the layout, and hold the optimizer's own weights",
+        BOOL,
+        *_zero("elastic_checkpoint", "load_from_fp32_weights", "pipeline_loading_checkpoint"),
+    ),
+    *(
+        KeyRow(
+            key,
+            BOOL,
+            extra="gather_16bit_weights_on_save",
+            accepted="a checkpoint always holds whole weights",
+        )
+        for key in _zero(
+            "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"
+        )
+    ),
+    *ignores(
+        "parameters are found by hooks on their modules, with checks that are always on",
+        BOOL,
+        *_zero(
+            "override_module_apply",
+            "memory_efficient_linear",
+            "log_trace_cache_warnings",
+            "enable_sanity_checks",
+        ),
+    ),
+    *refuses(
+        "the norm of the gradients is always computed; leave it out",
+        BOOL,
+        only(True),
+        *_zero("compute_grad_norm"),
+    ),
+    *ignores("each module's parameters are gathered together", SECTION, *_zero("leaf_module")),
+    *ignores("it matters only with the Muon optimizer", BOOL, *_zero("save_muon_momentum_buffer_in_memory")),
+    *ignores("sharded parameters are always gathered", BOOL, "disable_allgather"),
+    KeyRow(
+        "zero_allow_untested_optimizer",
+        BOOL,
+        extra="zero_allow_untested_optimizer",
+        accepted="every optimizer that flags offer is tested with every stage",
+    ),
+    *ignores("nothing is offloaded", BOOL, "zero_force_ds_cpu_optimizer"),
+)
+
+
+def _every(interval: int, values: object) -> object:
+    return ("full", interval) if interval else NOTHING
+
+
+def _checkpointing(*names: str) -> tuple[str, ...]:
+    return tuple(f"activation_checkpointing.{name}" for name in names)
+
+
+ACTIVATION_ROWS: tuple[KeyRow, ...] = (
+    sets("activation_checkpointing.partition_activations", BOOL, "recompute.partition_activations"),
+    sets("activation_checkpointing.cpu_checkpointing", BOOL, "recompute.offload"),
+    *ignores(
+        "memory housekeeping is left to torch",
+        BOOL,
+        *_checkpointing("contiguous_memory_optimization", "synchronize_checkpoint_boundary", "profile"),
+    ),
+    *ignores(
+        "`--recompute-method` and `--recompute-num-layers` say which layers are recomputed",
+        INTEGER,
+        *_checkpointing("number_checkpoints"),
+    ),
+)
+
+PIPELINE_ROWS: tuple[KeyRow, ...] = (
+    sets(
+        "pipeline.activation_checkpoint_interval",
+        SIZE,
+        "recompute.granularity",
+        "recompute.num_layers",
+        convert=_every,
+    ),
+    *ignores(
+        "stages are set by `--pipeline-model-parallel-size` and `--pipeline-partition`",
+        ANYTHING,
+        "pipeline.stages",
+        "pipeline.partition",
+    ),
+    *ignores(
+        "initial weights depend on the seed and the parameter's name alone", BOOL, "pipeline.seed_layers"
+    ),
+    *ignores(
+        "how stages send to each other changes only the speed",
+        BOOL,
+        "pipeline.pipe_partitioned",
+        "pipeline.grad_partitioned",
+        "pipeline.use_reentrant",
+    ),
+)

@@ -1,0 +1,59 @@
+"""The table of all DeepSpeed JSON keys, and how to find one's row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megazero.config.coerce import nearest
+from megazero.config.deepspeed.row import KeyRow
+from megazero.config.deepspeed.rows.tools import FEATURE_ROWS, LOGGING_ROWS
+from megazero.config.deepspeed.rows.train import BATCH_ROWS, OPTIMIZER_ROWS, PRECISION_ROWS, SCHEDULER_ROWS
+from megazero.config.deepspeed.rows.zero import ACTIVATION_ROWS, PIPELINE_ROWS, ZERO_ROWS
+
+GROUPS: Mapping[str, tuple[KeyRow, ...]] = MappingProxyType(
+    {
+        "Batch sizes": BATCH_ROWS,
+        "Optimizer": OPTIMIZER_ROWS,
+        "Learning rate schedule": SCHEDULER_ROWS,
+        "Precision and gradients": PRECISION_ROWS,
+        "ZeRO": ZERO_ROWS,
+        "Activation checkpointing": ACTIVATION_ROWS,
+        "Pipeline": PIPELINE_ROWS,
+        "Logging": LOGGING_ROWS,
+        "Other features": FEATURE_ROWS,
+    }
+)
+"""Heading -> its rows, in the order of the docs."""
+
+ALIASES: Mapping[str, str] = MappingProxyType({"bfloat16": "bf16"})
+"""Older names of top-level sections."""
+
+
+def _table() -> dict[str, KeyRow]:
+    table: dict[str, KeyRow] = {}
+    for row in (row for rows in GROUPS.values() for row in rows):
+        assert row.key not in table, f"{row.key} has two rows"
+        table[row.key] = row
+    return table
+
+
+ROWS: Mapping[str, KeyRow] = MappingProxyType(_table())
+"""Key path -> its row."""
+
+SECTIONS: frozenset[str] = frozenset(
+    ".".join(key.split(".")[:depth]) for key in ROWS for depth in range(1, key.count(".") + 1)
+)
+"""Paths that are not keys themselves but hold some."""
+
+
+def unknown_key(path: str) -> str:
+    """The complaint about a key that is not in the table, with the nearest one that is."""
+    section, _, name = path.rpartition(".")
+    known = [key for key in (*ROWS, *SECTIONS) if key.rpartition(".")[0] == section]
+    close = nearest(name, [key.rpartition(".")[2] for key in known])
+    home = next((key for key in ROWS if key.rpartition(".")[2] == name), None)
+    if home is None and close is not None:
+        home = f"{section}.{close}" if section else close
+    hint = f"did you mean `{home}`?" if home else "docs/deepspeed_json.md lists the keys."
+    return f"unknown key `{path}`; {hint}"

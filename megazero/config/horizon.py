@@ -1,0 +1,181 @@
+"""How far a training goes, and in which steps: worked out once, handed to whatever needs a length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megazero.config.steps import BEGINNING, UNITS, Progress, Step, Steps, Unit
+from megazero.config.tree import Config
+from megazero.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where a training stops: at the first limit that is reached; None sets no limit.
+
+    Attributes:
+        iterations: the number of steps.
+        samples: the most samples consumed, in whole steps; what does not fill another step is left over.
+        tokens: the number of tokens that the last step reaches or passes, as in Megatron-DeepSpeed.
+    """
+
+    iterations: int | None = None
+    samples: int | None = None
+    tokens: int | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> Limits:
+        """The limits of a run."""
+        training = config.training
+        return cls(training.train_iters, training.train_samples, training.train_tokens)
+
+    def end(self, steps: Steps) -> Progress:
+        """What has been consumed when these steps stop; their start, if a limit lies before it.
+
+        Raises:
+            ConfigError: there is no limit.
+        """
+        ends = []
+        if self.iterations is not None:
+            ends.append(max(self.iterations, steps.start.iteration))
+        if self.samples is not None:
+            ends.append(steps.within(self.samples))
+        if self.tokens is not None:
+            ends.append(steps.reaching(self.tokens))
+        if not ends:
+            raise ConfigError(
+                "`train_iters`, `train_samples` or `train_tokens` must be set, but none is; "
+                "say how long to train."
+            )
+        return steps.before(min(ends))
+
+
+@dataclass(frozen=True)
+class LrLengths:
+    """Lengths of the learning rate schedule, all counted in `unit`.
+
+    A warmup that is a fraction of the decay need not be a whole number; `wsd_decay` is None without WSD.
+    """
+
+    unit: Unit
+    warmup: float
+    decay: int
+    wsd_decay: int | None
+
+    @classmethod
+    def of(cls, config: Config, end: Progress) -> LrLengths:
+        """The lengths for a training until `end`; a decay without a given length runs until then."""
+        values, unit = config.optimizer, _lr_unit(config)
+        decay = getattr(values, f"lr_decay_{unit}")
+        if decay is None:
+            decay = end.count(unit)
+        if values.lr_warmup_fraction is not None:
+            warmup = values.lr_warmup_fraction * decay
+        else:
+            warmup = getattr(values, f"lr_warmup_{unit}")
+        wsd_decay = getattr(values, f"lr_wsd_decay_{unit}") if values.lr_decay_style == "WSD" else None
+        return cls(unit, warmup, decay, wsd_decay)
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """What evaluations read; each uses the batch size at the end of a ramp.
+
+    Attributes:
+        interval: training steps from one to the next.
+        batches: global batches per evaluation.
+        batch_size: samples per global batch.
+        micro_batches: micro-batches per global batch, on each replica.
+    """
+
+    interval: int
+    batches: int
+    batch_size: int
+    micro_batches: int
+
+    @property
+    def samples(self) -> int:
+        """Samples per evaluation."""
+        return self.batches * self.batch_size
+
+    def first_sample(self, iteration: int) -> int:
+        """The position in the validation data where the evaluation after `iteration` steps begins.
+
+        Each evaluation reads the next part of the data, as Megatron-LM's do.
+        """
+        past = iteration // self.interval
+        if past and iteration % self.interval == 0:
+            past -= 1
+        return past * self.samples
+
+    def samples_until(self, iteration: int) -> int:
+        """Validation samples read by a training of `iteration` steps, including the evaluation at its end."""
+        return (iteration // self.interval + 1) * self.samples
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """A training's steps, its end, and the lengths that follow from both.
+
+    Attributes:
+        steps: what each step consumes.
+        limits: where they stop.
+        lr: lengths of the learning rate schedule of the whole training.
+        evaluations: what evaluations read between the steps.
+    """
+
+    steps: Steps
+    limits: Limits
+    lr: LrLengths
+    evaluations: Evaluations
+
+    @cached_property
+    def end(self) -> Progress:
+        """What has been consumed when training stops, in whole steps: its length in every unit."""
+        return self.limits.end(self.steps)
+
+    def at(self, progress: Progress) -> Step:
+        """The step that follows `progress`."""
+        return self.steps.at(progress)
+
+    def before(self, iteration: int) -> Progress:
+        """What has been consumed when `iteration` steps are done."""
+        return self.steps.before(iteration)
+
+
+def horizon_of(config: Config, data_parallel_size: int, start: Progress = BEGINNING) -> Horizon:
+    """The horizon of a run on so many replicas of the model.
+
+    Args:
+        config: the run's configuration.
+        data_parallel_size: replicas of the model.
+        start: what had been consumed according to a checkpoint. If these same steps led there, the horizon
+            is the one from the beginning; if the batch size has changed since, limits and schedule span both
+            parts.
+
+    Raises:
+        ConfigError: no limit is set.
+    """
+    steps, limits = Steps.of(config, data_parallel_size, start), Limits.of(config)
+    training = config.training
+    batch_size = steps.ramp.final
+    return Horizon(
+        steps,
+        limits,
+        LrLengths.of(config, limits.end(steps)),
+        Evaluations(training.eval_interval, training.eval_iters, batch_size, batch_size // steps.unit),
+    )
+
+
+def _lr_unit(config: Config) -> Unit:
+    """What the learning rate schedule counts in: the unit of its own lengths, else the training's."""
+    values = config.optimizer
+    for stem in ("lr_decay", "lr_wsd_decay", "lr_warmup"):
+        for unit in UNITS:
+            if getattr(values, f"{stem}_{unit}"):
+                return unit
+    training = config.training
+    if training.train_iters is not None:
+        return "iters"
+    return "samples" if training.train_samples is not None else "tokens"

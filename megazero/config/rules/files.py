@@ -1,0 +1,209 @@
+"""Rules about tokenizer, data, checkpoints and logging."""
+
+from __future__ import annotations
+
+from megazero.config.rules.rule import Case, Rule, value_at
+
+_SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
+_ALL_PATHS = ("data.data_path", *_SPLIT_PATHS)
+_KIND = "tokenizer.tokenizer_type"
+_MODEL_KINDS = ("HFTokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer")
+_BERT_KINDS = ("BertWordPieceLowerCase", "BertWordPieceCase")
+_EXTRA_ID_KINDS = (*_BERT_KINDS, "SentencePieceTokenizer")
+_LOAD_SWITCHES = (
+    "checkpoint.finetune",
+    "checkpoint.no_load_optim",
+    "checkpoint.no_load_rng",
+    "checkpoint.exit_on_missing_checkpoint",
+    "checkpoint.ckpt_step",
+)
+_SAVE_SWITCHES = (
+    "checkpoint.no_save_optim",
+    "checkpoint.no_save_rng",
+    "checkpoint.async_save",
+    "checkpoint.keep_last",
+)
+_WANDB = tuple(f"logging.wandb_{name}" for name in ("exp_name", "save_dir", "entity", "group"))
+
+TOKENIZER_RULES: tuple[Rule, ...] = (
+    Rule(
+        "gpt2_tokenizer_files",
+        (_KIND, "tokenizer.vocab_file", "tokenizer.merge_file"),
+        "`vocab_file` and `merge_file` must be set with GPT2BPETokenizer",
+        "add `--vocab-file vocab.json --merge-file merges.txt`",
+        lambda c: (
+            c.config.tokenizer.tokenizer_type != "GPT2BPETokenizer"
+            or bool(c.config.tokenizer.vocab_file and c.config.tokenizer.merge_file)
+        ),
+    ),
+    Rule(
+        "tokenizer_model_given",
+        (_KIND, "tokenizer.tokenizer_model"),
+        f"`tokenizer_model` must be set with {', '.join(_MODEL_KINDS)}",
+        "add `--tokenizer-model` with the file",
+        lambda c: (
+            c.config.tokenizer.tokenizer_type not in _MODEL_KINDS or bool(c.config.tokenizer.tokenizer_model)
+        ),
+    ),
+    Rule(
+        "wordpiece_vocab_file",
+        (_KIND, "tokenizer.vocab_file"),
+        f"`vocab_file` must be set with {', '.join(_BERT_KINDS)}",
+        "add `--vocab-file vocab.txt`",
+        lambda c: c.config.tokenizer.tokenizer_type not in _BERT_KINDS or bool(c.config.tokenizer.vocab_file),
+    ),
+    Rule(
+        "null_tokenizer_vocab_size",
+        (_KIND, "model.vocab_size"),
+        "`vocab_size` must be set with NullTokenizer",
+        "add `--vocab-size`",
+        lambda c: (
+            c.config.tokenizer.tokenizer_type != "NullTokenizer" or c.config.model.vocab_size is not None
+        ),
+    ),
+    Rule(
+        "extra_ids_have_a_tokenizer",
+        (_KIND, "tokenizer.vocab_extra_ids"),
+        f"`vocab_extra_ids` must be 0 unless `tokenizer_type` is one of {', '.join(_EXTRA_ID_KINDS)}",
+        "leave it out",
+        lambda c: (
+            c.config.tokenizer.vocab_extra_ids == 0 or c.config.tokenizer.tokenizer_type in _EXTRA_ID_KINDS
+        ),
+    ),
+)
+
+
+def _sources(case: Case) -> int:
+    data = case.config.data
+    per_split = any(value_at(case.config, path) for path in _SPLIT_PATHS)
+    return sum((bool(data.data_path), per_split, data.mock_data))
+
+
+def _is_blend(items: tuple[str, ...]) -> bool:
+    """Whether `items` are one prefix, or pairs of a positive weight and a prefix."""
+    if len(items) <= 1:
+        return True
+    try:
+        weights = [float(item) for item in items[::2]]
+    except ValueError:
+        return False
+    return len(items) % 2 == 0 and all(0 < weight < float("inf") for weight in weights)
+
+
+DATA_RULES: tuple[Rule, ...] = (
+    Rule(
+        "data_source_given",
+        (*_ALL_PATHS, "data.mock_data"),
+        "the data must be given",
+        "set `--data-path`, or `--train-data-path` and its siblings, or `--mock-data`",
+        lambda c: _sources(c) >= 1,
+    ),
+    Rule(
+        "one_data_source",
+        (*_ALL_PATHS, "data.mock_data"),
+        "the data must come from `data_path`, from the paths of each split, or from `mock_data`",
+        "keep one of the three",
+        lambda c: _sources(c) <= 1,
+    ),
+    Rule(
+        "training_data_given",
+        (*_SPLIT_PATHS, "training.skip_train"),
+        "`train_data_path` must be set beside the other splits' paths",
+        "add it, or `--skip-train`",
+        lambda c: (
+            bool(c.config.data.train_data_path)
+            or c.config.training.skip_train
+            or not (c.config.data.valid_data_path or c.config.data.test_data_path)
+        ),
+    ),
+    Rule(
+        "blend_in_pairs",
+        _ALL_PATHS,
+        "a data path must be one prefix, or pairs of a positive weight and a prefix",
+        "write `0.7 first_text_document 0.3 second_text_document`",
+        lambda c: all(_is_blend(value_at(c.config, path)) for path in _ALL_PATHS),
+    ),
+    Rule(
+        "exact_epochs_need_single_pass",
+        ("data.train_data_exact_num_epochs", "data.dataloader_type"),
+        "`dataloader_type` must be single with `train_data_exact_num_epochs`",
+        "leave out one of the two",
+        lambda c: (
+            c.config.data.train_data_exact_num_epochs is None or c.config.data.dataloader_type == "single"
+        ),
+    ),
+)
+
+OUTPUT_RULES: tuple[Rule, ...] = (
+    Rule(
+        "save_interval_needs_save",
+        ("checkpoint.save_interval", "checkpoint.save"),
+        "`save` must be set with `save_interval`",
+        "say where with `--save`",
+        lambda c: c.config.checkpoint.save_interval is None or bool(c.config.checkpoint.save),
+    ),
+    Rule(
+        "save_switches_need_save",
+        (*_SAVE_SWITCHES, "checkpoint.save"),
+        "`save` must be set with a switch that says how to save",
+        "say where with `--save`, or leave the switch out",
+        lambda c: (
+            bool(c.config.checkpoint.save) or not any(value_at(c.config, path) for path in _SAVE_SWITCHES)
+        ),
+    ),
+    Rule(
+        "async_save_limit_needs_async_save",
+        ("checkpoint.async_save_limit", "checkpoint.async_save"),
+        "`async_save` must be set with an `async_save_limit` above 1",
+        "add `--async-save`",
+        lambda c: c.config.checkpoint.async_save_limit == 1 or c.config.checkpoint.async_save,
+    ),
+    Rule(
+        "save_retain_interval_needs_keep_last",
+        ("checkpoint.save_retain_interval", "checkpoint.keep_last"),
+        "`keep_last` must be set with `save_retain_interval`",
+        "say how many others to keep with `--keep-last`; without it all are kept",
+        lambda c: (
+            c.config.checkpoint.save_retain_interval is None or c.config.checkpoint.keep_last is not None
+        ),
+    ),
+    Rule(
+        "load_switches_need_load",
+        (*_LOAD_SWITCHES, "checkpoint.load"),
+        "`load` must be set with a switch that says how to load",
+        "say from where with `--load`, or leave the switch out",
+        lambda c: (
+            bool(c.config.checkpoint.load)
+            or all(
+                value_at(c.config, path) is None or value_at(c.config, path) is False
+                for path in _LOAD_SWITCHES
+            )
+        ),
+    ),
+    Rule(
+        "tensorboard_switches_need_dir",
+        (
+            "logging.log_validation_ppl_to_tensorboard",
+            "logging.log_timers_to_tensorboard",
+            "logging.tensorboard_dir",
+        ),
+        "`tensorboard_dir` must be set with a switch that adds to its events",
+        "add `--tensorboard-dir`",
+        lambda c: (
+            bool(c.config.logging.tensorboard_dir)
+            or not (
+                c.config.logging.log_validation_ppl_to_tensorboard
+                or c.config.logging.log_timers_to_tensorboard
+            )
+        ),
+    ),
+    Rule(
+        "wandb_needs_project",
+        (*_WANDB, "logging.wandb_project"),
+        "`wandb_project` must be set with the other settings of Weights & Biases",
+        "add `--wandb-project`",
+        lambda c: (
+            bool(c.config.logging.wandb_project) or not any(value_at(c.config, path) for path in _WANDB)
+        ),
+    ),
+)

@@ -1,0 +1,273 @@
+"""Rules about the model's shape, the layout of ranks and the batch."""
+
+from __future__ import annotations
+
+import math
+
+from megazero.config.derive import chunks_per_stage
+from megazero.config.horizon import Limits
+from megazero.config.rules.rule import CHUNK_FIELDS, Case, Rule
+from megazero.config.steps import Steps
+
+_HEAD_SHAPE = ("model.hidden_size", "model.num_attention_heads", "model.kv_channels")
+_MOST_LAYOUTS = 8  # named in one message
+
+
+def _rotary_dim_is_even(case: Case) -> bool:
+    model = case.config.model
+    if model.position_embedding_type != "rope":
+        return True
+    rotary_dim = int(model.head_dim * model.rotary_percent)
+    return rotary_dim >= 2 and rotary_dim % 2 == 0
+
+
+MODEL_RULES: tuple[Rule, ...] = (
+    Rule(
+        "hidden_multiple_of_heads",
+        _HEAD_SHAPE,
+        "`hidden_size` must be a multiple of `num_attention_heads` unless `kv_channels` gives the head width",
+        "change one of the two or set `--kv-channels`",
+        lambda c: (
+            c.config.model.kv_channels is not None
+            or c.config.model.hidden_size % c.config.model.num_attention_heads == 0
+        ),
+    ),
+    Rule(
+        "query_groups_divide_heads",
+        ("model.num_query_groups", "model.num_attention_heads"),
+        "`num_query_groups` must divide `num_attention_heads`",
+        "choose a divisor of the number of heads",
+        lambda c: c.config.model.num_attention_heads % c.config.model.kv_heads == 0,
+    ),
+    Rule(
+        "rotary_dim_even",
+        ("model.position_embedding_type", "model.rotary_percent", *_HEAD_SHAPE),
+        "the rotated part of a head must have an even number of channels, at least 2",
+        "change the head width or `--rotary-percent`",
+        _rotary_dim_is_even,
+        lambda c: f"{int(c.config.model.head_dim * c.config.model.rotary_percent)} of each head are rotated",
+    ),
+    Rule(
+        "rotary_settings_need_rope",
+        ("model.position_embedding_type", "model.rotary_percent", "model.rotary_base"),
+        "`rotary_percent` and `rotary_base` must be left at 1 and 10000 unless the positions are rotary",
+        "add `--position-embedding-type rope` or leave them out",
+        lambda c: (
+            c.config.model.position_embedding_type == "rope"
+            or (c.config.model.rotary_percent == 1.0 and c.config.model.rotary_base == 10000.0)
+        ),
+    ),
+    Rule(
+        "positions_cover_sequence",
+        ("model.max_position_embeddings", "model.seq_length"),
+        "`max_position_embeddings` must be at least `seq_length`",
+        "raise it or leave it out",
+        lambda c: c.config.model.positions >= c.config.model.seq_length,
+    ),
+    Rule(
+        "vocabulary_known",
+        ("model.vocab_size", "tokenizer.tokenizer_type"),
+        "`vocab_size` or `tokenizer_type` must be set",
+        "name the tokenizer that made the data",
+        lambda c: c.config.model.vocab_size is not None or c.config.tokenizer.tokenizer_type is not None,
+    ),
+)
+
+
+def _fitting_layouts(case: Case) -> str:
+    """The tensor x pipeline x data parallel layouts that these ranks and this model allow, nearest first."""
+    model, parallel = case.config.model, case.config.parallel
+    world, context = case.world_size or 1, parallel.context_parallel_size
+    most_stages = max(1, model.num_layers // chunks_per_stage(case.config))
+    fits = [
+        (tensor, stages, world // (tensor * stages * context))
+        for tensor in range(1, world + 1)
+        for stages in range(1, min(most_stages, world // tensor) + 1)
+        if world % (tensor * stages * context) == 0
+        and model.num_attention_heads % tensor == 0
+        and model.kv_heads % tensor == 0
+        and model.ffn_size % tensor == 0
+    ]
+
+    def distance(layout: tuple[int, int, int]) -> float:
+        tensor, stages, _ = layout
+        return abs(math.log(tensor / parallel.tensor_model_parallel_size)) + abs(
+            math.log(stages / parallel.pipeline_model_parallel_size)
+        )
+
+    shown = [" x ".join(map(str, layout)) for layout in sorted(fits, key=distance)[:_MOST_LAYOUTS]]
+    layouts = f"tensor x pipeline x data parallel can be {', '.join(shown)}" if shown else "no layout fits"
+    return f"the world size is {world}: {layouts}"
+
+
+def _unavailable(axis: str, field: str, flag: str) -> Rule:
+    return Rule(
+        f"{axis}_parallel_unavailable",
+        (f"parallel.{field}",),
+        f"`{field}` must be 1 in this version",
+        f"leave out `{flag}` and raise `--tensor-model-parallel-size` or the number of ranks",
+        lambda c: getattr(c.config.parallel, field) == 1,
+    )
+
+
+PARALLEL_RULES: tuple[Rule, ...] = (
+    Rule(
+        "world_size_factors",
+        (
+            "parallel.tensor_model_parallel_size",
+            "parallel.pipeline_model_parallel_size",
+            "parallel.context_parallel_size",
+        ),
+        "the world size must be a multiple of tensor x pipeline x context parallel size",
+        "start another number of ranks (torchrun --nproc-per-node; with --check-config set WORLD_SIZE), "
+        "or change the layout",
+        lambda c: c.world_size is None or c.data_parallel is not None,
+        _fitting_layouts,
+        reads=(
+            "model.num_attention_heads",
+            "model.num_query_groups",
+            "model.ffn_hidden_size",
+            "model.hidden_size",
+            "model.activation",
+            *CHUNK_FIELDS,
+        ),
+    ),
+    Rule(
+        "heads_over_tensor_ranks",
+        ("model.num_attention_heads", "parallel.tensor_model_parallel_size"),
+        "`num_attention_heads` must be a multiple of `tensor_model_parallel_size`",
+        "change one of the two",
+        lambda c: c.config.model.num_attention_heads % c.config.parallel.tensor_model_parallel_size == 0,
+    ),
+    Rule(
+        "query_groups_over_tensor_ranks",
+        ("model.num_query_groups", "parallel.tensor_model_parallel_size"),
+        "`num_query_groups` must be a multiple of `tensor_model_parallel_size`",
+        "use more query groups or fewer tensor-parallel ranks",
+        lambda c: (
+            c.config.model.num_query_groups is None
+            or c.config.model.num_query_groups % c.config.parallel.tensor_model_parallel_size == 0
+        ),
+    ),
+    Rule(
+        "ffn_over_tensor_ranks",
+        (
+            "model.ffn_hidden_size",
+            "model.hidden_size",
+            "model.activation",
+            "parallel.tensor_model_parallel_size",
+        ),
+        "the MLP's inner width must be a multiple of `tensor_model_parallel_size`",
+        "set `--ffn-hidden-size` to a multiple",
+        lambda c: c.config.model.ffn_size % c.config.parallel.tensor_model_parallel_size == 0,
+        lambda c: f"the inner width is {c.config.model.ffn_size}",
+    ),
+    Rule(
+        "sequence_over_tensor_ranks",
+        ("parallel.sequence_parallel", "model.seq_length", "parallel.tensor_model_parallel_size"),
+        "`seq_length` must be a multiple of `tensor_model_parallel_size` with `sequence_parallel`",
+        "change the length or leave out `--sequence-parallel`",
+        lambda c: (
+            not c.config.parallel.sequence_parallel
+            or c.config.model.seq_length % c.config.parallel.tensor_model_parallel_size == 0
+        ),
+    ),
+    _unavailable("context", "context_parallel_size", "--context-parallel-size"),
+    _unavailable("expert", "expert_model_parallel_size", "--expert-model-parallel-size"),
+    Rule(
+        "nccl_needs_cuda",
+        ("parallel.distributed_backend", "parallel.device"),
+        "`distributed_backend` must be gloo or auto on the CPU",
+        "leave out `--distributed-backend`",
+        lambda c: c.config.parallel.distributed_backend != "nccl" or c.config.parallel.device != "cpu",
+    ),
+)
+
+
+def _batch_unit(case: Case) -> int:
+    """Samples of one micro-batch on every replica; of one replica while their number is unknown."""
+    return case.config.batch.micro_batch_size * (case.data_parallel or 1)
+
+
+def _ramp_multiples(case: Case) -> bool:
+    ramp = case.config.batch.rampup_batch_size
+    return ramp is None or (ramp[0] % _batch_unit(case) == 0 and ramp[1] % _batch_unit(case) == 0)
+
+
+def _ramp_whole_increments(case: Case) -> bool:
+    batch = case.config.batch
+    if batch.rampup_batch_size is None or batch.global_batch_size is None:
+        return True
+    start, increment, _ = batch.rampup_batch_size
+    return start > batch.global_batch_size or (batch.global_batch_size - start) % increment == 0
+
+
+def _samples_fill_a_batch(case: Case) -> bool:
+    if case.config.training.train_samples is None or case.data_parallel is None:
+        return True
+    return Limits.of(case.config).end(Steps.of(case.config, case.data_parallel)).iteration >= 1
+
+
+def _unit_clause(case: Case) -> str:
+    replicas = case.data_parallel
+    known = f"{replicas} data-parallel ranks" if replicas else "the number of ranks is not considered"
+    return f"{known}: a multiple of {_batch_unit(case)} is needed"
+
+
+_RAMP = ("batch.rampup_batch_size", "batch.global_batch_size")
+_LAYOUT = PARALLEL_RULES[0].fields
+
+BATCH_RULES: tuple[Rule, ...] = (
+    Rule(
+        "global_batch_multiple",
+        ("batch.global_batch_size", "batch.micro_batch_size"),
+        "`global_batch_size` must be a multiple of `micro_batch_size` x data-parallel size",
+        "change one of the batch sizes or the number of ranks",
+        lambda c: (c.config.batch.global_batch_size or _batch_unit(c)) % _batch_unit(c) == 0,
+        _unit_clause,
+        reads=_LAYOUT,
+    ),
+    Rule(
+        "ramp_needs_global_batch",
+        _RAMP,
+        "`global_batch_size` must be set with `rampup_batch_size`",
+        "say where the ramp ends with `--global-batch-size`",
+        lambda c: c.config.batch.rampup_batch_size is None or c.config.batch.global_batch_size is not None,
+    ),
+    Rule(
+        "ramp_starts_below_global_batch",
+        _RAMP,
+        "`rampup_batch_size` must start at no more than `global_batch_size`",
+        "start lower",
+        lambda c: (
+            c.config.batch.rampup_batch_size is None
+            or c.config.batch.global_batch_size is None
+            or c.config.batch.rampup_batch_size[0] <= c.config.batch.global_batch_size
+        ),
+    ),
+    Rule(
+        "ramp_whole_increments",
+        _RAMP,
+        "`rampup_batch_size` must reach `global_batch_size` in whole increments",
+        "choose an increment that divides the distance from its start to the global batch",
+        _ramp_whole_increments,
+    ),
+    Rule(
+        "ramp_multiples",
+        ("batch.rampup_batch_size", "batch.micro_batch_size"),
+        "start and increment of `rampup_batch_size` must be multiples of `micro_batch_size` x data-parallel "
+        "size",
+        "choose such multiples",
+        _ramp_multiples,
+        _unit_clause,
+        reads=_LAYOUT,
+    ),
+    Rule(
+        "samples_fill_a_batch",
+        ("training.train_samples", "batch.micro_batch_size", *_RAMP),
+        "`train_samples` must suffice for one global batch",
+        "train on more samples or lower the batch size",
+        _samples_fill_a_batch,
+        reads=("training.train_iters", "training.train_tokens", "model.seq_length", *_LAYOUT),
+    ),
+)

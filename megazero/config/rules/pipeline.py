@@ -1,0 +1,152 @@
+"""Rules about pipeline stages: their chunks, schedules and partition."""
+
+from __future__ import annotations
+
+import re
+
+from megazero.config.derive import chunks_per_stage, num_chunks, schedule_kind
+from megazero.config.rules.rule import CHUNK_FIELDS, Case, Rule
+from megazero.config.steps import BatchRamp
+
+PARTITION_METHODS = ("uniform", "parameters", "cost", "measured")
+_VIRTUAL = (
+    "parallel.num_layers_per_virtual_pipeline_stage",
+    "parallel.num_virtual_stages_per_pipeline_rank",
+)
+_STAGES = "parallel.pipeline_model_parallel_size"
+
+
+def _layers_divide(case: Case) -> bool:
+    parallel, per_chunk = case.config.parallel, case.config.parallel.num_layers_per_virtual_pipeline_stage
+    return (
+        per_chunk is None
+        or case.config.model.num_layers % (parallel.pipeline_model_parallel_size * per_chunk) == 0
+    )
+
+
+def _virtual_stages_run(case: Case) -> bool:
+    parallel = case.config.parallel
+    virtual = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank
+    if virtual == (None, None) or (
+        parallel.pipeline_schedule != "zb-v" and chunks_per_stage(case.config) == 1
+    ):
+        return True
+    return parallel.pipeline_schedule in ("auto", "interleaved") and parallel.pipeline_model_parallel_size > 1
+
+
+def _chunk_clause(case: Case) -> str:
+    layers, each = case.config.model.num_layers, chunks_per_stage(case.config)
+    fit = f"{layers} layers suffice for {layers // each} stages of {each}" if layers >= each else "fewer fit"
+    return f"that makes {num_chunks(case.config)} chunks; {fit}"
+
+
+def micro_batch_counts(case: Case) -> list[int]:
+    """Micro-batches per step at each rung of the batch ramp, in order (evaluation uses the last one's).
+
+    Empty if the number of ranks is unknown or a rule about batch sizes is broken.
+    """
+    batch = case.config.batch
+    if case.data_parallel is None or (batch.rampup_batch_size and batch.global_batch_size is None):
+        return []
+    unit = batch.micro_batch_size * case.data_parallel
+    ramp = BatchRamp.of(case.config, case.data_parallel)
+    if ramp.start > ramp.final or (ramp.final - ramp.start) % ramp.increment:
+        return []
+    sizes = range(ramp.start, ramp.final + 1, ramp.increment)
+    return [] if any(size % unit for size in sizes) else [size // unit for size in sizes]
+
+
+def _interleaved_rounds(case: Case) -> bool:
+    stages = case.config.parallel.pipeline_model_parallel_size
+    if schedule_kind(case.config) != "interleaved":
+        return True
+    return all(count % stages == 0 for count in micro_batch_counts(case))
+
+
+def _partition_fault(case: Case) -> str | None:
+    """What is wrong with `pipeline_partition`; None if nothing is."""
+    method = case.config.parallel.pipeline_partition
+    if method in PARTITION_METHODS:
+        return None
+    if method.startswith("type:"):
+        return _regex_fault(method.removeprefix("type:"))
+    numbers = [int(part) for part in method.split(",") if part.strip().isdecimal()]
+    if len(numbers) != method.count(",") + 1:
+        return f"it is not one of {', '.join(PARTITION_METHODS)}, type:REGEX or numbers of layers"
+    chunks, layers = num_chunks(case.config), case.config.model.num_layers
+    if len(numbers) != chunks or sum(numbers) != layers or 0 in numbers:
+        return f"{chunks} positive numbers that add up to {layers} are needed"
+    return None
+
+
+def _regex_fault(pattern: str) -> str | None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return f"the regular expression is not valid: {error}"
+    return None if pattern else "the regular expression is empty"
+
+
+PIPELINE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "one_way_to_virtual_stages",
+        _VIRTUAL,
+        "`num_layers_per_virtual_pipeline_stage` and `num_virtual_stages_per_pipeline_rank` must not both be "
+        "set",
+        "keep one",
+        lambda c: (
+            c.config.parallel.num_layers_per_virtual_pipeline_stage is None
+            or c.config.parallel.num_virtual_stages_per_pipeline_rank is None
+        ),
+    ),
+    Rule(
+        "layers_fill_virtual_stages",
+        ("model.num_layers", _STAGES, _VIRTUAL[0]),
+        "`num_layers` must be a multiple of `pipeline_model_parallel_size` x "
+        "`num_layers_per_virtual_pipeline_stage`",
+        "choose another number of layers per virtual stage, or set `--num-virtual-stages-per-pipeline-rank` "
+        "instead, which splits layers unevenly if it must",
+        _layers_divide,
+    ),
+    Rule(
+        "virtual_stages_need_interleaving",
+        (*_VIRTUAL, "parallel.pipeline_schedule", _STAGES),
+        "virtual stages must go with `pipeline_schedule` auto or interleaved and at least 2 pipeline stages",
+        "leave the virtual stages out (zb-v always has two chunks per stage) or change the schedule",
+        _virtual_stages_run,
+        reads=("model.num_layers",),
+    ),
+    Rule(
+        "chunks_within_layers",
+        CHUNK_FIELDS,
+        "`num_layers` must be at least the number of model chunks (pipeline stages x chunks per stage)",
+        "use fewer stages or fewer virtual stages",
+        lambda c: num_chunks(c.config) <= c.config.model.num_layers,
+        _chunk_clause,
+    ),
+    Rule(
+        "interleaved_micro_batches",
+        ("parallel.pipeline_schedule", _STAGES, "batch.micro_batch_size", "batch.global_batch_size"),
+        "the number of micro-batches per step must be a multiple of `pipeline_model_parallel_size` with the "
+        "interleaved schedule",
+        "change a batch size, or leave out the virtual stages",
+        _interleaved_rounds,
+        lambda c: f"micro-batches per step: {', '.join(map(str, micro_batch_counts(c)))}",
+        reads=(
+            *CHUNK_FIELDS,
+            "batch.rampup_batch_size",
+            "parallel.tensor_model_parallel_size",
+            "parallel.context_parallel_size",
+        ),
+    ),
+    Rule(
+        "partition_well_formed",
+        ("parallel.pipeline_partition",),
+        "`pipeline_partition` must be uniform, parameters, cost, measured, type:REGEX, or one number of "
+        "layers for each model chunk",
+        "correct it, or leave it out for an even partition",
+        lambda c: _partition_fault(c) is None,
+        lambda c: _partition_fault(c) or "",
+        reads=CHUNK_FIELDS,
+    ),
+)

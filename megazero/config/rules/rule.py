@@ -1,0 +1,94 @@
+"""What a cross-field rule is: a row of facts, a predicate, and how a violation reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megazero.config.derive import model_ranks
+from megazero.config.fields import FIELD_BY_PATH, FIELDS
+from megazero.config.tree import Config
+
+_NAME_COUNTS = MappingProxyType(Counter(spec.name for spec in FIELDS))
+
+CHUNK_FIELDS = (
+    "model.num_layers",
+    "parallel.pipeline_model_parallel_size",
+    "parallel.pipeline_schedule",
+    "parallel.num_layers_per_virtual_pipeline_stage",
+    "parallel.num_virtual_stages_per_pipeline_rank",
+)
+"""The fields that determine the number of pipeline chunks."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a rule judges: the configuration and, where known, the number of ranks it is to run on."""
+
+    config: Config
+    world_size: int | None = None
+
+    @property
+    def data_parallel(self) -> int | None:
+        """Replicas of the model; None while the world size is unknown or does not factor."""
+        ranks = model_ranks(self.config)
+        if self.world_size is None or self.world_size % ranks:
+            return None
+        return self.world_size // ranks
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the compatibility table.
+
+    Attributes:
+        name: what the rule is called in messages, docs and tests.
+        fields: paths of the fields that the rule is about; a violation shows their values.
+        message: what must hold, as "`thing` must be X".
+        remedy: what to do, as an imperative.
+        holds: whether a configuration keeps the rule.
+        detail: a further clause for the message, such as the values that would work.
+        reads: further fields that `holds` or `detail` reads. A rule is judged only if all its fields and
+            these are sound.
+    """
+
+    name: str
+    fields: tuple[str, ...]
+    message: str
+    remedy: str
+    holds: Callable[[Case], bool]
+    detail: Callable[[Case], str] | None = None
+    reads: tuple[str, ...] = ()
+
+    def violation(self, case: Case) -> str:
+        """The sentence that a user reads when `case` breaks the rule."""
+        shown = [f"`{display_name(path)}` {_say(value_at(case.config, path))}" for path in self.fields]
+        values = " and ".join(shown)
+        detail = self.detail(case) if self.detail else ""
+        found = f"{values} ({detail})" if values and detail else values or detail
+        return f"{self.message}, but {found}; {self.remedy} [rule {self.name}]."
+
+
+def value_at(config: Config, path: str) -> Any:
+    """The value of `section.name`."""
+    section, name = path.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def display_name(path: str) -> str:
+    """A field's name, with its section where another section has the same name."""
+    name = FIELD_BY_PATH[path].name
+    return path if _NAME_COUNTS[name] > 1 else name
+
+
+def _say(value: Any) -> str:
+    if value is None or value == ():
+        return "is not set"
+    if isinstance(value, bool):
+        return "is on" if value else "is off"
+    if isinstance(value, tuple):
+        return f"is {' '.join(str(item) for item in value)}"
+    return f"is {value}"

@@ -1,0 +1,51 @@
+"""The compatibility table: every cross-field rule, and the check that reports all violations at once."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from megazero.config.rules.files import DATA_RULES, OUTPUT_RULES, TOKENIZER_RULES
+from megazero.config.rules.model import BATCH_RULES, MODEL_RULES, PARALLEL_RULES
+from megazero.config.rules.pipeline import PIPELINE_RULES
+from megazero.config.rules.rule import Case, Rule
+from megazero.config.rules.training import LENGTH_RULES, PRECISION_RULES, SCHEDULE_RULES
+from megazero.config.rules.zero import KEPT_ACTIVATION_RULES, ZERO_RULES
+from megazero.config.tree import Config
+
+RULES: tuple[Rule, ...] = (
+    *MODEL_RULES,
+    *PARALLEL_RULES,
+    *BATCH_RULES,
+    *PIPELINE_RULES,
+    *ZERO_RULES,
+    *LENGTH_RULES,
+    *SCHEDULE_RULES,
+    *PRECISION_RULES,
+    *KEPT_ACTIVATION_RULES,
+    *TOKENIZER_RULES,
+    *DATA_RULES,
+    *OUTPUT_RULES,
+)
+
+
+def check(config: Config, world_size: int | None, unknown_fields: Set[str] = frozenset()) -> list[str]:
+    """All violations, as sentences; empty if the configuration may run.
+
+    Args:
+        config: what to judge.
+        world_size: number of ranks, or None to leave out what depends on it.
+        unknown_fields: paths whose values are not to be trusted; rules that read one are left out.
+    """
+    return [
+        rule.violation(Case(config, world_size)) for rule in broken_rules(config, world_size, unknown_fields)
+    ]
+
+
+def broken_rules(
+    config: Config, world_size: int | None, unknown_fields: Set[str] = frozenset()
+) -> list[Rule]:
+    """The rules that `check` reports."""
+    case = Case(config, world_size)
+    return [
+        rule for rule in RULES if unknown_fields.isdisjoint(rule.fields + rule.reads) and not rule.holds(case)
+    ]

@@ -1,0 +1,219 @@
+"""Rules about the length of the training, its schedules, precision and recompute."""
+
+from __future__ import annotations
+
+from megazero.config.horizon import Limits, LrLengths
+from megazero.config.rules.rule import Case, Rule, value_at
+from megazero.config.steps import UNITS, Steps
+
+_LENGTHS = tuple(f"training.train_{unit}" for unit in UNITS)
+_LR_DECAY = tuple(f"optimizer.lr_decay_{unit}" for unit in UNITS)
+_LR_WARMUP = tuple(f"optimizer.lr_warmup_{unit}" for unit in UNITS)
+_LR_WSD = tuple(f"optimizer.lr_wsd_decay_{unit}" for unit in UNITS)
+_WEIGHT_DECAY_RANGE = ("optimizer.start_weight_decay", "optimizer.end_weight_decay")
+_LR_READS = (
+    "optimizer.lr_decay_style",
+    "optimizer.lr_warmup_fraction",
+    *_LR_WARMUP,
+    *_LR_DECAY,
+    *_LR_WSD,
+    *_LENGTHS,
+    "batch.micro_batch_size",
+    "batch.global_batch_size",
+    "batch.rampup_batch_size",
+    "model.seq_length",
+    "parallel.tensor_model_parallel_size",
+    "parallel.pipeline_model_parallel_size",
+    "parallel.context_parallel_size",
+)
+
+
+def _given(case: Case, paths: tuple[str, ...]) -> list[str]:
+    """The paths that have a value; 0, off and empty do not count as one."""
+    return [path for path in paths if value_at(case.config, path)]
+
+
+def _one_lr_unit(case: Case) -> bool:
+    given = _given(case, (*_LR_DECAY, *_LR_WARMUP, *_LR_WSD))
+    return len({path.rsplit("_", 1)[1] for path in given}) <= 1
+
+
+def _lr(case: Case) -> LrLengths | None:
+    """The schedule's lengths; None if another rule is broken, without which they mean nothing."""
+    if not _one_lr_unit(case) or not _given(case, _LENGTHS) or case.data_parallel is None:
+        return None
+    steps = Steps.of(case.config, case.data_parallel)
+    return LrLengths.of(case.config, Limits.of(case.config).end(steps))
+
+
+def _warmup_shorter(case: Case) -> bool:
+    lengths = _lr(case)
+    return lengths is None or lengths.warmup == 0 or lengths.warmup < lengths.decay
+
+
+def _wsd_fits(case: Case) -> bool:
+    lengths = _lr(case)
+    return lengths is None or lengths.wsd_decay is None or lengths.warmup + lengths.wsd_decay <= lengths.decay
+
+
+def _lengths_clause(case: Case) -> str:
+    lengths = _lr(case)
+    if lengths is None:
+        return "the lengths are unknown"
+    last = f", final decay {lengths.wsd_decay}" if lengths.wsd_decay else ""
+    return f"in {lengths.unit}: warmup {lengths.warmup}, decay {lengths.decay}{last}"
+
+
+LENGTH_RULES: tuple[Rule, ...] = (
+    Rule(
+        "training_length_given",
+        _LENGTHS,
+        "`train_iters`, `train_samples` or `train_tokens` must be set",
+        "say how long to train",
+        lambda c: bool(_given(c, _LENGTHS)),
+    ),
+    Rule(
+        "iters_or_samples",
+        _LENGTHS[:2],
+        "`train_iters` and `train_samples` must not both be set",
+        "keep one (`--train-tokens` may go with either: the first limit reached ends the training)",
+        lambda c: len(_given(c, _LENGTHS[:2])) < 2,
+    ),
+)
+
+SCHEDULE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "min_lr_below_lr",
+        ("optimizer.min_lr", "optimizer.lr"),
+        "`min_lr` must be at most `lr`",
+        "lower `--min-lr`",
+        lambda c: c.config.optimizer.min_lr <= c.config.optimizer.lr,
+    ),
+    Rule(
+        "warmup_starts_below_lr",
+        ("optimizer.lr_warmup_init", "optimizer.lr"),
+        "`lr_warmup_init` must be at most `lr`",
+        "lower `--lr-warmup-init`",
+        lambda c: c.config.optimizer.lr_warmup_init <= c.config.optimizer.lr,
+    ),
+    Rule(
+        "one_lr_unit",
+        (*_LR_DECAY, *_LR_WARMUP, *_LR_WSD),
+        "warmup and decay of the learning rate must be counted in one unit",
+        "give all of them in iterations, or in samples, or in tokens",
+        _one_lr_unit,
+    ),
+    Rule(
+        "warmup_fraction_or_length",
+        ("optimizer.lr_warmup_fraction", *_LR_WARMUP),
+        "`lr_warmup_fraction` must not be set beside a warmup length",
+        "keep one",
+        lambda c: c.config.optimizer.lr_warmup_fraction is None or not _given(c, _LR_WARMUP),
+    ),
+    Rule(
+        "warmup_shorter_than_decay",
+        (),
+        "the warmup must be shorter than the decay of the learning rate",
+        "shorten the warmup or lengthen the decay (unless given, the decay is as long as the training)",
+        _warmup_shorter,
+        _lengths_clause,
+        reads=_LR_READS,
+    ),
+    Rule(
+        "wsd_needs_decay_length",
+        ("optimizer.lr_decay_style", *_LR_WSD),
+        "the length of the final decay must be set with `lr_decay_style` WSD",
+        "set `--lr-wsd-decay-iters`, `--lr-wsd-decay-samples` or `--lr-wsd-decay-tokens`",
+        lambda c: c.config.optimizer.lr_decay_style != "WSD" or bool(_given(c, _LR_WSD)),
+    ),
+    Rule(
+        "wsd_length_needs_wsd",
+        ("optimizer.lr_decay_style", *_LR_WSD),
+        "the length of a final decay must not be set unless `lr_decay_style` is WSD",
+        "add `--lr-decay-style WSD` or leave the length out",
+        lambda c: c.config.optimizer.lr_decay_style == "WSD" or not _given(c, _LR_WSD),
+    ),
+    Rule(
+        "wsd_decay_fits",
+        (),
+        "warmup and WSD's final decay must fit into the decay length",
+        "shorten one of them or lengthen the decay",
+        _wsd_fits,
+        _lengths_clause,
+        reads=_LR_READS,
+    ),
+    Rule(
+        "weight_decay_range_complete",
+        _WEIGHT_DECAY_RANGE,
+        "`start_weight_decay` and `end_weight_decay` must be set together",
+        "set both or neither",
+        lambda c: (
+            (c.config.optimizer.start_weight_decay is None) == (c.config.optimizer.end_weight_decay is None)
+        ),
+    ),
+    Rule(
+        "weight_decay_range_needs_style",
+        (*_WEIGHT_DECAY_RANGE, "optimizer.weight_decay_incr_style"),
+        "`weight_decay_incr_style` must be linear or cosine where weight decay has a start and an end",
+        "set `--weight-decay-incr-style`, or only `--weight-decay`",
+        lambda c: (
+            c.config.optimizer.weight_decay_incr_style != "constant"
+            or any(value_at(c.config, path) is None for path in _WEIGHT_DECAY_RANGE)
+        ),
+    ),
+    Rule(
+        "weight_decay_style_needs_range",
+        (*_WEIGHT_DECAY_RANGE, "optimizer.weight_decay_incr_style"),
+        "`start_weight_decay` and `end_weight_decay` must be set where `weight_decay_incr_style` is not "
+        "constant",
+        "set both or leave the style out",
+        lambda c: (
+            c.config.optimizer.weight_decay_incr_style == "constant"
+            or any(value_at(c.config, path) is not None for path in _WEIGHT_DECAY_RANGE)
+        ),
+    ),
+    Rule(
+        "weight_decay_grows",
+        _WEIGHT_DECAY_RANGE,
+        "`end_weight_decay` must be at least `start_weight_decay`",
+        "swap them",
+        lambda c: (
+            any(value_at(c.config, path) is None for path in _WEIGHT_DECAY_RANGE)
+            or c.config.optimizer.start_weight_decay <= c.config.optimizer.end_weight_decay
+        ),
+    ),
+)
+
+PRECISION_RULES: tuple[Rule, ...] = (
+    Rule(
+        "loss_scale_needs_fp16",
+        ("precision.loss_scale", "precision.dtype"),
+        "`loss_scale` must not be set unless `dtype` is fp16",
+        "add `--fp16` or leave it out",
+        lambda c: c.config.precision.loss_scale is None or c.config.precision.dtype == "fp16",
+    ),
+    Rule(
+        "min_loss_scale_below_initial",
+        ("precision.min_loss_scale", "precision.initial_loss_scale"),
+        "`min_loss_scale` must be at most `initial_loss_scale`",
+        "lower the floor or raise the first scale",
+        lambda c: c.config.precision.min_loss_scale <= c.config.precision.initial_loss_scale,
+    ),
+    Rule(
+        "recompute_units_within_model",
+        ("recompute.num_layers", "model.num_layers"),
+        "`recompute.num_layers` must be at most the number of layers",
+        "lower `--recompute-num-layers`",
+        lambda c: c.config.recompute.num_layers <= c.config.model.num_layers,
+    ),
+    Rule(
+        "recompute_units_need_full",
+        ("recompute.granularity", "recompute.method", "recompute.num_layers"),
+        "`method` and `recompute.num_layers` must be left at uniform and 1 unless `granularity` is full",
+        "add `--recompute-granularity full` or leave them out",
+        lambda c: (
+            c.config.recompute.granularity == "full"
+            or (c.config.recompute.method == "uniform" and c.config.recompute.num_layers == 1)
+        ),
+    ),
+)

@@ -1,0 +1,236 @@
+"""What each step of a training consumes: a pure function of what was consumed before it.
+
+The batch size follows the samples consumed so far (a ramp), the sequence length follows the number of steps
+done. Counts of a whole training are sums over stretches of equal steps, found by bisection, in integers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from megazero.config.tree import Config
+
+Unit = Literal["iters", "samples", "tokens"]
+
+UNITS: tuple[Unit, ...] = ("iters", "samples", "tokens")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How much training has been consumed, counted in all three units at once.
+
+    A step that was skipped because of non-finite gradients consumed its data, so it counts as well.
+
+    Attributes:
+        iteration: steps done.
+        samples: sequences trained on, over all replicas.
+        tokens: positions in these sequences, at the sequence length of their step, before any mask.
+    """
+
+    iteration: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def count(self, unit: Unit) -> int:
+        """The progress in one unit."""
+        return self.iteration if unit == "iters" else getattr(self, unit)
+
+
+BEGINNING = Progress()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step.
+
+    Attributes:
+        before: what the steps before it consumed.
+        batch_size: samples in the global batch.
+        micro_batches: micro-batches that each replica accumulates.
+        sequence_length: tokens per sample.
+    """
+
+    before: Progress
+    batch_size: int
+    micro_batches: int
+    sequence_length: int
+
+    @property
+    def tokens(self) -> int:
+        """Positions in the global batch, before any mask."""
+        return self.batch_size * self.sequence_length
+
+    @property
+    def after(self) -> Progress:
+        """What has been consumed when this step is done."""
+        return self.repeated(1)
+
+    def repeated(self, times: int) -> Progress:
+        """What has been consumed after `times` steps like this one, itself included."""
+        return Progress(
+            self.before.iteration + times,
+            self.before.samples + times * self.batch_size,
+            self.before.tokens + times * self.tokens,
+        )
+
+
+@dataclass(frozen=True)
+class BatchRamp:
+    """The global batch size as a function of the samples consumed (Megatron-LM's linear ramp-up).
+
+    The batch grows from `start` to `final` in equal `increment`s, each held for an equal share of
+    `ramp_samples`. Integers throughout, so the step at which it grows does not depend on rounding.
+    """
+
+    start: int
+    increment: int
+    ramp_samples: int
+    final: int
+
+    @classmethod
+    def constant(cls, size: int) -> BatchRamp:
+        """No ramp."""
+        return cls(start=size, increment=1, ramp_samples=1, final=size)
+
+    @classmethod
+    def of(cls, config: Config, data_parallel_size: int) -> BatchRamp:
+        """The ramp of `--rampup-batch-size`; without one, a constant batch.
+
+        If no flag gives the batch size, it is one micro-batch on each replica.
+        """
+        batch = config.batch
+        final = batch.global_batch_size or batch.micro_batch_size * data_parallel_size
+        if batch.rampup_batch_size is None:
+            return cls.constant(final)
+        return cls(*batch.rampup_batch_size, final)
+
+    @property
+    def rungs(self) -> int:
+        """How many times the batch grows."""
+        return max(0, (self.final - self.start) // self.increment)
+
+    def at(self, consumed_samples: int) -> int:
+        """The global batch size of the step that starts after `consumed_samples`."""
+        rung = self._rung(consumed_samples)
+        return self.final if rung == self.rungs else self.start + rung * self.increment
+
+    def steps_held(self, consumed_samples: int) -> int | None:
+        """For how many steps after `consumed_samples` the size stays what it is; None if for good."""
+        rung = self._rung(consumed_samples)
+        if rung == self.rungs:
+            return None
+        grows_at = -(-(rung + 1) * self.ramp_samples // self.rungs)
+        return -(-(grows_at - consumed_samples) // self.at(consumed_samples))
+
+    def _rung(self, consumed_samples: int) -> int:
+        return min(self.rungs, consumed_samples * self.rungs // self.ramp_samples)
+
+
+@dataclass(frozen=True)
+class SequenceLengths:
+    """The sequence length as a function of the number of steps done.
+
+    Attributes:
+        pieces: (number of the first step, tokens per sample from there on), in ascending order and starting
+            at step 0. A curriculum has several pieces; without one there is a single piece.
+    """
+
+    pieces: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def constant(cls, length: int) -> SequenceLengths:
+        """The same length at every step."""
+        return cls(((0, length),))
+
+    def at(self, iteration: int) -> int:
+        """Tokens per sample of the step that starts after `iteration` steps."""
+        return self.pieces[self._following(iteration) - 1][1]
+
+    def steps_held(self, iteration: int) -> int | None:
+        """For how many steps after `iteration` the length stays what it is; None if for good."""
+        following = self._following(iteration)
+        return None if following == len(self.pieces) else self.pieces[following][0] - iteration
+
+    def _following(self, iteration: int) -> int:
+        return bisect_right(self.pieces, iteration, key=lambda piece: piece[0])
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The endless sequence of a training's steps, from `start` on.
+
+    Attributes:
+        ramp: their batch sizes.
+        unit: samples in one micro-batch on every replica.
+        lengths: their sequence lengths.
+        start: what has been consumed before the first of them. A run resumed with other batch sizes may
+            start between two of the steps that it would have taken with them from the beginning.
+    """
+
+    ramp: BatchRamp
+    unit: int
+    lengths: SequenceLengths
+    start: Progress = BEGINNING
+
+    @classmethod
+    def of(cls, config: Config, data_parallel_size: int, start: Progress = BEGINNING) -> Steps:
+        """The steps of a run from `start` on, on so many replicas of the model."""
+        return cls(
+            BatchRamp.of(config, data_parallel_size),
+            config.batch.micro_batch_size * data_parallel_size,
+            SequenceLengths.constant(config.model.seq_length),
+            start,
+        )
+
+    def at(self, progress: Progress) -> Step:
+        """The step that follows `progress`."""
+        size = self.ramp.at(progress.samples)
+        return Step(progress, size, size // self.unit, self.lengths.at(progress.iteration))
+
+    def before(self, iteration: int) -> Progress:
+        """What has been consumed when `iteration` steps are done, counted from the beginning of the training.
+
+        Raises:
+            ValueError: `start` is later than that.
+        """
+        if iteration < self.start.iteration:
+            raise ValueError(f"`iteration` must be at least {self.start.iteration}, but is {iteration}")
+        index = bisect_right(self._stretches, iteration, key=lambda first: first.before.iteration)
+        first = self._stretches[index - 1]
+        return first.repeated(iteration - first.before.iteration)
+
+    def within(self, samples: int) -> int:
+        """The most steps that consume no more than `samples`; at least those before `start`."""
+        index = bisect_right(self._stretches, samples, key=lambda first: first.before.samples)
+        if index == 0:
+            return self.start.iteration
+        first = self._stretches[index - 1]
+        return first.before.iteration + (samples - first.before.samples) // first.batch_size
+
+    def reaching(self, tokens: int) -> int:
+        """The fewest steps that consume at least `tokens`, and at least those before `start`."""
+        index = bisect_left(self._stretches, tokens, key=lambda first: first.before.tokens)
+        if index == 0:
+            return self.start.iteration
+        first = self._stretches[index - 1]
+        return first.before.iteration - (-(tokens - first.before.tokens) // first.tokens)
+
+    @cached_property
+    def _stretches(self) -> tuple[Step, ...]:
+        """The first step of each stretch of steps that are alike."""
+        return tuple(self._walk())
+
+    def _walk(self) -> Iterator[Step]:
+        progress = self.start
+        while True:
+            first = self.at(progress)
+            yield first
+            held = (self.ramp.steps_held(progress.samples), self.lengths.steps_held(progress.iteration))
+            ends = [steps for steps in held if steps is not None]
+            if not ends:
+                return
+            progress = first.repeated(min(ends))

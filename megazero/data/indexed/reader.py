@@ -1,0 +1,235 @@
+"""Reading an indexed dataset: `open_indexed(prefix)` or `IndexedDataset(prefix)`.
+
+Both files are memory-mapped, so ranks on one machine share the pages and opening costs one pass over the
+`.idx`. Everything that the format allows to be checked is checked at open; `validate(full=True)` also
+compares the tokens with the checksum sidecar.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from megazero.data.indexed.checksum import Sidecar, hash_bytes
+from megazero.data.indexed.format import TNTIDX_MAGIC, IndexTables, parse_mmididx, parse_tntidx
+from megazero.errors import DataError
+
+_FULL_HASH_LIMIT = 64 << 20
+_SAMPLE_BLOCKS = 64
+_SAMPLE_BYTES = 64 << 10
+
+
+def prefix_path(prefix: str | Path, suffix: str) -> Path:
+    """`prefix` + `suffix` as a path; dots inside the prefix stay."""
+    return Path(str(prefix) + suffix)
+
+
+def _map_file(path: Path) -> np.ndarray:
+    """A file's bytes, uint8 [size], read-only; an empty file cannot be mapped and gives an empty array."""
+    try:
+        if path.stat().st_size == 0:
+            return np.empty(0, dtype=np.uint8)
+        return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(
+            f"`{path}` must be a readable file, but is not ({reason}); give the dataset's path without its "
+            ".idx or .bin suffix."
+        ) from error
+
+
+class IndexedDataset:
+    """A memory-mapped indexed dataset of kind MMIDIDX version 1.
+
+    `len(ds)` sequences; `ds[i]` is sequence i as a read-only array view of `dtype`, shape [lengths[i]].
+
+    prefix: path without suffix. multimodal: the index also carries one mode per sequence (nothing in the
+    file says so). verify: compare the tokens with the checksum sidecar at open (reads the whole `.bin`;
+    DataError when there is no sidecar). Raises DataError if anything in the files contradicts the format.
+    """
+
+    def __init__(self, prefix: str | Path, multimodal: bool = False, verify: bool = False):
+        self.prefix = str(prefix)
+        self.path_idx = prefix_path(prefix, ".idx")
+        self.path_bin = prefix_path(prefix, ".bin")
+        self.path_sum = prefix_path(prefix, ".sum")
+        self._multimodal = multimodal
+        self._index = _map_file(self.path_idx)
+        self._bytes = _map_file(self.path_bin)
+        self._sidecar = Sidecar.load(self.path_sum)
+        if self._sidecar is not None:
+            self._sidecar.check_index(self.path_sum, self._idx_hash, self._index.size, self._bytes.size)
+        self._tables = self._parse()
+        self._tokens = self._bytes.view(self._tables.dtype)
+        self._check_signs()
+        if verify:
+            self._check_bin()
+
+    def _parse(self) -> IndexTables:
+        return parse_mmididx(self.path_idx, self._index, self._bytes.size, self._multimodal)
+
+    def _check_signs(self) -> None:
+        """Signed types of 1 and 2 bytes are so rare that a flipped bit in the header is likelier."""
+        if (
+            self.dtype.kind == "i"
+            and self.dtype.itemsize <= 2
+            and self._tokens.size
+            and self._tokens.min() < 0
+        ):
+            raise DataError(
+                f"`token ids` of {self.path_bin} must not be negative, but one is {int(self._tokens.min())} "
+                f"as {self.dtype.name}; the element code in the index is damaged."
+            )
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._tables.dtype
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int32 [S], tokens of each sequence."""
+        return self._tables.lengths
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """int64 [S], byte offset of each sequence in the `.bin`."""
+        return self._tables.offsets
+
+    @property
+    def document_index(self) -> np.ndarray:
+        """int64 [documents + 1], the sequence at which each document starts; first 0, last S."""
+        return self._tables.document_index
+
+    @property
+    def modes(self) -> np.ndarray | None:
+        """int8 [S] for a multimodal dataset, else None."""
+        return self._tables.modes
+
+    @property
+    def total_tokens(self) -> int:
+        return self._tables.total_tokens
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """`dtype` [total_tokens], all sequences in a row."""
+        return self._tokens
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether a `prefix.sum` lies beside the files."""
+        return self._sidecar is not None
+
+    def __len__(self) -> int:
+        return self.lengths.size
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.prefix!r}, sequences={len(self)}, "
+            f"documents={self.document_index.size - 1}, tokens={self.total_tokens}, dtype={self.dtype.name})"
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[str, bool]]:
+        """Pickles as a path: a worker process maps the files itself instead of receiving their bytes."""
+        return type(self), (self.prefix, self._multimodal)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"`index` must be below {len(self)} sequences of {self.prefix}, but is {index}.")
+        return self.get(index % len(self))
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self.get(i) for i in range(len(self)))
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """`length` tokens (None: to the end) of sequence `index` from token `offset`, as a view."""
+        if not 0 <= index < len(self):
+            raise DataError(f"`index` must be in 0..{len(self) - 1} of {self.prefix}, but is {index}.")
+        whole = int(self.lengths[index])
+        count = whole - offset if length is None else int(length)
+        if not (0 <= offset <= whole and 0 <= count <= whole - offset):
+            raise DataError(
+                f"`offset` and `length` must stay inside the {whole} tokens of sequence {index} of "
+                f"{self.prefix}, but are {offset} and {length}."
+            )
+        begin = int(self.offsets[index]) // self.dtype.itemsize + int(offset)
+        return self._tokens[begin : begin + count]
+
+    def document(self, number: int) -> list[np.ndarray]:
+        """The sequences of document `number`, in order; empty documents give an empty list."""
+        count = self.document_index.size - 1
+        if not 0 <= number < count:
+            raise DataError(f"`document` must be in 0..{count - 1} of {self.prefix}, but is {number}.")
+        begin, end = (int(at) for at in self.document_index[number : number + 2])
+        return [self.get(i) for i in range(begin, end)]
+
+    @cached_property
+    def _idx_hash(self) -> str:
+        return hash_bytes(self._index)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex key of the dataset's content, for index caches: changes whenever `.idx` or `.bin` changes.
+
+        It covers the whole `.idx`, the size of the `.bin` and its tokens: all of them up to 64 MiB, beyond
+        that 64 samples of 64 KiB and the modification time. Hashing terabytes at every start would take
+        minutes and rebuilding an index takes milliseconds, so a key that changes too often (a large file
+        copied without its times) is a cheap mistake; one that stays the same after an edit is a costly one.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(f"{type(self).__name__} {self._idx_hash} {self._bytes.size} ".encode())
+        if self._bytes.size <= _FULL_HASH_LIMIT:
+            digest.update(hash_bytes(self._bytes).encode())
+        else:
+            digest.update(str(os.stat(self.path_bin).st_mtime_ns).encode())
+            last = self._bytes.size - _SAMPLE_BYTES
+            for number in range(_SAMPLE_BLOCKS):
+                begin = last * number // (_SAMPLE_BLOCKS - 1)
+                digest.update(memoryview(self._bytes[begin : begin + _SAMPLE_BYTES]))
+        return digest.hexdigest()
+
+    def validate(self, full: bool = False) -> None:
+        """Checks the index again and, with `full`, the tokens against the sidecar; DataError on damage.
+
+        Without a sidecar a full check can only look for negative ids, which no tokenizer produces.
+        """
+        self._parse()
+        if not full:
+            return
+        if self._sidecar is not None:
+            self._check_bin()
+        if self.dtype.kind == "i" and self._tokens.size:
+            for begin in range(0, self._tokens.size, 1 << 22):
+                part = self._tokens[begin : begin + (1 << 22)]
+                if int(part.min()) < 0:
+                    at = begin + int(np.argmin(part))
+                    raise DataError(
+                        f"`token ids` of {self.path_bin} must not be negative, but token {at} is "
+                        f"{int(self._tokens[at])}; the file is damaged."
+                    )
+
+    def _check_bin(self) -> None:
+        if self._sidecar is None:
+            raise DataError(
+                f"`{self.path_sum}` must exist to verify the tokens of {self.prefix}, but does not; open "
+                "without `verify`, or merge the dataset into a new one to get checksums."
+            )
+        self._sidecar.check_bin(self.path_sum, self._bytes)
+
+
+class LegacyIndexedDataset(IndexedDataset):
+    """The same for the legacy kind TNTIDX (`--data-impl lazy|cached`); read only."""
+
+    def _parse(self) -> IndexTables:
+        return parse_tntidx(self.path_idx, self._index, self._bytes.size)
+
+
+def open_indexed(prefix: str | Path, multimodal: bool = False, verify: bool = False) -> IndexedDataset:
+    """Opens either kind of dataset, told apart by the first 8 bytes of its `.idx`. Raises DataError."""
+    head = _map_file(prefix_path(prefix, ".idx"))[: len(TNTIDX_MAGIC)]
+    kind = LegacyIndexedDataset if bytes(head) == TNTIDX_MAGIC else IndexedDataset
+    return kind(prefix, multimodal=multimodal, verify=verify)

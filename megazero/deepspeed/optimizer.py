@@ -1,0 +1,223 @@
+"""The optimizer that `megazero.initialize` returns: torch's interface over shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megazero.config.deepspeed import Extras, OptimizerExtras
+from megazero.deepspeed.parallel import UserParallel
+from megazero.deepspeed.torch_rule import RuleOf
+from megazero.errors import ConfigError, MegazeroError
+from megazero.optim import LossScaler, ScalerState
+from megazero.zero import Optimizer, StepReport
+
+ParamGroups = Sequence[nn.Parameter] | Sequence[dict[str, Any]]
+
+
+def build_torch_optimizer(
+    given: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
+    params: ParamGroups,
+    extras: Extras,
+) -> torch.optim.Optimizer:
+    """The optimizer whose groups and options are used; it never updates anything itself.
+
+    Args:
+        given: the caller's optimizer, or a function that makes it from `params`; takes precedence over the
+    JSON's.
+        params: parameters or parameter groups.
+        extras: describes the JSON's optimizer.
+
+    Raises:
+        ConfigError: there is no optimizer, or the JSON leaves its learning rate open.
+    """
+    if isinstance(given, torch.optim.Optimizer):
+        return given
+    if callable(given):
+        made = given(params)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ConfigError(
+                "`optimizer` must be a torch.optim.Optimizer or a function that makes one, but gives a "
+                f"{type(made).__name__}"
+            )
+        return made
+    if given is not None:
+        raise ConfigError(
+            "`optimizer` must be a torch.optim.Optimizer or a function that makes one, but is a "
+            f"{type(given).__name__}"
+        )
+    if extras.optimizer is None:
+        raise ConfigError(
+            "`optimizer` must be given in the configuration or as an argument, but is in neither; add the "
+            'section "optimizer" or pass a torch optimizer'
+        )
+    return _of_json(extras.optimizer, params)
+
+
+def _of_json(extras: OptimizerExtras, params: ParamGroups) -> torch.optim.Optimizer:
+    if extras.lr is None:
+        raise ConfigError(
+            '`optimizer.params.lr` must be a number where a script builds the model, but is "auto"; '
+            "write it down"
+        )
+
+    def known(name: str) -> Any:
+        value = getattr(extras, name)
+        return getattr(OptimizerExtras, name) if value is None else value  # "auto": the default
+
+    if extras.type == "sgd":
+        return torch.optim.SGD(params, extras.lr, momentum=known("momentum"))
+    return torch.optim.AdamW(
+        params, extras.lr, betas=known("betas"), eps=known("eps"), weight_decay=known("weight_decay")
+    )
+
+
+class UserOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose step sums gradients, unscales, clips and updates this rank's shards.
+
+    `param_groups` are those of the optimizer that it replaces: what a schedule writes there takes effect.
+
+    Attributes:
+        parallel: gathers parameters and reduces gradients.
+        shards: this rank's master weights and moments.
+        scaler_state: the loss scale.
+        report: what the last step did; None before the first.
+
+    Args:
+        client: the optimizer that provides groups and options.
+        rule_of: see `choose_rule`.
+        parallel: the model's data parallelism.
+        shards: the model's shards.
+        scaler: decides the loss scale.
+        divisor: gradients are divided by this before they are summed over ranks; the rest of the mean is
+    taken after.
+    """
+
+    def __init__(
+        self,
+        client: torch.optim.Optimizer,
+        rule_of: RuleOf,
+        parallel: UserParallel,
+        shards: Optimizer,
+        scaler: LossScaler,
+        divisor: float,
+    ):
+        super().__init__(client.param_groups, dict(client.defaults))
+        self.param_groups = client.param_groups
+        self.parallel, self.shards = parallel, shards
+        self.scaler, self.scaler_state = scaler, scaler.initial()
+        self.report: StepReport | None = None
+        self._client = client
+        self._rule_of = rule_of
+        self._divisor = divisor
+        self._pending = False
+
+    @property
+    def loss_factor(self) -> float:
+        """The factor by which a mean loss is multiplied for backward."""
+        return self.scaler_state.scale / self._divisor
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale."""
+        return self.scaler_state.scale
+
+    loss_scale = cur_scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite on some rank."""
+        return self.report is not None and not self.report.applied
+
+    def begin(self) -> None:
+        """Prepare for a backward; the first one of a step drops the previous step's gradients."""
+        if not self._pending:
+            self.parallel.start()
+            self._pending = True
+
+    def step(self, closure: None = None) -> None:
+        """Update the weights from the gradients so far; every rank calls this.
+
+        Raises:
+            MegazeroError: there has been no backward since the last step.
+            ConfigError: an option has different values in the groups.
+        """
+        if closure is not None:
+            raise ConfigError("`closure` must not be given: gradients come from `engine.backward`")
+        if not self._pending:
+            raise MegazeroError("`step` must follow a backward, but there was none; call `engine.backward`")
+        self.parallel.finish()
+        self._pending = False
+        self.shards.rule = self._rule_of(self.param_groups)
+        self.report = self.shards.step(
+            [float(group["lr"]) for group in self.param_groups],
+            [float(group.get("weight_decay", 0.0)) for group in self.param_groups],
+            self._divisor / (self.scaler_state.scale * self.parallel.group.size),
+        )
+        self.scaler_state = self.scaler.update(self.scaler_state, self.overflow)
+        # A schedule that the caller made for its own optimizer would otherwise warn that this never steps.
+        self._client._opt_called = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients so far; every rank calls this."""
+        if self._pending:
+            self.parallel.finish()
+            self._pending = False
+
+    def options(self) -> list[dict[str, Any]]:
+        """The groups without their parameters."""
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+
+    def set_options(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Restore what `options` returned.
+
+        Raises:
+            ConfigError: the number of groups differs.
+        """
+        if len(options) != len(self.param_groups):
+            raise ConfigError(
+                f"`param_groups` must be as many as were saved ({len(options)}), but are "
+                f"{len(self.param_groups)}; build the optimizer as it was"
+            )
+        for group, saved in zip(self.param_groups, options, strict=True):
+            group.update(saved)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's shards and everything else that the next step depends on."""
+        store = self.shards.store
+        return {
+            "state": {number: dict(store.at_rest(bucket)) for number, bucket in enumerate(store.buckets)},
+            "param_groups": self.options(),
+            "updates": self.shards.updates,
+            "scaler": vars(self.scaler_state).copy(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned on this rank of the same layout; every rank calls this.
+
+        Raises:
+            ConfigError: it belongs to another layout or has other groups.
+        """
+        own = self.state_dict()["state"]
+        theirs = state_dict["state"]
+        shapes = [
+            {i: {kind: tuple(t.shape) for kind, t in kinds.items()} for i, kinds in each.items()}
+            for each in (own, theirs)
+        ]
+        if shapes[0] != shapes[1]:
+            raise ConfigError(
+                "`state_dict` must be of the same model and layout, but has other shards; use "
+                "`engine.save_checkpoint`, which any layout loads"
+            )
+        self.set_options(state_dict["param_groups"])
+        for i, kinds in own.items():
+            for kind, tensor in kinds.items():
+                tensor.copy_(theirs[i][kind])
+        self.shards.updates = state_dict["updates"]
+        self.scaler_state = ScalerState(**state_dict["scaler"])
+        self.zero_grad()
+        self.shards.publish()

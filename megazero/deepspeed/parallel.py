@@ -1,0 +1,242 @@
+"""ZeRO around a module that knows nothing of it: its parameters, its units, and reads out of order."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megazero.errors import ConfigError, MegazeroError
+from megazero.mpu import Cut, InitialValues, ParallelContext, ParamSpec
+from megazero.zero import DataParallel, Store, Unit, ZeroPolicy, build_store, module_units
+from megazero.zero.init import Partition, external_parameters, is_partitioned
+
+# Their forward passes the weights of modules inside them to one function, without calling those modules.
+_TOGETHER = (nn.MultiheadAttention,)
+
+
+def group_numbers(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """The parameter group by ``id`` of the parameter. Parameters in no group are frozen, with one warning.
+
+    Raises:
+        ConfigError: a group holds something that is not a parameter of the model.
+    """
+    numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
+    mine = {id(param) for param in model.parameters()}
+    strangers = sum(key not in mine for key in numbers)
+    if strangers:
+        raise ConfigError(
+            f"`optimizer` must only hold parameters of `model`, but {strangers} of {len(numbers)} are not; "
+            "build it from `model.parameters()`"
+        )
+    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in numbers]
+    for name in left:
+        model.get_parameter(name).requires_grad_(False)
+    if left:
+        warnings.warn(
+            f"{len(left)} parameters that require gradients are in no parameter group and are frozen: "
+            f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''}",
+            stacklevel=2,
+        )
+    return numbers
+
+
+def prepare(model: nn.Module, context: ParallelContext, dtype: torch.dtype) -> dict[int, Partition]:
+    """Move the model to the device and its weights to `dtype`, with the values of the first replica.
+
+    Buffers keep their types, as in DeepSpeed. Parameters that `zero.Init` has sharded move to the meta
+    device.
+
+    Returns:
+        The holders of their values, by ``id`` of the parameter.
+
+    Raises:
+        ConfigError: a parameter has no values, or another floating type although `dtype` is fp32, or an
+            embedding has sparse gradients.
+    """
+    homes: dict[int, Partition] = {}
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ConfigError(
+                f"`{name}` must have dense gradients, but is an embedding with sparse=True; leave that out"
+            )
+    for name, param in model.named_parameters():
+        param.grad = None
+        wanted = dtype if param.is_floating_point() else param.dtype
+        if dtype == torch.float32 and param.dtype in (torch.float16, torch.bfloat16, torch.float64):
+            raise ConfigError(
+                f"`{name}` must be fp32 where neither fp16 nor bf16 is enabled, but is {param.dtype}; enable "
+                "one of them or convert the model"
+            )
+        if is_partitioned(param):
+            homes[id(param)] = param.zero_home
+            del param.zero_home, param.__deepcopy__
+            empty = torch.empty(param.shape, dtype=wanted, device="meta")
+            torch.utils.swap_tensors(param, nn.Parameter(empty, param.requires_grad))
+        elif param.is_meta:
+            raise ConfigError(
+                f"`{name}` must have values, but is on the meta device; build the model within `zero.Init`"
+            )
+        else:
+            param.data = _spread(param.data.to(context.device, wanted), context)
+    for buffer in model.buffers():
+        buffer.data = _spread(buffer.data.to(context.device), context)
+    return homes
+
+
+def _spread(value: torch.Tensor, context: ParallelContext) -> torch.Tensor:
+    """Copy the first replica's value to every replica."""
+    value = value.contiguous()
+    context.replica.broadcast(value, 0).wait()
+    return value
+
+
+def user_units(model: nn.Module, tp_size: int) -> list[Unit]:
+    """One unit per module that owns parameters or reads those of others, in module order.
+
+    A parameter that Megatron's layers have marked as sliced over tensor-parallel ranks gets a spec that says
+    so.
+    """
+    for name, param in model.named_parameters():
+        if getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False):
+            dim = max(0, getattr(param, "partition_dim", 0))
+            shape = [size * tp_size if i == dim else size for i, size in enumerate(param.shape)]
+            param.spec = ParamSpec(name, tuple(shape), InitialValues("zeros"), (Cut(dim, "tp"),))
+    found = {id(unit.module): unit for unit in module_units(model)}
+    units, inside = [], set()
+    for module in model.modules():
+        unit = found.get(id(module))
+        params = unit.params if unit else ()
+        if isinstance(module, _TOGETHER):
+            params = tuple(module.parameters())
+            inside |= {id(each) for each in module.modules() if each is not module}
+        if id(module) not in inside and (params or external_parameters(module)):
+            units.append(Unit(0, module, (*params, *external_parameters(module))))
+    return units
+
+
+def build_parallel(
+    model: nn.Module,
+    policy: ZeroPolicy,
+    context: ParallelContext,
+    homes: Mapping[int, Partition],
+    groups: Mapping[int, int],
+) -> UserParallel:
+    """Move the model's parameters into buckets; those of `homes` bucket by bucket."""
+
+    def fill(params: Sequence[nn.Parameter]) -> None:
+        for param in params:
+            param.data.copy_(homes[id(param)].whole())
+
+    units = user_units(model, context.tp.size)
+    store = build_store(units, policy, context, fill, groups)
+    return UserParallel(model, units, store, policy, context)
+
+
+class UserParallel(DataParallel):
+    """`DataParallel` of a module whose forward may read parameters of other modules.
+
+    If weights are sharded, each read of a module's parameter is noticed. A read outside of the forward of the
+    parameter's unit gathers it then and there, and from then on at the start of each backward (DeepSpeed's
+    "external parameters").
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        store: Store,
+        policy: ZeroPolicy,
+        context: ParallelContext,
+    ):
+        super().__init__(units, store, policy, context)
+        self.group = context.replica
+        self._running: Counter[int] = Counter()
+        self._forwards = 0
+        self._in_backward = False
+        self._external: dict[int, nn.Parameter] = {}
+        for param in model.parameters():
+            param.zero_home = self
+        if any(bucket.layout.row.shard_params for bucket in store.buckets):
+            self._watch(model, units)
+
+    def begin_backward(self, chunk: int, *, reduce: bool, ends: bool = True) -> None:
+        super().begin_backward(chunk, reduce=reduce, ends=ends)
+        self._in_backward = True
+        self.need(self._external.values())
+
+    def end_backward(self) -> None:
+        super().end_backward()
+        self._in_backward = False
+
+    def collect(self, param: nn.Parameter) -> None:
+        """Take `param.grad`.
+
+        Raises:
+            MegazeroError: the script called `loss.backward` itself.
+        """
+        if not self._in_backward:
+            raise MegazeroError(
+                "`loss.backward()` must be left to the engine, which sums the gradients, but was called by "
+                "the script; call `engine.backward(loss)`"
+            )
+        super().collect(param)
+
+    def _watch(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._forwards += 1
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._forwards -= 1
+            if not torch.is_grad_enabled() and not self._forwards:
+                self.release(0)
+
+        model.register_forward_pre_hook(enter)
+        model.register_forward_hook(leave, always_call=True)
+        for unit in units:
+            self._count_running(unit)
+        for module in model.modules():
+            if module._parameters:
+                module._parameters = WatchedParameters(module._parameters, self._read)
+
+    def _count_running(self, unit: Unit) -> None:
+        keys = [id(param) for param in unit.params]
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self._running.update(keys)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._running.subtract(keys)
+
+        unit.module.register_forward_pre_hook(enter)
+        unit.module.register_forward_hook(leave, always_call=True)
+
+    def _read(self, param: nn.Parameter) -> None:
+        """Note that a module's parameter is being looked up."""
+        if self._running[id(param)] == 0 and (self._forwards or self._in_backward):
+            if torch.is_grad_enabled():  # otherwise no backward will need it
+                self._external[id(param)] = param
+            self.need([param])
+
+
+class WatchedParameters(dict):
+    """A module's parameters by name; reports each one that is looked up as an attribute.
+
+    Args:
+        params: the dict in which torch keeps them.
+        read: called with each parameter that is looked up.
+    """
+
+    def __init__(self, params: Mapping[str, nn.Parameter | None], read: Callable[[nn.Parameter], None]):
+        super().__init__(params)
+        self._read = read
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        param = super().__getitem__(name)
+        if param is not None:
+            self._read(param)
+        return param

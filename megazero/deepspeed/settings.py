@@ -1,0 +1,112 @@
+"""What a DeepSpeed JSON says to `megazero.initialize`, checked and complete."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megazero.config.deepspeed import BatchTriangle, DeepSpeedSettings, Extras, read_deepspeed, resolve_batch
+from megazero.config.resolve import build_section
+from megazero.config.tree import PrecisionConfig, ZeroConfig
+from megazero.config.tree_output import LoggingConfig
+from megazero.errors import ConfigError
+
+JsonSource = str | Path | Mapping[str, Any]
+
+_USED = ("zero", "precision", "logging", "optimizer", "batch")
+
+
+@dataclass(frozen=True)
+class UserSettings:
+    """All settings of the engine for a user's own module.
+
+    Attributes:
+        zero: what is sharded, and how it communicates.
+        precision: the type of the weights, and the loss scale.
+        logging: which monitors there are.
+        extras: the optimizer, the schedule, and whatever else has no field in the tree.
+        batch: the three batch sizes.
+        clip_grad: the largest gradient norm; 0 is off.
+        notes: warnings to print, about keys that have no effect.
+    """
+
+    zero: ZeroConfig
+    precision: PrecisionConfig
+    logging: LoggingConfig
+    extras: Extras
+    batch: BatchTriangle
+    clip_grad: float
+    notes: tuple[str, ...]
+
+
+def choose_source(args: Any, config: JsonSource | None, config_params: JsonSource | None) -> JsonSource:
+    """The one configuration among the arguments that may hold it.
+
+    Raises:
+        ConfigError: there is none, or more than one.
+    """
+    named = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    given = {name: source for name, source in named.items() if source is not None}
+    if len(given) != 1:
+        raise ConfigError(
+            f"`config` must be given once, but is given {len(given)} times"
+            f"{' (' + ', '.join(given) + ')' if given else ''}; pass a path or a dictionary as `config`"
+        )
+    return next(iter(given.values()))
+
+
+def read_settings(source: JsonSource, data_parallel: int, model: nn.Module) -> UserSettings:
+    """Read a JSON, or its content.
+
+    Args:
+        source: path or content.
+        data_parallel: the number of ranks that samples are split over.
+        model: its `config.hidden_size`, if it has one, resolves "auto" for the keys that depend on it.
+
+    Raises:
+        ConfigError: names everything that is wrong with it.
+    """
+    hidden = getattr(getattr(model, "config", None), "hidden_size", None)
+    given = {"model.hidden_size": hidden} if isinstance(hidden, int) else {}
+    read = read_deepspeed(source, data_parallel=data_parallel, given=given)
+    problems, sections = list(read.problems), []
+    for name in ("zero", "precision", "logging"):
+        try:
+            sections.append(build_section(name, [*read.defaults, *read.settings]))
+        except ConfigError as error:
+            problems += error.violations
+    batch = read.batch
+    if batch is None and not problems:
+        # No batch size is given: this raises what DeepSpeed says in that case.
+        batch = resolve_batch(None, None, None, data_parallel)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return UserSettings(
+        *sections,
+        extras=read.extras,
+        batch=batch,
+        clip_grad=read.values.get("optimizer.clip_grad", 0.0),
+        notes=_without_effect(read),
+    )
+
+
+def _without_effect(read: DeepSpeedSettings) -> tuple[str, ...]:
+    """One line on the keys that change nothing for the user's own module."""
+    reasons = {each.key: each.reason for each in read.ignored}
+    for setting in read.settings:
+        if setting.spec.section not in _USED:
+            key = setting.source.rpartition(": ")[2].strip("`")
+            reasons[key] = "the model and the script decide it"
+    by_reason: dict[str, list[str]] = {}
+    for key, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(key)
+    listed = "; ".join(f"{', '.join(keys)} ({reason})" for reason, keys in by_reason.items())
+    return (f"keys of {read.name} without effect here: {listed}.",) if listed else ()

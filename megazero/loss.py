@@ -1,0 +1,44 @@
+"""What training minimizes and reports: named loss terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazero.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """One term of the training loss: coefficient x (sum over what counts) / (how much counts).
+
+    Sums and counts run over the whole global batch. A model names its terms. Any part of the model, on any
+    pipeline stage, may add to the sum of a term, and the batches say how much counts for each.
+
+    Attributes:
+        name: a word or words_like_these; with ``_loss`` appended it is the key in metrics.
+        coefficient: weight in the total. A term with 0 is reported but never differentiated, such as an
+            accuracy.
+
+    Raises:
+        ConfigError: the name is not an identifier, or is ``total``, which names the sum of all terms.
+    """
+
+    name: str
+    coefficient: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier() or self.name == "total":
+            raise ConfigError(
+                f"`name` of a loss term must be an identifier other than total, but is {self.name!r}; "
+                "rename it"
+            )
+
+    @property
+    def trained(self) -> bool:
+        """Whether the term is differentiated."""
+        return self.coefficient != 0
+
+    @property
+    def label(self) -> str:
+        """Its name in logs and charts: ``lm loss``, or the bare name if the term is only reported."""
+        return f"{self.name} loss" if self.trained else self.name

@@ -1,0 +1,35 @@
+"""Floating-point operations of a transformer's blocks, per token, forward only.
+
+A matrix product of [m, k] and [k, n] takes 2 m k n of them: k multiplications and k additions per output.
+Only matrix products are counted, as in Megatron-LM (Narayanan et al. 2021, arXiv:2104.04473, with its later
+refinements); norms, activations and embedding lookups count as none.
+"""
+
+from __future__ import annotations
+
+from megazero.config.tree import ModelConfig
+
+
+def attention_flops(model: ModelConfig, *, causal: bool) -> float:
+    """FLOPs of one layer's attention.
+
+    With hidden size h, sequence length s, q = heads x head width and k = key/value heads x head width:
+    2 h (q + 2 k) + 2 q h for the projections, and 2 s q each for the scores and for their product with the
+    values. A causal mask halves the last two.
+    """
+    query = model.num_attention_heads * model.head_dim
+    key = model.kv_heads * model.head_dim
+    projections = 2 * model.hidden_size * (query + 2 * key) + 2 * query * model.hidden_size
+    attended = model.seq_length / 2 if causal else model.seq_length
+    return projections + 2 * (2 * attended * query)
+
+
+def mlp_flops(model: ModelConfig) -> float:
+    """FLOPs of one layer's MLP of inner width f: two matrices of size h f, or three with SwiGLU."""
+    matrices = 3 if model.activation == "swiglu" else 2
+    return matrices * 2 * model.hidden_size * model.ffn_size
+
+
+def logits_flops(model: ModelConfig, padded_vocab: int) -> float:
+    """FLOPs of the projection to a vocabulary of V rows: 2 h V."""
+    return 2 * model.hidden_size * padded_vocab

@@ -1,0 +1,10 @@
+"""Reading numbers from a device, which makes the host wait for all the work queued there."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def read_values(tensor: Tensor) -> list[float] | None:
+    """The elements of a tensor as floats; None on the meta device, where nothing has a value."""
+    return None if tensor.is_meta else [float(value) for value in tensor.reshape(-1).tolist()]

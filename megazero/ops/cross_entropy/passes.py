@@ -1,0 +1,87 @@
+"""The two passes over a rank's logits: by the kernels of csrc/cross_entropy, and by torch in row chunks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megazero.ops.chunks import compute_dtype, row_chunks
+from megazero.ops.cross_entropy.sliced import SlicedCrossEntropy, SlicePasses
+from megazero.ops.native import NATIVE, address, rows_of
+
+
+def _rows(logits: Tensor, columns: int):
+    """Rows of which only `columns` count, `stride` apart."""
+    count, stride = logits.shape
+    return rows_of(logits, columns, count), stride
+
+
+def _native_statistics(logits: Tensor, columns: int, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = logits.contiguous()
+    numbers = torch.empty(3, logits.shape[0], dtype=torch.float32).unbind()
+    tensors = map(address, (logits, local, *numbers))
+    NATIVE.cross_entropy_statistics(*_rows(logits, columns), *tensors)
+    return numbers
+
+
+def _native_gradient(logits: Tensor, columns: int, local: Tensor, normalizer: Tensor, grad: Tensor) -> Tensor:
+    logits, grad = logits.contiguous(), grad.contiguous()
+    grad_logits = torch.empty_like(logits)
+    tensors = map(address, (logits, local, normalizer, grad, grad_logits))
+    NATIVE.cross_entropy_gradient(*_rows(logits, columns), *tensors)
+    return grad_logits
+
+
+_NATIVE_CPU = SlicePasses(_native_statistics, _native_gradient)
+
+
+def vocab_parallel_cross_entropy_native_cpu(
+    logits: Tensor, target: Tensor, group, vocab_start: int, vocab_size: int
+) -> Tensor:
+    """Loss of each row of fp32 or bf16 logits [..., v/tp] on CPU; fp32 [...]."""
+    return SlicedCrossEntropy.apply(logits, target, group, vocab_start, vocab_size, _NATIVE_CPU)
+
+
+def _chunked_statistics(logits: Tensor, columns: int, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    wide_type = compute_dtype(logits.dtype)
+    rows = logits.shape[0]
+    lowest = torch.finfo(wide_type).min
+    maximum = torch.full((rows,), lowest, dtype=wide_type, device=logits.device)
+    total = torch.zeros_like(maximum)
+    if columns == 0:
+        return maximum, total, total.clone()
+    for chunk in row_chunks(logits, rows, columns):
+        wide = logits[chunk, :columns].to(wide_type)
+        # Clamped, so that a slice of -inf alone sums to 0 instead of exp(-inf + inf).
+        torch.amax(wide, -1, out=maximum[chunk]).clamp_(min=lowest)
+        wide = torch.sub(wide, maximum[chunk].unsqueeze(1))
+        torch.sum(wide.exp_(), -1, out=total[chunk])
+    picked = logits.gather(1, local.clamp(min=0).unsqueeze(1)).squeeze(1).to(wide_type)
+    return maximum, total, torch.where(local < 0, 0, picked)
+
+
+def _chunked_gradient(
+    logits: Tensor, columns: int, local: Tensor, normalizer: Tensor, grad: Tensor
+) -> Tensor:
+    grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    grad_logits[:, columns:].zero_()
+    if columns == 0:
+        return grad_logits
+    at_target = torch.where(local < 0, 0, -grad).unsqueeze(1)
+    column = local.clamp(min=0).unsqueeze(1)
+    for chunk in row_chunks(logits, logits.shape[0], columns):
+        probs = torch.sub(logits[chunk, :columns].to(normalizer.dtype), normalizer[chunk].unsqueeze(1))
+        probs.exp_().mul_(grad[chunk].unsqueeze(1))
+        probs.scatter_add_(1, column[chunk], at_target[chunk])
+        grad_logits[chunk, :columns] = probs
+    return grad_logits
+
+
+_CHUNKED = SlicePasses(_chunked_statistics, _chunked_gradient)
+
+
+def vocab_parallel_cross_entropy_chunked(
+    logits: Tensor, target: Tensor, group, vocab_start: int, vocab_size: int
+) -> Tensor:
+    """Loss of each row of logits [..., v/tp], chunk by chunk; fp32 [...]."""
+    return SlicedCrossEntropy.apply(logits, target, group, vocab_start, vocab_size, _CHUNKED)

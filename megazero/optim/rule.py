@@ -1,0 +1,184 @@
+"""`UpdateRule`: the contract between an optimizer's arithmetic and ZeRO, which hands it flat fp32 pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megazero.mpu import Group
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a rule needs beyond its pieces: nothing, if each element's update depends only on that element.
+
+    Attributes:
+        norms: names of the norms that it needs for each parameter, see `NormRule`.
+        reduces: whether it sums gradients over the replicas itself, see `ReducingRule`.
+    """
+
+    norms: tuple[str, ...] = ()
+    reduces: bool = False
+
+
+class UpdateRule(Protocol):
+    """One optimizer's arithmetic.
+
+    A rule knows nothing about groups, shards or dtypes of the model: it gets flat pieces of the master
+    weights. Without `needs.norms`, a piece may hold parts of several parameters; with them, of one only.
+
+    `state_names` are the keys of each tensor's state; they name the arrays in a checkpoint.
+    """
+
+    needs: Needs
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Keys of `init_state`'s result, in checkpoint order."""
+
+    def init_state(self, like: Tensor) -> dict[str, Tensor]:
+        """Fresh state for one parameter tensor: zeros with its shape, dtype and device."""
+
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        *,
+        step: int,
+        lr: float,
+        weight_decays: Sequence[float],
+    ) -> None:
+        """Update `params` and `states` in place.
+
+        Args:
+            params: contiguous fp32 tensors of any shape, empty ones included.
+            grads: for each parameter, a contiguous fp32 gradient of its shape: unscaled and clipped.
+            states: for each parameter, its `init_state`.
+            step: number of this update, from 1 (skipped steps do not count).
+            lr: learning rate.
+            weight_decays: for each parameter, its decoupled weight decay.
+
+        Raises:
+            ValueError: the lists differ in length, the step is below 1, or a tensor is not contiguous, not
+                fp32 or not of its parameter's shape. Nothing has been changed then.
+        """
+
+
+class NormRule(UpdateRule, Protocol):
+    """A rule that scales each parameter's update by norms over the whole parameter (LARS, LAMB).
+
+    A step then has two phases. `prepare` sees all pieces on this rank; next, the squares for all parameters
+    are summed together over the ranks that hold parts of them; finally `step` sees the pieces again.
+    """
+
+    def prepare(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        *,
+        step: int,
+        weight_decays: Sequence[float],
+    ) -> Iterable[Sequence[Tensor]]:
+        """Bring `states` up to date and return the tensors to measure, piece by piece.
+
+        Args:
+            params: as in `step`, but each is part of one parameter; neither these nor `grads` may be changed.
+            grads: as in `step`.
+            states: as in `step`.
+            step: as in `step`.
+            weight_decays: as in `step`.
+
+        Returns:
+            For each piece, one tensor for each of `needs.norms`, such as the weights and their update. A
+            generator keeps only one piece's tensors in memory at a time.
+        """
+
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        *,
+        step: int,
+        lr: float,
+        weight_decays: Sequence[float],
+        norms: Sequence[Tensor],
+    ) -> None:
+        """Update `params` in place, as `UpdateRule.step` does.
+
+        Args:
+            norms: for each piece, the L2 norms of its whole parameter's tensors, fp64 [len(needs.norms)].
+        """
+
+
+class ReducingRule(UpdateRule, Protocol):
+    """A rule that sums gradients over the replicas itself, compressed or infrequently (the 1-bit family).
+
+    The wire then makes no reduction of its own. If state were sharded, no replica could use the sums, so
+    such a rule works only with stage 0.
+    """
+
+    def reduce(self, grads: Tensor, state: dict[str, Tensor], *, group: Group, step: int) -> None:
+        """Replace this replica's gradients by those that `step` is to use on every replica.
+
+        Called for one bucket after another, in the same order on every rank, before the other phases, and
+        only in steps in which all ranks' gradients are finite. May also update `state`.
+
+        Args:
+            grads: a bucket's flat fp32 sums over only this replica's samples, scaled so that their sum over
+                the replicas is the whole gradient, and clipped.
+            state: the bucket's moments, of the same shape.
+            group: the replicas.
+            step: number of this update, from 1.
+        """
+
+
+def zeros_like(names: tuple[str, ...], like: Tensor) -> dict[str, Tensor]:
+    """Named tensors of zeros in the shape of `like`, contiguous whatever its strides are."""
+    return {name: torch.zeros_like(like, memory_format=torch.contiguous_format) for name in names}
+
+
+def check_pieces(
+    names: tuple[str, ...],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[dict[str, Tensor]],
+    step: int,
+    weight_decays: Sequence[float],
+) -> None:
+    """Refuse arguments that an in-place kernel would read or write incorrectly.
+
+    Raises:
+        ValueError: see `UpdateRule.step`.
+    """
+    lengths = [len(params), len(grads), len(states), len(weight_decays)]
+    if len(set(lengths)) != 1:
+        raise ValueError(
+            f"`params`, `grads`, `states` and `weight_decays` must have the same length, but have {lengths}; "
+            f"give one of each per tensor."
+        )
+    if step < 1:
+        raise ValueError(f"`step` must be at least 1, but is {step}; count updates from 1.")
+    for index, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
+        if tuple(state) != names:
+            raise ValueError(
+                f"`states[{index}]` must have the keys {names}, but has {tuple(state)}; make it with "
+                f"`init_state`."
+            )
+        for name, tensor in {"params": param, "grads": grad, **state}.items():
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"`{name}[{index}]` must be contiguous, but has strides {tensor.stride()}; pass a flat "
+                    f"tensor."
+                )
+            if tensor.dtype != torch.float32 or tensor.shape != param.shape:
+                raise ValueError(
+                    f"`{name}[{index}]` must be fp32 of shape {tuple(param.shape)}, but is {tensor.dtype} of "
+                    f"shape {tuple(tensor.shape)}; convert it."
+                )

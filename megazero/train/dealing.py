@@ -1,0 +1,114 @@
+"""Which layers each chunk of the pipeline holds, and what each block of the model costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from megazero.config.tree import Config
+from megazero.layers import initialize
+from megazero.models import ChunkSpan, ModelChunk
+from megazero.mpu import ParallelContext
+from megazero.pipeline import partition_layers
+from megazero.train.families import family_of
+from megazero.train.placement import placement_of
+from megazero.train.programs import schedule_of
+from megazero.train.timers import Timers
+from megazero.train.vocabulary import Vocabulary
+
+Costs = Sequence[float]
+"""The cost of each block, in model order: embedding, layers, head."""
+
+
+def deal_layers(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> list[range]:
+    """Which layers each chunk holds, according to `--pipeline-partition`.
+
+    Raises:
+        ConfigError: there are fewer layers than chunks, or the method's numbers do not fit.
+    """
+    method = config.parallel.pipeline_partition
+    blocks = family_of(config.model).blocks(config.model, vocabulary.padded)
+    weigh = _METHODS.get(method)
+    costs = weigh(config, vocabulary, context) if weigh else [0.0, *[1.0] * (len(blocks) - 2), 0.0]
+    return partition_layers(
+        method,
+        len(blocks) - 2,
+        len(schedule_of(config).stage_of),
+        embedding=costs[0],
+        layers=costs[1:-1],
+        head=costs[-1],
+        types=[block.kind for block in blocks[1:-1]],
+    )
+
+
+def parameter_counts(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Costs:
+    """Number of parameters in each block; a tied head counts, because its stage holds a copy."""
+    pieces = _pieces(config, vocabulary, context, torch.device("meta"))
+    return [float(sum(p.numel() for p in piece.parameters())) for piece in pieces]
+
+
+def estimated_costs(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Costs:
+    """FLOPs per token in each block; looking up an embedding takes none."""
+    return [block.flops for block in family_of(config.model).blocks(config.model, vocabulary.padded)]
+
+
+def measured_costs(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Costs:
+    """Seconds that each block's forward and backward take for a micro-batch: best of three, slowest rank.
+
+    Blocks of the same kind with equally many FLOPs and parameters are measured once.
+    """
+    family, shape = family_of(config.model), (config.batch.micro_batch_size, config.model.seq_length)
+    arrays = family.random_arrays(np.random.default_rng(0), *shape, vocabulary.size)
+    batch = family.collate(config, vocabulary.size, context.device, None)(arrays, tuple(range(shape[0])))
+    blocks = family.blocks(config.model, vocabulary.padded)
+    alike = list(zip(blocks, parameter_counts(config, vocabulary, context), strict=True))
+    firsts = [alike.index(each) for each in alike]
+    seconds = torch.zeros(len(blocks), dtype=torch.float64, device=context.device)
+    for i, piece in enumerate(_pieces(config, vocabulary, context, context.device, set(firsts))):
+        if piece is not None:
+            initialize(piece, config.training.seed, context.place)
+            hidden = torch.zeros(piece.hidden_shape(batch), dtype=piece.hidden_dtype, device=context.device)
+            seconds[i] = min(_seconds(piece, batch, hidden.requires_grad_()) for _ in range(3))
+    context.world.all_reduce(seconds, "max").wait()
+    return seconds[firsts].tolist()
+
+
+_METHODS: MappingProxyType[str, Callable[[Config, Vocabulary, ParallelContext], Costs]] = MappingProxyType(
+    {"parameters": parameter_counts, "cost": estimated_costs, "measured": measured_costs}
+)
+
+
+def _seconds(chunk: ModelChunk, batch: object, hidden: torch.Tensor) -> float:
+    timers = Timers(hidden.device, synchronize=True)
+    with timers("block"):
+        result, sums = chunk.run(batch, hidden, deferred=None)
+        sum([value.sum() for value in (result, *sums.values()) if value is not None]).backward()
+    return timers.collect()["block"]
+
+
+def _pieces(
+    config: Config,
+    vocabulary: Vocabulary,
+    context: ParallelContext,
+    device: torch.device,
+    wanted: set[int] | None = None,
+) -> Iterator[ModelChunk | None]:
+    """Each block of the model as a separate chunk, one after another; None for those not wanted.
+
+    A tied head gets its own weight, because its stage holds a copy.
+    """
+    family, count = family_of(config.model), config.model.num_layers
+    vocab, placement = (vocabulary.size, vocabulary.padded), placement_of(config, context, device)
+    spans = [
+        ChunkSpan(range(0), head=False),
+        *(ChunkSpan(range(i, i + 1), embedding=False, head=False) for i in range(count)),
+        ChunkSpan(range(0), embedding=False),
+    ]
+    for number, span in enumerate(spans):
+        if wanted is None or number in wanted:
+            yield family.chunk(config.model, vocab, placement, config.recompute, span)
+        else:
+            yield None

@@ -1,0 +1,111 @@
+"""The table of model families: all that training, verification and conversion need to know about a model.
+
+A family is a value. Code outside `models/`, `data/` and this table never names a family: it calls `family_of`
+with the model section of the configuration. docs/decisions/0002-families-are-values.md sketches
+the rows to come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from megazero.checkpoint.hf import GPT2, LLAMA, Architecture
+from megazero.config.tree import Config, ModelConfig, RecomputeConfig
+from megazero.data import Datasets, gpt_datasets
+from megazero.layers import Placement
+from megazero.models import GPT, Block, ChunkSpan, ModelChunk, TextCollate, gpt_blocks, random_text
+from megazero.train.feed import Collate
+from megazero.train.vocabulary import Vocabulary
+
+Sizes = tuple[int | None, int | None, int | None]
+"""Number of samples for training, validation and test."""
+
+
+class ChunkBuilder(Protocol):
+    """Builds one chunk of a family's model; the families' model classes are such builders."""
+
+    def __call__(
+        self,
+        config: ModelConfig,
+        vocab: tuple[int, int],
+        placement: Placement,
+        recompute: RecomputeConfig | None = None,
+        span: ChunkSpan | None = None,
+        tied: nn.Parameter | None = None,
+    ) -> ModelChunk:
+        """Build a chunk.
+
+        Args:
+            config: shape of the whole model.
+            vocab: number of vocabulary entries (without padding, with padding).
+            placement: ranks, dtype and device.
+            recompute: what backward recomputes.
+            span: the blocks of the chunk; None for all of them.
+            tied: a weight that this chunk's head shares with another chunk on this rank.
+        """
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model.
+
+    Attributes:
+        name: its name, as in `model.family` of the configuration.
+        blocks: (shape, rows of the padded vocabulary) -> the blocks that the model consists of: the
+            embedding, the layers, which may differ, and the head.
+        chunk: builds a contiguous part of that list of blocks.
+        ties: whether a model of this shape has a head that shares a weight with its embedding.
+        collate: (configuration, vocabulary size, device, dropout seed or None) -> a function that checks
+            arrays and turns them into micro-batches.
+        datasets: (configuration, vocabulary size, id that ends a document, samples of each split) -> the
+            three splits.
+        random_arrays: (generator, number of sequences, tokens in each, vocabulary size) -> arrays like a
+            dataset's, with uneven loss masks, for checks and measurements.
+        architectures: the architectures in transformers that its models can be converted from and to.
+    """
+
+    name: str
+    blocks: Callable[[ModelConfig, int], tuple[Block, ...]]
+    chunk: ChunkBuilder
+    ties: Callable[[ModelConfig], bool]
+    collate: Callable[[Config, int, torch.device, int | None], Collate]
+    datasets: Callable[[Config, int, int | None, Sizes], Datasets]
+    random_arrays: Callable[[np.random.Generator, int, int, int], dict[str, np.ndarray]]
+    architectures: tuple[Architecture, ...]
+
+    def flops_per_token(self, model: ModelConfig, vocabulary: Vocabulary) -> float:
+        """FLOPs that training on one token needs, forward and backward.
+
+        Backward makes two matrix products for each one in forward: the gradients of both factors. What
+        activation recompute computes again is not counted, because the model does not need it.
+        """
+        return 3.0 * sum(block.flops for block in self.blocks(model, vocabulary.padded))
+
+
+_ROWS = (
+    Family(
+        name="gpt",
+        blocks=gpt_blocks,
+        chunk=GPT,
+        ties=lambda model: not model.untie_embeddings_and_output_weights,
+        collate=TextCollate.of,
+        datasets=gpt_datasets,
+        random_arrays=random_text,
+        architectures=(GPT2, LLAMA),
+    ),
+)
+
+FAMILIES = MappingProxyType({row.name: row for row in _ROWS})
+"""Name -> family."""
+
+
+def family_of(model: ModelConfig) -> Family:
+    """The family of a model of this shape."""
+    return FAMILIES[model.family]

@@ -1,0 +1,90 @@
+"""From counts to factors before a step, and from sums and counts to reported losses after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megazero.loss import LossTerm
+
+
+class CountedBatch(Protocol):
+    """A micro-batch that knows on the host how much of it counts."""
+
+    @property
+    def counts(self) -> Mapping[str, float]:
+        """For each loss term, by name: what its sum over the micro-batch is to be divided by."""
+
+
+def local_counts(terms: Sequence[LossTerm], batches: Iterable[CountedBatch], device: torch.device) -> Tensor:
+    """How much these micro-batches count for each term: float64 [terms], on `device`, without a wait."""
+    each = [batch.counts for batch in batches]
+    counts = [sum(counts[term.name] for counts in each) for term in terms]
+    return torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True)
+
+
+def loss_factors(terms: Sequence[LossTerm], counts: Tensor, scale: float) -> Tensor:
+    """What backward multiplies each term's sums by: float32 [terms], on the device of `counts`.
+
+    Args:
+        terms: the model's loss terms.
+        counts: the counts of the whole global batch, float64 [terms]. A term without a count gets 0.
+        scale: the loss scale.
+    """
+    weights = torch.tensor([scale * term.coefficient for term in terms], dtype=torch.float64)
+    weights = weights.to(counts.device, non_blocking=True)
+    return torch.where(counts > 0, weights / counts, 0.0).float()
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The loss terms of a step or an evaluation; the same on all ranks.
+
+    Attributes:
+        terms: the model's loss terms, in its order. Perplexity is that of the first one.
+        means: each term's mean, its sum over its count, in the term's unit (nats for cross-entropies); None
+            where nothing counted.
+    """
+
+    terms: tuple[LossTerm, ...]
+    means: tuple[float | None, ...]
+
+    @classmethod
+    def of(cls, terms: Sequence[LossTerm], sums: Sequence[float], counts: Sequence[float]) -> Losses:
+        """The losses from the sums and counts over the whole global batch."""
+        pairs = zip(sums, counts, strict=True)
+        return cls(tuple(terms), tuple(total / count if count > 0 else None for total, count in pairs))
+
+    def __getitem__(self, name: str) -> float | None:
+        """The mean of a term. Raises KeyError for an unknown one."""
+        return {term.name: mean for term, mean in zip(self.terms, self.means, strict=True)}[name]
+
+    @property
+    def main(self) -> float | None:
+        """The first term's mean."""
+        return self.means[0]
+
+    @property
+    def total(self) -> float | None:
+        """What training minimizes: the sum of the trained terms' means, each times its coefficient.
+
+        None if nothing counts for any of them, so that there is nothing to train on.
+        """
+        pairs = zip(self.terms, self.means, strict=True)
+        found = [term.coefficient * mean for term, mean in pairs if term.trained and mean is not None]
+        return sum(found) if found else None
+
+    def labelled(self) -> dict[str, float | None]:
+        """Label -> mean of each term, followed by the total if several terms are trained."""
+        found = {term.label: mean for term, mean in zip(self.terms, self.means, strict=True)}
+        if sum(term.trained for term in self.terms) > 1:
+            found["total loss"] = self.total
+        return found
+
+    def record(self) -> dict[str, float | None]:
+        """The same, but with keys as in metrics, such as ``lm_loss``."""
+        return {label.replace(" ", "_"): mean for label, mean in self.labelled().items()}

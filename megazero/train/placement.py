@@ -1,0 +1,21 @@
+"""Where this rank's layers live, and in which dtype."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+
+from megazero.config.tree import Config
+from megazero.layers import Placement
+from megazero.mpu import ParallelContext
+
+DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16})
+
+
+def placement_of(config: Config, context: ParallelContext, device: torch.device) -> Placement:
+    """Where this rank's layers live."""
+    dtype = DTYPES[config.precision.dtype]
+    placement = Placement.of(context, dtype, sequence_parallel=config.parallel.sequence_parallel)
+    return replace(placement, device=device)

@@ -1,0 +1,154 @@
+"""Validates a checkpoint's `state.json`, which may come from another version or from anyone at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+
+from megazero.checkpoint import CheckpointReader
+from megazero.checkpoint.manifest import STATE, parse
+from megazero.config.option import Section
+from megazero.config.tree import Config, ModelConfig
+from megazero.errors import CheckpointError
+
+PRETRAINING = "pretraining"
+"""The kind of checkpoint that `snapshot` saves. Others hold only weights, or a user's own module."""
+
+# Settings without a default that a model in use does not need.
+_NOT_OF_THE_MODEL = MappingProxyType({"batch": {"micro_batch_size": 1}, "optimizer": {"lr": 1.0}})
+SavedConfig = dict[str, dict[str, Any] | None]
+_Section = TypeVar("_Section", bound=Section)
+_Facts = TypeVar("_Facts", bound=BaseModel)
+
+
+class _FactsModel(BaseModel):
+    # Ignore what later versions add.
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class StateFacts(_FactsModel):
+    """The fields of `TrainState`."""
+
+    iteration: NonNegativeInt
+    consumed_samples: NonNegativeInt
+    consumed_tokens: NonNegativeInt
+    skipped: NonNegativeInt
+
+
+class ScalerFacts(_FactsModel):
+    """The fields of `ScalerState`."""
+
+    scale: PositiveFloat
+    growth_tracker: NonNegativeInt
+    hysteresis_left: int
+    overflows_at_floor: NonNegativeInt
+
+
+class RunFacts(_FactsModel):
+    """What a checkpoint says about a run that can be resumed.
+
+    Attributes:
+        config: sections of the configuration, in the form used by the version that saved them.
+        state: how far training had got.
+        scaler: state of the loss scaler; None if optimizer state was not saved.
+        updates: number of updates made by the optimizer; None if its state was not saved.
+        stream_seed: seed of the dropout streams.
+        global_batch_size: in samples, at the end of a ramp.
+    """
+
+    config: SavedConfig
+    state: StateFacts
+    scaler: ScalerFacts | None
+    updates: NonNegativeInt | None
+    stream_seed: int
+    global_batch_size: PositiveInt
+
+
+class _ModelFacts(_FactsModel):
+    kind: str | None = None
+    vocab_size: PositiveInt | None = None
+    config: SavedConfig | None = None
+    model: dict[str, Any] | None = None
+    tokenizer: dict[str, Any] | None = None
+
+
+def saved_run(reader: CheckpointReader) -> RunFacts | None:
+    """What a checkpoint says about the run that saved it; None if no run did, as with converted weights.
+
+    Raises:
+        DamagedCheckpointError: something is missing or has the wrong type.
+    """
+    return _read(RunFacts, reader) if reader.facts.get("kind") == PRETRAINING else None
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """What a checkpoint says about its model.
+
+    Attributes:
+        vocab_size: number of vocabulary entries, without padding.
+        sections: sections of the configuration that it was saved with, including `model`.
+        place: the file that this was read from.
+    """
+
+    vocab_size: int
+    sections: SavedConfig
+    place: Path
+
+    def settings(self, fields: Iterable[str]) -> ModelConfig:
+        """The model's settings, from those of these fields that were saved.
+
+        Raises:
+            CheckpointError: this version of the code does not have such a model.
+        """
+        saved = self.sections["model"]
+        return self._validated(ModelConfig, {name: saved[name] for name in fields if name in saved})
+
+    def config(self) -> Config:
+        """The whole configuration, with defaults where nothing was saved, as with converted weights.
+
+        Raises:
+            CheckpointError: this version of the code does not have such settings.
+        """
+        return self._validated(Config, {**_NOT_OF_THE_MODEL, **self.sections})
+
+    def _validated(self, model: type[_Section], content: Mapping[str, Any]) -> _Section:
+        try:
+            return model.model_validate(content)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            where = ".".join(str(step) for step in first["loc"])
+            raise CheckpointError(
+                f"`{self.place}` must hold settings that this version knows, but {where} is "
+                f"{first['input']!r:.40}: {first['msg']}; load it with its own version"
+            ) from None
+
+
+def saved_model(reader: CheckpointReader) -> SavedModel:
+    """What a checkpoint says about its model.
+
+    Raises:
+        DamagedCheckpointError: something has the wrong type.
+        CheckpointError: the checkpoint does not say which model it holds.
+    """
+    found = _read(_ModelFacts, reader)
+    sections = found.config or {"model": found.model, "tokenizer": found.tokenizer}
+    if sections.get("model") is None or found.vocab_size is None:
+        raise CheckpointError(
+            f"`{reader.folder}` must say which model it holds, but does not (kind {found.kind!r}); "
+            f"convert it again"
+        )
+    place = reader.folder / STATE
+    return SavedModel(found.vocab_size, {k: v for k, v in sections.items() if v is not None}, place)
+
+
+def _read(model: type[_Facts], reader: CheckpointReader) -> _Facts:
+    return parse(model, json.dumps(dict(reader.facts)).encode(), reader.folder / STATE)

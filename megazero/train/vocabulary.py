@@ -1,0 +1,57 @@
+"""What the model and the data need to know about the tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazero.config.derive import padded_vocab_size
+from megazero.config.tree import Config
+from megazero.data.tokenizers import Tokenizer, TokenizerSpec, build_tokenizer
+from megazero.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the model and the data need to know about the tokenizer.
+
+    `padded` is `size` rounded up so that it divides evenly over the tensor-parallel ranks.
+    """
+
+    size: int
+    padded: int
+    eod: int | None
+    tokenizer: Tokenizer | None
+
+
+def build_vocabulary(config: Config) -> Vocabulary:
+    """The vocabulary from the tokenizer's files, or from `--vocab-size` alone.
+
+    Raises:
+        ConfigError: `--vocab-size` is smaller than the tokenizer's vocabulary, or neither is given.
+        DataError: the tokenizer's files are missing or unsuitable.
+    """
+    section, size = config.tokenizer, config.model.vocab_size
+    tokenizer = None
+    if section.tokenizer_type is not None:
+        tokenizer = build_tokenizer(
+            TokenizerSpec(
+                section.tokenizer_type,
+                vocab_file=section.vocab_file,
+                merge_file=section.merge_file,
+                model=section.tokenizer_model,
+                vocab_size=size if section.tokenizer_type == "NullTokenizer" else None,
+                extra_ids=section.vocab_extra_ids,
+            )
+        )
+        if size is not None and section.tokenizer_type != "NullTokenizer" and size < tokenizer.vocab_size:
+            raise ConfigError(
+                f"`vocab_size` must be at least the tokenizer's {tokenizer.vocab_size}, but is "
+                f"{size}; leave it out"
+            )
+        size = max(size or 0, tokenizer.vocab_size)
+    if size is None:
+        raise ConfigError("`vocab_size` must be known, but is not; set --tokenizer-type or --vocab-size")
+    padded = padded_vocab_size(
+        size, config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
+    )
+    return Vocabulary(size, padded, tokenizer.eod if tokenizer else None, tokenizer)

@@ -1,0 +1,83 @@
+"""`build_store`: turns units into a store of buckets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from megazero.mpu import ParallelContext, spec_of
+from megazero.zero.bucket import Bucket, Fill
+from megazero.zero.layout import BucketLayout
+from megazero.zero.plan import BucketMember, plan_buckets
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.store import DeviceStore, Store
+from megazero.zero.table import STAGES
+from megazero.zero.unit import Unit
+from megazero.zero.wire import ExactWire, NodeWire, Wire
+
+
+def build_store(
+    units: Sequence[Unit],
+    policy: ZeroPolicy,
+    context: ParallelContext,
+    fill: Fill | None = None,
+    groups: Mapping[int, int] | None = None,
+    kind: Callable[[ZeroPolicy], Store] = DeviceStore,
+) -> Store:
+    """Move the parameters of `units` into buckets, in the order in which backward completes them.
+
+    Parameters on the meta device get memory and values one bucket at a time, so where weights are sharded
+    the whole model is never on one rank.
+
+    Args:
+        units: the units in the order in which forward uses them.
+        policy: what is sharded.
+        context: the process groups and this rank's device.
+        fill: called with each bucket's parameters, writes their initial values; needed for meta parameters.
+        groups: parameter groups by ``id`` of the parameter; parameters that it leaves out are in group 0.
+        kind: makes the store.
+
+    Returns:
+        The store, with its buckets in that order.
+
+    Raises:
+        ConfigError: parameters are on the meta device, the context's device is real, and `fill` is None.
+    """
+    store = kind(policy)
+    params, members = _members(units, groups or {})
+    for key, numbers in plan_buckets(members, policy, lambda name: context.groups[name].size):
+        group = context.groups[key.replicas]
+        mine = tuple(members[i] for i in numbers)
+        layout = BucketLayout(STAGES[key.row], mine, group.size, group.rank, context.place)
+        wire: Wire = ExactWire(group, layout, policy.reduce_dtype, leave_sums=policy.rule_reduces)
+        if policy.hpz > 1 and layout.row.shard_params and key.replicas == "replica":
+            wire = NodeWire(wire, context.node)
+        Bucket(key, [params[i] for i in numbers], layout, wire, store, context.device, fill)
+    return store
+
+
+def _members(
+    units: Sequence[Unit], groups: Mapping[int, int]
+) -> tuple[list[nn.Parameter], list[BucketMember]]:
+    """Each parameter once, in the order of its first use."""
+    first_use: dict[int, tuple[int, nn.Parameter]] = {}
+    for u, unit in enumerate(units):
+        for param in unit.params:
+            first_use.setdefault(id(param), (u, param))
+    uses = Counter(id(param) for unit in units for param in set(unit.params))
+    members = [
+        BucketMember(
+            spec=spec_of(param),
+            shape=tuple(param.shape),
+            dtype=param.dtype,
+            chunk=units[u].chunk,
+            unit=u,
+            trainable=param.requires_grad,
+            alone=uses[id(param)] > 1 or spec_of(param).shared or spec_of(param).tied_with is not None,
+            group=groups.get(id(param), 0),
+        )
+        for u, param in first_use.values()
+    ]
+    return [param for _, param in first_use.values()], members

@@ -1,0 +1,65 @@
+"""Norms of individual parameters whose parts lie on several ranks, reduced together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from megazero.mpu import AXES, COMMUNICATORS, ParallelContext
+from megazero.optim import local_square_sum
+from megazero.zero.bucket import Bucket
+
+
+class ParameterNorms:
+    """Sums squares of each parameter's tensors over the ranks that hold parts of it, each element once.
+
+    Those are the ranks along the axes that may slice it, and its replicas where they shard state. However
+    many parameters there are, this takes one call over each of these groups for dense parameters, and one for
+    experts. A tied copy is measured on its own stage, where it has the same values as the original.
+
+    Usage: `add` each piece, `reduce`, then read each norm with `of`.
+
+    Args:
+        buckets: the buckets whose parameters are measured; the same on all these ranks.
+        context: this rank's groups, place and device.
+        count: number of norms of each parameter.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], context: ParallelContext, count: int):
+        self.context = context
+        self._first: dict[Bucket, int] = {}
+        self._by_replicas: dict[str, list[Bucket]] = {}
+        for bucket in buckets:
+            self._by_replicas.setdefault(bucket.key.replicas, []).append(bucket)
+        total = 0
+        for bucket in chain.from_iterable(self._by_replicas.values()):
+            self._first[bucket] = total
+            total += len(bucket.layout.members)
+        self._norms = torch.zeros(total, count, dtype=torch.float64, device=context.device)
+
+    def add(self, bucket: Bucket, member: int, tensors: Sequence[Tensor]) -> None:
+        """Measure this rank's part of one member of a bucket."""
+        number, _ = bucket.layout.specs[member].copy(self.context.place)
+        if number == 0:  # the other copies have the same elements
+            squares = [local_square_sum([tensor]) for tensor in tensors]
+            self.of(bucket, member).copy_(torch.stack(squares))
+
+    def reduce(self) -> None:
+        """Sum over the ranks and take the square roots; every rank calls this."""
+        for replicas, buckets in self._by_replicas.items():
+            count = sum(len(bucket.layout.members) for bucket in buckets)
+            first = self._first[buckets[0]]
+            mine = self._norms[first : first + count]
+            if any(bucket.layout.row.shard_state for bucket in buckets):
+                self.context.groups[replicas].all_reduce(mine).wait()
+            for axis, traits in AXES.items():
+                if traits.model == "slices" and axis not in COMMUNICATORS[replicas]:
+                    self.context.groups[axis].all_reduce(mine).wait()
+        self._norms.sqrt_()
+
+    def of(self, bucket: Bucket, member: int) -> Tensor:
+        """The norms of one member of a bucket, fp64 [count], on the device."""
+        return self._norms[self._first[bucket] + member]

@@ -1,0 +1,186 @@
+"""Stores: where weights, masters, moments and gradient sums are kept, and how a step visits them.
+
+ZeRO-Offload (Ren et al. 2021) and ZeRO-Infinity (Rajbhandari et al. 2021) would be stores in other memory.
+Here everything stays on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from megazero.zero.layout import own_sums
+from megazero.zero.policy import ZeroPolicy
+
+if TYPE_CHECKING:
+    from megazero.zero.bucket import Bucket
+
+WEIGHT = "weight"
+"""The kind of the master weights; moments have the names that the update rule gives them."""
+
+GRADIENT = "gradient"
+"""The kind of the gradient sums."""
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A bucket during a visit.
+
+    Attributes:
+        bucket: the bucket visited.
+        flats: its state by kind: flat tensors over the layout's `state_range`, all on one device.
+    """
+
+    bucket: Bucket
+    flats: Mapping[str, Tensor]
+
+
+class Store(Protocol):
+    """Holds the buckets of one rank, and all their state that lasts from step to step."""
+
+    buckets: list[Bucket]
+
+    def admit(self, bucket: Bucket) -> None:
+        """Add a new bucket, whose whole weights are present, and keep this rank's slice of them."""
+
+    def make_moments(self, init_state: Callable[[Tensor], dict[str, Tensor]]) -> None:
+        """Give each trained bucket the moments that a rule's `init_state` makes of its master weights."""
+
+    def shard(self, bucket: Bucket) -> Tensor:
+        """This rank's slice of the weights, [shard_size] on the device, as a gather needs it."""
+
+    def write_weights(self, bucket: Bucket, master: Tensor) -> None:
+        """Write the master weights of a visit to the weights over `state_range`."""
+
+    def adopt(self, bucket: Bucket) -> None:
+        """Copy the whole weights into the slice and the master."""
+
+    def sums(self, bucket: Bucket) -> Tensor:
+        """The flat tensor on the device in which gradients are summed until `land`: [padded].
+
+        Called only where the row does not shard gradients.
+        """
+
+    def land(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
+        """Take complete sums over `state_range`: the step's first ones, or further ones to add.
+
+        Every trained bucket's sums land in every step, even those that were already complete in `sums`.
+        """
+
+    def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        """Master weights and moments where they are kept between visits, for saving and loading.
+
+        Flat tensors over `state_range` by kind, on any device. The next visit sees what is written to them.
+        """
+
+    def visits(
+        self, kinds: Collection[str], buckets: Sequence[Bucket], changes: Collection[str] = ()
+    ) -> Iterator[Sequence[Resident]]:
+        """Bring state to where it is worked on, some buckets at a time, and put it back.
+
+        Args:
+            kinds: the kinds that are needed; each bucket gives those that it has.
+            buckets: the buckets to visit, in this order; a store with little room reads the next ones ahead.
+            changes: the kinds that the visitor changes; it leaves the others as they are.
+
+        Yields:
+            Buckets whose state is present until the next ones are requested.
+        """
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a device store holds for a bucket.
+
+    Attributes:
+        shard: this rank's slice of the weights.
+        weights: the weights over `state_range`.
+        state: masters and moments by kind.
+        sums: gradient sums, [padded], or [shard_size] if sharded; None if the parameters are not trained.
+        own_sums: the sums over `state_range`, by kind.
+    """
+
+    shard: Tensor
+    weights: Tensor
+    state: dict[str, Tensor]
+    sums: Tensor | None
+    own_sums: Mapping[str, Tensor]
+
+
+class DeviceStore:
+    """Keeps everything on the device, so a visit moves nothing and yields all buckets at once.
+
+    Weights of the master dtype are their own masters.
+
+    Args:
+        policy: the dtypes of masters and sums.
+    """
+
+    def __init__(self, policy: ZeroPolicy):
+        self.policy = policy
+        self.buckets: list[Bucket] = []
+        self._held: dict[Bucket, _Held] = {}
+
+    def admit(self, bucket: Bucket) -> None:
+        layout, full = bucket.layout, bucket.full
+        shard = full[layout.own].clone() if layout.row.shard_params else full[layout.own]
+        weights = shard if layout.row.shard_state else full
+        master, sums, own = weights, None, {}
+        if bucket.key.trainable:
+            master = weights.to(self.policy.main_dtype)
+            size = layout.shard_size if layout.row.shard_grads else layout.padded
+            sums = full.new_zeros(size, dtype=self.policy.accumulation_dtype)
+            own = {GRADIENT: own_sums(layout, sums)}
+        self.buckets.append(bucket)
+        self._held[bucket] = _Held(shard, weights, {WEIGHT: master}, sums, own)
+
+    def make_moments(self, init_state: Callable[[Tensor], dict[str, Tensor]]) -> None:
+        for bucket in self.buckets:
+            if bucket.key.trainable:
+                state = self._held[bucket].state
+                state.update(init_state(state[WEIGHT].float()))
+
+    def shard(self, bucket: Bucket) -> Tensor:
+        return self._held[bucket].shard
+
+    def write_weights(self, bucket: Bucket, master: Tensor) -> None:
+        weights = self._held[bucket].weights
+        if master is not weights:
+            weights.copy_(master)
+
+    def adopt(self, bucket: Bucket) -> None:
+        held, layout = self._held[bucket], bucket.layout
+        if layout.row.shard_params:
+            held.shard.copy_(bucket.full[layout.own])
+        if held.state[WEIGHT] is not held.weights:
+            held.state[WEIGHT].copy_(held.weights)
+
+    def sums(self, bucket: Bucket) -> Tensor:
+        sums = self._held[bucket].sums
+        assert sums is not None, "a frozen bucket has no gradients"
+        return sums
+
+    @torch.no_grad()
+    def land(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
+        sums = self._held[bucket].own_sums[GRADIENT]
+        if result.data_ptr() == sums.data_ptr():  # they were reduced in place
+            return
+        sums.copy_(result) if first else sums.add_(result)
+
+    def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        return self._held[bucket].state
+
+    def visits(
+        self, kinds: Collection[str], buckets: Sequence[Bucket], changes: Collection[str] = ()
+    ) -> Iterator[Sequence[Resident]]:
+        everything = []
+        for bucket in buckets:
+            held = self._held[bucket]
+            flats = {**held.state, **held.own_sums}
+            everything.append(Resident(bucket, {kind: flats[kind] for kind in kinds if kind in flats}))
+        if everything:
+            yield everything

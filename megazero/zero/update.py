@@ -1,0 +1,172 @@
+"""`Update`: one update of resident buckets by a rule, in one phase or two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megazero.optim import UpdateRule
+from megazero.zero.norms import ParameterNorms
+from megazero.zero.store import GRADIENT, WEIGHT, Resident
+
+PerGroup = float | Sequence[float]
+"""One value for all parameter groups, or one for each."""
+
+Phase = Callable[[Sequence[Resident]], None]
+
+
+@dataclass(frozen=True)
+class UpdateFacts:
+    """What an update depends on besides the buckets.
+
+    Attributes:
+        number: number of the update, from 1.
+        lr: learning rate.
+        weight_decay: weight decay of the parameters that decay.
+        factor: what the gradient sums are multiplied by first.
+    """
+
+    number: int
+    lr: PerGroup
+    weight_decay: PerGroup
+    factor: float
+
+
+@dataclass(frozen=True)
+class _RulePiece:
+    """What a rule is given for one segment, or for one member."""
+
+    weights: Tensor
+    gradient: Tensor
+    state: dict[str, Tensor]
+    lr: float
+    decay: float
+    resident: Resident
+    member: int
+
+
+class Update:
+    """Scales gradients, lets the rule sum them if it does that itself, and moves the masters.
+
+    Masters and sums of a narrower dtype than fp32 are widened for the rule and rounded afterwards. If a rule
+    asks for norms, call `prepare` for all buckets before `apply` for any of them.
+
+    Args:
+        rule: updates each piece.
+        facts: the facts of this step.
+        norms: norms of individual parameters; None if the rule asks for none.
+    """
+
+    def __init__(self, rule: UpdateRule, facts: UpdateFacts, norms: ParameterNorms | None):
+        self.rule = rule
+        self.facts = facts
+        self.norms = norms
+
+    def prepare(self, residents: Sequence[Resident]) -> None:
+        """Run the rule's `prepare` on these buckets and measure what it returns.
+
+        Changes gradients and moments.
+        """
+        self._in_fp32(residents, self._measure, first=True, last=False)
+
+    def apply(self, residents: Sequence[Resident]) -> None:
+        """Update these buckets."""
+        self._in_fp32(residents, self._move, first=self.norms is None, last=True)
+
+    def _in_fp32(self, residents: Sequence[Resident], phase: Phase, *, first: bool, last: bool) -> None:
+        """Run a phase on the residents in fp32: one by one on those of narrower dtypes, together on the rest.
+
+        Args:
+            residents: the residents of a visit.
+            phase: the work to do on gradients that are ready for use.
+            first: whether it is the first phase, in which fp32 gradients are made ready in place.
+            last: whether it is the last phase, after which narrower dtypes are rounded.
+        """
+        together = []
+        for each in residents:
+            if each.flats[GRADIENT].dtype == each.flats[WEIGHT].dtype == torch.float32:
+                if first:
+                    self._make_ready(each)
+                together.append(each)
+            else:
+                self._widened(each, phase, last=last)
+        if together:
+            phase(together)
+
+    def _widened(self, each: Resident, phase: Phase, *, last: bool) -> None:
+        grads, master = each.flats[GRADIENT], each.flats[WEIGHT]
+        wide = master.to(torch.float32)
+        wide_grads = grads.to(torch.float32, copy=True).mul_(self.facts.factor)
+        phase([replace(each, flats={**each.flats, WEIGHT: wide, GRADIENT: wide_grads})])
+        if last:
+            grads.copy_(wide_grads)
+            if wide is not master:
+                master.copy_(wide)
+
+    def _make_ready(self, each: Resident) -> None:
+        """Scale the gradients, and let the rule sum them over the replicas if it does that itself."""
+        grads = each.flats[GRADIENT]
+        if self.facts.factor != 1.0:
+            grads.mul_(self.facts.factor)
+        if self.rule.needs.reduces:
+            group = each.bucket.wire.group
+            self.rule.reduce(grads, _moments(each.flats), group=group, step=self.facts.number)
+
+    def _measure(self, residents: Sequence[Resident]) -> None:
+        pieces = list(self._pieces(residents))
+        asked = self.rule.prepare(
+            [piece.weights for piece in pieces],
+            [piece.gradient for piece in pieces],
+            [piece.state for piece in pieces],
+            step=self.facts.number,
+            weight_decays=[piece.decay for piece in pieces],
+        )
+        for piece, tensors in zip(pieces, asked, strict=True):
+            self.norms.add(piece.resident.bucket, piece.member, tensors)
+
+    def _move(self, residents: Sequence[Resident]) -> None:
+        calls: dict[float, list[_RulePiece]] = {}
+        for piece in self._pieces(residents):
+            calls.setdefault(piece.lr, []).append(piece)
+        for lr, pieces in calls.items():
+            asked = {}
+            if self.norms is not None:
+                asked["norms"] = [self.norms.of(piece.resident.bucket, piece.member) for piece in pieces]
+            self.rule.step(
+                [piece.weights for piece in pieces],
+                [piece.gradient for piece in pieces],
+                [piece.state for piece in pieces],
+                step=self.facts.number,
+                lr=lr,
+                weight_decays=[piece.decay for piece in pieces],
+                **asked,
+            )
+
+    def _pieces(self, residents: Sequence[Resident]) -> Iterator[_RulePiece]:
+        """One piece per segment, or per member if the rule looks at individual parameters."""
+        for each in residents:
+            layout, moments = each.bucket.layout, _moments(each.flats)
+            ranges = layout.segments if self.norms is None else layout.member_segments
+            for number, segment in enumerate(ranges):
+                where = layout.overlap(segment.start, segment.stop)
+                if where.start < where.stop:
+                    yield _RulePiece(
+                        each.flats[WEIGHT][where],
+                        each.flats[GRADIENT][where],
+                        {kind: flat[where] for kind, flat in moments.items()},
+                        _of_group(self.facts.lr, segment.group),
+                        _of_group(self.facts.weight_decay, segment.group) if segment.weight_decay else 0.0,
+                        each,
+                        number,
+                    )
+
+
+def _moments(flats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {kind: flat for kind, flat in flats.items() if kind not in (WEIGHT, GRADIENT)}
+
+
+def _of_group(value: PerGroup, group: int) -> float:
+    return value if isinstance(value, (int, float)) else value[group]

@@ -1,0 +1,209 @@
+"""A training script with a DeepSpeed JSON: precedence, conflicts, batch sizes, broken files."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazero.config import Config, Resolved, parse_config
+from megazero.errors import ConfigError
+from tests.config.samples import BASE_FLAGS
+
+Launch = Callable[..., Resolved]
+NO_BATCH = [flag for flag in BASE_FLAGS if flag not in ("--micro-batch-size", "2")]
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """Runs parse_config in a folder with the JSON as ds.json."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(document: Any, *flags: str, base: list[str] = BASE_FLAGS, ranks: int = 4) -> Resolved:
+        text = document if isinstance(document, str) else json.dumps(document)
+        Path("ds.json").write_text(text)
+        argv = [*base, "--deepspeed", "--deepspeed_config", "ds.json", *flags]
+        return parse_config(argv, world_size=ranks)
+
+    return run
+
+
+def refusals(launch: Launch, *args: Any, **kwargs: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        launch(*args, **kwargs)
+    return caught.value.violations
+
+
+def test_the_json_stands_between_yaml_and_flags(launch: Launch) -> None:
+    Path("run.yaml").write_text(
+        "zero: {stage: 1, bucket_size: 7}\noptimizer: {clip_grad: 3}\nprecision: {initial_loss_scale: 8}\n"
+    )
+    document = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5, "fp16": {"enabled": True}}
+    for flags in ([], ["--zero-stage", "2", "--clip-grad", "0.5"]):
+        config = launch(document, "--config", "run.yaml", *flags).config
+        assert (config.zero.stage, config.zero.bucket_size, config.optimizer.clip_grad) == (2, 7, 0.5)
+        assert config.precision.dtype == "fp16"
+        assert config.precision.initial_loss_scale == 8  # what the JSON only implies gives way
+    assert launch(document).config.precision.initial_loss_scale == 2.0**16
+    assert launch(document, "--initial-loss-scale", "4").config.precision.initial_loss_scale == 4
+
+
+def test_auto_gives_way_to_a_flag_and_takes_the_hidden_size(launch: Launch) -> None:
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+    config = launch({"zero_optimization": zero}, "--bucket-size", "5").config
+    assert (config.zero.bucket_size, config.zero.param_persistence_threshold) == (5, 640)
+
+
+def test_every_conflict_with_a_flag_is_listed(launch: Launch) -> None:
+    document = {
+        "zero_optimization": {"stage": 2, "overlap_comm": False},
+        "fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2},
+        "gradient_clipping": 1.0,
+        "train_micro_batch_size_per_gpu": 4,
+        "train_batch_size": 64,
+    }
+    flags = "--zero-stage 1 --bf16 --clip-grad 1 --hysteresis 3 --global-batch-size 32 --overlap-grad-reduce"
+    assert refusals(launch, document, *shlex.split(flags)) == [
+        "`precision.dtype` must be set one way, but `--bf16` says bf16 and ds.json: `fp16.enabled` says "
+        "fp16; change one of them.",
+        "`precision.hysteresis` must be set one way, but `--hysteresis` says 3 and ds.json: "
+        "`fp16.hysteresis` says 2; change one of them.",
+        "`zero.stage` must be set one way, but `--zero-stage` says 1 and ds.json: `zero_optimization.stage` "
+        "says 2; change one of them.",
+        "`zero.overlap_grad_reduce` must be set one way, but `--overlap-grad-reduce` says true and ds.json: "
+        "`zero_optimization.overlap_comm` says false; change one of them.",
+        "`batch.global_batch_size` must be set one way, but `--global-batch-size` says 32 and ds.json: "
+        "`train_batch_size` says 64; change one of them.",
+        "`batch.micro_batch_size` must be set one way, but `--micro-batch-size` says 2 and ds.json: "
+        "`train_micro_batch_size_per_gpu` says 4; change one of them.",
+    ]
+    (loss_scale,) = refusals(launch, {"fp16": {"enabled": True, "loss_scale": 0}}, "--loss-scale", "12")
+    assert "`--loss-scale` says 12.0 and ds.json: `fp16.loss_scale` says unset" in loss_scale
+
+
+@pytest.mark.parametrize(
+    ("document", "flags", "sizes"),
+    [
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, "", (4, 64)),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, "", (8, 64)),
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, "", (4, 32)),
+        ({"train_batch_size": 64}, "", (16, 64)),
+        ({"train_micro_batch_size_per_gpu": 4}, "", (4, 16)),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto"}, "--micro-batch-size 2", (2, 64)),
+        ({"gradient_accumulation_steps": 3}, "--micro-batch-size 2", (2, 24)),
+        ({"gradient_accumulation_steps": 3}, "--global-batch-size 24", (2, 24)),
+        ({"gradient_accumulation_steps": "auto"}, "--micro-batch-size 2 --global-batch-size 48", (2, 48)),
+        ({"train_batch_size": 64}, "--tensor-model-parallel-size 2", (32, 64)),
+        ({"train_batch_size": 64}, "--pipeline-model-parallel-size 2 --micro-batch-size 4", (4, 64)),
+    ],
+)
+def test_batch_sizes(launch: Launch, document: dict[str, Any], flags: str, sizes: tuple[int, int]) -> None:
+    config: Config = launch(document, *flags.split(), base=NO_BATCH).config
+    assert (config.batch.micro_batch_size, config.batch.global_batch_size) == sizes
+
+
+def test_batch_sizes_that_contradict_the_number_of_ranks(launch: Launch) -> None:
+    document = {"train_batch_size": 64, "gradient_accumulation_steps": 4}
+    assert refusals(launch, document) == [
+        "ds.json: `train_batch_size` must be micro-batch size x accumulation steps x data-parallel ranks, "
+        "but 64 is not 2 x 4 x 4 = 32; leave one of the three out."
+    ]
+    assert launch(document, ranks=8).config.batch.global_batch_size == 64
+    assert any(
+        "world_size_factors" in line for line in refusals(launch, document, "--context-parallel-size", "3")
+    )
+
+
+def test_values_out_of_range_and_rules_name_their_source(launch: Launch) -> None:
+    document = {"zero_optimization": {"stage": 4, "reduce_bucket_size": 0}}
+    assert refusals(launch, document) == [
+        "ds.json: `zero_optimization.stage`: `zero.stage` must be 0, 1, 2 or 3, but is `4`.",
+        "ds.json: `zero_optimization.reduce_bucket_size`: `zero.bucket_size` must be greater than 0, but is "
+        "`0`.",
+    ]
+    (rule,) = refusals(launch, {"activation_checkpointing": {"partition_activations": True}})
+    assert rule.endswith("[rule kept_activations_need_full].")
+
+
+def test_a_schedule_of_the_json_is_refused_in_a_script(launch: Launch) -> None:
+    assert refusals(launch, {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}) == [
+        "ds.json: `scheduler.type` is not accepted: a training script takes its schedule from flags; remove "
+        "the section and give `--lr-decay-style`, `--lr-warmup-iters` and `--lr-decay-iters`."
+    ]
+
+
+def test_what_has_no_effect_is_named_in_one_warning(launch: Launch) -> None:
+    document = {
+        "steps_per_print": 5,
+        "aio": {"block_size": 1048576},
+        "zero_optimization": {"contiguous_gradients": True, "reduce_scatter": True},
+    }
+    assert launch(document, "--no-pipeline-parallel").warnings == (
+        "flags without effect here: --no-pipeline-parallel (there is one engine, with and without pipeline "
+        "stages).",
+        "keys of ds.json without effect here: zero_optimization.contiguous_gradients, "
+        "zero_optimization.reduce_scatter (gradients are always kept in flat buffers, and are "
+        "reduce-scattered wherever they are sharded); aio (nothing is offloaded to NVMe); "
+        "steps_per_print (`--log-interval` says how often a line is printed).",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"seed": 1, "seed": 2}', "ds.json: `seed` must be given once, but is given again."),
+        ('{"fp16": {"enabled": true, "enabled": true}}', "ds.json: `enabled` must be given once"),
+        ('{"train_batch_size": GBSIZE}', "replace the placeholders of a template first."),
+        ('{"gradient_clipping": NaN}', "NaN is not a JSON number"),
+        ("[]", "ds.json: the file must hold one JSON object."),
+        ("", "ds.json: the file must be valid JSON"),
+        ("[" * 100_000, "ds.json: the file must not be nested this deeply."),
+    ],
+)
+def test_broken_files(launch: Launch, text: str, says: str) -> None:
+    (problem,) = refusals(launch, text)
+    assert says in problem
+
+
+def test_a_file_that_is_not_there(launch: Launch) -> None:
+    argv = [*BASE_FLAGS, "--deepspeed", "--deepspeed-config=nowhere.json"]
+    with pytest.raises(ConfigError, match=r"must name a readable file, but nowhere\.json: No such file"):
+        parse_config(argv)
+
+
+def test_a_script_of_megatron_deepspeed_runs_unchanged(launch: Launch) -> None:
+    """The JSON of its 1.3B GPT example after `sed`, with the flags that the script derives from the same."""
+    document = {
+        "train_batch_size": 512,
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": 10,
+        "zero_optimization": {"stage": 1},
+        "gradient_clipping": 1.0,
+        "prescale_gradients": True,
+        "fp16": {
+            "enabled": True,
+            "loss_scale": 0,
+            "loss_scale_window": 500,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+            "initial_scale_power": 11,
+        },
+        "bf16": {"enabled": False},
+        "curriculum_learning": {"enabled": False, "curriculum_type": "seqlen"},
+        "wall_clock_breakdown": False,
+    }
+    flags = """--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --lr 2.0e-4
+        --min-lr 2.0e-5 --max-position-embeddings 2048 --train-tokens 300000000000 --micro-batch-size 4
+        --global-batch-size 512 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2
+        --clip-grad 1.0 --hysteresis 2 --fp16 --zero-stage 1 --tokenizer-type GPT2BPETokenizer
+        --vocab-file v --merge-file m --data-path d --checkpoint-activations
+        --deepspeed-activation-checkpointing --local_rank 0 --DDP-impl local"""
+    resolved = launch(document, base=shlex.split(flags), ranks=64)
+    assert resolved.config.zero.stage == 1
+    assert resolved.config.precision.initial_loss_scale == 2048
+    assert resolved.config.batch.global_batch_size == 512
+    assert len(resolved.warnings) == 2

@@ -1,0 +1,453 @@
+"""Each key of a DeepSpeed JSON sets the tree, is read by the engine, has no effect or is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazero.config.deepspeed import (
+    DeepSpeedSettings,
+    Extras,
+    OptimizerExtras,
+    SchedulerExtras,
+    read_deepspeed,
+)
+from megazero.config.deepspeed.row import (
+    AMOUNT,
+    ANYTHING,
+    BOOL,
+    COUNT,
+    INTEGER,
+    NUMBER,
+    PAIR,
+    SECTION,
+    SIZE,
+    TEXT,
+    KeyRow,
+)
+from megazero.config.deepspeed.table import GROUPS, ROWS
+from megazero.config.fields import FIELD_BY_PATH
+from megazero.config.resolve import build_section
+from megazero.config.tree import ZeroConfig
+from megazero.errors import ConfigError
+
+# key -> its value, other keys that must stand beside it, and what the tree then holds (besides their effect)
+HONOURED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "train_batch_size": (64, {}, {"batch.global_batch_size": 64, "batch.micro_batch_size": 16}),
+    "train_micro_batch_size_per_gpu": (3, {}, {"batch.global_batch_size": 12, "batch.micro_batch_size": 3}),
+    "gradient_accumulation_steps": (
+        2,
+        {"train_batch_size": 64},
+        {"batch.global_batch_size": 64, "batch.micro_batch_size": 8},
+    ),
+    "optimizer.type": (
+        "SGD",
+        {},
+        {"optimizer.optimizer": "sgd", "optimizer.weight_decay": 0.0, "optimizer.sgd_momentum": 0.0},
+    ),
+    "optimizer.params.lr": (1.5e-4, {"optimizer.type": "AdamW"}, {"optimizer.lr": 1.5e-4}),
+    "optimizer.params.betas": (
+        [0.8, 0.95],
+        {"optimizer.type": "adam"},
+        {"optimizer.adam_beta1": 0.8, "optimizer.adam_beta2": 0.95},
+    ),
+    "optimizer.params.eps": (1e-6, {"optimizer.type": "Adam"}, {"optimizer.adam_eps": 1e-6}),
+    "optimizer.params.weight_decay": (0.1, {"optimizer.type": "Adam"}, {"optimizer.weight_decay": 0.1}),
+    "optimizer.params.momentum": (0.5, {"optimizer.type": "SGD"}, {"optimizer.sgd_momentum": 0.5}),
+    "optimizer.params.max_grad_norm": (2, {"optimizer.type": "Adam"}, {"optimizer.clip_grad": 2.0}),
+    "gradient_clipping": (0.5, {}, {"optimizer.clip_grad": 0.5}),
+    "fp16.enabled": (True, {}, {"precision.dtype": "fp16", "precision.initial_loss_scale": 65536.0}),
+    "fp16.loss_scale": (4096, {"fp16.enabled": True}, {"precision.loss_scale": 4096.0}),
+    "fp16.initial_scale_power": (11, {"fp16.enabled": True}, {"precision.initial_loss_scale": 2048.0}),
+    "fp16.loss_scale_window": (500, {"fp16.enabled": True}, {"precision.loss_scale_window": 500}),
+    "fp16.hysteresis": (3, {"fp16.enabled": True}, {"precision.hysteresis": 3}),
+    "fp16.min_loss_scale": (2, {"fp16.enabled": True}, {"precision.min_loss_scale": 2.0}),
+    "fp16.fp16_master_weights_and_grads": (
+        True,
+        {"fp16.enabled": True},
+        {"zero.main_params_dtype": "fp16", "zero.grad_accumulation_dtype": "fp16"},
+    ),
+    "bf16.enabled": (True, {"fp16.enabled": False}, {"precision.dtype": "bf16"}),
+    "bf16.bf16_master_weights_and_grads": (
+        True,
+        {"bf16.enabled": True},
+        {"zero.main_params_dtype": "bf16", "zero.grad_accumulation_dtype": "bf16"},
+    ),
+    "data_types.grad_accum_dtype": ("float32", {}, {"zero.grad_accumulation_dtype": "fp32"}),
+    "communication_data_type": ("bf16", {}, {"zero.grad_reduce_dtype": "bf16"}),
+    "seed": (7, {}, {"training.seed": 7}),
+    "zero_optimization.stage": (3, {}, {"zero.stage": 3}),
+    "zero_optimization.reduce_bucket_size": (5e8, {}, {"zero.bucket_size": 500_000_000}),
+    "zero_optimization.overlap_comm": (
+        False,
+        {},
+        {"zero.overlap_grad_reduce": False, "zero.overlap_param_gather": False},
+    ),
+    "zero_optimization.stage3_prefetch_bucket_size": (0, {}, {"zero.prefetch_size": 0}),
+    "zero_optimization.stage3_param_persistence_threshold": (
+        10,
+        {},
+        {"zero.param_persistence_threshold": 10},
+    ),
+    "zero_optimization.stage3_max_live_parameters": (3e9, {}, {"zero.max_live_parameters": 3_000_000_000}),
+    "zero_optimization.zero_hpz_partition_size": (8, {}, {"zero.hpz_partition_size": 8}),
+    "activation_checkpointing.partition_activations": (True, {}, {"recompute.partition_activations": True}),
+    "activation_checkpointing.cpu_checkpointing": (True, {}, {"recompute.offload": True}),
+    "pipeline.activation_checkpoint_interval": (
+        2,
+        {},
+        {"recompute.granularity": "full", "recompute.num_layers": 2},
+    ),
+    "wall_clock_breakdown": (True, {}, {"logging.wall_clock_breakdown": True}),
+    "tensorboard.enabled": (True, {}, {"logging.tensorboard_dir": "DeepSpeedJobName"}),
+    "tensorboard.output_path": (
+        "runs",
+        {"tensorboard.enabled": True},
+        {"logging.tensorboard_dir": "runs/DeepSpeedJobName"},
+    ),
+    "tensorboard.job_name": ("gpt", {"tensorboard.enabled": True}, {"logging.tensorboard_dir": "gpt"}),
+    "csv_monitor.enabled": (True, {}, {"logging.csv_dir": "DeepSpeedJobName"}),
+    "csv_monitor.output_path": (
+        "runs",
+        {"csv_monitor.enabled": True, "csv_monitor.job_name": "gpt"},
+        {"logging.csv_dir": "runs/gpt"},
+    ),
+    "csv_monitor.job_name": ("gpt", {"csv_monitor.enabled": True}, {"logging.csv_dir": "gpt"}),
+    "wandb.enabled": (True, {}, {"logging.wandb_project": "deepspeed"}),
+    "wandb.project": ("p", {"wandb.enabled": True}, {"logging.wandb_project": "p"}),
+    "wandb.group": ("g", {"wandb.enabled": True}, {"logging.wandb_group": "g"}),
+    "wandb.team": ("t", {"wandb.enabled": True}, {"logging.wandb_entity": "t"}),
+    "comms_logger.enabled": (True, {}, {"logging.comms_logger": True}),
+}
+
+# key -> its value, other keys that must stand beside it, and what the engine then reads
+EXTRA: dict[str, tuple[Any, dict[str, Any], Extras]] = {
+    "steps_per_print": (100, {}, Extras(steps_per_print=100)),
+    "dump_state": (True, {}, Extras(dump_state=True)),
+    "dataloader_drop_last": (True, {}, Extras(dataloader_drop_last=True)),
+    "flops_profiler.enabled": (True, {}, Extras(flops_profiler=True)),
+    "fp16.auto_cast": (True, {"fp16.enabled": True}, Extras(auto_cast=True)),
+    "prescale_gradients": (True, {}, Extras(prescale_gradients=True)),
+    "gradient_predivide_factor": (2, {}, Extras(gradient_predivide_factor=2.0)),
+    "zero_allow_untested_optimizer": (True, {}, Extras(zero_allow_untested_optimizer=True)),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
+        True,
+        {},
+        Extras(gather_16bit_weights_on_save=True),
+    ),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        True,
+        {},
+        Extras(gather_16bit_weights_on_save=True),
+    ),
+    "scheduler.type": ("WarmupLR", {}, Extras(scheduler=SchedulerExtras("WarmupLR"))),
+    "scheduler.params.total_num_steps": (
+        90,
+        {"scheduler.type": "WarmupDecayLR"},
+        Extras(scheduler=SchedulerExtras("WarmupDecayLR", total_num_steps=90, warmup_max_lr=1e-3)),
+    ),
+    "scheduler.params.warmup_num_steps": (
+        9,
+        {"scheduler.type": "WarmupLR"},
+        Extras(scheduler=SchedulerExtras("WarmupLR", warmup_num_steps=9)),
+    ),
+    "scheduler.params.warmup_type": (
+        "linear",
+        {"scheduler.type": "WarmupLR"},
+        Extras(scheduler=SchedulerExtras("WarmupLR", warmup_type="linear")),
+    ),
+    "scheduler.params.warmup_min_lr": (
+        1e-5,
+        {"scheduler.type": "WarmupLR"},
+        Extras(scheduler=SchedulerExtras("WarmupLR", warmup_min_lr=1e-5)),
+    ),
+    "scheduler.params.warmup_max_lr": (
+        1e-2,
+        {"scheduler.type": "WarmupDecayLR", "scheduler.params.total_num_steps": 5},
+        Extras(scheduler=SchedulerExtras("WarmupDecayLR", total_num_steps=5, warmup_max_lr=1e-2)),
+    ),
+    "scheduler.params.warmup_min_ratio": (
+        0.1,
+        {"scheduler.type": "WarmupCosineLR", "scheduler.params.total_num_steps": 5},
+        Extras(scheduler=SchedulerExtras("WarmupCosineLR", total_num_steps=5, warmup_min_ratio=0.1)),
+    ),
+    "scheduler.params.cos_min_ratio": (
+        0.2,
+        {"scheduler.type": "WarmupCosineLR", "scheduler.params.total_num_steps": 5},
+        Extras(scheduler=SchedulerExtras("WarmupCosineLR", total_num_steps=5, cos_min_ratio=0.2)),
+    ),
+}
+
+# shape -> a value of it, and one of another type
+SAMPLES: dict[Any, tuple[Any, Any]] = {
+    BOOL: (True, 1),
+    INTEGER: (3, 0.5),
+    COUNT: (3, 0),
+    SIZE: (3, -1),
+    NUMBER: (0.5, "0.5"),
+    AMOUNT: (0.5, -1),
+    PAIR: ([0.5, 0.5], [0.5]),
+    TEXT: ("text", 3),
+    SECTION: ({"enabled": True, "device": "cpu", "deepcompile": True}, True),
+}
+
+# refused key -> values that ask for nothing, where they are no booleans and no `enabled` false
+HARMLESS: dict[str, Any] = {
+    "optimizer.params.dampening": 0,
+    "scheduler.params.last_batch_iteration": -1,
+    "gradient_allreduce_op": "Mean",
+    "zero_optimization.mics_shard_size": -1,
+    "zero_optimization.offload_param": {"device": "none", "pin_memory": True},
+    "zero_optimization.offload_optimizer": {"device": None},
+    "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}},
+    "compile": {"deepcompile": False},
+    "optimizer.params.bias_correction": True,
+    "optimizer.params.adam_w_mode": True,
+    "zero_optimization.compute_grad_norm": True,
+}
+
+
+def document(values: dict[str, Any]) -> dict[str, Any]:
+    """Key path -> value as nested sections."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *sections, name = path.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return tree
+
+
+def read(values: dict[str, Any], **rest: Any) -> DeepSpeedSettings:
+    return read_deepspeed(document(values), **{"data_parallel": 4, **rest})
+
+
+def fate(row: KeyRow) -> str:
+    if row.fields:
+        return "honoured"
+    if row.extra:
+        return "extra"
+    return "accepted" if row.accepted else "refused"
+
+
+def of_fate(wanted: str) -> list[str]:
+    return [key for key, row in ROWS.items() if fate(row) == wanted]
+
+
+def test_every_row_has_an_example() -> None:
+    assert sorted(HONOURED) == sorted(of_fate("honoured"))
+    assert sorted(EXTRA) == sorted(of_fate("extra"))
+    assert sum(map(len, GROUPS.values())) == len(ROWS)
+
+
+@pytest.mark.parametrize("key", HONOURED)
+def test_honoured(key: str) -> None:
+    value, beside, expected = HONOURED[key]
+    without, result = read(beside), read({**beside, key: value})
+    assert [*result.problems, *result.script_problems, *result.ignored, *result.script_ignored] == []
+    changed = result.values.items() - without.values.items()
+    assert changed <= expected.items() <= result.values.items()
+    assert set(ROWS[key].fields) & {path for path, _ in changed} or key == "gradient_accumulation_steps"
+    if ROWS[key].convert is not None:
+        assert any(f"`{key}`" in setting.source for setting in result.settings)
+
+
+@pytest.mark.parametrize("key", EXTRA)
+def test_read_by_the_engine_alone(key: str) -> None:
+    value, beside, expected = EXTRA[key]
+    result = read({**beside, key: value})
+    assert result.problems == []
+    assert result.extras == expected
+    assert set(result.values) == set(read(beside).values)
+    row = ROWS[key]
+    assert any(key == each.key for each in result.script_ignored) == bool(row.accepted)
+    assert bool(result.script_problems) == key.startswith("scheduler.")
+
+
+@pytest.mark.parametrize("key", of_fate("accepted"))
+def test_accepted_with_the_reason(key: str) -> None:
+    value = "any" if ROWS[key].shape is ANYTHING else SAMPLES[ROWS[key].shape][0]
+    result = read({key: value})
+    assert (result.problems, result.values, result.extras) == ([], {}, Extras())
+    assert [(each.key, each.reason) for each in result.ignored] == [(key, ROWS[key].accepted)]
+
+
+@pytest.mark.parametrize("key", of_fate("refused"))
+def test_refused_unless_it_asks_for_nothing(key: str) -> None:
+    row = ROWS[key]
+    asked = False if HARMLESS.get(key) is True else SAMPLES[row.shape][0]
+    (problem,) = read({key: asked}).problems
+    assert problem.startswith(f"the DeepSpeed configuration: `{key}` is not accepted")
+    assert problem.endswith(f": {row.refused}.")
+    if row.only:
+        result = read({key: HARMLESS.get(key, {"enabled": False} if row.shape is SECTION else False)})
+        assert (result.problems, result.ignored, result.values) == ([], [], {})
+
+
+@pytest.mark.parametrize("key", ROWS)
+def test_values_of_another_type_are_told_what_was_expected(key: str) -> None:
+    row = ROWS[key]
+    if row.shape is ANYTHING:
+        return
+    result = read({key: SAMPLES[row.shape][1]})
+    assert len(result.problems) == 1
+    assert f"`{key}` must be {row.shape.says}" in result.problems[0]
+    assert set(row.fields) <= result.broken
+    assert read({key: None}).problems == []  # null leaves it out
+    assert len(read({key: "auto"}).problems) == (0 if row.auto or (row.shape is TEXT and not row.only) else 1)
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: row.key)
+def test_rows_are_sound(row: KeyRow) -> None:
+    assert row.fields or row.extra or row.accepted or row.refused
+    assert set(row.fields) <= set(FIELD_BY_PATH)
+    assert row.when is None or row.when in ROWS
+    assert (row.only is None) or row.refused
+    for reason in (row.accepted, row.refused, row.script_refused):
+        assert reason is None or (len(reason) > 10 and not reason.endswith("."))
+
+
+def test_a_section_of_the_tree_is_built_from_the_settings() -> None:
+    """What an engine without a command line does."""
+    result = read({"zero_optimization.stage": 2, "gradient_clipping": 1})
+    assert build_section("zero", result.settings) == ZeroConfig(stage=2)
+    with pytest.raises(ConfigError, match=r"`zero.stage` must be 0, 1, 2 or 3, but is `7`"):
+        build_section("zero", read({"zero_optimization.stage": 7}).settings)
+
+
+def test_switches_that_are_off_leave_the_tree_alone() -> None:
+    off = {"tensorboard.enabled": False, "wandb.enabled": False, "csv_monitor.enabled": False}
+    beside = {
+        "tensorboard.output_path": "x",
+        "wandb.project": "p",
+        "fp16.loss_scale": 9,
+        "optimizer.params.lr": 1,
+    }
+    assert read({**off, **beside}).values == {}
+    assert read({"fp16.enabled": False, "fp16.hysteresis": 9}).values == {"precision.dtype": "fp32"}
+
+
+def test_the_loss_scale_zero_is_dynamic() -> None:
+    assert read({"fp16.enabled": True, "fp16.loss_scale": 0}).values["precision.loss_scale"] is None
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (
+            {"fp16.enabled": True, "bf16.enabled": True},
+            "`precision.dtype` must be set one way, but the DeepSpeed configuration: `fp16.enabled` says "
+            "fp16 and the DeepSpeed configuration: `bf16.enabled` says bf16; keep one of these keys.",
+        ),
+        (
+            {"gradient_clipping": 1, "optimizer.type": "Adam", "optimizer.params.max_grad_norm": 2},
+            "`optimizer.clip_grad` must be set one way",
+        ),
+        (
+            {"optimizer.type": "SGD", "optimizer.params.weight_decay": 0.1},
+            "`optimizer.params.weight_decay` must be 0 with SGD",
+        ),
+        (
+            {"scheduler.type": "WarmupCosineLR"},
+            "`scheduler.params.total_num_steps` must be given with WarmupCosineLR, but is missing.",
+        ),
+        (
+            {"scheduler.type": "WarmupLR", "scheduler.params.cos_min_ratio": 0.1},
+            "`scheduler.params.cos_min_ratio` must not be given with WarmupLR",
+        ),
+        (
+            {"fp16.initial_scale_power": 2000},
+            "not accepted as 2000: fp32 cannot hold a larger scale; choose 16.",
+        ),
+        ({"scheduler.type": "OneCycle"}, '`scheduler.type` is not accepted as "OneCycle"'),
+        ({"scheduler.type": "LRRangeTest"}, '`scheduler.type` is not accepted as "LRRangeTest"'),
+        ({"optimizer.type": "OneBitAdam"}, '`optimizer.type` is not accepted as "OneBitAdam"'),
+        ({"bf16.enabled": True, "bfloat16": {"enabled": True}}, "`bf16.enabled` must be given once"),
+        (
+            {"train_batch_size": 512, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1},
+            "512 is not 4 x 1 x 4 = 16",
+        ),
+        ({"zero_optimization": True}, "`zero_optimization` must be an object, but is true."),
+        ({"zero_optimisation": {}}, "unknown key `zero_optimisation`; did you mean `zero_optimization`?"),
+        ({"fp16.hysterisis": 2}, "unknown key `fp16.hysterisis`; did you mean `fp16.hysteresis`?"),
+        ({"stage": 3}, "unknown key `stage`; did you mean `zero_optimization.stage`?"),
+        ({"qwertyuiop": 3}, "unknown key `qwertyuiop`; docs/deepspeed_json.md lists the keys."),
+    ],
+)
+def test_contradictory_and_unknown(values: dict[str, Any], says: str) -> None:
+    (problem,) = read(values).problems
+    assert says in problem
+
+
+def test_the_older_name_of_bf16() -> None:
+    assert read({"bfloat16.enabled": True}).values == {"precision.dtype": "bf16"}
+
+
+def test_without_a_number_of_ranks_the_triangle_stays_open() -> None:
+    result = read({"train_batch_size": 64, "gradient_accumulation_steps": 2}, data_parallel=None)
+    assert (result.values, result.batch, result.problems) == ({"batch.global_batch_size": 64}, None, [])
+
+
+# What transformers' documentation shows: everything left to its command line.
+EVERYTHING_AUTO = {
+    "fp16.enabled": "auto",
+    "bf16.enabled": "auto",
+    "optimizer.type": "AdamW",
+    "optimizer.params.lr": "auto",
+    "optimizer.params.betas": "auto",
+    "optimizer.params.eps": "auto",
+    "optimizer.params.weight_decay": "auto",
+    "scheduler.type": "WarmupDecayLR",
+    "scheduler.params.warmup_min_lr": "auto",
+    "scheduler.params.warmup_max_lr": "auto",
+    "scheduler.params.warmup_num_steps": "auto",
+    "scheduler.params.total_num_steps": "auto",
+    "zero_optimization.stage": 3,
+    "zero_optimization.reduce_bucket_size": "auto",
+    "zero_optimization.stage3_prefetch_bucket_size": "auto",
+    "zero_optimization.stage3_param_persistence_threshold": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+
+
+def test_auto_is_left_to_what_is_given() -> None:
+    result = read(EVERYTHING_AUTO)
+    assert result.problems == []
+    assert result.values == {"zero.stage": 3, "optimizer.optimizer": "adam", "optimizer.sgd_momentum": 0.0}
+    assert result.batch is None
+    assert result.extras == Extras(
+        optimizer=OptimizerExtras("adam", lr=None, betas=None, eps=None, weight_decay=None),
+        scheduler=SchedulerExtras("WarmupDecayLR", None, None, "log", None, None),
+    )
+
+
+def test_auto_follows_from_the_hidden_size_and_the_type() -> None:
+    result = read(EVERYTHING_AUTO, given={"model.hidden_size": 100, "precision.dtype": "bf16"})
+    assert {s.spec.path: s.value for s in result.defaults} == {
+        "optimizer.sgd_momentum": 0.0,
+        "precision.dtype": "bf16",
+        "zero.bucket_size": 10_000,
+        "zero.prefetch_size": 9_000,
+        "zero.param_persistence_threshold": 1_000,
+    }
+
+
+# The keys of the 36 JSON documents of Megatron-DeepSpeed's examples.
+MEGATRON_DEEPSPEED_KEYS = Path(__file__).with_name("keys.txt").read_text(encoding="utf-8").split()
+
+
+def test_the_list_is_whole() -> None:
+    assert len(set(MEGATRON_DEEPSPEED_KEYS)) == 102
+
+
+@pytest.mark.parametrize("key", MEGATRON_DEEPSPEED_KEYS)
+def test_no_key_of_megatron_deepspeed_is_merely_unknown(key: str) -> None:
+    parts = key.split(".")
+    assert any(".".join(parts[:depth]) in ROWS for depth in range(1, len(parts) + 1))
+    assert not any("unknown" in problem for problem in read({key: None}).problems)

@@ -1,0 +1,346 @@
+"""Every rule has an example that breaks it and no other; the base configuration breaks none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megazero.config import Config
+from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS
+from megazero.config.rules import RULES, Case, broken_rules, check
+from tests.config.samples import make_config
+
+WORLD = 4
+
+# rule -> the changes to the base configuration that break it alone, on 4 ranks
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "hidden_multiple_of_heads": {"model.hidden_size": 66},
+    "query_groups_divide_heads": {"model.num_query_groups": 3},
+    "rotary_dim_even": {"model.position_embedding_type": "rope", "model.kv_channels": 15},
+    "rotary_settings_need_rope": {"model.rotary_percent": 0.5},
+    "positions_cover_sequence": {"model.max_position_embeddings": 31},
+    "vocabulary_known": {"tokenizer.tokenizer_type": None},
+    "world_size_factors": {"parallel.tensor_model_parallel_size": 8, "model.num_attention_heads": 8},
+    "heads_over_tensor_ranks": {"parallel.tensor_model_parallel_size": 4, "model.num_attention_heads": 2},
+    "query_groups_over_tensor_ranks": {
+        "parallel.tensor_model_parallel_size": 4,
+        "model.num_query_groups": 2,
+    },
+    "ffn_over_tensor_ranks": {"parallel.tensor_model_parallel_size": 4, "model.ffn_hidden_size": 102},
+    "sequence_over_tensor_ranks": {
+        "parallel.tensor_model_parallel_size": 4,
+        "parallel.sequence_parallel": True,
+        "model.seq_length": 30,
+    },
+    "context_parallel_unavailable": {"parallel.context_parallel_size": 2},
+    "expert_parallel_unavailable": {"parallel.expert_model_parallel_size": 2},
+    "nccl_needs_cuda": {"parallel.distributed_backend": "nccl", "parallel.device": "cpu"},
+    "global_batch_multiple": {"batch.global_batch_size": 12},
+    "ramp_needs_global_batch": {"batch.rampup_batch_size": (8, 8, 100)},
+    "ramp_starts_below_global_batch": {
+        "batch.global_batch_size": 16,
+        "batch.rampup_batch_size": (24, 8, 100),
+    },
+    "ramp_whole_increments": {"batch.global_batch_size": 32, "batch.rampup_batch_size": (8, 16, 100)},
+    "ramp_multiples": {"batch.global_batch_size": 32, "batch.rampup_batch_size": (8, 4, 100)},
+    "samples_fill_a_batch": {"training.train_iters": None, "training.train_samples": 7},
+    "one_way_to_virtual_stages": {
+        "parallel.pipeline_model_parallel_size": 2,
+        "parallel.num_layers_per_virtual_pipeline_stage": 1,
+        "parallel.num_virtual_stages_per_pipeline_rank": 2,
+        "batch.global_batch_size": 8,
+    },
+    "layers_fill_virtual_stages": {
+        "parallel.pipeline_model_parallel_size": 2,
+        "parallel.num_layers_per_virtual_pipeline_stage": 2,
+        "model.num_layers": 6,
+    },
+    "virtual_stages_need_interleaving": {
+        "parallel.pipeline_model_parallel_size": 2,
+        "parallel.num_virtual_stages_per_pipeline_rank": 2,
+        "parallel.pipeline_schedule": "1f1b",
+    },
+    "chunks_within_layers": {
+        "parallel.pipeline_model_parallel_size": 2,
+        "parallel.pipeline_schedule": "zb-v",
+        "model.num_layers": 3,
+    },
+    "interleaved_micro_batches": {
+        "parallel.pipeline_model_parallel_size": 2,
+        "parallel.num_virtual_stages_per_pipeline_rank": 2,
+        "batch.global_batch_size": 12,
+    },
+    "partition_well_formed": {"parallel.pipeline_partition": "5"},
+    "hpz_needs_stage_3": {"zero.hpz_partition_size": 2, "zero.stage": 2},
+    "hpz_divides_data_parallel": {"zero.hpz_partition_size": 3, "zero.stage": 3},
+    "fp16_gradients_need_fp16": {"zero.grad_accumulation_dtype": "fp16"},
+    "main_params_fp32_or_same": {"zero.main_params_dtype": "bf16"},
+    "training_length_given": {"training.train_iters": None},
+    "iters_or_samples": {"training.train_samples": 1000},
+    "min_lr_below_lr": {"optimizer.min_lr": 2e-3},
+    "warmup_starts_below_lr": {"optimizer.lr_warmup_init": 2e-3},
+    "one_lr_unit": {"optimizer.lr_decay_iters": 90, "optimizer.lr_warmup_samples": 9},
+    "warmup_fraction_or_length": {"optimizer.lr_warmup_fraction": 0.1, "optimizer.lr_warmup_iters": 9},
+    "warmup_shorter_than_decay": {"optimizer.lr_warmup_iters": 100},
+    "wsd_needs_decay_length": {"optimizer.lr_decay_style": "WSD"},
+    "wsd_length_needs_wsd": {"optimizer.lr_wsd_decay_iters": 10},
+    "wsd_decay_fits": {
+        "optimizer.lr_decay_style": "WSD",
+        "optimizer.lr_wsd_decay_iters": 60,
+        "optimizer.lr_warmup_iters": 50,
+    },
+    "weight_decay_range_complete": {
+        "optimizer.start_weight_decay": 0.1,
+        "optimizer.weight_decay_incr_style": "linear",
+    },
+    "weight_decay_range_needs_style": {
+        "optimizer.start_weight_decay": 0.1,
+        "optimizer.end_weight_decay": 0.2,
+    },
+    "weight_decay_style_needs_range": {"optimizer.weight_decay_incr_style": "cosine"},
+    "weight_decay_grows": {
+        "optimizer.start_weight_decay": 0.2,
+        "optimizer.end_weight_decay": 0.1,
+        "optimizer.weight_decay_incr_style": "linear",
+    },
+    "loss_scale_needs_fp16": {"precision.loss_scale": 4096.0, "precision.dtype": "bf16"},
+    "min_loss_scale_below_initial": {"precision.min_loss_scale": 8.0, "precision.initial_loss_scale": 4.0},
+    "recompute_units_within_model": {"recompute.granularity": "full", "recompute.num_layers": 5},
+    "recompute_units_need_full": {"recompute.granularity": "selective", "recompute.method": "block"},
+    "kept_activations_need_full": {"recompute.granularity": "selective", "recompute.offload": True},
+    "partition_activations_or_sequence_parallel": {
+        "recompute.granularity": "full",
+        "recompute.partition_activations": True,
+        "parallel.sequence_parallel": True,
+    },
+    "gpt2_tokenizer_files": {
+        "tokenizer.tokenizer_type": "GPT2BPETokenizer",
+        "tokenizer.vocab_file": "vocab.json",
+    },
+    "tokenizer_model_given": {"tokenizer.tokenizer_type": "SentencePieceTokenizer"},
+    "wordpiece_vocab_file": {"tokenizer.tokenizer_type": "BertWordPieceCase"},
+    "null_tokenizer_vocab_size": {"tokenizer.tokenizer_type": "NullTokenizer"},
+    "extra_ids_have_a_tokenizer": {"tokenizer.vocab_extra_ids": 10},
+    "data_source_given": {"data.data_path": ()},
+    "one_data_source": {"data.mock_data": True},
+    "training_data_given": {"data.data_path": (), "data.valid_data_path": ("v",)},
+    "blend_in_pairs": {"data.data_path": ("0.5", "a", "b")},
+    "exact_epochs_need_single_pass": {
+        "data.train_data_exact_num_epochs": 1,
+        "data.dataloader_type": "cyclic",
+    },
+    "save_interval_needs_save": {"checkpoint.save_interval": 10},
+    "save_switches_need_save": {"checkpoint.no_save_optim": True},
+    "async_save_limit_needs_async_save": {"checkpoint.async_save_limit": 2},
+    "save_retain_interval_needs_keep_last": {"checkpoint.save_retain_interval": 100},
+    "load_switches_need_load": {"checkpoint.ckpt_step": 0},
+    "tensorboard_switches_need_dir": {"logging.log_timers_to_tensorboard": True},
+    "wandb_needs_project": {"logging.wandb_exp_name": "first"},
+}
+
+# Combinations near a rule's border that must run.
+ACCEPTED: list[dict[str, Any]] = [
+    {},
+    {"model.hidden_size": 66, "model.kv_channels": 16},
+    {"model.num_query_groups": 1},
+    {"model.position_embedding_type": "rope", "model.rotary_percent": 0.25},
+    {"model.max_position_embeddings": 32},
+    {"model.vocab_size": 100, "tokenizer.tokenizer_type": None},
+    {"parallel.sequence_parallel": True, "model.seq_length": 31},
+    {"parallel.tensor_model_parallel_size": 4, "parallel.sequence_parallel": True},
+    {"precision.dtype": "fp16", "precision.loss_scale": 12.0, "parallel.device": "cpu"},
+    {"batch.global_batch_size": 32, "batch.rampup_batch_size": (8, 8, 100)},
+    {"batch.global_batch_size": 8, "batch.rampup_batch_size": (8, 8, 100)},
+    {"training.train_tokens": 10**6},
+    {"training.train_iters": None, "training.train_samples": 8},
+    {"training.train_iters": None, "training.train_tokens": 1},
+    {"optimizer.min_lr": 1e-3},
+    {"optimizer.lr_warmup_iters": 99},
+    {"optimizer.lr_warmup_samples": 799},
+    {"optimizer.lr_warmup_fraction": 0.5, "optimizer.lr_decay_tokens": 10**6},
+    {
+        "optimizer.lr_decay_style": "WSD",
+        "optimizer.lr_wsd_decay_iters": 50,
+        "optimizer.lr_warmup_iters": 50,
+    },
+    {"data.data_path": ("0.3", "a", "7", "b")},
+    {"data.data_path": (), "data.mock_data": True},
+    {"data.data_path": (), "data.valid_data_path": ("v",), "training.skip_train": True},
+    {"data.data_path": (), "data.train_data_path": ("1", "a", "2", "b"), "data.valid_data_path": ("v",)},
+    {"recompute.granularity": "full", "recompute.method": "block", "recompute.num_layers": 4},
+    {"recompute.granularity": "full", "recompute.partition_activations": True, "recompute.offload": True},
+    {"parallel.pipeline_model_parallel_size": 4},
+    {"parallel.pipeline_model_parallel_size": 2, "parallel.pipeline_schedule": "zb-v"},
+    {"parallel.pipeline_schedule": "zb-v"},
+    {"parallel.num_virtual_stages_per_pipeline_rank": 1},
+    {
+        "parallel.pipeline_model_parallel_size": 2,
+        "parallel.num_layers_per_virtual_pipeline_stage": 1,
+        "batch.global_batch_size": 24,
+        "batch.rampup_batch_size": (8, 8, 100),
+    },
+    {"parallel.pipeline_model_parallel_size": 2, "parallel.pipeline_partition": "3, 1"},
+    {"parallel.pipeline_partition": "type:transformer.*"},
+    {"zero.stage": 3, "zero.hpz_partition_size": 2, "zero.prefetch_size": 0},
+    {"zero.prefetch_size": 0, "zero.max_live_parameters": 0, "zero.param_persistence_threshold": 0},
+    {"precision.dtype": "fp16", "zero.main_params_dtype": "fp16", "zero.grad_reduce_dtype": "fp16"},
+    {"precision.dtype": "fp16", "zero.grad_accumulation_dtype": "bf16"},
+]
+
+
+def test_the_examples_are_of_all_rules() -> None:
+    assert [rule.name for rule in RULES] == list(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_example_breaks_its_rule_alone(name: str) -> None:
+    config = make_config(EXAMPLES[name])
+    assert [rule.name for rule in broken_rules(config, WORLD)] == [name]
+    (sentence,) = check(config, WORLD)
+    assert " must " in sentence
+    assert ", but " in sentence
+    assert sentence.endswith(f"[rule {name}].")
+
+
+@pytest.mark.parametrize("changes", ACCEPTED)
+def test_accepted(changes: dict[str, Any]) -> None:
+    assert check(make_config(changes), WORLD) == []
+
+
+def test_without_a_world_size_only_its_rules_are_silent() -> None:
+    silent = {name for name, changes in EXAMPLES.items() if not check(make_config(changes), None)}
+    assert silent == {
+        "world_size_factors",
+        "global_batch_multiple",
+        "ramp_multiples",
+        "samples_fill_a_batch",
+        "interleaved_micro_batches",
+        "hpz_divides_data_parallel",
+        "warmup_shorter_than_decay",
+        "wsd_decay_fits",
+    }
+
+
+@pytest.mark.parametrize(
+    ("partition", "fault"),
+    [
+        ("parameter", "it is not one of uniform, parameters, cost, measured, type:REGEX or"),
+        ("Uniform", "it is not one of"),
+        ("", "it is not one of"),
+        ("4,", "it is not one of"),
+        ("2,-1,3", "it is not one of"),
+        ("type:", "the regular expression is empty"),
+        ("type:(", "the regular expression is not valid: missing ), unterminated subpattern at position 0"),
+        ("1,3,0", "2 positive numbers that add up to 4 are needed"),
+        ("4,0", "2 positive numbers that add up to 4 are needed"),
+        ("2,3", "2 positive numbers that add up to 4 are needed"),
+        ("4", "2 positive numbers that add up to 4 are needed"),
+    ],
+)
+def test_what_is_wrong_with_a_partition_is_said(partition: str, fault: str) -> None:
+    changes = {"parallel.pipeline_model_parallel_size": 2, "parallel.pipeline_partition": partition}
+    (sentence,) = check(make_config(changes), 2)
+    assert f"({fault}" in sentence
+
+
+def test_too_many_chunks_are_told_how_many_fit() -> None:
+    changes = {"parallel.pipeline_model_parallel_size": 4, "parallel.pipeline_schedule": "zb-v"}
+    (sentence,) = check(make_config(changes), 4)
+    assert "(that makes 8 chunks; 4 layers suffice for 2 stages of 2)" in sentence
+
+
+def test_interleaved_micro_batches_are_judged_at_every_rung_of_the_ramp() -> None:
+    changes = {
+        "parallel.pipeline_model_parallel_size": 2,
+        "parallel.num_layers_per_virtual_pipeline_stage": 1,
+        "batch.global_batch_size": 16,
+        "batch.rampup_batch_size": (8, 4, 100),
+    }
+    (sentence,) = check(make_config(changes), 4)
+    assert "(micro-batches per step: 2, 3, 4)" in sentence
+
+
+def test_violations_are_reported_together() -> None:
+    changes = {
+        **EXAMPLES["min_lr_below_lr"],
+        **EXAMPLES["blend_in_pairs"],
+        **EXAMPLES["positions_cover_sequence"],
+    }
+    assert [rule.name for rule in broken_rules(make_config(changes), WORLD)] == [
+        "positions_cover_sequence",
+        "min_lr_below_lr",
+        "blend_in_pairs",
+    ]
+
+
+def test_a_violation_reads_as_a_sentence_with_values_and_what_would_do() -> None:
+    changes = {"parallel.tensor_model_parallel_size": 4, "model.num_query_groups": 2}
+    assert check(make_config(changes), 6) == [
+        "the world size must be a multiple of tensor x pipeline x context parallel size, but "
+        "`tensor_model_parallel_size` is 4 and `pipeline_model_parallel_size` is 1 and "
+        "`context_parallel_size` is 1 (the world size is 6: tensor x pipeline x data parallel can be "
+        "2 x 1 x 3, 1 x 1 x 6, 2 x 3 x 1, 1 x 2 x 3, 1 x 3 x 2); start another number of ranks (torchrun "
+        "--nproc-per-node; with --check-config set WORLD_SIZE), or change the layout "
+        "[rule world_size_factors].",
+        "`num_query_groups` must be a multiple of `tensor_model_parallel_size`, but `num_query_groups` is 2 "
+        "and `tensor_model_parallel_size` is 4; use more query groups or fewer tensor-parallel ranks "
+        "[rule query_groups_over_tensor_ranks].",
+    ]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_names_and_fields_are_real(rule: Any) -> None:
+    assert rule.fields or rule.reads
+    assert all(path in FIELD_BY_PATH for path in rule.fields + rule.reads)
+    assert not rule.remedy.endswith(".")
+
+
+class _Reads:
+    """Sections that note each field that is read of them."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        self.classes = {name: self._recorder(name) for name in SECTIONS}
+
+    def _recorder(self, section: str) -> type:
+        seen = self.seen
+
+        class Recorder(SECTIONS[section]):  # type: ignore[misc]
+            def __getattribute__(self, name: str) -> Any:
+                if f"{section}.{name}" in FIELD_BY_PATH:
+                    seen.add(f"{section}.{name}")
+                return super().__getattribute__(name)
+
+        return Recorder
+
+    def of(self, config: Config) -> Config:
+        sections = {
+            name: recorder.model_construct(**dict(getattr(config, name)))
+            for name, recorder in self.classes.items()
+        }
+        return Config.model_construct(**sections)
+
+
+def test_a_rule_declares_all_that_it_reads() -> None:
+    """A rule is left out where a field it reads is unsound, so it must not read others."""
+    reads = _Reads()
+    for changes in [*EXAMPLES.values(), *ACCEPTED]:
+        case = Case(reads.of(make_config(changes)), WORLD)
+        for rule in RULES:
+            reads.seen.clear()
+            rule.holds(case)
+            if rule.detail:
+                rule.detail(case)
+            assert reads.seen <= set(rule.fields + rule.reads), rule.name
+    rule = RULES[0]
+    reads.seen.clear()
+    rule.holds(case)
+    assert "model.kv_channels" in reads.seen
+
+
+def test_rules_on_unsound_fields_are_left_out() -> None:
+    config = make_config(EXAMPLES["min_lr_below_lr"])
+    assert check(config, WORLD, {"optimizer.lr"}) == []
+    for spec in FIELDS:
+        assert check(make_config(), WORLD, {spec.path}) == []

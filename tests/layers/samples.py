@@ -1,0 +1,12 @@
+"""Layers as models make them."""
+
+from __future__ import annotations
+
+from megazero.config.tree import ModelConfig
+from megazero.layers import MLP, Placement, SelfAttention, TransformerLayer
+
+
+def causal_layer(i: int, config: ModelConfig, placement: Placement, *, selective: bool = False):
+    """A GPT's layer."""
+    attention = SelfAttention(i, config, placement, causal=True, recompute=selective)
+    return TransformerLayer(i, config, placement, attention, MLP(i, config, placement))

@@ -1,0 +1,125 @@
+"""Rows are what their positions say: computed alone, gathered or shuffled, they come out as among all."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megazero.config.tree import ModelConfig
+from megazero.layers import LayerInputs, Placement, initialize
+from megazero.layers.collectives import own_rows
+from megazero.mpu import ProcessGrid, ThreadWorld, sample_keys, solo_context, thread_context
+from megazero.ops.counter_random import keep_mask
+from megazero.ops.dropout import dropout_mask_hidden
+from megazero.ops.rotary import rotary_table
+from tests.layers.samples import causal_layer
+
+S, B, H = 12, 2, 16
+CONFIG = ModelConfig(
+    num_layers=1,
+    hidden_size=H,
+    num_attention_heads=4,
+    seq_length=S,
+    attention_dropout=0.2,
+    hidden_dropout=0.2,
+)
+# Each row is a document of its own, so a row's result depends on no other row.
+ALONE = torch.arange(S, dtype=torch.int32).expand(B, -1)
+KEYS = torch.from_numpy(sample_keys(5, (3, 4)))
+
+
+def inputs_of(positions: torch.Tensor) -> LayerInputs:
+    """Of the rows at `positions`, [s] or [s, b]."""
+    columns = positions.t() if positions.dim() == 2 else positions.expand(B, -1)
+    return LayerInputs(
+        positions, rotary_table(positions, CONFIG.head_dim, 1e4), ALONE.gather(1, columns), KEYS
+    )
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        torch.tensor([0, 1, 2, 9, 10, 11]),
+        torch.tensor([5, 2, 11, 0]),
+        torch.tensor([[0, 1], [3, 2], [4, 8], [10, 9], [11, 11]]),
+    ],
+    ids=["zigzag", "shuffled", "random-LTD"],
+)
+def test_a_layer_of_some_rows_gives_the_rows_of_all(positions):
+    layer = causal_layer(0, CONFIG, Placement.of(solo_context(), torch.float32))
+    initialize(layer, 3, solo_context().place)
+    x = torch.randn(S, B, H)
+    whole = layer(x, inputs_of(torch.arange(S)))
+    index = positions if positions.dim() == 2 else positions.unsqueeze(1).expand(-1, B)
+    index = index.unsqueeze(-1).expand(-1, -1, H)
+    some = layer(x.gather(0, index), inputs_of(positions))
+    assert torch.allclose(some, whole.gather(0, index), atol=1e-6)
+    elsewhere = layer(x.gather(0, index), replace(inputs_of(positions), positions=range(len(positions))))
+    assert not torch.allclose(some, elsewhere, atol=1e-2), "dropout does depend on the positions"
+
+
+def test_a_range_is_the_tensor_of_its_numbers():
+    layer = causal_layer(0, CONFIG, Placement.of(solo_context(), torch.float32))
+    initialize(layer, 3, solo_context().place)
+    x = torch.randn(S, B, H)
+    inputs = inputs_of(torch.arange(S))
+    assert torch.equal(layer(x, inputs), layer(x, replace(inputs, positions=range(S))))
+
+
+@pytest.mark.parametrize("positions", [range(S), torch.randperm(S), torch.stack([torch.randperm(S)] * B, 1)])
+def test_a_sequence_parallel_rank_drops_in_its_own_rows(positions):
+    inputs = LayerInputs(positions, sample_keys=KEYS)
+    whole = inputs.dropout(0.3, Placement.of(solo_context(), torch.float32), "hidden")
+    mask = dropout_mask_hidden(whole, S, B, H)
+    world, grid = ThreadWorld(4), ProcessGrid(tp=4)
+
+    def part(rank: int) -> bool:
+        context = thread_context(world, grid, rank)
+        placement = Placement.of(context, torch.float32, sequence_parallel=True)
+        dropout = inputs.dropout(0.3, placement, "hidden")
+        return torch.equal(dropout_mask_hidden(dropout, S // 4, B, H), own_rows(mask, context.tp))
+
+    assert world.run(part) == [True] * 4
+
+
+def test_keys_of_sites_samples_and_seeds_share_nothing():
+    """All differ, half of the bits on average, and masks drawn with them are uncorrelated pair by pair."""
+    placement = Placement.of(solo_context(), torch.float32)
+    sites = [("hidden", layer, half) for layer in range(8) for half in ("attention_out", "mlp_out")]
+    keys = []
+    for seed in (1, 2):
+        inputs = LayerInputs(range(1), sample_keys=torch.from_numpy(sample_keys(seed, range(16))))
+        keys += [inputs.dropout(0.5, placement, *site).keys for site in sites]
+        keys += [inputs.attention_dropout(0.5, 4, placement, layer).keys for layer in range(8)]
+    keys = torch.stack(keys).view(-1)  # 2 seeds, 24 sites, 16 samples
+    assert len(set(keys.tolist())) == 2 * 24 * 16
+    shifts = torch.arange(64)
+    bits = ((keys.unsqueeze(1) >> shifts) & 1).double()
+    assert (bits.mean(0) - 0.5).abs().max() < 5 * 0.5 / len(keys) ** 0.5
+    signs = 2 * bits - 1
+    pairs = signs @ signs.t() / 64  # standard deviation 1/8
+    pairs = pairs[torch.ones_like(pairs, dtype=torch.bool).triu(1)]
+    assert abs(pairs.mean().item()) < 5 / 8 / len(pairs) ** 0.5
+    assert 0.97 < (pairs.std() * 8).item() < 1.03
+    assert pairs.abs().max() < 7 / 8
+    masks = keep_mask(keys.unsqueeze(1), 0.5, torch.arange(2048)).double().mul_(2).sub_(1)
+    of_masks = (masks @ masks.t() / 2048)[torch.ones(len(keys), len(keys), dtype=torch.bool).triu(1)]
+    assert 0.98 < (of_masks.std() * 2048**0.5).item() < 1.02
+    assert of_masks.abs().max() < 6 / 2048**0.5
+
+
+def test_neighbouring_samples_and_layers_drop_independently():
+    """The mean product of the choices of any two of four sites and four samples is what chance gives."""
+    placement = Placement.of(solo_context(), torch.float32)
+    inputs = LayerInputs(range(64), sample_keys=torch.from_numpy(sample_keys(1, range(4))))
+    masks = [
+        dropout_mask_hidden(inputs.dropout(0.1, placement, "hidden", layer, "mlp_out"), 64, 4, 512)
+        for layer in range(4)
+    ]
+    rows = torch.stack(masks).permute(0, 2, 1, 3).reshape(16, -1).double()
+    centered = (rows - 0.9) / 0.3
+    for a, b in itertools.combinations(range(16), 2):
+        assert abs((centered[a] * centered[b]).mean().item()) < 5 / centered.shape[1] ** 0.5, (a, b)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megazero.config.tree import ModelConfig
+from megazero.models.flops import attention_flops, logits_flops, mlp_flops
+from megazero.models.gpt import gpt_blocks
+
+
+def model(**fields):
+    values = {"num_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 512}
+    return ModelConfig(**{**values, **fields})
+
+
+def trained(shape: ModelConfig, vocab: int, *, causal: bool = True) -> float:
+    """Forward and backward, of equal layers."""
+    layers = shape.num_layers * (attention_flops(shape, causal=causal) + mlp_flops(shape))
+    return 3 * (layers + logits_flops(shape, vocab))
+
+
+def test_blocks_of_a_gpt_are_an_embedding_its_layers_and_a_head():
+    blocks = gpt_blocks(model(num_layers=2), 8192)
+    assert [block.kind for block in blocks] == ["Embedding", "TransformerLayer", "TransformerLayer", "Head"]
+    assert 3 * sum(block.flops for block in blocks) == trained(model(num_layers=2), 8192)
+
+
+def test_the_benchmark_model_by_hand():
+    projections = 4 * 2 * 512 * 512
+    attention = 2 * 2 * 256 * 512
+    mlp = 2 * 2 * 512 * 2048
+    assert 3 * (6 * (projections + attention + mlp) + 2 * 512 * 8192) == 147_849_216
+    assert trained(model(), 8192) == 147_849_216.0
+
+
+def test_without_a_mask_it_is_the_paper_formula():
+    """Narayanan et al. 2021: 72 l h^2 (1 + s / 6h + V / 12lh) where nothing is recomputed."""
+    layers, hidden, length, vocab = 24, 1024, 2048, 51200
+    shape = model(num_layers=layers, hidden_size=hidden, num_attention_heads=16, seq_length=length)
+    expected = 72 * layers * hidden**2 * (1 + length / (6 * hidden) + vocab / (12 * layers * hidden))
+    assert trained(shape, vocab, causal=False) == pytest.approx(expected, rel=1e-12)
+
+
+def test_llama_2_70b_is_close_to_six_per_parameter():
+    shape = model(
+        num_layers=80,
+        hidden_size=8192,
+        num_attention_heads=64,
+        num_query_groups=8,
+        ffn_hidden_size=28672,
+        activation="swiglu",
+        seq_length=4096,
+    )
+    parameters_in_products = 80 * (8192 * (8192 + 2 * 1024) + 8192 * 8192 + 3 * 8192 * 28672) + 8192 * 32000
+    assert trained(shape, 32000) == 6 * parameters_in_products + 3 * 80 * 4 * 2048 * 8192
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"num_query_groups": 2}, {"activation": "swiglu"}, {"kv_channels": 48}], ids=str
+)
+def test_equals_what_torch_counts_in_the_products(fields):
+    """One layer and the head written out as products, forward and backward, counted by torch."""
+    shape = model(num_layers=1, hidden_size=64, num_attention_heads=4, seq_length=32, **fields)
+    length, hidden, heads, vocab = 32, 64, 4, 256
+    query, key = heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    mlp = 3 if "activation" in fields else 2
+
+    def weight(*size):
+        return torch.ones(*size, requires_grad=True)
+
+    x = weight(length, hidden)
+    with FlopCounterMode(display=False) as counter:
+        qkv = x @ weight(hidden, query + 2 * key)
+        q = qkv[:, :query].view(length, heads, -1).transpose(0, 1)
+        scores = q @ weight(heads, shape.head_dim, length)
+        context = (scores @ weight(heads, length, shape.head_dim)).transpose(0, 1).reshape(length, query)
+        x = context @ weight(query, hidden)
+        inner = sum(x @ weight(hidden, shape.ffn_size) for _ in range(mlp - 1))
+        x = inner @ weight(shape.ffn_size, hidden)
+        (x @ weight(hidden, vocab)).sum().backward()
+    assert counter.get_total_flops() == length * trained(shape, vocab, causal=False)

@@ -1,0 +1,87 @@
+"""What a part of GPT hands on and adds to the loss, and what its batches count."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megazero.config.tree import ModelConfig
+from megazero.errors import DataError
+from megazero.layers import Placement
+from megazero.models import GPT, Batch
+from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
+from tests.zero.models import make_gpt
+
+CPU = torch.device("cpu")
+CONFIG = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=8)
+
+
+def arrays(**more):
+    text = np.arange(18).reshape(2, 9) % 13
+    return {"tokens": text[:, :-1].copy(), "labels": text[:, 1:].copy(), **more}
+
+
+@pytest.mark.parametrize("name", ["tokens", "labels"])
+@pytest.mark.parametrize("bad", [13, -1, -100])
+def test_ids_outside_the_vocabulary_are_refused_where_a_batch_is_made(name, bad):
+    given = arrays()
+    given[name][1, 3] = bad
+    expected = rf"`{name}` must be in \[0, 13\), but is {bad} at \[1, 3\] of \[2, 8\]; check"
+    with pytest.raises(DataError, match=expected):
+        Batch.from_arrays(given, CPU, 13)
+    given[name][1, 3] = 12
+    assert getattr(Batch.from_arrays(given, CPU, 13), name)[1, 3] == 12
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("bad", [13, 15, 16, -1])
+def test_foreign_tokens_of_a_batch_made_by_hand_are_refused(tp, sequence_parallel, bad):
+    """Also ids of the padding, up to 16, and those that no slice of the vocabulary holds."""
+    tokens = torch.ones(2, 8, dtype=torch.long)
+    tokens[0, 3] = bad
+    world, grid = ThreadWorld(tp), ProcessGrid(tp=tp)
+
+    def work(rank: int) -> str:
+        placement = Placement.of(
+            thread_context(world, grid, rank), torch.float32, sequence_parallel=sequence_parallel
+        )
+        model = GPT(CONFIG, (13, 16), placement)
+        with pytest.raises(DataError) as raised:
+            model.hidden(Batch(tokens))
+        return str(raised.value)
+
+    assert set(world.run(work)) == {
+        "`tokens` must lie in [0, 13), but 1 do not; was the data made with another tokenizer?"
+    }
+
+
+def test_without_a_mask_every_position_counts():
+    assert Batch.from_arrays(arrays(), CPU, 13).counts == {"lm": 16.0}
+    assert Batch(torch.zeros(3, 5, dtype=torch.long)).counts == {"lm": 15.0}
+
+
+def test_a_mask_counts_by_its_weights():
+    mask = np.zeros((2, 8), dtype=np.float32)
+    mask[0, :3] = 1.0
+    mask[1, 7] = 0.5
+    batch = Batch.from_arrays(arrays(loss_mask=mask), CPU, 13)
+    assert (batch.counted, batch.counts) == (3.5, {"lm": 3.5})
+
+
+def test_a_mask_without_its_count_is_a_bug():
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(AssertionError, match="a mask goes with what it counts"):
+        Batch(tokens, tokens, torch.ones(1, 4))
+
+
+def test_the_sum_is_over_what_counts():
+    model = make_gpt()
+    mask = (np.arange(16).reshape(2, 8) % 3 == 0).astype(np.float32)
+    batch = Batch.from_arrays(arrays(loss_mask=mask), CPU, 13)
+    hidden, sums = model.run(batch)
+    each = model.token_losses(model(batch), batch.labels)  # [s, b]
+    assert hidden is None
+    torch.testing.assert_close(sums, {"lm": each.t()[batch.loss_mask.bool()].sum()})
+    _, whole = model.run(Batch.from_arrays(arrays(), CPU, 13))
+    torch.testing.assert_close(whole, {"lm": each.sum()})

@@ -1,0 +1,290 @@
+"""What every update rule must do, alone and under ZeRO: one sweep over a table of rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megazero.mpu import (
+    Cut,
+    InitialValues,
+    ParallelContext,
+    ParamSpec,
+    ProcessGrid,
+    ThreadWorld,
+    thread_context,
+)
+from megazero.optim import Adam, Sgd, UpdateRule, local_square_sum
+from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store
+from tests.optim.rules import Lars, SelfSumming, SelfSummingLars
+
+LR, STEPS = 0.02, 20
+
+
+@dataclass(frozen=True)
+class RuleRow:
+    """A rule and its formula as the paper writes it.
+
+    Attributes:
+        formula: (rule, step, gradient, state by name) -> the step's direction; fp64, changes the state.
+        scaled: whether the direction gets the length of the weights.
+        stages: under which it works.
+    """
+
+    rule: UpdateRule
+    formula: Callable[[UpdateRule, int, Tensor, dict[str, Tensor]], Tensor]
+    scaled: bool = False
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+
+
+def adam(rule: Adam, t: int, g: Tensor, state: dict[str, Tensor]) -> Tensor:
+    state["exp_avg"] = rule.beta1 * state["exp_avg"] + (1 - rule.beta1) * g
+    state["exp_avg_sq"] = rule.beta2 * state["exp_avg_sq"] + (1 - rule.beta2) * g * g
+    unbiased = state["exp_avg"] / (1 - rule.beta1**t)
+    return unbiased / ((state["exp_avg_sq"] / (1 - rule.beta2**t)).sqrt() + rule.eps)
+
+
+def heavy_ball(rule: Sgd | Lars, t: int, g: Tensor, state: dict[str, Tensor]) -> Tensor:
+    if rule.momentum:
+        state["momentum"] = rule.momentum * state["momentum"] + g
+        return state["momentum"]
+    return g
+
+
+ROWS = (
+    RuleRow(Adam(), adam),
+    RuleRow(Adam(0.8, 0.95, 1e-4), adam),
+    RuleRow(Sgd(0.9), heavy_ball),
+    RuleRow(Sgd(0.0), heavy_ball),
+    RuleRow(Lars(0.9), heavy_ball, scaled=True),
+    RuleRow(SelfSumming(0.9), heavy_ball, stages=(0,)),
+    RuleRow(SelfSummingLars(0.8), heavy_ball, scaled=True, stages=(0,)),
+)
+EVERY_ROW = pytest.mark.parametrize("row", ROWS, ids=lambda row: repr(row.rule))
+
+
+def expected(row: RuleRow, param: Tensor, grads: list[Tensor], decay: float) -> Tensor:
+    """Some updates of one whole parameter in fp64."""
+    p = param.double()
+    state = {name: torch.zeros_like(p) for name in row.rule.state_names}
+    for t, grad in enumerate(grads, start=1):
+        direction = row.formula(row.rule, t, grad.double(), state)
+        if row.scaled and p.norm() > 0 and direction.norm() > 0:
+            direction = direction * p.norm() / direction.norm()
+        p = p - LR * decay * p - LR * direction
+    return p
+
+
+def update(rule, params, grads, states, *, step, decays, lr=LR, owners=None) -> None:
+    """One update of pieces in one process; `owners` says which parameter each is a piece of."""
+    owners = list(range(len(params))) if owners is None else owners
+    asked = {}
+    if rule.needs.norms:
+        squares = torch.zeros(len(params), len(rule.needs.norms), dtype=torch.float64)
+        measured = rule.prepare(params, grads, states, step=step, weight_decays=decays)
+        for owner, tensors in zip(owners, measured, strict=True):
+            squares[owner] += torch.stack([local_square_sum([tensor]) for tensor in tensors])
+        asked["norms"] = [squares[owner].sqrt() for owner in owners]
+    rule.step(params, grads, states, step=step, lr=lr, weight_decays=decays, **asked)
+
+
+def problem(shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    params = [torch.randn(shape, generator=generator) for shape in shapes]
+    grads = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(STEPS)]
+    return params, grads
+
+
+def train(rule, params, grads, decays, *, owners=None, states=None, first=1):
+    params = [p.clone() for p in params]
+    states = [rule.init_state(p) for p in params] if states is None else states
+    for t, step_grads in enumerate(grads, start=first):
+        update(rule, params, step_grads, states, step=t, decays=decays, owners=owners)
+    return params, states
+
+
+@EVERY_ROW
+class TestAlone:
+    def test_equals_its_formula(self, row):
+        params, grads = problem([(33,), (4, 5), ()])
+        decays = [0.1, 0.0, 0.1]
+        trained, _ = train(row.rule, params, grads, decays)
+        for i, (param, decay) in enumerate(zip(params, decays, strict=True)):
+            want = expected(row, param, [g[i] for g in grads], decay)
+            torch.testing.assert_close(trained[i].double(), want, rtol=2e-6, atol=2e-6)
+
+    def test_state_is_named_zeros(self, row):
+        state = row.rule.init_state(torch.ones(5, 2).t())
+        assert tuple(state) == row.rule.state_names
+        for tensor in state.values():
+            assert tensor.shape == (2, 5)
+            assert tensor.dtype == torch.float32
+            assert tensor.is_contiguous()
+            assert not tensor.any()
+
+    def test_a_tensor_may_be_cut_anywhere(self, row):
+        params, grads = problem([(1001,)])
+        whole, whole_states = train(row.rule, params, grads, [0.1])
+        cuts = [1, 0, 64, 333, 603]
+        pieces, piece_states = train(
+            row.rule,
+            list(params[0].split(cuts)),
+            [list(g[0].split(cuts)) for g in grads],
+            [0.1] * len(cuts),
+            owners=[0] * len(cuts),
+        )
+        # A kernel's vector body and its scalar tail may round the last bit differently.
+        torch.testing.assert_close(torch.cat(pieces), whole[0], rtol=1e-5, atol=1e-6)
+        for name in row.rule.state_names:
+            joined = torch.cat([state[name] for state in piece_states])
+            torch.testing.assert_close(joined, whole_states[0][name], rtol=1e-6, atol=1e-7)
+
+    def test_empty_tensors_are_welcome(self, row):
+        params, grads = problem([(0,), (7,), (0, 3)])
+        trained, _ = train(row.rule, params, grads, [0.1, 0.1, 0.0])
+        alone, _ = train(row.rule, params[1:2], [g[1:2] for g in grads], [0.1])
+        assert torch.equal(trained[1], alone[0])
+        assert trained[0].shape == (0,)
+        update(row.rule, [], [], [], step=1, decays=[])
+
+    def test_without_gradients_weights_decay_and_nothing_else_happens(self, row):
+        """They shrink by (1 - lr wd) a step, and only where they are to."""
+        params, _ = problem([(9,), (5,)])
+        trained, states = train(
+            row.rule, params, [[torch.zeros(9), torch.zeros(5)]] * STEPS, decays=[0.5, 0.0]
+        )
+        torch.testing.assert_close(trained[0], params[0] * (1 - LR * 0.5) ** STEPS)
+        assert torch.equal(trained[1], params[1])
+        assert not any(tensor.any() for state in states for tensor in state.values())
+
+    def test_zero_learning_rate_moves_nothing(self, row):
+        params, grads = problem([(9,)])
+        before = params[0].clone()
+        update(row.rule, params, grads[0], [row.rule.init_state(params[0])], step=1, lr=0.0, decays=[0.1])
+        assert torch.equal(params[0], before)
+
+    def test_saved_and_restored_state_goes_on_bit_for_bit(self, row):
+        params, grads = problem([(33,), (4, 5)])
+        decays, half = [0.1, 0.0], STEPS // 2
+        through, _ = train(row.rule, params, grads, decays)
+        between, states = train(row.rule, params, grads[:half], decays)
+        saved = [{name: state[name].numpy().copy() for name in row.rule.state_names} for state in states]
+        restored = [{name: torch.from_numpy(array) for name, array in each.items()} for each in saved]
+        resumed, _ = train(row.rule, between, grads[half:], decays, states=restored, first=half + 1)
+        assert all(torch.equal(a, b) for a, b in zip(resumed, through, strict=True))
+
+    @pytest.mark.parametrize("bad", ["param", "grad", "dtype", "shape", "lengths", "step", "state"])
+    def test_unsuitable_arguments_are_refused_untouched(self, row, bad):
+        rule = row.rule
+        good, param = torch.ones(4, 6), torch.ones(4, 6)
+        grad, state, step, decays = torch.ones(4, 6), rule.init_state(param), 1, [0.1, 0.1]
+        if bad == "param":
+            param, grad, state = param.t(), grad.t().contiguous(), rule.init_state(param.t())
+        elif bad == "grad":
+            grad = torch.ones(4, 12)[:, ::2]
+        elif bad == "dtype":
+            grad = grad.bfloat16()
+        elif bad == "shape":
+            grad = torch.ones(24)
+        elif bad == "lengths":
+            decays = [0.1]
+        elif bad == "step":
+            step = 0
+        elif bad == "state":
+            state = {"velocity": torch.zeros(4, 6)}
+        states = [rule.init_state(good), state]
+        with pytest.raises(ValueError, match=r"must be|must have"):
+            update(rule, [good, param], [torch.ones(4, 6), grad], states, step=step, decays=decays)
+        assert torch.equal(good, torch.ones(4, 6))
+        assert not any(tensor.any() for tensor in states[0].values())
+
+
+SPECS = (
+    ParamSpec("columns", (4, 6), InitialValues("zeros"), (Cut(0, "tp"),)),
+    ParamSpec("words", (5, 3), InitialValues("zeros"), (Cut(0, "tp", padded_size=8),)),
+    ParamSpec("rows", (5, 4), InitialValues("zeros"), (Cut(1, "tp"),)),
+    ParamSpec("experts", (2, 4, 3), InitialValues("zeros"), (Cut(0, "ep"), Cut(1, "tp"))),
+    ParamSpec("experts' bias", (2, 3), InitialValues("zeros"), (Cut(0, "ep"),)),
+    ParamSpec("norm", (7,), InitialValues("zeros"), weight_decay=False),
+    ParamSpec("bias", (11,), InitialValues("zeros")),
+    ParamSpec("empty", (0, 3), InitialValues("zeros")),
+    ParamSpec("scalar", (), InitialValues("zeros")),
+    ParamSpec("zero", (3,), InitialValues("zeros")),
+)
+
+
+def values(spec: ParamSpec, number: int) -> Tensor:
+    """Weights (0) or the gradient of a step, whole; those of `zero` are 0 at first."""
+    seed = 1000 * number + sum(map(ord, spec.name))
+    drawn = torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed))
+    return drawn * 0.0 if spec.name == "zero" and number < 2 else drawn
+
+
+def sharded(rule: UpdateRule, grid: ProcessGrid, stage: int) -> list[dict[str, Tensor]]:
+    """Each rank's weights and moments, whole, after some steps; replicas add parts of each gradient."""
+    world = ThreadWorld(grid.world_size, 20.0)
+
+    def work(rank: int) -> dict[str, Tensor]:
+        context = thread_context(world, grid, rank)
+        optimizer = _trained(rule, stage, context)
+        return {
+            f"{spec.name}/{kind}": spec.unshard(tensor, context.groups).clone()
+            for spec, state in optimizer.full_state()
+            for kind, tensor in state.items()
+        }
+
+    return world.run(work)
+
+
+def _trained(rule: UpdateRule, stage: int, context: ParallelContext) -> Optimizer:
+    place = context.place
+    params = [nn.Parameter(spec.shard(values(spec, 0), place).clone()) for spec in SPECS]
+    for param, spec in zip(params, SPECS, strict=True):
+        param.spec = spec
+    units = [Unit(0, nn.Module(), (param,)) for param in params]
+    policy = ZeroPolicy(stage, bucket_size=25, persistence_threshold=5, rule_reduces=rule.needs.reduces)
+    store = build_store(units, policy, context)
+    parallel, optimizer = DataParallel(units, store, policy, context), Optimizer(store, rule, context, 0.0)
+    for step in range(1, 6):
+        parallel.start()
+        parallel.begin_backward(0, reduce=True)
+        for param, spec in zip(params, SPECS, strict=True):
+            group = context.groups[spec.replicas]
+            share = 0.25 if group.rank else 1.0 - 0.25 * (group.size - 1)
+            param.grad = share * spec.shard(values(spec, step), place)
+            parallel.collect(param)
+        parallel.end_backward()
+        parallel.finish()
+        assert optimizer.step(LR, 0.1).applied
+    return optimizer
+
+
+@cache
+def whole(row: RuleRow) -> dict[str, Tensor]:
+    return sharded(row.rule, ProcessGrid(), 0)[0]
+
+
+@EVERY_ROW
+@pytest.mark.parametrize(
+    "grid", [{"dp": 2}, {"dp": 3}, {"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "ep": 2}], ids=str
+)
+def test_shards_and_slices_move_like_whole_parameters(row, grid):
+    for stage in row.stages:
+        for found in sharded(row.rule, ProcessGrid(**grid), stage):
+            assert found.keys() == whole(row).keys()
+            for name, want in whole(row).items():
+                torch.testing.assert_close(found[name], want, rtol=1e-5, atol=1e-6, msg=f"{stage} {name}")
+
+
+@EVERY_ROW
+def test_the_optimizer_moves_parameters_by_the_formula(row):
+    for spec in SPECS:
+        grads = [values(spec, step) for step in range(1, 6)]
+        want = expected(row, values(spec, 0), grads, 0.1 if spec.weight_decay else 0.0)
+        found = whole(row)[f"{spec.name}/weight"]
+        torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,103 @@
+"""Families are values: what the trainer knows of a kind of model is one row."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import get_args
+
+import pytest
+import torch
+
+from megazero.checkpoint.hf import ARCHITECTURES
+from megazero.config.tree import ModelConfig
+from megazero.models import Block
+from megazero.mpu import solo_context
+from megazero.train import dealing
+from megazero.train.chunks import build_chunks
+from megazero.train.dealing import deal_layers, estimated_costs, measured_costs, parameter_counts
+from megazero.train.families import FAMILIES, family_of
+from megazero.train.vocabulary import Vocabulary
+from megazero.verify.layouts import VOCABULARY, Layout
+
+VOCAB = Vocabulary(VOCABULARY, 64, None, None)
+
+
+def test_the_table_and_the_setting_name_the_same_families():
+    assert set(get_args(ModelConfig.model_fields["family"].annotation)) == set(FAMILIES)
+    assert all(FAMILIES[name].name == name for name in FAMILIES)
+
+
+def test_each_architecture_of_transformers_is_of_one_family():
+    owners = Counter(each.name for family in FAMILIES.values() for each in family.architectures)
+    assert owners == Counter(each.name for each in ARCHITECTURES)
+    for family in FAMILIES.values():
+        assert all(dict(each.ours_fixed)["family"] == family.name for each in family.architectures)
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_what_a_row_says_is_what_it_builds(shape):
+    config = Layout(layers=3, shape=shape).config()
+    family = family_of(config.model)
+    (chunk,) = build_chunks(config, VOCAB, solo_context()).values()
+    blocks = family.blocks(config.model, VOCAB.padded)
+    assert [type(block).__name__ for block in chunk.blocks()] == [block.kind for block in blocks]
+    counts = parameter_counts(config, VOCAB, solo_context())
+    built = [sum(p.numel() for p in block.parameters()) for block in chunk.blocks()]
+    assert counts == built  # the tied head's weight is counted with both, as its stage would hold a copy
+    assert chunk.tied_weight is chunk.embedding.word
+
+
+def uneven(family):
+    """The family, as if its third layer took as much as seven others."""
+
+    def blocks(model, padded_vocab):
+        first, *layers, last = family.blocks(model, padded_vocab)
+        return (
+            first,
+            *(Block(f"{each.kind}{i}", 7.0 if i == 2 else 1.0) for i, each in enumerate(layers)),
+            last,
+        )
+
+    return dataclasses.replace(family, blocks=blocks)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"), [("cost", [2, 1, 3]), ("type:Layer[34]", [4, 1, 1]), ("uniform", [2, 2, 2])]
+)
+def test_layers_may_differ_where_they_are_dealt(method, expected, monkeypatch):
+    config = Layout(pp=3, layers=6).config()
+    parallel = config.parallel.model_copy(update={"pipeline_partition": method})
+    config = config.model_copy(update={"parallel": parallel})
+    # The head of a model this small would outweigh its layers.
+    family = uneven(family_of(config.model))
+    monkeypatch.setattr(dealing, "family_of", lambda model: _without_head(family))
+    assert [len(layers) for layers in deal_layers(config, VOCAB, solo_context())] == expected
+
+
+def _without_head(family):
+    def blocks(model, padded_vocab):
+        *others, last = family.blocks(model, padded_vocab)
+        return (*others, Block(last.kind, 0.0))
+
+    return dataclasses.replace(family, blocks=blocks)
+
+
+def test_alike_blocks_are_measured_once_and_cost_the_same():
+    config = Layout(layers=4).config()
+    seconds = measured_costs(config, VOCAB, solo_context())
+    assert len(seconds) == len(estimated_costs(config, VOCAB, solo_context())) == 6
+    assert len(set(seconds[1:-1])) == 1
+    assert min(seconds) > 0
+
+
+def test_random_arrays_become_a_batch_that_knows_its_counts():
+    import numpy as np
+
+    config = Layout().config()
+    family = family_of(config.model)
+    arrays = family.random_arrays(np.random.default_rng(3), 4, 16, VOCABULARY)
+    batch = family.collate(config, VOCABULARY, torch.device("cpu"), None)(arrays, (0, 1, 2, 3))
+    assert batch.counts == {"lm": float(arrays["loss_mask"].sum())}
+    assert arrays["loss_mask"].mean(axis=1)[0] == 1.0 > arrays["loss_mask"].mean(axis=1)[3]
+    assert (arrays["tokens"][:, 1:] == arrays["labels"][:, :-1]).all()

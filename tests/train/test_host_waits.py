@@ -1,0 +1,167 @@
+"""A training step reads the losses and the gradient norm from the device, and waits for nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megazero.config.horizon import horizon_of
+from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.ops import Operator
+from megazero.train.timers import Timers
+from megazero.verify.layouts import Layout
+from megazero.verify.record import micro_batches, verification_engine
+from tests.train.host_waits import HostWaits, watched_methods
+
+
+@pytest.fixture(autouse=True)
+def methods():
+    with watched_methods():
+        yield
+
+
+PLANTED = {
+    "item": lambda x: x[0].item(),
+    "float": lambda x: float(x[0]),
+    "if": lambda x: 1 if x.sum() else 0,
+    "int": lambda x: int(x[0]),
+    "range": lambda x: range(x[0].long()),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu"),
+    "to a device": lambda x: x.to(device=x.device),
+    "numpy": lambda x: x.numpy(),
+    "asarray": lambda x: np.asarray(x),
+    "nonzero": lambda x: x.nonzero(),
+    "where": lambda x: torch.where(x > 0),
+    "index by a mask": lambda x: x[x > 0],
+    "write by a mask": lambda x: x.clone().__setitem__(x > 0, torch.ones(2)),
+    "unique": lambda x: x.unique(),
+    "equal": lambda x: torch.equal(x, x),
+    "tensor": lambda x: torch.tensor([1.0]),
+    "tensor of a number": lambda x: torch.tensor(1.0),
+    "as_tensor": lambda x: torch.as_tensor([1.0]),
+    "from_numpy": lambda x: torch.from_numpy(np.ones(2)),
+    "new_tensor": lambda x: x.new_tensor([1.0]),
+}
+HARMLESS = {
+    "where of three": lambda x: torch.where(x > 0, x, 0.0),
+    "full": lambda x: torch.full((2,), 3.0),
+    "arange": lambda x: torch.arange(5),
+    "to a dtype": lambda x: x.to(torch.float64),
+    "to without waiting": lambda x: x.to("cpu", non_blocking=True),
+    "index by a range": lambda x: x[torch.arange(2)],
+    "shape": lambda x: x.shape[0] * x.numel(),
+    "scalars": lambda x: (x * 2 + 1).clamp_(min=0).masked_fill_(x > 0, 3.0),
+}
+
+
+@pytest.mark.parametrize("call", PLANTED.values(), ids=PLANTED.keys())
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_wait_is_seen(call, backward):
+    """Also where autograd calls."""
+    x = torch.arange(3.0)
+
+    def hook(grad: torch.Tensor) -> None:
+        call(x)
+
+    with HostWaits() as waits:
+        if backward:
+            leaf = torch.ones(2, requires_grad=True)
+            leaf.register_hook(hook)
+            leaf.sum().backward()
+        else:
+            call(x)
+    assert sum(waits.found.values()) >= 1
+
+
+@pytest.mark.parametrize("call", HARMLESS.values(), ids=HARMLESS.keys())
+def test_what_stays_on_the_device_is_not_counted(call):
+    with HostWaits() as waits:
+        call(torch.arange(3.0))
+    assert not waits.found
+
+
+# All that a step does to the host, once each, however many micro-batches and layers there are.
+ALLOWED = Counter(
+    {
+        ("train/losses.py:local_counts", "copies host data"): 1,  # without waiting, as is the next
+        ("train/losses.py:loss_factors", "copies host data"): 1,
+        ("train/engine.py:_losses", "reads numbers"): 1,
+        ("zero/optimizer.py:_total", "reads numbers"): 1,  # the gradient norm, which decides about the step
+    }
+)
+# Looks again in fp64 where fp32 overflows; takes another way on a GPU.
+CPU_ONLY = "optim/grad_norm.py:_square_sum"
+
+
+def waits_of_a_step(context, **layout) -> Counter:
+    """Of the second step, with dropout, masks and clipping."""
+    config = Layout(dropout=0.1, **layout).config()
+    assert config.optimizer.clip_grad > 0
+    horizon = horizon_of(config, context.data.size)
+    engine = verification_engine(config, horizon, context)
+    for number in (0, 1):
+        progress = horizon.before(number)
+        batches = micro_batches(config, context, horizon.at(progress))
+        with HostWaits() as waits:
+            result = engine.train_step(batches, progress, Timers())
+        assert not result.skipped
+    return Counter({key: n for key, n in waits.found.items() if key[0] != CPU_ONLY})
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def operators_of(request, monkeypatch):
+    """Operators take the implementations that they have for this device, all of which run on the CPU too."""
+    choose, device = Operator.choose, request.param
+    monkeypatch.setattr(Operator, "choose", lambda self, facts: choose(self, replace(facts, device=device)))
+    return device
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"shape": "llama", "recompute": "selective", "zero": 1},
+        {"recompute": "full", "zero": 2, "dtype": "bf16", "micro_batch": 2},
+        {"shape": "llama", "zero": 3},
+    ],
+    ids=str,
+)
+def test_a_step_waits_for_the_losses_and_the_norm_alone(operators_of, layout):
+    """Cross-entropy once asked for the range of its targets and every dropout copied its keys."""
+    assert waits_of_a_step(solo_context(), **layout) == ALLOWED
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2, "zero": 3},
+        {"tp": 2, "sequence_parallel": True},
+        {"pp": 2, "schedule": "zb-h1", "dp": 2, "zero": 2},
+    ],
+    ids=str,
+)
+def test_nor_does_a_rank_of_several(layout):
+    """What the group of threads does to hand tensors over is not counted as the step's."""
+    grid = ProcessGrid(**{axis: layout.get(axis, 1) for axis in ("pp", "dp", "tp")})
+    world = ThreadWorld(grid.world_size)
+
+    def work(rank: int) -> Counter:
+        return waits_of_a_step(thread_context(world, grid, rank), **layout)
+
+    for found in world.run(work):
+        assert Counter({key: n for key, n in found.items() if not key[0].startswith("mpu/")}) == ALLOWED
+
+
+def test_a_batch_made_of_arrays_goes_to_the_device_without_waiting():
+    config = Layout(dropout=0.1).config()
+    horizon = horizon_of(config, 1)
+    with HostWaits() as waits:
+        micro_batches(config, solo_context(), horizon.at(horizon.before(0)))
+    assert {what for _, what in waits.found} == {"copies host data"}
+    assert {where.split(":")[0] for where, _ in waits.found} == {"models/batch.py"}

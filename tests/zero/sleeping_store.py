@@ -1,0 +1,97 @@
+"""A store that keeps everything in other memory and has little of it awake at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megazero.zero import GRADIENT, WEIGHT, Bucket, Resident, ZeroPolicy
+
+
+class SleepingStore:
+    """Visits bucket after bucket, with the next one read ahead. What sleeps reads as NaN where it was awake.
+
+    Only what a visit says that it changes is put back.
+    """
+
+    def __init__(self, policy: ZeroPolicy):
+        self.policy = policy
+        self.buckets: list[Bucket] = []
+        self.asleep: dict[Bucket, dict[str, Tensor]] = {}
+        self._shards: dict[Bucket, Tensor] = {}
+        self._sums: dict[Bucket, Tensor] = {}
+
+    def admit(self, bucket: Bucket) -> None:
+        layout, policy = bucket.layout, self.policy
+        own = bucket.full[layout.own]
+        self._shards[bucket] = own.clone() if layout.row.shard_params else own
+        weights = self._weights(bucket)
+        self.asleep[bucket] = {WEIGHT: weights.clone()}
+        if bucket.key.trainable:
+            sums = torch.full((layout.padded,), torch.nan, dtype=policy.accumulation_dtype)
+            self.asleep[bucket] = {
+                WEIGHT: weights.to(policy.main_dtype, copy=True),
+                GRADIENT: torch.zeros(weights.numel(), dtype=policy.accumulation_dtype),
+            }
+            if not layout.row.shard_grads:
+                self._sums[bucket] = sums
+        self.buckets.append(bucket)
+
+    def make_moments(self, init_state: Callable[[Tensor], dict[str, Tensor]]) -> None:
+        for bucket in self.buckets:
+            if bucket.key.trainable:
+                self.asleep[bucket].update(init_state(self.asleep[bucket][WEIGHT].float()))
+
+    def shard(self, bucket: Bucket) -> Tensor:
+        shard = self._shards[bucket]
+        return shard.clone() if bucket.layout.row.shard_params else shard
+
+    def write_weights(self, bucket: Bucket, master: Tensor) -> None:
+        self._weights(bucket).copy_(master)
+
+    def adopt(self, bucket: Bucket) -> None:
+        if bucket.layout.row.shard_params:
+            self._shards[bucket].copy_(bucket.full[bucket.layout.own])
+        self.asleep[bucket][WEIGHT].copy_(self._weights(bucket))
+
+    def sums(self, bucket: Bucket) -> Tensor:
+        return self._sums[bucket]
+
+    @torch.no_grad()
+    def land(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
+        sums = self.asleep[bucket][GRADIENT]
+        sums.copy_(result) if first else sums.add_(result)
+        if bucket in self._sums:
+            self._sums[bucket].fill_(torch.nan)
+
+    def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        return {kind: flat for kind, flat in self.asleep[bucket].items() if kind != GRADIENT}
+
+    def visits(
+        self, kinds: Collection[str], buckets: Sequence[Bucket], changes: Collection[str] = ()
+    ) -> Iterator[Sequence[Resident]]:
+        ahead = [self._wake(bucket, kinds) for bucket in buckets[:1]]
+        for number in range(len(buckets)):
+            ahead += [self._wake(bucket, kinds) for bucket in buckets[number + 1 : number + 2]]
+            resident = ahead.pop(0)
+            yield [resident]
+            for kind, flat in resident.flats.items():
+                if kind in changes:
+                    self.asleep[resident.bucket][kind].copy_(flat)
+                flat.fill_(torch.nan)
+
+    def _wake(self, bucket: Bucket, kinds: Collection[str]) -> Resident:
+        """Copies at the places in memory where the device has them: how a norm rounds depends on that."""
+        layout, asleep = bucket.layout, self.asleep[bucket]
+        own_master = self.policy.main_dtype != bucket.key.dtype
+        apart = {WEIGHT: layout.row.shard_params or own_master, GRADIENT: layout.row.shard_grads}
+        flats = {kind: asleep[kind].clone() for kind in kinds if kind in asleep}
+        for kind, flat in flats.items():
+            if not apart.get(kind, True):
+                flats[kind] = flat.new_empty(layout.padded)[layout.state_range].copy_(flat)
+        return Resident(bucket, flats)
+
+    def _weights(self, bucket: Bucket) -> Tensor:
+        return self._shards[bucket] if bucket.layout.row.shard_state else bucket.full
