@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from megazero.train.matmul_rate import measure_matmul_rate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matmul_rate_is_that_of_a_direct_timing(dtype):
+    rate = measure_matmul_rate(dtype)
+    left, right = torch.ones(1024, 512, dtype=dtype), torch.ones(512, 2048, dtype=dtype)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        left @ right
+        best = min(best, time.perf_counter() - start)
+    direct = 2 * 1024 * 512 * 2048 / best
+    assert direct / 10 < rate < direct * 10  # the machine may be busy; a wrong unit is off by more
+
+
+def test_slow_products_do_not_hold_up_the_start():
+    """Products in fp16 ran at 1 GFLOP/s on a CPU, so four ranks took 30 seconds to measure it."""
+    start = time.perf_counter()
+    assert measure_matmul_rate(torch.float16) > 1e6
+    assert time.perf_counter() - start < 5
