@@ -103,14 +103,14 @@ def _read_section(document: Document, loader: yaml.SafeLoader, entry: _YamlKey, 
 def _read_value(
     document: Document, loader: yaml.SafeLoader, spec: FieldSpec, node: yaml.Node, where: str
 ) -> None:
-    value: Any = getattr(node, "value", None)
     try:
         value = loader.construct_object(node, deep=True)
         document.settings.append(Setting(spec, coerce(spec, value), where))
     except ValueError as error:
         # YAML itself refuses things such as the date 2026-99-99 with a bare ValueError
         must = error if isinstance(error, Unreadable) else f"must be a valid {spec.type_name}"
-        document.problems.append(f"{where}: `{spec.path}` {must}, but is `{str(value)[:80]}`.")
+        shown = f"`{node.value[:80]}`" if isinstance(node, yaml.ScalarNode) else f"a {node.id}"
+        document.problems.append(f"{where}: `{spec.path}` {must}, but is {shown}.")
         document.broken.add(spec.path)
 
 

@@ -211,6 +211,18 @@ class Steps:
         first = self._stretches[index - 1]
         return first.before.iteration + (samples - first.before.samples) // first.batch_size
 
+    def convert(self, length: float, unit: Unit, into: Unit) -> float:
+        """How much of `into` is consumed when `length` of `unit` is, as if a step could be divided.
+
+        Steps before `start` are taken to be alike.
+        """
+        if length <= self.start.count(unit):
+            return self.start.count(into) * (length / self.start.count(unit)) if length else 0.0
+        index = bisect_right(self._stretches, length, key=lambda first: first.before.count(unit))
+        first = self._stretches[max(index, 1) - 1]
+        times = (length - first.before.count(unit)) / (first.after.count(unit) - first.before.count(unit))
+        return first.before.count(into) + times * (first.after.count(into) - first.before.count(into))
+
     def reaching(self, tokens: int) -> int:
         """The fewest steps that consume at least `tokens`, and at least those before `start`."""
         index = bisect_left(self._stretches, tokens, key=lambda first: first.before.tokens)

@@ -22,9 +22,13 @@ class CheckpointConfig(Section):
     )
     save_interval: PositiveInt | None = option(None, "iterations between checkpoints", unit="iterations")
     save_retain_interval: PositiveInt | None = option(
-        None, "keep one checkpoint per this many iterations, whatever --keep-last says", unit="iterations"
+        None,
+        "keep one checkpoint per this many iterations; beside these and the newest --keep-last others are removed",
+        unit="iterations",
     )
-    keep_last: PositiveInt | None = option(None, "keep this many of the newest checkpoints; default: all")
+    keep_last: PositiveInt | None = option(
+        None, "keep this many of the newest checkpoints; default: all, or 1 with --save-retain-interval"
+    )
     async_save: bool = option(False, "write checkpoints in the background while training goes on")
     async_save_limit: PositiveInt = option(1, "checkpoints that may be on their way to disk at a time")
     verify_checkpoint: Literal["full", "size"] = option(
@@ -46,6 +50,11 @@ class CheckpointConfig(Section):
         flag="--override-opt_param-scheduler",
         aliases=("--override-opt-param-scheduler",),
     )
+
+    @property
+    def kept_last(self) -> int | None:
+        """How many of the newest checkpoints are kept; None keeps all."""
+        return self.keep_last or (1 if self.save_retain_interval else None)
 
 
 class LoggingConfig(Section):

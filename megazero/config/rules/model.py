@@ -6,8 +6,8 @@ import math
 
 from megazero.config.derive import chunks_per_stage
 from megazero.config.horizon import Limits
-from megazero.config.rules.rule import CHUNK_FIELDS, Case, Rule
-from megazero.config.steps import Steps
+from megazero.config.rules.rule import CHUNK_FIELDS, MOST_INCREMENTS, Case, Rule
+from megazero.config.steps import BatchRamp
 
 _HEAD_SHAPE = ("model.hidden_size", "model.num_attention_heads", "model.kv_channels")
 _MOST_LAYOUTS = 8  # named in one message
@@ -63,13 +63,6 @@ MODEL_RULES: tuple[Rule, ...] = (
         "`max_position_embeddings` must be at least `seq_length`",
         "raise it or leave it out",
         lambda c: c.config.model.positions >= c.config.model.seq_length,
-    ),
-    Rule(
-        "vocabulary_known",
-        ("model.vocab_size", "tokenizer.tokenizer_type"),
-        "`vocab_size` or `tokenizer_type` must be set",
-        "name the tokenizer that made the data",
-        lambda c: c.config.model.vocab_size is not None or c.config.tokenizer.tokenizer_type is not None,
     ),
 )
 
@@ -194,6 +187,13 @@ def _ramp_multiples(case: Case) -> bool:
     return ramp is None or (ramp[0] % _batch_unit(case) == 0 and ramp[1] % _batch_unit(case) == 0)
 
 
+def _increments(case: Case) -> int:
+    batch = case.config.batch
+    if batch.rampup_batch_size is None or batch.global_batch_size is None:
+        return 0
+    return BatchRamp(*batch.rampup_batch_size, batch.global_batch_size).rungs
+
+
 def _ramp_whole_increments(case: Case) -> bool:
     batch = case.config.batch
     if batch.rampup_batch_size is None or batch.global_batch_size is None:
@@ -203,9 +203,10 @@ def _ramp_whole_increments(case: Case) -> bool:
 
 
 def _samples_fill_a_batch(case: Case) -> bool:
-    if case.config.training.train_samples is None or case.data_parallel is None:
+    steps = case.steps
+    if case.config.training.train_samples is None or steps is None:
         return True
-    return Limits.of(case.config).end(Steps.of(case.config, case.data_parallel)).iteration >= 1
+    return Limits.of(case.config).end(steps).iteration >= 1
 
 
 def _unit_clause(case: Case) -> str:
@@ -251,6 +252,14 @@ BATCH_RULES: tuple[Rule, ...] = (
         "`rampup_batch_size` must reach `global_batch_size` in whole increments",
         "choose an increment that divides the distance from its start to the global batch",
         _ramp_whole_increments,
+    ),
+    Rule(
+        "ramp_increments",
+        _RAMP,
+        f"`rampup_batch_size` must reach `global_batch_size` in at most {MOST_INCREMENTS:,} increments",
+        "choose a larger increment",
+        lambda c: _increments(c) <= MOST_INCREMENTS,
+        lambda c: f"that takes {_increments(c):,}",
     ),
     Rule(
         "ramp_multiples",
