@@ -59,11 +59,8 @@ def _split_proportions(text: str) -> str:
         shares = [float(part) for part in plain.replace("/", ",").split(",")]
     except ValueError:
         shares = []
-    if (
-        not 1 <= len(shares) <= 3
-        or not all(0 <= share < float("inf") for share in shares)
-        or sum(shares) <= 0
-    ):
+    sound = all(0 <= share < float("inf") for share in shares) and sum(shares) > 0
+    if not sound or not 1 <= len(shares) <= 3:
         raise ValueError("must be one to three proportions such as 969,30,1, none negative and not all zero")
     return plain
 
@@ -74,7 +71,7 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 Proportions = Annotated[str, AfterValidator(_split_proportions)]
 """Train, validation and test proportions, separated by commas or slashes; those left out are 0.
 
-Quotes around them, which a script may pass on, are taken off, as both Megatrons' readings come to.
+Quotes around them, which a script may pass on, are taken off.
 """
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from megazero.config.compat import FOREIGN_FLAGS, Foreign
 from megazero.config.deepspeed.row import NOTHING, KeyRow
 from megazero.config.deepspeed.table import GROUPS
+from megazero.config.defaults import DECISIONS
 from megazero.config.fields import FIELDS, SECTIONS, FieldSpec, Kind, section_title
 from megazero.config.flags import COMMANDS
 from megazero.config.rules import RULES, Rule
@@ -55,6 +56,8 @@ def configuration_page() -> str:
         "Choices are read in any case. An integer may be written as `1e6`, because that is exact. A switch",
         "takes no value; `--switch=false` turns off what the file turns on. A flag given twice keeps its",
         "last value, with a warning; two different flags that set the same thing differently are refused.",
+        "Settings that have no effect beside the others, such as `--save-interval` without `--save`, are",
+        "named in a line of the log.",
         "",
         *_table(("Command", "Meaning"), ((f"`{name}`", text) for name, text in COMMANDS.items())),
     ]
@@ -62,7 +65,7 @@ def configuration_page() -> str:
         rows = (_field_row(spec) for spec in FIELDS if spec.section == section)
         lines += ["", f"## {section_title(section)} (`{section}`)", ""]
         lines += _table(("Flag", "Key", "Type", "Default", "Meaning"), rows)
-    return "\n".join([*lines, *_foreign_lines()]) + "\n"
+    return "\n".join([*lines, *_default_lines(), *_foreign_lines()]) + "\n"
 
 
 def compatibility_page() -> str:
@@ -157,6 +160,23 @@ def _default(spec: FieldSpec) -> str:
 def _rule_row(rule: Rule) -> tuple[str, ...]:
     paths = rule.fields or rule.reads
     return (f"`{rule.name}`", rule.message, ", ".join(f"`{path}`" for path in paths), rule.remedy)
+
+
+def _default_lines() -> list[str]:
+    heads = ("Setting", "Here", "Megatron-LM", "Megatron-DeepSpeed", "Why")
+    rows = (
+        (f"`{each.path}`", each.here, each.megatron_lm, each.megatron_deepspeed, each.why)
+        for each in DECISIONS
+    )
+    return [
+        "",
+        "## Defaults decided here",
+        "",
+        "Where Megatron-LM and Megatron-DeepSpeed give a setting the same default, it is the default here.",
+        "They differ in these settings, or neither's default would do:",
+        "",
+        *_table(heads, rows),
+    ]
 
 
 def _foreign_lines() -> list[str]:

@@ -23,7 +23,7 @@ class CheckpointConfig(Section):
     save_interval: PositiveInt | None = option(None, "iterations between checkpoints", unit="iterations")
     save_retain_interval: PositiveInt | None = option(
         None,
-        "keep one checkpoint per this many iterations; beside these and the newest --keep-last others are removed",
+        "keep one checkpoint per this many iterations; others but the newest --keep-last are removed",
         unit="iterations",
     )
     keep_last: PositiveInt | None = option(

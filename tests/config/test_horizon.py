@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megazero.config.horizon import Evaluations, Horizon, Limits, LrLengths, horizon_of
+from megazero.config.horizon import Evaluations, Horizon, Limits, LrLengths, Rise, horizon_of
 from megazero.config.steps import BEGINNING, BatchRamp, Progress, SequenceLengths, Step, Steps
 from megazero.errors import ConfigError
 from tests.config.samples import make_config
@@ -60,7 +60,41 @@ def test_steps_of_a_configuration() -> None:
         ({"optimizer.lr_warmup_samples": 7}, LrLengths("samples", 7, 400, None)),
         ({"optimizer.lr_warmup_tokens": 7}, LrLengths("tokens", 7, 12800, None)),
         ({"optimizer.lr_decay_tokens": 99}, LrLengths("tokens", 0, 99, None)),
-        ({"training.train_iters": None, "training.train_samples": 41}, LrLengths("samples", 0, 40, None)),
+        # as in Megatron, the number that is given, of which the last step here leaves one sample over
+        ({"training.train_iters": None, "training.train_samples": 41}, LrLengths("samples", 0, 41, None)),
+        ({"training.train_tokens": 1280}, LrLengths("iters", 0, 100, None)),
+        # 4 samples of 32 tokens a step: warmup in its own unit, decay in tokens
+        (
+            {"optimizer.lr_decay_tokens": 9999, "optimizer.lr_warmup_iters": 7},
+            LrLengths("tokens", 7 * 128, 9999, None, Rise(7, "iters")),
+        ),
+        (
+            {"optimizer.lr_decay_tokens": 9999, "optimizer.lr_warmup_samples": 10},
+            LrLengths("tokens", 320, 9999, None, Rise(10, "samples")),
+        ),
+        # a fraction beside a decay in tokens is one of the training's iterations or samples
+        (
+            {"optimizer.lr_decay_tokens": 9999, "optimizer.lr_warmup_fraction": 0.25},
+            LrLengths("tokens", 25 * 128, 9999, None, Rise(25, "iters")),
+        ),
+        (
+            {
+                "optimizer.lr_decay_tokens": 9999,
+                "optimizer.lr_warmup_fraction": 0.25,
+                "training.train_iters": None,
+                "training.train_samples": 50,
+            },
+            LrLengths("tokens", 400, 9999, None, Rise(12.5, "samples")),
+        ),
+        (
+            {
+                "optimizer.lr_decay_tokens": 9999,
+                "optimizer.lr_warmup_fraction": 0.25,
+                "training.train_iters": None,
+                "training.train_tokens": 5000,
+            },
+            LrLengths("tokens", 0.25 * 9999, 9999, None),
+        ),
         ({**RAMP, "optimizer.lr_warmup_samples": 7}, LrLengths("samples", 7, 32 + 94 * 12, None)),
         (
             {"optimizer.lr_decay_style": "WSD", "optimizer.lr_wsd_decay_iters": 20},

@@ -94,9 +94,9 @@ def test_an_empty_command_line_is_told_all_that_is_required() -> None:
         (["--rotary-percent", "1.5"], "`--rotary-percent` must be less than or equal to 1, but is `1.5`."),
         (["--num-workers", "-1"], "`--num-workers` must be greater than or equal to 0, but is `-1`."),
         (
-            ["--split", "1,2"],
-            "`--split` must be three proportions such as 969,30,1, none negative and not all zero, "
-            "but is `1,2`.",
+            ["--split", "1,2,3,4"],
+            "`--split` must be one to three proportions such as 969,30,1, none negative and not all zero, "
+            "but is `1,2,3,4`.",
         ),
         (
             ["--rampup-batch-size", "0", "1", "2"],

@@ -225,9 +225,8 @@ def _read_value(result: DeepSpeedSettings, row: KeyRow, value: Any, values: dict
     found = row.shape.read(value)
     if found is NOTHING:
         also = ' or "auto"' if row.auto else ""
-        bits = " of at most 64 bits" if isinstance(value, int | float) and abs(value) > LARGEST else ""
         result.problems.append(
-            f"{result.name}: `{row.key}` must be {row.shape.says}{bits}{also}, but is {shown}."
+            f"{result.name}: `{row.key}` must be {row.shape.says}{_limit(row, value)}{also}, but is {shown}."
         )
         result.broken.update(row.fields)
         return
@@ -237,6 +236,13 @@ def _read_value(result: DeepSpeedSettings, row: KeyRow, value: Any, values: dict
         result.broken.update(row.fields)
         return
     values[row.key] = found
+
+
+def _limit(row: KeyRow, value: Any) -> str:
+    """What a number must be besides: small enough."""
+    if not isinstance(value, int | float) or abs(value) <= LARGEST:
+        return ""
+    return " of at most 64 bits" if "integer" in row.shape.says else ", that a float can hold"
 
 
 def _shown(value: Any) -> str:

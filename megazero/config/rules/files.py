@@ -20,7 +20,7 @@ TOKENIZER_RULES: tuple[Rule, ...] = (
         "gpt2_tokenizer_files",
         (_KIND, "tokenizer.vocab_file", "tokenizer.merge_file"),
         "`vocab_file` and `merge_file` must be set with GPT2BPETokenizer, the default kind",
-        "add `--vocab-file vocab.json --merge-file merges.txt`, or name the `--tokenizer-type` that made the data",
+        "add `--vocab-file vocab.json --merge-file merges.txt`, or name the kind with `--tokenizer-type`",
         lambda c: (
             c.config.tokenizer.tokenizer_type != "GPT2BPETokenizer"
             or bool(c.config.tokenizer.vocab_file and c.config.tokenizer.merge_file)

@@ -134,9 +134,9 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
     Rule(
         "one_lr_unit",
         (*_LR_DECAY, *_LR_WARMUP, *_LR_WSD),
-        "warmup and decay of the learning rate must be counted in one unit, but for a decay in tokens after a "
+        "warmup and decay of the learning rate must be counted in one unit",
+        "give all of them in iterations, or in samples, or in tokens; only a decay in tokens may follow a "
         "warmup in iterations or samples",
-        "give all of them in iterations, or in samples, or in tokens",
         _lr_units_agree,
     ),
     Rule(

@@ -71,8 +71,8 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
         super().__init__(model)
         if "bos" not in self.special_ids:
             raise DataError(
-                f"`--tokenizer-model` must be a SentencePiece model with a bos for {self.name}, but {model} has "
-                "none; use GPTSentencePieceTokenizer."
+                f"`--tokenizer-model` must be a SentencePiece model with a bos for {self.name}, but {model} "
+                "has none; use GPTSentencePieceTokenizer."
             )
         self._bos = self.special_ids["bos"]
 

@@ -20,7 +20,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "rotary_dim_even": {"model.position_embedding_type": "rope", "model.kv_channels": 15},
     "rotary_settings_need_rope": {"model.rotary_percent": 0.5},
     "positions_cover_sequence": {"model.max_position_embeddings": 31},
-    "vocabulary_known": {"tokenizer.tokenizer_type": None},
     "world_size_factors": {"parallel.tensor_model_parallel_size": 8, "model.num_attention_heads": 8},
     "heads_over_tensor_ranks": {"parallel.tensor_model_parallel_size": 4, "model.num_attention_heads": 2},
     "query_groups_over_tensor_ranks": {
@@ -43,6 +42,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "batch.rampup_batch_size": (24, 8, 100),
     },
     "ramp_whole_increments": {"batch.global_batch_size": 32, "batch.rampup_batch_size": (8, 16, 100)},
+    "ramp_increments": {"batch.global_batch_size": 8_000_000, "batch.rampup_batch_size": (8, 8, 10**7)},
     "ramp_multiples": {"batch.global_batch_size": 32, "batch.rampup_batch_size": (8, 4, 100)},
     "samples_fill_a_batch": {"training.train_iters": None, "training.train_samples": 7},
     "one_way_to_virtual_stages": {
@@ -78,6 +78,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "main_params_fp32_or_same": {"zero.main_params_dtype": "bf16"},
     "training_length_given": {"training.train_iters": None},
     "iters_or_samples": {"training.train_samples": 1000},
+    "tokens_countable": {"training.train_iters": 10**17},
     "min_lr_below_lr": {"optimizer.min_lr": 2e-3},
     "warmup_starts_below_lr": {"optimizer.lr_warmup_init": 2e-3},
     "one_lr_unit": {"optimizer.lr_decay_iters": 90, "optimizer.lr_warmup_samples": 9},
@@ -104,7 +105,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "optimizer.end_weight_decay": 0.1,
         "optimizer.weight_decay_incr_style": "linear",
     },
-    "loss_scale_needs_fp16": {"precision.loss_scale": 4096.0, "precision.dtype": "bf16"},
+    "loss_scale_needs_16_bits": {"precision.loss_scale": 4096.0},
     "min_loss_scale_below_initial": {"precision.min_loss_scale": 8.0, "precision.initial_loss_scale": 4.0},
     "recompute_units_within_model": {"recompute.granularity": "full", "recompute.num_layers": 5},
     "recompute_units_need_full": {"recompute.granularity": "selective", "recompute.method": "block"},
@@ -130,13 +131,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "data.train_data_exact_num_epochs": 1,
         "data.dataloader_type": "cyclic",
     },
-    "save_interval_needs_save": {"checkpoint.save_interval": 10},
-    "save_switches_need_save": {"checkpoint.no_save_optim": True},
     "async_save_limit_needs_async_save": {"checkpoint.async_save_limit": 2},
-    "save_retain_interval_needs_keep_last": {"checkpoint.save_retain_interval": 100},
-    "load_switches_need_load": {"checkpoint.ckpt_step": 0},
-    "tensorboard_switches_need_dir": {"logging.log_timers_to_tensorboard": True},
-    "wandb_needs_project": {"logging.wandb_exp_name": "first"},
 }
 
 # Combinations near a rule's border that must run.
@@ -159,6 +154,14 @@ ACCEPTED: list[dict[str, Any]] = [
     {"optimizer.lr_warmup_iters": 99},
     {"optimizer.lr_warmup_samples": 799},
     {"optimizer.lr_warmup_fraction": 0.5, "optimizer.lr_decay_tokens": 10**6},
+    {"optimizer.lr_warmup_iters": 10, "optimizer.lr_decay_tokens": 10**6},
+    {"optimizer.lr_warmup_samples": 10, "optimizer.lr_decay_tokens": 10**6},
+    {"precision.dtype": "bf16", "precision.loss_scale": 4096.0},
+    {
+        "checkpoint.save_interval": 10,
+        "checkpoint.save_retain_interval": 100,
+        "checkpoint.no_load_optim": True,
+    },
     {
         "optimizer.lr_decay_style": "WSD",
         "optimizer.lr_wsd_decay_iters": 50,
@@ -215,6 +218,7 @@ def test_without_a_world_size_only_its_rules_are_silent() -> None:
         "global_batch_multiple",
         "ramp_multiples",
         "samples_fill_a_batch",
+        "tokens_countable",
         "interleaved_micro_batches",
         "hpz_divides_data_parallel",
         "warmup_shorter_than_decay",
