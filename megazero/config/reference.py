@@ -15,7 +15,7 @@ from megazero.config.deepspeed.table import GROUPS
 from megazero.config.defaults import DECISIONS
 from megazero.config.fields import FIELDS, SECTIONS, FieldSpec, Kind, section_title
 from megazero.config.flags import COMMANDS
-from megazero.config.rules import RULES, Rule
+from megazero.config.rules import NOTES, RULES, Note, Rule
 
 _HEADER = "<!-- Written by `python -m megazero.config.reference docs`; do not edit. -->"
 
@@ -48,10 +48,10 @@ def configuration_page() -> str:
         "A run is determined by one tree of settings. Each setting is a flag and a key of the YAML file",
         "that `--config FILE` reads (`section: {key: value}`). Defaults give way to the file, and the file",
         "to flags. A DeepSpeed JSON is read into the same tree ([deepspeed_json.md](deepspeed_json.md)).",
-        "`--check-config` prints the resolved tree and exits: 0 accepted, 2 refused, with every",
-        "reason at once. It judges the layout for the number of ranks in the environment's `WORLD_SIZE`",
-        "(1 if unset). Names are Megatron-LM's wherever it has one. Rules across settings are in",
-        "[compatibility.md](compatibility.md).",
+        "`--check-config` prints the resolved tree, in which what follows from other settings is filled in,",
+        "and exits: 0 accepted, 2 refused, with every reason at once. It judges the layout for the number of",
+        "ranks in the environment's `WORLD_SIZE` (1 if unset). Names are Megatron-LM's wherever it has one.",
+        "Rules across settings are in [compatibility.md](compatibility.md).",
         "",
         "Choices are read in any case. An integer may be written as `1e6`, because that is exact. A switch",
         "takes no value; `--switch=false` turns off what the file turns on. A flag given twice keeps its",
@@ -79,6 +79,13 @@ def compatibility_page() -> str:
         "broken rules are reported at once, by name.",
         "",
         *_table(("Rule", "What must hold", "Settings", "What to do"), (_rule_row(rule) for rule in RULES)),
+        "",
+        "## Accepted without effect",
+        "",
+        "Both Megatrons accept these settings in silence where another one is missing, and do nothing. Here a",
+        "line of the log says so.",
+        "",
+        *_table(("Settings", "Without", "What does not happen"), (_note_row(note) for note in NOTES)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -177,6 +184,10 @@ def _default_lines() -> list[str]:
         "",
         *_table(heads, rows),
     ]
+
+
+def _note_row(note: Note) -> tuple[str, ...]:
+    return (", ".join(f"`{path}`" for path in note.fields), f"`{note.without}`", note.effect)
 
 
 def _foreign_lines() -> list[str]:

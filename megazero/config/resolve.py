@@ -153,9 +153,11 @@ def _say(text: str, speaks: bool, stream: Any) -> None:
 def world_size_of_environment(problems: list[str]) -> int | None:
     """WORLD_SIZE as torchrun sets it, or 1; None and a problem if it is not a positive integer."""
     text = os.environ.get("WORLD_SIZE", "1")
-    if text.isdecimal() and int(text) > 0:
+    if text.isdecimal() and len(text) < 10 and int(text) > 0:
         return int(text)
-    problems.append(f"the environment's `WORLD_SIZE` must be a positive integer, but is `{text}`; unset it.")
+    problems.append(
+        f"the environment's `WORLD_SIZE` must be a positive integer, but is `{text[:40]}`; unset it."
+    )
     return None
 
 

@@ -11,6 +11,7 @@ from megazero.config.steps import BatchRamp
 
 _HEAD_SHAPE = ("model.hidden_size", "model.num_attention_heads", "model.kv_channels")
 _MOST_LAYOUTS = 8  # named in one message
+_LARGEST_AXIS = 4096  # ranks along one axis of a layout that is named
 
 
 def _rotary_dim_is_even(case: Case) -> bool:
@@ -67,6 +68,10 @@ MODEL_RULES: tuple[Rule, ...] = (
 )
 
 
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, min(number, _LARGEST_AXIS) + 1) if number % each == 0]
+
+
 def _fitting_layouts(case: Case) -> str:
     """The tensor x pipeline x data parallel layouts that these ranks and this model allow, nearest first."""
     model, parallel = case.config.model, case.config.parallel
@@ -74,9 +79,10 @@ def _fitting_layouts(case: Case) -> str:
     most_stages = max(1, model.num_layers // chunks_per_stage(case.config))
     fits = [
         (tensor, stages, world // (tensor * stages * context))
-        for tensor in range(1, world + 1)
-        for stages in range(1, min(most_stages, world // tensor) + 1)
-        if world % (tensor * stages * context) == 0
+        for tensor in _divisors(world)
+        for stages in _divisors(world // tensor)
+        if stages <= most_stages
+        and world % (tensor * stages * context) == 0
         and model.num_attention_heads % tensor == 0
         and model.kv_heads % tensor == 0
         and model.ffn_size % tensor == 0
