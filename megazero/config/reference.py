@@ -29,6 +29,10 @@ reasons), or is refused with what to do instead. Unknown keys, keys given twice 
 are refused. `null` leaves a key out. An integer may be written as `5e8`. Nothing below a key of type object
 is read.
 
+A key that counts only beside another one, such as `fp16.loss_scale` beside `fp16.enabled`, has no effect
+without it and is named in the same warning. `--loss-scale` has no effect beside a JSON whose `fp16` scales
+the loss dynamically: Megatron-DeepSpeed's scripts pass the exponent of `initial_scale_power` there.
+
 Where "auto" is allowed, the value is what flags, YAML or the caller give. For `reduce_bucket_size`,
 `stage3_prefetch_bucket_size` and `stage3_param_persistence_threshold` it is h x h, 0.9 x h x h and 10 x h,
 where h is the hidden size, as in transformers, unless a flag sets the field.
@@ -82,8 +86,8 @@ def compatibility_page() -> str:
         "",
         "## Accepted without effect",
         "",
-        "Both Megatrons accept these settings in silence where another one is missing, and do nothing. Here a",
-        "line of the log says so.",
+        "Both Megatrons accept these settings in silence where another one is missing, and do nothing.",
+        "Here a line of the log says so.",
         "",
         *_table(("Settings", "Without", "What does not happen"), (_note_row(note) for note in NOTES)),
     ]

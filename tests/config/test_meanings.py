@@ -136,8 +136,17 @@ def test_a_fraction_beside_a_decay_in_tokens_is_one_of_the_training() -> None:
 
 @pytest.mark.parametrize("warmup", ["iters", "samples"])
 def test_warmup_in_tokens_before_a_decay_in_steps_is_still_refused(warmup: str) -> None:
-    (line,) = refusals(f"--lr-warmup-tokens 64 --lr-decay-{warmup} 50")
+    line = refusals(f"--lr-warmup-tokens 64 --lr-decay-{warmup} 50")[0]
     assert line.endswith("[rule one_lr_unit].")
+
+
+def test_warmup_in_tokens_alone_is_refused_with_both_meanings() -> None:
+    assert refusals("--lr-warmup-tokens 64") == [
+        "`lr_decay_tokens` must be set with `lr_warmup_tokens` unless the training's length is in tokens "
+        "alone, but `lr_warmup_tokens` is 64 and `lr_decay_tokens` is not set; set it: without it the decay "
+        "would be counted in tokens here, but in Megatron-DeepSpeed in samples, from the first step on "
+        "[rule token_warmup_needs_token_decay]."
+    ]
 
 
 @pytest.mark.parametrize(

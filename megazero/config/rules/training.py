@@ -44,6 +44,16 @@ def _lr_units_agree(case: Case) -> bool:
     return len(warmup | decay) <= 1 or (len(warmup) == 1 and decay == {"tokens"})
 
 
+def _decay_has_a_unit(case: Case) -> bool:
+    values, training = case.config.optimizer, case.config.training
+    return (
+        not values.lr_warmup_tokens
+        or values.lr_decay_tokens is not None
+        or values.lr_decay_style == "constant"
+        or (training.train_iters is None and training.train_samples is None)
+    )
+
+
 def _lr(case: Case) -> LrLengths | None:
     """The schedule's lengths; None if another rule is broken, without which they mean nothing."""
     steps = case.steps
@@ -138,6 +148,16 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         "give all of them in iterations, or in samples, or in tokens; only a decay in tokens may follow a "
         "warmup in iterations or samples",
         _lr_units_agree,
+    ),
+    Rule(
+        "token_warmup_needs_token_decay",
+        ("optimizer.lr_warmup_tokens", "optimizer.lr_decay_tokens"),
+        "`lr_decay_tokens` must be set with `lr_warmup_tokens` unless the training's length is in tokens "
+        "alone",
+        "set it: without it the decay would be counted in tokens here, but in Megatron-DeepSpeed in samples, "
+        "from the first step on",
+        _decay_has_a_unit,
+        reads=(*_LENGTHS, "optimizer.lr_decay_style"),
     ),
     Rule(
         "warmup_fraction_or_length",

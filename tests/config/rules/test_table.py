@@ -82,6 +82,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "min_lr_below_lr": {"optimizer.min_lr": 2e-3},
     "warmup_starts_below_lr": {"optimizer.lr_warmup_init": 2e-3},
     "one_lr_unit": {"optimizer.lr_decay_iters": 90, "optimizer.lr_warmup_samples": 9},
+    "token_warmup_needs_token_decay": {"optimizer.lr_warmup_tokens": 64},
     "warmup_fraction_or_length": {"optimizer.lr_warmup_fraction": 0.1, "optimizer.lr_warmup_iters": 9},
     "warmup_shorter_than_decay": {"optimizer.lr_warmup_iters": 100},
     "wsd_needs_decay_length": {"optimizer.lr_decay_style": "WSD"},
@@ -156,6 +157,8 @@ ACCEPTED: list[dict[str, Any]] = [
     {"optimizer.lr_warmup_fraction": 0.5, "optimizer.lr_decay_tokens": 10**6},
     {"optimizer.lr_warmup_iters": 10, "optimizer.lr_decay_tokens": 10**6},
     {"optimizer.lr_warmup_samples": 10, "optimizer.lr_decay_tokens": 10**6},
+    {"optimizer.lr_warmup_tokens": 64, "optimizer.lr_decay_style": "constant"},
+    {"optimizer.lr_warmup_tokens": 64, "training.train_iters": None, "training.train_tokens": 10**5},
     {"precision.dtype": "bf16", "precision.loss_scale": 4096.0},
     {
         "checkpoint.save_interval": 10,
