@@ -45,16 +45,17 @@ def _facts(config: Config, world_size: int, horizon: Horizon) -> list[str]:
         f"world size {world_size}: tensor {parallel.tensor_model_parallel_size} x pipeline "
         f"{parallel.pipeline_model_parallel_size} x context {parallel.context_parallel_size} x data parallel "
         f"{data_parallel_size(config, world_size)}",
-        f"one step: {ramp.final} samples in {ramp.final // horizon.steps.unit} micro-batches on each replica",
+        f"one step: {ramp.final} samples; micro-batches on each replica: {ramp.final // horizon.steps.unit}",
         f"the training: {horizon.end.iteration} iterations, {horizon.end.samples} samples, "
         f"{horizon.end.tokens} tokens",
     ]
     if ramp.rungs:
-        lines[1] += f", after a ramp that starts at {ramp.start} samples"
+        lines[1] += f"; a ramp starts at {ramp.start} samples"
     lengths = horizon.lr
     rise = lengths.rise or Rise(lengths.warmup, lengths.unit)
     lines.append(
-        f"learning rate: warmup over {rise.length:g} {rise.unit}, decay until {lengths.decay} {lengths.unit}"
+        f"learning rate: warmup over {_plain(rise.length)} {rise.unit}, decay until {lengths.decay} "
+        f"{lengths.unit}"
     )
     if model.vocab_size is not None:
         rows = padded_vocab_size(
@@ -62,3 +63,7 @@ def _facts(config: Config, world_size: int, horizon: Horizon) -> list[str]:
         )
         lines.append(f"vocabulary: {rows} rows, padded from {model.vocab_size}")
     return lines
+
+
+def _plain(length: float) -> str:
+    return str(int(length)) if length == int(length) else f"{length:.1f}"

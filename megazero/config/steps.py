@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -214,8 +214,11 @@ class Steps:
     def convert(self, length: float, unit: Unit, into: Unit) -> float:
         """How much of `into` is consumed when `length` of `unit` is, as if a step could be divided.
 
-        Steps before `start` are taken to be alike.
+        Steps before `start` that were others than these are taken to be alike.
         """
+        whole = replace(self, start=BEGINNING)
+        if self.start != BEGINNING and whole.before(self.start.iteration) == self.start:
+            return whole.convert(length, unit, into)
         if length <= self.start.count(unit):
             return self.start.count(into) * (length / self.start.count(unit)) if length else 0.0
         index = bisect_right(self._stretches, length, key=lambda first: first.before.count(unit))

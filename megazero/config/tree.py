@@ -32,7 +32,8 @@ class ModelConfig(Section):
     )
     num_query_groups: PositiveInt | None = option(
         None,
-        "key/value heads of grouped-query attention; default: one per query head",
+        "key/value heads of grouped-query attention; default: one per query head. --num-query-groups goes "
+        "with --group-query-attention",
         aliases=("--num-key-value-heads",),
         beside={
             "--num-query-groups": (

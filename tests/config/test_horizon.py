@@ -181,15 +181,16 @@ def test_resuming_anywhere_gives_the_same_rest(iterations: int | None) -> None:
 )
 def test_resuming_anywhere_gives_the_same_horizon(limits: dict[str, int], unit: str) -> None:
     lengths = {f"training.{name}": limits.get(name) for name in LIMITS}
-    config = make_config({**RAMP, **lengths, f"optimizer.lr_warmup_{unit}": 3})
-    horizon = horizon_of(config, 2)
-    for done in range(horizon.end.iteration + 1):
-        resumed = horizon_of(config, 2, horizon.before(done))
-        assert (resumed.end, resumed.lr, resumed.evaluations) == (
-            horizon.end,
-            horizon.lr,
-            horizon.evaluations,
-        )
+    for more in ({}, {"optimizer.lr_decay_tokens": 3000}):
+        config = make_config({**RAMP, **lengths, f"optimizer.lr_warmup_{unit}": 3, **more})
+        horizon = horizon_of(config, 2)
+        for done in range(horizon.end.iteration + 1):
+            resumed = horizon_of(config, 2, horizon.before(done))
+            assert (resumed.end, resumed.lr, resumed.evaluations) == (
+                horizon.end,
+                horizon.lr,
+                horizon.evaluations,
+            )
 
 
 @pytest.mark.parametrize(
@@ -215,6 +216,35 @@ def test_limits_hold_for_both_parts_when_the_batch_size_changes(
     lengths = {f"training.{name}": limit.get(name) for name in LIMITS}
     config = make_config({"batch.global_batch_size": now, **lengths})
     assert horizon_of(config, 2, here).end == end
+
+
+@pytest.mark.parametrize(
+    ("unit", "length", "into", "expected"),
+    [
+        # 6 samples a step, of 10 tokens for 3 steps, 20 for 2, and 50 from then on
+        ("iters", 0, "tokens", 0),
+        ("iters", 3, "tokens", 180),
+        ("iters", 4.5, "tokens", 180 + 180),
+        ("samples", 33, "tokens", 420 + 150),
+        ("samples", 33, "iters", 5.5),
+        ("tokens", 420, "samples", 30),
+        ("tokens", 90, "iters", 1.5),
+        ("tokens", 420 + 300 * 7, "iters", 12),
+    ],
+)
+def test_converting_a_length(unit: Any, length: float, into: Any, expected: float) -> None:
+    horizon = varying(Limits(iterations=9))
+    assert horizon.steps.convert(length, unit, into) == expected
+    for done in range(9):
+        resumed = varying(Limits(iterations=9), horizon.before(done)).steps
+        assert resumed.convert(length, unit, into) == expected
+
+
+def test_converting_a_length_that_lies_in_steps_of_another_size() -> None:
+    """4 steps of 8 samples where these would have 6: the steps before are taken to be alike."""
+    steps = varying(Limits(iterations=9), Progress(4, 32, 400)).steps
+    assert steps.convert(1, "iters", "tokens") == 100
+    assert steps.convert(5, "iters", "tokens") == 400 + 120
 
 
 def test_the_schedule_spans_both_parts_when_the_batch_size_changes() -> None:

@@ -26,7 +26,7 @@ def test_what_follows_from_other_settings_is_shown_by_hand() -> None:
     facts = [line for line in text.splitlines() if line.startswith("#")]
     assert facts == [
         "# world size 6: tensor 2 x pipeline 1 x context 1 x data parallel 3",
-        "# one step: 6 samples in 1 micro-batches on each replica",
+        "# one step: 6 samples; micro-batches on each replica: 1",
         "# the training: 166 iterations, 996 samples, 127488 tokens",
         "# learning rate: warmup over 100 samples, decay until 1000 samples",
         "# vocabulary: 50432 rows, padded from 50257",
@@ -44,7 +44,7 @@ def test_a_ramp_and_a_warmup_in_another_unit_are_shown() -> None:
     flags = "--global-batch-size 12 --rampup-batch-size 6 2 100 --lr-decay-tokens 50000"
     lines = shown_config(parse_config([*LLAMA, *flags.split()], world_size=2).config, 2).splitlines()
     assert lines[1] == (
-        "# one step: 12 samples in 6 micro-batches on each replica, after a ramp that starts at 6 samples"
+        "# one step: 12 samples; micro-batches on each replica: 6; a ramp starts at 6 samples"
     )
     assert lines[3] == "# learning rate: warmup over 100 samples, decay until 50000 tokens"
 
