@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megazero.config.option import Probability, Section, option
-from megazero.config.tree_input import DataConfig, TokenizerConfig
+from megazero.config.sources import DataConfig, TokenizerConfig
 from megazero.config.tree_output import CheckpointConfig, LoggingConfig
 
 
