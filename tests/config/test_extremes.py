@@ -80,6 +80,10 @@ def test_numbers_beyond_a_float(spec: FieldSpec) -> None:
         "optimizer: {lr: 0x" + "f" * 5000 + "}",
         "data: {data_path: [&a [x, x, x, x], &b [*a, *a, *a, *a], &c [*b, *b, *b, *b], [*c, *c]]}",
         "data: {split: " + "[" * 900 + "]" * 900 + "}",
+        "model: {num_layers: !!int ''}",
+        "optimizer: {lr: !!float ''}",
+        "optimizer: {lr: !!timestamp x}",
+        "optimizer: {lr: 1:99999999999999999999999999999999999999999999999.5}",
     ],
 )
 def test_documents_that_are_too_much(text: str) -> None:
