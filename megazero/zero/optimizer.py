@@ -58,19 +58,19 @@ class Optimizer:
         self.updates = 0
         self._trained = [bucket for bucket in store.buckets if bucket.key.trainable]
         self._counted = {bucket: counted_parts(bucket.layout) for bucket in self._trained}
-        _check_reduction(rule, self._trained)
+        _check_reduction(rule, store, self._trained)
         store.make_moments(rule.init_state)
 
     @torch.no_grad()
     def step(self, lr: PerGroup, weight_decay: PerGroup, grad_scale: float = 1.0) -> StepReport:
         """Update the model from the gradient sums, which become what the update used.
 
-        On the meta device the norm is unknown, and the step does what it does of a small one.
+        On the meta device the norm is unknown, and the step runs as if nothing had to be clipped.
 
         Args:
             lr: learning rate; one, or one per parameter group.
-            weight_decay: of the parameters that decay; likewise.
-            grad_scale: what the sums are to be multiplied by first (loss unscaling and averaging).
+            weight_decay: weight decay of the parameters that decay; one, or one per parameter group.
+            grad_scale: factor applied to the sums first (loss unscaling and averaging).
 
         Returns:
             The report, the same on all ranks.
@@ -228,7 +228,7 @@ def _whole(bucket: Bucket, flat: Tensor) -> Tensor:
     return whole
 
 
-def _check_reduction(rule: UpdateRule, buckets: Sequence[Bucket]) -> None:
+def _check_reduction(rule: UpdateRule, store: Store, buckets: Sequence[Bucket]) -> None:
     """Refuse a rule that sums gradients itself where they are summed already or cannot be used."""
     if not rule.needs.reduces:
         return
@@ -244,8 +244,8 @@ def _check_reduction(rule: UpdateRule, buckets: Sequence[Bucket]) -> None:
                 f"`stage` must be 0 for {name}, which sums whole gradients itself, but state is sharded; "
                 "choose stage 0"
             )
-        if bucket.store.sums(bucket).dtype != torch.float32:
+        if (dtype := store.sums(bucket).dtype) != torch.float32:
             raise ConfigError(
-                f"`accumulation_dtype` must be fp32 for {name}, which sums gradients itself, but is "
-                f"{bucket.store.sums(bucket).dtype}; choose fp32"
+                f"`accumulation_dtype` must be fp32 for {name}, which sums gradients itself, but is {dtype}; "
+                "choose fp32"
             )
