@@ -350,9 +350,7 @@ class DataConfig(Section):
     test_data_path: tuple[str, ...] = option((), "prefix or blend for testing alone")
     split: Proportions = option("969, 30, 1", "train, validation and test proportions of --data-path")
     data_cache_path: str | None = option(None, "folder for built indexes; default: beside the data")
-    train_data_exact_num_epochs: PositiveInt | None = option(
-        None, "exact number of epochs in the index"
-    )
+    train_data_exact_num_epochs: PositiveInt | None = option(None, "exact number of epochs in the index")
     dataloader_type: Literal["single", "cyclic"] = option(
         "single", "single: one pass in index order; cyclic: reshuffled every epoch, without end"
     )

@@ -69,9 +69,7 @@ def build_gpt_datasets(request: DatasetRequest) -> Datasets:
     """
     if request.mock:
         return tuple(
-            None
-            if size == 0
-            else MockGPTDataset(_MOCK_EPOCH if size is None else size, request.settings, name)
+            None if size == 0 else MockGPTDataset(size or _MOCK_EPOCH, request.settings, name)
             for name, size in zip(SPLIT_NAMES, request.num_samples, strict=True)
         )
     opened: dict[str, IndexedDataset] = {}
@@ -124,9 +122,8 @@ def gpt_datasets(
 def _train_size(data: DataConfig, wanted: int | None) -> int | None:
     """How many samples to build for training: one epoch (None) for a cyclic order.
 
-    An epoch is then the data, whatever the batch size and the length of the training. The samples of a weighted
-    blend follow from the weights and not from the data, so it has no epoch; and Megatron's own order is one of
-    as many samples as Megatron builds.
+    An epoch is then the data, whatever the batch size and the length of the training. A weighted blend, which
+    gives what its weights say, has no epoch; and Megatron's own order is over what Megatron builds.
     """
     if not wanted or data.dataloader_type != "cyclic" or data.data_sharding:
         return wanted

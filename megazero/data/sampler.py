@@ -1,9 +1,9 @@
 """Which samples a data-parallel rank trains on next: a pure function of the samples consumed so far.
 
 Nothing but `consumed_samples` is state, so a resumed run continues exactly, in the first epoch or the fifth,
-and a batch-size ramp changes only how many micro-batches make a step. The order of all samples does not depend
-on ranks and batch sizes, which only cut it into pieces; Megatron's own cyclic order (`data_sharding`), which
-depends on both, is there for those who ask for it.
+and a batch-size ramp changes only how many micro-batches make a step. Ranks and batch sizes cut the order of
+all samples into pieces and do not change it. They do change Megatron's own cyclic order, which is there for
+those who ask for it (`data_sharding`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class SamplerSpec:
     """The fixed facts of a sampler.
 
     micro_batch_size: samples per rank and micro-batch; seed: the seed of CYCLIC's orders; data_sharding: CYCLIC
-    gives each rank its own part of the data, shuffled as Megatron does (with seed 0, by the epoch alone, the
-    order is Megatron's own). Raises DataError for impossible values.
+    gives each rank a part of the data, and shuffles within the parts as Megatron does (the seed is mixed with
+    the epoch; 0 gives Megatron's own numbers). Raises DataError for impossible values.
     """
 
     num_samples: int

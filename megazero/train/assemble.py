@@ -81,7 +81,7 @@ def build_feeds(
     """
     family, data, training, end = family_of(config.model), config.data, config.training, horizon.end
     sizes = (
-        # All that are asked for, even where the last do not fill a batch: other batch sizes leave others over.
+        # All that were asked for, as a continuation with another batch size may leave fewer over at the end.
         0 if training.skip_train else training.train_samples or end.samples,
         horizon.evaluations.samples_until(end.iteration),
         horizon.evaluations.samples,
