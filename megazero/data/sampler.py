@@ -30,9 +30,9 @@ class SamplerKind(str, enum.Enum):
 class SamplerSpec:
     """The fixed facts of a sampler.
 
-    micro_batch_size: samples per rank and micro-batch; seed: the seed of CYCLIC's orders; data_sharding: CYCLIC
-    gives each rank a part of the data, and shuffles within the parts as Megatron does (the seed is mixed with
-    the epoch; 0 gives Megatron's own numbers). Raises DataError for impossible values.
+    micro_batch_size: samples per rank and micro-batch; seed: the seed of CYCLIC's orders; data_sharding: each
+    rank has a part of a CYCLIC epoch's data, shuffled as in Megatron (the seed is mixed with the epoch; 0
+    gives Megatron's own numbers). Raises DataError for impossible values.
     """
 
     num_samples: int
