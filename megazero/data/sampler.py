@@ -72,8 +72,8 @@ class SamplerSpec:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples of a CYCLIC epoch: all; of Megatron's order, those that fill micro-batches on all ranks."""
-        return self.num_samples - (self.num_samples % self.stride if self.sharded else 0)
+        """Samples of an epoch in Megatron's order; what fills no micro-batch on all ranks is left out."""
+        return self.num_samples - self.num_samples % self.stride
 
 
 def batch_indices(spec: SamplerSpec, consumed_samples: int) -> np.ndarray:
