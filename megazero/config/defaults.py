@@ -98,6 +98,13 @@ DECISIONS: tuple[Decision, ...] = (
         "data that are token ids already need no tokenizer's files",
     ),
     Decision(
+        "data.data_sharding",
+        "off",
+        "on",
+        "on",
+        "a cyclic order must not depend on the number of ranks; `--data-sharding` gives theirs",
+    ),
+    Decision(
         "training.eval_interval",
         "1000",
         "never",

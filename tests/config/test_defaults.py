@@ -110,6 +110,7 @@ FACTS: dict[str, tuple[Any, Any]] = {
     "data.data_cache_path": (None, None),
     "data.train_data_exact_num_epochs": (NO, None),
     "data.dataloader_type": ("single", "single"),
+    "data.data_sharding": (True, True),
     "data.num_workers": (2, 2),
     "data.reset_position_ids": (False, False),
     "data.reset_attention_mask": (False, False),
@@ -195,6 +196,7 @@ DECIDED: dict[str, tuple[Any, str, str, str]] = {
         "GPT2BPETokenizer",
         "GPT2BPETokenizer",
     ),
+    "data.data_sharding": (False, "off", "on", "on"),
     "training.eval_interval": (1000, "1000", "never", "1000"),
 }
 

@@ -132,6 +132,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "data.train_data_exact_num_epochs": 1,
         "data.dataloader_type": "cyclic",
     },
+    "data_sharding_needs_cyclic": {"data.data_sharding": True},
     "async_save_limit_needs_async_save": {"checkpoint.async_save_limit": 2},
 }
 
@@ -140,6 +141,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {},
     {"model.hidden_size": 66, "model.kv_channels": 16},
     {"model.num_query_groups": 1},
+    {"data.data_sharding": True, "data.dataloader_type": "cyclic"},
     {"model.position_embedding_type": "rope", "model.rotary_percent": 0.25},
     {"model.max_position_embeddings": 32},
     {"model.vocab_size": 100, "tokenizer.tokenizer_type": None},
