@@ -40,7 +40,7 @@ def test_a_difference_is_reported_and_fails(capsys, monkeypatch):
     )
     assert main([*BASE, "--tensor-model-parallel-size", "2", "--steps", "2"]) == 1
     out = capsys.readouterr().out
-    assert "BAD        loss" in out
+    assert "BAD        lm loss" in out
     assert out.endswith("NOT the same training as one process\n")
 
 
