@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,8 +111,13 @@ def _read_value(
     except ValueError as error:
         # YAML itself refuses things such as the date 2026-99-99 with a bare ValueError
         must = error if isinstance(error, Unreadable) else f"must be a valid {spec.type_name}"
-        document.problems.append(f"{where}: `{spec.path}` {must}, but is `{str(value)[:80]}`.")
+        document.problems.append(f"{where}: `{spec.path}` {must}, but is `{_shown(value)}`.")
         document.broken.add(spec.path)
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value. Aliases make lists of lists that would take hours to write in full."""
+    return (reprlib.repr(value) if isinstance(value, list | dict | set) else str(value))[:80]
 
 
 def _unknown_key(entry: _YamlKey, name: str, section: str | None = None) -> str:

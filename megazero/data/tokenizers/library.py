@@ -147,7 +147,12 @@ def _require_byte_alphabet(vocab: Mapping[str, int], what: str) -> None:
 
 
 def _roles_beside(path: Path, backend: tokenizers.Tokenizer) -> dict[str, int]:
-    roles: dict[str, int] = {}
+    """Ids of the special tokens that the files beside `path` name; the last file that names one counts.
+
+    An end of documents that is no token is refused, for another would take its place. Other tokens may be
+    missing: transformers adds them as the model needs them.
+    """
+    named: dict[str, tuple[str, Path]] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         beside = path.with_name(name)
         if not beside.is_file():
@@ -159,8 +164,25 @@ def _roles_beside(path: Path, backend: tokenizers.Tokenizer) -> dict[str, int]:
             )
         for role in _ROLES:
             token = config.get(f"{role}_token")
-            token = token.get("content") if isinstance(token, dict) else token
-            found = backend.token_to_id(token) if isinstance(token, str) else None
-            if found is not None:
-                roles[role] = found
-    return roles
+            content = token.get("content") if isinstance(token, dict) else token
+            if token is not None and not isinstance(content, str):
+                raise DataError(
+                    f"`{role}_token` must be text, an object with its `content`, or null, but {beside} has "
+                    f"{token!r:.80}."
+                )
+            if content is not None:
+                named[role] = content, beside
+    roles = {role: _id_of(backend, token) for role, (token, _) in named.items()}
+    if roles.get("eos", 0) is None:
+        token, beside = named["eos"]
+        raise DataError(
+            f"`eos_token` must be a token of {path}, but {beside} has {token!r:.80}; correct one of the two."
+        )
+    return {role: i for role, i in roles.items() if i is not None}
+
+
+def _id_of(backend: tokenizers.Tokenizer, token: str) -> int | None:
+    try:
+        return backend.token_to_id(token)
+    except UnicodeEncodeError:  # JSON can name one half of a surrogate pair, which is no text
+        return None
