@@ -7,6 +7,7 @@ import random
 import re
 import struct
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,25 +160,26 @@ def change_tree(tree: Any, rng: random.Random, values: tuple[Any, ...]) -> Any:
     places = list(_places(tree))
     holder, at = rng.choice(places) if places else (None, None)
     if holder is None or rng.random() < 0.01:
-        return rng.choice(values)
+        return deepcopy(rng.choice(values))
     how = rng.randrange(10)
     is_object = isinstance(holder, Pairs)
     entries = holder.items if is_object else holder
     key, value = entries[at] if is_object else (None, entries[at])
 
     def put(new: Any) -> None:
-        entries[at] = (key, new) if is_object else new
+        # A copy, because a tree in two places could come to hold itself.
+        entries[at] = (key, deepcopy(new)) if is_object else deepcopy(new)
 
     if how < 3:
         put(rng.choice(values))
     elif how < 5:
         put(_like(value, rng, values))
     elif how == 5 and is_object:
-        entries[at] = (_like(key, rng, values) if rng.random() < 0.9 else rng.choice(values), value)
+        entries[at] = (_like(key, rng, values) if rng.random() < 0.9 else deepcopy(rng.choice(values)), value)
     elif how == 6:
         del entries[at]
     elif how == 7:
-        entries.insert(rng.randrange(len(entries) + 1), entries[at])
+        entries.insert(rng.randrange(len(entries) + 1), deepcopy(entries[at]))
         if rng.random() < 0.5:
             put(_like(value, rng, values))
     elif how == 8:
