@@ -4,12 +4,13 @@
 
 Kinds: YAML configurations and DeepSpeed JSONs, read as `--check-config` does; tokenizer files (vocab.json and
 merges.txt, tokenizer.json with its settings, vocab.txt); Hugging Face's config.json and
-model.safetensors.index.json, read as `megazero checkpoint from-hf` does; SentencePiece models. Each case is a
-valid sample with one or two files changed: in their structure, in lines, or in bytes. What is read is compared
-with an independent reading of the changed file, so that nothing passes that means something else here.
+model.safetensors.index.json, read as `megazero checkpoint from-hf` does; SentencePiece models. Each case is
+a valid sample with one or two files changed: in their structure, in lines, or in bytes. What is read is
+compared with an independent reading of the changed file, so that nothing passes that means something else.
 
-Prints a table; `--jsonl` adds one line per kind and one per finding. Exits 1 unless all is refused in printable
-words or accepted with the same meaning. `--only N --keep FOLDER` makes one case again and keeps its files.
+Prints a table; `--jsonl` adds one line per kind and one per finding. Exits 1 unless everything is refused in
+printable words or accepted with the same meaning. `--only N --keep FOLDER` makes one case again and keeps its
+files.
 """
 
 from __future__ import annotations

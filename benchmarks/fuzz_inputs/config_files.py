@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -40,10 +41,10 @@ checkpoint: {save: out, save_interval: 100, async_save: true}
 zero: {stage: 1}
 logging:
 """
-FLAGS = (
+FLAGS = shlex.split(
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --train-iters 100 "
     "--tokenizer-type ByteLevelTokenizer --data-path my_text_document"
-).split()
+)
 
 
 def _yaml_samples(folder: Path) -> list[Sample]:
@@ -95,7 +96,9 @@ def _means(value: Any, got: Any, spec: FieldSpec) -> bool:
     if value is None:
         return got is None or spec.default is None
     if isinstance(got, tuple):
-        items = value.split() if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+        items = (
+            value.split() if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+        )
         return len(items) == len(got) and all(_same(a, b) for a, b in zip(items, got, strict=True))
     if isinstance(got, str) and spec.choices and isinstance(value, str):
         return value.lower() == got.lower()
@@ -119,8 +122,17 @@ _FP16 = {
     "train_micro_batch_size_per_gpu": 4,
     "steps_per_print": 10,
     "gradient_clipping": 0.5,
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.1}},
-    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 3},
+    "optimizer": {
+        "type": "Adam",
+        "params": {"lr": 1e-4, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.1},
+    },
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 12,
+        "loss_scale_window": 500,
+        "hysteresis": 3,
+    },
     "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e7, "overlap_comm": False},
     "wall_clock_breakdown": True,
 }
@@ -145,7 +157,10 @@ _AUTO = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": 1,
     "gradient_clipping": "auto",
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
     "bf16": {"enabled": "auto"},
     "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "overlap_comm": True},
     "tensorboard": {"enabled": True, "output_path": "runs", "job_name": "first"},
@@ -154,7 +169,7 @@ _AUTO = {
 _OWN_FLAGS: Mapping[str, list[str]] = {
     "fp16": [],
     "bf16": [],
-    "auto": "--micro-batch-size 4 --lr 3e-4 --weight-decay 0.3 --bf16".split(),
+    "auto": ["--micro-batch-size", "4", "--lr", "3e-4", "--weight-decay", "0.3", "--bf16"],
 }
 """Flags besides `FLAGS`; "auto" takes its values from these."""
 

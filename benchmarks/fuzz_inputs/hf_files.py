@@ -70,7 +70,9 @@ def _samples(folder: Path) -> list[Sample]:
         size = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         files |= {CONFIG: _json(config_for(model)), INDEX: _json(index)}
-        out.append(Sample(name, files, {CONFIG: (of_json, of_json, of_lines), INDEX: (of_json, of_json, of_lines)}))
+        out.append(
+            Sample(name, files, {CONFIG: (of_json, of_json, of_lines), INDEX: (of_json, of_json, of_lines)})
+        )
     return out
 
 
@@ -103,14 +105,18 @@ def _compare(folder: Path, sample: Sample, found: tuple[dict[str, Any], dict[str
 
 def _expected(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ours that a ``config.json`` determines, by the documentation of transformers."""
-    named = config.get("architectures") or [{"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}[config["model_type"]]]
+    named = config.get("architectures") or [
+        {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}[config["model_type"]]
+    ]
     is_llama = {"LlamaForCausalLM": True, "GPT2LMHeadModel": False}[named[0]]
     out = {}
     for field, (theirs, default) in (_OF_LLAMA if is_llama else _OF_GPT2).items():
         value = config.get(theirs, default)
         if value is not None:
             out[field] = value
-    activation = config.get("hidden_act", "silu") if is_llama else config.get("activation_function", "gelu_new")
+    activation = (
+        config.get("hidden_act", "silu") if is_llama else config.get("activation_function", "gelu_new")
+    )
     out["activation"] = _ACTIVATIONS[activation]
     out["untie_embeddings_and_output_weights"] = not config.get("tie_word_embeddings", not is_llama)
     out["normalization"] = "RMSNorm" if is_llama else "LayerNorm"

@@ -8,55 +8,13 @@ import re
 import struct
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from benchmarks.fuzz_inputs.values import ODD_BYTES, VALUES, YAML_VALUES, Pairs, Raw
+
 Mutation = Callable[[bytes, random.Random], bytes]
-
-
-@dataclass(frozen=True)
-class Raw:
-    """Text that stands in a document as it is, whatever the format says about it."""
-
-    text: str
-
-
-@dataclass
-class Pairs:
-    """An object with its keys in order; a key may occur twice."""
-
-    items: list[tuple[Any, Any]]
-
-
-LONG = "n" * 300
-VALUES: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 2, 3, 7, 0.5, 1.5, -0.5, 1e-9, 1e308, 2**31, 2**32, 2**63, 2**64, 10**30, "",
-    "auto", "none", "true", "1", "2", "1e3", "nan", "1_000", "٣", " 2 ", "two", [], [1], [None], [[]], ["a", "b"],
-    "a\nb", "a\x1b[31mb", "\u202eabc", "\x00", "\x85\u2028\ufeff", "é\u0301", "\ud800", LONG, "../x", "/", ".",
-    Pairs([]), Pairs([("enabled", True)]), Pairs([("content", [])]), Pairs([("content", "x")]),
-    Raw("1" + "0" * 400), Raw("9" * 5000), Raw("1e400"), Raw("-1e400"), Raw("NaN"), Raw("-Infinity"),
-    Raw("1e23"), Raw("1.0"), Raw("2.0000000000000001"), Raw("-0"), Raw("01"), Raw("[" * 900 + "]" * 900),
-    Raw("[" * 90_000), Raw('{"a":' * 900 + "1" + "}" * 900), Raw(""), Raw('"'),
-)  # fmt: skip
-YAML_VALUES: tuple[Raw, ...] = tuple(
-    Raw(text)
-    for text in (
-        "0x10", "0x" + "f" * 5000, "0b11", "017", "0o17", "1:30", "1_000", ".inf", "-.INF", ".nan", "~", "yes",
-        "off", "2026-99-99", "2026-11-22", "!!str 2", "!!int '3'", "!!float 3", "!!binary aGk=", "!!set {a, b}",
-        "!!python/object/apply:os.getcwd []", "!unknown 1", "&a [*a]", "*undefined", "&x 2", "{a: [}", "[1, 2",
-        "|\n    two\n    lines", ">-\n    2", "'2'", '"\\ud800"', '"\\x1b[2J"', '"\\u0085"', "{<<: {a: 1}}",
-        "? [a]\n  : 1", "- 1", "%TAG", "@at", "`tick", "1.e3", "+1", "+.5", "6.", "1e5", "1E+2", "\t2", "2 # two",
-        "[&a [x, x], &b [*a, *a, *a, *a, *a, *a, *a, *a]" + "".join(
-            f", &{y} [{', '.join([f'*{x}'] * 8)}]" for x, y in zip("bcdefghijk", "cdefghijkl", strict=True)
-        ) + "]",
-    )
-)  # fmt: skip
-ODD_BYTES = (
-    b"\x00", b"\xff\xfe", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\xe2\x80\xa8", b"\x1b]0;x\x07", b"9" * 400, b"1e999",
-    b"[" * 900, b"{", b"}", b'"', b"\\", b",", b"\r\n", b"\n", b"\t", b"-", b".", b" ", b"#", b"&a ", b"*a", b"! ",
-)  # fmt: skip
 
 
 def flip(data: bytes, rng: random.Random) -> bytes:
@@ -203,15 +161,17 @@ def _like(value: Any, rng: random.Random, values: tuple[Any, ...]) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
-        return rng.choice((value + 1, value - 1, -value, value * 2, value // 2, float(value), str(value), value * 10**30))
+        return rng.choice(
+            (value + 1, value - 1, -value, value * 2, value // 2, float(value), str(value), value * 10**30)
+        )
     if isinstance(value, float):
         return rng.choice((value * 2, -value, value + 1, round(value), str(value), value / 3))
     if isinstance(value, str) and value:
         at = rng.randrange(len(value))
         odd = rng.choice(("\x00", "\x1b", "\u202e", "\ud800", " ", "é", "x", "_", "\n", "\x85"))
         return rng.choice(
-            (value[:at] + value[at + 1 :], value[:at] + odd + value[at:], value.upper(), value.swapcase(), value * 2,
-             value[:at], f" {value} ", value * 40)
+            (value[:at] + value[at + 1 :], value[:at] + odd + value[at:], value.upper(), value.swapcase(),
+             value * 2, value[:at], f" {value} ", value * 40)
         )  # fmt: skip
     if isinstance(value, list) and value:
         return rng.choice((value[:-1], value + value[-1:], value[::-1], value * 20))
@@ -266,10 +226,31 @@ def _change_message(data: bytes, rng: random.Random, depth: int) -> bytes:
 def _other_field(value: int | bytes, wire: int, rng: random.Random) -> int | bytes:
     if wire == 2:
         assert isinstance(value, bytes)
-        some = (b"", b"a", b"\x00", b"a" * 7000, b"x" * 300_000, "▁".encode() * 300, b"\xff", b"\x1b[2J", "\u202e".encode())
+        some = (
+            b"",
+            b"a",
+            b"\x00",
+            b"a" * 7000,
+            b"x" * 300_000,
+            "▁".encode() * 300,
+            b"\xff",
+            b"\x1b[2J",
+            "\u202e".encode(),
+        )
         return rng.choice((rng.choice(some), rng.choice(BYTES)(value, rng)))
     if wire == 5:
-        odd = (0.0, -0.0, 1.0, float("nan"), float("inf"), -float("inf"), 3e38, -3e38, 1e-45, rng.uniform(-20, 0))
+        odd = (
+            0.0,
+            -0.0,
+            1.0,
+            float("nan"),
+            float("inf"),
+            -float("inf"),
+            3e38,
+            -3e38,
+            1e-45,
+            rng.uniform(-20, 0),
+        )
         return int.from_bytes(struct.pack("<f", rng.choice(odd)), "little")
     return rng.choice((0, 1, 2, 3, 4, 5, 6, 7, 255, 2**31, 2**32 - 1, 2**63, 2**64 - 1))
 

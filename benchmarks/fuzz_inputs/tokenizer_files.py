@@ -6,6 +6,7 @@ import json
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,25 @@ from benchmarks.fuzz_inputs.harness import Kind, Sample
 from benchmarks.fuzz_inputs.mutate import of_json, of_lines, of_message
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, build_tokenizer
 
-WORDS = "the quick brown fox jumps over the lazy dog while naïve Zoë counts 12345 stars and 私は猫です".split()
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "the",
+    "lazy",
+    "dog",
+    "while",
+    "naïve",
+    "Zoë",
+    "counts",
+    "12345",
+    "stars",
+    "and",
+    "私は猫です",
+]
 LINES = tuple(" ".join(WORDS[i % 17 :] + WORDS[: i % 17]) + f" line {i}." for i in range(100))
 Encode = Callable[[str], Sequence[int]]
 TEXTS = (
@@ -78,7 +97,8 @@ def _samples(folder: Path) -> list[Sample]:
         "unigram": _trained(models.Unigram(), unigram),
         "wordpiece": _trained(models.WordPiece(unk_token="[UNK]"), pieces),
         "words": _trained(
-            models.WordLevel(unk_token="<unk>"), trainers.WordLevelTrainer(special_tokens=["<unk>", "</s>"], **quiet)
+            models.WordLevel(unk_token="<unk>"),
+            trainers.WordLevelTrainer(special_tokens=["<unk>", "</s>"], **quiet),
         ),
     }
     bert = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz0123456789!,'猫私は"]
@@ -86,10 +106,12 @@ def _samples(folder: Path) -> list[Sample]:
     bert += ["the", "qu", "##ick", "brown", "fox", "##oe", "naive", "12", "##34"]
     return [
         Sample(
-            "vocab.json", {"vocab.json": vocab, "merges.txt": merges}, {"vocab.json": (of_json,), "merges.txt": (of_lines,)}
+            "vocab.json",
+            {"vocab.json": vocab, "merges.txt": merges},
+            {"vocab.json": (of_json,), "merges.txt": (of_lines,)},
         ),
-        Sample("tokenizer.json", both, {name: (of_json,) for name in both}),
-        Sample("settings", both, {name: (of_json,) for name in list(both)[1:]}),
+        Sample("tokenizer.json", both, dict.fromkeys(both, (of_json,))),
+        Sample("settings", both, dict.fromkeys(list(both)[1:], (of_json,))),
         Sample("vocab.txt", {"vocab.txt": "\n".join([*bert, ""]).encode()}, {"vocab.txt": (of_lines,)}),
         *(
             Sample(name, {"tokenizer.json": content}, {"tokenizer.json": (of_json, of_json, of_lines)})
@@ -132,7 +154,9 @@ def _read(folder: Path, sample: Sample) -> Observed:
         "vocab.json": TokenizerSpec("GPT2BPETokenizer", named, str(folder / "merges.txt")),
         "vocab.txt": TokenizerSpec("BertWordPieceLowerCase", named),
     }
-    return Observed.of(build_tokenizer(specs.get(sample.name, TokenizerSpec("HFTokenizer", model=str(folder)))))
+    return Observed.of(
+        build_tokenizer(specs.get(sample.name, TokenizerSpec("HFTokenizer", model=str(folder))))
+    )
 
 
 def _compare(folder: Path, sample: Sample, found: Observed) -> str | None:
@@ -144,7 +168,7 @@ _SPLIT = regex.compile(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}
 
 
 def _plain_bpe(folder: Path) -> tuple[Encode, int, int]:
-    """Byte-level BPE as Radford et al. (2019) describe it, written out; its size, and the id of the end."""
+    """Byte-level BPE as Radford et al. (2019) describe it; its size, and the id of the end."""
     table = json.loads((folder / "vocab.json").read_bytes())
     lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
     pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
@@ -158,7 +182,7 @@ def _plain_bpe(folder: Path) -> tuple[Encode, int, int]:
         for word in _SPLIT.findall(text):
             parts = [letters[byte] for byte in word.encode()]
             while len(parts) > 1:
-                best = min(zip(parts, parts[1:], strict=False), key=lambda pair: ranks.get(pair, len(ranks)))
+                best = min(pairwise(parts), key=lambda pair: ranks.get(pair, len(ranks)))
                 if best not in ranks:
                     break
                 merged, at = [], 0
@@ -174,20 +198,26 @@ def _plain_bpe(folder: Path) -> tuple[Encode, int, int]:
 
 
 def _plain_wordpiece(folder: Path) -> tuple[Encode, int, None]:
-    """WordPiece as Devlin et al. (2018) describe it, written out; its size with [EOS] and [BOS], and no end."""
+    """WordPiece as Devlin et al. (2018) describe it; its size with [EOS] and [BOS], and no end."""
     lines = (folder / "vocab.txt").read_text(encoding="utf-8").split("\n")
     table = {line.strip(): i for i, line in enumerate(lines[:-1] if lines[-1] == "" else lines)}
 
     def encode(text: str) -> list[int]:
-        plain = "".join(c for c in unicodedata.normalize("NFD", text) if unicodedata.category(c) != "Mn").lower()
+        plain = "".join(
+            c for c in unicodedata.normalize("NFD", text) if unicodedata.category(c) != "Mn"
+        ).lower()
         spaced = "".join(f" {c} " if _stands_alone(c) else " " if c.isspace() else c for c in plain)
-        kept = "".join(c for c in spaced if c not in "\x00\ufffd" and not unicodedata.category(c).startswith("C"))
+        kept = "".join(
+            c for c in spaced if c not in "\x00\ufffd" and not unicodedata.category(c).startswith("C")
+        )
         return [i for word in kept.split() for i in pieces(word)]
 
     def pieces(word: str) -> list[int]:
         ids, start = [], 0
         while start < len(word):
-            ends = (end for end in range(len(word), start, -1) if ("##" * (start > 0) + word[start:end]) in table)
+            ends = (
+                end for end in range(len(word), start, -1) if ("##" * (start > 0) + word[start:end]) in table
+            )
             end = next(ends, None)
             if end is None:
                 return [table["[UNK]"]]
@@ -223,6 +253,14 @@ def _library(folder: Path) -> tuple[Encode, int, int | None]:
     return lambda text: backend.encode(text, add_special_tokens=False).ids, max(found.values()) + 1, end
 
 
+SENTENCE_PIECE_KINDS: Mapping[str, str] = {
+    "bpe": "GPTSentencePieceTokenizer",
+    "unigram": "SentencePieceTokenizer",
+    "symbols": "SentencePieceTokenizer",
+    "normalizing": "GPTSentencePieceTokenizer",
+}
+
+
 def _sentence_piece_samples(folder: Path) -> list[Sample]:
     text = folder / "text.txt"
     text.write_text("\n".join(LINES), encoding="utf-8")
@@ -236,7 +274,12 @@ def _sentence_piece_samples(folder: Path) -> list[Sample]:
     out = []
     for name, way in ways.items():
         sentencepiece.SentencePieceTrainer.train(
-            input=str(text), model_prefix=str(folder / name), minloglevel=2, num_threads=1, hard_vocab_limit=False, **way
+            input=str(text),
+            model_prefix=str(folder / name),
+            minloglevel=2,
+            num_threads=1,
+            hard_vocab_limit=False,
+            **way,
         )
         content = (folder / f"{name}.model").read_bytes()
         out.append(Sample(name, {"m.model": content}, {"m.model": (of_message,)}))
@@ -244,15 +287,21 @@ def _sentence_piece_samples(folder: Path) -> list[Sample]:
 
 
 def _read_sentence_piece(folder: Path, sample: Sample) -> Observed:
-    path = str(folder / "m.model")
-    Observed.of(build_tokenizer(TokenizerSpec("SentencePieceTokenizer", model=path, extra_ids=3)))
-    return Observed.of(build_tokenizer(TokenizerSpec("GPTSentencePieceTokenizer", model=path)))
+    spec = TokenizerSpec(SENTENCE_PIECE_KINDS[sample.name], model=str(folder / "m.model"))
+    return Observed.of(build_tokenizer(spec))
 
 
 def _compare_sentence_piece(folder: Path, sample: Sample, found: Observed) -> str | None:
     model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "m.model"))
-    end = model.eos_id()
-    return found.difference(model.encode, model.get_piece_size(), end if end >= 0 else None)
+    pieces = [model.id_to_piece(i) for i in range(model.get_piece_size())]
+    size, end = len(pieces), model.eos_id() if model.eos_id() >= 0 else None
+    if SENTENCE_PIECE_KINDS[sample.name] == "SentencePieceTokenizer":
+        # Megatron adds those of its special tokens that the model lacks, in this order.
+        own = {"<PAD>": model.pad_id(), "<BOS>": model.bos_id(), "<EOS>": model.eos_id()}
+        names = ["<CLS>", "<SEP>", "<EOD>", "<MASK>", *(name for name, i in own.items() if i < 0)]
+        pieces += [name for name in names if name not in pieces]
+        size, end = len(pieces), pieces.index("<EOD>")
+    return found.difference(model.encode, size, end)
 
 
 TOKENIZER = Kind("tokenizer files", _samples, _read, _compare)

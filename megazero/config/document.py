@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,20 +103,15 @@ def _read_section(document: Document, loader: yaml.SafeLoader, entry: _YamlKey, 
 def _read_value(
     document: Document, loader: yaml.SafeLoader, spec: FieldSpec, node: yaml.Node, where: str
 ) -> None:
-    value: Any = getattr(node, "value", None)
     try:
         value = loader.construct_object(node, deep=True)
         document.settings.append(Setting(spec, coerce(spec, value), where))
     except ValueError as error:
         # YAML itself refuses things such as the date 2026-99-99 with a bare ValueError
         must = error if isinstance(error, Unreadable) else f"must be a valid {spec.type_name}"
-        document.problems.append(f"{where}: `{spec.path}` {must}, but is `{_shown(value)}`.")
+        shown = f"`{node.value[:80]}`" if isinstance(node, yaml.ScalarNode) else f"a {node.id}"
+        document.problems.append(f"{where}: `{spec.path}` {must}, but is {shown}.")
         document.broken.add(spec.path)
-
-
-def _shown(value: Any) -> str:
-    """The beginning of a value. Aliases make lists of lists that would take hours to write in full."""
-    return (reprlib.repr(value) if isinstance(value, list | dict | set) else str(value))[:80]
 
 
 def _unknown_key(entry: _YamlKey, name: str, section: str | None = None) -> str:

@@ -70,7 +70,7 @@ logging:
         ),
         (
             "model:\n  num_layers: yes",
-            "f.yaml:2: `model.num_layers` must be an integer, but is `True`.",
+            "f.yaml:2: `model.num_layers` must be an integer, but is `yes`.",
         ),
         (
             "model: {a: [}",
@@ -94,6 +94,16 @@ def test_problems_name_the_line(text: str, problem: str | None) -> None:
     assert len(problems) == 1
     assert problem is None or problems == [problem]
     assert problems[0].startswith("f.yaml")
+
+
+def test_a_list_of_aliases_is_not_written_out() -> None:
+    """Each line names the line before eight times: in full, the last would take hours to write."""
+    lines = [
+        "&a [x, x]",
+        *(f"&{b} [{', '.join([f'*{a}'] * 8)}]" for a, b in zip("abcdefghij", "bcdefghijk", strict=True)),
+    ]
+    problems = read_text(f"data:\n  data_path: [{', '.join(lines)}]\n", "f.yaml").problems
+    assert problems == ["f.yaml:2: `data.data_path` must be a list of texts, but is a sequence."]
 
 
 def test_every_problem_of_a_file_is_reported() -> None:
