@@ -45,6 +45,11 @@ def test_changed_files_are_refused_in_words_or_mean_the_same(kinds, count, tmp_p
         assert line["accepted, same meaning"] > count / 10, "they must leave something to compare"
 
 
+def _work() -> None:
+    while True:
+        pass
+
+
 def _reader(folder: Path, sample: Sample) -> bytes:
     content = (folder / "f").read_bytes()
     if content == b"unprintable":
@@ -55,7 +60,12 @@ def _reader(folder: Path, sample: Sample) -> bytes:
         raise DataError("x" * 3000)
     if content == b"refused":
         raise DataError("`f` must be something else.")
-    fates = {b"traceback": lambda: 1 / 0, b"hang": lambda: time.sleep(60), b"exit": lambda: sys.exit(0)}
+    fates = {
+        b"traceback": lambda: 1 / 0,
+        b"hang": _work,
+        b"wait": lambda: time.sleep(60),
+        b"exit": lambda: sys.exit(0),
+    }
     fates[b"crash"] = lambda: os.kill(os.getpid(), signal.SIGKILL)
     fates.get(content, lambda: None)()
     return content
@@ -80,7 +90,7 @@ def _findings(folder: Path, contents: Mapping[str, bytes]) -> dict[str, Finding]
         for seed in range(10**6)
         if all(make_case(samples, seed, count + i).files["f"] == c for i, c in enumerate(contents.values()))
     )
-    found = list(run(kind, range(2 * count), seed, folder, limit=0.5))
+    found = list(run(kind, range(2 * count), seed, folder, limit=0.1))
     assert [each.outcome for each in found[:count]] == ["accepted, same meaning"] * count
     return {each.sample: each for each in found[count:]}
 
@@ -94,7 +104,8 @@ def _findings(folder: Path, contents: Mapping[str, bytes]) -> dict[str, Finding]
         (b"unreadable", "accepted, changed meaning", "the other reader refuses"),
         (b"traceback", "traceback", "ZeroDivisionError"),
         (b"exit", "traceback", "SystemExit"),
-        (b"hang", "hang", "no answer after 0.5 s"),
+        (b"hang", "hang", "no answer after 0.1 s"),
+        (b"wait", "hang", "no answer after 0.1 s"),
         (b"crash", "crash", "status -9"),
         (b"unprintable", "unfit message", "it is not printable"),
         (b"long", "unfit message", "a line of 3000 characters"),

@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=2000, help="cases of each kind")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--limit", type=float, default=5.0, help="seconds after which a case hangs")
+    parser.add_argument("--limit", type=float, default=5.0, help="seconds of the processor, at most")
     parser.add_argument("--only", type=int, help="the number of the one case to run")
     parser.add_argument("--keep", type=Path, help="folder for the files of the case that `--only` names")
     parser.add_argument("--jsonl", type=Path, help="file that gets the results as JSON lines")

@@ -193,7 +193,8 @@ def _read_deepspeed(folder: Path, sample: Sample) -> Config:
 
 def _compare_deepspeed(folder: Path, sample: Sample, config: Config) -> str | None:
     flags = [*FLAGS, *_OWN_FLAGS[sample.name]]
-    stated = _stated(json.loads((folder / "ds.json").read_bytes()))
+    micro = 4 if "--micro-batch-size" in flags else None
+    stated = _stated(json.loads((folder / "ds.json").read_bytes()), micro)
     # What the file leaves open is as flags give it; those that a run needs may be anything here.
     needed = [] if "--micro-batch-size" in flags else ["--micro-batch-size", "1", "--lr", "1.0"]
     plain = parse_config([*flags, *needed], world_size=1).config
@@ -227,7 +228,7 @@ _PLAIN: Mapping[str, str] = {
 """Keys of the samples whose value is the value of a field."""
 
 
-def _stated(content: Mapping[str, Any]) -> dict[str, Any]:
+def _stated(content: Mapping[str, Any], micro_of_flags: int | None) -> dict[str, Any]:
     """Path -> value of the fields that a DeepSpeed JSON determines, by DeepSpeed's documentation."""
     leaves = {path: value for path, value in _leaves(content) if value not in (None, "auto")}
     optimizer = leaves.get("optimizer.type")
@@ -270,7 +271,9 @@ def _stated(content: Mapping[str, Any]) -> dict[str, Any]:
         out["batch.micro_batch_size"] = micro
         out["batch.global_batch_size"] = train if train is not None else micro * (steps or 1)
     elif train is not None:
+        # Without a micro-batch size from anywhere, one rank takes all of an accumulation's samples.
         out["batch.global_batch_size"] = train
+        out["batch.micro_batch_size"] = micro_of_flags or train // (steps or 1)
     return out
 
 

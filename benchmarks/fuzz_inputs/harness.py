@@ -30,6 +30,7 @@ CRASH, UNFIT = "crash", "unfit message"
 OUTCOMES = (REFUSED, SAME, CHANGED, TRACEBACK, HANG, CRASH, UNFIT)
 WRONG = OUTCOMES[2:]
 LONGEST_LINE = 2000  # characters
+PATIENCE = 12  # a case that waits instead of working hangs after this many limits
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,12 @@ def _serve(pipe: Connection, kind: Kind, samples: Sequence[Sample], seed: int, f
         pipe.send(Finding(kind.name, number, case.sample.name, outcome, detail, time.perf_counter() - begin))
 
 
+def _processor_seconds(pid: int) -> float:
+    """What a process and its ended children have used, as Linux tells."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
 class _Worker:
     """A forked process that judges one case at a time; it is replaced when it has hung or died."""
 
@@ -174,7 +181,8 @@ class _Worker:
         )
         self._kind, self._samples = kind, samples
         self.number = -1
-        self.deadline = float("inf")
+        self.deadline = self._latest = float("inf")
+        self._used = 0.0
         self._start()
 
     def _start(self) -> None:
@@ -190,8 +198,13 @@ class _Worker:
 
     def take(self, limit: float) -> Finding | None:
         """The finding, or None if there is none yet."""
-        if time.monotonic() > self.deadline:
-            return self._replaced(HANG, f"no answer after {limit} s", limit)
+        now = time.monotonic()
+        if now > self.deadline:
+            # Other programs may have had the processor.
+            left = limit - (_processor_seconds(self._process.pid) - self._used)
+            if left <= 0 or now > self._latest:
+                return self._replaced(HANG, f"no answer after {limit} s", limit)
+            self.deadline = now + left
         if not self.pipe.poll():
             return None
         try:
@@ -200,7 +213,8 @@ class _Worker:
             self._process.join()
             return self._replaced(CRASH, f"the process ended with status {self._process.exitcode}", 0.0)
         if found is None:
-            self.deadline = time.monotonic() + limit
+            self.deadline, self._latest = now + limit, now + PATIENCE * limit
+            self._used = _processor_seconds(self._process.pid)
         return found
 
     def stop(self) -> None:
@@ -227,7 +241,7 @@ def run(
         seed: of the mutations.
         folder: an empty folder to work in.
         jobs: the number of processes.
-        limit: seconds that reading a case may take.
+        limit: seconds of the processor that reading a case may take.
     """
     (folder / "samples").mkdir(parents=True)
     samples = kind.samples(folder / "samples")
