@@ -350,11 +350,14 @@ class DataConfig(Section):
     test_data_path: tuple[str, ...] = option((), "prefix or blend for testing alone")
     split: Proportions = option("969, 30, 1", "train, validation and test proportions of --data-path")
     data_cache_path: str | None = option(None, "folder for built indexes; default: beside the data")
-    train_data_exact_num_epochs: PositiveInt | None = option(
-        None, "build the training index for exactly this many epochs"
-    )
+    train_data_exact_num_epochs: PositiveInt | None = option(None, "exact number of epochs in the index")
     dataloader_type: Literal["single", "cyclic"] = option(
         "single", "single: one pass in index order; cyclic: reshuffled every epoch, without end"
+    )
+    data_sharding: bool = option(
+        False,
+        "cyclic in Megatron's order, rank by rank; a resume on other ranks repeats and leaves out samples",
+        switches={"--no-data-sharding": False},
     )
     num_workers: NonNegativeInt = option(2, "batches read ahead by a background thread; 0 reads in line")
     reset_position_ids: bool = option(False, "count positions anew after each end of document")
