@@ -35,7 +35,8 @@ YAML_VALUES: tuple[Raw, ...] = tuple(
     Raw(text)
     for text in (
         "0x10", "0x" + "f" * 5000, "0b11", "017", "0o17", "1:30", "1_000", ".inf", "-.INF", ".nan", "~",
-        "yes", "off", "2026-99-99", "2026-11-22", "!!str 2", "!!int '3'", "!!float 3", "!!int", "!!float x", "!!bool x", "!!binary aGk=",
+        "yes", "off", "2026-99-99", "2026-11-22", "!!str 2", "!!int '3'", "!!float 3", "!!int",
+        "!!float x", "!!bool x", "!!binary aGk=",
         "!!set {a, b}", "!!python/object/apply:os.getcwd []", "!unknown 1", "&a [*a]", "*undefined", "&x 2",
         "{a: [}", "[1, 2", "|\n    two\n    lines", ">-\n    2", "'2'",
         '"\\ud800"', '"\\x1b[2J"', '"\\u0085"', "{<<: {a: 1}}",
