@@ -16,6 +16,7 @@ files.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import tempfile
@@ -23,17 +24,15 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.fuzz_inputs.config_files import DEEPSPEED, YAML
 from benchmarks.fuzz_inputs.harness import OUTCOMES, WRONG, Finding, Kind, make_case, run
-from benchmarks.fuzz_inputs.hf_files import HUGGING_FACE
-from benchmarks.fuzz_inputs.tokenizer_files import SENTENCE_PIECE, TOKENIZER
 
+# Module and name; imported when it is its turn, for one of them needs torch.
 KINDS = {
-    "yaml": YAML,
-    "deepspeed": DEEPSPEED,
-    "tokenizer": TOKENIZER,
-    "hf": HUGGING_FACE,
-    "sentencepiece": SENTENCE_PIECE,
+    "yaml": ("config_files", "YAML"),
+    "deepspeed": ("config_files", "DEEPSPEED"),
+    "tokenizer": ("tokenizer_files", "TOKENIZER"),
+    "hf": ("hf_files", "HUGGING_FACE"),
+    "sentencepiece": ("tokenizer_files", "SENTENCE_PIECE"),
 }
 
 
@@ -86,8 +85,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in args.kinds:
             begin = time.perf_counter()
-            findings = sweep(KINDS[name], args, Path(folder) / name)
-            line = summary(KINDS[name], findings, args.seed)
+            module, constant = KINDS[name]
+            kind = getattr(importlib.import_module(f"benchmarks.fuzz_inputs.{module}"), constant)
+            findings = sweep(kind, args, Path(folder) / name)
+            line = summary(kind, findings, args.seed)
             lines.append({**line, "seconds": round(time.perf_counter() - begin, 1)})
             bad = [found for found in findings if found.outcome in WRONG]
             wrong += len(bad)
