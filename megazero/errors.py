@@ -7,19 +7,36 @@ message without a traceback and exit with `exit_code`.
 from __future__ import annotations
 
 
+def printable(text: str, kept: str = "\n") -> str:
+    """`text` with escapes for what a terminal would obey or hide instead of showing it, but for `kept`.
+
+    Messages quote files, which may hold anything: control sequences, marks that reverse the direction of
+    writing, halves of surrogate pairs, which no stream could encode.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
+
+
 class MegazeroError(Exception):
-    """Base of all errors that the user can fix. `exit_code` is the process status."""
+    """Base of all errors that the user can fix. `exit_code` is the process status; messages are printable."""
 
     exit_code = 1
 
+    def __init__(self, *args: object):
+        super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))
+
 
 class ConfigError(MegazeroError):
-    """The configuration is refused. `violations` lists every reason, not only the first."""
+    """The configuration is refused. `violations` lists every reason, not only the first, each in one line."""
 
     exit_code = 2
 
     def __init__(self, violations: str | list[str]):
-        self.violations = [violations] if isinstance(violations, str) else list(violations)
+        if isinstance(violations, str):
+            self.violations = [printable(violations)]
+        else:
+            self.violations = [printable(violation, kept="") for violation in violations]
         super().__init__("\n".join(self.violations))
 
 

@@ -96,6 +96,16 @@ def test_problems_name_the_line(text: str, problem: str | None) -> None:
     assert problems[0].startswith("f.yaml")
 
 
+def test_a_list_of_aliases_is_not_written_out() -> None:
+    """Each line names the line before eight times: in full, the last would take hours to write."""
+    lines = [
+        "&a [x, x]",
+        *(f"&{b} [{', '.join([f'*{a}'] * 8)}]" for a, b in zip("abcdefghij", "bcdefghijk", strict=True)),
+    ]
+    problems = read_text(f"data:\n  data_path: [{', '.join(lines)}]\n", "f.yaml").problems
+    assert problems == ["f.yaml:2: `data.data_path` must be a list of texts, but is a sequence."]
+
+
 def test_every_problem_of_a_file_is_reported() -> None:
     text = "model:\n  num_layer: 2\n  hidden_size: wide\noptimiser: {}\n"
     assert len(read_text(text).problems) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -89,9 +90,10 @@ class TensorFolder:
                 raise CheckpointError(
                     f"`{path}`: `weight_map` must name files beside it, but names {name!r:.200}"
                 )
-            if not (self.folder / name).exists():
+            # Unlike `Path.exists`, this is false for a name that no file system could have.
+            if not os.path.exists(self.folder / name):
                 raise CheckpointError(
-                    f"`{path}` must name files that are there, but {name} is missing; fetch it again"
+                    f"`{path}` must name files that are there, but {name:.200} is missing; fetch it again"
                 )
         found: dict[str, Stored] = {}
         for name in sorted(set(weight_map.values())):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+_MOST_UNUSED = 1 << 16  # ids; some vocabularies keep a few thousand for later
 _ROLES = ("bos", "eos", "pad", "cls", "sep", "mask", "unk")
 
 
@@ -23,7 +25,12 @@ class LibraryTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer` under megazero's rule that documents are plain text."""
 
     def __init__(
-        self, name: str, backend: tokenizers.Tokenizer, special_ids: Mapping[str, int], eod: int | None
+        self,
+        name: str,
+        backend: tokenizers.Tokenizer,
+        vocab_size: int,
+        special_ids: Mapping[str, int],
+        eod: int | None,
     ):
         # A tokenizer.json may carry truncation or padding; either would change documents silently.
         backend.no_truncation()
@@ -32,20 +39,23 @@ class LibraryTokenizer(Tokenizer):
         self.name = name
         self.eod = eod
         self.special_ids = dict(special_ids)
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = vocab_size
         self._backend = backend
 
     def encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+        with _refusals(f"text must have tokens in this {self.name}, but has none"):
+            return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _refusals(f"texts must have tokens in this {self.name}, but one has none"):
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return TokenBatch.of([encoding.ids for encoding in encodings])
 
     def decode(self, ids: Sequence[int]) -> str:
         ids = [int(i) for i in ids]
         check_ids(ids, self.vocab_size)
-        return self._backend.decode(ids, skip_special_tokens=False)
+        with _refusals(f"token ids must have a text in this {self.name}, but have none"):
+            return self._backend.decode(ids, skip_special_tokens=False)
 
     def fast_source(self) -> FastSource | None:
         config = json.loads(self._backend.to_str())
@@ -54,6 +64,17 @@ class LibraryTokenizer(Tokenizer):
         config["post_processor"] = None
         normalizes = config["normalizer"] is not None
         return FastSource("tokenizer.json", json.dumps(config).encode(), normalizes=normalizes)
+
+
+@contextmanager
+def _refusals(must: str) -> Iterator[None]:
+    """Turns the library's errors into DataErrors: plain Exceptions, and panics of Rust, which are none."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{must} ({str(error)[:300]}).") from error
 
 
 def check_ids(ids: Sequence[int], vocab_size: int) -> None:
@@ -84,19 +105,16 @@ def load_gpt2_bpe(vocab_file: str | None, merge_file: str | None) -> LibraryToke
             f"`--vocab-file` must contain {END_OF_TEXT}, which ends documents, but {vocab} does not; "
             "give GPT-2's vocab.json."
         )
+    size = _size_of(table, f"`--vocab-file` {vocab}")
     if len(set(table.values())) != len(table):
         raise DataError(f"`--vocab-file` must give every token its own id, but {vocab} repeats some.")
-    try:
+    with _refusals(f"`--merge-file` must hold merges of {vocab}, but {merges} does not"):
         model = models.BPE.from_file(str(vocab), str(merges))
-    except Exception as error:  # the library raises plain Exception
-        raise DataError(
-            f"`--merge-file` must hold merges of {vocab}, but {merges} does not fit ({error})."
-        ) from error
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     eod = table[END_OF_TEXT]
-    return LibraryTokenizer(kind, backend, {"bos": eod, "eos": eod}, eod)
+    return LibraryTokenizer(kind, backend, size, {"bos": eod, "eos": eod}, eod)
 
 
 def load_tokenizer_json(model: str | None, kind: str) -> LibraryTokenizer:
@@ -111,12 +129,10 @@ def load_tokenizer_json(model: str | None, kind: str) -> LibraryTokenizer:
     if model is not None and Path(model).is_dir():
         model = str(Path(model) / "tokenizer.json")
     path = require_file(model, "--tokenizer-model", kind, "a tokenizer.json or a directory holding one")
-    try:
+    with _refusals(f"`--tokenizer-model` must be a tokenizer.json, but {path} is not"):
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise DataError(
-            f"`--tokenizer-model` must be a tokenizer.json, but {path} is not ({error})."
-        ) from error
+    # Before anything else: to write a vocabulary out, the library counts up to its largest id.
+    size = _size_of(backend.get_vocab(with_added_tokens=True), f"`--tokenizer-model` {path}")
     config = json.loads(backend.to_str())
     if _drops_unknown_bytes(config):
         _require_byte_alphabet(config["model"]["vocab"], f"`--tokenizer-model` {path}")
@@ -125,7 +141,19 @@ def load_tokenizer_json(model: str | None, kind: str) -> LibraryTokenizer:
     if eod is None:
         known = (backend.token_to_id(name) for name in _END_NAMES)
         eod = next((i for i in known if i is not None), None)
-    return LibraryTokenizer(kind, backend, special_ids, eod)
+    return LibraryTokenizer(kind, backend, size, special_ids, eod)
+
+
+def _size_of(vocab: Mapping[str, int], what: str) -> int:
+    """One above the largest id; refused if there is none, or if most of the ids below it are no tokens."""
+    largest = max(vocab.values(), default=None)
+    if largest is None:
+        raise DataError(f"{what} must hold tokens, but holds none.")
+    if largest > _MOST_UNUSED + 2 * len(vocab):
+        raise DataError(
+            f"{what} must number its {len(vocab)} tokens without large gaps, but one has the id {largest}."
+        )
+    return largest + 1
 
 
 def _drops_unknown_bytes(config: dict[str, Any]) -> bool:
@@ -147,7 +175,12 @@ def _require_byte_alphabet(vocab: Mapping[str, int], what: str) -> None:
 
 
 def _roles_beside(path: Path, backend: tokenizers.Tokenizer) -> dict[str, int]:
-    roles: dict[str, int] = {}
+    """Ids of the special tokens that the files beside `path` name; the last file that names one counts.
+
+    An end of documents that is no token is refused, for another would take its place. Other tokens may be
+    missing: transformers adds them as the model needs them.
+    """
+    named: dict[str, tuple[str, Path]] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         beside = path.with_name(name)
         if not beside.is_file():
@@ -159,8 +192,25 @@ def _roles_beside(path: Path, backend: tokenizers.Tokenizer) -> dict[str, int]:
             )
         for role in _ROLES:
             token = config.get(f"{role}_token")
-            token = token.get("content") if isinstance(token, dict) else token
-            found = backend.token_to_id(token) if isinstance(token, str) else None
-            if found is not None:
-                roles[role] = found
-    return roles
+            content = token.get("content") if isinstance(token, dict) else token
+            if token is not None and not isinstance(content, str):
+                raise DataError(
+                    f"`{role}_token` must be text, an object with its `content`, or null, but {beside} has "
+                    f"{token!r:.80}."
+                )
+            if content is not None:
+                named[role] = content, beside
+    roles = {role: _id_of(backend, token) for role, (token, _) in named.items()}
+    if roles.get("eos", 0) is None:
+        token, beside = named["eos"]
+        raise DataError(
+            f"`eos_token` must be a token of {path}, but {beside} has {token!r:.80}; correct one of the two."
+        )
+    return {role: i for role, i in roles.items() if i is not None}
+
+
+def _id_of(backend: tokenizers.Tokenizer, token: str) -> int | None:
+    try:
+        return backend.token_to_id(token)
+    except UnicodeEncodeError:  # JSON can name one half of a surrogate pair, which is no text
+        return None

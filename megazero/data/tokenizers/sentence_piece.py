@@ -2,12 +2,76 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megazero.data.tokenizers.base import FastSource, TokenBatch, Tokenizer
 from megazero.data.tokenizers.files import require_file
 from megazero.data.tokenizers.library import check_ids
 from megazero.errors import DataError
+
+if TYPE_CHECKING:
+    import sentencepiece
+
+# Loads a model from standard input, with limits of seconds on the processor and bytes of memory, and uses it
+# once. Its own start is kept short: without `site`, and with the search path of the process that asks.
+_TRIAL = """
+import sys
+seconds, memory, *sys.path = sys.argv[1:]
+import resource
+resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 1))
+resource.setrlimit(resource.RLIMIT_AS, (int(memory), int(memory)))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+import sentencepiece
+model = sentencepiece.SentencePieceProcessor()
+try:
+    model.LoadFromSerializedProto(sys.stdin.buffer.read())
+    model.id_to_piece(list(range(model.get_piece_size())))
+    model.decode(model.encode("Two  words, \\u00bd na\\u00efve \\u732b\\n"))
+except (RuntimeError, ValueError) as error:
+    sys.exit(str(error))
+"""
+_TRIAL_SECONDS = 3
+_SECONDS_PER_MEGABYTE = 2  # 256,000 pieces are 4 MB, and load in half a second
+_TRIAL_MEMORY = 8 << 30
+
+
+def load_model(path: Path) -> tuple[bytes, sentencepiece.SentencePieceProcessor]:
+    """A model, and the bytes of its file.
+
+    The library trusts these files: versions of it take for ever on a damaged one, or end the process. So
+    another process loads the file first, which takes about a tenth of a second.
+
+    Raises:
+        DataError: the file is not a model, or cannot be loaded within limits.
+    """
+    import sentencepiece
+
+    content = path.read_bytes()
+    seconds = _TRIAL_SECONDS + _SECONDS_PER_MEGABYTE * len(content) // 10**6
+    trial = subprocess.run(
+        [sys.executable, "-S", "-c", _TRIAL, str(seconds), str(_TRIAL_MEMORY), *sys.path],
+        input=content,
+        capture_output=True,
+        check=False,
+    )
+    if trial.returncode == -signal.SIGXCPU:
+        raise _unsuitable(path, f"loading it takes more than {seconds} s")
+    if trial.returncode < 0:
+        raise _unsuitable(path, f"loading it ends the process with {signal.Signals(-trial.returncode).name}")
+    if trial.returncode > 0:
+        raise _unsuitable(path, trial.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300])
+    processor = sentencepiece.SentencePieceProcessor()
+    processor.LoadFromSerializedProto(content)
+    return content, processor
+
+
+def _unsuitable(path: Path, reason: str) -> DataError:
+    return DataError(f"`--tokenizer-model` must be a SentencePiece model, but {path} is not ({reason}).")
 
 
 class GPTSentencePieceTokenizer(Tokenizer):
@@ -16,19 +80,10 @@ class GPTSentencePieceTokenizer(Tokenizer):
     name = "GPTSentencePieceTokenizer"
 
     def __init__(self, model: str | None):
-        import sentencepiece
-
         path = require_file(model, "--tokenizer-model", self.name, "a SentencePiece .model file")
-        self._model_bytes = path.read_bytes()
-        processor = sentencepiece.SentencePieceProcessor()
-        try:
-            loaded = processor.LoadFromSerializedProto(self._model_bytes)
-        except RuntimeError as error:
-            raise DataError(
-                f"`--tokenizer-model` must be a SentencePiece model, but {path} is not ({error})."
-            ) from error
-        if not loaded or processor.get_piece_size() == 0:
-            raise DataError(f"`--tokenizer-model` must be a SentencePiece model, but {path} holds no pieces.")
+        self._model_bytes, processor = load_model(path)
+        if processor.get_piece_size() == 0:
+            raise _unsuitable(path, "it holds no pieces")
         self._processor = processor
         self.vocab_size = processor.get_piece_size()
         ids = {

@@ -18,10 +18,12 @@ _LONGEST_WORD = 200
 class WordPieceTokenizer(LibraryTokenizer):
     """WordPiece plus the ids Megatron appends: [BOS], [EOS] where absent, then `<extra_id_0>` ..."""
 
-    def __init__(self, name: str, backend, special_ids: dict[str, int], appended: Sequence[str]):
-        super().__init__(name, backend, special_ids, eod=None)
+    def __init__(
+        self, name: str, backend, vocab_size: int, special_ids: dict[str, int], appended: Sequence[str]
+    ):
+        super().__init__(name, backend, vocab_size, special_ids, eod=None)
         self._appended = tuple(appended)
-        self._own_size = self.vocab_size
+        self._own_size = vocab_size
         self.vocab_size += len(appended)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -71,4 +73,5 @@ def load_wordpiece(vocab_file: str | None, kind: str, extra_ids: int) -> WordPie
     appended += [f"<extra_id_{i}>" for i in range(extra_ids)]
     ids = {**vocab, **{token: len(vocab) + i for i, token in enumerate(appended)}}
     roles = {**_ROLES, "bos": "[BOS]", "eos": "[EOS]"}
-    return WordPieceTokenizer(kind, backend, {role: ids[token] for role, token in roles.items()}, appended)
+    special_ids = {role: ids[token] for role, token in roles.items()}
+    return WordPieceTokenizer(kind, backend, len(vocab), special_ids, appended)

@@ -219,6 +219,18 @@ def test_an_index_names_files_beside_it(sharded, name):
         HFReader(sharded)
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"), [("n" * 300, "n" * 200), ("\ud800", r"\\ud800"), ("a\x1b[2J", r"a\\x1b\[2J")]
+)
+def test_an_index_may_name_what_no_file_can_be_called(sharded, name, shown):
+    """A name of 300 characters ended in a traceback: the system has an error of its own for it."""
+    change_index(sharded, **{"transformer.wte.weight": name})
+    with pytest.raises(
+        CheckpointError, match=rf"index.json` must name files that are there, but {shown} is missing"
+    ):
+        HFReader(sharded)
+
+
 def test_an_index_and_its_shards_agree(sharded):
     change_index(sharded, **{"transformer.wte.weight": "a.safetensors"})
     with pytest.raises(

@@ -90,6 +90,64 @@ def test_roles_come_from_the_config_beside_tokenizer_json(folder):
     assert tokenizer.eod == vocab["the"]
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("token", [[], ["the"], 5, True, {}, {"content": ["the"]}])
+def test_a_token_of_the_wrong_shape_is_refused(folder, name, token):
+    (folder / name).write_text(json.dumps({"eos_token": token}))
+    with pytest.raises(DataError, match=rf"`eos_token` must be text, an object .* but .*{name} has "):
+        build_tokenizer(TokenizerSpec("HFTokenizer", model=str(folder)))
+
+
+@pytest.mark.parametrize("token", ["thee", "", "\ud800"])
+def test_an_end_of_documents_that_is_no_token_is_refused(folder, token):
+    """`<|endoftext|>` took its place, and documents ended with something else than the settings say."""
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    with pytest.raises(DataError, match=r"`eos_token` must be a token of .*tokenizer.json, but "):
+        build_tokenizer(TokenizerSpec("HFTokenizer", model=str(folder)))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": token}))
+    assert build_tokenizer(TokenizerSpec("HFTokenizer", model=str(folder))).special_ids == {}
+
+
+@pytest.mark.parametrize("number", [2**31, 2**32 - 1, 2**32 + 5])
+def test_ids_with_large_gaps_are_refused(folder, number):
+    """The library counts up to the largest id when it writes a vocabulary, and cuts ids to 32 bits."""
+    vocab = json.loads((folder / "vocab.json").read_text())
+    (folder / "vocab.json").write_text(json.dumps(vocab | {"zzzz": number}))
+    with pytest.raises(
+        DataError, match=f"must number its 351 tokens without large gaps, but one has the id {number}"
+    ):
+        _gpt2(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["zzzz"] = number
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(
+        DataError, match=r"must number its 351 tokens without large gaps|must be a tokenizer.json"
+    ):
+        build_tokenizer(TokenizerSpec("HFTokenizer", model=str(folder)))
+
+
+def test_a_vocabulary_without_tokens_is_refused(tmp_path):
+    import tokenizers
+
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match="must hold tokens, but holds none"):
+        build_tokenizer(TokenizerSpec("HFTokenizer", model=str(tmp_path)))
+
+
+def test_a_text_without_tokens_is_a_data_error(tmp_path):
+    """The library raises a plain Exception where a vocabulary of words has no token for unknown ones."""
+    import tokenizers
+
+    words = tokenizers.models.WordLevel({"fox": 0}, unk_token="<unk>")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = build_tokenizer(TokenizerSpec("HFTokenizer", model=str(tmp_path)))
+    assert tokenizer.encode("fox") == [0]
+    with pytest.raises(DataError, match=r"text must have tokens in this HFTokenizer, but has none \(.*UNK"):
+        tokenizer.encode("dog")
+    with pytest.raises(DataError, match=r"texts must have tokens in this HFTokenizer, but one has none"):
+        tokenizer.encode_batch(["fox", "dog"])
+
+
 def test_vocab_size_is_above_the_largest_id_when_ids_have_gaps(folder):
     content = json.loads((folder / "tokenizer.json").read_text())
     content["model"]["vocab"]["zzzz"] = 500

@@ -1,0 +1,44 @@
+"""SentencePiece models that are damaged: refused in words, whatever they do to the library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megazero.data.tokenizers import TokenizerSpec, build_tokenizer, sentence_piece
+from megazero.errors import DataError
+
+
+@pytest.mark.parametrize("kind", ["GPTSentencePieceTokenizer", "SentencePieceTokenizer"])
+def test_a_piece_that_is_no_text_is_refused(unigram_model, tmp_path, kind):
+    content = Path(unigram_model).read_bytes()
+    assert content.count("ï".encode()) > 0
+    (tmp_path / "m.model").write_bytes(content.replace("ï".encode(), b"\xc3("))
+    with pytest.raises(DataError, match=r"must be a SentencePiece model, but .*m.model is not \(.*utf-8"):
+        build_tokenizer(TokenizerSpec(kind, model=str(tmp_path / "m.model")))
+
+
+@pytest.mark.parametrize("content", [b"", b"\x0a", b"not a model", b"\x0a\x05\x0a\x03abc"])
+def test_what_is_no_model_is_refused(tmp_path, content):
+    (tmp_path / "m.model").write_bytes(content)
+    with pytest.raises(DataError, match=r"must be a SentencePiece model, but .*m.model is not \(.+\)"):
+        build_tokenizer(TokenizerSpec("GPTSentencePieceTokenizer", model=str(tmp_path / "m.model")))
+
+
+@pytest.mark.parametrize(
+    ("fate", "reason"),
+    [
+        ("while True: pass", "loading it takes more than 1 s"),
+        ("import os; os.abort()", "loading it ends the process with SIGABRT"),
+        ("x = bytearray(1 << 40)", "MemoryError"),
+    ],
+)
+def test_a_model_that_breaks_the_library_breaks_another_process(unigram_model, monkeypatch, fate, reason):
+    """A damaged model was read for ever. Which files do that depends on the version of the library."""
+    monkeypatch.setattr(sentence_piece, "_TRIAL_SECONDS", 1)
+    trial = sentence_piece._TRIAL
+    assert trial.count("import sentencepiece\n") == 1
+    monkeypatch.setattr(sentence_piece, "_TRIAL", trial.replace("import sentencepiece\n", fate + "\n"))
+    with pytest.raises(DataError, match=reason):
+        build_tokenizer(TokenizerSpec("GPTSentencePieceTokenizer", model=unigram_model))

@@ -1,0 +1,34 @@
+"""What a user reads is printable, whatever the files hold that messages quote."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from megazero.errors import CheckpointError, ConfigError, DataError, MegazeroError, printable
+
+QUOTED = "a\x1b[31mb\u202ec\x00d\ud800e\x85f\u2028g é猫👩"
+SHOWN = "a\\x1b[31mb\\u202ec\\x00d\\ud800e\\x85f\\u2028g é猫👩"
+
+
+def test_what_a_terminal_would_obey_or_hide_is_escaped():
+    assert printable(QUOTED) == SHOWN
+    assert printable("two\nlines\r") == "two\nlines\\r"
+    assert printable("two\nlines", kept="") == "two\\nlines"
+    assert printable("back\\slash 'quotes' \"too\"") == "back\\slash 'quotes' \"too\""
+
+
+@pytest.mark.parametrize("kind", [MegazeroError, DataError, CheckpointError, ConfigError])
+def test_every_error_says_so_once(kind):
+    error = kind(f"`x` must be plain, but is {QUOTED}\n  and more")
+    assert str(error) == f"`x` must be plain, but is {SHOWN}\n  and more"
+    assert str(error).encode().decode() == str(error)
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (kind, str(error))
+
+
+def test_a_violation_is_one_line_so_that_a_value_cannot_pretend_to_be_another():
+    error = ConfigError(["`a` must be x, but is y\n`b` must be z.", f"`c` is {QUOTED}."])
+    assert error.violations == ["`a` must be x, but is y\\n`b` must be z.", f"`c` is {SHOWN}."]
+    assert str(error).count("\n") == 1
