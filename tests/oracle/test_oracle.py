@@ -1,0 +1,109 @@
+"""The product trains as the oracle does: an error that all layouts share is one that law 1 cannot see."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from tests.oracle import product
+from tests.oracle.cases import (
+    FACTORS,
+    HALF_FACTORS,
+    RANKS,
+    STEPS,
+    TOGETHER,
+    all_pairs,
+    covering,
+    flags_of,
+    pairs_of,
+)
+from tests.oracle.model import initial_spread
+from tests.oracle.text import DATASETS
+from tests.oracle.trainer import train
+
+CASES = [*covering(FACTORS, least=60), *TOGETHER]
+HALF_CASES = covering(HALF_FACTORS)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """The folder of the datasets."""
+    folder = tmp_path_factory.mktemp("data")
+    product.write_datasets(folder, DATASETS)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_yardstick(monkeypatch):
+    """A tenth of a second per training, and the oracle compares no speeds."""
+    monkeypatch.setattr("megazero.train.assemble.measure_matmul_rate", lambda dtype, device: 1.0)
+
+
+def both(flags, case, data, out):
+    """The training by the product and by the oracle: (records, tensors), oracle's run, initial weights."""
+    initial = product.initial_weights(flags, data)
+    datasets = [DATASETS[name] for name in flags["data-path"] if isinstance(name, str)]
+    wanted = train(flags, datasets, initial, partial(product.kept, flags["seed"]), STEPS)
+    return product.train(flags, data, out, RANKS[case["layout"]]), wanted, initial
+
+
+def check_spread(flags, initial):
+    """The initial weights have the spread that the flags say: five standard errors."""
+    for name, weight in initial.items():
+        spread, n = initial_spread(flags, name), weight.numel()
+        if isinstance(spread, str):
+            assert torch.equal(weight, torch.full_like(weight, float(spread == "ones"))), name
+            continue
+        assert weight.std().item() == pytest.approx(spread, rel=5 / math.sqrt(2 * n)), name
+        assert abs(weight.mean().item()) < 5 * spread / math.sqrt(n), name
+
+
+EXACT = ("skipped", "loss_scale", "consumed_samples")
+
+
+def check_steps(records, steps, tolerance):
+    """Each step's metrics; those that are no measurement must be equal."""
+    assert len(records) == len(steps) == STEPS
+    for number, (found, wanted) in enumerate(zip(records, steps, strict=True)):
+        assert {k: found[k] for k in EXACT} == {k: wanted[k] for k in EXACT}, f"step {number}"
+        assert found["learning_rate"] == pytest.approx(wanted["learning_rate"], rel=1e-12), f"step {number}"
+        for name, factor in (("lm_loss", 1), ("grad_norm", 10)):
+            if math.isfinite(wanted["grad_norm"]):
+                expected = pytest.approx(wanted[name], rel=factor * tolerance)
+                assert found[name] == expected, f"{name} of step {number}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
+def test_product_trains_as_the_oracle(case, data, tmp_path):
+    flags = flags_of(FACTORS, case)
+    (records, tensors), wanted, initial = both(flags, case, data, tmp_path)
+    check_spread(flags, initial)
+    check_steps(records, wanted.steps, 1e-5)
+    assert records[0]["lm_loss"] != records[-1]["lm_loss"]
+    for name, weight in wanted.weights.items():
+        torch.testing.assert_close(tensors[name]["weight"].double(), weight, rtol=2e-4, atol=2e-6, msg=name)
+        assert tensors[name].keys() == {"weight", *wanted.state[name]}
+        for kind, moment in wanted.state[name].items():
+            torch.testing.assert_close(tensors[name][kind].double(), moment, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", HALF_CASES, ids=lambda case: "-".join(case.values()))
+def test_half_precision_scales_as_the_oracle(case, data, tmp_path):
+    flags = flags_of(HALF_FACTORS, case)
+    (records, tensors), wanted, _ = both(flags, case, data, tmp_path)
+    check_steps(records, wanted.steps, 1e-2)
+    for name, weight in wanted.weights.items():
+        moved = (weight - tensors[name]["weight"]).abs().max()
+        assert moved < 1e-2, name
+
+
+@pytest.mark.parametrize(
+    ("factors", "cases"), [(FACTORS, CASES), (HALF_FACTORS, HALF_CASES)], ids=["fp32", "half"]
+)
+def test_every_pair_of_settings_meets(factors, cases):
+    met = set().union(*map(pairs_of, cases))
+    assert met == all_pairs(factors)
+    assert factors is HALF_FACTORS or len(cases) >= 60
