@@ -8,11 +8,14 @@ from functools import partial
 import pytest
 import torch
 
+from megazero.config.fields import FIELDS
 from tests.oracle import product
 from tests.oracle.cases import (
     FACTORS,
     HALF_FACTORS,
+    NOT_STATED,
     RANKS,
+    SECTIONS,
     STEPS,
     TOGETHER,
     all_pairs,
@@ -61,6 +64,11 @@ def check_spread(flags, initial):
         assert abs(weight.mean().item()) < 5 * spread / math.sqrt(n), name
 
 
+def name_of(case):
+    """A few of its values; a failure shows all."""
+    return "-".join(case[name] for name in ("layout", "positions", "activation", "batch", "optimizer"))
+
+
 EXACT = ("skipped", "loss_scale", "consumed_samples")
 
 
@@ -76,28 +84,41 @@ def check_steps(records, steps, tolerance):
                 assert found[name] == expected, f"{name} of step {number}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_product_trains_as_the_oracle(case, data, tmp_path):
     flags = flags_of(FACTORS, case)
     (records, tensors), wanted, initial = both(flags, case, data, tmp_path)
     check_spread(flags, initial)
-    check_steps(records, wanted.steps, 1e-5)
-    assert records[0]["lm_loss"] != records[-1]["lm_loss"]
+    check_steps(records, wanted.steps, 3e-6)
+    moved = {name: (weight - initial[name]).abs().max() for name, weight in wanted.weights.items()}
+    assert max(moved.values()) > 1e-3, "a training that moves nothing shows nothing"
     for name, weight in wanted.weights.items():
-        torch.testing.assert_close(tensors[name]["weight"].double(), weight, rtol=2e-4, atol=2e-6, msg=name)
+        torch.testing.assert_close(tensors[name]["weight"].double(), weight, rtol=2e-4, atol=4e-6, msg=name)
         assert tensors[name].keys() == {"weight", *wanted.state[name]}
         for kind, moment in wanted.state[name].items():
             torch.testing.assert_close(tensors[name][kind].double(), moment, rtol=2e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", HALF_CASES, ids=lambda case: "-".join(case.values()))
+@pytest.mark.parametrize("case", HALF_CASES, ids=name_of)
 def test_half_precision_scales_as_the_oracle(case, data, tmp_path):
     flags = flags_of(HALF_FACTORS, case)
     (records, tensors), wanted, _ = both(flags, case, data, tmp_path)
     check_steps(records, wanted.steps, 1e-2)
+    if "initial-loss-scale" in flags:
+        assert {step["skipped"] for step in wanted.steps} == {False, True}
+        assert len({step["loss_scale"] for step in wanted.steps}) > 1
     for name, weight in wanted.weights.items():
         moved = (weight - tensors[name]["weight"]).abs().max()
         assert moved < 1e-2, name
+
+
+def test_every_setting_is_stated_or_has_a_reason_not_to_be():
+    cases = [flags_of(FACTORS, case) for case in CASES] + [
+        flags_of(HALF_FACTORS, case) for case in HALF_CASES
+    ]
+    stated = {f"--{name}" for flags in cases for name in flags}
+    missing = [spec.path for spec in FIELDS if spec.section in SECTIONS and spec.flag not in stated]
+    assert sorted(missing) == sorted(NOT_STATED)
 
 
 @pytest.mark.parametrize(

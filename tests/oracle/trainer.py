@@ -137,7 +137,8 @@ def update(flags: Flags, w: Tensor, grad: Tensor, state: Weights, step: int, lr:
 def train(flags: Flags, datasets: Sequence[Documents], initial: Weights, kept: Kept, steps: int) -> Training:
     """Train as the flags say on `datasets` (documents of tokens), from the `initial` weights."""
     exact = flags["params-dtype"] == "fp32"
-    master = {name: each.to(torch.float64 if exact else torch.float32) for name, each in initial.items()}
+    wide = torch.float64 if exact else torch.float32
+    master = {name: each.to(wide, copy=True) for name, each in initial.items()}
     model, scale, run = Model(flags, kept), Scale(flags), Training()
     total = 0
     for _ in range(steps):
