@@ -89,27 +89,27 @@ def test_product_trains_as_the_oracle(case, data, tmp_path):
     flags = flags_of(FACTORS, case)
     (records, tensors), wanted, initial = both(flags, case, data, tmp_path)
     check_spread(flags, initial)
-    check_steps(records, wanted.steps, 3e-6)
+    check_steps(records, wanted.steps, 1e-6)
     moved = {name: (weight - initial[name]).abs().max() for name, weight in wanted.weights.items()}
     assert max(moved.values()) > 1e-3, "a training that moves nothing shows nothing"
     for name, weight in wanted.weights.items():
-        torch.testing.assert_close(tensors[name]["weight"].double(), weight, rtol=2e-4, atol=4e-6, msg=name)
+        torch.testing.assert_close(tensors[name]["weight"].double(), weight, rtol=2e-5, atol=5e-6, msg=name)
         assert tensors[name].keys() == {"weight", *wanted.state[name]}
         for kind, moment in wanted.state[name].items():
-            torch.testing.assert_close(tensors[name][kind].double(), moment, rtol=2e-3, atol=1e-6)
+            torch.testing.assert_close(tensors[name][kind].double(), moment, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", HALF_CASES, ids=name_of)
 def test_half_precision_scales_as_the_oracle(case, data, tmp_path):
     flags = flags_of(HALF_FACTORS, case)
     (records, tensors), wanted, _ = both(flags, case, data, tmp_path)
-    check_steps(records, wanted.steps, 1e-2)
+    tolerance = {"fp16": 3e-4, "bf16": 1.5e-3}[flags["params-dtype"]]
+    check_steps(records, wanted.steps, tolerance)
     if "initial-loss-scale" in flags:
         assert {step["skipped"] for step in wanted.steps} == {False, True}
         assert len({step["loss_scale"] for step in wanted.steps}) > 1
     for name, weight in wanted.weights.items():
-        moved = (weight - tensors[name]["weight"]).abs().max()
-        assert moved < 1e-2, name
+        assert (weight - tensors[name]["weight"]).abs().max() < 4 * tolerance, name
 
 
 def test_every_setting_is_stated_or_has_a_reason_not_to_be():
