@@ -69,7 +69,9 @@ def _of_json(extras: OptimizerExtras, params: ParamGroups) -> torch.optim.Optimi
         return getattr(OptimizerExtras, name) if value is None else value  # "auto": the default
 
     if extras.type == "sgd":
-        return torch.optim.SGD(params, extras.lr, momentum=known("momentum"))
+        return torch.optim.SGD(
+            params, extras.lr, momentum=known("momentum"), weight_decay=known("weight_decay")
+        )
     return torch.optim.AdamW(
         params, extras.lr, betas=known("betas"), eps=known("eps"), weight_decay=known("weight_decay")
     )

@@ -7,8 +7,8 @@ zero), and update k uses the progress of the k - 1 updates before it. Call `Lear
 what was consumed before the step.
 
 Megatron's iteration-based training counts samples (iterations x global batch) internally; for a constant
-batch the ratios, and so the values, are the same. With a batch-size ramp, a length given in iterations is
-counted in iterations here.
+batch the ratios, and so the values, are the same (`LearningRate` names the exception). With a batch-size
+ramp, a length given in iterations is counted in iterations here.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ class Decay:
 class LearningRate:
     """A learning rate schedule; `unit` is what the lengths are counted in.
 
+    Megatron's scheduler counts an iteration as a global batch of samples. That matters for an inverse square
+    root without a warmup alone, whose rate is a function of the count itself; `samples_per_unit` is how many
+    samples a unit stands for there.
+
     Raises:
         ConfigError: the values do not make a schedule; the message gives every reason.
     """
@@ -62,6 +66,7 @@ class LearningRate:
     warmup: Warmup
     decay: Decay
     unit: Unit = "iters"
+    samples_per_unit: int = 1
 
     def __post_init__(self) -> None:
         violations = list(self._violations())
@@ -105,7 +110,8 @@ class LearningRate:
         if count > decay.length:
             return self.floor
         if decay.style == "inverse-square-root":
-            rate = self.peak * max(warmup.length, 1) ** 0.5 / (max(count, 1) ** 0.5)
+            each = self.samples_per_unit
+            rate = self.peak * max(warmup.length * each, 1) ** 0.5 / (max(count * each, 1) ** 0.5)
             return max(self.floor, rate)
         return self.floor + self._height(count) * (self.peak - self.floor)
 
@@ -186,6 +192,7 @@ def build_learning_rate(optimizer: OptimizerConfig, horizon: Horizon) -> Learnin
         warmup=Warmup(lengths.warmup, optimizer.lr_warmup_init, lengths.rise),
         decay=Decay(optimizer.lr_decay_style, lengths.decay, optimizer.lr_wsd_decay_style, lengths.wsd_decay),
         unit=lengths.unit,
+        samples_per_unit=horizon.steps.ramp.final if lengths.unit == "iters" else 1,
     )
 
 

@@ -56,10 +56,10 @@ class Adam:
 
 @dataclass(frozen=True)
 class Sgd:
-    """SGD with heavy-ball momentum: ``u = momentum u + g``, ``p = p (1 - lr wd) - lr u``.
+    """SGD with heavy-ball momentum: ``u = momentum u + g + wd p``, ``p = p - lr u``.
 
-    The weight decay is decoupled, as in Adam. torch's and Megatron's SGD add ``wd p`` to the gradient
-    instead, and momentum then carries it on; without momentum or without weight decay, all are the same.
+    As in torch's SGD, which Megatron and DeepSpeed take, weight decay is a part of the gradient, and momentum
+    carries it on.
     """
 
     needs: ClassVar[Needs] = Needs()
@@ -77,9 +77,9 @@ class Sgd:
     def step(self, params, grads, states, *, step, lr, weight_decays) -> None:
         check_pieces(self.state_names, params, grads, states, step, weight_decays)
         for param, grad, state, decay in zip(params, grads, states, weight_decays, strict=True):
-            direction = state["momentum"].mul_(self.momentum).add_(grad) if self.momentum else grad
-            if decay:
-                param.mul_(1.0 - lr * decay)
+            direction = grad.add(param, alpha=decay) if decay else grad
+            if self.momentum:
+                direction = state["momentum"].mul_(self.momentum).add_(direction)
             param.add_(direction, alpha=-lr)
 
 

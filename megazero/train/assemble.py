@@ -141,12 +141,21 @@ def pretrain(config: Config, launch: Launch | None = None, disk: Disk | None = N
     keep_freed_memory()
     joined = join(config.parallel, launch or Launch.from_environment(), config.zero.hpz_partition_size)
     with reporting(joined):
-        state = _train(config, joined, disk)
+        state = pretrain_on(config, joined, disk)
     leave(joined)
     return state
 
 
-def _train(config: Config, joined: ParallelContext, disk: Disk | None) -> TrainState:
+def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = None) -> TrainState:
+    """`pretrain` on a rank that has joined its job, such as one of a world of threads.
+
+    Args:
+        config, disk: as for `pretrain`.
+        joined: the rank's place and its groups.
+
+    Raises:
+        MegazeroError: as `pretrain`.
+    """
     traffic = TrafficLog()
     context = count_traffic(joined, traffic) if config.logging.comms_logger else joined
     vocabulary = build_vocabulary(config)

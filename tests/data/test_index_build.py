@@ -118,6 +118,12 @@ class TestPlan:
         plan = plan_samples(18, 4, 6)
         assert (plan.epochs, plan.samples, plan.samples_before_last, plan.separate_last) == (2, 8, 4, True)
 
+    @pytest.mark.parametrize(("asked", "separate"), [(17, True), (18, False), (20, False)])
+    def test_a_last_epoch_is_apart_if_less_than_four_fifths_of_it_are_asked_for(self, asked, separate):
+        """Ten samples each: 7, 8 and 10 of the second."""
+        plan = plan_samples(41, 4, asked)
+        assert (plan.epochs, plan.samples_before_last, plan.separate_last) == (2, 10, separate)
+
     def test_smallest_number_of_epochs(self):
         for tokens in range(1, 30):
             for wanted in range(1, 12):

@@ -44,6 +44,13 @@ def test_top_p_keeps_the_fewest_that_reach_the_mass(p, kept):
     assert torch.equal(left[0, kept], scores[0, kept])
 
 
+@pytest.mark.parametrize(("p", "kept"), [(0.25, 1), (0.5, 2), (0.75, 3)])
+def test_top_p_stops_where_the_mass_is_reached_exactly(p, kept):
+    """As transformers does: what is enough without a token needs no further one."""
+    left = keep_top_p(torch.zeros(1, 4), p)
+    assert left[0].isfinite().tolist() == [True] * kept + [False] * (4 - kept)
+
+
 def test_rows_are_filtered_each_by_themselves():
     left = keep_top_p(logs([0.7, 0.2, 0.1], [0.1, 0.45, 0.45]), 0.6)
     assert left.isfinite().tolist() == [[True, False, False], [False, True, True]]

@@ -10,7 +10,7 @@ from megazero.config.tree import ModelConfig
 from megazero.errors import DataError
 from megazero.layers import Placement
 from megazero.models import GPT, Batch
-from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
+from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
 from tests.zero.models import make_gpt
 
 CPU = torch.device("cpu")
@@ -85,3 +85,14 @@ def test_the_sum_is_over_what_counts():
     torch.testing.assert_close(sums, {"lm": each.t()[batch.loss_mask.bool()].sum()})
     _, whole = model.run(Batch.from_arrays(arrays(), CPU, 13))
     torch.testing.assert_close(whole, {"lm": each.sum()})
+
+
+@pytest.mark.parametrize(("wide", "expected"), [(False, torch.bfloat16), (True, torch.float32)])
+def test_the_residual_stream_is_fp32_where_asked_for(wide, expected):
+    """Whatever the layers compute in; in 20 steps of half precision, no loss would show it."""
+    config = CONFIG.model_copy(update={"fp32_residual_connection": wide})
+    model = GPT(config, (13, 16), Placement.of(solo_context(), torch.bfloat16))
+    entering = []
+    model.layers[0].register_forward_pre_hook(lambda _, given: entering.append(given[0].dtype))
+    left = model.hidden(Batch.from_arrays(arrays(), CPU, 13))
+    assert (entering, left.dtype, model.hidden_dtype) == ([expected], expected, expected)

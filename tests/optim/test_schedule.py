@@ -64,6 +64,15 @@ def test_inverse_square_root_leaves_the_warmup_continuously():
     assert rates(schedule, [4, 16, 25, 81]) == pytest.approx([1.0, 0.5, 0.4, 0.3])
 
 
+def test_inverse_square_root_without_a_warmup_counts_samples():
+    """As in Megatron, to which an iteration is a global batch of samples: 8 of them here."""
+    wanted = [1.0, 8**-0.5, 32**-0.5]
+    schedule = make(lr_decay_style="inverse-square-root")
+    assert rates(schedule, [0, 1, 4]) == pytest.approx(wanted)
+    schedule = make(lr_decay_style="inverse-square-root", training={"train_samples": 800})
+    assert rates(schedule, [0, 8, 32], "samples") == pytest.approx(wanted)
+
+
 @pytest.mark.parametrize(
     ("style", "middle"),
     [("linear", 0.5), ("cosine", 0.5), ("exponential", 2**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)],

@@ -49,6 +49,20 @@ def test_adam_equals_torch_adamw():
     torch.testing.assert_close(ours, twin.detach(), rtol=1e-6, atol=1e-7)
 
 
+def test_sgd_equals_torch_sgd():
+    generator = torch.Generator().manual_seed(4)
+    param, *grads = torch.randn(1 + STEPS, 57, generator=generator).unbind()
+    twin = torch.nn.Parameter(param.clone())
+    optimizer = torch.optim.SGD([twin], lr=LR, momentum=0.9, weight_decay=0.1)
+    rule, ours = Sgd(0.9), param.clone()
+    state = rule.init_state(ours)
+    for step, grad in enumerate(grads, start=1):
+        rule.step([ours], [grad], [state], step=step, lr=LR, weight_decays=[0.1])
+        twin.grad = grad
+        optimizer.step()
+    torch.testing.assert_close(ours, twin.detach(), rtol=1e-6, atol=1e-7)
+
+
 def test_rule_of_a_configuration():
     assert build_update_rule(OptimizerConfig(lr=1.0, adam_beta2=0.95, adam_eps=1e-6)) == Adam(0.9, 0.95, 1e-6)
     assert build_update_rule(OptimizerConfig(lr=1.0, optimizer="sgd", sgd_momentum=0.0)) == Sgd(0.0)

@@ -343,12 +343,6 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
                 yield f"`{key}` must not be given with {kind}; leave it out."
         if "total_num_steps" in _SCHEDULER_TAKES[kind] and "scheduler.params.total_num_steps" not in values:
             yield f"`scheduler.params.total_num_steps` must be given with {kind}, but is missing."
-    decay = values.get("optimizer.params.weight_decay", AUTO)
-    if str(values.get("optimizer.type")).lower() == "sgd" and decay not in (0, AUTO):
-        yield (
-            "`optimizer.params.weight_decay` must be 0 with SGD, which here decays weights apart from the "
-            f"gradient, but is {decay}; choose AdamW or leave it out."
-        )
 
 
 def _settle(result: DeepSpeedSettings) -> None:

@@ -347,10 +347,6 @@ def test_the_loss_scale_zero_is_dynamic() -> None:
             "`optimizer.clip_grad` must be set one way",
         ),
         (
-            {"optimizer.type": "SGD", "optimizer.params.weight_decay": 0.1},
-            "`optimizer.params.weight_decay` must be 0 with SGD",
-        ),
-        (
             {"scheduler.type": "WarmupCosineLR"},
             "`scheduler.params.total_num_steps` must be given with WarmupCosineLR, but is missing.",
         ),

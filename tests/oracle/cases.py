@@ -1,0 +1,280 @@
+"""The configurations that the product and the oracle both train: every pair of settings meets in one of them.
+
+A factor is one choice that a user makes; a value of it is the flags that state this choice, by a short name.
+To add a feature, add a factor or a value here, and what it means to `trainer.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from itertools import combinations
+from types import MappingProxyType
+
+from tests.oracle.text import VOCABULARY
+
+STEPS = 20
+SEQUENCE = 16
+
+Factors = Mapping[str, Mapping[str, Mapping[str, object]]]
+Case = Mapping[str, str]
+
+MODEL = {
+    "layers": {"2": {"num-layers": 2}, "1": {"num-layers": 1}},
+    "positions": {
+        "learned": {"position-embedding-type": "learned_absolute"},
+        "learned-more": {"position-embedding-type": "learned_absolute", "max-position-embeddings": 19},
+        "none": {"position-embedding-type": "none"},
+        "rope": {"position-embedding-type": "rope"},
+        "rope-half": {"position-embedding-type": "rope", "rotary-percent": 0.5},
+        "rope-base": {"position-embedding-type": "rope", "rotary-percent": 0.75, "rotary-base": 50.0},
+    },
+    "normalization": {"layer": {"normalization": "LayerNorm"}, "rms": {"normalization": "RMSNorm"}},
+    "epsilon": {"small": {"norm-epsilon": 1e-5}, "large": {"norm-epsilon": 0.05}},
+    "activation": {each: {"activation": each} for each in ("gelu", "gelu_exact", "swiglu", "squared_relu")},
+    "bias": {"bias": {}, "no-bias": {"disable-bias-linear": True}},
+    "heads": {
+        "each": {"num-attention-heads": 4, "num-query-groups": 4},
+        "grouped": {"num-attention-heads": 4, "num-query-groups": 2},
+        "one": {"num-attention-heads": 4, "num-query-groups": 1},
+        "wide": {"num-attention-heads": 2, "num-query-groups": 2, "kv-channels": 24},
+    },
+    "head": {"tied": {}, "untied": {"untie-embeddings-and-output-weights": True}},
+    "residual": {"before": {}, "after-norm": {"apply-residual-connection-post-layernorm": True}},
+    "hidden-dropout": {"0": {"hidden-dropout": 0.0}, "0.2": {"hidden-dropout": 0.2}},
+    "attention-dropout": {"0": {"attention-dropout": 0.0}, "0.15": {"attention-dropout": 0.15}},
+    "spread": {"0.1": {"init-method-std": 0.1}, "0.25": {"init-method-std": 0.25}},
+    "ffn": {"four": {"ffn-hidden-size": 128}, "odd": {"ffn-hidden-size": 20}},
+}
+
+DATA = {
+    "source": {
+        "epochs-small": {"data-path": ("small",), "split": "100,0,0"},
+        "epochs-middle": {"data-path": ("middle",), "split": "1,0,0"},
+        "split": {"data-path": ("long",), "split": "90,10,0"},
+        "blend": {"data-path": (3, "small", 7, "middle"), "split": "100,0,0"},
+        "even-blend": {"data-path": (1, "left", 1, "right"), "split": "100,0,0"},
+    },
+    "reset-positions": {"no": {}, "yes": {"reset-position-ids": True}},
+    "reset-attention": {"no": {}, "yes": {"reset-attention-mask": True}},
+    "mask-ends": {"no": {}, "yes": {"eod-mask-loss": True}},
+    "seed": {"7": {"seed": 7}, "1234": {"seed": 1234}},
+}
+
+BATCH = {
+    "batch": {
+        "whole": {"micro-batch-size": 4, "global-batch-size": 4},
+        "accumulated": {"micro-batch-size": 2, "global-batch-size": 4},
+        "ramp": {"micro-batch-size": 1, "global-batch-size": 6, "rampup-batch-size": (2, 2, 50)},
+    },
+    "length": {each: {"length": each} for each in ("iters", "samples", "tokens")},
+}
+
+OPTIMIZER = {
+    "optimizer": {
+        "adam": {"optimizer": "adam", "lr": 5e-3, "adam-beta1": 0.9, "adam-beta2": 0.999, "adam-eps": 1e-4},
+        "adam-quick": {
+            "optimizer": "adam",
+            "lr": 5e-3,
+            "adam-beta1": 0.7,
+            "adam-beta2": 0.95,
+            "adam-eps": 1e-3,
+        },
+        "sgd": {"optimizer": "sgd", "lr": 0.1, "sgd-momentum": 0.0},
+        "momentum": {"optimizer": "sgd", "lr": 0.03, "sgd-momentum": 0.9},
+    },
+    "clip": {"no": {"clip-grad": 0.0}, "always": {"clip-grad": 0.1}, "sometimes": {"clip-grad": 1.0}},
+    "decay-style": {
+        "constant": {"lr-decay-style": "constant"},
+        "linear": {"lr-decay-style": "linear"},
+        "cosine": {"lr-decay-style": "cosine"},
+        "inverse-square-root": {"lr-decay-style": "inverse-square-root"},
+        **{
+            f"wsd-{each}": {"lr-decay-style": "WSD", "lr-wsd-decay-style": each, "wsd-decay-share": 0.3}
+            for each in ("exponential", "linear", "cosine", "minus_sqrt")
+        },
+    },
+    "decay-length": {"training": {}, "shorter": {"decay-share": 0.8}},
+    "warmup": {
+        "none": {},
+        "length": {"warmup-share": 0.25},
+        "from-above-zero": {"warmup-share": 0.2, "lr-warmup-init": 1e-3},
+        "fraction": {"lr-warmup-fraction": 0.17},
+    },
+    "lr-unit": {each: {"lr-unit": each} for each in ("iters", "samples", "tokens")},
+    "floor": {"0": {"min-lr": 0.0}, "0.002": {"min-lr": 2e-3}},
+    "weight-decay": {
+        "none": {"weight-decay": 0.0},
+        "constant": {"weight-decay": 0.3},
+        "linear": {"start-weight-decay": 0.0, "end-weight-decay": 0.4, "weight-decay-incr-style": "linear"},
+        "cosine": {"start-weight-decay": 0.1, "end-weight-decay": 0.5, "weight-decay-incr-style": "cosine"},
+    },
+}
+
+# Settings of these sections that no case states, and why.
+SECTIONS = ("model", "data", "batch", "optimizer", "precision")
+NOT_STATED = MappingProxyType(
+    {
+        "model.family": "there is one",
+        "data.train_data_path": "another way to name the documents: tests/data/test_build.py",
+        "data.valid_data_path": "no training reads it",
+        "data.test_data_path": "no training reads it",
+        "data.data_cache_path": "where an index lies",
+        "data.train_data_exact_num_epochs": "the length of an index: tests/data/test_index_build.py",
+        "data.dataloader_type": "its order is a law of its own: tests/data/test_sampler.py",
+        "data.mock_data": "there is nothing to read",
+    }
+)
+
+# These must not change the numbers, so the oracle does not read them.
+LAYOUT = {
+    "layout": {
+        "alone": {},
+        "T2": {"tensor-model-parallel-size": 2},
+        "T2-SP": {"tensor-model-parallel-size": 2, "sequence-parallel": True},
+        "D2": {"zero-stage": 2},
+    },
+    "recompute": {
+        "none": {},
+        "selective": {"recompute-granularity": "selective"},
+        "full": {"recompute-granularity": "full"},
+    },
+}
+RAMP_SAMPLES = 56  # of 20 steps: 13 of 2 samples, 6 of 4, 1 of 6
+RANKS = MappingProxyType({"alone": 1, "T2": 2, "T2-SP": 2, "D2": 2})
+
+FACTORS: Factors = MappingProxyType({**MODEL, **DATA, **BATCH, **OPTIMIZER, **LAYOUT})
+
+# In half precision the comparison is looser, so pairs are covered for what half precision bears on alone.
+HALF_FACTORS: Factors = MappingProxyType(
+    {
+        "precision": {
+            "dynamic": {"params-dtype": "fp16", "initial-loss-scale": 2.0**21, "hysteresis": 2},
+            "eager": {"params-dtype": "fp16", "initial-loss-scale": 2.0**18, "hysteresis": 1},
+            "floor": {"params-dtype": "fp16", "initial-loss-scale": 2.0**18, "min-loss-scale": 2.0**17},
+            "static": {"params-dtype": "fp16", "loss-scale": 1024.0},
+            "bf16": {"params-dtype": "bf16"},
+        },
+        "window": {"3": {"loss-scale-window": 3}, "5": {"loss-scale-window": 5}},
+        "residual-type": {"half": {}, "fp32": {"fp32-residual-connection": True}},
+        **{name: MODEL[name] for name in ("normalization", "bias", "head", "hidden-dropout")},
+        "positions": {name: MODEL["positions"][name] for name in ("learned", "rope-half")},
+        "activation": {name: MODEL["activation"][name] for name in ("gelu", "swiglu")},
+        "batch": BATCH["batch"],
+        "optimizer": {name: OPTIMIZER["optimizer"][name] for name in ("adam-quick", "momentum")},
+        "clip": {name: OPTIMIZER["clip"][name] for name in ("no", "sometimes")},
+        # Slices of a tensor overflow where the whole does not, or the other way round.
+        "layout": {name: LAYOUT["layout"][name] for name in ("alone", "D2")},
+    }
+)  # fmt: skip
+
+
+_NEVER = (
+    # One group of queries cannot be cut in two.
+    frozenset({("heads", "one"), ("layout", "T2")}),
+    frozenset({("heads", "one"), ("layout", "T2-SP")}),
+    # Two replicas read two micro-batches at least.
+    frozenset({("batch", "whole"), ("layout", "D2")}),
+)
+
+
+def allowed(pair: frozenset[tuple[str, str]]) -> bool:
+    """Whether two values can go together."""
+    return pair not in _NEVER
+
+
+def pairs_of(case: Case) -> set[frozenset[tuple[str, str]]]:
+    """The pairs of values that meet in a case."""
+    return {frozenset(pair) for pair in combinations(case.items(), 2)}
+
+
+def all_pairs(factors: Factors) -> set[frozenset[tuple[str, str]]]:
+    """The pairs of values of two factors that can go together."""
+    found = set()
+    for a, b in combinations(factors, 2):
+        found |= {frozenset({(a, x), (b, y)}) for x in factors[a] for y in factors[b]}
+    return {pair for pair in found if allowed(pair)}
+
+
+def covering(factors: Factors, least: int = 0, tries: int = 6) -> list[Case]:
+    """Cases in which all pairs meet, at least so many, chosen greedily (Cohen et al. 1997).
+
+    Each starts with a pair that has not met yet; the other factors, in random order, take the value with the
+    most new pairs. The best of some `tries` is kept.
+    """
+    dice, chosen, missing = random.Random(1), [], all_pairs(factors)
+    start = sorted(sorted(pair) for pair in missing)
+
+    def attempt() -> Case:
+        rest = [pair for pair in start if frozenset(pair) in missing] or start
+        case = dict(dice.choice(rest))
+        for name in dice.sample(list(factors), len(factors)):
+            if name in case:
+                continue
+            values = [
+                value
+                for value in dice.sample(list(factors[name]), len(factors[name]))
+                if all(allowed(frozenset({(name, value), other})) for other in case.items())
+            ]
+            case[name] = max(values, key=_gains(name, case, missing))
+        return {name: case[name] for name in factors}
+
+    while missing or len(chosen) < least:
+        best = max((attempt() for _ in range(tries)), key=lambda case: len(pairs_of(case) & missing))
+        chosen.append(best)
+        missing -= pairs_of(best)
+    return chosen
+
+
+def _gains(name: str, case: Case, missing: set) -> Callable[[str], tuple[int, int]]:
+    """How many new pairs a value makes; among equals, fewer ranks take less time."""
+
+    def gains(value: str) -> tuple[int, int]:
+        new = sum(frozenset({(name, value), other}) in missing for other in case.items())
+        return new, -RANKS[value] if name == "layout" else 0
+
+    return gains
+
+
+_COMMON = {
+    "num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "num-query-groups": 4,
+    "seq-length": SEQUENCE, "ffn-hidden-size": 48, "position-embedding-type": "learned_absolute",
+    "rotary-percent": 1.0, "rotary-base": 10000.0, "normalization": "LayerNorm", "norm-epsilon": 1e-5,
+    "activation": "gelu", "hidden-dropout": 0.0, "attention-dropout": 0.0, "init-method-std": 0.1,
+    "tokenizer-type": "NullTokenizer", "vocab-size": VOCABULARY, "make-vocab-size-divisible-by": 4,
+    "data-path": ("small",), "split": "100,0,0", "seed": 7, "num-workers": 0,
+    "optimizer": "adam", "lr-decay-style": "linear", "lr-warmup-init": 0.0, "min-lr": 0.0, "clip-grad": 1.0,
+    "weight-decay": 0.1, "weight-decay-incr-style": "constant", "params-dtype": "fp32", "hysteresis": 2,
+    "min-loss-scale": 1.0, "eval-iters": 0, "log-interval": 1000,
+}  # fmt: skip
+# Switches that the oracle reads: on if given.
+SWITCHES = (
+    "disable-bias-linear", "untie-embeddings-and-output-weights", "apply-residual-connection-post-layernorm",
+    "reset-position-ids", "reset-attention-mask", "eod-mask-loss", "fp32-residual-connection",
+)  # fmt: skip
+
+
+_FIRST = MappingProxyType({name: next(iter(values)) for name, values in FACTORS.items()})
+# What shows only where more than two settings meet; the other factors have their first values.
+TOGETHER: tuple[Case, ...] = tuple(
+    {**_FIRST, **case}
+    for case in (
+        {"decay-style": "inverse-square-root", "warmup": "none", "lr-unit": "iters", "length": "iters"},
+    )
+)
+
+
+def flags_of(factors: Factors, case: Case) -> dict[str, object]:
+    """The flags of a case; switches are true or false."""
+    flags = {**_COMMON, **dict.fromkeys(SWITCHES, False)}
+    for name, value in case.items():
+        flags |= factors[name][value]
+    samples = RAMP_SAMPLES if "rampup-batch-size" in flags else STEPS * flags["global-batch-size"]
+    amounts = {"iters": STEPS, "samples": samples, "tokens": samples * SEQUENCE}
+    length, unit = flags.pop("length", "iters"), flags.pop("lr-unit", "iters")
+    flags[f"train-{length}"] = amounts[length]
+    for stem in ("decay", "warmup", "wsd-decay"):
+        share = flags.pop(f"{stem}-share", None)
+        if share is not None:
+            flags[f"lr-{stem}-{unit}"] = int(share * amounts[unit])
+    return flags

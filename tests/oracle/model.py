@@ -1,0 +1,153 @@
+"""The oracle's model: GPT-2 and Llama as their formulas read, with its batches and initial weights.
+
+No code of the package: flags say what to do, weights are tensors by name, and which elements dropout keeps is
+given as data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Flags = Mapping[str, object]
+Weights = dict[str, Tensor]
+# (place in the model, numbers of the samples, share to drop, shape) -> bool: which elements are kept
+Kept = Callable[[str, Sequence[int], float, tuple[int, ...]], Tensor]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A batch: the samples' numbers, tokens and labels [b, s], what counts, and each token's position."""
+
+    samples: Sequence[int]
+    tokens: Tensor
+    labels: Tensor
+    counts: Tensor
+    positions: Tensor
+    documents: Tensor
+
+
+def text_of(flags: Flags, samples: Sequence[int], rows: np.ndarray) -> Text:
+    """rows [b, s + 1]: a document ends with its end-of-document token, which belongs to it."""
+    text = torch.from_numpy(rows)
+    tokens, labels = text[:, :-1], text[:, 1:]
+    ends = tokens == flags["vocab-size"]  # the id after the last, as of Megatron's NullTokenizer
+    counts, positions = torch.ones(tokens.shape), torch.zeros_like(tokens)
+    documents = torch.zeros_like(tokens)
+    for row in range(tokens.shape[0]):
+        for column in range(1, tokens.shape[1]):
+            new = bool(ends[row, column - 1])
+            restarts = new and flags["reset-position-ids"]
+            positions[row, column] = 0 if restarts else positions[row, column - 1] + 1
+            documents[row, column] = documents[row, column - 1] + int(new and flags["reset-attention-mask"])
+    if flags["eod-mask-loss"]:
+        counts[ends] = 0.0
+    return Text(samples, tokens, labels, counts, positions, documents)
+
+
+class Model:
+    """The forward pass: weights by name, each of its logical shape, to the losses of a batch's tokens."""
+
+    def __init__(self, flags: Flags, kept: Kept):
+        self.flags = flags
+        self.kept = kept
+
+    def losses(self, w: Weights, text: Text) -> Tensor:
+        """Cross-entropy of each position, [b, s]."""
+        flags = self.flags
+        x = F.embedding(text.tokens, w["embedding.word.weight"])
+        if flags["position-embedding-type"] == "learned_absolute":
+            x = x + F.embedding(text.positions, w["embedding.position.weight"])
+        if flags["fp32-residual-connection"]:
+            x = x.float()
+        x = self._dropped(x, "hidden-dropout", "embedding", text)
+        for i in range(flags["num-layers"]):
+            for half, work in (("input_norm", self._attention), ("mlp_norm", self._mlp)):
+                normed = self._norm(w, f"layers.{i}.{half}", x)
+                out = work(w, i, normed.to(w["head.weight"].dtype), text).to(x.dtype)
+                place = f"{'attention' if half == 'input_norm' else 'mlp'} out {i}"
+                residual = normed if flags["apply-residual-connection-post-layernorm"] else x
+                x = residual + self._dropped(out, "hidden-dropout", place, text)
+        normed = self._norm(w, "final_norm", x).to(w["head.weight"].dtype)
+        logits = F.linear(normed, w["head.weight"])
+        wide = logits.double() if logits.dtype == torch.float64 else logits.float()
+        losses = F.cross_entropy(wide.flatten(0, 1), text.labels.flatten(), reduction="none")
+        return losses.view_as(text.tokens)
+
+    def _attention(self, w: Weights, i: int, x: Tensor, text: Text) -> Tensor:
+        """A group's rows of the weight are its queries, its key and its value."""
+        heads, groups = self.flags["num-attention-heads"], self.flags["num-query-groups"]
+        name = f"layers.{i}.attention"
+        qkv = _linear(w, f"{name}.qkv", x).unflatten(-1, (groups, heads // groups + 2, -1))
+        q, k, v = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]  # [b, s, heads, d]
+        if self.flags["position-embedding-type"] == "rope":
+            q, k = self._rotated(q, text.positions), self._rotated(k, text.positions)
+        q, k, v = (each.repeat_interleave(heads // each.shape[2], 2).transpose(1, 2) for each in (q, k, v))
+        scores = (q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])).to(_wide(x))
+        seen = torch.ones(x.shape[1], x.shape[1]).tril().bool()
+        seen = seen & (text.documents[:, None, :, None] == text.documents[:, None, None, :])
+        probs = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        probs = self._dropped(probs, "attention-dropout", f"attention {i}", text).to(x.dtype)
+        return _linear(w, f"{name}.out", (probs @ v).transpose(1, 2).flatten(2))
+
+    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """The first channels of each head, in pairs (i, i + half), turned by position x base^(-i / half)."""
+        half = int(x.shape[-1] * self.flags["rotary-percent"]) // 2
+        speeds = self.flags["rotary-base"] ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = (positions[..., None] * speeds)[:, :, None]
+        sin, cos = angles.sin().to(_wide(x)), angles.cos().to(_wide(x))
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat((a * cos - b * sin, a * sin + b * cos, rest), -1).to(x.dtype)
+
+    def _mlp(self, w: Weights, i: int, x: Tensor, text: Text) -> Tensor:
+        inner = _linear(w, f"layers.{i}.mlp.up", x)
+        kind = self.flags["activation"]
+        if kind == "swiglu":
+            gate, value = inner.chunk(2, -1)
+            inner = F.silu(gate) * value
+        elif kind == "squared_relu":
+            inner = inner.relu() ** 2
+        else:
+            inner = F.gelu(inner, approximate={"gelu": "tanh", "gelu_exact": "none"}[kind])
+        return _linear(w, f"layers.{i}.mlp.down", inner)
+
+    def _norm(self, w: Weights, name: str, x: Tensor) -> Tensor:
+        wide, weight = x.to(_wide(x)), w[f"{name}.weight"].to(_wide(x))
+        epsilon = self.flags["norm-epsilon"]
+        if self.flags["normalization"] == "RMSNorm":
+            return (wide / (wide.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight).to(x.dtype)
+        centred = wide - wide.mean(-1, keepdim=True)
+        scaled = centred / (centred.square().mean(-1, keepdim=True) + epsilon).sqrt()
+        return (scaled * weight + w[f"{name}.bias"]).to(x.dtype)
+
+    def _dropped(self, x: Tensor, flag: str, place: str, text: Text) -> Tensor:
+        share = self.flags[flag]
+        if share == 0:
+            return x
+        return x * self.kept(place, text.samples, share, tuple(x.shape)) / (1 - share)
+
+
+def _linear(w: Weights, name: str, x: Tensor) -> Tensor:
+    """The product with the weight [..., in], whose leading dims are one here."""
+    bias = w.get(f"{name}.bias")
+    return F.linear(x, w[f"{name}.weight"].flatten(0, -2), None if bias is None else bias.flatten())
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def initial_spread(flags: Flags, name: str) -> float | str:
+    """The standard deviation of a weight before training, or "ones" or "zeros"."""
+    if name.endswith("bias"):
+        return "zeros"
+    if "norm" in name:
+        return "ones"
+    into_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+    return flags["init-method-std"] / (math.sqrt(2 * flags["num-layers"]) if into_residual else 1.0)

@@ -1,0 +1,189 @@
+"""The oracle: a GPT trained the plain way, in one process, with ordinary PyTorch and no code of the package.
+
+It reads the flags of a run as a dictionary (``{"num-layers": 2, ...}``) and takes three things as data: the
+documents, the initial weights, and which elements dropout keeps. All else is written out here, in `model.py`
+and in `order.py` from what the flags mean: models, schedules, decay groups, clipping and loss scales as
+Megatron has them. It computes in float64, and a global batch is one forward pass; in half precision, where a
+micro-batch is what overflows, it computes as the flags say, micro-batch by micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tests.oracle.model import Flags, Kept, Model, Text, Weights, text_of
+from tests.oracle.order import Documents, training_samples
+
+DTYPES = {"fp32": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16}
+UNITS = ("iters", "samples", "tokens")
+
+
+@dataclass
+class Training:
+    """What a training did, step by step, and what it left.
+
+    `steps` holds, for each step: loss, gradient norm, learning rate, loss scale, whether it was skipped, and
+    the samples consumed after it. `state` holds each weight's optimizer state by name, such as exp_avg.
+    """
+
+    steps: list[dict[str, float]] = field(default_factory=list)
+    weights: Weights = field(default_factory=dict)
+    state: dict[str, Weights] = field(default_factory=dict)
+
+
+def batch_size(flags: Flags, consumed: int) -> int:
+    """Samples in the step after `consumed`: equal increments, each held for an equal share of the ramp."""
+    if "rampup-batch-size" not in flags:
+        return flags["global-batch-size"]
+    start, increment, ramp = flags["rampup-batch-size"]
+    rungs = (flags["global-batch-size"] - start) // increment
+    return min(flags["global-batch-size"], start + increment * (consumed * rungs // ramp))
+
+
+def learning_rate(flags: Flags, done: tuple[int, int], total: tuple[int, int]) -> float:
+    """The rate of the step that follows the (iterations, samples) `done`, of a training of `total`."""
+    unit = length_unit(flags)
+    count, decay = (
+        {"iters": each[0], "samples": each[1], "tokens": each[1] * flags["seq-length"]}[unit]
+        for each in (done, total)
+    )
+    decay, peak, floor = flags.get(f"lr-decay-{unit}", decay), flags["lr"], flags["min-lr"]
+    warmup = flags.get(f"lr-warmup-{unit}", flags.get("lr-warmup-fraction", 0) * decay)
+    if warmup > 0 and count <= warmup:
+        return flags["lr-warmup-init"] + (peak - flags["lr-warmup-init"]) * count / warmup
+    style = flags["lr-decay-style"]
+    if style == "constant":
+        return peak
+    if count > decay:
+        return floor
+    if style == "inverse-square-root":
+        if unit == "iters":  # Megatron counts an iteration as a global batch of samples
+            count, warmup = count * flags["global-batch-size"], warmup * flags["global-batch-size"]
+        return max(floor, peak * math.sqrt(max(warmup, 1) / max(count, 1)))
+    share, last = (count - warmup) / (decay - warmup), style
+    if style == "WSD":
+        final, last = flags[f"lr-wsd-decay-{unit}"], flags["lr-wsd-decay-style"]
+        share = max(0.0, count - (decay - final)) / final
+    heights = {
+        "linear": 1 - share,
+        "cosine": (1 + math.cos(math.pi * share)) / 2,
+        "exponential": 2 * 0.5**share - 1,
+        "minus_sqrt": 1 - math.sqrt(share),
+    }
+    return floor + (peak - floor) * heights[last]
+
+
+def length_unit(flags: Flags) -> str:
+    """What the learning rate's lengths are counted in: as given, or as the training's own."""
+    for stem in ("lr-decay", "lr-wsd-decay", "lr-warmup", "train"):
+        for unit in UNITS:
+            if f"{stem}-{unit}" in flags:
+                return unit
+    raise KeyError("train-iters")
+
+
+def weight_decay(flags: Flags, share: float) -> float:
+    """The weight decay of the step that follows this share of all samples."""
+    style = flags["weight-decay-incr-style"]
+    if style == "constant":
+        return flags["weight-decay"]
+    height = share if style == "linear" else (1 - math.cos(math.pi * share)) / 2
+    return flags["start-weight-decay"] + height * (flags["end-weight-decay"] - flags["start-weight-decay"])
+
+
+class Scale:
+    """Megatron's loss scale: a window of good steps doubles it; overflows beyond the tolerance halve it."""
+
+    def __init__(self, flags: Flags):
+        self.flags = flags
+        self.dynamic = flags["params-dtype"] == "fp16" and "loss-scale" not in flags
+        self.value = flags["initial-loss-scale"] if self.dynamic else flags.get("loss-scale", 1.0)
+        self.good, self.tolerated = 0, flags["hysteresis"]
+
+    def after(self, overflow: bool) -> None:
+        """Take note of a step."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self.good, self.tolerated = 0, self.tolerated - 1
+            if self.tolerated <= 0:
+                self.value = max(self.value / 2, self.flags["min-loss-scale"])
+            return
+        self.good += 1
+        if self.good == self.flags["loss-scale-window"]:
+            self.good, self.tolerated, self.value = 0, self.flags["hysteresis"], self.value * 2
+
+
+def update(flags: Flags, w: Tensor, grad: Tensor, state: Weights, step: int, lr: float, decay: float) -> None:
+    """Adam with decoupled weight decay, or SGD as torch and Megatron have it; in place."""
+    if flags["optimizer"] == "sgd":
+        grad = grad + decay * w
+        if flags["sgd-momentum"]:
+            state["momentum"] = grad = flags["sgd-momentum"] * state.get("momentum", 0) + grad
+        w.sub_(lr * grad)
+        return
+    beta1, beta2 = flags["adam-beta1"], flags["adam-beta2"]
+    state["exp_avg"] = beta1 * state.get("exp_avg", 0) + (1 - beta1) * grad
+    state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", 0) + (1 - beta2) * grad**2
+    mean, square = state["exp_avg"] / (1 - beta1**step), state["exp_avg_sq"] / (1 - beta2**step)
+    w.mul_(1 - lr * decay).sub_(lr * mean / (square.sqrt() + flags["adam-eps"]))
+
+
+def train(flags: Flags, datasets: Sequence[Documents], initial: Weights, kept: Kept, steps: int) -> Training:
+    """Train as the flags say on `datasets` (documents of tokens), from the `initial` weights."""
+    exact = flags["params-dtype"] == "fp32"
+    wide = torch.float64 if exact else torch.float32
+    master = {name: each.to(wide, copy=True) for name, each in initial.items()}
+    model, scale, run = Model(flags, kept), Scale(flags), Training()
+    total = 0
+    for _ in range(steps):
+        total += batch_size(flags, total)
+    rows = training_samples(flags, datasets, total)
+    done, updates = 0, 0
+    for step in range(steps):
+        size = batch_size(flags, done)
+        piece = size if exact else flags["micro-batch-size"]
+        texts = [
+            text_of(flags, range(first, first + piece), rows[first : first + piece])
+            for first in range(done, done + size, piece)
+        ]
+        loss, grads = gradients(model, master, texts, scale.value)
+        norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
+        skipped = not math.isfinite(norm)
+        lr = learning_rate(flags, (step, done), (steps, total))
+        decay = weight_decay(flags, done / total)
+        done += size
+        facts = {"lm_loss": loss, "grad_norm": norm, "learning_rate": lr, "loss_scale": scale.value}
+        run.steps.append({**facts, "skipped": skipped, "consumed_samples": done})
+        scale.after(skipped)
+        if skipped:
+            continue
+        updates += 1
+        clip = min(1.0, flags["clip-grad"] / (norm + 1e-6)) if flags["clip-grad"] else 1.0
+        for name, each in master.items():
+            decays = each.dim() > 1 and not name.endswith("bias")  # as in GPT-2: neither norms nor biases
+            state = run.state.setdefault(name, {})
+            update(flags, each, grads[name] * clip, state, updates, lr, decay if decays else 0.0)
+    run.weights = master
+    return run
+
+
+def gradients(model: Model, master: Weights, texts: Sequence[Text], scale: float) -> tuple[float, Weights]:
+    """The mean loss over all tokens that count, and its gradients, by way of the scaled loss."""
+    counted = sum(float(text.counts.sum()) for text in texts)
+    grads, loss = {name: torch.zeros_like(each) for name, each in master.items()}, 0.0
+    for text in texts:
+        dtype = DTYPES[model.flags["params-dtype"]]
+        leaves = {name: each.detach().to(dtype).requires_grad_() for name, each in master.items()}
+        tied = {"head.weight": leaves["embedding.word.weight"]}
+        summed = (model.losses({**tied, **leaves}, text) * text.counts).sum()
+        (summed * (scale / counted)).backward()
+        loss += summed.item() / counted
+        for name, leaf in leaves.items():
+            grads[name] += leaf.grad.to(grads[name].dtype) / scale
+    return loss, grads
