@@ -19,6 +19,8 @@ SEQUENCE = 16
 Factors = Mapping[str, Mapping[str, Mapping[str, object]]]
 Case = Mapping[str, str]
 
+_GROUPED = {"group-query-attention": True}
+
 MODEL = {
     "layers": {"2": {"num-layers": 2}, "1": {"num-layers": 1}},
     "positions": {
@@ -34,10 +36,10 @@ MODEL = {
     "activation": {each: {"activation": each} for each in ("gelu", "gelu_exact", "swiglu", "squared_relu")},
     "bias": {"bias": {}, "no-bias": {"disable-bias-linear": True}},
     "heads": {
-        "each": {"num-attention-heads": 4, "num-query-groups": 4},
-        "grouped": {"num-attention-heads": 4, "num-query-groups": 2},
-        "one": {"num-attention-heads": 4, "num-query-groups": 1},
-        "wide": {"num-attention-heads": 2, "num-query-groups": 2, "kv-channels": 24},
+        "each": {"num-attention-heads": 4, **_GROUPED, "num-query-groups": 4},
+        "grouped": {"num-attention-heads": 4, **_GROUPED, "num-query-groups": 2},
+        "one": {"num-attention-heads": 4, **_GROUPED, "num-query-groups": 1},
+        "wide": {"num-attention-heads": 2, **_GROUPED, "num-query-groups": 2, "kv-channels": 24},
     },
     "head": {"tied": {}, "untied": {"untie-embeddings-and-output-weights": True}},
     "residual": {"before": {}, "after-norm": {"apply-residual-connection-post-layernorm": True}},
@@ -122,6 +124,7 @@ NOT_STATED = MappingProxyType(
         "data.data_cache_path": "where an index lies",
         "data.train_data_exact_num_epochs": "the length of an index: tests/data/test_index_build.py",
         "data.dataloader_type": "its order is a law of its own: tests/data/test_sampler.py",
+        "data.data_sharding": "a law of its own too: tests/data/test_sampler.py",
         "data.mock_data": "there is nothing to read",
     }
 )
