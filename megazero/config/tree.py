@@ -377,6 +377,7 @@ class TrainingConfig(Section):
         None, "save and exit after this time", unit="minutes"
     )
     skip_train: bool = option(False, "evaluate and test only")
+    deterministic_mode: bool = option(False, "use only kernels that give the same bits each time")
 
 
 class Config(Section):

@@ -24,7 +24,9 @@ class CheckpointConfig(Section):
     save_retain_interval: PositiveInt | None = option(
         None, "keep one checkpoint per this many iterations, whatever --keep-last says", unit="iterations"
     )
-    keep_last: PositiveInt | None = option(None, "keep this many of the newest checkpoints; default: all")
+    keep_last: PositiveInt | None = option(
+        None, "keep this many of the newest checkpoints; default: all", aliases=("--most-recent-k",)
+    )
     async_save: bool = option(False, "write checkpoints in the background while training goes on")
     async_save_limit: PositiveInt = option(1, "checkpoints that may be on their way to disk at a time")
     verify_checkpoint: Literal["full", "size"] = option(

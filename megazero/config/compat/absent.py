@@ -30,7 +30,9 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
         "state-space models": (
             "state-space and hybrid models are not built; leave it out, and each layer is a "
             "transformer layer",
-            "--is-hybrid-model --hybrid-layer-pattern= --hybrid-override-pattern=",
+            """
+            --is-hybrid-model --hybrid-layer-pattern= --hybrid-override-pattern=
+            --hybrid-attention-ratio= --hybrid-mlp-ratio=""",
         ),
         "heterogeneous layers": (
             "layers that differ from each other are not built; give one `--num-layers`, "
@@ -56,7 +58,8 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             --disable-bf16-reduced-precision-matmul --no-attention-softmax-in-fp32 --freeze-all-layers
             --enable-autocast --autocast-dtype= --batch-invariant-mode
             --ddp-reduce-scatter-with-fp32-accumulation
-            --ddp-param-name-patterns-for-fp32-local-accumulation=* --first-last-layers-bf16""",
+            --ddp-param-name-patterns-for-fp32-local-accumulation=* --first-last-layers-bf16
+            --enable-gpt-oss""",
         ),
         "FP8 and FP4": (
             "fp8 and fp4 are not offered; use `--bf16`",
@@ -97,7 +100,8 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             --kd --kd-beta-ce= --kd-alpha-ce=* --kd-temp=* --mos --load-teacher= --num-layers-teacher=
             --hidden-size-teacher= --num-attention-heads-teacher= --num-experts-teacher=*
             --export-kd-teacher-load=* --export-model-type=* --export-te-mcore-model=*
-            --export-force-local-attention=* --logits-save-dir= --logits-load-dir=""",
+            --export-force-local-attention=* --logits-save-dir= --logits-load-dir= --modelopt-enabled
+            --export-kd-cfg= --export-default-te-spec""",
         ),
         "BERT": (
             "BERT comes in a later version; `pretrain_gpt.py` has no such setting",
@@ -120,7 +124,7 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             --train-hard-neg=* --retro-add-retriever=* --retro-cyclic-train-iters=*
             --retro-encoder-attention-dropout=* --retro-encoder-hidden-dropout=* --retro-encoder-layers=*
             --retro-num-neighbors=* --retro-num-retrieved-chunks=* --retro-return-doc-ids=*
-            --retro-workdir=*""",
+            --retro-workdir=* --report-topk-accuracies=* --retro-project-dir=""",
         ),
         "vision": (
             "vision models are not offered; leave it out",
@@ -134,7 +138,8 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             --language-model-type=* --vision-model-type=* --use-te=*
             --allow-missing-vision-projection-checkpoint=* --pixel-shuffle=* --use-tiling=*
             --use-tile-tags=* --use-thumbnail=* --max-num-tiles=* --num-frames=* --total-seq-length=*
-            --model-provider=* --dataset-provider=* --language-model-checkpoint=*""",
+            --model-provider=* --dataset-provider=* --language-model-checkpoint=* --img-embedding-idx=
+            --valid-path=* --freeze-LM --freeze-ViT""",
         ),
         "reinforcement learning": (
             "reinforcement learning is not offered; leave it out",
@@ -167,7 +172,8 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             --input-image-path=* --gt-path=* --partition-id=* --num-partitions=*
             --inference-batch-times-seqlen-threshold= --inference-dynamic-batching --return-log-probs
             --skip-prompt-log-probs --use-legacy-static-engine --use-inference-optimized-layers
-            --flash-decode --enable-chunked-prefill --num-speculative-tokens=""",
+            --flash-decode --enable-chunked-prefill --num-speculative-tokens= --num-tokens-to-prompt=*
+            --incoming-requests-duration=""",
         ),
         "profiling": (
             "profile with a tool from outside, such as nsys or py-spy; leave it out",
@@ -216,6 +222,10 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             """
             --fim-data --phase-transition-iterations= --iterations-to-skip=*
             --decrease-batch-size-if-needed""",
+        ),
+        "elastic models": (
+            "models with choosable widths are not offered; leave it out",
+            "--flextron",
         ),
         "tests of another trainer": (
             "it belongs to the tests of another trainer; leave it out",

@@ -62,7 +62,7 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
         "training reads token ids, and text is tokenized before": """
             --tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens
             --tokenizer-sentencepiece-legacy --no-tokenizer-sentencepiece-ignore-extra-whitespaces
-            --use-gigatoken --allow-ambiguous-pad-tokens""",
+            --use-gigatoken --allow-ambiguous-pad-tokens --legacy-tokenizer""",
         "SIGTERM always saves and exits": "--exit-signal-handler --exit-signal-handler-for-training",
         "every step is checked for inf and nan": """
             --no-check-for-nan-in-loss-and-grad --no-check-for-nan-in-loss""",
@@ -75,7 +75,7 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
             --ckpt-pg-tensors-cache-path= --dist-ckpt-optim-fully-reshardable
             --dist-ckpt-save-pre-mcore-014 --distrib-optim-fully-reshardable-mem-efficient
             --no-ckpt-load-validate-sharding-integrity --no-strict-fsdp-dtensor-load
-            --ckpt-drop-redundant-extra-state --dist-ckpt-workers=""",
+            --ckpt-drop-redundant-extra-state --dist-ckpt-workers= --dist-ckpt-use-dtensor-format""",
         "how a checkpoint is written in the background changes only the speed": """
             --use-persistent-ckpt-worker --async-strategy= --async-ckpt-cpu-priority=
             --async-ckpt-io-priority= --async-ckpt-use-cpu-shm""",
@@ -168,12 +168,12 @@ CONDITIONAL: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         ),
         "--use-checkpoint-opt_param-scheduler": (
             "checkpoint.override_opt_param_scheduler=False",
-            "a run that is continued keeps its checkpoint's schedule, and is refused if the flags ask for another",
+            "a run that is continued keeps its checkpoint's schedule",
             "it contradicts `--override-opt_param-scheduler`; leave one of the two out",
         ),
         "--use-checkpoint-opt-param-scheduler": (
             "checkpoint.override_opt_param_scheduler=False",
-            "a run that is continued keeps its checkpoint's schedule, and is refused if the flags ask for another",
+            "a run that is continued keeps its checkpoint's schedule",
             "it contradicts `--override-opt_param-scheduler`; leave one of the two out",
         ),
         "--no-pipeline-parallel": (

@@ -124,7 +124,9 @@ DEPENDENT: Mapping[str, str] = MappingProxyType(
             --rl-prompts-per-eval= --rl-rollout-bank-dir= --rl-rollout-bank-max-bytes=
             --rl-sequence-packing-algo= --rl-sequence-packing-max-sequences-per-bin=
             --rl-skip-bos-token=? --rl-submission-granularity= --rl-training-cuda-graphs=?
-            --rl-use-sequence-packing=? --rl-verify-model-weights-swap --refit-method=""",
+            --rl-use-sequence-packing=? --rl-verify-model-weights-swap --refit-method=
+            --rl-sequence-packing-bin-size= --langrl-inference-server-type=
+            --langrl-inference-server-conversation-template=""",
         "it matters only where text is generated": """
             --inference-dynamic-batching-enable-prefix-caching --inference-cuda-graph-scope=
             --inference-disable-triton-nvls-kernels --inference-fuse-tp-communication
@@ -153,7 +155,9 @@ DEPENDENT: Mapping[str, str] = MappingProxyType(
             --inference-text-gen-server-logging --inference-use-synchronous-zmq-collectives
             --inference-wandb-logging --decode-only-cuda-graphs --no-offset-sampling-seed-by-dp-rank
             --use-same-sampling-seed-across-dp-ranks --use-flashinfer-fused-rope
-            --nccl-all-reduce-for-prefill""",
+            --nccl-all-reduce-for-prefill --inference-max-batch-size=
+            --inference-dynamic-batching-buffer-overflow-factor=
+            --inference-dynamic-batching-buffer-guaranteed-fraction=""",
         "it matters only with `--logits-save-dir` or `--logits-load-dir`": """
             --logits-load-decode-threads= --logits-load-ignore-errors --logits-load-kd-loss-alpha=
             --logits-load-msc-prefetch-depth= --logits-load-prefetch-factor= --logits-save-dtype=
@@ -178,6 +182,12 @@ DEPENDENT: Mapping[str, str] = MappingProxyType(
         "it matters only with `--moe-routing-trace-path`": """
             --moe-routing-trace-capture-hidden-states --moe-routing-trace-capture-logits
             --moe-routing-trace-dump-weights --moe-routing-trace-max-training-iters=""",
+        "it matters only with `--flextron`": """
+            --enable-router --binary-mask --soft-mask --hard-sample-th= --router-beta=
+            --original-model-sample-prob= --tau-init= --tau-decay= --loss-alpha= --lr-mult-router=
+            --router-gbs= --router-inter-dim= --budget-list=* --budget-probs=* --budget-type=
+            --emb-int-list=* --mlp-int-list=* --mamba-int-list=* --moe-expert-int-list=*
+            --linear-scaler-start= --linear-scaler-end= --slice --router-std=""",
         "object storage is never used": "--disable-msc",
     }
 )

@@ -85,7 +85,7 @@ def test_accepted_without_effect(argv: str) -> None:
         ("--random-ltd", "`--random-ltd` is not accepted: curriculum learning and token dropping"),
         ("--master_port 6000", "it belongs to the launcher"),
         ("--task MNLI", "fine-tuning"),
-        ("--fp8-hybrid", "fp8 is not offered"),
+        ("--fp8-hybrid", "fp8 and fp4 are not offered"),
     ],
 )
 def test_refused_with_what_to_do(argv: str, says: str) -> None:
