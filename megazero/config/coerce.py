@@ -29,10 +29,11 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     is no more than one edit for every four letters.
     """
     given = _plain(word)
-    longer = sorted((len(each), each) for each in known if len(given) > 3 and _plain(each).startswith(given))
+    words = list(known)
+    longer = sorted((len(each), each) for each in words if len(given) > 3 and _plain(each).startswith(given))
     if longer:
         return longer[0][1]
-    near = sorted((distance, each) for each in known if (distance := _edits(given, _plain(each))) is not None)
+    near = sorted((distance, each) for each in words if (distance := _edits(given, _plain(each))) is not None)
     return near[0][1] if near else None
 
 

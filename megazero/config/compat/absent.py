@@ -223,6 +223,10 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             --fim-data --phase-transition-iterations= --iterations-to-skip=*
             --decrease-batch-size-if-needed""",
         ),
+        "batch-size schedules": (
+            "the batch grows in equal steps: use `--rampup-batch-size`",
+            "--step-batch-size-schedule=",
+        ),
         "elastic models": (
             "models with choosable widths are not offered; leave it out",
             "--flextron",

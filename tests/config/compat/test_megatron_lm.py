@@ -55,7 +55,8 @@ def test_a_switch_takes_no_value(name: str) -> None:
 
 def test_what_is_absent_is_named() -> None:
     for feature, (reason, _) in ABSENT.items():
-        assert feature and reason
+        assert feature
+        assert reason
     for name, feature in ABSENT_VALUES.items():
         assert FOREIGN_FLAGS[name].feature == feature
 
