@@ -157,7 +157,7 @@ class ZeroConfig(Section):
         "what is sharded over the data-parallel ranks: 0 nothing, 1 the optimizer state, 2 also the "
         "gradients, 3 also the parameters",
         flag="--zero-stage",
-        switches={"--use-distributed-optimizer": 1},
+        switches={"--use-distributed-optimizer": 1, "--use-torch-fsdp2": 3},
     )
     bucket_size: PositiveInt = option(
         16_000_000,

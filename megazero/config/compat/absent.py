@@ -59,7 +59,7 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             --enable-autocast --autocast-dtype= --batch-invariant-mode
             --ddp-reduce-scatter-with-fp32-accumulation
             --ddp-param-name-patterns-for-fp32-local-accumulation=* --first-last-layers-bf16
-            --enable-gpt-oss""",
+            --enable-gpt-oss --engram-layer-ids=*""",
         ),
         "FP8 and FP4": (
             "fp8 and fp4 are not offered; use `--bf16`",

@@ -42,7 +42,7 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
             --no-batch-p2p-comm --no-batch-p2p-sync --microbatch-group-size-per-virtual-pipeline-stage=
             --overlap-param-gather-with-optimizer-step --high-priority-stream-groups=* --use-sharp
             --sharp-enabled-group= --use-nccl-ub --disable-symmetric-registration --symmetric-ar-type=
-            --train-sync-interval= --disable-gloo-process-groups""",
+            --train-sync-interval= --disable-gloo-process-groups --torch-fsdp2-no-reshard-after-forward""",
         "the order of ranks is fixed, tensor, data, pipeline, and does not change the numbers": """
             --use-tp-pp-dp-mapping""",
         "the loss is the mean over all tokens of the global batch that are not masked": """

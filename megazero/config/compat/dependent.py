@@ -73,14 +73,13 @@ DEPENDENT: Mapping[str, str] = MappingProxyType(
             --cpu-offloading-retain-pinned-cpu-buffers --activation-offload-fraction= --offload-modules=*
             --min-offloaded-tensor-size= --fine-grained-offloading-max-inflight-offloads=
             --delay-offload-until-cuda-graph --delta-offload-bytes-across-pp-ranks=""",
-        "it matters only with `--use-megatron-fsdp` or `--use-torch-fsdp2`": """
+        "it matters only with `--use-megatron-fsdp`": """
             --data-parallel-sharding-strategy= --outer-dp-sharding-strategy=
             --enable-full-sharding-in-hsdp --fsdp-double-buffer --fsdp-manual-registration
             --fsdp-db-use-persist-buf-on-alloc-fail --megatron-fsdp-version=
             --megatron-fsdp-enable-fine-grained-param-gather --megatron-fsdp-grad-comm-dtype=
             --megatron-fsdp-main-grads-dtype= --megatron-fsdp-main-params-dtype=
-            --megatron-fsdp-max-pool-double-buffer --suggested-communication-unit-size=
-            --torch-fsdp2-no-reshard-after-forward""",
+            --megatron-fsdp-max-pool-double-buffer --suggested-communication-unit-size=""",
         "it matters only with `--gtp-weight-remat-size`": """
             --gtp-expert-remat-nccl-ub --gtp-remat-nccl-ub
             --gtp-remat-reduce-scatter-with-fp32-accumulation""",
@@ -182,6 +181,10 @@ DEPENDENT: Mapping[str, str] = MappingProxyType(
         "it matters only with `--moe-routing-trace-path`": """
             --moe-routing-trace-capture-hidden-states --moe-routing-trace-capture-logits
             --moe-routing-trace-dump-weights --moe-routing-trace-max-training-iters=""",
+        "it matters only with `--engram-layer-ids`": """
+            --engram-target-layer-indices=* --engram-hash-table-min-sizes=* --engram-max-ngram-size=
+            --engram-embedding-dim-per-ngram= --engram-num-hash-heads-per-ngram= --engram-kernel-size=
+            --engram-table-backend= --engram-seed=""",
         "it matters only with `--flextron`": """
             --enable-router --binary-mask --soft-mask --hard-sample-th= --router-beta=
             --original-model-sample-prob= --tau-init= --tau-decay= --loss-alpha= --lr-mult-router=

@@ -23,7 +23,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "weight decay moves over the whole training; leave it out": "--wd-incr-steps=",
         "use `--finetune`, which loads weights only and starts counting anew": """
             --no-load-lr-state --reset-iteration""",
-        "use `--zero-stage 3`": "--use-torch-fsdp2 --use-megatron-fsdp",
+        "use `--zero-stage 3`": "--use-megatron-fsdp --use-custom-fsdp",
         "use `--num-virtual-stages-per-pipeline-rank`": "--virtual-pipeline-model-parallel-size=",
         "use `--pipeline-partition`: the layers of each stage, such as 5,6,6,5, or `parameters`, "
         "which weighs the embedding too": """

@@ -174,7 +174,7 @@ def _reason(problem: str) -> tuple[str, str]:
         return ("features", _JSON_SECTIONS[match[1]]) if match[1] in _JSON_SECTIONS else ("others", match[1])
     if match := re.search(r"\[rule (\w+)\]", problem):
         return ("features", _RULES[match[1]]) if match[1] in _RULES else ("others", match[1])
-    if match := re.match(r"`(--[\w-]+)` must be one of .* but is `(\S+?)`", problem):
+    if match := re.match(r"`(--[\w-]+)` must be .* but is `(\S+?)`", problem):
         feature = _CHOICES.get((match[1], match[2]))
         return ("features", feature) if feature else ("others", f"{match[1]} {match[2]}")
     if "must be set one way" in problem or re.match(rf"{JSON_NAME}: `train_batch_size` must", problem):
