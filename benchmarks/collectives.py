@@ -1,4 +1,4 @@
-"""Collectives and messages between ranks of this host: shared memory against Gloo.
+"""Collectives between ranks of this host: shared memory against Gloo.
 
     python benchmarks/collectives.py --ranks 2 --rounds 15 --mib 0.0625 1 16 64
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 TIMEOUT = timedelta(seconds=120)
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "exchange")
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 
 
 def arguments() -> argparse.Namespace:
@@ -46,17 +46,9 @@ def actions(group, elements: int, dtype) -> dict[str, Callable[[], None]]:
     """What is timed, by name, on tensors whose larger side has `elements`."""
     import torch
 
-    from megazero.mpu import Transfer
-
     whole = torch.full((elements,), 0.0, dtype=dtype)  # stays what it is, however often it is summed
     other = torch.empty_like(whole)
     part = torch.ones(elements // group.size, dtype=dtype)
-    ahead, behind = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-
-    def exchange() -> None:
-        transfers = [Transfer("send", whole, ahead), Transfer("recv", other, behind)]
-        for work in group.exchange(transfers):
-            work.wait()
 
     return {
         "all_reduce": lambda: group.all_reduce(whole).wait(),
@@ -64,7 +56,6 @@ def actions(group, elements: int, dtype) -> dict[str, Callable[[], None]]:
         "all_gather": lambda: group.all_gather(whole, part).wait(),
         "broadcast": lambda: group.broadcast(whole, 0).wait(),
         "all_to_all": lambda: group.all_to_all(other, whole).wait(),
-        "exchange": exchange,
     }
 
 

@@ -2,13 +2,18 @@
 
     python benchmarks/two_commits.py OLD_DIR NEW_DIR
     python benchmarks/two_commits.py OLD_DIR NEW_DIR --only "alone|P=2" --rounds 5
+    python benchmarks/two_commits.py OLD_DIR NEW_DIR --count
 
 Each configuration trains a small GPT for some steps in the old checkout, in the new one, in the old one, and
 so on, through `pretrain_gpt.py` and its `--metrics-jsonl`: the two need share nothing but flags. Both
 must be compiled. One JSON line per configuration: `step` and `startup` are the medians of the new checkout
-divided by those of the old one (above 1, it became slower), `step_rounds` the ratio of each round. The
-seconds of a step are those of its record; the first steps of each run do not count. Start-up lasts from
-starting the processes until the first step is on record.
+divided by those of the old one (above 1, it became slower), `step_rounds` the ratio of each round, and
+`step_fastest` that of the fastest steps, which a busy machine disturbs least. The seconds of a step are those
+of its record; the first steps of each run do not count. Start-up lasts from starting the processes until the
+first step is on record.
+
+`--count` measures what no other load can change: how many operators of torch and functions of the package
+rank 0 calls in a step, at both checkouts. They are the difference between a short run and a longer one.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +86,7 @@ def arguments() -> argparse.Namespace:
         "--threads", type=int, default=os.cpu_count(), help="threads in all, shared by the ranks"
     )
     parser.add_argument("--output", type=Path, help="append the JSON lines to this file too")
+    parser.add_argument("--count", action="store_true", help="count what a step does instead of timing it")
     args = parser.parse_args()
     for folder in (args.old, args.new):
         if not (folder / "pretrain_gpt.py").is_file():
@@ -94,8 +101,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def train(checkout: Path, ranks: int, flags: str, args: argparse.Namespace) -> Run:
+def train(checkout: Path, ranks: int, flags: str, args: argparse.Namespace, front: Sequence[str] = ()) -> Run:
     """Train in a checkout.
+
+    Args:
+        checkout: its folder.
+        ranks: number of processes.
+        flags: of the configuration.
+        args: of this script.
+        front: the script that runs the training script, and its first arguments.
 
     Raises:
         SystemExit: it failed; with what it printed.
@@ -105,7 +119,7 @@ def train(checkout: Path, ranks: int, flags: str, args: argparse.Namespace) -> R
         folder = Path(scratch)
         metrics, log = folder / "metrics.jsonl", cleanup.enter_context((folder / "log").open("w+"))
         command = [
-            *(sys.executable, str(checkout / "pretrain_gpt.py"), *MODEL.split(), *flags.split()),
+            *(sys.executable, *front, str(checkout / "pretrain_gpt.py"), *MODEL.split(), *flags.split()),
             *("--train-iters", str(WARMUP + args.steps), "--metrics-jsonl", str(metrics)),
             *("--device", args.device),
         ]
@@ -137,6 +151,28 @@ def train(checkout: Path, ranks: int, flags: str, args: argparse.Namespace) -> R
     return Run(startup, tuple(record["seconds"] for record in records[WARMUP:]), records[-1]["lm_loss"])
 
 
+def count(name: str, args: argparse.Namespace) -> dict:
+    """The JSON object of what a configuration's step does."""
+    ranks, flags = CONFIGURATIONS[name]
+    found = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for checkout in (args.old, args.new):
+            totals = []
+            for steps in (0, args.steps):
+                file = Path(scratch) / f"{len(found)}-{steps}.json"
+                front = [str(Path(__file__).with_name("counted.py")), str(file)]
+                train(checkout, ranks, flags, argparse.Namespace(**vars(args) | {"steps": steps}), front)
+                totals.append(json.loads(file.read_text()))
+            found.append([(long - short) / args.steps for short, long in zip(*totals, strict=True)])
+    (operators, functions) = zip(*found, strict=True)
+    return {
+        "benchmark": "two_commits",
+        "configuration": name,
+        "operators_per_step": operators,
+        "functions_per_step": functions,
+    }
+
+
 def compare(name: str, args: argparse.Namespace) -> dict:
     """The JSON object of a configuration."""
     ranks, flags = CONFIGURATIONS[name]
@@ -149,11 +185,13 @@ def compare(name: str, args: argparse.Namespace) -> dict:
         return statistics.median(map(value, old)), statistics.median(map(value, new))
 
     steps, startups = both(lambda run: run.step), both(lambda run: run.startup)
+    fastest = [min(second for run in runs for second in run.steps) for runs in (old, new)]
     return {
         "benchmark": "two_commits",
         "configuration": name,
         "step": round(steps[1] / steps[0], 4),
         "step_rounds": [round(b.step / a.step, 4) for a, b in zip(old, new, strict=True)],
+        "step_fastest": round(fastest[1] / fastest[0], 4),
         "startup": round(startups[1] / startups[0], 4),
         "step_seconds": [round(value, 4) for value in steps],
         "startup_seconds": [round(value, 2) for value in startups],
@@ -169,7 +207,7 @@ def main() -> int:
         print(f"error: `--only` must match a configuration, but {args.only!r} matches none", file=sys.stderr)
         return 2
     for name in chosen:
-        line = json.dumps(compare(name, args))
+        line = json.dumps((count if args.count else compare)(name, args))
         print(line, flush=True)
         if args.output:
             with args.output.open("a") as file:

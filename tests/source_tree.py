@@ -13,15 +13,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name. `lazy` imports stand in a function; `typing` ones under TYPE_CHECKING.
+    """One imported name, whether at the top, in a function or for types only.
 
-    A call of `import_module` with a literal name is a lazy import.
+    A call of `import_module` with a literal name is an import too.
     """
 
     target: str
     line: int
-    lazy: bool
-    typing: bool
 
 
 @dataclass(frozen=True)
@@ -46,23 +44,16 @@ class Source:
 
     def imports(self) -> Iterator[Import]:
         """Every import; `from a import b` counts as a.b, the caller knows whether that is a module."""
-        yield from self._imports(self.tree, lazy=False, typing=False)
-
-    def _imports(self, node: ast.AST, *, lazy: bool, typing: bool) -> Iterator[Import]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Import):
-                for name in child.names:
-                    yield Import(name.name, child.lineno, lazy, typing)
-            elif isinstance(child, ast.ImportFrom):
-                base = self._base(child)
-                for name in child.names:
-                    yield Import(f"{base}.{name.name}", child.lineno, lazy, typing)
-            else:
-                if isinstance(child, ast.Call) and (target := _called_import(child)):
-                    yield Import(target, child.lineno, True, typing)
-                inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-                checked = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-                yield from self._imports(child, lazy=lazy or inside, typing=typing or checked)
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for name in node.names:
+                    yield Import(name.name, node.lineno)
+            elif isinstance(node, ast.ImportFrom):
+                base = self._base(node)
+                for name in node.names:
+                    yield Import(f"{base}.{name.name}", node.lineno)
+            elif isinstance(node, ast.Call) and (target := _called_import(node)):
+                yield Import(target, node.lineno)
 
     def _base(self, node: ast.ImportFrom) -> str:
         if not node.level:

@@ -1,4 +1,4 @@
-// Python module megazero.mpu._native: collectives and messages between processes of one host.
+// Python module megazero.mpu._native: collectives between processes of one host.
 //
 // The bindings are thin: an address is `tensor.data_ptr()` of contiguous memory that stays valid until the call is
 // done. Communication failures raise RuntimeError. Other Python threads run while a call waits or copies.
@@ -21,19 +21,19 @@ namespace {
 
 char* memory(std::uintptr_t address) { return reinterpret_cast<char*>(address); }
 
-Sizes make_sizes(std::size_t members, std::int64_t slot, std::int64_t ring) {
-  if (members < 2 || members > kMostRanks || slot < 4096 * kMostRanks || ring < 4096 || slot % 4096 || ring % 4096) {
-    throw std::invalid_argument("a group has 2 to 64 members, slots of 256 KiB or more and rings of whole pages");
+Sizes make_sizes(std::size_t members, std::int64_t slot) {
+  if (members < 2 || members > kMostRanks || slot < 4096 * kMostRanks || slot % 4096) {
+    throw std::invalid_argument("a group has 2 to 64 members and slots of whole pages, 256 KiB or more");
   }
-  return {static_cast<int>(members), static_cast<std::size_t>(slot), static_cast<std::size_t>(ring)};
+  return {static_cast<int>(members), static_cast<std::size_t>(slot)};
 }
 
 // The object that Python holds. A call keeps the channel alive, so closing it meanwhile ends the call but does not
 // crash the process.
 class Link {
  public:
-  Link(int file, int rank, const std::vector<int>& ranks, std::int64_t slot, std::int64_t ring, double timeout)
-      : channel_(std::make_shared<Channel>(file, rank, ranks, make_sizes(ranks.size(), slot, ring), timeout)) {}
+  Link(int file, int rank, const std::vector<int>& ranks, std::int64_t slot, double timeout)
+      : channel_(std::make_shared<Channel>(file, rank, ranks, make_sizes(ranks.size(), slot), timeout)) {}
   ~Link() { close(); }
 
   void close() {
@@ -50,13 +50,6 @@ class Link {
     const std::shared_ptr<Channel> channel = open();
     py::gil_scoped_release release;
     return channel->collective(later, call);
-  }
-
-  template <typename Call>
-  auto messages(const Call& call) const {
-    const std::shared_ptr<Channel> channel = open();
-    py::gil_scoped_release release;
-    return channel->messages(call);
   }
 
   void wait(std::uint64_t ticket) const {
@@ -120,17 +113,11 @@ std::uint64_t all_to_all(const Link& link, bool later, const std::string& text, 
 PYBIND11_MODULE(_native, module) {
   module.doc() = "Communication between processes of one host through shared memory; see csrc/mpu.";
   module.attr("MOST_RANKS") = kMostRanks;
-  module.def("slots_end", [](std::size_t members, std::int64_t slot, std::int64_t ring) {
-    return slots_end(make_sizes(members, slot, ring));
-  });
-  module.def("segment_end", [](std::size_t members, std::int64_t slot, std::int64_t ring) {
-    return segment_end(make_sizes(members, slot, ring));
-  });
-  py::class_<Message, std::shared_ptr<Message>>(module, "Message")
-      .def_property_readonly("complete", [](const Message& message) { return message.complete.load(); });
+  module.def("segment_end",
+             [](std::size_t members, std::int64_t slot) { return segment_end(make_sizes(members, slot)); });
   py::class_<Link>(module, "Link")
-      .def(py::init<int, int, const std::vector<int>&, std::int64_t, std::int64_t, double>(), py::arg("file"),
-           py::arg("rank"), py::arg("ranks"), py::arg("slot"), py::arg("ring"), py::arg("timeout"))
+      .def(py::init<int, int, const std::vector<int>&, std::int64_t, double>(), py::arg("file"), py::arg("rank"),
+           py::arg("ranks"), py::arg("slot"), py::arg("timeout"))
       .def("barrier", &barrier)
       .def("all_reduce", &all_reduce)
       .def("all_gather", &all_gather)
@@ -139,16 +126,5 @@ PYBIND11_MODULE(_native, module) {
       .def("all_to_all", &all_to_all)
       .def("wait", &Link::wait)
       .def("done", &Link::done)
-      .def("send", [](const Link& link, int peer, std::int64_t tag, const std::string& text, Address data,
-                      std::int64_t bytes) {
-        return link.messages([&](Mailbox& box) { return box.send(peer, tag, text, memory(data), bytes); });
-      })
-      .def("receive", [](const Link& link, int peer, std::int64_t tag, const std::string& text, Address data,
-                         std::int64_t bytes) {
-        return link.messages([&](Mailbox& box) { return box.receive(peer, tag, text, memory(data), bytes); });
-      })
-      .def("start_messages", [](const Link& link) { link.messages([](Mailbox& box) { box.start(); }); })
-      .def("wait_message",
-           [](const Link& link, const Handle& message) { link.messages([&](Mailbox& box) { box.wait(message); }); })
       .def("close", &Link::close);
 }

@@ -1,5 +1,5 @@
-// One member's end of a group on one host: its segment, collectives and messages. A failure leaves the group unusable:
-// the other members are told, and later calls here fail with the same message.
+// One member's end of a group on one host: its segment and collectives. A failure leaves the group unusable: the other
+// members are told, and later calls here fail with the same message.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,6 @@
 
 #include "mpu/collectives.hpp"
 #include "mpu/lane.hpp"
-#include "mpu/mailbox.hpp"
 #include "mpu/segment.hpp"
 
 namespace megazero::mpu {
@@ -19,7 +18,7 @@ namespace megazero::mpu {
 class Channel {
  public:
   Channel(int file, int rank, std::vector<int> world_ranks, Sizes sizes, double timeout)
-      : segment_(file, rank, std::move(world_ranks), sizes, timeout), collectives_(segment_), mailbox_(segment_) {}
+      : segment_(file, rank, std::move(world_ranks), sizes, timeout), collectives_(segment_) {}
 
   // Runs call(collectives), or, if `later` is set, leaves it to the lane's thread and returns its ticket.
   template <typename Call>
@@ -28,11 +27,6 @@ class Channel {
     if (later) return lane_.start(job);
     lane_.run(job);
     return 0;
-  }
-
-  template <typename Call>
-  auto messages(const Call& call) {
-    return guarded([&] { return call(mailbox_); });
   }
 
   Lane& lane() { return lane_; }
@@ -57,7 +51,6 @@ class Channel {
 
   Segment segment_;
   Collectives collectives_;
-  Mailbox mailbox_;
   std::mutex mutex_;
   std::string failure_;
   Lane lane_;  // last, so that it is destroyed before what its thread works on

@@ -21,18 +21,8 @@ std::size_t whole_pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage 
 
 constexpr std::size_t kHeaderBytes = (sizeof(Header) + kPage - 1) / kPage * kPage;
 
-std::size_t pairs(const Sizes& sizes) { return static_cast<std::size_t>(sizes.members * sizes.members); }
-
-std::size_t slots_at(const Sizes& sizes) {
-  return whole_pages(sizeof(Control)) + whole_pages(pairs(sizes) * sizeof(RingHead));
-}
-
 std::size_t slot_at(const Sizes& sizes, int rank, std::uint64_t turn) {
-  return slots_at(sizes) + (2 * static_cast<std::size_t>(rank) + turn % 2) * (kHeaderBytes + sizes.slot);
-}
-
-std::size_t ring_at(const Sizes& sizes, int from, int to) {
-  return slots_end(sizes) + static_cast<std::size_t>(from * sizes.members + to) * sizes.ring;
+  return whole_pages(sizeof(Control)) + (2 * static_cast<std::size_t>(rank) + turn % 2) * (kHeaderBytes + sizes.slot);
 }
 
 std::system_error failure(const char* what) { return {errno, std::generic_category(), what}; }
@@ -48,16 +38,14 @@ struct flock lock_of(int rank) {
 
 }  // namespace
 
-std::size_t slots_end(const Sizes& sizes) { return slot_at(sizes, sizes.members, 0); }
-std::size_t segment_end(const Sizes& sizes) { return ring_at(sizes, sizes.members, 0); }
+std::size_t segment_end(const Sizes& sizes) { return slot_at(sizes, sizes.members, 0); }
 
 Segment::Segment(int file, int rank, std::vector<int> world_ranks, Sizes sizes, double timeout)
     : file_(-1),
       rank_(rank),
       world_ranks_(std::move(world_ranks)),
       sizes_(sizes),
-      timeout_(timeout),
-      reserved_(static_cast<std::size_t>(sizes.members), false) {
+      timeout_(timeout) {
   void* memory = mmap(nullptr, segment_end(sizes_), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (memory == MAP_FAILED) throw failure("mapping shared memory");
   memory_ = static_cast<char*>(memory);
@@ -84,25 +72,6 @@ char* Segment::slot(int rank, std::uint64_t turn) {
   return memory_ + slot_at(sizes_, rank, turn) + kHeaderBytes;
 }
 
-RingHead& Segment::ring(int from, int to) {
-  const auto pair = static_cast<std::size_t>(from * size() + to);
-  return *reinterpret_cast<RingHead*>(memory_ + whole_pages(sizeof(Control)) + pair * sizeof(RingHead));
-}
-
-char* Segment::ring_data(int from, int to) { return memory_ + ring_at(sizes_, from, to); }
-
-void Segment::reserve_ring(int to) {
-  if (reserved_[static_cast<std::size_t>(to)]) return;
-  const auto start = static_cast<off_t>(ring_at(sizes_, rank_, to));
-  const int error = posix_fallocate(file_, start, static_cast<off_t>(sizes_.ring));
-  if (error != 0) {
-    throw std::runtime_error("`/dev/shm` must have " + std::to_string(sizes_.ring >> 20) +
-                             " MiB free for the messages to " + name(to) + ", but does not (" + std::strerror(error) +
-                             "); enlarge it, or choose the distributed backend gloo");
-  }
-  reserved_[static_cast<std::size_t>(to)] = true;
-}
-
 std::string Segment::name(int rank) const {
   return "rank " + std::to_string(world_ranks_[static_cast<std::size_t>(rank)]);
 }
@@ -110,10 +79,7 @@ std::string Segment::name(int rank) const {
 void Segment::abandon() {
   std::int32_t nobody = 0;
   control().abandoned_by.compare_exchange_strong(nobody, rank_ + 1);
-  for (int r = 0; r < size(); ++r) {
-    wake(member(r).arrived);
-    wake(member(r).doorbell);
-  }
+  for (int r = 0; r < size(); ++r) wake(member(r).arrived);
 }
 
 // Our own process's lock never conflicts with our queries, but we know that we are here.

@@ -1,8 +1,8 @@
 // The memory that the members of one group share, a file in /dev/shm:
 //
-//   Control | heads of the rings | 2 slots per member, used in turn | a ring for each ordered pair of members
+//   Control | 2 slots per member, used in turn
 //
-// Slots carry collectives, rings carry messages. A ring takes memory only once it is used. Everything starts as zero.
+// Everything starts as zero.
 #pragma once
 
 #include <atomic>
@@ -21,8 +21,7 @@ constexpr int kMostRanks = 64;
 constexpr std::size_t kTextBytes = 192;
 
 struct Member {
-  Word arrived;   // how many rounds of collectives it has reached
-  Word doorbell;  // changes whenever one of its messages makes progress
+  Word arrived;  // how many rounds of collectives it has reached
   std::atomic<std::int32_t> process;
 };
 
@@ -38,19 +37,12 @@ struct alignas(64) Header {
   std::int64_t receives[kMostRanks];
 };
 
-struct alignas(64) RingHead {
-  alignas(64) std::atomic<std::uint64_t> written;  // bytes since the beginning
-  alignas(64) std::atomic<std::uint64_t> read;
-};
-
 struct Sizes {
   int members;
   std::size_t slot;  // bytes of data, multiples of 4096
-  std::size_t ring;
 };
 
-// Where the parts end, in bytes, in the order above.
-std::size_t slots_end(const Sizes& sizes);
+// The size of a segment, in bytes.
 std::size_t segment_end(const Sizes& sizes);
 
 // One member's mapping of a segment. While it lives, the kernel holds a lock on byte `rank` of the file for this
@@ -69,11 +61,6 @@ class Segment {
   Member& member(int rank) { return control().members[rank]; }
   Header& header(int rank, std::uint64_t turn);
   char* slot(int rank, std::uint64_t turn);
-  RingHead& ring(int from, int to);
-  char* ring_data(int from, int to);
-
-  // Allocates memory for the ring to `to`, so that writing to it cannot fail. Throws if /dev/shm is full.
-  void reserve_ring(int to);
 
   std::string name(int rank) const;  // "rank 5", by its rank in the world
   // Throws if one of the `absent()` ranks is no longer there, if some member gave up, or if `waited` exceeds the
@@ -95,7 +82,6 @@ class Segment {
   double timeout_;
   char* memory_ = nullptr;
   std::atomic<bool> closing_{false};
-  std::vector<bool> reserved_;
 };
 
 }  // namespace megazero::mpu

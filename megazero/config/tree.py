@@ -350,11 +350,14 @@ class DataConfig(Section):
     test_data_path: tuple[str, ...] = option((), "prefix or blend for testing alone")
     split: Proportions = option("969, 30, 1", "train, validation and test proportions of --data-path")
     data_cache_path: str | None = option(None, "folder for built indexes; default: beside the data")
-    train_data_exact_num_epochs: PositiveInt | None = option(
-        None, "build the training index for exactly this many epochs"
-    )
+    train_data_exact_num_epochs: PositiveInt | None = option(None, "exact number of epochs in the index")
     dataloader_type: Literal["single", "cyclic"] = option(
         "single", "single: one pass in index order; cyclic: reshuffled every epoch, without end"
+    )
+    data_sharding: bool = option(
+        False,
+        "cyclic in Megatron's order, rank by rank; a resume on other ranks repeats and leaves out samples",
+        switches={"--no-data-sharding": False},
     )
     num_workers: NonNegativeInt = option(2, "batches read ahead by a background thread; 0 reads in line")
     reset_position_ids: bool = option(False, "count positions anew after each end of document")
@@ -373,9 +376,7 @@ class TrainingConfig(Section):
     eval_interval: PositiveInt = option(1000, "iterations between evaluations", unit="iterations")
     eval_iters: NonNegativeInt = option(100, "global batches per evaluation; 0 turns it off")
     exit_interval: PositiveInt | None = option(None, "save and exit at multiples of this", unit="iterations")
-    exit_duration_in_mins: PositiveFloat | None = option(
-        None, "save and exit after this time", unit="minutes"
-    )
+    exit_duration_in_mins: PositiveFloat | None = option(None, "save and exit after so long", unit="minutes")
     skip_train: bool = option(False, "evaluate and test only")
     deterministic_mode: bool = option(False, "use only kernels that give the same bits each time")
 

@@ -8,7 +8,7 @@ What is here, bottom up:
 - `cache`: index arrays kept between runs, keyed by content. `splits`: split strings.
 - `gpt_dataset`, `blended`: samples and mixtures of them, one at a time or in batches.
 - `token_ids`: that ids are of the vocabulary, looked at where a batch is made.
-- `sampler`: which samples a rank takes next, a pure function of the samples consumed.
+- `sampler`, `shuffle`: which samples a rank takes next, a pure function of the samples consumed.
 - `build`: `build_gpt_datasets(request)` puts all of it together; `gpt_datasets` does so for a configuration.
 - `tokenizers/`: text to ids and back.
 """
@@ -21,7 +21,7 @@ from megazero.data.gpt_dataset import GPTDataset, GPTSettings, MockGPTDataset
 from megazero.data.indexed.format import dtype_for_vocab
 from megazero.data.indexed.reader import IndexedDataset, LegacyIndexedDataset, open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter
-from megazero.data.sampler import BatchSampler, SamplerKind, SamplerSpec, batch_indices, epoch_permutation
+from megazero.data.sampler import BatchSampler, SamplerKind, SamplerSpec, batch_indices, part_permutation
 from megazero.data.splits import SplitReading, parse_split, split_ranges
 from megazero.data.token_ids import check_token_ids
 
@@ -44,10 +44,10 @@ __all__ = [
     "build_gpt_datasets",
     "check_token_ids",
     "dtype_for_vocab",
-    "epoch_permutation",
     "gpt_datasets",
     "open_indexed",
     "parse_blend",
     "parse_split",
+    "part_permutation",
     "split_ranges",
 ]

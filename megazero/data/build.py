@@ -12,7 +12,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.config.tree import Config
+from megazero.config.tree import Config, DataConfig
 from megazero.data.blended import BlendedDataset, SampleDataset, parse_blend
 from megazero.data.gpt_dataset import GPTDataset, GPTSettings, MockGPTDataset
 from megazero.data.index_build import normalized
@@ -21,6 +21,7 @@ from megazero.data.splits import SPLIT_NAMES, SplitReading, split_ranges
 from megazero.errors import DataError
 
 _RESERVE = 0.005  # share of samples built beyond the request of each dataset of a weighted blend
+_MOCK_EPOCH = 100_000  # samples; as many sequences as Megatron-Core's mock data has
 
 Datasets = tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]
 
@@ -68,7 +69,7 @@ def build_gpt_datasets(request: DatasetRequest) -> Datasets:
     """
     if request.mock:
         return tuple(
-            MockGPTDataset(size, request.settings, name) if size else None
+            None if size == 0 else MockGPTDataset(size or _MOCK_EPOCH, request.settings, name)
             for name, size in zip(SPLIT_NAMES, request.num_samples, strict=True)
         )
     opened: dict[str, IndexedDataset] = {}
@@ -106,7 +107,7 @@ def gpt_datasets(
                 reset_attention_mask=data.reset_attention_mask,
                 eod_mask_loss=data.eod_mask_loss,
             ),
-            num_samples=num_samples,
+            num_samples=(_train_size(data, num_samples[0]), *num_samples[1:]),
             data_path=data.data_path,
             split=data.split,
             train_data_path=data.train_data_path,
@@ -116,6 +117,19 @@ def gpt_datasets(
             mock=data.mock_data,
         )
     )
+
+
+def _train_size(data: DataConfig, wanted: int | None) -> int | None:
+    """How many samples to build for training: one epoch (None) for a cyclic order.
+
+    An epoch is then the data, whatever the batch size and the length of the training. A weighted blend, which
+    gives what its weights say, has no epoch; and Megatron's own order is over what Megatron builds.
+    """
+    if not wanted or data.dataloader_type != "cyclic" or data.data_sharding:
+        return wanted
+    source = data.train_data_path or data.data_path
+    weighted = bool(source) and parse_blend(source, must_exist=False)[0][0] is not None
+    return wanted if weighted else None
 
 
 def default_cache(paths: tuple[str, ...]) -> str | None:

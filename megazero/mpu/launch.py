@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 
@@ -18,7 +19,7 @@ from megazero.mpu.group import Group
 from megazero.mpu.shared_group import SharedGroup
 from megazero.mpu.shared_open import open_shared
 from megazero.mpu.torch_group import TorchGroup, leave_world, open_group, start_world
-from megazero.mpu.watch import StoreBoard, Watch, WatchedGroup
+from megazero.mpu.watch import StoreBoard, Watch, WatchedGroup, watched
 from megazero.mpu.wrapping_group import WrappingGroup
 
 _LATER = timedelta(minutes=1)
@@ -102,10 +103,8 @@ def join(config: ParallelConfig, launch: Launch, node_size: int = 1) -> Parallel
     watch = Watch(StoreBoard.of_world(), launch.rank, launch.world_size, patience.total_seconds())
     check_on = device if config.check_collectives else None
 
-    def watched(group: Group) -> Group:
-        return watch.wrap(group, check_on=check_on)
-
-    return open_context(config, launch, device, node_size=node_size, wrap=watched)
+    wrap = partial(watched, watch=watch, check_on=check_on)
+    return open_context(config, launch, device, node_size=node_size, wrap=wrap)
 
 
 def grid_of(config: ParallelConfig, world_size: int) -> ProcessGrid:

@@ -120,6 +120,18 @@ class ParamSpec:
         bounds = zip(self.local_shape(place), self.shape, self.offset(place), strict=True)
         return tuple(max(0, min(size, whole - start)) for size, whole, start in bounds)
 
+    def present_elements(self, place: Place) -> list[range]:
+        """The elements of the flattened slice at `place` that are not padding, as runs of neighbours."""
+        local, present = self.local_shape(place), self.present(place)
+        runs, inner = [range(1)], 1
+        for size, kept in zip(reversed(local), reversed(present), strict=True):
+            if runs == [range(inner)]:
+                runs = [range(inner * kept)]
+            else:
+                runs = [range(i * inner + r.start, i * inner + r.stop) for i in range(kept) for r in runs]
+            inner *= size
+        return [run for run in runs if run]
+
     def copy(self, place: Place) -> tuple[int, int]:
         """The index, from 0, of the copy at `place` among one model's equal copies, and their number."""
         number, count = 0, 1

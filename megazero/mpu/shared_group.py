@@ -32,7 +32,7 @@ class SharedGroup:
     """A communicator of ranks on one host, made by `open_shared`.
 
     An asynchronous collective runs in a thread outside Python, or in the thread that waits for it if the wait
-    comes first. As much of a message as the ring to its receiver has room for is copied out at once.
+    comes first. Messages go over Gloo: in shared memory they made no pipeline faster (decision 13).
 
     Args:
         base: the same ranks over Gloo.
@@ -47,7 +47,7 @@ class SharedGroup:
         self._link = link
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._under_way: deque[_PendingCall | _PendingTransfer] = deque()
+        self._under_way: deque[_PendingCall] = deque()
 
     @property
     def size(self) -> int:
@@ -103,17 +103,7 @@ class SharedGroup:
         return self._call(self._link.broadcast, what, arguments, (tensor,), async_op)
 
     def exchange(self, transfers: Sequence[Transfer]) -> list[Work]:
-        if not all(_on_host(t.tensor) for t in transfers):
-            return self._base.exchange(transfers)
-        # Receives come first, so that incoming data goes straight to its destination.
-        works: dict[int, _PendingTransfer] = {}
-        for i in sorted(range(len(transfers)), key=lambda i: transfers[i].kind == "send"):
-            works[i] = self._post(transfers[i])
-        self._native("exchange", self._link.start_messages)
-        with self._lock:
-            self._forget_done()
-            self._under_way.extend(works.values())
-        return [works[i] for i in range(len(transfers))]
+        return self._base.exchange(transfers)
 
     def barrier(self) -> None:
         self._native(f"barrier (call {next(self._numbers)})", self._link.barrier, "barrier")
@@ -137,21 +127,10 @@ class SharedGroup:
             self._under_way.append(call)
         return call
 
-    def _post(self, transfer: Transfer) -> _PendingTransfer:
-        t = transfer
-        sending = t.kind == "send"
-        where = f"{'send to' if sending else 'receive from'} rank {self.ranks[t.peer]} (tag {t.tag})"
-        self._contiguous(where, (t.tensor,))
-        start = self._link.send if sending else self._link.receive
-        handle = self._native(
-            where, start, t.peer, t.tag, _describe(t.tensor), t.tensor.data_ptr(), t.tensor.nbytes
-        )
-        return _PendingTransfer(self, where, handle, t.tensor)
-
     def _forget_done(self) -> None:
         """Release the tensors of calls that have finished without anyone waiting for them."""
         done = self._link.done()
-        while self._under_way and self._under_way[0].is_done(done):
+        while self._under_way and self._under_way[0].ticket <= done:
             self._under_way.popleft()
 
     def _native(self, what: str, function: Callable, *arguments: Any) -> Any:
@@ -195,29 +174,10 @@ class _PendingCall:
     def __init__(self, group: SharedGroup, what: str, ticket: int, tensors: tuple[Tensor, ...]):
         self.group, self.what, self.ticket, self.tensors = group, what, ticket, tensors
 
-    def is_done(self, done: int) -> bool:
-        return self.ticket <= done
-
     def wait(self) -> None:
         if self.tensors:
             self.group._native(self.what, self.group._link.wait, self.ticket)
             self.tensors = ()
-
-
-class _PendingTransfer:
-    """A send or receive in progress; it keeps its tensor alive."""
-
-    def __init__(self, group: SharedGroup, what: str, handle: Any, tensor: Tensor):
-        self.group, self.what, self.handle = group, what, handle
-        self.tensor: Tensor | None = tensor
-
-    def is_done(self, done: int) -> bool:
-        return self.handle.complete
-
-    def wait(self) -> None:
-        if self.tensor is not None:
-            self.group._native(self.what, self.group._link.wait_message, self.handle)
-            self.tensor = None
 
 
 def _on_host(*tensors: Tensor) -> bool:

@@ -22,11 +22,10 @@ except ImportError:
 
 FOLDER = Path("/dev/shm")
 SLOT_BYTES = 1 << 20
-RING_BYTES = 8 << 20
 
 
 def open_shared(
-    base: TorchGroup, timeout: timedelta, *, slot_bytes: int = SLOT_BYTES, ring_bytes: int = RING_BYTES
+    base: TorchGroup, timeout: timedelta, *, slot_bytes: int = SLOT_BYTES
 ) -> SharedGroup | TorchGroup:
     """Connect the ranks of `base` (Gloo) through shared memory, or return `base` and warn why that cannot be.
 
@@ -38,15 +37,13 @@ def open_shared(
         timeout: how long a call waits for another member.
         slot_bytes: size of the chunks in which collectives move data, two per member; a multiple of the page
             size, at least 64 pages.
-        ring_bytes: how much one member can send another before the other takes it; a multiple of the page
-            size. The memory is allocated with the first message between them.
 
     Raises:
         CommunicationError: the members could not be reached through `base`.
     """
     reason = _obstacle(base)
     if reason is None:
-        link, reason = _connect(base, slot_bytes, ring_bytes, timeout)
+        link, reason = _connect(base, slot_bytes, timeout)
         if reason is None:
             return SharedGroup(base, link)
     if base.rank == 0:
@@ -76,24 +73,21 @@ def _host() -> str:
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
-def _connect(
-    base: TorchGroup, slot_bytes: int, ring_bytes: int, timeout: timedelta
-) -> tuple[Any, str | None]:
+def _connect(base: TorchGroup, slot_bytes: int, timeout: timedelta) -> tuple[Any, str | None]:
     """This member's link to the memory that the first member makes, or why some member has no link."""
-    sizes = (slot_bytes, ring_bytes)
     path, file, link, trouble = None, None, None, None
     try:
         if base.rank == 0:
             path = FOLDER / f"megazero-{uuid.uuid4()}"
             try:
-                file = _create(path, base.size, sizes)
+                file = _create(path, base.size, slot_bytes)
             except OSError as error:
                 trouble = _explain(error)
         name, trouble = gather_values(base, [path and path.name, trouble])[0]
         if trouble is None:
             try:
                 file = os.open(FOLDER / name, os.O_RDWR) if file is None else file
-                link = NATIVE.Link(file, base.rank, list(base.ranks), *sizes, timeout.total_seconds())
+                link = NATIVE.Link(file, base.rank, list(base.ranks), slot_bytes, timeout.total_seconds())
             except (OSError, RuntimeError) as error:
                 trouble = _explain(error)
         troubles = [each for each in gather_values(base, trouble) if each is not None]
@@ -107,21 +101,19 @@ def _connect(
     return link, troubles[0] if troubles else None
 
 
-def _create(path: Path, members: int, sizes: tuple[int, int]) -> int:
-    """Create the group's file, with memory for everything except the rings.
+def _create(path: Path, members: int, slot_bytes: int) -> int:
+    """Create the group's file, with all of its memory.
 
     Raises:
         OSError: the folder does not exist, or has too little room.
     """
-    needed = NATIVE.slots_end(members, *sizes)
+    needed = NATIVE.segment_end(members, slot_bytes)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         space = os.fstatvfs(file)
         room = space.f_bavail * space.f_frsize
-        wanted = needed + 2 * members * sizes[1]  # messages mostly go to two neighbours
-        if room < wanted:
-            raise OSError(errno.ENOSPC, f"{room >> 20} MiB are free, but {wanted >> 20} MiB are needed")
-        os.truncate(file, NATIVE.segment_end(members, *sizes))
+        if room < needed:
+            raise OSError(errno.ENOSPC, f"{room >> 20} MiB are free, but {needed >> 20} MiB are needed")
         os.posix_fallocate(file, 0, needed)
     except OSError:
         os.close(file)

@@ -82,13 +82,14 @@ def build_feeds(
     """
     family, data, training, end = family_of(config.model), config.data, config.training, horizon.end
     sizes = (
-        0 if training.skip_train else end.samples,
+        # All that were asked for, as a continuation with another batch size may leave fewer over at the end.
+        0 if training.skip_train else training.train_samples or end.samples,
         horizon.evaluations.samples_until(end.iteration),
         horizon.evaluations.samples,
     )
     train, valid, test = family.datasets(config, vocabulary.size, vocabulary.eod, sizes)
 
-    def feed(dataset, kind: str, ahead: int, seed: int | None) -> Feed | None:
+    def feed(dataset, ahead: int, seed: int | None) -> Feed | None:
         if dataset is None:
             return None
         spec = SamplerSpec(
@@ -96,16 +97,17 @@ def build_feeds(
             micro_batch_size=config.batch.micro_batch_size,
             data_parallel_rank=context.data.rank,
             data_parallel_size=context.data.size,
-            kind=kind,
+            kind=data.dataloader_type,
             seed=training.seed,
+            data_sharding=data.data_sharding,
         )
         collate = family.collate(config, vocabulary.size, context.device, seed)
         return make_feed(dataset, spec, collate, ahead)
 
     return Feeds(
-        feed(train, data.dataloader_type, data.num_workers, stream_seed),
-        feed(valid, data.dataloader_type, 0, None),
-        feed(test, data.dataloader_type, 0, None),
+        feed(train, data.num_workers, stream_seed),
+        feed(valid, 0, None),
+        feed(test, 0, None),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Deviation:
     """The worst deviation of one kind, as a share of the tolerance: above 1 it is too large.
 
     Attributes:
-        kind: loss, gradient norm, gradients, weights or tied copies.
+        kind: the label of a loss, gradient norm, gradients, weights or tied copies.
         share: share of the tolerance; inf if a value is missing or not finite.
         where: the name and the step.
     """
@@ -62,9 +62,9 @@ def _worst_loss(records: Sequence[Record], expected: Record, relative: float) ->
     worst = Deviation("loss", 0.0, "step 0")
     for label in dict.fromkeys(label for losses in expected.losses for label in losses):
         got, want = ([[x[label] for x in r.losses] for r in each] for each in (records, [expected]))
-        found = _worst_number("loss", got, want[0], relative)
+        found = _worst_number(label, got, want[0], relative)
         if not found.share <= worst.share:
-            worst = replace(found, where=f"{label}, {found.where}")
+            worst = found
     return worst
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ from megazero.errors import ConfigError
 from megazero.mpu import DONE, Work, spec_of
 from megazero.zero.layout import BucketLayout
 from megazero.zero.plan import BucketKey
-from megazero.zero.store import Store
 from megazero.zero.wire import Wire
 
 Fill = Callable[[Sequence[nn.Parameter]], None]
@@ -25,6 +25,22 @@ class Presence(Enum):
     SHARD = "shard"
     ARRIVING = "arriving"
     WHOLE = "whole"
+
+
+class Keeper(Protocol):
+    """What a bucket asks of the store that keeps its state."""
+
+    def admit(self, bucket: Bucket) -> None:
+        """Add a new bucket, whose whole weights are present, and keep this rank's slice of them."""
+
+    def shard(self, bucket: Bucket) -> Tensor:
+        """This rank's slice of the weights, [shard_size] on the device, as a gather needs it."""
+
+    def write_weights(self, bucket: Bucket, master: Tensor) -> None:
+        """Write the master weights of a visit to the weights over `state_range`."""
+
+    def adopt(self, bucket: Bucket) -> None:
+        """Copy the whole weights into the slice and the master."""
 
 
 class Bucket:
@@ -57,7 +73,7 @@ class Bucket:
         params: Sequence[nn.Parameter],
         layout: BucketLayout,
         wire: Wire,
-        store: Store,
+        store: Keeper,
         device: torch.device,
         fill: Fill | None,
     ):

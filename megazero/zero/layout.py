@@ -152,6 +152,16 @@ def counted_parts(layout: BucketLayout) -> list[slice]:
     return [part for part in found if part.start < part.stop]
 
 
+def present_parts(layout: BucketLayout) -> list[slice]:
+    """What `counted_parts` finds, without the padding of parameters (a vocabulary's), member by member."""
+    found = []
+    for member, segment in zip(layout.members, layout.member_segments, strict=True):
+        if segment.counted:
+            runs = member.spec.present_elements(layout.place)
+            found += [layout.overlap(segment.start + run.start, segment.start + run.stop) for run in runs]
+    return [part for part in found if part.start < part.stop]
+
+
 def own_sums(layout: BucketLayout, sums: Tensor) -> Tensor:
     """The part over `state_range` of gradient sums, which are [padded], or [shard_size] if sharded."""
     return sums[layout.own] if layout.row.shard_state and not layout.row.shard_grads else sums

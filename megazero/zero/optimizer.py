@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from megazero.errors import ConfigError
 from megazero.mpu import ParallelContext, ParamSpec, gather_values, read_values
 from megazero.optim import UpdateRule, clip_coefficient, local_square_sum
 from megazero.zero.bucket import Bucket
-from megazero.zero.layout import counted_parts
+from megazero.zero.layout import counted_parts, present_parts
 from megazero.zero.norms import ParameterNorms
 from megazero.zero.store import GRADIENT, WEIGHT, Store
 from megazero.zero.update import PerGroup, Update, UpdateFacts
@@ -58,19 +58,19 @@ class Optimizer:
         self.updates = 0
         self._trained = [bucket for bucket in store.buckets if bucket.key.trainable]
         self._counted = {bucket: counted_parts(bucket.layout) for bucket in self._trained}
-        _check_reduction(rule, self._trained)
+        _check_reduction(rule, store, self._trained)
         store.make_moments(rule.init_state)
 
     @torch.no_grad()
     def step(self, lr: PerGroup, weight_decay: PerGroup, grad_scale: float = 1.0) -> StepReport:
         """Update the model from the gradient sums, which become what the update used.
 
-        On the meta device the norm is unknown, and the step does what it does of a small one.
+        On the meta device the norm is unknown, and the step runs as if nothing had to be clipped.
 
         Args:
             lr: learning rate; one, or one per parameter group.
-            weight_decay: of the parameters that decay; likewise.
-            grad_scale: what the sums are to be multiplied by first (loss unscaling and averaging).
+            weight_decay: weight decay of the parameters that decay; one, or one per parameter group.
+            grad_scale: factor applied to the sums first (loss unscaling and averaging).
 
         Returns:
             The report, the same on all ranks.
@@ -120,13 +120,14 @@ class Optimizer:
         return math.sqrt(self._total(WEIGHT, self._square_sum))
 
     def count_zero_grads(self) -> int:
-        """How many gradient elements of the whole model are exactly zero."""
+        """How many gradient elements of the whole model are exactly zero; padding is no part of the model."""
 
         def zeros(pieces: Iterable[Tensor]) -> Tensor:
             counts = [piece.numel() - piece.count_nonzero() for piece in pieces]
             return torch.stack(counts).sum().double()
 
-        return round(self._total(GRADIENT, zeros))
+        present = {bucket: present_parts(bucket.layout) for bucket in self._trained}
+        return round(self._total(GRADIENT, zeros, present))
 
     @torch.no_grad()
     def full_state(self) -> Iterator[tuple[ParamSpec, dict[str, Tensor]]]:
@@ -174,7 +175,12 @@ class Optimizer:
 
     @torch.no_grad()
     def _total(
-        self, kind: str, measure: Callable[[Iterable[Tensor]], Tensor], *, estimates: bool = False
+        self,
+        kind: str,
+        measure: Callable[[Iterable[Tensor]], Tensor],
+        parts: Mapping[Bucket, Sequence[slice]] | None = None,
+        *,
+        estimates: bool = False,
     ) -> float:
         """The sum of a measure of a kind over the elements of the whole model, each counted once.
 
@@ -183,13 +189,15 @@ class Optimizer:
         Args:
             kind: of state.
             measure: of the pieces of some buckets, one after another.
+            parts: where this rank's pieces of each bucket are; by default, with padding, which is zero.
             estimates: each replica's gradients stand for a fraction of the whole, so that their squares count
                 as that much more.
         """
+        parts = self._counted if parts is None else parts
         by_copies: dict[int, list[Bucket]] = {}
         for bucket in self._trained:
             layout = bucket.layout
-            if self._counted[bucket]:
+            if parts[bucket]:
                 by_copies.setdefault(1 if layout.row.shard_state else layout.ranks, []).append(bucket)
         total = torch.zeros((), dtype=torch.float64, device=self.context.device)
         for copies, buckets in by_copies.items():
@@ -197,7 +205,7 @@ class Optimizer:
                 each.flats[kind][where]
                 for residents in self.store.visits((kind,), buckets)
                 for each in residents
-                for where in self._counted[each.bucket]
+                for where in parts[each.bucket]
             )
             total += found * copies if estimates else found / copies
         self.context.world.all_reduce(total).wait()
@@ -228,7 +236,7 @@ def _whole(bucket: Bucket, flat: Tensor) -> Tensor:
     return whole
 
 
-def _check_reduction(rule: UpdateRule, buckets: Sequence[Bucket]) -> None:
+def _check_reduction(rule: UpdateRule, store: Store, buckets: Sequence[Bucket]) -> None:
     """Refuse a rule that sums gradients itself where they are summed already or cannot be used."""
     if not rule.needs.reduces:
         return
@@ -244,8 +252,8 @@ def _check_reduction(rule: UpdateRule, buckets: Sequence[Bucket]) -> None:
                 f"`stage` must be 0 for {name}, which sums whole gradients itself, but state is sharded; "
                 "choose stage 0"
             )
-        if bucket.store.sums(bucket).dtype != torch.float32:
+        if (dtype := store.sums(bucket).dtype) != torch.float32:
             raise ConfigError(
-                f"`accumulation_dtype` must be fp32 for {name}, which sums gradients itself, but is "
-                f"{bucket.store.sums(bucket).dtype}; choose fp32"
+                f"`accumulation_dtype` must be fp32 for {name}, which sums gradients itself, but is {dtype}; "
+                "choose fp32"
             )

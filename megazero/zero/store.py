@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megazero.zero.bucket import Bucket, Keeper
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
-
-if TYPE_CHECKING:
-    from megazero.zero.bucket import Bucket
 
 WEIGHT = "weight"
 """The kind of the master weights; moments have the names that the update rule gives them."""
@@ -39,25 +37,13 @@ class Resident:
     flats: Mapping[str, Tensor]
 
 
-class Store(Protocol):
+class Store(Keeper, Protocol):
     """Holds the buckets of one rank, and all their state that lasts from step to step."""
 
     buckets: list[Bucket]
 
-    def admit(self, bucket: Bucket) -> None:
-        """Add a new bucket, whose whole weights are present, and keep this rank's slice of them."""
-
     def make_moments(self, init_state: Callable[[Tensor], dict[str, Tensor]]) -> None:
         """Give each trained bucket the moments that a rule's `init_state` makes of its master weights."""
-
-    def shard(self, bucket: Bucket) -> Tensor:
-        """This rank's slice of the weights, [shard_size] on the device, as a gather needs it."""
-
-    def write_weights(self, bucket: Bucket, master: Tensor) -> None:
-        """Write the master weights of a visit to the weights over `state_range`."""
-
-    def adopt(self, bucket: Bucket) -> None:
-        """Copy the whole weights into the slice and the master."""
 
     def sums(self, bucket: Bucket) -> Tensor:
         """The flat tensor on the device in which gradients are summed until `land`: [padded].

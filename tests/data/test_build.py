@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megazero.config.tree import BatchConfig, Config, DataConfig, ModelConfig, OptimizerConfig
 from megazero.data import (
     BlendedDataset,
     DatasetRequest,
@@ -12,6 +13,7 @@ from megazero.data import (
     GPTSettings,
     SplitReading,
     build_gpt_datasets,
+    gpt_datasets,
 )
 from megazero.errors import DataError
 from tests.data.corpora import write_lengths
@@ -119,6 +121,37 @@ def test_split_reading_is_a_choice(tmp_path):
     with pytest.warns(UserWarning, match="train split is empty"):
         mds = build_gpt_datasets(request(**fields, split_reading=SplitReading.MEGATRON_DEEPSPEED))
     assert [d is None for d in mds] == [True, False, False]
+
+
+def cyclic_train(samples: int, **data) -> int | None:
+    """The number of training samples of a run with a cyclic order."""
+    fields = {"dataloader_type": "cyclic", "data_cache_path": None, "split": "8,1,1", **data}
+    config = Config(
+        model=ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8),
+        batch=BatchConfig(micro_batch_size=1),
+        optimizer=OptimizerConfig(lr=1.0),
+        data=DataConfig(**fields),
+    )
+    train, valid, _ = gpt_datasets(config, 60000, None, (samples, 20, 0))
+    assert len(valid) >= 20
+    return None if train is None else len(train)
+
+
+def test_a_cyclic_epoch_is_the_data_however_long_the_training(corpora):
+    one, two = (
+        len(build_gpt_datasets(request(data_path=(p,), num_samples=(None, 0, 0)))[0]) for p in corpora
+    )
+    assert {cyclic_train(n, data_path=(corpora[0],)) for n in (1, 50, 10**6)} == {one}
+    assert {cyclic_train(n, data_path=tuple(corpora)) for n in (1, 50, 10**6)} == {one + two}
+    assert {cyclic_train(n, mock_data=True) for n in (1, 50, 10**6)} == {100_000}
+    assert cyclic_train(0, data_path=(corpora[0],)) is None
+
+
+def test_what_has_no_epoch_is_as_long_as_the_training(corpora):
+    """A weighted blend, and what Megatron's order is over."""
+    assert cyclic_train(50, data_path=("1", corpora[0], "1", corpora[1])) == 50
+    assert cyclic_train(50, mock_data=True, data_sharding=True) == 50
+    assert cyclic_train(50, mock_data=True, dataloader_type="single") == 50
 
 
 def test_mock_needs_no_files():

@@ -24,6 +24,7 @@ from megazero.errors import DataError, MegazeroError
 from megazero.mpu import Group, Transfer
 from megazero.mpu.torch_group import leave_world, open_group, start_world
 from megazero.mpu.watch.board import StoreBoard
+from megazero.mpu.watch.group import watched
 from megazero.mpu.watch.watch import Watch
 
 RANKS = 3
@@ -93,7 +94,7 @@ def sends_nothing(group: Group, watch: Watch) -> None:
 
 
 def compared(group: Group, watch: Watch) -> None:
-    group = watch.wrap(group.inner, check_on="cpu")
+    group = watched(group.inner, watch, check_on="cpu")
     group.all_reduce(torch.zeros(4))
     if group.rank == 0:
         group.broadcast(torch.zeros(4), 0)
@@ -116,7 +117,7 @@ def run(scenario, rank: int, address: tuple[str, int], listener: int | None) -> 
     store = dist.TCPStore(*address, RANKS, timeout=wait, wait_for_workers=False, **keeper)
     start_world("gloo", rank, RANKS, wait, store=store)
     watch = Watch(StoreBoard.of_world(), rank, RANKS, TIMEOUT, grace=GRACE, poll=0.2)
-    group = watch.wrap(open_group("tp", rank, tuple(range(RANKS)), wait))
+    group = watched(open_group("tp", rank, tuple(range(RANKS)), wait), watch)
     try:
         scenario(group, watch)
     except MegazeroError as error:

@@ -41,6 +41,39 @@ def test_padded_vocabulary_slices():
     assert words.shard(whole, grid.place(3)).tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
+def test_the_elements_of_a_slice_that_are_not_padding():
+    words, grid = spec((5, 2), Cut(0, "tp", padded_size=8)), ProcessGrid(tp=4)
+    assert [words.present_elements(grid.place(r)) for r in range(4)] == [
+        [range(4)],
+        [range(4)],
+        [range(2)],
+        [],
+    ]
+    columns = spec((2, 3, 2), Cut(1, "tp", padded_size=4))
+    first, second = (columns.present_elements(ProcessGrid(tp=2).place(r)) for r in range(2))
+    assert (first, second) == ([range(8)], [range(0, 2), range(4, 6)])
+    assert spec(()).present_elements(grid.place(1)) == [range(1)]
+    assert spec((3, 0, 2)).present_elements(grid.place(1)) == []
+
+
+@pytest.mark.parametrize(
+    "each",
+    [
+        spec((3, 5, 4), Cut(0, "ep", padded_size=4), Cut(1, "tp", padded_size=6)),
+        spec((3, 5, 7), Cut(0, "ep", padded_size=6), Cut(2, "tp", padded_size=12)),
+        spec((4, 3), Cut(1, "tp", padded_size=8)),
+        spec((4, 6), Cut(0, "tp")),
+    ],
+    ids=str,
+)
+def test_padding_is_what_a_slice_of_ones_lacks(each):
+    for rank in range(4):
+        place = Place(ProcessGrid(ep=2, tp=2), rank)
+        ones = each.shard(torch.ones(each.shape), place).flatten()
+        present = [i for run in each.present_elements(place) for i in run]
+        assert present == ones.nonzero().flatten().tolist()
+
+
 @pytest.mark.parametrize(
     ("cuts", "local", "offsets"),
     [  # of the ranks (ep 0, tp 0), (ep 0, tp 1), (ep 1, tp 0), (ep 1, tp 1)

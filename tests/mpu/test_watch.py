@@ -11,7 +11,7 @@ import torch
 
 from megazero.errors import CommunicationError, DataError
 from megazero.mpu import Group, SoloGroup, ThreadWorld, Transfer
-from megazero.mpu.watch.group import WatchedGroup
+from megazero.mpu.watch.group import WatchedGroup, watched
 from megazero.mpu.watch.inquest import Inquest
 from megazero.mpu.watch.log import SLOTS, CallLog, Lane, read_log
 from megazero.mpu.watch.report import CallState
@@ -109,7 +109,9 @@ def test_a_watched_group_conforms():
     all_watches = watches(board, 3, Spared())
     for check_on in (None, "cpu"):
         got = world.run(
-            lambda r, on=check_on: conform(all_watches[r].wrap(world.group("g", r, (0, 1, 2)), check_on=on))
+            lambda r, on=check_on: conform(
+                watched(world.group("g", r, (0, 1, 2)), all_watches[r], check_on=on)
+            )
         )
         assert got == [expected(r, 3) for r in range(3)]
     assert [len(watch._log.pending) for watch in all_watches] == [0, 0, 0]
@@ -122,7 +124,7 @@ def test_a_watched_group_is_a_group_and_closes_what_it_wraps():
     inner = world.group("g", 0, (0, 1))
     inner.close = lambda: closed.append(True)
     closed: list[bool] = []
-    group = watch.wrap(inner)
+    group = watched(inner, watch)
     assert isinstance(group, Group)
     assert isinstance(group, WatchedGroup)
     assert (group.name, group.rank, group.ranks, group.size) == ("g", 0, (0, 1), 2)
@@ -134,7 +136,7 @@ def test_a_watched_group_is_a_group_and_closes_what_it_wraps():
 def test_a_world_of_one_starts_nothing():
     board, before = Notes(), threading.active_count()
     watch, group = Watch(board, 0, 1, 1.0), SoloGroup()
-    assert watch.wrap(group) is group
+    assert watched(group, watch) is group
     watch.report(DataError("torn"))
     assert threading.active_count() == before
     watch.close()
@@ -155,7 +157,7 @@ def test_closing_ends_the_threads_and_says_nothing(capfd):
 def test_after_word_of_trouble_every_call_raises_the_diagnosis(capfd):
     ending = Spared()
     first, second = watches(Notes(), 2, ending)
-    group = second.wrap(ThreadWorld(2).group("tp", 1, (0, 1)))
+    group = watched(ThreadWorld(2).group("tp", 1, (0, 1)), second)
     first.report(DataError("torn file"))
     with pytest.raises(CommunicationError, match="the job has failed: rank 0 raised DataError: torn file"):
         group.all_reduce(torch.zeros(2))
@@ -222,7 +224,7 @@ def keep_calling(watch: Watch) -> None:
 
 def test_a_work_that_stays_unfinished_is_found_though_nobody_waits_for_it(capfd):
     first, second = watches(Notes(), 2, Spared(), timeout=0.2)
-    work = first.wrap(Slow(Pending())).all_reduce(torch.zeros(2), async_op=True)
+    work = watched(Slow(Pending()), first).all_reduce(torch.zeros(2), async_op=True)
     with pytest.raises(CommunicationError, match=r"rank 1 never came to call 1 of group `tp` \(ranks 0, 1\)"):
         keep_calling(second)
     with pytest.raises(CommunicationError, match="rank 1 never came"):
@@ -235,7 +237,7 @@ def test_a_work_that_is_done_or_dropped_or_not_begun_is_in_nobodys_way(how):
     """A work without `is_completed` may do its part only when it is waited for."""
     all_watches = watches(Notes(), 2, Spared(), timeout=0.1)
     pending = Pending() if how != "lazy" else object()
-    work = all_watches[0].wrap(Slow(pending)).exchange([Transfer("send", torch.zeros(2), 1)])
+    work = watched(Slow(pending), all_watches[0]).exchange([Transfer("send", torch.zeros(2), 1)])
     if how == "done":
         pending.done = True
     if how == "dropped":
@@ -251,7 +253,7 @@ def test_an_error_of_a_work_reaches_the_others():
             raise RuntimeError("connection reset")
 
     first, second = watches(Notes(), 2, Spared())
-    work = first.wrap(Slow(Failing())).all_reduce(torch.zeros(2), async_op=True)
+    work = watched(Slow(Failing()), first).all_reduce(torch.zeros(2), async_op=True)
     with pytest.raises(
         CommunicationError, match=r"rank 0: all_reduce\(sum\) at .*test_watch.py:\d+ .*failed: conn"
     ):

@@ -95,6 +95,18 @@ def test_fewer_ranks_keep_the_global_batch_and_the_order_of_the_data(jobs, name)
     assert "parallel.tensor_model_parallel_size: 2 -> 1" in said
 
 
+def test_a_killed_job_continues_on_more_ranks_in_the_same_order(jobs):
+    """Two ranks, of which one was killed after six steps, and then three; files, and more than one epoch."""
+    assert json.loads((jobs / "killed.json").read_text())[1] == -signal.SIGKILL
+    assert "/iter_0000004" in (jobs / "cyclic on 3" / "rank0.txt").read_text()
+    for exact in ("iteration", "consumed_samples", "learning_rate"):
+        assert column(jobs / "cyclic on 3", exact) == column(jobs / "cyclic", exact)
+    expected = column(jobs / "cyclic", "lm_loss")
+    assert column(jobs / "cyclic", "consumed_samples") == [12 * i for i in range(1, 9)]
+    assert column(jobs / "cyclic on 3", "lm_loss") == pytest.approx(expected, rel=1e-5)
+    assert len({round(loss, 4) for loss in expected}) == 8, "other data must be seen to give other losses"
+
+
 @pytest.mark.parametrize(("name", "why"), [("signal", "another rank was asked"), ("duration", "--exit-dur")])
 def test_what_ends_a_run_saves_it(jobs, name, why):
     assert f"stopping after iteration {latest_iteration(jobs / name / 'run')}: {why}" in (

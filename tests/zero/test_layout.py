@@ -7,7 +7,7 @@ import torch
 
 from megazero.mpu import Cut, InitialValues, ParamSpec, ProcessGrid
 from megazero.zero import STAGES, BucketLayout, BucketMember, Segment
-from megazero.zero.layout import counted_parts, own_sums
+from megazero.zero.layout import counted_parts, own_sums, present_parts
 
 SLICED = (Cut(0, "tp"),)
 
@@ -69,6 +69,20 @@ def test_only_one_copy_counts():
     assert counted_parts(layout(1, 4, 1, tp_rank=1)) == []
     tied = (member("head", 3, cuts=SLICED, shared=True, tied_with="word"),)
     assert counted_parts(layout(0, 1, 0, members=tied)) == []
+
+
+def test_padding_of_parameters_is_not_present():
+    words = ParamSpec("words", (5, 3), InitialValues("zeros"), (Cut(0, "tp", padded_size=8),))
+    members = (
+        member("norm", 2),
+        BucketMember(words, (4, 3), torch.float32),
+        member("bias", 3),
+    )
+    # The second rank has one row of five; the first counts what both hold.
+    assert present_parts(layout(0, 1, 0, members=members)) == [slice(0, 2), slice(2, 14), slice(14, 17)]
+    assert present_parts(layout(0, 1, 0, 1, members)) == [slice(2, 5)]
+    assert counted_parts(layout(0, 1, 0, 1, members)) == [slice(2, 14)]
+    assert [present_parts(layout(2, 4, rank, 1, members)) for rank in range(4)] == [[slice(2, 5)], [], [], []]
 
 
 def test_overlaps_are_relative_to_what_this_rank_updates():

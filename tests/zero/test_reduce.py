@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -330,10 +332,12 @@ def test_sums_over_the_sequence_come_once(stage, kind):
     def rank(world):
         def work(r):
             context = thread_context(world, ProcessGrid(dp=2, tp=2), r)
+            sliced = parameter("sliced", [1.0] * 3, cuts=(Cut(0, "tp"),))
+            sliced.spec = replace(sliced.spec, shape=(6,))
             parts = [
                 Times(parameter("partial", [1.0] * 3, partial_grad=True)),
                 Times(parameter("replicated", [1.0] * 3)),
-                Times(parameter("sliced", [1.0] * 3, cuts=(Cut(0, "tp"),))),
+                Times(sliced),
             ]
             parallel, optimizer = build(parts, policy(stage), context, kind=kind)
             parallel.start()

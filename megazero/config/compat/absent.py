@@ -120,7 +120,7 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             --block-data-path= --bert-load= --ict-load= --ict-head-size= --biencoder-projection-dim=
             --biencoder-shared-query-context-model --indexer-batch-size= --indexer-log-interval=
             --retriever-report-topk-accuracies=* --retriever-score-scaling --retriever-seq-length=
-            --use-one-sent-docs --no-data-sharding --faiss-use-gpu=* --qa-data-test=* --train-with-neg=*
+            --use-one-sent-docs --faiss-use-gpu=* --qa-data-test=* --train-with-neg=*
             --train-hard-neg=* --retro-add-retriever=* --retro-cyclic-train-iters=*
             --retro-encoder-attention-dropout=* --retro-encoder-hidden-dropout=* --retro-encoder-layers=*
             --retro-num-neighbors=* --retro-num-retrieved-chunks=* --retro-return-doc-ids=*

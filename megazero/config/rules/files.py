@@ -132,6 +132,13 @@ DATA_RULES: tuple[Rule, ...] = (
             c.config.data.train_data_exact_num_epochs is None or c.config.data.dataloader_type == "single"
         ),
     ),
+    Rule(
+        "data_sharding_needs_cyclic",
+        ("data.data_sharding", "data.dataloader_type"),
+        "`dataloader_type` must be cyclic with `data_sharding`",
+        "add `--dataloader-type cyclic` or leave out `--data-sharding`",
+        lambda c: not c.config.data.data_sharding or c.config.data.dataloader_type == "cyclic",
+    ),
 )
 
 OUTPUT_RULES: tuple[Rule, ...] = (

@@ -6,7 +6,7 @@ and `inquest.py` makes all ranks agree on one answer.
 """
 
 from megazero.mpu.watch.board import Board, StoreBoard
-from megazero.mpu.watch.group import WatchedGroup
+from megazero.mpu.watch.group import WatchedGroup, watched
 from megazero.mpu.watch.watch import EXIT_STATUS, Watch
 
-__all__ = ["EXIT_STATUS", "Board", "StoreBoard", "Watch", "WatchedGroup"]
+__all__ = ["EXIT_STATUS", "Board", "StoreBoard", "Watch", "WatchedGroup", "watched"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,10 +11,13 @@ from megazero.errors import CommunicationError
 from megazero.mpu.group import DONE, Group, Transfer, Work
 from megazero.mpu.messages import gather_values
 from megazero.mpu.watch.log import Call
+from megazero.mpu.watch.watch import Watch
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
 
-if TYPE_CHECKING:
-    from megazero.mpu.watch.watch import Watch
+
+def watched(group: Group, watch: Watch, *, check_on: torch.device | str | None = None) -> Group:
+    """A group of several members as a `WatchedGroup`; a group of one as it is."""
+    return group if group.size == 1 else WatchedGroup(group, watch, check_on)
 
 
 class WatchedGroup(WrappingGroup):

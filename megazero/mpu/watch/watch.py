@@ -26,10 +26,9 @@ from types import FrameType, TracebackType
 import torch
 
 from megazero.errors import CommunicationError
-from megazero.mpu.group import Group, Work
+from megazero.mpu.group import Work
 from megazero.mpu.watch.board import Board
 from megazero.mpu.watch.diagnose import spell_ranks
-from megazero.mpu.watch.group import WatchedGroup
 from megazero.mpu.watch.inquest import Inquest
 from megazero.mpu.watch.log import HERE, Call, CallLog, Lane, spell_place
 from megazero.mpu.watch.report import Alarm, CallRecord, LaneRecord, Report
@@ -100,10 +99,6 @@ class Watch:
             self._inquest.announce(socket.gethostname(), self._log.path)
             atexit.register(self._at_exit)
             self._start(self._watch_calls, self._watch_board)
-
-    def wrap(self, group: Group, *, check_on: torch.device | str | None = None) -> Group:
-        """`group` with its calls recorded and, if `check_on` is given, compared before each collective."""
-        return group if group.size == 1 else WatchedGroup(group, self, check_on)
 
     def report(self, error: BaseException) -> None:
         """Tell the other processes that this one ends with `error`; return once the diagnosis is printed."""

@@ -111,6 +111,8 @@ def test_a_switch_without_effect_swallows_no_value() -> None:
         ("--num-layers-per-virtual-pipeline-stage 2", "parallel.num_layers_per_virtual_pipeline_stage", 2),
         ("--distribute-checkpointed-activations", "recompute.partition_activations", True),
         ("--checkpoint-in-cpu", "recompute.offload", True),
+        ("--data-sharding", "data.data_sharding", True),
+        ("--no-data-sharding", "data.data_sharding", False),
     ],
 )
 def test_flags_of_parallel_training_are_settings(argv: str, path: str, value: object) -> None:
