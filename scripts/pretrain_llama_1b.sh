@@ -28,7 +28,7 @@ FLAGS=(
     --num-layers 22
     --hidden-size 2048
     --num-attention-heads 32
-    --num-query-groups 4
+    --num-key-value-heads 4
     --ffn-hidden-size 5632
     --seq-length 2048
     --position-embedding-type rope

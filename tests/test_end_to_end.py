@@ -40,7 +40,7 @@ COMMON = (
 SHAPES = {
     "gpt2": "",
     "llama": "--use-rotary-position-embeddings --swiglu --normalization RMSNorm --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --num-query-groups 2 --sequence-parallel "
+    "--untie-embeddings-and-output-weights --num-key-value-heads 2 --sequence-parallel "
     "--tensor-model-parallel-size 2",
 }
 

@@ -16,6 +16,7 @@ from megazero.config.fields import FieldSpec, Kind
 
 _LARGEST_EXPONENT = 30  # 1e30 is more than any count here; 1e999999999 would fill the memory
 _LONGEST_NUMBER = 40  # characters
+_LARGEST = 2**63 - 1  # what an integer of 64 bits holds, as sample numbers and file offsets do
 
 
 class Unreadable(ValueError):
@@ -69,16 +70,22 @@ def coerce(spec: FieldSpec, value: Any) -> Any:
 
 def _read_int(spec: FieldSpec, value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
-        return value
+        return _of_64_bits(value)
     if isinstance(value, float | str):
         text = str(value).strip()
         if len(text) > _LONGEST_NUMBER:
             raise Unreadable("must be an integer of fewer digits")
         if re.fullmatch(r"[+-]?\d+(_\d+)*", text):
-            return int(text)
+            return _of_64_bits(int(text))
         if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text):
-            return _exact_int(text)
+            return _of_64_bits(_exact_int(text))
     raise Unreadable("must be an integer")
+
+
+def _of_64_bits(number: int) -> int:
+    if abs(number) > _LARGEST:
+        raise Unreadable(f"must be an integer of at most 64 bits, no larger than {_LARGEST}")
+    return number
 
 
 def _exact_int(text: str) -> int:
@@ -93,7 +100,10 @@ def _exact_int(text: str) -> int:
 
 def _read_float(spec: FieldSpec, value: Any) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise Unreadable("must be a number that a float can hold") from error
     if isinstance(value, str):
         try:
             return float(value)
@@ -112,11 +122,19 @@ def _read_choice(spec: FieldSpec, value: Any) -> Any:
     if isinstance(spec.choices[0], int):
         return _read_numbered_choice(spec, value)
     by_lower = {choice.lower(): choice for choice in spec.choices}
+    by_lower |= {word.lower(): choice for word, choice in spec.synonyms.items()}
     if isinstance(value, str) and value.lower() in by_lower:
         return by_lower[value.lower()]
-    hint = nearest(value, spec.choices) if isinstance(value, str) else None
-    close = f" (did you mean {hint}?)" if hint else ""
-    raise Unreadable(f"must be one of {', '.join(spec.choices)}{close}")
+    raise Unreadable(f"must be one of {', '.join(spec.choices)}{_why_not(spec, value)}")
+
+
+def _why_not(spec: FieldSpec, value: Any) -> str:
+    """Why this choice is not offered, or the nearest one that is."""
+    if not isinstance(value, str):
+        return ""
+    reasons = {name.lower(): f" ({name} {reason})" for name, reason in spec.refused.items()}
+    hint = nearest(value, [*spec.choices, *spec.synonyms])
+    return reasons.get(value.lower(), f" (did you mean {hint}?)" if hint else "")
 
 
 def _read_numbered_choice(spec: FieldSpec, value: Any) -> int:

@@ -30,6 +30,11 @@ def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> 
     return found
 
 
+def filled_model(model: ModelConfig) -> ModelConfig:
+    """The same model with the settings whose default follows from others written out."""
+    return model.model_copy(update={name: getattr(model, source) for name, source in _RESOLVED.items()})
+
+
 def data_parallel_size(config: Config, world_size: int) -> int:
     """Replicas of the model: world size / (tensor x pipeline x context); ConfigError if that is not whole."""
     ranks = model_ranks(config)

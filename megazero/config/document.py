@@ -103,15 +103,25 @@ def _read_section(document: Document, loader: yaml.SafeLoader, entry: _YamlKey, 
 def _read_value(
     document: Document, loader: yaml.SafeLoader, spec: FieldSpec, node: yaml.Node, where: str
 ) -> None:
-    value: Any = getattr(node, "value", None)
     try:
-        value = loader.construct_object(node, deep=True)
+        value = _construct(loader, spec, node)
         document.settings.append(Setting(spec, coerce(spec, value), where))
-    except ValueError as error:
-        # YAML itself refuses things such as the date 2026-99-99 with a bare ValueError
-        must = error if isinstance(error, Unreadable) else f"must be a valid {spec.type_name}"
-        document.problems.append(f"{where}: `{spec.path}` {must}, but is `{str(value)[:80]}`.")
+    except Unreadable as error:
+        shown = f"`{node.value[:80]}`" if isinstance(node, yaml.ScalarNode) else f"a {node.id}"
+        document.problems.append(f"{where}: `{spec.path}` {error}, but is {shown}.")
         document.broken.add(spec.path)
+
+
+def _construct(loader: yaml.SafeLoader, spec: FieldSpec, node: yaml.Node) -> Any:
+    """The node's value.
+
+    PyYAML refuses what does not fit a tag, such as the date 2026-99-99 or an empty `!!int`, with whatever
+    Python raises for it; all of these are Unreadable here.
+    """
+    try:
+        return loader.construct_object(node, deep=True)
+    except (ValueError, LookupError, ArithmeticError, TypeError, AttributeError) as error:
+        raise Unreadable(f"must be a valid {spec.type_name}") from error
 
 
 def _unknown_key(entry: _YamlKey, name: str, section: str | None = None) -> str:

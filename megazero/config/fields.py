@@ -42,6 +42,10 @@ class FieldSpec:
     aliases: tuple[str, ...]
     switches: Mapping[str, Any]
     yielding: frozenset[str]
+    implies: Mapping[str, tuple[str, Any]]
+    beside: Mapping[str, tuple[str, str]]
+    synonyms: Mapping[str, Any]
+    refused: Mapping[str, str]
     unit: str | None
 
     @property
@@ -109,6 +113,10 @@ def _field_spec(section: str, name: str, annotation: Any, info: FieldInfo) -> Fi
         aliases=tuple(extra["aliases"]),
         switches=types.MappingProxyType(extra["switches"]),
         yielding=frozenset(extra["yielding"]),
+        implies=types.MappingProxyType(extra["implies"]),
+        beside=types.MappingProxyType(extra["beside"]),
+        synonyms=types.MappingProxyType(extra["synonyms"]),
+        refused=types.MappingProxyType(extra["refused"]),
         unit=extra["unit"],
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from megazero.config.coerce import Unreadable, coerce, nearest
 from megazero.config.compat import FOREIGN_FLAGS, Ignored, verdict
-from megazero.config.fields import FIELDS, FieldSpec, Kind
+from megazero.config.fields import FIELD_BY_PATH, FIELDS, FieldSpec, Kind
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def scan(argv: Sequence[str]) -> Scan:
         following = [] if equals else _values_after(argv, position)
         position += _read_flag(result, name, values, following, argv)
     result.settings = _settle(result)
-    result.problems += _deepspeed_pair(result)
+    result.problems += _deepspeed_pair(result) + _missing_companions(result, argv)
     return result
 
 
@@ -125,6 +125,21 @@ def _deepspeed_pair(result: Scan) -> list[str]:
     if result.deepspeed_config is not None and not result.deepspeed:
         return ["`--deepspeed_config` must go with `--deepspeed`, but it is missing; add it."]
     return []
+
+
+def _missing_companions(result: Scan, argv: Sequence[str]) -> list[str]:
+    """Flags that Megatron reads only beside another one: alone, they are no settings there."""
+    given = {token.split("=")[0] for token in argv}
+    found = []
+    for setting in result.settings:
+        companion, otherwise = setting.spec.beside.get(setting.source, (None, ""))
+        if companion is not None and companion not in given:
+            found.append(
+                f"`{setting.source}` must go with `{companion}`, without which {otherwise}, but is "
+                f"{setting.value}; add it, or leave `{setting.source}` out."
+            )
+            result.broken.add(setting.spec.path)
+    return found
 
 
 def _is_flag(token: str) -> bool:
@@ -203,6 +218,9 @@ def _read_field(result: Scan, flag: Flag, inline: list[str], following: list[str
     try:
         value = coerce(spec, values if many and not inline else values[0])
         result.settings.append(Setting(spec, value, flag.name))
+        if flag.name in spec.implies:
+            sibling, implied = spec.implies[flag.name]
+            result.settings.append(Setting(FIELD_BY_PATH[f"{spec.section}.{sibling}"], implied, flag.name))
     except Unreadable as error:
         result.problems.append(f"`{flag.name}` {error}, but is `{' '.join(values)}`.")
         result.broken.add(spec.path)

@@ -52,30 +52,63 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Rise:
+    """A warmup that is counted in another unit than the decay after it."""
+
+    length: float
+    unit: Unit
+
+
+@dataclass(frozen=True)
 class LrLengths:
     """Lengths of the learning rate schedule, all counted in `unit`.
 
-    A warmup that is a fraction of the decay need not be a whole number; `wsd_decay` is None without WSD.
+    Attributes:
+        unit: what the schedule counts in.
+        warmup: where the warmup ends; not a whole number if it is set as a fraction.
+        decay: where the decay ends.
+        wsd_decay: the length of the final decay of WSD; None without it.
+        rise: the warmup in the unit that it was given in, if that is another one. Megatron-DeepSpeed warms up
+            over iterations or samples and then decays over tokens, from those consumed by then.
     """
 
     unit: Unit
     warmup: float
     decay: int
     wsd_decay: int | None
+    rise: Rise | None = None
 
     @classmethod
-    def of(cls, config: Config, end: Progress) -> LrLengths:
-        """The lengths for a training until `end`; a decay without a given length runs until then."""
+    def of(cls, config: Config, steps: Steps, end: Progress) -> LrLengths:
+        """The lengths for a training of these steps until `end`.
+
+        A decay without a given length is as long as the training's limit in its unit, reached or not, as in
+        Megatron; without one in its unit it runs to the end of the training.
+        """
         values, unit = config.optimizer, _lr_unit(config)
         decay = getattr(values, f"lr_decay_{unit}")
         if decay is None:
-            decay = end.count(unit)
-        if values.lr_warmup_fraction is not None:
-            warmup = values.lr_warmup_fraction * decay
-        else:
-            warmup = getattr(values, f"lr_warmup_{unit}")
+            decay = getattr(config.training, f"train_{unit}") or end.count(unit)
+        rise = _rise(config, unit, decay)
         wsd_decay = getattr(values, f"lr_wsd_decay_{unit}") if values.lr_decay_style == "WSD" else None
-        return cls(unit, warmup, decay, wsd_decay)
+        if rise.unit == unit:
+            return cls(unit, rise.length, decay, wsd_decay)
+        return cls(unit, steps.convert(rise.length, rise.unit, unit), decay, wsd_decay, rise)
+
+
+def _rise(config: Config, unit: Unit, decay: int) -> Rise:
+    """The warmup as it is given. A fraction is one of the decay, but beside a decay in tokens, as in
+    Megatron-DeepSpeed, of the training's iterations or samples.
+    """
+    values, training = config.optimizer, config.training
+    if values.lr_warmup_fraction is None:
+        given: Unit = next((u for u in UNITS if getattr(values, f"lr_warmup_{u}")), unit)
+        return Rise(getattr(values, f"lr_warmup_{given}"), given)
+    if unit == "tokens" and training.train_iters is not None:
+        return Rise(values.lr_warmup_fraction * training.train_iters, "iters")
+    if unit == "tokens" and training.train_samples is not None:
+        return Rise(values.lr_warmup_fraction * training.train_samples, "samples")
+    return Rise(values.lr_warmup_fraction * decay, unit)
 
 
 @dataclass(frozen=True)
@@ -93,6 +126,12 @@ class Evaluations:
     batches: int
     batch_size: int
     micro_batches: int
+
+    @classmethod
+    def of(cls, config: Config, steps: Steps) -> Evaluations:
+        """The evaluations between these steps."""
+        training, size = config.training, steps.ramp.final
+        return cls(training.eval_interval, training.eval_iters, size, size // steps.unit)
 
     @property
     def samples(self) -> int:
@@ -158,14 +197,8 @@ def horizon_of(config: Config, data_parallel_size: int, start: Progress = BEGINN
         ConfigError: no limit is set.
     """
     steps, limits = Steps.of(config, data_parallel_size, start), Limits.of(config)
-    training = config.training
-    batch_size = steps.ramp.final
-    return Horizon(
-        steps,
-        limits,
-        LrLengths.of(config, limits.end(steps)),
-        Evaluations(training.eval_interval, training.eval_iters, batch_size, batch_size // steps.unit),
-    )
+    lengths = LrLengths.of(config, steps, limits.end(steps))
+    return Horizon(steps, limits, lengths, Evaluations.of(config, steps))
 
 
 def _lr_unit(config: Config) -> Unit:

@@ -16,6 +16,10 @@ def option(
     aliases: tuple[str, ...] = (),
     switches: Mapping[str, Any] | None = None,
     yielding: tuple[str, ...] = (),
+    implies: Mapping[str, tuple[str, Any]] | None = None,
+    beside: Mapping[str, tuple[str, str]] | None = None,
+    synonyms: Mapping[str, Any] | None = None,
+    refused: Mapping[str, str] | None = None,
     unit: str | None = None,
 ) -> Any:
     """Declare one field of a section.
@@ -29,6 +33,10 @@ def option(
         switches: valueless flags that set this field to a constant, name -> constant.
         yielding: the switches that give way to any other flag of this field, as they do in
             Megatron scripts: `--no-position-embedding` beside `--use-rotary-position-embeddings` is rotary.
+        implies: flags that set another field of the section too, flag -> (that field, its value).
+        beside: flags that count only beside another one, flag -> (the other one, what it means without that).
+        synonyms: other words for a choice, word -> choice.
+        refused: choices of other trainers that are not offered, choice -> the reason.
         unit: what the number counts.
     """
     extra = {
@@ -36,27 +44,35 @@ def option(
         "aliases": list(aliases),
         "switches": dict(switches or {}),
         "yielding": list(yielding),
+        "implies": dict(implies or {}),
+        "beside": dict(beside or {}),
+        "synonyms": dict(synonyms or {}),
+        "refused": dict(refused or {}),
         "unit": unit,
     }
     return Field(default, description=help, json_schema_extra=extra)
 
 
 def _split_proportions(text: str) -> str:
-    parts = text.replace("/", ",").split(",")
+    plain = text.strip().strip("'\"").strip()
     try:
-        shares = [float(part) for part in parts]
+        shares = [float(part) for part in plain.replace("/", ",").split(",")]
     except ValueError:
         shares = []
-    if len(shares) != 3 or not all(0 <= share < float("inf") for share in shares) or sum(shares) <= 0:
-        raise ValueError("must be three proportions such as 969,30,1, none negative and not all zero")
-    return text
+    sound = all(0 <= share < float("inf") for share in shares) and sum(shares) > 0
+    if not sound or not 1 <= len(shares) <= 3:
+        raise ValueError("must be one to three proportions such as 969,30,1, none negative and not all zero")
+    return plain
 
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
 """A dropout rate, a decay of a running mean, a share of the schedule: in [0, 1)."""
 
 Proportions = Annotated[str, AfterValidator(_split_proportions)]
-"""Train, validation and test proportions, separated by commas (or slashes, as Megatron also reads)."""
+"""Train, validation and test proportions, separated by commas or slashes; those left out are 0.
+
+Quotes around them, which a script may pass on, are taken off.
+"""
 
 
 class Section(BaseModel):

@@ -12,9 +12,10 @@ from pathlib import Path
 from megazero.config.compat import FOREIGN_FLAGS, Foreign
 from megazero.config.deepspeed.row import NOTHING, KeyRow
 from megazero.config.deepspeed.table import GROUPS
+from megazero.config.defaults import DECISIONS
 from megazero.config.fields import FIELDS, SECTIONS, FieldSpec, Kind, section_title
 from megazero.config.flags import COMMANDS
-from megazero.config.rules import RULES, Rule
+from megazero.config.rules import NOTES, RULES, Note, Rule
 
 _HEADER = "<!-- Written by `python -m megazero.config.reference docs`; do not edit. -->"
 
@@ -27,6 +28,10 @@ Each key either sets fields of the tree, or has no effect here (one warning name
 reasons), or is refused with what to do instead. Unknown keys, keys given twice and values of the wrong type
 are refused. `null` leaves a key out. An integer may be written as `5e8`. Nothing below a key of type object
 is read.
+
+A key that counts only beside another one, such as `fp16.loss_scale` beside `fp16.enabled`, has no effect
+without it and is named in the same warning. `--loss-scale` has no effect beside a JSON whose `fp16` scales
+the loss dynamically: Megatron-DeepSpeed's scripts pass the exponent of `initial_scale_power` there.
 
 Where "auto" is allowed, the value is what flags, YAML or the caller give. For `reduce_bucket_size`,
 `stage3_prefetch_bucket_size` and `stage3_param_persistence_threshold` it is h x h, 0.9 x h x h and 10 x h,
@@ -47,14 +52,16 @@ def configuration_page() -> str:
         "A run is determined by one tree of settings. Each setting is a flag and a key of the YAML file",
         "that `--config FILE` reads (`section: {key: value}`). Defaults give way to the file, and the file",
         "to flags. A DeepSpeed JSON is read into the same tree ([deepspeed_json.md](deepspeed_json.md)).",
-        "`--check-config` prints the resolved tree and exits: 0 accepted, 2 refused, with every",
-        "reason at once. It judges the layout for the number of ranks in the environment's `WORLD_SIZE`",
-        "(1 if unset). Names are Megatron-LM's wherever it has one. Rules across settings are in",
-        "[compatibility.md](compatibility.md).",
+        "`--check-config` prints the resolved tree, in which what follows from other settings is filled in,",
+        "and exits: 0 accepted, 2 refused, with every reason at once. It judges the layout for the number of",
+        "ranks in the environment's `WORLD_SIZE` (1 if unset). Names are Megatron-LM's wherever it has one.",
+        "Rules across settings are in [compatibility.md](compatibility.md).",
         "",
         "Choices are read in any case. An integer may be written as `1e6`, because that is exact. A switch",
         "takes no value; `--switch=false` turns off what the file turns on. A flag given twice keeps its",
         "last value, with a warning; two different flags that set the same thing differently are refused.",
+        "Settings that have no effect beside the others, such as `--save-interval` without `--save`, are",
+        "named in a line of the log.",
         "",
         *_table(("Command", "Meaning"), ((f"`{name}`", text) for name, text in COMMANDS.items())),
     ]
@@ -62,7 +69,7 @@ def configuration_page() -> str:
         rows = (_field_row(spec) for spec in FIELDS if spec.section == section)
         lines += ["", f"## {section_title(section)} (`{section}`)", ""]
         lines += _table(("Flag", "Key", "Type", "Default", "Meaning"), rows)
-    return "\n".join([*lines, *_foreign_lines()]) + "\n"
+    return "\n".join([*lines, *_default_lines(), *_foreign_lines()]) + "\n"
 
 
 def compatibility_page() -> str:
@@ -76,6 +83,13 @@ def compatibility_page() -> str:
         "broken rules are reported at once, by name.",
         "",
         *_table(("Rule", "What must hold", "Settings", "What to do"), (_rule_row(rule) for rule in RULES)),
+        "",
+        "## Accepted without effect",
+        "",
+        "Both Megatrons accept these settings in silence where another one is missing, and do nothing.",
+        "Here a line of the log says so.",
+        "",
+        *_table(("Settings", "Without", "What does not happen"), (_note_row(note) for note in NOTES)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -157,6 +171,27 @@ def _default(spec: FieldSpec) -> str:
 def _rule_row(rule: Rule) -> tuple[str, ...]:
     paths = rule.fields or rule.reads
     return (f"`{rule.name}`", rule.message, ", ".join(f"`{path}`" for path in paths), rule.remedy)
+
+
+def _default_lines() -> list[str]:
+    heads = ("Setting", "Here", "Megatron-LM", "Megatron-DeepSpeed", "Why")
+    rows = (
+        (f"`{each.path}`", each.here, each.megatron_lm, each.megatron_deepspeed, each.why)
+        for each in DECISIONS
+    )
+    return [
+        "",
+        "## Defaults decided here",
+        "",
+        "Where Megatron-LM and Megatron-DeepSpeed give a setting the same default, it is the default here.",
+        "They differ in these settings, or neither's default would do:",
+        "",
+        *_table(heads, rows),
+    ]
+
+
+def _note_row(note: Note) -> tuple[str, ...]:
+    return (", ".join(f"`{path}`" for path in note.fields), f"`{note.without}`", note.effect)
 
 
 def _foreign_lines() -> list[str]:

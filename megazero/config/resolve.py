@@ -12,12 +12,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from megazero.config.compat import Ignored, contradiction
-from megazero.config.deepspeed import DeepSpeedSettings, conflicts, read_deepspeed
-from megazero.config.document import Document, read_file, to_yaml
+from megazero.config.deepspeed import DeepSpeedSettings, conflicts, left_to_json, read_deepspeed
+from megazero.config.document import Document, read_file
 from megazero.config.fields import FIELDS, SECTIONS, FieldSpec
 from megazero.config.flags import Scan, Setting, scan
 from megazero.config.help import format_help
-from megazero.config.rules import check, value_at
+from megazero.config.rules import check, notes_on, value_at
+from megazero.config.shown import shown_config
 from megazero.config.tree import Config, Section
 from megazero.errors import ConfigError
 from megazero.version import VERSION
@@ -52,16 +53,43 @@ def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resol
     given = [*document.settings, *flags.settings]
     deepspeed = _read_deepspeed(flags, given, ranks)
     problems += [*deepspeed.problems, *deepspeed.script_problems]
-    problems += conflicts(flags.settings, deepspeed.settings)
-    layers = (deepspeed.defaults, document.settings, deepspeed.settings, flags.settings)
+    overruled = left_to_json(flags.settings, deepspeed)
+    heard = [setting for setting in flags.settings if setting not in overruled]
+    problems += conflicts(heard, deepspeed.settings)
+    layers = (deepspeed.defaults, document.settings, deepspeed.settings, heard)
     settings = {setting.spec.path: setting for layer in layers for setting in layer}
     broken = flags.broken | ((document.broken | deepspeed.broken) - {s.spec.path for s in flags.settings})
-    config = _build(settings, broken, problems)
+    config = _with_default_tokenizer(_build(settings, broken, problems), broken)
     problems += [line for each in flags.ignored if (line := _contradiction(each, config, broken))]
     problems += check(config, ranks, broken)
     if problems:
         raise ConfigError(problems)
-    return Resolved(config, _warnings(flags, deepspeed), flags.check_only)
+    said = [_overruled(each, deepspeed, config) for each in overruled]
+    return Resolved(config, (*_warnings(flags, deepspeed), *said, *notes_on(config)), flags.check_only)
+
+
+def _with_default_tokenizer(config: Config, broken: set[str]) -> Config:
+    """Without a tokenizer's name a launch takes GPT-2's, as `pretrain_gpt.py` of both Megatrons does.
+
+    Here `--vocab-size` alone is enough for data that are token ids already: then there is no tokenizer.
+    """
+    section = config.tokenizer
+    named = section.tokenizer_type is not None or "tokenizer.tokenizer_type" in broken
+    files = (section.vocab_file, section.merge_file, section.tokenizer_model)
+    sized = config.model.vocab_size is not None or "model.vocab_size" in broken
+    if named or (sized and not any(files)):
+        return config
+    section = section.model_copy(update={"tokenizer_type": "GPT2BPETokenizer"})
+    return config.model_copy(update={"tokenizer": section})
+
+
+def _overruled(flag: Setting, deepspeed: DeepSpeedSettings, config: Config) -> str:
+    first = config.precision.initial_loss_scale
+    return (
+        f"`{flag.source} {flag.value:g}` has no effect beside `fp16.enabled` of {deepspeed.name}, as in "
+        f"Megatron-DeepSpeed: the loss scale is dynamic and starts at {first:g}; a static one is set by "
+        "`fp16.loss_scale` there."
+    )
 
 
 def _read_deepspeed(flags: Scan, given: list[Setting], ranks: int | None) -> DeepSpeedSettings:
@@ -107,7 +135,7 @@ def resolve_or_exit(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Co
     for warning in resolved.warnings:
         _say(f"{program}: {warning}", speaks, sys.stderr)
     if resolved.check_only:
-        _say(to_yaml(resolved.config).rstrip(), speaks, sys.stdout)
+        _say(shown_config(resolved.config, world_size_of_environment([])).rstrip(), speaks, sys.stdout)
         raise SystemExit(0)
     return resolved.config
 
@@ -125,9 +153,11 @@ def _say(text: str, speaks: bool, stream: Any) -> None:
 def world_size_of_environment(problems: list[str]) -> int | None:
     """WORLD_SIZE as torchrun sets it, or 1; None and a problem if it is not a positive integer."""
     text = os.environ.get("WORLD_SIZE", "1")
-    if text.isdecimal() and int(text) > 0:
+    if text.isdecimal() and len(text) < 10 and int(text) > 0:
         return int(text)
-    problems.append(f"the environment's `WORLD_SIZE` must be a positive integer, but is `{text}`; unset it.")
+    problems.append(
+        f"the environment's `WORLD_SIZE` must be a positive integer, but is `{text[:40]}`; unset it."
+    )
     return None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -210,6 +210,21 @@ class Steps:
             return self.start.iteration
         first = self._stretches[index - 1]
         return first.before.iteration + (samples - first.before.samples) // first.batch_size
+
+    def convert(self, length: float, unit: Unit, into: Unit) -> float:
+        """How much of `into` is consumed when `length` of `unit` is, as if a step could be divided.
+
+        Steps before `start` that were others than these are taken to be alike.
+        """
+        whole = replace(self, start=BEGINNING)
+        if self.start != BEGINNING and whole.before(self.start.iteration) == self.start:
+            return whole.convert(length, unit, into)
+        if length <= self.start.count(unit):
+            return self.start.count(into) * (length / self.start.count(unit)) if length else 0.0
+        index = bisect_right(self._stretches, length, key=lambda first: first.before.count(unit))
+        first = self._stretches[max(index, 1) - 1]
+        times = (length - first.before.count(unit)) / (first.after.count(unit) - first.before.count(unit))
+        return first.before.count(into) + times * (first.after.count(into) - first.before.count(into))
 
     def reaching(self, tokens: int) -> int:
         """The fewest steps that consume at least `tokens`, and at least those before `start`."""

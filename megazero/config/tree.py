@@ -7,11 +7,12 @@ what spans fields. Names are Megatron's wherever Megatron has one.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megazero.config.option import Probability, Proportions, Section, option
+from megazero.config.option import Probability, Section, option
+from megazero.config.sources import DataConfig, TokenizerConfig
 from megazero.config.tree_output import CheckpointConfig, LoggingConfig
 
 
@@ -31,8 +32,15 @@ class ModelConfig(Section):
     )
     num_query_groups: PositiveInt | None = option(
         None,
-        "key/value heads of grouped-query attention; default: one per query head",
+        "key/value heads of grouped-query attention; default: one per query head. --num-query-groups goes "
+        "with --group-query-attention",
         aliases=("--num-key-value-heads",),
+        beside={
+            "--num-query-groups": (
+                "--group-query-attention",
+                "Megatron-LM gives every query head its own key/value head",
+            )
+        },
     )
     kv_channels: PositiveInt | None = option(None, "width of one head; default: hidden / heads")
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
@@ -51,7 +59,8 @@ class ModelConfig(Section):
     norm_epsilon: PositiveFloat = option(1e-5, "added to the variance", aliases=("--layernorm-epsilon",))
     activation: Literal["gelu", "gelu_exact", "swiglu", "squared_relu"] = option(
         "gelu",
-        "MLP nonlinearity; gelu is the tanh form of GPT-2, gelu_exact the erf form",
+        "MLP nonlinearity; gelu is the tanh form of GPT-2, gelu_exact the erf form, and the default where "
+        "linear layers have no biases",
         switches={
             "--swiglu": "swiglu",
             "--squared-relu": "squared_relu",
@@ -78,6 +87,14 @@ class ModelConfig(Section):
     apply_residual_connection_post_layernorm: bool = option(
         False, "take the residual after the normalization instead of before"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gelu_without_bias(cls, data: Any) -> Any:
+        """Megatron's fused bias and GELU is the tanh form; without a bias it takes torch's exact GELU."""
+        if isinstance(data, dict) and data.get("add_bias_linear") is False:
+            return {"activation": "gelu_exact", **data}
+        return data
 
     @property
     def head_dim(self) -> int:
@@ -276,7 +293,9 @@ class PrecisionConfig(Section):
         flag="--params-dtype",
         switches={"--fp16": "fp16", "--bf16": "bf16"},
     )
-    loss_scale: PositiveFloat | None = option(None, "static loss scale of fp16; default: dynamic")
+    loss_scale: PositiveFloat | None = option(
+        None, "static loss scale of fp16 and bf16; default: dynamic for fp16, none for bf16"
+    )
     initial_loss_scale: PositiveFloat = option(2.0**32, "first dynamic loss scale")
     min_loss_scale: PositiveFloat = option(1.0, "floor of the dynamic loss scale")
     loss_scale_window: PositiveInt = option(1000, "good steps before the scale doubles", unit="iterations")
@@ -302,12 +321,14 @@ class RecomputeConfig(Section):
         "every: one layer of each unit",
         flag="--recompute-method",
         aliases=("--activations-checkpoint-method",),
+        # Megatron 2 recomputed whole layers wherever it was told how.
+        implies={"--activations-checkpoint-method": ("granularity", "full")},
     )
     num_layers: PositiveInt = option(
         1,
         "uniform, every: layers per unit; block: layers recomputed per model chunk",
         flag="--recompute-num-layers",
-        aliases=("--checkpoint-num-layers",),
+        aliases=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"),
     )
     partition_activations: bool = option(
         False,
@@ -317,53 +338,6 @@ class RecomputeConfig(Section):
     offload: bool = option(
         False, "keep what a recomputed unit starts from in host memory", flag="--checkpoint-in-cpu"
     )
-
-
-class TokenizerConfig(Section):
-    """Tokenizer"""
-
-    tokenizer_type: (
-        Literal[
-            "GPT2BPETokenizer",
-            "HFTokenizer",
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
-            "ByteLevelTokenizer",
-            "NullTokenizer",
-            "BertWordPieceLowerCase",
-            "BertWordPieceCase",
-        ]
-        | None
-    ) = option(None, "kind of tokenizer")
-    vocab_file: str | None = option(None, "vocabulary file (GPT-2: vocab.json; BERT: vocab.txt)")
-    merge_file: str | None = option(None, "BPE merges file")
-    tokenizer_model: str | None = option(None, "sentencepiece model, tokenizer.json, or a folder with one")
-    vocab_extra_ids: NonNegativeInt = option(0, "sentinel tokens added to the vocabulary")
-
-
-class DataConfig(Section):
-    """Data"""
-
-    data_path: tuple[str, ...] = option((), "one dataset prefix, or WEIGHT PREFIX pairs to blend")
-    train_data_path: tuple[str, ...] = option((), "prefix or blend for training alone")
-    valid_data_path: tuple[str, ...] = option((), "prefix or blend for validation alone")
-    test_data_path: tuple[str, ...] = option((), "prefix or blend for testing alone")
-    split: Proportions = option("969, 30, 1", "train, validation and test proportions of --data-path")
-    data_cache_path: str | None = option(None, "folder for built indexes; default: beside the data")
-    train_data_exact_num_epochs: PositiveInt | None = option(None, "exact number of epochs in the index")
-    dataloader_type: Literal["single", "cyclic"] = option(
-        "single", "single: one pass in index order; cyclic: reshuffled every epoch, without end"
-    )
-    data_sharding: bool = option(
-        False,
-        "cyclic in Megatron's order, rank by rank; a resume on other ranks repeats and leaves out samples",
-        switches={"--no-data-sharding": False},
-    )
-    num_workers: NonNegativeInt = option(2, "batches read ahead by a background thread; 0 reads in line")
-    reset_position_ids: bool = option(False, "count positions anew after each end of document")
-    reset_attention_mask: bool = option(False, "let tokens attend only within their document")
-    eod_mask_loss: bool = option(False, "leave end-of-document inputs out of the loss")
-    mock_data: bool = option(False, "train on deterministic random tokens instead of files")
 
 
 class TrainingConfig(Section):

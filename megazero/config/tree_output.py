@@ -22,10 +22,14 @@ class CheckpointConfig(Section):
     )
     save_interval: PositiveInt | None = option(None, "iterations between checkpoints", unit="iterations")
     save_retain_interval: PositiveInt | None = option(
-        None, "keep one checkpoint per this many iterations, whatever --keep-last says", unit="iterations"
+        None,
+        "keep one checkpoint per this many iterations; others but the newest --keep-last are removed",
+        unit="iterations",
     )
     keep_last: PositiveInt | None = option(
-        None, "keep this many of the newest checkpoints; default: all", aliases=("--most-recent-k",)
+        None,
+        "keep this many of the newest checkpoints; default: all, or 1 with --save-retain-interval",
+        aliases=("--most-recent-k",),
     )
     async_save: bool = option(False, "write checkpoints in the background while training goes on")
     async_save_limit: PositiveInt = option(1, "checkpoints that may be on their way to disk at a time")
@@ -48,6 +52,11 @@ class CheckpointConfig(Section):
         flag="--override-opt_param-scheduler",
         aliases=("--override-opt-param-scheduler",),
     )
+
+    @property
+    def kept_last(self) -> int | None:
+        """How many of the newest checkpoints are kept; None keeps all."""
+        return self.keep_last or (1 if self.save_retain_interval else None)
 
 
 class LoggingConfig(Section):

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megazero.config.horizon import Horizon
+from megazero.config.horizon import Horizon, Rise
 from megazero.config.steps import Progress, Unit
 from megazero.config.tree import OptimizerConfig
 from megazero.errors import ConfigError
@@ -25,10 +25,14 @@ from megazero.errors import ConfigError
 
 @dataclass(frozen=True)
 class Warmup:
-    """Linear rise from the rate `start` over `length` units (not a whole number if set as a fraction)."""
+    """Linear rise from the rate `start` over `length` units (not a whole number if set as a fraction).
+
+    `rise` is the same length in the unit that it is counted in, if that is not the decay's.
+    """
 
     length: float = 0
     start: float = 0.0
+    rise: Rise | None = None
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,10 @@ class LearningRate:
         """The learning rate of the update that follows `progress`."""
         count = progress.count(self.unit)
         warmup, decay = self.warmup, self.decay
-        if warmup.length > 0 and count <= warmup.length:
-            return warmup.start + (self.peak - warmup.start) * float(count) / float(warmup.length)
+        rise = warmup.rise or Rise(warmup.length, self.unit)
+        risen = progress.count(rise.unit)
+        if rise.length > 0 and risen <= rise.length:
+            return warmup.start + (self.peak - warmup.start) * float(risen) / float(rise.length)
         if decay.style == "constant":
             return self.peak
         if count > decay.length:
@@ -177,7 +183,7 @@ def build_learning_rate(optimizer: OptimizerConfig, horizon: Horizon) -> Learnin
     return LearningRate(
         peak=optimizer.lr,
         floor=optimizer.min_lr,
-        warmup=Warmup(lengths.warmup, optimizer.lr_warmup_init),
+        warmup=Warmup(lengths.warmup, optimizer.lr_warmup_init, lengths.rise),
         decay=Decay(optimizer.lr_decay_style, lengths.decay, optimizer.lr_wsd_decay_style, lengths.wsd_decay),
         unit=lengths.unit,
     )

@@ -59,7 +59,7 @@ class Snapshots:
             section.save,
             context,
             disk,
-            Retention(section.keep_last, section.save_retain_interval),
+            Retention(section.kept_last, section.save_retain_interval),
             section.async_save_limit if section.async_save else 0,
         )
         self._fixed = {

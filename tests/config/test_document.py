@@ -70,7 +70,7 @@ logging:
         ),
         (
             "model:\n  num_layers: yes",
-            "f.yaml:2: `model.num_layers` must be an integer, but is `True`.",
+            "f.yaml:2: `model.num_layers` must be an integer, but is `yes`.",
         ),
         (
             "model: {a: [}",

@@ -34,7 +34,15 @@ def values(*argv: str) -> dict[str, object]:
         ("--num-key-value-heads 4", {"model.num_query_groups": 4}),
         ("--override-opt_param-scheduler", {"checkpoint.override_opt_param_scheduler": True}),
         ("--checkpoint-activations", {"recompute.granularity": "full"}),
-        ("--activations-checkpoint-method block", {"recompute.method": "block"}),
+        # Megatron 2 recomputed whole layers wherever a method was given.
+        (
+            "--activations-checkpoint-method block",
+            {"recompute.method": "block", "recompute.granularity": "full"},
+        ),
+        ("--activations-checkpoint-num-layers 2", {"recompute.num_layers": 2}),
+        ("--tokenizer-type HuggingFaceTokenizer", {"tokenizer.tokenizer_type": "HFTokenizer"}),
+        ("--tokenizer-type Llama2Tokenizer", {"tokenizer.tokenizer_type": "Llama2Tokenizer"}),
+        ("--num-query-groups 2 --group-query-attention", {"model.num_query_groups": 2}),
         ("--rampup-batch-size 16 8 1e6", {"batch.rampup_batch_size": (16, 8, 1_000_000)}),
         ("--data-path 0.3 a 0.7 b --lr 1", {"data.data_path": ("0.3", "a", "0.7", "b"), "optimizer.lr": 1.0}),
         ("--data-path=a", {"data.data_path": ("a",)}),
@@ -87,6 +95,19 @@ def test_flags_that_go_together(argv: str, field: str, value: str) -> None:
             "--model-parallel-size 2 --tensor-model-parallel-size 4",
             "`parallel.tensor_model_parallel_size` must be set one way, but `--model-parallel-size` says 2 "
             "and `--tensor-model-parallel-size` says 4; keep one of these flags.",
+        ),
+        (
+            "--activations-checkpoint-method uniform --recompute-granularity selective",
+            "`recompute.granularity` must be set one way, but `--activations-checkpoint-method` says full "
+            "and "
+            "`--recompute-granularity` says selective; keep one of these flags.",
+        ),
+        # Megatron-LM reads the number of groups only beside its switch, and is silent without it.
+        (
+            "--num-query-groups 4",
+            "`--num-query-groups` must go with `--group-query-attention`, without which Megatron-LM gives "
+            "every "
+            "query head its own key/value head, but is 4; add it, or leave `--num-query-groups` out.",
         ),
         ("--hiden-size 64", "unknown flag `--hiden-size`; did you mean `--hidden-size`?"),
         ("--hidden_size 64", "unknown flag `--hidden_size`; did you mean `--hidden-size`?"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megazero.config.horizon import Evaluations, Horizon, Limits, LrLengths, horizon_of
+from megazero.config.horizon import Evaluations, Horizon, Limits, LrLengths, Rise, horizon_of
 from megazero.config.steps import BEGINNING, BatchRamp, Progress, SequenceLengths, Step, Steps
 from megazero.errors import ConfigError
 from tests.config.samples import make_config
@@ -60,7 +60,41 @@ def test_steps_of_a_configuration() -> None:
         ({"optimizer.lr_warmup_samples": 7}, LrLengths("samples", 7, 400, None)),
         ({"optimizer.lr_warmup_tokens": 7}, LrLengths("tokens", 7, 12800, None)),
         ({"optimizer.lr_decay_tokens": 99}, LrLengths("tokens", 0, 99, None)),
-        ({"training.train_iters": None, "training.train_samples": 41}, LrLengths("samples", 0, 40, None)),
+        # as in Megatron, the number that is given, of which the last step here leaves one sample over
+        ({"training.train_iters": None, "training.train_samples": 41}, LrLengths("samples", 0, 41, None)),
+        ({"training.train_tokens": 1280}, LrLengths("iters", 0, 100, None)),
+        # 4 samples of 32 tokens a step: warmup in its own unit, decay in tokens
+        (
+            {"optimizer.lr_decay_tokens": 9999, "optimizer.lr_warmup_iters": 7},
+            LrLengths("tokens", 7 * 128, 9999, None, Rise(7, "iters")),
+        ),
+        (
+            {"optimizer.lr_decay_tokens": 9999, "optimizer.lr_warmup_samples": 10},
+            LrLengths("tokens", 320, 9999, None, Rise(10, "samples")),
+        ),
+        # a fraction beside a decay in tokens is one of the training's iterations or samples
+        (
+            {"optimizer.lr_decay_tokens": 9999, "optimizer.lr_warmup_fraction": 0.25},
+            LrLengths("tokens", 25 * 128, 9999, None, Rise(25, "iters")),
+        ),
+        (
+            {
+                "optimizer.lr_decay_tokens": 9999,
+                "optimizer.lr_warmup_fraction": 0.25,
+                "training.train_iters": None,
+                "training.train_samples": 50,
+            },
+            LrLengths("tokens", 400, 9999, None, Rise(12.5, "samples")),
+        ),
+        (
+            {
+                "optimizer.lr_decay_tokens": 9999,
+                "optimizer.lr_warmup_fraction": 0.25,
+                "training.train_iters": None,
+                "training.train_tokens": 5000,
+            },
+            LrLengths("tokens", 0.25 * 9999, 9999, None),
+        ),
         ({**RAMP, "optimizer.lr_warmup_samples": 7}, LrLengths("samples", 7, 32 + 94 * 12, None)),
         (
             {"optimizer.lr_decay_style": "WSD", "optimizer.lr_wsd_decay_iters": 20},
@@ -147,15 +181,16 @@ def test_resuming_anywhere_gives_the_same_rest(iterations: int | None) -> None:
 )
 def test_resuming_anywhere_gives_the_same_horizon(limits: dict[str, int], unit: str) -> None:
     lengths = {f"training.{name}": limits.get(name) for name in LIMITS}
-    config = make_config({**RAMP, **lengths, f"optimizer.lr_warmup_{unit}": 3})
-    horizon = horizon_of(config, 2)
-    for done in range(horizon.end.iteration + 1):
-        resumed = horizon_of(config, 2, horizon.before(done))
-        assert (resumed.end, resumed.lr, resumed.evaluations) == (
-            horizon.end,
-            horizon.lr,
-            horizon.evaluations,
-        )
+    for more in ({}, {"optimizer.lr_decay_tokens": 3000}):
+        config = make_config({**RAMP, **lengths, f"optimizer.lr_warmup_{unit}": 3, **more})
+        horizon = horizon_of(config, 2)
+        for done in range(horizon.end.iteration + 1):
+            resumed = horizon_of(config, 2, horizon.before(done))
+            assert (resumed.end, resumed.lr, resumed.evaluations) == (
+                horizon.end,
+                horizon.lr,
+                horizon.evaluations,
+            )
 
 
 @pytest.mark.parametrize(
@@ -181,6 +216,35 @@ def test_limits_hold_for_both_parts_when_the_batch_size_changes(
     lengths = {f"training.{name}": limit.get(name) for name in LIMITS}
     config = make_config({"batch.global_batch_size": now, **lengths})
     assert horizon_of(config, 2, here).end == end
+
+
+@pytest.mark.parametrize(
+    ("unit", "length", "into", "expected"),
+    [
+        # 6 samples a step, of 10 tokens for 3 steps, 20 for 2, and 50 from then on
+        ("iters", 0, "tokens", 0),
+        ("iters", 3, "tokens", 180),
+        ("iters", 4.5, "tokens", 180 + 180),
+        ("samples", 33, "tokens", 420 + 150),
+        ("samples", 33, "iters", 5.5),
+        ("tokens", 420, "samples", 30),
+        ("tokens", 90, "iters", 1.5),
+        ("tokens", 420 + 300 * 7, "iters", 12),
+    ],
+)
+def test_converting_a_length(unit: Any, length: float, into: Any, expected: float) -> None:
+    horizon = varying(Limits(iterations=9))
+    assert horizon.steps.convert(length, unit, into) == expected
+    for done in range(9):
+        resumed = varying(Limits(iterations=9), horizon.before(done)).steps
+        assert resumed.convert(length, unit, into) == expected
+
+
+def test_converting_a_length_that_lies_in_steps_of_another_size() -> None:
+    """4 steps of 8 samples where these would have 6: the steps before are taken to be alike."""
+    steps = varying(Limits(iterations=9), Progress(4, 32, 400)).steps
+    assert steps.convert(1, "iters", "tokens") == 100
+    assert steps.convert(5, "iters", "tokens") == 400 + 120
 
 
 def test_the_schedule_spans_both_parts_when_the_batch_size_changes() -> None:

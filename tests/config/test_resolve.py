@@ -94,9 +94,9 @@ def test_an_empty_command_line_is_told_all_that_is_required() -> None:
         (["--rotary-percent", "1.5"], "`--rotary-percent` must be less than or equal to 1, but is `1.5`."),
         (["--num-workers", "-1"], "`--num-workers` must be greater than or equal to 0, but is `-1`."),
         (
-            ["--split", "1,2"],
-            "`--split` must be three proportions such as 969,30,1, none negative and not all zero, "
-            "but is `1,2`.",
+            ["--split", "1,2,3,4"],
+            "`--split` must be one to three proportions such as 969,30,1, none negative and not all zero, "
+            "but is `1,2,3,4`.",
         ),
         (
             ["--rampup-batch-size", "0", "1", "2"],
@@ -114,10 +114,13 @@ def test_the_world_size_comes_from_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert parse_config(argv).config.parallel.tensor_model_parallel_size == 2
     assert "world_size_factors" in violations(argv, world_size=3)[0]
-    monkeypatch.setenv("WORLD_SIZE", "many")
-    assert violations(argv) == [
-        "the environment's `WORLD_SIZE` must be a positive integer, but is `many`; unset it."
-    ]
+    for wrong in ("many", "0", "-1", "9" * 5000):
+        monkeypatch.setenv("WORLD_SIZE", wrong)
+        assert violations(argv) == [
+            f"the environment's `WORLD_SIZE` must be a positive integer, but is `{wrong[:40]}`; unset it."
+        ]
+    # of a very large world the layouts that fit are found without trying every number
+    assert "can be" in violations([*argv, "--pipeline-model-parallel-size", "3"], world_size=2**29)[0]
 
 
 def test_ignored_flags_are_named_in_one_warning() -> None:

@@ -188,11 +188,12 @@ def test_one_rank_with_inf_makes_all_ranks_skip_and_names_the_parameter(bad_rank
         assert bad.startswith(name)
 
 
-def test_static_scale_gives_the_same_step():
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_static_scale_gives_the_same_step(dtype):
     context = solo_context()
     runs = []
     for scale in (1.0, 4096.0):
-        engine = make(context)
+        engine = make(context, dtype=dtype)
         engine.scaler, engine.scaler_state = StaticLossScaler(scale), ScalerState(scale)
         result = step(engine, samples(0, context))
         runs.append((result, masters(engine)))

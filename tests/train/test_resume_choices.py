@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from megazero.checkpoint import iteration_folder, parts_to_read
+from megazero.checkpoint import iteration_folder, parts_to_read, saved_iterations
 from megazero.checkpoint.manifest import STATE
 from megazero.config.horizon import horizon_of
 from megazero.config.tree import CheckpointConfig, Config
@@ -61,6 +61,19 @@ def train(folder: Path, **choices: Any) -> dict[str, torch.Tensor]:
     snapshots.save(state)
     snapshots.saver.close()
     return values(engine)
+
+
+def test_a_retain_interval_alone_keeps_its_multiples_and_the_newest(tmp_path):
+    # As in Megatron-LM; it was once refused without `keep_last`.
+    config, context = config_of(tmp_path / "run", save_retain_interval=2), solo_context()
+    horizon = horizon_of(config, context.data.size)
+    engine = verification_engine(config, horizon, context)
+    snapshots = Snapshots(config, horizon, engine, context, VOCABULARY, SEED)
+    for iteration in range(1, 6):
+        here = horizon.before(iteration)
+        snapshots.save(TrainState(here.iteration, here.samples, here.tokens))
+    snapshots.saver.close()
+    assert saved_iterations(tmp_path / "run") == [2, 4, 5]
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ HUGE = (
     "--zero-stage 1 --mock-data"
 )
 GROUPED = (
-    "--num-layers 8 --hidden-size 512 --num-attention-heads 16 --num-query-groups 4 --seq-length 256 "
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 16 --num-key-value-heads 4 --seq-length 256 "
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
     "--ffn-hidden-size 1408 --micro-batch-size 2 --global-batch-size 64 --rampup-batch-size 16 16 100 "
     "--lr 1e-3 "

@@ -113,12 +113,18 @@ def describe_import(imported: Imported) -> str:
 
 
 def model_flags(model: ModelConfig) -> list[str]:
-    """The flags of `pretrain_gpt.py` that make this model: all whose values differ from the defaults."""
+    """The flags of `pretrain_gpt.py` that make this model: all whose values differ from the defaults.
+
+    The default of the activation depends on whether there are biases, so it is named where there are none.
+    """
     lines = []
-    for spec in FIELDS:
-        value = getattr(model, spec.name) if spec.section == "model" else spec.default
-        if value != spec.default:
-            lines.append(spec.flag if isinstance(value, bool) else f"{spec.flag} {value}")
+    for spec in (spec for spec in FIELDS if spec.section == "model"):
+        value = getattr(model, spec.name)
+        if value == spec.default and (spec.name != "activation" or model.add_bias_linear):
+            continue
+        companion, _ = spec.beside.get(spec.flag, ("", ""))
+        words = spec.flag if isinstance(value, bool) else f"{spec.flag} {value}"
+        lines.append(f"{words} {companion}".rstrip())
     return lines
 
 

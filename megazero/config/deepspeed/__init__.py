@@ -5,7 +5,7 @@
 
 from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
 from megazero.config.deepspeed.extras import Extras, OptimizerExtras, SchedulerExtras
-from megazero.config.deepspeed.read import DeepSpeedSettings, conflicts, read_deepspeed
+from megazero.config.deepspeed.read import DeepSpeedSettings, conflicts, left_to_json, read_deepspeed
 
 __all__ = [
     "BatchTriangle",
@@ -14,6 +14,7 @@ __all__ = [
     "OptimizerExtras",
     "SchedulerExtras",
     "conflicts",
+    "left_to_json",
     "read_deepspeed",
     "resolve_batch",
 ]

@@ -16,13 +16,15 @@ from typing import Any
 
 from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
 from megazero.config.deepspeed.extras import Extras
-from megazero.config.deepspeed.row import AUTO, NOTHING, SECTION, KeyRow
+from megazero.config.deepspeed.row import AUTO, LARGEST, NOTHING, SECTION, KeyRow
 from megazero.config.deepspeed.rows.train import BATCH_ROWS
 from megazero.config.deepspeed.table import ALIASES, ROWS, SECTIONS, unknown_key
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.flags import Setting
 from megazero.errors import ConfigError
 
+_LONGEST_SHOWN = 80  # characters of a value in a message
+_DEEPEST = 32  # levels; DeepSpeed's own keys need eight
 _NOTHING_GIVEN: Mapping[str, Any] = MappingProxyType({})
 _WARMUP = frozenset({"warmup_num_steps", "warmup_type", "last_batch_iteration"})
 _SCHEDULER_TAKES: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -95,6 +97,9 @@ def read_deepspeed(
     else:
         result = DeepSpeedSettings(str(source))
         document = _load(result, Path(source))
+    if _nested_deeply(document):
+        result.problems.append(f"{result.name}: the file must not be nested this deeply.")
+        return result
     values, resolved = _read_keys(result, document, given)
     extras: dict[str, Any] = {}
     for row in ROWS.values():
@@ -106,6 +111,16 @@ def read_deepspeed(
     _set_batch(result, values, given, data_parallel)
     _settle(result)
     return result
+
+
+def left_to_json(flags: Sequence[Setting], read: DeepSpeedSettings) -> list[Setting]:
+    """The flags that have no effect beside this JSON: `--loss-scale`, where the JSON's own scale is dynamic.
+
+    In Megatron-DeepSpeed the engine scales the loss, and looks at the JSON alone. Its scripts give the flag
+    the exponent of the first scale (`--loss-scale 15` beside `initial_scale_power` 15): no static scale.
+    """
+    dynamic = read.values.get("precision.dtype") == "fp16" and not read.values.get("precision.loss_scale")
+    return [flag for flag in flags if dynamic and flag.spec.path == "precision.loss_scale"]
 
 
 def conflicts(flags: Sequence[Setting], settings: Sequence[Setting]) -> list[str]:
@@ -142,7 +157,7 @@ def _load(result: DeepSpeedSettings, path: Path) -> Mapping[str, Any]:
         result.problems.append(
             f"`--deepspeed_config` must name a readable file, but {path}: {error.strerror}."
         )
-    except RecursionError:
+    except RecursionError:  # within the parser; what it can read is judged by `_nested_deeply`
         result.problems.append(f"{path}: the file must not be nested this deeply.")
     except ValueError as error:
         result.problems.append(
@@ -154,6 +169,18 @@ def _load(result: DeepSpeedSettings, path: Path) -> Mapping[str, Any]:
             return document
         result.problems.append(f"{path}: the file must hold one JSON object.")
     return {}
+
+
+def _nested_deeply(document: Mapping[str, Any]) -> bool:
+    level: list[Any] = [document]
+    for _ in range(_DEEPEST):
+        holders = [each for each in level if isinstance(each, Mapping | list | tuple)]
+        level = [child for each in holders for child in _children(each)]
+    return bool(level)
+
+
+def _children(holder: Mapping[str, Any] | Sequence[Any]) -> Iterator[Any]:
+    return iter(holder.values() if isinstance(holder, Mapping) else holder)
 
 
 def _read_keys(
@@ -190,15 +217,17 @@ def _leaves(
         elif isinstance(value, Mapping):
             yield from _leaves(result, value, path)
         elif value is not None:
-            result.problems.append(f"{result.name}: `{path}` must be an object, but is {json.dumps(value)}.")
+            result.problems.append(f"{result.name}: `{path}` must be an object, but is {_shown(value)}.")
 
 
 def _read_value(result: DeepSpeedSettings, row: KeyRow, value: Any, values: dict[str, Any]) -> None:
-    shown = "an object" if isinstance(value, Mapping) else json.dumps(value, default=str)
+    shown = _shown(value)
     found = row.shape.read(value)
     if found is NOTHING:
         also = ' or "auto"' if row.auto else ""
-        result.problems.append(f"{result.name}: `{row.key}` must be {row.shape.says}{also}, but is {shown}.")
+        result.problems.append(
+            f"{result.name}: `{row.key}` must be {row.shape.says}{_limit(row, value)}{also}, but is {shown}."
+        )
         result.broken.update(row.fields)
         return
     if not row.takes(found):
@@ -207,6 +236,23 @@ def _read_value(result: DeepSpeedSettings, row: KeyRow, value: Any, values: dict
         result.broken.update(row.fields)
         return
     values[row.key] = found
+
+
+def _limit(row: KeyRow, value: Any) -> str:
+    """What a number must be besides: small enough."""
+    if not isinstance(value, int | float) or abs(value) <= LARGEST:
+        return ""
+    return " of at most 64 bits" if "integer" in row.shape.says else ", that a float can hold"
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, cut short."""
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} ..."
 
 
 def _apply(
@@ -218,6 +264,8 @@ def _apply(
 ) -> None:
     """Note what one row's value, or its absence, means."""
     if row.when is not None and values.get(row.when, False) in (False, AUTO):
+        if row.key in values:
+            result.ignored.append(IgnoredKey(row.key, f"`{row.when}` is {_off(row.when, values)}"))
         return
     if row.key not in values:
         if row.absent is not NOTHING:
@@ -239,6 +287,13 @@ def _apply(
     elif row.accepted:
         ignored = result.script_ignored if row.extra else result.ignored
         ignored.append(IgnoredKey(row.key, row.accepted))
+
+
+def _off(key: str, values: Mapping[str, Any]) -> str:
+    """Why the key that others depend on does not count."""
+    if key not in values:
+        return "missing"
+    return "false" if values[key] is False else "auto, and nothing turns it on"
 
 
 def _set_fields(row: KeyRow, value: Any, values: Mapping[str, Any], source: str, into: list[Setting]) -> Any:

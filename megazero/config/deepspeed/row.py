@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 AUTO = "auto"
+LARGEST = 2**63 - 1
+"""What an integer of 64 bits holds."""
 
 
 class Nothing(Enum):
@@ -31,12 +34,19 @@ class ValueShape:
 
 
 def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else NOTHING
+    """A finite number that a float can hold."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return NOTHING
+    try:
+        number = float(value)
+    except OverflowError:
+        return NOTHING
+    return number if math.isfinite(number) else NOTHING
 
 
 def _integer(value: Any) -> Any:
-    """An integer; one written as 5e8 counts too, because that is exact."""
-    exact = _number(value) is not NOTHING and value == value // 1
+    """An integer of at most 64 bits; one written as 5e8 counts too, because that is exact."""
+    exact = _number(value) is not NOTHING and value == value // 1 and abs(value) <= LARGEST
     return int(value) if exact else NOTHING
 
 

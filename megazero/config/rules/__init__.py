@@ -1,9 +1,11 @@
 """rules: the cross-field rules that a configuration must keep.
 
-`rule.py` says what a rule is, `table.py` lists and checks all of them; the other files hold them by subject.
+`rule.py` says what a rule is, `table.py` lists and checks all of them; `notes.py` says which settings are
+accepted without effect; the other files hold the rules by subject.
 """
 
+from megazero.config.rules.notes import NOTES, Note, notes_on
 from megazero.config.rules.rule import Case, Rule, value_at
 from megazero.config.rules.table import RULES, broken_rules, check
 
-__all__ = ["RULES", "Case", "Rule", "broken_rules", "check", "value_at"]
+__all__ = ["NOTES", "RULES", "Case", "Note", "Rule", "broken_rules", "check", "notes_on", "value_at"]

@@ -1,4 +1,4 @@
-"""Rules about tokenizer, data, checkpoints and logging."""
+"""Rules about tokenizer, data and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,30 +7,20 @@ from megazero.config.rules.rule import Case, Rule, value_at
 _SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
 _ALL_PATHS = ("data.data_path", *_SPLIT_PATHS)
 _KIND = "tokenizer.tokenizer_type"
-_MODEL_KINDS = ("HFTokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer")
+_MODEL_KINDS = (
+    "HFTokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+)
 _BERT_KINDS = ("BertWordPieceLowerCase", "BertWordPieceCase")
 _EXTRA_ID_KINDS = (*_BERT_KINDS, "SentencePieceTokenizer")
-_LOAD_SWITCHES = (
-    "checkpoint.finetune",
-    "checkpoint.no_load_optim",
-    "checkpoint.no_load_rng",
-    "checkpoint.exit_on_missing_checkpoint",
-    "checkpoint.ckpt_step",
-)
-_SAVE_SWITCHES = (
-    "checkpoint.no_save_optim",
-    "checkpoint.no_save_rng",
-    "checkpoint.async_save",
-    "checkpoint.keep_last",
-)
-_WANDB = tuple(f"logging.wandb_{name}" for name in ("exp_name", "save_dir", "entity", "group"))
-
 TOKENIZER_RULES: tuple[Rule, ...] = (
     Rule(
         "gpt2_tokenizer_files",
         (_KIND, "tokenizer.vocab_file", "tokenizer.merge_file"),
-        "`vocab_file` and `merge_file` must be set with GPT2BPETokenizer",
-        "add `--vocab-file vocab.json --merge-file merges.txt`",
+        "`vocab_file` and `merge_file` must be set with GPT2BPETokenizer, the default kind",
+        "add `--vocab-file vocab.json --merge-file merges.txt`, or name the kind with `--tokenizer-type`",
         lambda c: (
             c.config.tokenizer.tokenizer_type != "GPT2BPETokenizer"
             or bool(c.config.tokenizer.vocab_file and c.config.tokenizer.merge_file)
@@ -143,74 +133,10 @@ DATA_RULES: tuple[Rule, ...] = (
 
 OUTPUT_RULES: tuple[Rule, ...] = (
     Rule(
-        "save_interval_needs_save",
-        ("checkpoint.save_interval", "checkpoint.save"),
-        "`save` must be set with `save_interval`",
-        "say where with `--save`",
-        lambda c: c.config.checkpoint.save_interval is None or bool(c.config.checkpoint.save),
-    ),
-    Rule(
-        "save_switches_need_save",
-        (*_SAVE_SWITCHES, "checkpoint.save"),
-        "`save` must be set with a switch that says how to save",
-        "say where with `--save`, or leave the switch out",
-        lambda c: (
-            bool(c.config.checkpoint.save) or not any(value_at(c.config, path) for path in _SAVE_SWITCHES)
-        ),
-    ),
-    Rule(
         "async_save_limit_needs_async_save",
         ("checkpoint.async_save_limit", "checkpoint.async_save"),
         "`async_save` must be set with an `async_save_limit` above 1",
         "add `--async-save`",
         lambda c: c.config.checkpoint.async_save_limit == 1 or c.config.checkpoint.async_save,
-    ),
-    Rule(
-        "save_retain_interval_needs_keep_last",
-        ("checkpoint.save_retain_interval", "checkpoint.keep_last"),
-        "`keep_last` must be set with `save_retain_interval`",
-        "say how many others to keep with `--keep-last`; without it all are kept",
-        lambda c: (
-            c.config.checkpoint.save_retain_interval is None or c.config.checkpoint.keep_last is not None
-        ),
-    ),
-    Rule(
-        "load_switches_need_load",
-        (*_LOAD_SWITCHES, "checkpoint.load"),
-        "`load` must be set with a switch that says how to load",
-        "say from where with `--load`, or leave the switch out",
-        lambda c: (
-            bool(c.config.checkpoint.load)
-            or all(
-                value_at(c.config, path) is None or value_at(c.config, path) is False
-                for path in _LOAD_SWITCHES
-            )
-        ),
-    ),
-    Rule(
-        "tensorboard_switches_need_dir",
-        (
-            "logging.log_validation_ppl_to_tensorboard",
-            "logging.log_timers_to_tensorboard",
-            "logging.tensorboard_dir",
-        ),
-        "`tensorboard_dir` must be set with a switch that adds to its events",
-        "add `--tensorboard-dir`",
-        lambda c: (
-            bool(c.config.logging.tensorboard_dir)
-            or not (
-                c.config.logging.log_validation_ppl_to_tensorboard
-                or c.config.logging.log_timers_to_tensorboard
-            )
-        ),
-    ),
-    Rule(
-        "wandb_needs_project",
-        (*_WANDB, "logging.wandb_project"),
-        "`wandb_project` must be set with the other settings of Weights & Biases",
-        "add `--wandb-project`",
-        lambda c: (
-            bool(c.config.logging.wandb_project) or not any(value_at(c.config, path) for path in _WANDB)
-        ),
     ),
 )

@@ -6,11 +6,12 @@ import math
 
 from megazero.config.derive import chunks_per_stage
 from megazero.config.horizon import Limits
-from megazero.config.rules.rule import CHUNK_FIELDS, Case, Rule
-from megazero.config.steps import Steps
+from megazero.config.rules.rule import CHUNK_FIELDS, MOST_INCREMENTS, Case, Rule
+from megazero.config.steps import BatchRamp
 
 _HEAD_SHAPE = ("model.hidden_size", "model.num_attention_heads", "model.kv_channels")
 _MOST_LAYOUTS = 8  # named in one message
+_LARGEST_AXIS = 4096  # ranks along one axis of a layout that is named
 
 
 def _rotary_dim_is_even(case: Case) -> bool:
@@ -64,14 +65,11 @@ MODEL_RULES: tuple[Rule, ...] = (
         "raise it or leave it out",
         lambda c: c.config.model.positions >= c.config.model.seq_length,
     ),
-    Rule(
-        "vocabulary_known",
-        ("model.vocab_size", "tokenizer.tokenizer_type"),
-        "`vocab_size` or `tokenizer_type` must be set",
-        "name the tokenizer that made the data",
-        lambda c: c.config.model.vocab_size is not None or c.config.tokenizer.tokenizer_type is not None,
-    ),
 )
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, min(number, _LARGEST_AXIS) + 1) if number % each == 0]
 
 
 def _fitting_layouts(case: Case) -> str:
@@ -81,9 +79,10 @@ def _fitting_layouts(case: Case) -> str:
     most_stages = max(1, model.num_layers // chunks_per_stage(case.config))
     fits = [
         (tensor, stages, world // (tensor * stages * context))
-        for tensor in range(1, world + 1)
-        for stages in range(1, min(most_stages, world // tensor) + 1)
-        if world % (tensor * stages * context) == 0
+        for tensor in _divisors(world)
+        for stages in _divisors(world // tensor)
+        if stages <= most_stages
+        and world % (tensor * stages * context) == 0
         and model.num_attention_heads % tensor == 0
         and model.kv_heads % tensor == 0
         and model.ffn_size % tensor == 0
@@ -194,6 +193,13 @@ def _ramp_multiples(case: Case) -> bool:
     return ramp is None or (ramp[0] % _batch_unit(case) == 0 and ramp[1] % _batch_unit(case) == 0)
 
 
+def _increments(case: Case) -> int:
+    batch = case.config.batch
+    if batch.rampup_batch_size is None or batch.global_batch_size is None:
+        return 0
+    return BatchRamp(*batch.rampup_batch_size, batch.global_batch_size).rungs
+
+
 def _ramp_whole_increments(case: Case) -> bool:
     batch = case.config.batch
     if batch.rampup_batch_size is None or batch.global_batch_size is None:
@@ -203,9 +209,10 @@ def _ramp_whole_increments(case: Case) -> bool:
 
 
 def _samples_fill_a_batch(case: Case) -> bool:
-    if case.config.training.train_samples is None or case.data_parallel is None:
+    steps = case.steps
+    if case.config.training.train_samples is None or steps is None:
         return True
-    return Limits.of(case.config).end(Steps.of(case.config, case.data_parallel)).iteration >= 1
+    return Limits.of(case.config).end(steps).iteration >= 1
 
 
 def _unit_clause(case: Case) -> str:
@@ -251,6 +258,14 @@ BATCH_RULES: tuple[Rule, ...] = (
         "`rampup_batch_size` must reach `global_batch_size` in whole increments",
         "choose an increment that divides the distance from its start to the global batch",
         _ramp_whole_increments,
+    ),
+    Rule(
+        "ramp_increments",
+        _RAMP,
+        f"`rampup_batch_size` must reach `global_batch_size` in at most {MOST_INCREMENTS:,} increments",
+        "choose a larger increment",
+        lambda c: _increments(c) <= MOST_INCREMENTS,
+        lambda c: f"that takes {_increments(c):,}",
     ),
     Rule(
         "ramp_multiples",

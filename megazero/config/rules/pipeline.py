@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from megazero.config.derive import chunks_per_stage, num_chunks, schedule_kind
-from megazero.config.rules.rule import CHUNK_FIELDS, Case, Rule
+from megazero.config.rules.rule import CHUNK_FIELDS, MOST_INCREMENTS, Case, Rule
 from megazero.config.steps import BatchRamp
 
 PARTITION_METHODS = ("uniform", "parameters", "cost", "measured")
@@ -50,7 +50,8 @@ def micro_batch_counts(case: Case) -> list[int]:
         return []
     unit = batch.micro_batch_size * case.data_parallel
     ramp = BatchRamp.of(case.config, case.data_parallel)
-    if ramp.start > ramp.final or (ramp.final - ramp.start) % ramp.increment:
+    uneven = ramp.start > ramp.final or (ramp.final - ramp.start) % ramp.increment
+    if uneven or ramp.rungs > MOST_INCREMENTS:
         return []
     sizes = range(ramp.start, ramp.final + 1, ramp.increment)
     return [] if any(size % unit for size in sizes) else [size // unit for size in sizes]

@@ -10,7 +10,11 @@ from typing import Any
 
 from megazero.config.derive import model_ranks
 from megazero.config.fields import FIELD_BY_PATH, FIELDS
+from megazero.config.steps import BatchRamp, Steps
 from megazero.config.tree import Config
+
+MOST_INCREMENTS = 100_000
+"""Of a batch-size ramp: each is a stretch of the training that is looked at by itself."""
 
 _NAME_COUNTS = MappingProxyType(Counter(spec.name for spec in FIELDS))
 
@@ -38,6 +42,16 @@ class Case:
         if self.world_size is None or self.world_size % ranks:
             return None
         return self.world_size // ranks
+
+    @property
+    def steps(self) -> Steps | None:
+        """The steps of the training; None while the number of replicas or the ramp's end is unknown."""
+        batch = self.config.batch
+        if self.data_parallel is None or (batch.rampup_batch_size and batch.global_batch_size is None):
+            return None
+        if BatchRamp.of(self.config, self.data_parallel).rungs > MOST_INCREMENTS:
+            return None
+        return Steps.of(self.config, self.data_parallel)
 
 
 @dataclass(frozen=True)

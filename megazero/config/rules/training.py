@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from megazero.config.horizon import Limits, LrLengths
+from megazero.config.horizon import Evaluations, Limits, LrLengths
 from megazero.config.rules.rule import Case, Rule, value_at
-from megazero.config.steps import UNITS, Steps
+from megazero.config.steps import UNITS
 
+_LARGEST = 2**63 - 1  # what an integer of 64 bits holds, as positions in the data do
 _LENGTHS = tuple(f"training.train_{unit}" for unit in UNITS)
 _LR_DECAY = tuple(f"optimizer.lr_decay_{unit}" for unit in UNITS)
 _LR_WARMUP = tuple(f"optimizer.lr_warmup_{unit}" for unit in UNITS)
@@ -33,17 +34,32 @@ def _given(case: Case, paths: tuple[str, ...]) -> list[str]:
     return [path for path in paths if value_at(case.config, path)]
 
 
-def _one_lr_unit(case: Case) -> bool:
-    given = _given(case, (*_LR_DECAY, *_LR_WARMUP, *_LR_WSD))
-    return len({path.rsplit("_", 1)[1] for path in given}) <= 1
+def _units(case: Case, paths: tuple[str, ...]) -> set[str]:
+    return {path.rsplit("_", 1)[1] for path in _given(case, paths)}
+
+
+def _lr_units_agree(case: Case) -> bool:
+    warmup = _units(case, _LR_WARMUP)
+    decay = _units(case, (*_LR_DECAY, *_LR_WSD))
+    return len(warmup | decay) <= 1 or (len(warmup) == 1 and decay == {"tokens"})
+
+
+def _decay_has_a_unit(case: Case) -> bool:
+    values, training = case.config.optimizer, case.config.training
+    return (
+        not values.lr_warmup_tokens
+        or values.lr_decay_tokens is not None
+        or values.lr_decay_style == "constant"
+        or (training.train_iters is None and training.train_samples is None)
+    )
 
 
 def _lr(case: Case) -> LrLengths | None:
     """The schedule's lengths; None if another rule is broken, without which they mean nothing."""
-    if not _one_lr_unit(case) or not _given(case, _LENGTHS) or case.data_parallel is None:
+    steps = case.steps
+    if not _lr_units_agree(case) or not _given(case, _LENGTHS) or steps is None:
         return None
-    steps = Steps.of(case.config, case.data_parallel)
-    return LrLengths.of(case.config, Limits.of(case.config).end(steps))
+    return LrLengths.of(case.config, steps, Limits.of(case.config).end(steps))
 
 
 def _warmup_shorter(case: Case) -> bool:
@@ -64,6 +80,16 @@ def _lengths_clause(case: Case) -> str:
     return f"in {lengths.unit}: warmup {lengths.warmup}, decay {lengths.decay}{last}"
 
 
+def _tokens_read(case: Case) -> int:
+    """Tokens of the training data or of the validation data, whichever are more."""
+    steps = case.steps
+    if steps is None or not _given(case, _LENGTHS):
+        return 0
+    end = Limits.of(case.config).end(steps)
+    evaluated = Evaluations.of(case.config, steps).samples_until(end.iteration)
+    return max(end.tokens, evaluated * case.config.model.seq_length)
+
+
 LENGTH_RULES: tuple[Rule, ...] = (
     Rule(
         "training_length_given",
@@ -78,6 +104,25 @@ LENGTH_RULES: tuple[Rule, ...] = (
         "`train_iters` and `train_samples` must not both be set",
         "keep one (`--train-tokens` may go with either: the first limit reached ends the training)",
         lambda c: len(_given(c, _LENGTHS[:2])) < 2,
+    ),
+    Rule(
+        "tokens_countable",
+        _LENGTHS,
+        f"training and evaluations must each read at most {_LARGEST} tokens, which 64 bits can count",
+        "train less, evaluate less often, or lower the batch size",
+        lambda c: _tokens_read(c) <= _LARGEST,
+        lambda c: f"they read up to {_tokens_read(c):.3g}",
+        reads=(
+            "training.eval_interval",
+            "training.eval_iters",
+            "batch.micro_batch_size",
+            "batch.global_batch_size",
+            "batch.rampup_batch_size",
+            "model.seq_length",
+            "parallel.tensor_model_parallel_size",
+            "parallel.pipeline_model_parallel_size",
+            "parallel.context_parallel_size",
+        ),
     ),
 )
 
@@ -100,8 +145,19 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         "one_lr_unit",
         (*_LR_DECAY, *_LR_WARMUP, *_LR_WSD),
         "warmup and decay of the learning rate must be counted in one unit",
-        "give all of them in iterations, or in samples, or in tokens",
-        _one_lr_unit,
+        "give all of them in iterations, or in samples, or in tokens; only a decay in tokens may follow a "
+        "warmup in iterations or samples",
+        _lr_units_agree,
+    ),
+    Rule(
+        "token_warmup_needs_token_decay",
+        ("optimizer.lr_warmup_tokens", "optimizer.lr_decay_tokens"),
+        "`lr_decay_tokens` must be set with `lr_warmup_tokens` unless the training's length is in tokens "
+        "alone",
+        "set it: without it the decay would be counted in tokens here, but in Megatron-DeepSpeed in samples, "
+        "from the first step on",
+        _decay_has_a_unit,
+        reads=(*_LENGTHS, "optimizer.lr_decay_style"),
     ),
     Rule(
         "warmup_fraction_or_length",
@@ -186,11 +242,11 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
 
 PRECISION_RULES: tuple[Rule, ...] = (
     Rule(
-        "loss_scale_needs_fp16",
+        "loss_scale_needs_16_bits",
         ("precision.loss_scale", "precision.dtype"),
-        "`loss_scale` must not be set unless `dtype` is fp16",
-        "add `--fp16` or leave it out",
-        lambda c: c.config.precision.loss_scale is None or c.config.precision.dtype == "fp16",
+        "`loss_scale` must not be set unless `dtype` is fp16 or bf16",
+        "add `--fp16` or `--bf16`, or leave it out",
+        lambda c: c.config.precision.loss_scale is None or c.config.precision.dtype != "fp32",
     ),
     Rule(
         "min_loss_scale_below_initial",

@@ -52,6 +52,12 @@ def _gpt_sentencepiece(spec: TokenizerSpec) -> Tokenizer:
     return GPTSentencePieceTokenizer(spec.model)
 
 
+def _llama2(spec: TokenizerSpec) -> Tokenizer:
+    from megazero.data.tokenizers.sentence_piece import Llama2Tokenizer
+
+    return Llama2Tokenizer(spec.model)
+
+
 def _sentencepiece(spec: TokenizerSpec) -> Tokenizer:
     from megazero.data.tokenizers.sentence_piece import SentencePieceTokenizer
 
@@ -81,9 +87,11 @@ _KINDS = MappingProxyType(
     {
         "GPT2BPETokenizer": _TokenizerKind(_gpt2),
         "HFTokenizer": _TokenizerKind(_tokenizer_json),
+        "HuggingFaceTokenizer": _TokenizerKind(_tokenizer_json),
         "TokenizerJson": _TokenizerKind(_tokenizer_json),
         "SentencePieceTokenizer": _TokenizerKind(_sentencepiece, has_extra_ids=True),
         "GPTSentencePieceTokenizer": _TokenizerKind(_gpt_sentencepiece),
+        "Llama2Tokenizer": _TokenizerKind(_llama2),
         "BertWordPieceLowerCase": _TokenizerKind(_bert, has_extra_ids=True),
         "BertWordPieceCase": _TokenizerKind(_bert, has_extra_ids=True),
         "ByteLevelTokenizer": _TokenizerKind(_bytes),

@@ -58,6 +58,35 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return FastSource("sentencepiece", self._model_bytes, tuple(reserved), normalizes=True)
 
 
+class Llama2Tokenizer(GPTSentencePieceTokenizer):
+    """The model's own pieces with its bos before every text, as Megatron-LM encodes for Llama 2.
+
+    Raises:
+        DataError: the model has no bos.
+    """
+
+    name = "Llama2Tokenizer"
+
+    def __init__(self, model: str | None):
+        super().__init__(model)
+        if "bos" not in self.special_ids:
+            raise DataError(
+                f"`--tokenizer-model` must be a SentencePiece model with a bos for {self.name}, but {model} "
+                "has none; use GPTSentencePieceTokenizer."
+            )
+        self._bos = self.special_ids["bos"]
+
+    def encode(self, text: str) -> list[int]:
+        return [self._bos, *super().encode(text)]
+
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
+        rows = self._processor.encode(list(texts), out_type=int, num_threads=1)
+        return TokenBatch.of([[self._bos, *row] for row in rows])
+
+    def fast_source(self) -> FastSource | None:
+        return None
+
+
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):
     """The model's pieces, then whichever of Megatron's special tokens it lacks, then `<extra_id_0>` ...
 

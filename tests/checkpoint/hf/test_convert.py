@@ -289,6 +289,16 @@ def test_the_flags_that_are_printed_make_the_model(name):
     assert parse_config(flags).config.model == model
 
 
+def test_the_flags_name_gelu_where_there_are_no_biases():
+    # There the default is the exact form, with biases the tanh form.
+    for activation in ("gelu", "gelu_exact"):
+        model = GPT2.model_copy(update={"add_bias_linear": False, "activation": activation})
+        flags = [word for line in model_flags(model) for word in line.split()]
+        flags += ["--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "1", "--mock-data"]
+        flags += ["--vocab-size", str(VOCAB)]
+        assert parse_config(flags).config.model == model.model_copy(update={"vocab_size": VOCAB})
+
+
 def test_the_commands_say_what_they_wrote_and_how_to_go_on(tmp_path, capsys, bpe):
     write_folder(tmp_path / "hf", config_for(GPT2), their_tensors(GPT2))
     (tmp_path / "hf" / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())

@@ -81,8 +81,47 @@ def test_every_conflict_with_a_flag_is_listed(launch: Launch) -> None:
         "`batch.micro_batch_size` must be set one way, but `--micro-batch-size` says 2 and ds.json: "
         "`train_micro_batch_size_per_gpu` says 4; change one of them.",
     ]
-    (loss_scale,) = refusals(launch, {"fp16": {"enabled": True, "loss_scale": 0}}, "--loss-scale", "12")
-    assert "`--loss-scale` says 12.0 and ds.json: `fp16.loss_scale` says unset" in loss_scale
+    (loss_scale,) = refusals(launch, {"fp16": {"enabled": True, "loss_scale": 128}}, "--loss-scale", "12")
+    assert "`--loss-scale` says 12.0 and ds.json: `fp16.loss_scale` says 128.0" in loss_scale
+
+
+@pytest.mark.parametrize("dynamic", [{}, {"loss_scale": 0}])
+def test_the_json_alone_says_how_the_loss_is_scaled(launch: Launch, dynamic: dict[str, int]) -> None:
+    """Megatron-DeepSpeed's scripts pass `--loss-scale 15` beside `initial_scale_power` 15, for 2^15.
+
+    The flag once set a static scale of 15.
+    """
+    document = {"fp16": {"enabled": True, "initial_scale_power": 15, **dynamic}}
+    resolved = launch(document, "--fp16", "--loss-scale", "15")
+    assert resolved.config.precision.loss_scale is None
+    assert resolved.config.precision.initial_loss_scale == 32768
+    assert resolved.warnings == (
+        "`--loss-scale 15` has no effect beside `fp16.enabled` of ds.json, as in Megatron-DeepSpeed: the "
+        "loss "
+        "scale is dynamic and starts at 32768; a static one is set by `fp16.loss_scale` there.",
+    )
+    static = launch({"fp16": {"enabled": True, "loss_scale": 128}}, "--loss-scale", "128")
+    assert (static.config.precision.loss_scale, static.warnings) == (128, ())
+    # without fp16 in the JSON the flag is Megatron's own
+    assert launch({}, "--fp16", "--loss-scale", "128").config.precision.loss_scale == 128
+
+
+def test_keys_that_others_turn_off_are_named(launch: Launch) -> None:
+    """They were once dropped without a word."""
+    document = {
+        "optimizer": {"params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
+        "scheduler": {"params": {"warmup_num_steps": 5}},
+        "fp16": {"enabled": False, "loss_scale": 128},
+        "tensorboard": {"output_path": "runs"},
+        "bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True},
+    }
+    assert launch(document).warnings == (
+        "keys of ds.json without effect here: optimizer.params.lr, optimizer.params.betas "
+        "(`optimizer.type` is "
+        "missing); scheduler.params.warmup_num_steps (`scheduler.type` is missing); fp16.loss_scale "
+        "(`fp16.enabled` is false); bf16.bf16_master_weights_and_grads (`bf16.enabled` is auto, and nothing "
+        "turns it on); tensorboard.output_path (`tensorboard.enabled` is missing).",
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,6 +201,32 @@ def test_what_has_no_effect_is_named_in_one_warning(launch: Launch) -> None:
         ("[]", "ds.json: the file must hold one JSON object."),
         ("", "ds.json: the file must be valid JSON"),
         ("[" * 100_000, "ds.json: the file must not be nested this deeply."),
+        ('{"a":' * 900 + "1" + "}" * 900, "ds.json: the file must not be nested this deeply."),
+        ('{"aio": ' + "[" * 900 + "]" * 900 + "}", "ds.json: the file must not be nested this deeply."),
+        (
+            '{"compression_training": ' + '{"a":' * 900 + "1" + "}" * 900 + "}",
+            "ds.json: the file must not be nested this deeply.",
+        ),
+        (
+            '{"train_batch_size": 1e30}',
+            '`train_batch_size` must be a positive integer of at most 64 bits or "auto", but is 1e+30.',
+        ),
+        (
+            '{"train_batch_size": 1' + "0" * 400 + "}",
+            '`train_batch_size` must be a positive integer of at most 64 bits or "auto", but is an integer '
+            "of "
+            "1329 bits.",
+        ),
+        (
+            '{"gradient_clipping": 1e999}',
+            '`gradient_clipping` must be a number, at least 0, that a float can hold or "auto", but is '
+            "Infinity.",
+        ),
+        (
+            '{"gradient_clipping": 1' + "0" * 400 + "}",
+            'must be a number, at least 0, that a float can hold or "auto", but is an integer of 1329 bits.',
+        ),
+        ('{"gradient_clipping": 1' + "0" * 9000 + "}", "ds.json: the file must be valid JSON"),
     ],
 )
 def test_broken_files(launch: Launch, text: str, says: str) -> None:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import pytest
+
 from megazero.data.tokenizers import TokenizerSpec, build_tokenizer
+from megazero.errors import DataError
 from tests.data.tokenizers.conftest import HARD_TEXTS
 
 
@@ -16,6 +19,35 @@ def test_gpt_kind_is_the_model_itself(unigram_model):
     assert tokenizer.decode(tokenizer.encode("the quick fox")) == "the quick fox"
     rows = tokenizer.encode_batch(HARD_TEXTS).rows()
     assert [row.tolist() for row in rows] == [model.encode(text) for text in HARD_TEXTS]
+
+
+def test_llama_2_puts_bos_before_every_text(unigram_model):
+    """Megatron-LM's preprocessing does so too; a document still ends with eos."""
+    plain = build_tokenizer(TokenizerSpec("GPTSentencePieceTokenizer", model=unigram_model))
+    llama = build_tokenizer(TokenizerSpec("Llama2Tokenizer", model=unigram_model))
+    assert (llama.vocab_size, llama.eod, llama.special_ids) == (plain.vocab_size, 2, plain.special_ids)
+    assert llama.encode("the quick fox") == [1, *plain.encode("the quick fox")]
+    assert llama.encode("") == [1]
+    assert llama.decode(llama.encode("the quick fox")) == "the quick fox"
+    rows = llama.encode_batch(HARD_TEXTS).rows()
+    assert [row.tolist() for row in rows] == [llama.encode(text) for text in HARD_TEXTS]
+    assert llama.fast_source() is None  # the fast encoder knows no bos
+
+
+def test_llama_2_needs_a_bos(tmp_path):
+    import sentencepiece
+
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=30,
+        bos_id=-1,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    with pytest.raises(DataError, match="with a bos for Llama2Tokenizer, but .* has none"):
+        build_tokenizer(TokenizerSpec("Llama2Tokenizer", model=str(tmp_path / "m.model")))
 
 
 def test_control_tokens_written_in_a_document_are_plain_text(unigram_model, sp_bpe_model):

@@ -1,0 +1,114 @@
+"""Defaults that are not simply those of Megatron-LM and Megatron-DeepSpeed, and why.
+
+Where both give a setting the same default, it is the default here. These are the settings where they differ,
+or where neither's default would do. `docs/configuration.md` lists them, and `tests/config/test_defaults.py`
+holds the defaults of both for all settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One default that was decided here.
+
+    Attributes:
+        path: the setting.
+        here: what an unset setting means, in words.
+        megatron_lm: its default there, in words.
+        megatron_deepspeed: its default there, in words.
+        why: the reason, as a clause.
+    """
+
+    path: str
+    here: str
+    megatron_lm: str
+    megatron_deepspeed: str
+    why: str
+
+
+_NO_FLAG = "has no such flag"
+_SUMS = "fp16 with `--fp16`, else fp32"
+
+DECISIONS: tuple[Decision, ...] = (
+    Decision(
+        "model.max_position_embeddings",
+        "the sequence length",
+        "required",
+        "required",
+        "no other value fits every model, and a longer table must be asked for",
+    ),
+    Decision(
+        "parallel.distributed_backend",
+        "auto",
+        "nccl",
+        "nccl",
+        "auto is nccl wherever there is CUDA; on a CPU, where both fail, it is gloo",
+    ),
+    Decision(
+        "zero.stage",
+        "0",
+        "0 (`--use-distributed-optimizer` is off)",
+        "1",
+        "nothing is sharded that was not asked for; a DeepSpeed JSON sets it, as it does there",
+    ),
+    Decision(
+        "zero.bucket_size",
+        "16000000",
+        "max(40000000, 1000000 x data-parallel size)",
+        "0",
+        "only speed and memory depend on it",
+    ),
+    Decision(
+        "zero.overlap_grad_reduce", "on", "off", _NO_FLAG, "only speed depends on it, and the sums do not"
+    ),
+    Decision(
+        "zero.overlap_param_gather", "on", "off", _NO_FLAG, "only speed depends on it, and the values do not"
+    ),
+    Decision(
+        "zero.grad_accumulation_dtype",
+        "fp32",
+        _SUMS,
+        _SUMS,
+        "sums of many micro-batches in fp16 overflow and lose small terms; `--main-grads-dtype fp16` gives "
+        "them",
+    ),
+    Decision(
+        "zero.grad_reduce_dtype",
+        "fp32",
+        _SUMS,
+        _SUMS,
+        "what the replicas add up should not depend on how many there are; `--grad-reduce-dtype` changes it",
+    ),
+    Decision(
+        "recompute.method",
+        "uniform",
+        "required with full",
+        "required with full",
+        "whole layers one at a time is what full recompute means to most",
+    ),
+    Decision("recompute.num_layers", "1", "required with full", "1", "the smallest unit needs least memory"),
+    Decision(
+        "tokenizer.tokenizer_type",
+        "GPT2BPETokenizer, or none where `--vocab-size` is given without files",
+        "GPT2BPETokenizer",
+        "GPT2BPETokenizer",
+        "data that are token ids already need no tokenizer's files",
+    ),
+    Decision(
+        "data.data_sharding",
+        "off",
+        "on",
+        "on",
+        "a cyclic order must not depend on the number of ranks; `--data-sharding` gives theirs",
+    ),
+    Decision(
+        "training.eval_interval",
+        "1000",
+        "never",
+        "1000",
+        "a run that validates says how well it goes; `--eval-iters 0` turns it off",
+    ),
+)
