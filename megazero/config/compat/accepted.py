@@ -228,9 +228,9 @@ CONDITIONAL: Mapping[str, tuple[str, str, str]] = MappingProxyType(
             "other modules are not recomputed alone; use core_attn, or `--recompute-granularity full`",
         ),
         "--rerun-mode=": (
-            "disabled",
-            "no step is run again to check its result",
-            "no step is run again to check its result; choose disabled or leave it out",
+            "disabled validate_results",
+            "inf and nan are looked for, and no step is run again to find their cause",
+            "no step is run again to compare its results; choose validate_results or disabled",
         ),
         "--exit-signal=": (
             "sigterm",

@@ -17,19 +17,6 @@ OTHERS = {
 }
 """Other reasons for a refusal, with what the script does."""
 
-UNTIL_NAMES_AND_DEFAULTS_ARE_MEGATRONS = {
-    "--split '99,1,0'",
-    "--tokenizer-type HuggingFaceTokenizer",
-    "--tokenizer-type Llama2Tokenizer",
-    "load_switches_need_load",
-    "loss_scale_needs_fp16",
-    "one_lr_unit",
-    "save_interval_needs_save",
-    "save_retain_interval_needs_keep_last",
-    "vocabulary_known",
-}
-"""Reasons that are expected for now."""
-
 
 @cache
 def judged() -> tuple[tuple[LaunchLine, Outcome], ...]:
@@ -52,7 +39,7 @@ def test_no_line_holds_an_unknown_flag() -> None:
 
 
 def test_a_line_is_refused_only_for_a_feature_or_a_reason_that_is_listed() -> None:
-    listed = OTHERS.keys() | UNTIL_NAMES_AND_DEFAULTS_ARE_MEGATRONS
+    listed = OTHERS.keys()
     unlisted = [
         (line.origin, outcome.others - listed) for line, outcome in judged() if outcome.others - listed
     ]
