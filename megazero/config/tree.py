@@ -174,7 +174,7 @@ class ZeroConfig(Section):
         "what is sharded over the data-parallel ranks: 0 nothing, 1 the optimizer state, 2 also the "
         "gradients, 3 also the parameters",
         flag="--zero-stage",
-        switches={"--use-distributed-optimizer": 1},
+        switches={"--use-distributed-optimizer": 1, "--use-torch-fsdp2": 3},
     )
     bucket_size: PositiveInt = option(
         16_000_000,
@@ -350,10 +350,9 @@ class TrainingConfig(Section):
     eval_interval: PositiveInt = option(1000, "iterations between evaluations", unit="iterations")
     eval_iters: NonNegativeInt = option(100, "global batches per evaluation; 0 turns it off")
     exit_interval: PositiveInt | None = option(None, "save and exit at multiples of this", unit="iterations")
-    exit_duration_in_mins: PositiveFloat | None = option(
-        None, "save and exit after this time", unit="minutes"
-    )
+    exit_duration_in_mins: PositiveFloat | None = option(None, "save and exit after so long", unit="minutes")
     skip_train: bool = option(False, "evaluate and test only")
+    deterministic_mode: bool = option(False, "use only kernels that give the same bits each time")
 
 
 class Config(Section):

@@ -27,7 +27,9 @@ class CheckpointConfig(Section):
         unit="iterations",
     )
     keep_last: PositiveInt | None = option(
-        None, "keep this many of the newest checkpoints; default: all, or 1 with --save-retain-interval"
+        None,
+        "keep this many of the newest checkpoints; default: all, or 1 with --save-retain-interval",
+        aliases=("--most-recent-k",),
     )
     async_save: bool = option(False, "write checkpoints in the background while training goes on")
     async_save_limit: PositiveInt = option(1, "checkpoints that may be on their way to disk at a time")

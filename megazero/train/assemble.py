@@ -28,6 +28,7 @@ from megazero.optim import (
 from megazero.pipeline import Executor
 from megazero.train.allocator import keep_freed_memory
 from megazero.train.chunks import Chunks, build_chunks
+from megazero.train.determinism import compute_deterministically
 from megazero.train.engine import Engine, Programs
 from megazero.train.families import family_of
 from megazero.train.feed import Feed, make_feed
@@ -139,6 +140,8 @@ def pretrain(config: Config, launch: Launch | None = None, disk: Disk | None = N
         MegazeroError: something that the user has to fix prevents the run.
     """
     keep_freed_memory()
+    if config.training.deterministic_mode:
+        compute_deterministically()
     joined = join(config.parallel, launch or Launch.from_environment(), config.zero.hpz_partition_size)
     with reporting(joined):
         state = pretrain_on(config, joined, disk)

@@ -125,6 +125,7 @@ FACTS: dict[str, tuple[Any, Any]] = {
     "training.exit_interval": (None, None),
     "training.exit_duration_in_mins": (None, None),
     "training.skip_train": (False, False),
+    "training.deterministic_mode": (False, NO),
     "checkpoint.save": (None, None),
     "checkpoint.load": (None, None),
     "checkpoint.ckpt_step": (None, NO),

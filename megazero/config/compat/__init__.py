@@ -1,6 +1,8 @@
 """compat: Megatron's flags that are not fields of the tree, either accepted without effect or refused.
 
-`foreign.py` says what a row is; `accepted.py` and `refused.py` hold the rows.
+`foreign.py` says what a row is. The rows are in `accepted.py`, in `dependent.py` (accepted because they
+tune something that is off or refused itself), in `refused.py` (said in another way here) and in `absent.py`
+(features that do not exist here).
 """
 
 from megazero.config.compat.foreign import FOREIGN_FLAGS, Foreign, Ignored, contradiction, verdict

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from megazero.config.compat.absent import ABSENT, ABSENT_VALUES
 from megazero.config.compat.accepted import ACCEPTED, CONDITIONAL
+from megazero.config.compat.dependent import DEPENDENT
 from megazero.config.compat.refused import REFUSED
 
 _UNLIMITED = 1_000_000
+_ARITIES = MappingProxyType({"": (0, 0), "=": (1, 1), "=?": (0, 1), "=*": (0, _UNLIMITED)})
 
 
 @dataclass(frozen=True)
@@ -26,18 +30,22 @@ class Foreign:
         accepted: why it needs no effect here; None if it is refused whatever its value.
         refused: what to do instead; None if it is accepted whatever its value.
         values: the values it is accepted with, compared in lower case; empty means any (none for a switch).
+        least_values: how many values must follow it.
         most_values: how many of the arguments after it can be its values.
         beside: the flag without which it is refused.
         where: a field of the tree and the value that it must have once everything is resolved.
+        feature: the feature that it asks for where it is refused, if that feature does not exist here.
     """
 
     name: str
     accepted: str | None = None
     refused: str | None = None
     values: tuple[str, ...] = ()
-    most_values: int = _UNLIMITED
+    least_values: int = 0
+    most_values: int = 0
     beside: str | None = None
     where: tuple[str, str] | None = None
+    feature: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,8 @@ def verdict(foreign: Foreign, values: Sequence[str], argv: Sequence[str]) -> Ign
     given = " ".join([foreign.name, *values])
     if foreign.accepted is None:
         return f"`{given}` is not accepted: {foreign.refused}."
+    if len(values) < foreign.least_values:
+        return f"`{foreign.name}` must be followed by a value."
     if foreign.values and not (values and all(value.lower() in foreign.values for value in values)):
         return f"`{given}` is not accepted: {foreign.refused}."
     if foreign.beside and not any(token.split("=")[0] == foreign.beside for token in argv):
@@ -69,28 +79,41 @@ def verdict(foreign: Foreign, values: Sequence[str], argv: Sequence[str]) -> Ign
     return Ignored(foreign.name, foreign.accepted, foreign)
 
 
+def _arity(marked: str) -> tuple[str, dict[str, int]]:
+    """A flag's name without its mark, and how many values it takes."""
+    name, equals, many = marked.partition("=")
+    least, most = _ARITIES[equals + many]
+    return name, {"least_values": least, "most_values": most}
+
+
 def _accepted() -> Iterable[Foreign]:
-    for reason, names in ACCEPTED.items():
-        for name in names.split():
-            bare = name.removesuffix("=")
-            yield Foreign(bare, accepted=reason, most_values=int(name != bare))
+    for reason, flags in (*ACCEPTED.items(), *DEPENDENT.items()):
+        for name, arity in map(_arity, flags.split()):
+            yield Foreign(name, accepted=reason, **arity)
 
 
 def _conditional() -> Iterable[Foreign]:
-    for name, (values, accepted, refused) in CONDITIONAL.items():
-        if values.startswith("--"):
-            yield Foreign(name, accepted=accepted, refused=refused, most_values=0, beside=values)
-        elif "=" in values:
-            path, _, value = values.partition("=")
-            yield Foreign(name, accepted=accepted, refused=refused, most_values=0, where=(path, value))
+    for marked, (when, accepted, refused) in CONDITIONAL.items():
+        name, arity = _arity(marked)
+        row = partial(
+            Foreign, name, accepted=accepted, refused=refused, feature=ABSENT_VALUES.get(name), **arity
+        )
+        if when.startswith("--"):
+            yield row(beside=when)
+        elif "=" in when:
+            path, _, value = when.partition("=")
+            yield row(where=(path, value))
         else:
-            yield Foreign(name, accepted=accepted, refused=refused, values=tuple(values.split()))
+            yield row(values=tuple(when.split()))
 
 
 def _refused() -> Iterable[Foreign]:
-    for reason, names in REFUSED.items():
-        for name in names.split():
-            yield Foreign(name, refused=reason)
+    for reason, flags in REFUSED.items():
+        for name, arity in map(_arity, flags.split()):
+            yield Foreign(name, refused=reason, **arity)
+    for feature, (reason, flags) in ABSENT.items():
+        for name, arity in map(_arity, flags.split()):
+            yield Foreign(name, refused=reason, feature=feature, **arity)
 
 
 def _table() -> dict[str, Foreign]:

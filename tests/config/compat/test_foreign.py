@@ -65,7 +65,7 @@ def test_accepted_without_effect(argv: str) -> None:
         ("--zero-stage 4", "`--zero-stage` must be one of 0, 1, 2, 3, but is `4`."),
         ("--zero-stage 1.5", "`--zero-stage` must be one of 0, 1, 2, 3, but is `1.5`."),
         ("--zero-stage", "`--zero-stage` must be followed by a value (0 | 1 | 2 | 3)."),
-        ("--num-experts 64 128", "`--num-experts 64 128` is not accepted: mixture of experts"),
+        ("--num-experts 64 128", "`--num-experts 64 128` is not accepted: experts are not built yet"),
         ("--DDP-impl FSDP", "`--DDP-impl FSDP` is not accepted"),
         ("--deepspeed", "`--deepspeed` must go with `--deepspeed_config FILE`, but no file is given"),
         ("--deepspeed_config ds.json", "`--deepspeed_config` must go with `--deepspeed`, but it is missing"),
@@ -85,7 +85,7 @@ def test_accepted_without_effect(argv: str) -> None:
         ("--random-ltd", "`--random-ltd` is not accepted: curriculum learning and token dropping"),
         ("--master_port 6000", "it belongs to the launcher"),
         ("--task MNLI", "fine-tuning"),
-        ("--fp8-hybrid", "fp8 is not offered"),
+        ("--fp8-hybrid", "fp8 and fp4 are not offered"),
     ],
 )
 def test_refused_with_what_to_do(argv: str, says: str) -> None:

@@ -1,0 +1,259 @@
+"""What becomes of the launch lines of Megatron-DeepSpeed's and Megatron-LM's examples and tests.
+
+The lines are facts, one per row of `corpus/*.tsv`: where it comes from, the program it starts, the number of
+ranks, its DeepSpeed JSON (or `-`) and its arguments, with the scripts' variables resolved to their usual
+values. Each line is read as `--check-config` reads it. Run `python -m tests.config.compat.launch_lines` for
+the table, or with `docs/launch_lines.md` to write it there.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from megazero.config import parse_config
+from megazero.config.compat import FOREIGN_FLAGS
+from megazero.errors import ConfigError
+
+CORPUS = Path(__file__).with_name("corpus")
+PAGE = Path(__file__).parents[3] / "docs" / "launch_lines.md"
+GPT = "pretrain_gpt.py"
+JSON_NAME = "ds_config.json"
+
+TITLES: Mapping[str, str] = MappingProxyType(
+    {
+        "megatron_deepspeed": "Megatron-DeepSpeed, examples",
+        "megatron_lm_examples": "Megatron-LM, examples",
+        "megatron_lm_tests": "Megatron-LM, functional tests",
+    }
+)
+"""The corpora: name of the file -> what it holds."""
+
+_PROGRAMS: Mapping[str, str] = MappingProxyType(
+    {
+        "analyze_data.py": "curriculum and token dropping",
+        "examples/inference/gpt/gpt_dynamic_inference.py": "text generation",
+        "examples/mimo/train.py": "vision",
+        "examples/multimodal/train.py": "vision",
+        "finetune_gpt.py": "tasks",
+        "finetune_llama.py": "fine-tuning on conversations",
+        "gpt_dynamic_inference.py": "text generation",
+        "gpt_static_inference.py": "text generation",
+        "pretrain_bert.py": "BERT",
+        "pretrain_hybrid.py": "state-space models",
+        "pretrain_ict.py": "retrieval",
+        "pretrain_mamba.py": "state-space models",
+        "pretrain_retro.py": "retrieval",
+        "pretrain_t5.py": "encoder-decoder models",
+        "tasks/main.py": "tasks",
+        "tools/generate_samples_gpt.py": "text generation",
+        "tools/run_hybrid_text_generation_server.py": "text generation",
+        "tools/run_text_generation_server.py": "text generation",
+        "train_rl.py": "reinforcement learning",
+    }
+)
+"""Programs other than `pretrain_gpt.py`: the feature that they are."""
+
+_RULES: Mapping[str, str] = MappingProxyType(
+    {
+        "context_parallel_unavailable": "context parallelism",
+        "expert_parallel_unavailable": "experts",
+        "interleaved_micro_batches": "micro-batch groups of other sizes",
+    }
+)
+_JSON_SECTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "compression_training": "compression",
+        "curriculum_learning": "curriculum and token dropping",
+        "data_efficiency": "curriculum and token dropping",
+        "zero_optimization.offload_optimizer": "offload",
+        "zero_optimization.offload_param": "offload",
+    }
+)
+_CHOICES: Mapping[tuple[str, str], str] = MappingProxyType(
+    {
+        ("--optimizer", "dist_muon"): "other optimizers",
+        ("--optimizer", "muon"): "other optimizers",
+        ("--position-embedding-type", "yarn"): "model variants",
+        ("--position-embedding-type", "relative"): "model variants",
+        ("--dataloader-type", "external"): "data variants",
+        ("--tokenizer-type", "SFTTokenizer"): "fine-tuning on conversations",
+    }
+)
+"""Refusals that are not of foreign flags: the feature that they ask for."""
+
+
+@dataclass(frozen=True)
+class LaunchLine:
+    """One launch line, with the corpus that it is of."""
+
+    corpus: str
+    origin: str
+    program: str
+    world_size: int
+    deepspeed: str | None
+    argv: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Why a line is refused; it passes if all three are empty.
+
+    Attributes:
+        features: features that do not exist here.
+        rewrites: flags whose meaning is said in another way here.
+        others: rules and other reasons.
+        unknown: flags that are not known at all.
+    """
+
+    features: frozenset[str] = frozenset()
+    rewrites: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()
+    unknown: frozenset[str] = frozenset()
+
+    @property
+    def kind(self) -> str:
+        """passes, feature, rewrite or other: the first that fits, from the back."""
+        if self.features:
+            return "feature"
+        if self.others or self.unknown:
+            return "other"
+        return "rewrite" if self.rewrites else "passes"
+
+
+def read_lines() -> list[LaunchLine]:
+    """All lines of all corpora."""
+    return [line for corpus in TITLES for line in _read(corpus)]
+
+
+def _read(corpus: str) -> Iterator[LaunchLine]:
+    for row in (CORPUS / f"{corpus}.tsv").read_text(encoding="utf-8").splitlines():
+        origin, program, world_size, document, arguments = row.split("\t")
+        deepspeed = None if document == "-" else document
+        yield LaunchLine(corpus, origin, program, int(world_size), deepspeed, tuple(arguments.split()))
+
+
+def judge(line: LaunchLine) -> Outcome:
+    """What becomes of a line. That of another program is not judged further, but its flags are known."""
+    found: dict[str, set[str]] = {"features": set(), "rewrites": set(), "others": set(), "unknown": set()}
+    for problem in _problems(line):
+        kind, name = _reason(problem)
+        if line.program == GPT or kind == "unknown":
+            found[kind].add(name)
+    if line.program != GPT:
+        found["features"].add(_PROGRAMS[line.program])
+    return Outcome(**{kind: frozenset(names) for kind, names in found.items()})
+
+
+def _problems(line: LaunchLine) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / JSON_NAME
+        file.write_text(line.deepspeed or "", encoding="utf-8")
+        argv = [token.replace(JSON_NAME, str(file)) for token in line.argv]
+        try:
+            parse_config(argv, world_size=line.world_size)
+        except ConfigError as error:
+            return [problem.replace(f"{folder}/", "") for problem in error.violations]
+    return []
+
+
+def _reason(problem: str) -> tuple[str, str]:
+    """What a refusal counts as, and its name."""
+    if match := re.match(r"unknown flag `(\S+)`", problem):
+        return "unknown", match[1]
+    if match := re.match(r"`(--[\w-]+)[^`]*` is not accepted", problem):
+        feature = FOREIGN_FLAGS[match[1]].feature
+        return ("features", feature) if feature else ("rewrites", match[1])
+    if match := re.match(rf"{JSON_NAME}: `([\w.]+)` is not accepted", problem):
+        return ("features", _JSON_SECTIONS[match[1]]) if match[1] in _JSON_SECTIONS else ("others", match[1])
+    if match := re.search(r"\[rule (\w+)\]", problem):
+        return ("features", _RULES[match[1]]) if match[1] in _RULES else ("others", match[1])
+    if match := re.match(r"`(--[\w-]+)` must be .* but is `(\S+?)`", problem):
+        feature = _CHOICES.get((match[1], match[2]))
+        return ("features", feature) if feature else ("others", f"{match[1]} {match[2]}")
+    if "must be set one way" in problem or re.match(rf"{JSON_NAME}: `train_batch_size` must", problem):
+        return "others", "flags contradict the JSON"
+    return "others", problem
+
+
+def page(judged: Iterable[tuple[LaunchLine, Outcome]]) -> str:
+    """The page of docs."""
+    pairs = list(judged)
+    lines = [
+        "<!-- Written by `python -m tests.config.compat.launch_lines docs/launch_lines.md`; do not edit. -->",
+        "# Launch lines",
+        "",
+        "What becomes of the launch lines of Megatron-DeepSpeed's and Megatron-LM's examples and tests, each",
+        "read as `--check-config` reads it, unchanged. The lines are kept in `tests/config/compat/corpus/`.",
+        "",
+        *_table(
+            ("Corpus", "Lines", "Accepted", "Feature not built", "Said another way here", "Other"),
+            [*map(_count_row(pairs), TITLES)],
+        ),
+        "",
+        "## Features not built",
+        "",
+        "A line counts for each feature that it asks for. Starting another program is asking for a feature.",
+        "",
+        *_table(("Feature", "Lines"), _counted(pairs, "features")),
+        "",
+        "## Said another way here",
+        "",
+        "The refusal says what to write instead.",
+        "",
+        *_table(("Flag", "Lines"), _counted(pairs, "rewrites")),
+        "",
+        "## Other reasons",
+        "",
+        *_table(("Reason", "Lines", "First of them"), _others(pairs)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _count_row(pairs: list[tuple[LaunchLine, Outcome]]):
+    def row(corpus: str) -> tuple[str, ...]:
+        kinds = Counter(outcome.kind for line, outcome in pairs if line.corpus == corpus)
+        counts = (kinds.total(), *(kinds[kind] for kind in ("passes", "feature", "rewrite", "other")))
+        return (TITLES[corpus], *map(str, counts))
+
+    return row
+
+
+def _counted(pairs: list[tuple[LaunchLine, Outcome]], kind: str) -> list[tuple[str, ...]]:
+    counts = Counter(name for _, outcome in pairs for name in getattr(outcome, kind))
+    shown = [(f"`{name}`" if kind == "rewrites" else name, str(count)) for name, count in counts.items()]
+    return sorted(shown, key=lambda row: (-int(row[1]), row[0]))
+
+
+def _others(pairs: list[tuple[LaunchLine, Outcome]]) -> list[tuple[str, ...]]:
+    origins: dict[str, list[str]] = {}
+    for line, outcome in pairs:
+        for name in (*outcome.others, *outcome.unknown):
+            origins.setdefault(name, []).append(line.origin)
+    return [
+        (f"`{name}`", str(len(where)), f"`{where[0]}`")
+        for name, where in sorted(origins.items(), key=lambda each: (-len(each[1]), each[0]))
+    ]
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows)]
+
+
+def main() -> None:
+    """Print the page, or write it to the file that is named."""
+    text = page((line, judge(line)) for line in read_lines())
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(text, encoding="utf-8")
+    else:
+        print(text, end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Each flag of Megatron-LM is known, takes as many values as there, and gets an answer that fits it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megazero.config.compat import FOREIGN_FLAGS
+from megazero.config.compat.absent import ABSENT, ABSENT_VALUES
+from megazero.config.fields import Kind
+from megazero.config.flags import FLAGS, scan
+
+ARITIES = dict(
+    line.split()
+    for line in Path(__file__).with_name("megatron_lm_flags.txt").read_text(encoding="utf-8").splitlines()
+)
+"""Flag -> how many values follow it: 0, 1, `?` (at most one) or `*`."""
+
+LISTS_IN_MEGATRON_DEEPSPEED = {"--num-experts"}
+
+
+def ours(name: str) -> str:
+    if name in FLAGS:
+        flag = FLAGS[name]
+        return "0" if flag.is_switch else "*" if flag.spec.kind in (Kind.INTS, Kind.TEXTS) else "1"
+    row = FOREIGN_FLAGS[name]
+    return {(0, 0): "0", (1, 1): "1", (0, 1): "?"}.get((row.least_values, row.most_values), "*")
+
+
+def test_the_list_is_whole() -> None:
+    assert len(ARITIES) == 939
+
+
+@pytest.mark.parametrize("name", ARITIES)
+def test_each_takes_as_many_values_as_there(name: str) -> None:
+    expected = "*" if name in LISTS_IN_MEGATRON_DEEPSPEED else ARITIES[name]
+    assert ours(name) == expected
+    values = {"0": [], "1": ["1"], "?": ["1"], "*": ["1", "2", "3"]}[expected]
+    problems = scan([name, *values, "--num-layers", "7"]).problems
+    assert not any("unexpected" in each or "unknown" in each or "followed by" in each for each in problems)
+
+
+@pytest.mark.parametrize("name", [name for name in ARITIES if ours(name) == "1"])
+def test_a_value_must_follow(name: str) -> None:
+    problems = scan([name, "--num-layers", "7"]).problems
+    refused = name in FOREIGN_FLAGS and FOREIGN_FLAGS[name].accepted is None
+    assert any("is not accepted" in each if refused else "followed by" in each for each in problems)
+
+
+@pytest.mark.parametrize("name", [name for name, arity in ARITIES.items() if arity == "0"])
+def test_a_switch_takes_no_value(name: str) -> None:
+    assert any("unexpected argument `stray`" in each for each in scan([name, "stray"]).problems)
+
+
+def test_what_is_absent_is_named() -> None:
+    for feature, (reason, _) in ABSENT.items():
+        assert feature
+        assert reason
+    for name, feature in ABSENT_VALUES.items():
+        assert FOREIGN_FLAGS[name].feature == feature
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("--num-experts 8", "`--num-experts 8` is not accepted: experts are not built yet"),
+        ("--multi-latent-attention", "multi-latent attention is not built; use `--num-query-groups`"),
+        ("--fp8-format hybrid", "fp8 and fp4 are not offered; use `--bf16`"),
+        ("--hybrid-layer-pattern M*", "state-space and hybrid models are not built"),
+        ("--heterogeneous-layers-config-path f", "layers that differ from each other are not built"),
+        ("--mtp-num-layers 1", "the prediction of several tokens at once is not built"),
+        ("--perform-rl-step", "reinforcement learning is not offered"),
+        ("--multiple-validation-sets", "there is one validation set"),
+        ("--attention-backend cudnn", "`--attention-backend cudnn` is not accepted: choose auto"),
+        ("--dist-ckpt-strictness lax", "choose raise_all or leave it out"),
+        ("--rerun-mode report_stats", "choose validate_results or disabled"),
+        ("--use-checkpoint-args", "give the flags of the first run"),
+        ("--recompute-modules moe", "use core_attn, or `--recompute-granularity full`"),
+        ("--decoupled-lr 0.1", "it would change the numbers"),
+    ],
+)
+def test_refused_by_family(argv: str, says: str) -> None:
+    problems = scan(argv.split()).problems
+    assert len(problems) == 1
+    assert says in problems[0]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--calculate-per-token-loss",  # the loss here is that mean, always
+        "--attention-backend flash",
+        "--dist-ckpt-strictness log_all",
+        "--recompute-modules core_attn",
+        "--rerun-mode disabled",
+        "--rerun-mode validate_results",
+        "--use-checkpoint-opt_param-scheduler",
+        "--moe-aux-loss-coeff 0.01",
+        "--moe-router-topk 2",
+        "--kv-lora-rank 64",
+        "--fp8-recipe mxfp8",
+    ],
+)
+def test_accepted_because_the_numbers_are_those_asked_for(argv: str) -> None:
+    result = scan(argv.split())
+    assert result.problems == []
+    assert len(result.ignored) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "path", "value"),
+    [
+        ("--deterministic-mode", "training.deterministic_mode", True),
+        ("--most-recent-k 2", "checkpoint.keep_last", 2),
+        ("--exit-on-missing-checkpoint", "checkpoint.exit_on_missing_checkpoint", True),
+    ],
+)
+def test_settings_of_ours(argv: str, path: str, value: object) -> None:
+    result = scan(argv.split())
+    assert (result.problems, result.ignored) == ([], [])
+    assert [(each.spec.path, each.value) for each in result.settings] == [(path, value)]
+
+
+@pytest.mark.parametrize(
+    ("typed", "close"),
+    [
+        ("--moe-aux-loss-coef", None),  # nothing like --min-loss-scale
+        ("--mtp-loss", None),
+        ("--router-aux-loss", None),
+        ("--train-iter", "--train-iters"),
+        ("--lr-warmpu-iters", "--lr-warmup-iters"),
+        ("--num_layer", "--num-layers"),
+    ],
+)
+def test_an_unknown_flag_gets_a_suggestion_only_if_it_is_near(typed: str, close: str | None) -> None:
+    (problem,) = scan([typed, "1"]).problems
+    assert problem.startswith(f"unknown flag `{typed}`")
+    assert (f"did you mean `{close}`" in problem) if close else ("did you mean" not in problem)

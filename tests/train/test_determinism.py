@@ -1,0 +1,53 @@
+"""`--deterministic-mode`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.config import parse_config
+from megazero.mpu import Launch
+from megazero.train.assemble import pretrain
+from megazero.train.determinism import compute_deterministically
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+def test_torch_and_cublas_are_told() -> None:
+    compute_deterministically()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_a_setting_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    compute_deterministically()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_a_training_on_the_cpu_is_the_same(tmp_path: Path) -> None:
+    """Each of its operators has a deterministic kernel, or it would raise; on the CPU it is the only one."""
+    flags = """--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8
+        --max-position-embeddings 8
+        --micro-batch-size 1 --global-batch-size 2 --lr 1e-2 --train-iters 3 --eval-iters 1 --eval-interval 2
+        --vocab-size 32 --mock-data --attention-dropout 0.1 --hidden-dropout 0.1"""
+    losses = []
+    for more in ([], ["--deterministic-mode"]):
+        file = tmp_path / f"{len(more)}.jsonl"
+        pretrain(parse_config([*flags.split(), "--metrics-jsonl", str(file), *more]).config, Launch())
+        losses.append([json.loads(line)["lm_loss"] for line in file.read_text().splitlines()])
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
