@@ -240,7 +240,7 @@ def _gains(name: str, case: Case, missing: set) -> Callable[[str], tuple[int, in
 
 
 _COMMON = {
-    "num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "num-query-groups": 4,
+    "num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, **_GROUPED, "num-query-groups": 4,
     "seq-length": SEQUENCE, "ffn-hidden-size": 48, "position-embedding-type": "learned_absolute",
     "rotary-percent": 1.0, "rotary-base": 10000.0, "normalization": "LayerNorm", "norm-epsilon": 1e-5,
     "activation": "gelu", "hidden-dropout": 0.0, "attention-dropout": 0.0, "init-method-std": 0.1,
@@ -280,4 +280,6 @@ def flags_of(factors: Factors, case: Case) -> dict[str, object]:
         share = flags.pop(f"{stem}-share", None)
         if share is not None:
             flags[f"lr-{stem}-{unit}"] = int(share * amounts[unit])
+    if "lr-warmup-tokens" in flags and length != "tokens":  # what the decay counts must be said then
+        flags.setdefault("lr-decay-tokens", amounts["tokens"])
     return flags
