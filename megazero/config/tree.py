@@ -253,7 +253,7 @@ class OptimizerConfig(Section):
     optimizer: Literal["adam", "sgd"] = option("adam", "adam is AdamW (decoupled weight decay)")
     lr: PositiveFloat = option(..., "peak learning rate")
     min_lr: NonNegativeFloat = option(0.0, "floor of the learning rate")
-    weight_decay: NonNegativeFloat = option(0.01, "decoupled weight decay of matrices and embeddings")
+    weight_decay: NonNegativeFloat = option(0.01, "weight decay of matrices and embeddings")
     adam_beta1: Probability = option(0.9, "decay of the first moment")
     adam_beta2: Probability = option(0.999, "decay of the second moment")
     adam_eps: PositiveFloat = option(1e-8, "added to the root of the second moment")

@@ -61,7 +61,7 @@ class UpdateRule(Protocol):
             states: for each parameter, its `init_state`.
             step: number of this update, from 1 (skipped steps do not count).
             lr: learning rate.
-            weight_decays: for each parameter, its decoupled weight decay.
+            weight_decays: for each parameter, its weight decay.
 
         Raises:
             ValueError: the lists differ in length, the step is below 1, or a tensor is not contiguous, not

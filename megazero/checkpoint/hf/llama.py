@@ -83,7 +83,7 @@ def plain_rope(config: Json) -> dict[str, Any]:
             )
         if nested.get("rope_theta") is not None:
             thetas[field] = nested["rope_theta"]
-    if len(set(map(repr, thetas.values()))) > 1:
+    if any(theta != next(iter(thetas.values())) for theta in thetas.values()):
         raise ValueError(f"`rope_theta` must be given once, but is given as {thetas}; keep the right one")
     if config.get("partial_rotary_factor") not in (None, 1.0):
         raise ValueError(

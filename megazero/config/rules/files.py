@@ -70,14 +70,21 @@ def _sources(case: Case) -> int:
 
 
 def _is_blend(items: tuple[str, ...]) -> bool:
-    """Whether `items` are one prefix, or pairs of a positive weight and a prefix."""
-    if len(items) <= 1:
+    """Whether `items` are prefixes alone, or pairs of a positive weight and a prefix."""
+    if len(items) <= 1 or not any(map(_is_number, items)):
         return True
+    weights = items[::2]
+    return len(items) % 2 == 0 and all(
+        _is_number(each) and 0 < float(each) < float("inf") for each in weights
+    )
+
+
+def _is_number(text: str) -> bool:
     try:
-        weights = [float(item) for item in items[::2]]
+        float(text)
     except ValueError:
         return False
-    return len(items) % 2 == 0 and all(0 < weight < float("inf") for weight in weights)
+    return True
 
 
 DATA_RULES: tuple[Rule, ...] = (
@@ -109,7 +116,7 @@ DATA_RULES: tuple[Rule, ...] = (
     Rule(
         "blend_in_pairs",
         _ALL_PATHS,
-        "a data path must be one prefix, or pairs of a positive weight and a prefix",
+        "a data path must be prefixes alone, or pairs of a positive weight and a prefix",
         "write `0.7 first_text_document 0.3 second_text_document`",
         lambda c: all(_is_blend(value_at(c.config, path)) for path in _ALL_PATHS),
     ),

@@ -56,10 +56,11 @@ def test_a_config_of_transformers_describes_the_same_model():
     }
     four = {**five, "rope_theta": 500000.0, "rope_scaling": None}
     del four["rope_parameters"]
-    families = {find_architecture(config).model_type for config in (four, five)}
-    models = [model_of(find_architecture(config), config) for config in (four, five)]
+    both = {**five, "rope_theta": 500000}
+    families = {find_architecture(config).model_type for config in (four, five, both)}
+    models = [model_of(find_architecture(config), config) for config in (four, five, both)]
     assert families == {"llama"}
-    assert models[0] == models[1]
+    assert models[0] == models[1] == models[2]
     assert models[0].model_dump(exclude_defaults=True) == {
         "num_layers": 32,
         "hidden_size": 64,

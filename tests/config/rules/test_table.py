@@ -353,3 +353,19 @@ def test_rules_on_unsound_fields_are_left_out() -> None:
     assert check(config, WORLD, {"optimizer.lr"}) == []
     for spec in FIELDS:
         assert check(make_config(), WORLD, {spec.path}) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "accepted"),
+    [
+        (("a", "b"), True),  # each in proportion to its size, as in Megatron-Core
+        (("a", "b", "c"), True),
+        (("0.3", "a", "0.7", "b"), True),
+        (("0", "a", "1", "b"), False),
+        (("a", "0.3", "b", "0.7"), False),
+        (("0.3", "a", "b", "c"), False),
+    ],
+)
+def test_a_data_path_is_prefixes_or_pairs(path, accepted):
+    rule = next(rule for rule in RULES if rule.name == "blend_in_pairs")
+    assert rule.holds(Case(make_config({"data.data_path": path}), WORLD)) is accepted
