@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.mutation.faults import GPU, Fault, Key, all_faults, read_equivalents, sample, stale
 from benchmarks.mutation.hits import instrument
-from benchmarks.mutation.nearest import Nearest, TestMap, digest
+from benchmarks.mutation.nearest import MeasuredTests, Nearest, digest
 from benchmarks.mutation.runner import Workplace
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,9 +76,9 @@ def chosen_faults(options: argparse.Namespace, faults: list[Fault]) -> list[Faul
     return [fault for key, fault in unique.items() if key in wanted]
 
 
-def measured(folder: Path, workers: int) -> TestMap:
+def measured(folder: Path, workers: int) -> MeasuredTests:
     """The map of the tests, after measuring those files that are new or have changed."""
-    tests = TestMap(KEPT / "tests")
+    tests = MeasuredTests(KEPT / "tests")
     missing = tests.missing(ROOT)
     if not missing:
         return tests

@@ -1,6 +1,6 @@
 """Which tests to run for a fault, nearest and fastest first.
 
-A `TestMap` says of every test how long it takes and which functions it runs. The tests for a fault are those
+A `MeasuredTest` says how long a test takes and which functions it runs. The tests for a fault are those
 that run the function it lies in: first those of files that name the module or lie in the package's test
 folder, the fastest ahead; then the oracle; then the others.
 """
@@ -22,7 +22,7 @@ FIRST_SECONDS, FIRST_FILES = 4.0, 4  # of the first batch, where most faults are
 
 
 @dataclass(frozen=True)
-class Test:
+class MeasuredTest:
     """One test as it was without a fault."""
 
     name: str
@@ -35,7 +35,7 @@ class Test:
         return self.name.partition("::")[0]
 
 
-class TestMap:
+class MeasuredTests:
     """All tests that passed, as measured; kept in a folder, as one JSON file per file of tests."""
 
     def __init__(self, folder: Path):
@@ -60,10 +60,10 @@ class TestMap:
         self._kept(name).write_text(json.dumps({"digest": text, "tests": kept}))
 
     @property
-    def tests(self) -> list[Test]:
+    def tests(self) -> list[MeasuredTest]:
         """All of them."""
         return [
-            Test(name, entry["seconds"], frozenset(tuple(each) for each in entry["functions"]))
+            MeasuredTest(name, entry["seconds"], frozenset(tuple(each) for each in entry["functions"]))
             for kept in sorted(self.folder.iterdir())
             for name, entry in json.loads(kept.read_text())["tests"].items()
         ]
@@ -97,12 +97,12 @@ class Nearest:
         budget: seconds of tests, as measured without a fault, that one fault may cost in each of its stages.
     """
 
-    def __init__(self, root: Path, tests: Iterable[Test], budget: float):
+    def __init__(self, root: Path, tests: Iterable[MeasuredTest], budget: float):
         self.tests = list(tests)
         self.budget = budget
         self._names = {path.relative_to(root).as_posix(): _modules_named(path) for path in test_files(root)}
 
-    def batches(self, fault: Fault) -> list[list[Test]]:
+    def batches(self, fault: Fault) -> list[list[MeasuredTest]]:
         """The tests for a fault, in batches to be run one after the other until one fails."""
         running = [test for test in self.tests if self._runs(test, fault)]
         near = sorted(
@@ -117,7 +117,7 @@ class Nearest:
         rest = [test for test in near if test not in first]
         return [batch for batch in (first, _within(rest, self.budget), _within(far, self.budget)) if batch]
 
-    def _runs(self, test: Test, fault: Fault) -> bool:
+    def _runs(self, test: MeasuredTest, fault: Fault) -> bool:
         """Whether the test runs the function; of code outside of functions, whether it is near the module."""
         name = fault.edit.function
         if (fault.path, name) in test.functions:
@@ -127,7 +127,7 @@ class Nearest:
         touched = any(path == fault.path for path, _ in test.functions)
         return not plain and (touched or self._distance(test, fault) == 0)
 
-    def _distance(self, test: Test, fault: Fault) -> int:
+    def _distance(self, test: MeasuredTest, fault: Fault) -> int:
         """0: it mirrors the module, 1: it names it, 2: it lies in the package's folder, 3: elsewhere."""
         mirror = "tests/" + fault.path.removeprefix("megazero/")
         folder, _, file = mirror.rpartition("/")
@@ -137,7 +137,7 @@ class Nearest:
             return 1
         return 2 if test.file.startswith(f"tests/{fault.package}/") else 3
 
-    def _order(self, test: Test, fault: Fault) -> tuple:
+    def _order(self, test: MeasuredTest, fault: Fault) -> tuple:
         return (self._distance(test, fault) == 2, test.seconds)
 
 
@@ -158,9 +158,9 @@ def _modules_named(path: Path) -> set[str]:
     return named
 
 
-def _within(tests: list[Test], seconds: float, files: int | None = None) -> list[Test]:
+def _within(tests: list[MeasuredTest], seconds: float, files: int | None = None) -> list[MeasuredTest]:
     """As many of them, from the front, as fit; those of one file together."""
-    chosen: dict[str, list[Test]] = {}
+    chosen: dict[str, list[MeasuredTest]] = {}
     left = seconds
     for test in tests:
         full = files is not None and test.file not in chosen and len(chosen) >= files

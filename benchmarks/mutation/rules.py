@@ -55,6 +55,8 @@ TYPES = (
     "Union",
 )
 PLACES = re.compile(r"path|folder|root|dir|file|home|base|place|cwd|target|here|step_name", re.IGNORECASE)
+# Settings by name, but also what every tensor has, or a section.
+AMBIGUOUS = ("dtype", "device", "optimizer")
 # Keywords that speed something up or hold an invariant; none decides a result.
 QUIET = ("frozen", "slots", "repr", "strict", "non_blocking", "kw_only")
 
@@ -325,7 +327,7 @@ def _constant(node: ast.Constant, scope: Scope) -> Iterator[Proposal]:
 
 
 def _setting(node: ast.Attribute, scope: Scope) -> Iterator[Proposal]:
-    if isinstance(node.ctx, ast.Load) and node.attr in scope.settings:
+    if isinstance(node.ctx, ast.Load) and node.attr in scope.settings and node.attr not in AMBIGUOUS:
         yield "ignore-setting", node, scope.settings[node.attr]
 
 

@@ -7,12 +7,30 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.mutation.faults import Fault
-from benchmarks.mutation.nearest import START, Nearest, Test
+from benchmarks.mutation.nearest import START, MeasuredTest, Nearest
 
 PATIENCE = 5.0  # a run that takes so many times as long as without a fault hangs
+
+PRELOADED = (  # what tests import most, and what takes long to import
+    "torch",
+    "torch.distributed",
+    "torch.nn.functional",
+    "torch.utils.checkpoint",
+    "numpy",
+    "hypothesis",
+    "hypothesis.strategies",
+    "pydantic",
+    "rich.console",
+    "rich.progress",
+    "rich.table",
+    "safetensors.torch",
+    "tokenizers",
+    "yaml",
+)
 
 
 def copy_project(root: Path, target: Path) -> None:
@@ -36,9 +54,11 @@ class Workplace:
     Args:
         root: the project.
         folder: of its own; made here.
+        preloaded: modules that every test run finds imported; those that are not installed are left out.
     """
 
-    def __init__(self, root: Path, folder: Path):
+    def __init__(self, root: Path, folder: Path, preloaded: Sequence[str] = PRELOADED):
+        self._preloaded = preloaded
         self.copy = folder / "copy"
         copy_project(root, self.copy)
         self._folder = folder
@@ -85,7 +105,7 @@ class Workplace:
             self._process.stdin.close()
             self._process.wait(30)
 
-    def _run_batch(self, batch: list[Test]) -> dict:
+    def _run_batch(self, batch: list[MeasuredTest]) -> dict:
         files = list(dict.fromkeys(test.file for test in batch))
         limit = 30.0 + PATIENCE * (START + sum(test.seconds for test in batch))
         return self.run(files, [test.name for test in batch], limit, stop=True, hits=False)
@@ -99,7 +119,7 @@ class Workplace:
                 "MUTANTS_FOLDER": str(self._folder / "run"),
             }
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.mutation.zygote"],
+                [sys.executable, "-m", "benchmarks.mutation.zygote", *self._preloaded],
                 cwd=self.copy,
                 env=environment,
                 stdin=subprocess.PIPE,

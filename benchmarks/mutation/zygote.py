@@ -1,4 +1,4 @@
-"""A process that has imported torch and pytest, and forks a child for each test run it is asked for.
+"""A process that has imported pytest and what its command line names, and forks a child for each test run.
 
 It is started in a copy of the project with that copy on `PYTHONPATH`, reads requests from standard input and
 answers on standard output, one JSON object per line. A child imports megazero afresh, so it sees whatever
@@ -22,22 +22,6 @@ from pathlib import Path
 
 import pytest
 
-PRELOADED = (
-    "torch",
-    "torch.distributed",
-    "torch.nn.functional",
-    "torch.utils.checkpoint",
-    "numpy",
-    "hypothesis",
-    "hypothesis.strategies",
-    "pydantic",
-    "rich.console",
-    "rich.progress",
-    "rich.table",
-    "safetensors.torch",
-    "tokenizers",
-    "yaml",
-)
 BECOME_SUBREAPER = 36  # prctl: orphans of children become children of this process
 MEMORY = 8 << 30  # bytes a test process may allocate
 FILE_SIZE = 4 << 30
@@ -112,10 +96,9 @@ def run_tests(request: dict, folder: Path) -> int:
 def serve() -> None:
     """Answer requests until standard input ends."""
     ctypes.CDLL(None).prctl(BECOME_SUBREAPER, 1)
-    for name in PRELOADED:
+    for name in sys.argv[1:]:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    importlib.import_module("torch").set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     work = Path(os.environ["MUTANTS_FOLDER"])
     for line in sys.stdin:
