@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.mutation.faults import GPU, Fault, Key, all_faults, read_equivalents, sample, stale
 from benchmarks.mutation.hits import instrument
-from benchmarks.mutation.nearest import MeasuredTests, Nearest, digest
+from benchmarks.mutation.nearest import ABOVE, ORACLE, MeasuredTests, Nearest, digest
 from benchmarks.mutation.runner import Workplace
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +55,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the faults and run nothing")
     parser.add_argument("--workers", type=int, default=2, help="faults tried at the same time")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests per fault and stage")
+    parser.add_argument("--near", action="store_true", help="only the tests of the packages and the oracle")
     parser.add_argument("--measure", action="store_true", help="only measure the tests that need it")
     parser.add_argument("--out", type=Path, help="results; default: build/mutants/seed<N>.jsonl")
     return parser.parse_args()
@@ -76,10 +77,10 @@ def chosen_faults(options: argparse.Namespace, faults: list[Fault]) -> list[Faul
     return [fault for key, fault in unique.items() if key in wanted]
 
 
-def measured(folder: Path, workers: int) -> MeasuredTests:
-    """The map of the tests, after measuring those files that are new or have changed."""
+def measured(folder: Path, workers: int, parts: Iterable[str]) -> MeasuredTests:
+    """What is known of all tests, after measuring those in `parts` of tests/ that are new or have changed."""
     tests = MeasuredTests(KEPT / "tests")
-    missing = tests.missing(ROOT)
+    missing = tests.missing(ROOT, parts)
     if not missing:
         return tests
     places = [Workplace(ROOT, folder / f"measure{i}") for i in range(workers)]
@@ -181,7 +182,8 @@ def main() -> int:
         return 0
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants") as folder:
-        tests = measured(Path(folder), options.workers)
+        parts = {ORACLE, *(fault.package for fault in counted), *(() if options.near else ABOVE)}
+        tests = measured(Path(folder), options.workers, parts)
         if options.measure:
             return 0
         nearest = Nearest(ROOT, tests.tests, options.budget)

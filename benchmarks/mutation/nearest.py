@@ -10,13 +10,16 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.mutation.faults import PACKAGES, Fault
 
-OUTSIDE = ("plan", "equivalence", "verify", "deepspeed", "oracle", "data_tools")  # more folders of tests
+# More folders of tests: the one that knows nothing of the package, and those of what stands above it.
+ORACLE = "oracle"
+ABOVE = ("plan", "equivalence", "verify", "deepspeed", "data_tools", "test_loss.py", "test_end_to_end.py")
 START = 2.0  # seconds that a child needs before its first test
 FIRST_SECONDS, FIRST_FILES = 4.0, 4  # of the first batch, where most faults are found
 
@@ -42,13 +45,14 @@ class MeasuredTests:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def missing(self, root: Path) -> list[str]:
-        """Files of tests that are new or have changed; what is known of files that are gone is removed."""
+    def missing(self, root: Path, folders: Iterable[str]) -> list[str]:
+        """Files in these folders of tests that are new or have changed. What is kept of gone files goes."""
         today = {path.relative_to(root).as_posix(): digest(path) for path in test_files(root)}
         for kept in self.folder.iterdir():
             if kept not in map(self._kept, today):
                 kept.unlink()
-        return [name for name, text in today.items() if self._digest(name) != text]
+        wanted = {name: text for name, text in today.items() if name.split("/")[1] in folders}
+        return [name for name, text in wanted.items() if self._digest(name) != text]
 
     def add(self, name: str, text: str, tests: dict[str, dict], functions: list) -> None:
         """Keep what running a test file showed. A test that did not pass can find no fault."""
@@ -83,9 +87,12 @@ def digest(path: Path) -> str:
 
 def test_files(root: Path) -> list[Path]:
     """The files of tests that may be asked to find a fault."""
-    folders = [root / "tests" / name for name in (*PACKAGES, *OUTSIDE)]
-    inside = [path for folder in folders for path in sorted(folder.rglob("test_*.py"))]
-    return [*inside, *(root / "tests" / name for name in ("test_loss.py", "test_end_to_end.py"))]
+    places = [root / "tests" / name for name in (*PACKAGES, ORACLE, *ABOVE)]
+    return [path for place in places for path in ([place] if place.is_file() else _tests_in(place))]
+
+
+def _tests_in(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("test_*.py"))
 
 
 class Nearest:
@@ -98,13 +105,20 @@ class Nearest:
     """
 
     def __init__(self, root: Path, tests: Iterable[MeasuredTest], budget: float):
-        self.tests = list(tests)
         self.budget = budget
+        self._by_function: dict[tuple[str, str], list[MeasuredTest]] = defaultdict(list)
+        self._by_file: dict[str, dict[str, MeasuredTest]] = defaultdict(dict)
+        for test in tests:
+            for function in test.functions:
+                self._by_function[function].append(test)
+                self._by_file[function[0]][test.name] = test
         self._names = {path.relative_to(root).as_posix(): _modules_named(path) for path in test_files(root)}
 
     def batches(self, fault: Fault) -> list[list[MeasuredTest]]:
         """The tests for a fault, in batches to be run one after the other until one fails."""
-        running = [test for test in self.tests if self._runs(test, fault)]
+        # The body of a class or module runs once, at import, unseen: all tests of the file's functions then.
+        running = self._by_function.get((fault.path, fault.edit.function))
+        running = running or list(self._by_file[fault.path].values())
         near = sorted(
             (test for test in running if self._distance(test, fault) < 3),
             key=lambda test: self._order(test, fault),
@@ -116,16 +130,6 @@ class Nearest:
         first = _within(near, FIRST_SECONDS, FIRST_FILES)
         rest = [test for test in near if test not in first]
         return [batch for batch in (first, _within(rest, self.budget), _within(far, self.budget)) if batch]
-
-    def _runs(self, test: MeasuredTest, fault: Fault) -> bool:
-        """Whether the test runs the function; of code outside of functions, whether it is near the module."""
-        name = fault.edit.function
-        if (fault.path, name) in test.functions:
-            return True
-        plain = any((fault.path, name) in other.functions for other in self.tests)
-        # The body of a class or module runs once, at import, unseen.
-        touched = any(path == fault.path for path, _ in test.functions)
-        return not plain and (touched or self._distance(test, fault) == 0)
 
     def _distance(self, test: MeasuredTest, fault: Fault) -> int:
         """0: it mirrors the module, 1: it names it, 2: it lies in the package's folder, 3: elsewhere."""
