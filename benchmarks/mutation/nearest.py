@@ -24,7 +24,7 @@ START = 2.0  # seconds that a child needs before its first test
 FIRST_SECONDS, FIRST_FILES = 4.0, 4  # of the first batch, where most faults are found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MeasuredTest:
     """One test as it was without a fault."""
 
@@ -106,28 +106,30 @@ class Nearest:
 
     def __init__(self, root: Path, tests: Iterable[MeasuredTest], budget: float):
         self.budget = budget
-        self._by_function: dict[tuple[str, str], list[MeasuredTest]] = defaultdict(list)
-        self._by_file: dict[str, dict[str, MeasuredTest]] = defaultdict(dict)
-        for test in tests:
-            for function in test.functions:
-                self._by_function[function].append(test)
-                self._by_file[function[0]][test.name] = test
+        self._tests = list(tests)
+        self._by_function: dict[tuple[str, str], set[MeasuredTest]] = defaultdict(set)
+        self._by_file: dict[str, set[MeasuredTest]] = defaultdict(set)
+        for test in self._tests:
+            for path, function in test.functions:
+                self._by_function[path, function].add(test)
+                self._by_file[path].add(test)
         self._names = {path.relative_to(root).as_posix(): _modules_named(path) for path in test_files(root)}
 
     def batches(self, fault: Fault) -> list[list[MeasuredTest]]:
         """The tests for a fault, in batches to be run one after the other until one fails."""
         # The body of a class or module runs once, at import, unseen: all tests of the file's functions then.
         running = self._by_function.get((fault.path, fault.edit.function))
-        running = running or list(self._by_file[fault.path].values())
-        near = sorted(
-            (test for test in running if self._distance(test, fault) < 3),
-            key=lambda test: self._order(test, fault),
-        )
-        far = sorted(
-            (test for test in running if self._distance(test, fault) == 3),
-            key=lambda test: (not test.file.startswith("tests/oracle"), test.seconds),
-        )
-        first = _within(near, FIRST_SECONDS, FIRST_FILES)
+        running = set(running or self._by_file[fault.path])
+        distance = {test: self._distance(test, fault) for test in self._tests}
+        # What is kept from call to call runs in one test and serves others, so those of the mirror all count.
+        near = [
+            test for test in self._tests if distance[test] == 0 or (distance[test] < 3 and test in running)
+        ]
+        near = near or [test for test in self._tests if distance[test] < 3]
+        near.sort(key=lambda test: (test not in running, distance[test] == 2, test.seconds))
+        far = [test for test in self._tests if distance[test] == 3 and test in running]
+        far.sort(key=lambda test: (not test.file.startswith(f"tests/{ORACLE}/"), test.seconds))
+        first = _within([test for test in near if test in running], FIRST_SECONDS, FIRST_FILES)
         rest = [test for test in near if test not in first]
         return [batch for batch in (first, _within(rest, self.budget), _within(far, self.budget)) if batch]
 
@@ -140,9 +142,6 @@ class Nearest:
         if fault.path.removesuffix(".py").replace("/", ".") in self._names.get(test.file, ()):
             return 1
         return 2 if test.file.startswith(f"tests/{fault.package}/") else 3
-
-    def _order(self, test: MeasuredTest, fault: Fault) -> tuple:
-        return (self._distance(test, fault) == 2, test.seconds)
 
 
 def _modules_named(path: Path) -> set[str]:
