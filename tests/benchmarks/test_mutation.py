@@ -204,7 +204,7 @@ def test_a_fault_is_found_by_a_test_that_runs_it_and_the_checkout_stays_as_it_wa
     place.close()
     place = Workplace(project, tmp_path / "plant", ())
     assert outcome("+=", "-=", "total") == (True, wanted[0], 1)
-    assert outcome("start = 0", "start = 0.0", "total") == (False, None, 1)
+    assert outcome("start = 0", "start = 0.0", "total") == (False, None, 2)
     hung = place.run([tests], [f"{tests}::test_hang"], 2.0, stop=True, hits=False)
     assert (hung["timed_out"], hung["code"]) == (True, None)
     place.close()
