@@ -32,7 +32,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.mutation.faults import GPU, Fault, Key, all_faults, read_equivalents, sample, stale
+from benchmarks.mutation.faults import GPU, PACKAGES, Fault, Key, all_faults, read_equivalents, sample, stale
 from benchmarks.mutation.hits import instrument
 from benchmarks.mutation.nearest import ABOVE, ORACLE, MeasuredTests, Nearest, digest
 from benchmarks.mutation.runner import Workplace
@@ -57,6 +57,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests per fault and stage")
     parser.add_argument("--near", action="store_true", help="only the tests of the packages and the oracle")
     parser.add_argument("--measure", action="store_true", help="only measure the tests that need it")
+    parser.add_argument("--resume", action="store_true", help="keep what `--out` already says")
     parser.add_argument("--out", type=Path, help="results; default: build/mutants/seed<N>.jsonl")
     return parser.parse_args()
 
@@ -71,10 +72,14 @@ def chosen_faults(options: argparse.Namespace, faults: list[Fault]) -> list[Faul
     if options.survivors is None:
         matching = [fault for fault in faults if re.search(options.only, name_of(fault))]
         return sample(matching, options.count, options.seed)
-    rows = [json.loads(line) for line in options.survivors.read_text().splitlines()]
-    wanted = {Key(**row["key"]) for row in rows if not row["found"]}
+    wanted = {Key(**row["key"]) for row in read_rows(options.survivors) if not row["found"]}
     unique = {fault.key: fault for fault in faults if re.search(options.only, name_of(fault))}
     return [fault for key, fault in unique.items() if key in wanted]
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The results kept in a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def measured(folder: Path, workers: int, parts: Iterable[str]) -> MeasuredTests:
@@ -85,7 +90,7 @@ def measured(folder: Path, workers: int, parts: Iterable[str]) -> MeasuredTests:
         return tests
     places = [Workplace(ROOT, folder / f"measure{i}") for i in range(workers)]
     for place in places:
-        instrument(place.copy)
+        instrument(place.copy, [f"megazero/{package}" for package in PACKAGES])
     functions = json.loads((places[0].copy / "functions.json").read_text())
 
     def measure(place: Workplace, name: str) -> None:
@@ -128,11 +133,15 @@ def in_turns(places: list[Workplace], work: Iterable, act: Callable) -> None:
         raise errors[0]
 
 
-def try_all(faults: list[Fault], nearest: Nearest, folder: Path, workers: int, out: Path) -> list[dict]:
+def try_all(
+    faults: list[Fault], done: list[dict], nearest: Nearest, folder: Path, workers: int, out: Path
+) -> list[dict]:
     """What became of each fault; also one JSON line each in `out`, as soon as it is known."""
+    known = {Key(**row["key"]): row for row in done}
+    rows = [known[fault.key] for fault in faults if fault.key in known]
     out.parent.mkdir(parents=True, exist_ok=True)
-    rows: list[dict] = []
     with out.open("w") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in rows)
 
         def attempt(place: Workplace, fault: Fault) -> None:
             row = {"key": vars(fault.key), "line": fault.edit.line, **place.try_fault(fault, nearest)}
@@ -143,7 +152,8 @@ def try_all(faults: list[Fault], nearest: Nearest, folder: Path, workers: int, o
                 print(f"\nsurvived {row['tests']} tests, {row['seconds']} s: {name_of(fault)}")
                 print(f"{fault.path}:{fault.edit.line}\n{fault.diff()}", flush=True)
 
-        in_turns([Workplace(ROOT, folder / f"worker{i}") for i in range(workers)], faults, attempt)
+        left = [fault for fault in faults if fault.key not in known]
+        in_turns([Workplace(ROOT, folder / f"worker{i}") for i in range(workers)], left, attempt)
     return rows
 
 
@@ -188,7 +198,8 @@ def main() -> int:
             return 0
         nearest = Nearest(ROOT, tests.tests, options.budget)
         out = options.out or KEPT / f"seed{options.seed}.jsonl"
-        rows = try_all(counted, nearest, Path(folder), options.workers, out)
+        done = read_rows(out) if options.resume and out.exists() else []
+        rows = try_all(counted, done, nearest, Path(folder), options.workers, out)
     reasons = [equivalents[fault.key] for fault in chosen if fault.key in equivalents]
     unseen = Counter(GPU if reason.startswith(GPU) else "equivalent" for reason in reasons)
     return int(print_score(rows, unseen, time.monotonic() - start) < TARGET)

@@ -11,16 +11,17 @@ import ast
 import json
 import mmap
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 VARIABLE = "MEGAZERO_HITS"
 Function = tuple[str, str]  # path of its file and dotted name
 
 
-def instrument(root: Path, folder: str = "megazero") -> None:
-    """Change the sources below `root` so that functions report; their names go to `root/functions.json`."""
+def instrument(root: Path, folders: Iterable[str]) -> None:
+    """Change the sources in these folders so that functions report; their names go to `functions.json`."""
     functions: list[Function] = []
-    for path in sorted((root / folder).rglob("*.py")):
+    for path in sorted(path for folder in folders for path in (root / folder).rglob("*.py")):
         name = path.relative_to(root).as_posix()
         text = path.read_text(encoding="utf-8")
         path.write_text(_instrumented(text, name, functions), encoding="utf-8")

@@ -30,6 +30,8 @@ PRELOADED = (  # what tests import most, and what takes long to import
     "safetensors.torch",
     "tokenizers",
     "yaml",
+    "_hypothesis_pytestplugin",
+    "megazero.config",  # in no package that gets faults, and imports none
 )
 
 

@@ -21,7 +21,9 @@ import time
 from pathlib import Path
 
 import pytest
+from _pytest.config import default_plugins
 
+DIE_WITH_PARENT = 1  # prctl: the signal this process gets when its parent ends
 BECOME_SUBREAPER = 36  # prctl: orphans of children become children of this process
 MEMORY = 8 << 30  # bytes a test process may allocate
 FILE_SIZE = 4 << 30
@@ -96,7 +98,8 @@ def run_tests(request: dict, folder: Path) -> int:
 def serve() -> None:
     """Answer requests until standard input ends."""
     ctypes.CDLL(None).prctl(BECOME_SUBREAPER, 1)
-    for name in sys.argv[1:]:
+    plugins = (f"_pytest.{name}" for name in default_plugins)
+    for name in (*plugins, *sys.argv[1:]):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     answers = os.fdopen(os.dup(1), "w")
@@ -111,6 +114,7 @@ def serve() -> None:
             code = 70
             try:
                 os.setsid()
+                ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
                 code = run_tests(request, work)
             finally:
                 os._exit(code)

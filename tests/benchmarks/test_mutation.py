@@ -181,7 +181,7 @@ def project(tmp_path):
 def test_a_fault_is_found_by_a_test_that_runs_it_and_the_checkout_stays_as_it_was(project, tmp_path):
     name, tests = "megazero/optim/total.py", "tests/optim/test_total.py"
     place = Workplace(project, tmp_path / "measure", ())
-    instrument(place.copy)
+    instrument(place.copy, ["megazero/optim"])
     functions = json.loads((place.copy / "functions.json").read_text())
     wanted = [f"{tests}::test_sum", f"{tests}::test_other"]
     measured = place.run([tests], wanted, 60.0, stop=False, hits=True)

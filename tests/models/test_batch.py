@@ -8,6 +8,7 @@ import torch
 
 from megazero.models import TextCollate, random_text
 from megazero.mpu import sample_keys
+from tests.config.samples import make_config
 
 CPU = torch.device("cpu")
 
@@ -24,6 +25,12 @@ def test_positions_are_kept_where_they_do_not_count_from_0(with_positions, kept)
     assert (batch.position_ids if kept is None else batch.position_ids.tolist()) == kept
     assert batch.tokens.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert batch.labels.tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_it_follows_the_configuration(reset):
+    config = make_config({"data.reset_position_ids": reset})
+    assert TextCollate.of(config, 8, CPU, 5) == TextCollate(8, CPU, with_positions=reset, seed=5)
 
 
 def test_a_mask_of_ones_is_left_out_and_any_other_kept():
