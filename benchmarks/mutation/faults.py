@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import hashlib
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.mutation.rules import Edit, compiles, edits_of, setting_defaults
@@ -36,7 +36,8 @@ class Key:
         path: the file, from the project's root.
         function: the function or class.
         rule: the rule that made it.
-        before, after: the changed lines, spaces made single.
+        before, after: the changed lines, spaces made single; `before` ends in " [2]" if the function has the
+            same fault on a second place, and so on.
     """
 
     path: str
@@ -51,11 +52,12 @@ class Key:
 
 @dataclass(frozen=True)
 class Fault:
-    """One edit of one file of the project."""
+    """One edit of one file of the project; `number` counts those that read the same."""
 
     path: str
     source: str
     edit: Edit
+    number: int = 1
 
     @property
     def faulty(self) -> str:
@@ -72,7 +74,8 @@ class Fault:
         before = self.source[first:last]
         after = self.source[first:start] + self.edit.text + self.source[end:last]
         names = (self.path, self.edit.function, self.edit.rule)
-        return Key(*names, " ".join(before.split()), " ".join(after.split()))
+        which = [f"[{self.number}]"] if self.number > 1 else []
+        return Key(*names, " ".join([*before.split(), *which]), " ".join(after.split()))
 
     @property
     def package(self) -> str:
@@ -100,8 +103,15 @@ def all_faults(root: Path, packages: Iterable[str] = PACKAGES) -> list[Fault]:
         for path in sorted((root / "megazero" / package).rglob("*.py")):
             source = path.read_text(encoding="utf-8")
             name = path.relative_to(root).as_posix()
-            faults += [Fault(name, source, edit) for edit in edits_of(source, defaults)]
+            faults += _numbered([Fault(name, source, edit) for edit in edits_of(source, defaults)])
     return faults
+
+
+def _numbered(faults: Iterable[Fault]) -> Iterator[Fault]:
+    seen: Counter[Key] = Counter()
+    for fault in faults:
+        seen[fault.key] += 1
+        yield replace(fault, number=seen[fault.key])
 
 
 def sample(faults: Iterable[Fault], count: int, seed: int) -> list[Fault]:

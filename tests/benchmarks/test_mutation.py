@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.mutation.faults import Fault, Key, read_equivalents, sample, stale
+from benchmarks.mutation.faults import Fault, Key, all_faults, read_equivalents, sample, stale
 from benchmarks.mutation.hits import instrument
 from benchmarks.mutation.nearest import MeasuredTests, Nearest
 from benchmarks.mutation.rules import Edit, compiles, edits_of, setting_defaults
@@ -134,6 +134,16 @@ def test_equivalents_are_found_by_what_they_say_not_by_their_line(tmp_path):
     path.write_text("megazero/mpu/a.py <module> x\n- a = 1\n+ a = 2\n")
     with pytest.raises(ValueError, match="not of the form"):
         read_equivalents(path)
+
+
+def test_equal_faults_of_a_function_have_names_of_their_own(tmp_path):
+    path = tmp_path / "megazero/optim/a.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        "def f(a):\n    while True:\n        if a:\n            break\n        g()\n        break\n"
+    )
+    keys = [fault.key for fault in all_faults(tmp_path, ["optim"]) if fault.edit.rule == "drop-jump"]
+    assert [(key.before, key.after) for key in keys] == [("break", "pass"), ("break [2]", "pass")]
 
 
 SUM = """\
