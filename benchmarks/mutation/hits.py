@@ -81,7 +81,7 @@ class Board:
         page = self._page[:8]
         if self._seen.get(number) != page:
             self._seen[number] = page
-            os.write(self._log, b"%d\n" % number)
+            os.write(self._log, b"%07d\n" % number)
 
     def next_test(self) -> list[int]:
         """What all processes have reached since the last call; from now on everything is new again."""
@@ -89,7 +89,8 @@ class Board:
         text = os.pread(self._log, size - self._at, self._at)
         self._at = size
         self._page[:8] = (int.from_bytes(self._page[:8], "little") + 1).to_bytes(8, "little")
-        return sorted({int(number) for number in text.split()})
+        # A process that is killed, or whose disk a test fills, may leave half a line.
+        return sorted({int(number) for number in text.split() if len(number) == 7})
 
 
 BOARD = Board(os.environ.get(VARIABLE))
