@@ -26,7 +26,7 @@ from _pytest.config import default_plugins
 DIE_WITH_PARENT = 1  # prctl: the signal this process gets when its parent ends
 BECOME_SUBREAPER = 36  # prctl: orphans of children become children of this process
 MEMORY = 8 << 30  # bytes a test process may allocate
-FILE_SIZE = 4 << 30
+FILE_SIZE = 32 << 30  # and of one file; some tests make large ones with holes
 
 
 class Recorder:
