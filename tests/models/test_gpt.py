@@ -135,14 +135,3 @@ def test_deferred_weight_gradients_come_later_and_are_the_same():
     for compute in deferred:
         compute()
     torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, expected)
-
-
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recompute_leaves_every_way_to_differentiate(recompute):
-    """Reentrant checkpoints would refuse `torch.autograd.grad`."""
-
-    def gradients(model) -> tuple[torch.Tensor, ...]:
-        _, sums = model.run(Batch.from_arrays(arrays(), CPU, 13))
-        return torch.autograd.grad(sums["lm"], tuple(model.parameters()))
-
-    torch.testing.assert_close(gradients(make_gpt(recompute)), gradients(make_gpt()))
