@@ -57,7 +57,8 @@ def add_transfers(schedule: Schedule) -> Program:
         for stage in pair:
             sends = tuple(message for _, message in messages if message.source == stage)
             receives = tuple(message for _, message in messages if message.target == stage)
-            time = end if sends else min(start for start, _ in messages)
+            # Where there is no send, the other stage's one action that ended then sent one message.
+            time = end if sends else messages[0][0]
             exchanges[stage].append((time, Exchange(sends, receives)))
     return Program(schedule, tuple(map(_merge, timeline.spans, exchanges)))
 

@@ -250,7 +250,7 @@ class _Simulation:
             reduction = stage.announced.pop((action.chunk, action.microbatch), None)
             if reduction is not None:
                 self._occupy_lane(stage, reduction, start, stage.clock)
-        if not self.lowered or self.schedule.message_from(action) is None:
+        if not self.lowered:  # else those of other stages wait for an exchange
             self._wake(action)
 
     def _remote(self, number: int, need: Action) -> bool:

@@ -106,6 +106,15 @@ def test_a_full_disk_is_raised_unchanged(tmp_path, monkeypatch):
     assert caught.value.errno == errno.ENOSPC
 
 
+def test_sync_brings_the_file_to_the_medium(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    with Disk().create(tmp_path / "f") as file:
+        file.write(b"x")
+        file.sync()
+    assert synced == [(tmp_path / "f").stat().st_ino]
+
+
 def test_create_respects_the_umask(tmp_path):
     before = os.umask(0o027)
     try:

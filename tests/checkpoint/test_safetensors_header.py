@@ -145,3 +145,22 @@ def test_a_header_too_large_to_read_is_not_written(monkeypatch):
     encode_header([(f"{i}", torch.uint8, (1,)) for i in range(10)])
     with pytest.raises(ValueError, match="at most 1000 bytes"):
         encode_header([(f"{i}", torch.uint8, (1,)) for i in range(20)])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (
+            [("x", torch.complex32, (1,))],
+            "`x` must have a dtype that safetensors knows, but has torch.complex32",
+        ),
+        (
+            [("x", torch.uint8, (1,))] * 2,
+            "`x` must be the name of one tensor, but is reserved or occurs twice",
+        ),
+        ([("__metadata__", torch.uint8, (1,))], "`__metadata__` must be the name of one tensor"),
+    ],
+)
+def test_tensors_that_no_header_can_hold_are_refused(tensors, message):
+    with pytest.raises(ValueError, match=message):
+        encode_header(tensors)

@@ -153,3 +153,11 @@ def test_many_at_once_all_get_the_same(tmp_path):
         results = list(pool.map(use, range(40)))
     assert results == [[0, 1, 2, 3, 4]] * 40
     assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("names", [("ids", "rows"), ("rows", "ids")])
+def test_the_names_may_come_in_any_order(tmp_path, names):
+    build = Builder()
+    for _ in range(2):
+        cached_arrays(tmp_path, "t", DESCRIPTION, names, build)
+    assert build.calls == 1

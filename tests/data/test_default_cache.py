@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.data.build import default_cache
+from megazero.data.build import default_cache, gpt_datasets
+from tests.config.samples import make_config
+from tests.data.corpora import write_lengths
 
 
 @pytest.mark.parametrize(
@@ -17,3 +19,13 @@ def test_the_index_cache_lies_beside_the_first_dataset(paths):
 
 def test_without_files_there_is_no_cache():
     assert default_cache(()) is None
+
+
+@pytest.mark.parametrize("named", [None, "elsewhere"])
+def test_a_run_keeps_its_indexes_there_unless_it_names_a_folder(tmp_path, named):
+    data = {"data.data_path": (str(write_lengths(tmp_path / "a", [40] * 20)),), "data.split": "1,0,0"}
+    if named is not None:
+        data["data.data_cache_path"] = str(tmp_path / named)
+    gpt_datasets(make_config(data), 60000, None, (4, 0, 0))
+    folders = [path.name for path in tmp_path.iterdir() if path.is_dir()]
+    assert folders == [named or "index-cache"]

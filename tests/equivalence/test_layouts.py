@@ -158,7 +158,7 @@ def test_a_difference_is_seen(broken):
     else:
         values[3]["layers.1.mlp.up.weight"].view(-1)[5] += 1e-3
     bad = [d for d in compare(records, serial(layout.serial)) if d.share > 1]
-    kinds = {"losses": "loss", "grad_norms": "gradient norm"}
+    kinds = {"losses": "lm loss", "grad_norms": "gradient norm"}
     assert [d.kind for d in bad] == [kinds.get(broken, broken)]
     assert "step 3" in bad[0].where
 

@@ -11,15 +11,17 @@ from megazero.mpu import Launch, ProcessGrid, ThreadWorld, solo_context, thread_
 from megazero.train.trained import Loaded, Sizes
 from tests.inference.test_text import BYTES, byte_model
 
+PASSED_OVER = "passed over iter_0000002: it is damaged"
+
 
 @pytest.fixture
-def loads(monkeypatch) -> list[tuple[str, Launch]]:
+def loads(monkeypatch) -> list[tuple[str, Launch, Sizes]]:
     """Puts a model where a checkpoint would be; what was asked for."""
     asked = []
 
     def load(checkpoint_dir: str, launch: Launch, sizes: Sizes):
-        asked.append((checkpoint_dir, launch))
-        return Loaded(solo_context(), {0: byte_model()}, (0,), BYTES, ())
+        asked.append((checkpoint_dir, launch, sizes))
+        return Loaded(solo_context(), {0: byte_model()}, (0,), BYTES, (PASSED_OVER,))
 
     monkeypatch.setattr("megazero.train.trained.load_for_inference", load, raising=False)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -36,8 +38,16 @@ def expected(prompts: list[str], new: int, **fields) -> list[str]:
 
 def test_one_prompt_prints_the_whole_text_and_nothing_else(loads, capsys):
     assert main(["--load", "here", "--prompt", "de", "--max-new-tokens", "5", "--greedy"]) == 0
-    assert capsys.readouterr().out == expected(["de"], 5, greedy=True)[0] + "\n"
-    assert loads == [("here", Launch())]
+    captured = capsys.readouterr()
+    assert captured.out == expected(["de"], 5, greedy=True)[0] + "\n"
+    assert captured.err == f"warning: {PASSED_OVER}\n"
+    assert loads == [("here", Launch(), Sizes())]
+
+
+def test_the_sizes_arrive(loads):
+    flags = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "3"]
+    assert main(["--load", "here", "--prompt", "a", "--max-new-tokens", "1", *flags]) == 0
+    assert loads == [("here", Launch(), Sizes(2, 3))]
 
 
 def test_every_sampling_flag_arrives(loads, capsys):
@@ -128,7 +138,7 @@ def test_only_the_first_rank_prints(loads, capsys, monkeypatch):
     silent = type(context)(ProcessGrid(tp=2), 1, context.device, context.groups)
     monkeypatch.setattr(
         "megazero.train.trained.load_for_inference",
-        lambda *_: Loaded(silent, {0: byte_model()}, (0,), BYTES, ()),
+        lambda *_: Loaded(silent, {0: byte_model()}, (0,), BYTES, (PASSED_OVER,)),
     )
     assert main(["--load", "here", "--prompt", "a", "--max-new-tokens", "2"]) == 0
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == ("", "")

@@ -96,6 +96,12 @@ def test_inverse_of_the_distribution_function():
     assert invert_cdf(probs, uniforms).tolist() == [1, 1, 3, 3, 4, 4]
 
 
+def test_a_row_that_sums_to_less_than_1_is_scaled():
+    """Rounding makes such rows, where a number close to 1 must not fall behind the last token."""
+    probs = torch.tensor([[0.25, 0.25, 0.0]]).expand(4, -1)
+    assert invert_cdf(probs, torch.tensor([0.0, 0.49, 0.5, 0.99])).tolist() == [0, 0, 1, 1]
+
+
 def test_draws_follow_the_distribution():
     n, probs = 20_000, torch.tensor([0.5, 0.3, 0.15, 0.05])
     drawn = choose_tokens(probs.log().expand(n, -1), Sampling(seed=11), range(n), 5)

@@ -31,6 +31,17 @@ def small(**changes) -> ModelConfig:
     return ModelConfig(**shape)
 
 
+def test_norms_begin_as_the_identity_and_biases_at_zero():
+    model = GPT(small(), (13, 16), Placement.of(solo_context(), torch.float32))
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 7.0)
+    initialize(model, 3, solo_context().place)
+    values = {name: parameter.unique().tolist() for name, parameter in model.named_parameters()}
+    constant = {name: each for name, each in values.items() if len(each) == 1}
+    assert len(constant) == 2 * 8 + 2  # two norms and four biases of each layer, and the last norm
+    assert constant == {name: [1.0 if name.endswith("norm.weight") else 0.0] for name in constant}
+
+
 def gathered(context, config: ModelConfig, seed: int, padded: int) -> dict[str, str]:
     model = GPT(config, (13, padded), Placement.of(context, torch.float32))
     initialize(model, seed, context.place)

@@ -21,6 +21,7 @@ from megazero.layers.collectives import own_rows
 from megazero.mpu import ProcessGrid, ThreadWorld, sample_keys, solo_context, thread_context
 from tests.layers.live_bytes import LiveBytes
 from tests.layers.samples import causal_layer
+from tests.zero.models import gpt_loss, make_gpt
 
 S, B, H, LAYERS = 8, 2, 16, 4
 CONFIG = ModelConfig(
@@ -174,3 +175,13 @@ def test_nothing_is_kept_without_gradients():
     stack = Stack(solo_context(), full(offload=True))
     with torch.no_grad():
         assert stack.forward().grad_fn is None
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recompute_leaves_every_way_to_differentiate(recompute):
+    """Reentrant checkpoints would refuse `torch.autograd.grad`."""
+
+    def gradients(model) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(gpt_loss(model, 0, 0), tuple(model.parameters()))
+
+    torch.testing.assert_close(gradients(make_gpt(recompute)), gradients(make_gpt()))

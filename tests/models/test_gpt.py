@@ -10,7 +10,7 @@ from megazero.config.tree import ModelConfig
 from megazero.errors import DataError
 from megazero.layers import Placement
 from megazero.models import GPT, Batch
-from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, spec_of, thread_context
 from tests.zero.models import make_gpt
 
 CPU = torch.device("cpu")
@@ -96,3 +96,53 @@ def test_the_residual_stream_is_fp32_where_asked_for(wide, expected):
     model.layers[0].register_forward_pre_hook(lambda _, given: entering.append(given[0].dtype))
     left = model.hidden(Batch.from_arrays(arrays(), CPU, 13))
     assert (entering, left.dtype, model.hidden_dtype) == ([expected], expected, expected)
+
+
+def test_initial_values_and_weight_decay_of_every_parameter():
+    """GPT-2: 0.02, at the ends of the residual branches 0.02 / sqrt(2 L); norms and biases do not decay."""
+    shape = ModelConfig(num_layers=8, hidden_size=8, num_attention_heads=2, seq_length=8)
+    model = GPT(shape, (13, 16), Placement.of(solo_context(), sequence_parallel=False, dtype=torch.float32))
+    wide, narrow = ("normal", 0.02, True), ("normal", 0.005, True)
+    ones, zeros = ("ones", 0.0, False), ("zeros", 0.0, False)
+    norm = {"weight": ones, "bias": zeros}
+    layer = {
+        **{f"input_norm.{name}": each for name, each in norm.items()},
+        "attention.qkv.weight": wide,
+        "attention.qkv.bias": zeros,
+        "attention.out.weight": narrow,
+        "attention.out.bias": zeros,
+        **{f"mlp_norm.{name}": each for name, each in norm.items()},
+        "mlp.up.weight": wide,
+        "mlp.up.bias": zeros,
+        "mlp.down.weight": narrow,
+        "mlp.down.bias": zeros,
+    }
+    expected = {
+        "embedding.word.weight": wide,
+        "embedding.position.weight": wide,
+        **{f"layers.{i}.{name}": each for i in range(8) for name, each in layer.items()},
+        **{f"final_norm.{name}": each for name, each in norm.items()},
+    }
+    specs = [spec_of(parameter) for parameter in model.parameters()]
+    assert {each.name: (each.init.kind, each.init.std, each.weight_decay) for each in specs} == expected
+    assert not any(each.shared or each.tied_with for each in specs)  # of a weight that is here only once
+
+
+def test_deferred_weight_gradients_come_later_and_are_the_same():
+    model, batch = make_gpt(), Batch.from_arrays(arrays(), CPU, 13)
+    _, sums = model.run(batch)
+    sums["lm"].backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    deferred = []
+    _, sums = model.run(batch, deferred=deferred)
+    sums["lm"].backward()
+    waiting = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert waiting == [
+        f"layers.{i}.{part}.weight"
+        for i in range(len(model.layers))
+        for part in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+    ]
+    for compute in deferred:
+        compute()
+    torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, expected)

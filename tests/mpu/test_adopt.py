@@ -5,10 +5,13 @@ Real processes do so in tests/deepspeed/test_initialize.py.
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
+import torch
 
 from megazero.errors import ConfigError
-from megazero.mpu import solo_context
+from megazero.mpu import adopt, solo_context
 from megazero.mpu.adopt import find_context
 
 
@@ -61,3 +64,20 @@ def test_a_world_that_may_not_be_joined(monkeypatch):
 def test_a_second_partition_needs_as_many_replicas():
     with pytest.raises(ConfigError, match="`hpz_partition_size` must divide"):
         find_context(node_size=2)
+
+
+@pytest.mark.parametrize(("backend", "started"), [(None, "gloo"), ("gloo", "gloo"), ("nccl", "nccl")])
+def test_the_world_is_started_with_the_backend_that_is_named(monkeypatch, backend, started):
+    class Started(Exception):
+        pass
+
+    def start_world(*arguments):
+        raise Started(*arguments)
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(adopt, "start_world", start_world)
+    monkeypatch.setattr(adopt, "choose_device", lambda wanted, local: torch.device("cpu"))
+    with pytest.raises(Started) as caught:
+        find_context(backend=backend, timeout=timedelta(minutes=3))
+    assert caught.value.args == (started, 1, 2, timedelta(minutes=3))

@@ -36,8 +36,10 @@ def conform(group: Group) -> dict:
     z = torch.empty(2)
     group.reduce_scatter(z, torch.arange(2.0 * n) * (r + 1)).wait()
     out["scatter"] = z.tolist()
-    a = torch.empty(n)
-    group.all_to_all(a, torch.tensor([10.0 * r + peer for peer in range(n)])).wait()
+    a = torch.empty(2 * n)
+    group.all_to_all(
+        a, torch.tensor([10.0 * r + peer + half for peer in range(n) for half in (0, 0.5)])
+    ).wait()
     out["to_all"] = a.tolist()
     b = torch.tensor([float(r)])
     group.broadcast(b, n - 1).wait()
@@ -72,7 +74,7 @@ def expected(r: int, n: int) -> dict:
         "min": [1.0, -(n - 1.0)],
         "gather": [v for i in range(n) for v in (float(i), i + 10.0)],
         "scatter": [2 * r * total, (2 * r + 1) * total],
-        "to_all": [10.0 * peer + r for peer in range(n)],
+        "to_all": [10.0 * peer + r + half for peer in range(n) for half in (0, 0.5)],
         "broadcast": [n - 1.0],
         "ring": [(r - 1) % n + 0.5, (r - 1) % n + 0.25],
         "bf16": [total] * 3,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
 
 from megazero.config.tree import ParallelConfig
 from megazero.errors import ConfigError
-from megazero.mpu import Launch, choose_device, join, leave
+from megazero.mpu import Launch, SoloGroup, choose_device, join, launch, leave
 
 
 def test_without_a_launcher_this_is_a_job_of_one():
@@ -61,3 +62,20 @@ def _leave_with_a_group_still_held(rank: int, world_size: int) -> bool:
 @pytest.mark.gloo
 def test_leaving_ends_the_process_groups_though_the_context_lives(pool):
     assert pool.run(_leave_with_a_group_still_held, 4) == [True] * 4
+
+
+def test_groups_give_up_a_minute_later_than_the_watch(monkeypatch):
+    """So the one that tells who is missing speaks first."""
+    asked = []
+
+    def opened(name, rank, ranks, timeout):
+        asked.append((name, timeout))
+        return SoloGroup(name, rank)
+
+    monkeypatch.setattr(launch, "open_group", opened)
+    config = ParallelConfig(
+        tensor_model_parallel_size=2, distributed_timeout_minutes=7, distributed_backend="gloo"
+    )
+    launch.open_context(config, Launch(1, 2, 1), torch.device("cpu"))
+    assert "tp" in dict(asked)
+    assert set(dict(asked).values()) == {timedelta(minutes=8)}

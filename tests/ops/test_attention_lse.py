@@ -104,3 +104,21 @@ def test_one_key_by_hand() -> None:
     v = torch.tensor([0.0, 4.0]).view(2, 1, 1, 1)
     out, lse = attention_with_lse(q, k, v, causal=True, scale=1.0)
     assert (out.item(), lse.item()) == pytest.approx((3.0, math.log(4)))
+
+
+def test_documents_and_masks_restrict_the_sum():
+    """With queries of zeros every score is 0, so the log-sum-exp is the log of how many keys count."""
+    q, k, v = torch.zeros(4, 1, 1, 2), torch.randn(4, 1, 1, 2), torch.randn(4, 1, 1, 2)
+    documents = torch.tensor([[5, 5, 9, 9]])
+    mask = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1], [1, 1, 0, 1], [1, 1, 1, 1]], dtype=torch.bool)
+
+    def counted(**restrictions) -> list[int]:
+        _, lse = attention_with_lse(q, k, v, **restrictions)
+        return lse.exp().round().int().flatten().tolist()
+
+    assert counted(causal=False) == [4, 4, 4, 4]
+    assert counted(causal=True) == [1, 2, 3, 4]
+    assert counted(causal=True, document_ids=documents) == [1, 2, 1, 2]
+    assert counted(causal=False, document_ids=documents) == [2, 2, 2, 2]
+    assert counted(causal=False, mask=mask[None, None]) == [3, 4, 3, 4]
+    assert counted(causal=True, mask=mask[None, None], document_ids=documents) == [1, 2, 0, 2]

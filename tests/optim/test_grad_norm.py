@@ -18,6 +18,7 @@ def test_sums_over_tensors_of_any_shape():
 def test_nothing_sums_to_zero():
     assert local_square_sum([]) == 0.0
     assert local_square_sum([]).shape == ()
+    assert local_square_sum([], torch.device("meta")).device.type == "meta"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megazero.loss import LossTerm
 from megazero.mpu import SoloGroup, ThreadWorld
+from megazero.mpu.wrapping_group import WrappingGroup
 from megazero.pipeline import (
     Exchange,
     Executor,
@@ -257,6 +258,47 @@ def test_the_observer_is_not_told_of_waiting():
     forward = {name: seconds for name, seconds in seen[0] + seen[1] if name.startswith("F")}
     assert min(forward["F0.0"], forward["F0.1"]) >= 0.05
     assert max(forward["F1.0"], forward["F1.1"]) < 0.04
+
+
+class Counting(WrappingGroup):
+    """Counts the sends that nobody has waited for yet, and notes how many there were at each exchange."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.flying, self.seen = set(), []
+
+    def exchange(self, transfers):
+        self.seen.append(len(self.flying))
+        works = [Counted(work, self.flying) for work in self.inner.exchange(transfers)]
+        self.flying |= {work for work, each in zip(works, transfers, strict=True) if each.kind == "send"}
+        return works
+
+
+class Counted:
+    def __init__(self, inner, flying):
+        self.inner, self.flying = inner, flying
+
+    def wait(self):
+        self.flying.discard(self)
+        return self.inner.wait()
+
+
+def test_sends_are_waited_for_one_exchange_later_and_none_is_left_at_the_end():
+    """A tensor whose send is under way must not be freed: on a GPU its memory would be used again."""
+    world = ThreadWorld(2)
+    program = lower(build_schedule("gpipe", 2, 4), gather=False, reduce_every_microbatch=False)
+
+    def work(rank: int):
+        pieces = {rank: Piece(rank, 1)}
+        group = Counting(world.group("pp", rank, (0, 1)))
+        executor = Executor(pieces, group, Sums(pieces), torch.device("cpu"))
+        executor.train(program, BATCHES, FACTORS)
+        return group.seen, len(group.flying)
+
+    (first, left_first), (second, left_second) = world.run(work)
+    assert (left_first, left_second) == (0, 0)
+    assert first == [0, 1, 1, 1, 1, 1, 1, 1]  # four sends forward, then four receives
+    assert second == [0, 0, 0, 0, 0, 1, 1, 1]
 
 
 def test_a_program_for_another_number_of_micro_batches_is_a_bug():

@@ -123,7 +123,7 @@ def test_explicit_numbers():
         ("2,1,1", "but is `2,1,1` (3 numbers, sum 4)"),
         ("4,0", "numbers of at least 1"),
         ("type:(", "a regular expression after `type:`, but `(` is not one"),
-        ("type:Expert", "`Expert` matches none of: TransformerLayer"),
+        ("type:Expert", "`Expert` matches none of: TransformerLayer; correct it"),
     ],
 )
 def test_methods_that_do_not_fit_are_refused(method, message):

@@ -76,6 +76,8 @@ def test_picture_has_a_numbered_box_per_action(schedule):
     boxes = sorted((round(p.get_y() + p.get_height() / 2), p.get_x(), p.get_width()) for p in axes.patches)
     spans = [(stage, s.start, s.end - s.start) for stage, row in enumerate(timeline.spans) for s in row]
     assert boxes == [pytest.approx(span) for span in sorted(spans)]
+    assert axes.get_xlim() == (0.0, timeline.makespan)
+    assert axes.get_ylim() == (schedule.stages - 0.5, -0.5)  # whole rows, the first stage on top
     numbers = [text.get_text() for text in axes.texts]
     assert numbers == [str(s.action.microbatch) for row in timeline.spans for s in row]
     legend = axes.figure.legends[0].get_texts()

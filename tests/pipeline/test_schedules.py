@@ -242,3 +242,9 @@ def test_sizes_that_a_kind_cannot_have_are_refused_with_a_remedy(arguments, mess
     with pytest.raises(ConfigError) as caught:
         build_schedule(*arguments)
     assert message in str(caught.value)
+
+
+def test_chunks_per_stage_where_none_are_given():
+    counts = {kind: build_schedule(kind, 2, 4).chunks_per_stage for kind in KINDS}
+    assert counts == {kind: 2 if kind in ("interleaved", "zb-v") else 1 for kind in KINDS}
+    assert build_schedule("forward", 2, 3, v_shape=True) == forward_only(2, 3, 2, v_shape=True)

@@ -59,6 +59,6 @@ def test_the_total_of_one_trained_term_is_not_said_twice():
 
 def test_what_nothing_counts_for_has_no_mean():
     losses = Losses.of(TERMS, [0.0, 6.0, 1.0], [0.0, 3.0, 1.0])
-    assert (losses["lm"], losses.total) == (None, 0.5)
+    assert (losses["lm"], losses["accuracy"], losses.total) == (None, 1.0, 0.5)
     # An accuracy alone is nothing to train on.
     assert Losses.of(TERMS, [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]).total is None

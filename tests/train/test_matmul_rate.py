@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from megazero.train import matmul_rate
 from megazero.train.matmul_rate import measure_matmul_rate
 
 
@@ -26,3 +27,19 @@ def test_slow_products_do_not_hold_up_the_start():
     start = time.perf_counter()
     assert measure_matmul_rate(torch.float16) > 1e6
     assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize(("seconds", "products"), [(0.0005, 100), (0.02, 5), (0.4, 1)])
+def test_it_takes_a_tenth_of_a_second_or_a_hundred_products(monkeypatch, seconds, products):
+    taken = []
+
+    def product_seconds(left, right):
+        taken.append(len(left))
+        return seconds
+
+    monkeypatch.setattr(matmul_rate, "_product_seconds", product_seconds)
+    rate = measure_matmul_rate(torch.float32)
+    assert len(taken) == 1 + products  # the first says how many rows are affordable
+    rows = {0.0005: 1024, 0.02: 48, 0.4: 32}[seconds]
+    assert set(taken[1:]) == {rows}
+    assert rate == 2 * rows * 512 * 2048 / seconds

@@ -233,6 +233,15 @@ def test_another_optimizer_is_refused_by_its_states(run):
         again(config)
 
 
+@pytest.mark.parametrize("choice", ["no_load_optim", "finetune"])
+def test_without_its_states_another_optimizer_may_go_on(run, choice):
+    """The moments that the checkpoint holds are then not left over, they are not asked for."""
+    config = config_of(run.folder, **{choice: True}, override_opt_param_scheduler=True)
+    changed = config.optimizer.model_copy(update={"optimizer": "sgd"})
+    found = again(config.model_copy(update={"optimizer": changed}))
+    assert same(of_kind(values(found.engine), ""), of_kind(run.values, ""))
+
+
 def lacking(*names: str) -> Callable[[dict], None]:
     def change(facts: dict) -> None:
         for name in names[:-1]:

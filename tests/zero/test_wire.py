@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.mpu import InitialValues, ParamSpec, ProcessGrid, SoloGroup, TrafficLog, recording_context
+from megazero.mpu import (
+    InitialValues,
+    ParamSpec,
+    ProcessGrid,
+    SoloGroup,
+    TrafficLog,
+    WrappingGroup,
+    recording_context,
+)
 from megazero.zero import STAGES, BucketLayout, BucketMember, ExactWire, NodeWire
 from tests.zero.harness import in_threads
 
@@ -82,3 +90,30 @@ def test_a_second_partition_reduces_as_the_other_wire_does():
     assert wire.extra_bytes(torch.zeros(4)) == 8
     wire.reduce(torch.zeros(4)).work.wait()
     assert list(log.calls) == [(context.replica.name, "reduce_scatter")]
+
+
+class Asked(WrappingGroup):
+    """Writes down what is asked for, and whether the caller goes on meanwhile."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.calls = []
+
+    def _collective(self, call):
+        self.calls.append((call.operation, call.async_op))
+        return super()._collective(call)
+
+
+@pytest.mark.parametrize("stage", range(len(STAGES)))
+def test_nothing_waits_where_it_starts(stage):
+    """Or nothing would overlap with the computation."""
+    replica = Asked(recording_context(ProcessGrid(dp=4), 0, TrafficLog(), "cpu").replica)
+    node = Asked(recording_context(ProcessGrid(dp=2), 0, TrafficLog(), "cpu").replica)
+    wire = NodeWire(exact(stage, replica), node)
+    whole = torch.zeros(4)
+    wire.gather(whole, whole[:1]).wait()
+    wire.gather(whole, whole[:1]).wait()
+    wire.reduce(whole)
+    reduction = "all_reduce" if stage == 0 else "reduce_scatter"
+    assert replica.calls == [("all_gather", True), (reduction, True)]
+    assert node.calls == [("all_gather", True)]

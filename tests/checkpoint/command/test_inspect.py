@@ -157,6 +157,7 @@ def test_numbers_of_a_tensor():
         ([1.0, 2.0], [1.0, 2.0], Distance(True, 0.0, 0.0), 0.0),
         ([1.0, 2.0], [1.0, 4.0], Distance(False, 2.0, 4.0), 0.5),
         ([0.0], [-0.0], Distance(False, 0.0, 0.0), 0.0),
+        ([0.0], [float("inf")], Distance(False, float("inf"), 0.0), float("inf")),
         ([float("nan"), 2.0], [float("nan"), 1.0], Distance(False, 1.0, 2.0), 0.5),
         ([float("nan")], [1.0], Distance(False, float("inf"), 1.0), float("inf")),
         ([float("inf")], [1.0], Distance(False, float("inf"), 1.0), float("inf")),

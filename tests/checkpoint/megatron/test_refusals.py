@@ -245,7 +245,9 @@ def test_the_vocabulary(tmp_path):
         f"must be from 1 to the {PADDED} rows .*, but is {PADDED + 1}",
         ImportOptions(True, PADDED + 1),
     )
-    assert MegatronReader(tmp_path, ImportOptions(True, PADDED)).model.vocab_size == PADDED
+    refused(tmp_path, "must be from 1 to .*, but is 0", ImportOptions(True, 0))
+    for size in (1, PADDED):
+        assert MegatronReader(tmp_path, ImportOptions(True, size)).model.vocab_size == size
     null = {"tokenizer_type": "NullTokenizer", "vocab_size": VOCAB - 1}
     edit(rank_file(tmp_path), lambda saved: vars(saved["args"]).update(null))
     assert MegatronReader(tmp_path, ImportOptions(True)).model.vocab_size == VOCAB

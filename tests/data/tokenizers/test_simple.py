@@ -40,3 +40,11 @@ def test_null_reads_integers_and_ends_with_the_given_size():
 def test_null_refuses_what_is_no_id(text):
     with pytest.raises(DataError, match=r"0\.\.99"):
         build_tokenizer(TokenizerSpec("NullTokenizer", vocab_size=100)).encode(text)
+
+
+def test_a_number_of_more_than_19_digits_is_no_id():
+    """However small: Python takes long to read one of a million digits."""
+    tokenizer = build_tokenizer(TokenizerSpec("NullTokenizer", vocab_size=100))
+    assert list(tokenizer.encode("0000000000000000005")) == [5]
+    with pytest.raises(DataError, match="00000000000000000005"):
+        tokenizer.encode("00000000000000000005")
