@@ -19,7 +19,9 @@ from megazero.config.tree_output import CheckpointConfig, LoggingConfig
 class ModelConfig(Section):
     """Model shape"""
 
-    family: Literal["gpt"] = option("gpt", "kind of model", flag="--model-family")
+    family: Literal["gpt", "bert"] = option(
+        "gpt", "kind of model; pretrain_bert.py sets bert", flag="--model-family"
+    )
     num_layers: PositiveInt = option(..., "number of transformer layers")
     hidden_size: PositiveInt = option(..., "width of the residual stream")
     num_attention_heads: PositiveInt = option(..., "number of query heads")
@@ -69,6 +71,7 @@ class ModelConfig(Section):
             "--no-bias-gelu-fusion": "gelu_exact",
         },
         yielding=("--no-bias-gelu-fusion",),
+        implies={"--openai-gelu": ("bert_head_activation", "gelu")},
     )
     add_bias_linear: bool = option(
         True, "leave the biases out of linear layers", flag="--disable-bias-linear"
@@ -86,6 +89,15 @@ class ModelConfig(Section):
     fp32_residual_connection: bool = option(False, "keep the residual stream in fp32")
     apply_residual_connection_post_layernorm: bool = option(
         False, "take the residual after the normalization instead of before"
+    )
+
+    bert_binary_head: bool = option(
+        True,
+        "leave out BERT's second task, which tells whether two segments are in order, and its token types",
+        flag="--bert-no-binary-head",
+    )
+    bert_head_activation: Literal["gelu", "gelu_exact"] = option(
+        "gelu_exact", "nonlinearity of BERT's masked-LM head; gelu is the tanh form, gelu_exact the erf form"
     )
 
     @model_validator(mode="before")

@@ -117,7 +117,7 @@ def build_plan(config: Config, horizon: Horizon, vocabulary: Vocabulary, context
     minutes = training.exit_duration_in_mins
     return RunPlan(
         horizon=horizon,
-        flops_per_token=family_of(config.model).flops_per_token(config.model, vocabulary),
+        flops_per_token=family_of(config.model).flops_per_token(config, vocabulary),
         matmul_rate=measure_matmul_rate(DTYPES[config.precision.dtype], context.device),
         save_interval=config.checkpoint.save_interval,
         exit_interval=training.exit_interval,
