@@ -1,0 +1,77 @@
+"""Masking whole words and runs of words, in Megatron-Core's order of draws.
+
+15% of the tokens are to be predicted (Devlin et al. 2019), in runs of one to three words (the n-gram masking
+of Joshi et al. 2020 and others). Of these tokens 80% become [MASK], 10% a random id and 10% stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megazero.data.bert.word_pieces import WordPieces
+
+LONGEST_RUN = 3  # words
+_INVERSE = 1.0 / np.arange(1, LONGEST_RUN + 1)
+RUN_CHANCES = (_INVERSE / _INVERSE.sum()) / (_INVERSE / _INVERSE.sum()).sum()
+"""The chances of runs of 1, 2 and 3 words: 6/11, 3/11 and 2/11, normalized twice as Megatron-Core does."""
+
+
+def words_of(tokens: Sequence[int], words: WordPieces) -> list[list[int]]:
+    """The places of each word's pieces. A piece that continues a word joins the last one, even one before a
+    [SEP]: that is where truncation can leave it."""
+    found: list[list[int]] = []
+    for place, token in enumerate(tokens):
+        if token in (words.cls, words.sep):
+            continue
+        if found and 0 <= token < words.size and words.continues[token]:
+            found[-1].append(place)
+        else:
+            found.append([place])
+    return found
+
+
+def mask_tokens(
+    tokens: list[int], target: int, prob: float, words: WordPieces, random: np.random.RandomState
+) -> tuple[list[int], list[int]]:
+    """The tokens with some masked, and the places of those that are to be predicted, ascending.
+
+    tokens: a sample with its special tokens; target: the sample's target length, without them; prob: the
+    share to predict.
+    """
+    found = words_of(tokens, words)
+    budget = min(prob * target, max(1, round(len(tokens) * prob)))
+    order = list(range(len(found)))
+    random.shuffle(order)
+    masked, places = list(tokens), set()
+    for start in order:
+        # Upstream goes on to draw lengths that cannot fit; nothing is drawn afterwards, so they are left out.
+        if len(places) + 1 > budget:
+            break
+        run = _fitting_run(found, start, budget - len(places), random)
+        if run and places.isdisjoint(run):
+            for place in run:
+                masked[place] = _masked(tokens[place], words, random)
+            places.update(run)
+    return masked, sorted(places)
+
+
+def _fitting_run(
+    found: list[list[int]], start: int, room: float, random: np.random.RandomState
+) -> list[int]:
+    """The places of a run of words from word `start`, of a random length or of what of it fits."""
+    count = int(random.choice(LONGEST_RUN, p=RUN_CHANCES)) + 1
+    for shorter in range(count, 0, -1):
+        run = [place for word in found[start : start + shorter] for place in word]
+        if len(run) <= room:
+            return run
+    return []
+
+
+def _masked(token: int, words: WordPieces, random: np.random.RandomState) -> int:
+    if random.random_sample() < 0.8:
+        return words.mask
+    if random.random_sample() >= 0.5:
+        return int(words.replacements[random.randint(0, words.replacements.size)])
+    return token

@@ -1,0 +1,2 @@
+"""x"""
+class MockBERTDataset: pass
