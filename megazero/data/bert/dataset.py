@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from megazero.data.bert.sample import SPECIAL_TOKENS, SampleRecipe, SentenceStore, make_samples
-from megazero.data.bert.sample_map import MapPlan, build_sample_map, count_documents
+from megazero.data.bert.sample_map import LONGEST_SENTENCE, MapPlan, build_sample_map, count_documents
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.cache import cached_arrays
 from megazero.data.indexed.reader import IndexedDataset
@@ -47,8 +47,8 @@ class BERTSettings:
     def __post_init__(self) -> None:
         if self.sequence_length < SPECIAL_TOKENS + 2:
             raise DataError(
-                f"`seq_length` must be at least {SPECIAL_TOKENS + 2} for BERT, to hold [CLS], two [SEP] and two "
-                f"tokens of text, but is {self.sequence_length}."
+                f"`seq_length` must be at least {SPECIAL_TOKENS + 2} for BERT, to hold [CLS], two [SEP] and "
+                f"two tokens of text, but is {self.sequence_length}."
             )
         if not 0 < self.mask_prob < 1:
             raise DataError(f"`mask_prob` must lie between 0 and 1, but is {self.mask_prob}.")
@@ -81,9 +81,9 @@ class BERTSettings:
 class BERTDataset:
     """Samples of one split of one indexed dataset.
 
-    documents: the split's documents, consecutive ones; num_samples: the least number of samples, over as many
-    epochs as it takes (None: one epoch); epochs: exactly this many epochs instead. name: the split's name, for
-    messages and cache files. Raises DataError if no document is long enough for a sample.
+    documents: the split's documents, consecutive ones; num_samples: the least number of samples, over as
+    many epochs as it takes (None: one epoch); epochs: exactly this many epochs instead. name: the split's
+    name, for messages and cache files. Raises DataError if no document gives a sample.
     """
 
     def __init__(
@@ -157,8 +157,9 @@ class BERTDataset:
         """What a user should hear at the start of a run, in whole sentences."""
         where = f"{self.name} split of {self.indexed.prefix}"
         padding = f"{self.padding_share:.1%} of the positions of the {where} are padding."
-        left_out = f"The {where} leaves out {self.counts}."
-        return (left_out, padding) if self.counts.left_out else (padding,)
+        out, total = self.counts.left_out, len(self._documents)
+        left_out = f"{out} of the {total} documents of the {where} are left out: {self.counts.reasons}."
+        return (left_out, padding) if out else (padding,)
 
     @property
     def _map_description(self) -> dict[str, object]:
@@ -180,15 +181,16 @@ class BERTDataset:
         return {"rows": build_sample_map(self.indexed.lengths, self._boundaries, self.plan)}
 
     def _nothing_to_use(self) -> DataError:
-        if self.plan.min_sentences > 1 and len(self.indexed) <= self.indexed.document_index.size - 1:
+        indexed, least = self.indexed, self.plan.min_sentences
+        if least > 1 and int(np.diff(indexed.document_index).max()) <= 1:
             return DataError(
-                f"`documents` of {self.indexed.prefix} must be split into sentences, but each is one sequence; "
-                "preprocess with --split-sentences, or train with --bert-no-binary-head."
+                f"`documents` of {indexed.prefix} must be split into sentences, but each is one sequence; "
+                "preprocess the text with --split-sentences, or train with --bert-no-binary-head."
             )
         return DataError(
-            f"`documents` of the {self.name} split of {self.indexed.prefix} must have one that gives a sample "
-            f"with at least {self.plan.min_sentences} sentence(s), but it leaves out {self.counts}; give more "
-            "text, or a larger share of it."
+            f"`{self.name}` split of {indexed.prefix} must have a document of at least {least} sentence(s), "
+            f"none of them longer than {LONGEST_SENTENCE} tokens, but none of its {self.counts.left_out} is: "
+            f"{self.counts.reasons}; give more text, or a larger share of it."
         )
 
     def _refuse_ids(self, indices: np.ndarray, batch: dict[str, np.ndarray]) -> None:

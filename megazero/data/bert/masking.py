@@ -13,9 +13,14 @@ import numpy as np
 from megazero.data.bert.word_pieces import WordPieces
 
 LONGEST_RUN = 3  # words
-_INVERSE = 1.0 / np.arange(1, LONGEST_RUN + 1)
-RUN_CHANCES = (_INVERSE / _INVERSE.sum()) / (_INVERSE / _INVERSE.sum()).sum()
-"""The chances of runs of 1, 2 and 3 words: 6/11, 3/11 and 2/11, normalized twice as Megatron-Core does."""
+
+
+def run_chances() -> np.ndarray:
+    """The chances of runs of 1, 2 and 3 words, 6/11, 3/11 and 2/11: the inverse of their lengths, normalized
+    twice as Megatron-Core does."""
+    inverse = 1.0 / np.arange(1, LONGEST_RUN + 1)
+    once = inverse / inverse.sum()
+    return once / once.sum()
 
 
 def words_of(tokens: Sequence[int], words: WordPieces) -> list[list[int]]:
@@ -57,11 +62,9 @@ def mask_tokens(
     return masked, sorted(places)
 
 
-def _fitting_run(
-    found: list[list[int]], start: int, room: float, random: np.random.RandomState
-) -> list[int]:
+def _fitting_run(found: list[list[int]], start: int, room: float, random: np.random.RandomState) -> list[int]:
     """The places of a run of words from word `start`, of a random length or of what of it fits."""
-    count = int(random.choice(LONGEST_RUN, p=RUN_CHANCES)) + 1
+    count = int(random.choice(LONGEST_RUN, p=run_chances())) + 1
     for shorter in range(count, 0, -1):
         run = [place for word in found[start : start + shorter] for place in word]
         if len(run) <= room:

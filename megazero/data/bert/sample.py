@@ -16,12 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megazero.data.bert.masking import RUN_CHANCES, mask_tokens
+from megazero.data.bert.masking import mask_tokens, run_chances
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.native import NATIVE
 
 SPECIAL_TOKENS = 3  # [CLS] and two [SEP]
-_RUN_BOUNDS = np.cumsum(RUN_CHANCES) / np.cumsum(RUN_CHANCES)[-1]  # what RandomState.choice compares with
 _ARRAYS = ("tokens", "token_types", "labels", "loss_mask", "lengths", "is_random", "truncated")
 
 
@@ -61,7 +60,7 @@ def make_samples(
     """
     if NATIVE is None:
         return _make_samples_reference(store, rows, seeds, recipe)
-    words = recipe.words
+    words, bounds = recipe.words, np.cumsum(run_chances())  # RandomState.choice compares with these
     *arrays, lowest, highest = NATIVE.masked_samples(
         (store.tokens, store.lengths, store.offsets),
         rows,
@@ -69,7 +68,7 @@ def make_samples(
         (words.specials, words.continues, words.replacements),
         recipe.sequence_length,
         recipe.mask_prob,
-        _RUN_BOUNDS,
+        bounds / bounds[-1],
         recipe.two_segments,
     )
     return dict(zip(_ARRAYS, arrays, strict=True)), lowest, highest

@@ -76,19 +76,20 @@ class DocumentCounts:
     def left_out(self) -> int:
         return self.empty + self.single + self.long
 
-    def __str__(self) -> str:
-        reasons = (
+    @property
+    def reasons(self) -> str:
+        """Why documents are left out, with the number of each."""
+        listed = (
             (self.empty, "empty"),
             (self.single, "of one sentence"),
             (self.long, f"with a sentence of more than {LONGEST_SENTENCE} tokens"),
         )
-        listed = ", ".join(f"{count} {reason}" for count, reason in reasons if count)
-        return f"{self.left_out} of {self.used + self.left_out} documents" + (f" ({listed})" if listed else "")
+        return ", ".join(f"{count} {reason}" for count, reason in listed if count)
 
 
 def count_documents(lengths: np.ndarray, boundaries: np.ndarray, min_sentences: int) -> DocumentCounts:
-    """What a map makes of the documents. lengths: int32 [S], for the whole dataset; boundaries: int64 [n + 1],
-    the sentence that each document starts with, and the end of the last."""
+    """What a map makes of the documents. lengths: int32 [S], for the whole dataset; boundaries: int64
+    [n + 1], the sentence that each document starts with, and the end of the last."""
     boundaries = np.asarray(boundaries)
     sentences = np.diff(boundaries)
     first, last = int(boundaries[0]), int(boundaries[-1])

@@ -45,8 +45,8 @@ class WordPieces:
         missing = [f"[{role.upper()}]" for role, found in spelled.items() if found is None]
         if missing:
             raise DataError(
-                f"`vocabulary` must contain [CLS], [SEP], [MASK] and [PAD], but lacks {' and '.join(missing)}; "
-                "add them to it."
+                "`vocabulary` must contain [CLS], [SEP], [MASK] and [PAD], but lacks "
+                f"{' and '.join(missing)}; add them to it."
             )
         continues = np.zeros(tokenizer.vocab_size, dtype=bool)
         continues[[number for piece, number in pieces.items() if piece.startswith(_CONTINUES)]] = True
@@ -58,7 +58,7 @@ class WordPieces:
 
     @staticmethod
     def numbered(size: int) -> WordPieces:
-        """For runs without a tokenizer: `size` whole words, of which 0 to 4 are [PAD] [UNK] [CLS] [SEP] [MASK].
+        """For runs without a tokenizer: `size` words, of which 0 to 4 are [PAD] [UNK] [CLS] [SEP] [MASK].
 
         Raises DataError if no id is left for words.
         """
@@ -67,7 +67,9 @@ class WordPieces:
                 f"`vocab_size` must be at least 6, for five special tokens and a word, but is {size}."
             )
         every = np.arange(size, dtype=np.int64)
-        return WordPieces(cls=2, sep=3, mask=4, pad=0, continues=np.zeros(size, dtype=bool), replacements=every)
+        return WordPieces(
+            cls=2, sep=3, mask=4, pad=0, continues=np.zeros(size, dtype=bool), replacements=every
+        )
 
     @property
     def size(self) -> int:
@@ -78,6 +80,16 @@ class WordPieces:
     def specials(self) -> np.ndarray:
         """int64 [4]: the ids of [CLS], [SEP], [MASK] and [PAD]."""
         return np.array([self.cls, self.sep, self.mask, self.pad], dtype=np.int64)
+
+    @property
+    def plain(self) -> np.ndarray:
+        """int64: the ids that are none of these, ascending. Raises DataError if there are none."""
+        ids = np.setdiff1d(self.replacements, self.specials)
+        if not ids.size:
+            raise DataError(
+                f"`vocabulary` must hold words, but its {self.replacements.size} ids are special tokens."
+            )
+        return ids
 
     @cached_property
     def fingerprint(self) -> str:
