@@ -49,12 +49,13 @@ def mask_tokens(
     budget = min(prob * target, max(1, round(len(tokens) * prob)))
     order = list(range(len(found)))
     random.shuffle(order)
-    masked, places = list(tokens), set()
+    masked, places, chances = list(tokens), set(), run_chances()
     for start in order:
         # Upstream goes on to draw lengths that cannot fit; nothing is drawn afterwards, so they are left out.
         if len(places) + 1 > budget:
             break
-        run = _fitting_run(found, start, budget - len(places), random)
+        count = int(random.choice(LONGEST_RUN, p=chances)) + 1
+        run = _fitting_run(found[start : start + count], budget - len(places))
         if run and places.isdisjoint(run):
             for place in run:
                 masked[place] = _masked(tokens[place], words, random)
@@ -62,13 +63,12 @@ def mask_tokens(
     return masked, sorted(places)
 
 
-def _fitting_run(found: list[list[int]], start: int, room: float, random: np.random.RandomState) -> list[int]:
-    """The places of a run of words from word `start`, of a random length or of what of it fits."""
-    count = int(random.choice(LONGEST_RUN, p=run_chances())) + 1
-    for shorter in range(count, 0, -1):
-        run = [place for word in found[start : start + shorter] for place in word]
-        if len(run) <= room:
-            return run
+def _fitting_run(run: list[list[int]], room: float) -> list[int]:
+    """The places of a run of words, or of as many of its first words as there is room for."""
+    for count in range(len(run), 0, -1):
+        places = [place for word in run[:count] for place in word]
+        if len(places) <= room:
+            return places
     return []
 
 
