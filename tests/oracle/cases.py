@@ -89,7 +89,7 @@ OPTIMIZER = {
             "lr": 0.02,
             "adam-beta1": 0.9,
             "adam-beta2": 0.999,
-            "adam-eps": 1e-4,
+            "adam-eps": 1e-3,
             "lamb-max-coeff": 10.0,
             "lamb-min-coeff": 0.01,
             "lamb-bias-correction": "moments",
