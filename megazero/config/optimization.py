@@ -30,8 +30,8 @@ class OptimizerConfig(Section):
     lamb_min_coeff: NonNegativeFloat = option(0.01, "LAMB: smallest trust ratio")
     lamb_bias_correction: Literal["moments", "rate", "none"] = option(
         "moments",
-        "LAMB: moments corrects them before the trust ratio is taken, as the paper and apex do; rate corrects "
-        "the learning rate after it, as DeepSpeed does; none does neither",
+        "LAMB: moments corrects them before the trust ratio is taken, as the paper and apex do; rate "
+        "corrects the learning rate after it, as DeepSpeed does; none does neither",
     )
     lamb_adapt_all: bool = option(
         False,

@@ -29,8 +29,8 @@ class FusedLamb(torch.optim.Optimizer):
         betas: decays of the moments.
         eps: added to the root of the second moment.
         weight_decay: share of the weights in their update; groups may have their own.
-        own: `bias_correction` (true corrects the learning rate, as DeepSpeed does), the bounds `max_coeff` and
-            `min_coeff` of the trust ratio, and apex's `use_nvlamb` (false leaves groups without weight decay
+        own: `bias_correction` (true corrects the learning rate, as DeepSpeed does), the bounds `max_coeff`
+            and `min_coeff` of the trust ratio, and apex's `use_nvlamb` (false leaves groups without weight decay
             unscaled).
 
     Raises:
@@ -48,14 +48,14 @@ class FusedLamb(torch.optim.Optimizer):
     ):
         if strange := sorted(own.keys() - _OWN.keys()):
             raise ConfigError(
-                f"`options` of FusedLamb must be among {', '.join(_OWN)}, but are {', '.join(strange)}; leave "
-                "these out"
+                f"`options` of FusedLamb must be among {', '.join(_OWN)}, but are {', '.join(strange)}; "
+                "leave these out"
             )
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **_OWN, **own}
         if not 0 <= options["min_coeff"] <= options["max_coeff"]:
             raise ConfigError(
-                f"`min_coeff` must be at least 0 and at most `max_coeff`, but they are {options['min_coeff']} "
-                f"and {options['max_coeff']}; change one of them"
+                "`min_coeff` must be at least 0 and at most `max_coeff`, but they are "
+                f"{options['min_coeff']} and {options['max_coeff']}; change one of them"
             )
         super().__init__(params, options)
 

@@ -1,7 +1,8 @@
 """Turns a torch optimizer into an update rule on flat shards.
 
-AdamW and FusedLamb have rules of their own. Any other optimizer runs itself, on flat pieces of the fp32 master weights: the
-result is the same if each element's update depends on that element alone, which is tested beforehand.
+AdamW and FusedLamb have rules of their own. Any other optimizer runs itself, on flat pieces of the fp32
+master weights: the result is the same if each element's update depends on that element alone, which is tested
+beforehand.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LAMB. The length of a parameter's update follows that of its weights, so it needs norms of whole parameters."""
+"""LAMB, which needs norms of whole parameters: the length of an update follows that of the weights."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Lamb:
             as DeepSpeed's FusedLamb does: this also shortens the first thousand steps, up to sixfold, which
             the trust ratio would otherwise make up for. ``none`` does neither.
         adapt_all: scale the updates of parameters that are exempt from weight decay (norms and biases) too,
-            as DeepSpeed does, and apex with `use_nvlamb`. Otherwise their trust ratio is 1, as in the authors'
-            implementation and by default in apex: biases start at zero, so that the ratio would hold them
-            there.
+            as DeepSpeed does, and apex with `use_nvlamb`. Otherwise their trust ratio is 1, as in the
+            authors' implementation and by default in apex: biases start at zero, so that the ratio would
+            hold them there.
     """
 
     needs: ClassVar[Needs] = Needs(norms=("weight", "update"))

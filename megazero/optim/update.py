@@ -1,4 +1,6 @@
-"""AdamW and SGD, and the choice of a rule. Each element's update depends only on that element, so a tensor may be cut anywhere."""
+"""AdamW and SGD, of which each element's update depends only on that element, so that a tensor may be cut
+anywhere; and the choice of a rule.
+"""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ class ParameterNorms:
 
     Those are the ranks along the axes that may slice it, and its replicas where they shard state. However
     many parameters there are, this takes one call over each of these groups for dense parameters, and one for
-    experts. A tied copy is measured on its own stage, where it has the same values as the original, and the two
-    agree on the mean: their sums may be taken in different orders, and the copies must move alike, bit for bit.
+    experts. A tied copy is measured on its own stage, where it has the same values as the original. The two
+    agree on the mean: their sums may be taken in different orders, but they must move alike, bit for bit.
 
     Usage: `add` each piece, `reduce`, then read each norm with `of`.
 

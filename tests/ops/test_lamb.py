@@ -40,7 +40,7 @@ def tensors(size: int, scale: float) -> list[Tensor]:
 @pytest.mark.parametrize("scale", [1.0, 1e-15, 1e18])
 @pytest.mark.parametrize("size", [0, 1, 7, 1031, 40_009])
 def test_equals_the_reference(norms, move, size, scale, decay) -> None:
-    """Ragged sizes; small squares; weights the sum of whose squares is beyond fp32, in which a GPU takes it."""
+    """Ragged sizes; small squares; weights whose sum of squares is beyond fp32, in which a GPU sums."""
     scale = min(scale, 1e15) if norms.name == "blocks" else scale
     settings = {"factor": 0.7, "eps": 1e-20, "weight_decay": decay}
     mine = tensors(size, scale)

@@ -53,7 +53,7 @@ def learning_rate(flags: Flags, done: tuple[int, int], total: tuple[int, int]) -
         for each in (done, total)
     )
     decay, peak, floor = flags.get(f"lr-decay-{unit}", decay), flags["lr"], flags["min-lr"]
-    # A fraction is one of the decay, but beside a decay in tokens, of the training, as Megatron-DeepSpeed has it.
+    # A fraction is one of the decay; beside a decay in tokens, Megatron-DeepSpeed takes it of the training.
     whole = total[1] * flags["seq-length"] if unit == "tokens" else decay
     warmup = flags.get(f"lr-warmup-{unit}", flags.get("lr-warmup-fraction", 0) * whole)
     if warmup > 0 and count <= warmup:

@@ -13,9 +13,7 @@ _LR_DECAY = tuple(f"optimizer.lr_decay_{unit}" for unit in UNITS)
 _LR_WARMUP = tuple(f"optimizer.lr_warmup_{unit}" for unit in UNITS)
 _LR_WSD = tuple(f"optimizer.lr_wsd_decay_{unit}" for unit in UNITS)
 _WEIGHT_DECAY_RANGE = ("optimizer.start_weight_decay", "optimizer.end_weight_decay")
-_LAMB = tuple(
-    f"optimizer.lamb_{name}" for name in ("max_coeff", "min_coeff", "bias_correction", "adapt_all")
-)
+_LAMB = tuple(f"optimizer.lamb_{name}" for name in ("max_coeff", "min_coeff", "bias_correction", "adapt_all"))
 _LR_READS = (
     "optimizer.lr_decay_style",
     "optimizer.lr_warmup_fraction",

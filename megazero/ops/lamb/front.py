@@ -44,10 +44,8 @@ def lamb_move_native_cpu(param, exp_avg, exp_avg_sq, rate, *, factor, eps, weigh
 
 
 @torch.no_grad()
-def lamb_norms_blocks(
-    param, grad, exp_avg, exp_avg_sq, *, beta1, beta2, factor, eps, weight_decay
-) -> Tensor:
-    """The reference block by block, so that temporaries stay small; a GPU's sums of a block in fp32 are trees."""
+def lamb_norms_blocks(param, grad, exp_avg, exp_avg_sq, *, beta1, beta2, factor, eps, weight_decay) -> Tensor:
+    """The reference block by block, so that temporaries stay small; a GPU sums a block as a tree."""
     squares = torch.zeros(2, dtype=torch.float64, device=param.device)
     for p, g, m, v in _blocks(param, grad, exp_avg, exp_avg_sq):
         m.lerp_(g, 1.0 - beta1)

@@ -127,9 +127,7 @@ OPTIMIZER_ROWS: tuple[KeyRow, ...] = (
         absent=True,
     ),
     # apex's name for what DeepSpeed's LAMB always does.
-    _optimizer(
-        "use_nvlamb", BOOL, "optimizer.lamb_adapt_all", convert=_of_lamb(lambda on: on), absent=True
-    ),
+    _optimizer("use_nvlamb", BOOL, "optimizer.lamb_adapt_all", convert=_of_lamb(lambda on: on), absent=True),
     sets("optimizer.params.max_grad_norm", AMOUNT, "optimizer.clip_grad", when="optimizer.type"),
     *refuses(
         "the update always decays weights separately from the gradient; leave it out",
