@@ -30,8 +30,8 @@ class FusedLamb(torch.optim.Optimizer):
         eps: added to the root of the second moment.
         weight_decay: share of the weights in their update; groups may have their own.
         own: `bias_correction` (true corrects the learning rate, as DeepSpeed does), the bounds `max_coeff`
-            and `min_coeff` of the trust ratio, and apex's `use_nvlamb` (false leaves groups without weight decay
-            unscaled).
+            and `min_coeff` of the trust ratio, and apex's `use_nvlamb` (false leaves groups without weight
+            decay unscaled).
 
     Raises:
         ConfigError: another option, or bounds out of order.
