@@ -2,11 +2,11 @@
 
     python benchmarks/bert_dataset.py [--tokens N] [--sequence-length T ...] [--repeats R]
 
-Prints one JSON line per measurement: `map_ms`, the time to build the sample map of one epoch and to write it
-into an empty cache (megatron-core cannot do without one), and `samples_per_second`, random samples made one
-after another in batches of 16 (megatron-core has no batches: its samples are made one by one and not
-collated, which favours it). Both make the same samples; they take turns within each round, and `ratio`, of
-the medians, is above 1 where megazero is faster. Without megatron-core only our own figures are printed.
+Prints one JSON line per measurement: `map_ms`, the time to build the sample map of one epoch, without reading
+or writing a cache, and `samples_per_second`, random samples made one after another in batches of 16
+(megatron-core has no batches: its samples are made one by one and not collated, which favours it). Both make
+the same samples; they take turns within each round, and `ratio`, of the medians, is above 1 where megazero is
+faster. Without megatron-core only our own figures are printed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megazero.data import BERTDataset, BERTSettings, IndexedDatasetWriter, WordPieces, open_indexed
+from megazero.data.bert.sample_map import build_sample_map
 from megazero.data.native import NATIVE
 
 BATCH = 16
@@ -56,58 +57,69 @@ def write_corpus(prefix: Path, tokens: int) -> None:
             tokens -= int(sizes.sum())
 
 
-def core_builder(prefix: Path, settings: BERTSettings) -> Callable[[], object] | None:
-    """A function that builds megatron-core's dataset, or None if it is not installed."""
+class Side(NamedTuple):
+    """One of the two: builds the map and returns it; makes the samples of these numbers."""
+
+    map: Callable[[], np.ndarray]
+    read: Callable[[np.ndarray], None]
+
+
+def core_side(prefix: Path, settings: BERTSettings) -> Side | None:
+    """Megatron-core, or None if it is not installed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import torch
             from megatron.core.datasets import bert_dataset as core
+            from megatron.core.datasets import helpers
             from megatron.core.datasets.indexed_dataset import IndexedDataset as CoreIndexed
             from megatron.core.datasets.utils import Split
     except ImportError:
         return None
     torch.distributed.get_rank = lambda: 0  # it asks for a rank without looking whether there are any
-    words = settings.words
-    tokenizer = SimpleNamespace(
-        **{role: getattr(words, role) for role in ("cls", "sep", "mask", "pad")},
-        inv_vocab={i: f"##{i}" if words.continues[i] else str(i) for i in range(words.size)},
-        unique_identifiers={},
+    words, indexed = settings.words, CoreIndexed(str(prefix))
+    length, short, seed = settings.sequence_length, settings.short_seq_prob, settings.seed
+    config = core.BERTMaskedWordPieceDatasetConfig(
+        random_seed=seed,
+        sequence_length=length,
+        tokenizer=SimpleNamespace(
+            **{role: getattr(words, role) for role in ("cls", "sep", "mask", "pad")},
+            inv_vocab={i: f"##{i}" if words.continues[i] else str(i) for i in range(words.size)},
+            unique_identifiers={},
+        ),
+        path_to_cache=str(prefix.parent / f"core-{length}"),
+        masking_probability=settings.mask_prob,
+        short_sequence_probability=short,
+        masking_max_ngram=3,
+        masking_do_full_word=True,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=False,
+        classification_head=settings.binary_head,
     )
-    indexed = CoreIndexed(str(prefix))
     documents = np.arange(indexed.document_indices.size - 1, dtype=np.int32)
+    # Asked for one sample, it gives an epoch, for it cuts none. It cannot be asked for an epoch itself.
+    dataset = core.BERTMaskedWordPieceDataset(indexed, str(prefix), documents, 1, Split.train, config)
+    shape = (1, 1, length - 3, short, seed, False, 2)  # epochs, samples, target, ..., verbose, sentences
+    lengths, boundaries = indexed.sequence_lengths, indexed.document_indices
 
-    def build() -> object:
-        with tempfile.TemporaryDirectory() as cache:  # a new one, or it would read what it built before
-            config = core.BERTMaskedWordPieceDatasetConfig(
-                random_seed=settings.seed,
-                sequence_length=settings.sequence_length,
-                tokenizer=tokenizer,
-                path_to_cache=cache,
-                masking_probability=settings.mask_prob,
-                short_sequence_probability=settings.short_seq_prob,
-                masking_max_ngram=3,
-                masking_do_full_word=True,
-                masking_do_permutation=False,
-                masking_use_longer_ngrams=False,
-                masking_use_geometric_distribution=False,
-                classification_head=settings.binary_head,
-            )
-            # One sample: an epoch, as no epoch is cut. It cannot be asked for an epoch itself.
-            return core.BERTMaskedWordPieceDataset(indexed, str(prefix), documents, 1, Split.train, config)
+    def read(chosen: np.ndarray) -> None:
+        for index in chosen.tolist():
+            dataset[index]
 
-    return build
+    return Side(lambda: helpers.build_mapping(boundaries, lengths, *shape), read)
 
 
-def our_builder(prefix: Path, settings: BERTSettings) -> Callable[[], BERTDataset]:
+def our_side(prefix: Path, settings: BERTSettings) -> Side:
     indexed = open_indexed(prefix)
+    dataset = BERTDataset(indexed, range(indexed.document_index.size - 1), None, settings)
+    boundaries = np.array(indexed.document_index)
 
-    def build() -> BERTDataset:
-        with tempfile.TemporaryDirectory() as cache:
-            kept = replace(settings, cache_dir=cache)
-            return BERTDataset(indexed, range(indexed.document_index.size - 1), None, kept)
+    def read(chosen: np.ndarray) -> None:
+        for begin in range(0, chosen.size, BATCH):
+            dataset.batch(chosen[begin : begin + BATCH])
 
-    return build
+    return Side(lambda: build_sample_map(indexed.lengths, boundaries, dataset.plan), read)
 
 
 def milliseconds(action: Callable[[], object]) -> float:
@@ -127,37 +139,23 @@ def report(measure: str, rounds: list[list[float]], faster_is_less: bool, **more
     print(json.dumps({**line, "compiled": NATIVE is not None, **more}), flush=True)
 
 
-def read_batches(dataset: BERTDataset, chosen: np.ndarray) -> None:
-    for begin in range(0, chosen.size, BATCH):
-        dataset.batch(chosen[begin : begin + BATCH])
-
-
-def read_singly(dataset: object, chosen: np.ndarray) -> None:
-    for index in chosen.tolist():
-        dataset[index]
-
-
 def measure(prefix: Path, length: int, args: argparse.Namespace) -> None:
     """Both measurements, the two sides taking turns after one round that is not measured."""
     settings = BERTSettings(sequence_length=length, words=vocabulary())
-    builders = [our_builder(prefix, settings), core_builder(prefix, settings)]
-    builders = [build for build in builders if build is not None]
+    sides = [side for side in (our_side(prefix, settings), core_side(prefix, settings)) if side is not None]
     shape = {"tokens": args.tokens, "sequence_length": length, "repeats": args.repeats}
-    datasets = [build() for build in builders]
-    if len(datasets) > 1 and not np.array_equal(datasets[0].rows, datasets[1].sample_index):
+    maps = [side.map() for side in sides]
+    if not all(np.array_equal(maps[0], other) for other in maps):
         raise SystemExit("the two sample maps differ")
-    maps = [[milliseconds(build) for build in builders] for _ in range(args.repeats)]
-    report("map_ms", maps, True, **shape)
+    times = [[milliseconds(side.map) for side in sides] for _ in range(10 * args.repeats)]  # they are short
+    report("map_ms", times, True, rows=len(maps[0]), **shape)
 
-    rng, readers = np.random.default_rng(1), (read_batches, read_singly)
+    rng = np.random.default_rng(1)
     rates = []
     for _ in range(args.repeats + 1):
-        chosen = rng.integers(0, len(datasets[0]), args.samples)
+        chosen = rng.integers(0, len(maps[0]), args.samples)
         rates.append(
-            [
-                1e3 * args.samples / milliseconds(lambda d=dataset, r=reader, c=chosen: r(d, c))
-                for dataset, reader in zip(datasets, readers, strict=False)
-            ]
+            [1e3 * args.samples / milliseconds(lambda s=side, c=chosen: s.read(c)) for side in sides]
         )
     report("samples_per_second", rates[1:], False, samples=args.samples, **shape)
 
