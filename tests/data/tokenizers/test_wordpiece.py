@@ -50,3 +50,13 @@ def test_unfit_vocabularies_are_refused(tmp_path):
     path.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\nthe\n")
     with pytest.raises(DataError, match="repeats 'the'"):
         build_tokenizer(TokenizerSpec("BertWordPieceCase", str(path)))
+
+
+def test_the_pieces_are_those_of_the_file_and_the_appended_ones(wordpiece_file):
+    tokenizer = build_tokenizer(TokenizerSpec("BertWordPieceCase", wordpiece_file, extra_ids=1))
+    pieces = [*Path(wordpiece_file).read_text().split(), "[EOS]", "[BOS]", "<extra_id_0>"]
+    assert tokenizer.word_pieces() == {piece: i for i, piece in enumerate(pieces)}
+
+
+def test_other_kinds_have_no_word_pieces():
+    assert build_tokenizer(TokenizerSpec("ByteLevelTokenizer")).word_pieces() is None
