@@ -101,8 +101,8 @@ def _check(args: argparse.Namespace) -> None:
             )
     if args.workers % args.partitions:
         raise DataError(
-            f"`--workers` must be a multiple of `--partitions` ({args.partitions}), but is {args.workers}; set it "
-            f"to {-(-args.workers // args.partitions) * args.partitions}."
+            f"`--workers` must be a multiple of `--partitions` ({args.partitions}), but is {args.workers}; "
+            f"set it to {-(-args.workers // args.partitions) * args.partitions}."
         )
     for flag, given in (("--keep-newlines", args.keep_newlines), ("--lang", args.lang is not None)):
         if given and not args.split_sentences:

@@ -154,8 +154,8 @@ def _code_of(language: str) -> str:
     if name in LANGUAGES.values():
         return name
     raise DataError(
-        f"`--lang` must be one of {', '.join(sorted(LANGUAGES))} or the code of one of them, but is {language}; "
-        "`any` splits by what is common to all languages."
+        f"`--lang` must be one of {', '.join(sorted(LANGUAGES))} or the code of one of them, but is "
+        f"{language}; `any` splits by what is common to all languages."
     )
 
 
