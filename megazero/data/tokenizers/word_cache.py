@@ -18,9 +18,9 @@ Encode = Callable[[Sequence[str]], TokenBatch]
 class WordCache:
     """Gives the ids of whole texts from those of their words, and remembers the words.
 
-    For tokenizers whose ids of a text are those of its words (as `str.split` finds them) in a row, and whose ids
-    of a word are those of its parts. Memory is bounded: unusually long words are not kept, and past a million
-    words all are forgotten.
+    For tokenizers whose ids of a text are those of its words (as `str.split` finds them) in a row, and whose
+    ids of a word are those of its parts. Memory is bounded: unusually long words are not kept, and past a
+    million words all are forgotten.
 
     `encode` gives the ids of each of some parts; `parts` divides a word.
     """
@@ -48,9 +48,7 @@ class WordCache:
         if not missing:
             return self._words
         parts = self._look_up_parts(set(chain.from_iterable(missing.values())))
-        new = {
-            word: tuple(chain.from_iterable(map(parts.__getitem__, own))) for word, own in missing.items()
-        }
+        new = {word: tuple(chain.from_iterable(map(parts.__getitem__, own))) for word, own in missing.items()}
         return _remember(self._words, new)
 
     def _look_up_parts(self, parts: set[str]) -> dict[str, tuple[int, ...]]:
@@ -60,7 +58,9 @@ class WordCache:
         return _remember(self._known_parts, new)
 
 
-def _remember(table: dict[str, tuple[int, ...]], new: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _remember(
+    table: dict[str, tuple[int, ...]], new: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
     """Puts what is not too long into the table; returns one that holds everything."""
     usual = {word: ids for word, ids in new.items() if len(word) <= _LONGEST_WORD}
     table.update(usual)

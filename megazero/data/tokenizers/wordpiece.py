@@ -32,8 +32,8 @@ class WordPieceTokenizer(LibraryTokenizer):
         self._words = WordCache(super().encode_batch, _parts)
 
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
-        # BERT separates words at whitespace and looks at each by itself. Some characters that Python takes for
-        # whitespace it removes, which joins what they separate.
+        # BERT separates words at whitespace and looks at each by itself. Some characters that Python takes
+        # for whitespace it removes, which joins what they separate.
         return self._words.encode_batch([_REMOVED.sub("", text) for text in texts])
 
     def decode(self, ids: Sequence[int]) -> str:
