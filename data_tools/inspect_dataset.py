@@ -2,8 +2,8 @@
 
 `python data_tools/inspect_dataset.py PREFIX [--validate] [--document K ...]` prints counts and lengths, and
 the sequences (sentences, if the texts were split) per document; on request a histogram of document lengths,
-document K (as text if a tokenizer is given) and the unigram entropy. A damaged dataset gives an error and exit
-status 1.
+document K (as text if a tokenizer is given) and the unigram entropy. A damaged dataset gives an error and
+exit status 1.
 """
 
 from __future__ import annotations

@@ -54,11 +54,12 @@ def test_unfit_vocabularies_are_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase"])
 def test_batches_give_the_ids_of_single_texts_around_every_character(wordpiece_file, kind):
-    """A batch is encoded word by word; control characters that BERT removes join what Python takes for words."""
+    """A batch is encoded word by word; characters that BERT removes join what Python takes for words."""
     tokenizer = build_tokenizer(TokenizerSpec(kind, wordpiece_file))
     odd = (0, 0x7F, 0x200B, 0xFEFF, 0xFFFD)
     spaces = [chr(c) for c in range(0x11000) if chr(c).isspace() or c in odd]
-    letters = [chr(c) for c in (*range(0x21, 0x250), *range(0x300, 0xD800, 37), *range(0x1F300, 0x1F900, 41))]
+    codes = (*range(0x21, 0x250), *range(0x300, 0xD800, 37), *range(0x1F300, 0x1F900, 41))
+    letters = [chr(code) for code in codes]
     texts = [f"the{c}Cat {c}sat{c} un{c}able the, {c}{c}" for c in spaces + letters]
     texts += ["", " ", "[MASK] ##able", "the " * 50 + "x" * 300, "İstanbul ΑΣ ΑΣ. ǅ ﬁ 한국 中文the"]
     rows = [row.tolist() for row in tokenizer.encode_batch(texts).rows()]
