@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from benchmarks.contenders import ActionTime, Shape
-from megazero.config.tree import ModelConfig
+from megazero.config.tree import BatchConfig, Config, ModelConfig, OptimizerConfig
 from megazero.train.families import family_of
 from megazero.train.matmul_rate import measure_matmul_rate
 from megazero.train.vocabulary import Vocabulary
@@ -280,13 +280,17 @@ def started(
 
 def take_turns(teams: Sequence[Team], shape: Shape, rounds: int, steps: int) -> None:
     """Let each team take a turn, round after round."""
-    model = ModelConfig(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        num_attention_heads=shape.heads,
-        seq_length=shape.sequence,
+    config = Config(
+        model=ModelConfig(
+            num_layers=shape.layers,
+            hidden_size=shape.hidden,
+            num_attention_heads=shape.heads,
+            seq_length=shape.sequence,
+        ),
+        batch=BatchConfig(micro_batch_size=1),
+        optimizer=OptimizerConfig(lr=1.0),
     )
-    flops = family_of(model).flops_per_token(model, Vocabulary(shape.vocab, shape.vocab, None, None))
+    flops = family_of(config.model).flops_per_token(config, Vocabulary(shape.vocab, shape.vocab, None, None))
     for _ in range(rounds):
         for team in teams:
             team.run(steps, flops)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from megazero.config.option import Proportions, Section, option
+from megazero.config.option import Probability, Proportions, Section, option
 
 
 class TokenizerConfig(Section):
@@ -27,7 +27,8 @@ class TokenizerConfig(Section):
         | None
     ) = option(
         None,
-        "kind of tokenizer; default: GPT2BPETokenizer, or none where --vocab-size is given without files",
+        "kind of tokenizer; default: GPT2BPETokenizer, or BertWordPieceLowerCase for BERT, or none where "
+        "--vocab-size is given without files",
         synonyms={"HuggingFaceTokenizer": "HFTokenizer"},
         refused={
             "TikTokenizer": "is not offered: save the vocabulary as a tokenizer.json and take HFTokenizer",
@@ -64,4 +65,15 @@ class DataConfig(Section):
     reset_position_ids: bool = option(False, "count positions anew after each end of document")
     reset_attention_mask: bool = option(False, "let tokens attend only within their document")
     eod_mask_loss: bool = option(False, "leave end-of-document inputs out of the loss")
+    mask_prob: Annotated[float, Field(gt=0, lt=1)] = option(
+        0.15, "BERT: share of a sample's tokens that the model has to predict"
+    )
+    short_seq_prob: Probability = option(
+        0.1, "BERT: share of the samples that are cut to a random shorter length"
+    )
+    bert_pack: bool = option(
+        False,
+        "BERT: put the samples of a micro-batch into as few rows as they fit in, with attention and "
+        "positions kept apart",
+    )
     mock_data: bool = option(False, "train on deterministic random tokens instead of files")

@@ -5,10 +5,11 @@ collectives that autograd sees, and `initialize.py` makes the initial weights.
 """
 
 from megazero.layers.attention import SelfAttention
-from megazero.layers.embedding import Embedding, vocabulary_spec
+from megazero.layers.collectives import gather_sequence
+from megazero.layers.embedding import Embedding, output_weight, vocabulary_spec
 from megazero.layers.initialize import initialize, initialize_parameters
 from megazero.layers.inputs import Deferred, KeyValueStore, LayerInputs
-from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linear
+from megazero.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, column_linear
 from megazero.layers.mlp import MLP
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
@@ -25,12 +26,15 @@ __all__ = [
     "LayerInputs",
     "Norm",
     "Placement",
+    "ReplicatedLinear",
     "RowParallelLinear",
     "SelfAttention",
     "TransformerLayer",
     "column_linear",
+    "gather_sequence",
     "initialize",
     "initialize_parameters",
+    "output_weight",
     "recompute_units",
     "run_layers",
     "vocabulary_spec",

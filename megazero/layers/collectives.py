@@ -56,6 +56,17 @@ class _ReduceScatterSequence(Function):
         return gather_rows(grad, ctx.group), None
 
 
+class _GatherSequence(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return gather_rows(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return own_rows(grad, ctx.group).contiguous(), None
+
+
 class _GatherFeatures(Function):
     @staticmethod
     def forward(ctx, x, group):
@@ -76,6 +87,14 @@ def reduce_from_slices(x: Tensor, group: Group) -> Tensor:
 def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     """Partial [s, b, h] -> total [s/tp, b, h]; backward gathers."""
     return x if group.size == 1 else _ReduceScatterSequence.apply(x, group)
+
+
+def gather_sequence(x: Tensor, group: Group) -> Tensor:
+    """[s/tp, b, h] -> [s, b, h] for computations that every member repeats in full; backward takes own rows.
+
+    The gradient of each member is then the whole gradient already.
+    """
+    return x if group.size == 1 else _GatherSequence.apply(x, group)
 
 
 def gather_features(x: Tensor, group: Group) -> Tensor:

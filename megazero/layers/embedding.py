@@ -1,6 +1,8 @@
-"""Token and position embeddings, the vocabulary sliced over the tensor-parallel ranks."""
+"""Token, position and segment embeddings, the vocabulary sliced over the tensor-parallel ranks."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,18 +22,34 @@ def vocabulary_spec(name: str, vocab_size: int, padded_size: int, config: ModelC
     return ParamSpec(name, (vocab_size, config.hidden_size), normal, (Cut(0, "tp", padded_size),))
 
 
+def output_weight(config: ModelConfig, vocab: tuple[int, int], placement: Placement) -> nn.Parameter:
+    """A weight for the output head of a stage that does not hold the embedding: its own, or a tied copy."""
+    spec = vocabulary_spec("head.weight", *vocab, config)
+    if not config.untie_embeddings_and_output_weights:
+        spec = replace(spec, tied_with="embedding.word.weight", shared=True)
+    return placement.parameter(spec)
+
+
 class Embedding(nn.Module):
     """tokens [b, s] -> hidden states [s, b, h] ([s/tp, b, h] under sequence parallelism).
 
     Args:
         vocab_size: entries that tokens may name.
         padded_size: rows allocated, a multiple of the tensor-parallel size.
+        token_types: kinds of tokens that have a vector of their own, such as BERT's two segments; 0 for none.
 
     Raises:
         DataError: (forward, on CPU) a token lies outside the vocabulary; elsewhere the device reports it.
     """
 
-    def __init__(self, config: ModelConfig, vocab_size: int, padded_size: int, placement: Placement):
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocab_size: int,
+        padded_size: int,
+        placement: Placement,
+        token_types: int = 0,
+    ):
         super().__init__()
         self.config = config
         self.placement = placement
@@ -39,32 +57,41 @@ class Embedding(nn.Module):
         self.word = placement.parameter(
             vocabulary_spec("embedding.word.weight", vocab_size, padded_size, config)
         )
-        self.position = None
-        if config.position_embedding_type == "learned_absolute":
-            self.position = placement.parameter(
-                ParamSpec(
-                    "embedding.position.weight",
-                    (config.positions, config.hidden_size),
-                    InitialValues("normal", config.init_method_std),
-                    partial_grad=placement.sequence_parallel,
-                )
-            )
+        learned = config.position_embedding_type == "learned_absolute"
+        self.position = self._table("position", config.positions) if learned else None
+        self.token_type = self._table("token_type", token_types) if token_types else None
 
-    def forward(self, tokens: Tensor, positions: Tensor, inputs: LayerInputs) -> Tensor:
-        """tokens [b, s] and positions [b, s] or [s], int64."""
+    def _table(self, name: str, rows: int) -> nn.Parameter:
+        """A table of `rows` vectors that every rank holds; each adds those of its own positions."""
+        spec = ParamSpec(
+            f"embedding.{name}.weight",
+            (rows, self.config.hidden_size),
+            InitialValues("normal", self.config.init_method_std),
+            partial_grad=self.placement.sequence_parallel,
+        )
+        return self.placement.parameter(spec)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, inputs: LayerInputs, token_types: Tensor | None = None
+    ) -> Tensor:
+        """tokens [b, s], positions [b, s] or [s], and token_types [b, s] where there is a table; int64."""
         placement = self.placement
         x = self._words(tokens.t())  # [s, b, h]
         if self.position is not None:
             positions = positions.t() if positions.dim() == 2 else positions.unsqueeze(1)
-            if placement.sequence_parallel:
-                positions = own_rows(positions, placement.tp)
-            x = x + F.embedding(positions, self.position)
+            x = x + F.embedding(self._own(positions), self.position)
+        if self.token_type is not None:
+            x = x + F.embedding(self._own(token_types.t()), self.token_type)
         if self.config.fp32_residual_connection:
             x = x.float()
         drop = inputs.dropout(self.config.hidden_dropout, placement, "hidden", "embedding")
         if drop is None:
             return x
         return x * dropout_mask_hidden(drop, *x.shape) / (1.0 - drop.p)
+
+    def _own(self, numbers: Tensor) -> Tensor:
+        """[s, ...] -> the rows of this rank under sequence parallelism."""
+        return own_rows(numbers, self.placement.tp) if self.placement.sequence_parallel else numbers
 
     def _words(self, tokens: Tensor) -> Tensor:
         tp = self.placement.tp

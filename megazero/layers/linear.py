@@ -236,6 +236,30 @@ class RowParallelLinear(nn.Module):
         return reduce(partial, self.placement.tp), self.bias
 
 
+class ReplicatedLinear(nn.Module):
+    """[..., h] -> [..., n], the same on every tensor-parallel rank.
+
+    Each rank computes all of it from whole inputs, so gradients are whole on each.
+
+    Args:
+        name: global name of the layer.
+        features: input width h.
+        width: output width n.
+        placement: ranks, dtype and device.
+        std: standard deviation of the initial weight.
+    """
+
+    def __init__(self, name: str, features: int, width: int, placement: Placement, std: float):
+        super().__init__()
+        normal, zeros = InitialValues("normal", std), InitialValues("zeros")
+        self.weight = placement.parameter(ParamSpec(f"{name}.weight", (width, features), normal))
+        self.bias = placement.parameter(ParamSpec(f"{name}.bias", (width,), zeros, weight_decay=False))
+
+    def forward(self, x: Tensor, deferred: Deferred | None = None) -> Tensor:
+        """The product plus the bias; `deferred` is as in `column_linear`."""
+        return column_linear(x, self.weight, self.bias, SoloGroup(), False, deferred)
+
+
 def residual_std(std: float, num_layers: int) -> float:
     """Initial standard deviation of layers that write to the residual stream (GPT-2, Radford et al. 2019)."""
     return std / math.sqrt(2 * num_layers)

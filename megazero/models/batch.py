@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ class Batch:
         sample_keys: int64 [b], the keys of the samples' random streams; None turns dropout off.
         positions: positions of the columns in their sequences: a range, or int64 [s] or [b, s]; None means
             from 0.
+        token_types: None, as all tokens are of one kind.
     """
 
     tokens: Tensor
@@ -40,6 +41,8 @@ class Batch:
     document_ids: Tensor | None = None
     sample_keys: Tensor | None = None
     positions: Positions | None = None
+
+    token_types: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         assert (self.loss_mask is None) == (self.counted is None), "a mask goes with what it counts"

@@ -33,3 +33,8 @@ def mlp_flops(model: ModelConfig) -> float:
 def logits_flops(model: ModelConfig, padded_vocab: int) -> float:
     """FLOPs of the projection to a vocabulary of V rows: 2 h V."""
     return 2 * model.hidden_size * padded_vocab
+
+
+def dense_flops(model: ModelConfig) -> float:
+    """FLOPs of one square layer: 2 h h."""
+    return 2 * model.hidden_size**2

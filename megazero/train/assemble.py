@@ -87,7 +87,7 @@ def build_feeds(
         horizon.evaluations.samples_until(end.iteration),
         horizon.evaluations.samples,
     )
-    train, valid, test = family.datasets(config, vocabulary.size, vocabulary.eod, sizes)
+    train, valid, test = family.datasets(config, vocabulary, sizes)
 
     def feed(dataset, ahead: int, seed: int | None) -> Feed | None:
         if dataset is None:
@@ -117,7 +117,7 @@ def build_plan(config: Config, horizon: Horizon, vocabulary: Vocabulary, context
     minutes = training.exit_duration_in_mins
     return RunPlan(
         horizon=horizon,
-        flops_per_token=family_of(config.model).flops_per_token(config.model, vocabulary),
+        flops_per_token=family_of(config.model).flops_per_token(config, vocabulary),
         matmul_rate=measure_matmul_rate(DTYPES[config.precision.dtype], context.device),
         save_interval=config.checkpoint.save_interval,
         exit_interval=training.exit_interval,

@@ -30,7 +30,7 @@ def deal_layers(config: Config, vocabulary: Vocabulary, context: ParallelContext
         ConfigError: there are fewer layers than chunks, or the method's numbers do not fit.
     """
     method = config.parallel.pipeline_partition
-    blocks = family_of(config.model).blocks(config.model, vocabulary.padded)
+    blocks = family_of(config.model).blocks(config, vocabulary.padded)
     weigh = _METHODS.get(method)
     costs = weigh(config, vocabulary, context) if weigh else [0.0, *[1.0] * (len(blocks) - 2), 0.0]
     return partition_layers(
@@ -52,7 +52,7 @@ def parameter_counts(config: Config, vocabulary: Vocabulary, context: ParallelCo
 
 def estimated_costs(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Costs:
     """FLOPs per token in each block; looking up an embedding takes none."""
-    return [block.flops for block in family_of(config.model).blocks(config.model, vocabulary.padded)]
+    return [block.flops for block in family_of(config.model).blocks(config, vocabulary.padded)]
 
 
 def measured_costs(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Costs:
@@ -63,7 +63,7 @@ def measured_costs(config: Config, vocabulary: Vocabulary, context: ParallelCont
     family, shape = family_of(config.model), (config.batch.micro_batch_size, config.model.seq_length)
     arrays = family.random_arrays(np.random.default_rng(0), *shape, vocabulary.size)
     batch = family.collate(config, vocabulary.size, context.device, None)(arrays, tuple(range(shape[0])))
-    blocks = family.blocks(config.model, vocabulary.padded)
+    blocks = family.blocks(config, vocabulary.padded)
     alike = list(zip(blocks, parameter_counts(config, vocabulary, context), strict=True))
     firsts = [alike.index(each) for each in alike]
     seconds = torch.zeros(len(blocks), dtype=torch.float64, device=context.device)

@@ -18,9 +18,21 @@ from torch import nn
 
 from megazero.checkpoint.hf import GPT2, LLAMA, Architecture
 from megazero.config.tree import Config, ModelConfig, RecomputeConfig
-from megazero.data import Datasets, gpt_datasets
+from megazero.data import Datasets, bert_datasets, gpt_datasets
 from megazero.layers import Placement
-from megazero.models import GPT, Block, ChunkSpan, ModelChunk, TextCollate, gpt_blocks, random_text
+from megazero.models import (
+    BERT,
+    GPT,
+    BertCollate,
+    Block,
+    ChunkSpan,
+    ModelChunk,
+    TextCollate,
+    bert_blocks,
+    gpt_blocks,
+    random_samples,
+    random_text,
+)
 from megazero.train.feed import Collate
 from megazero.train.vocabulary import Vocabulary
 
@@ -58,35 +70,34 @@ class Family:
 
     Attributes:
         name: its name, as in `model.family` of the configuration.
-        blocks: (shape, rows of the padded vocabulary) -> the blocks that the model consists of: the
+        blocks: (configuration, rows of the padded vocabulary) -> the blocks that the model consists of: the
             embedding, the layers, which may differ, and the head.
         chunk: builds a contiguous part of that list of blocks.
         ties: whether a model of this shape has a head that shares a weight with its embedding.
         collate: (configuration, vocabulary size, device, dropout seed or None) -> a function that checks
             arrays and turns them into micro-batches.
-        datasets: (configuration, vocabulary size, id that ends a document, samples of each split) -> the
-            three splits.
+        datasets: (configuration, vocabulary, samples of each split) -> the three splits.
         random_arrays: (generator, number of sequences, tokens in each, vocabulary size) -> arrays like a
             dataset's, with uneven loss masks, for checks and measurements.
         architectures: the architectures in transformers that its models can be converted from and to.
     """
 
     name: str
-    blocks: Callable[[ModelConfig, int], tuple[Block, ...]]
+    blocks: Callable[[Config, int], tuple[Block, ...]]
     chunk: ChunkBuilder
     ties: Callable[[ModelConfig], bool]
     collate: Callable[[Config, int, torch.device, int | None], Collate]
-    datasets: Callable[[Config, int, int | None, Sizes], Datasets]
+    datasets: Callable[[Config, Vocabulary, Sizes], Datasets]
     random_arrays: Callable[[np.random.Generator, int, int, int], dict[str, np.ndarray]]
     architectures: tuple[Architecture, ...]
 
-    def flops_per_token(self, model: ModelConfig, vocabulary: Vocabulary) -> float:
+    def flops_per_token(self, config: Config, vocabulary: Vocabulary) -> float:
         """FLOPs that training on one token needs, forward and backward.
 
         Backward makes two matrix products for each one in forward: the gradients of both factors. What
         activation recompute computes again is not counted, because the model does not need it.
         """
-        return 3.0 * sum(block.flops for block in self.blocks(model, vocabulary.padded))
+        return 3.0 * sum(block.flops for block in self.blocks(config, vocabulary.padded))
 
 
 _ROWS = (
@@ -99,6 +110,16 @@ _ROWS = (
         datasets=gpt_datasets,
         random_arrays=random_text,
         architectures=(GPT2, LLAMA),
+    ),
+    Family(
+        name="bert",
+        blocks=bert_blocks,
+        chunk=BERT,
+        ties=lambda model: not model.untie_embeddings_and_output_weights,
+        collate=BertCollate.of,
+        datasets=bert_datasets,
+        random_arrays=random_samples,
+        architectures=(),
     ),
 )
 

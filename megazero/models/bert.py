@@ -1,0 +1,169 @@
+"""BERT: embedding with token types, bidirectional layers, and the two heads that pretraining needs.
+
+The layers are GPT's. With `apply_residual_connection_post_layernorm` the residual is taken after the norm, as
+in the original; that is the same list of norms, where the first one follows the embedding. A pipeline may cut
+the list of blocks anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megazero.config.tree import Config, ModelConfig, RecomputeConfig
+from megazero.layers import (
+    Deferred,
+    Embedding,
+    Norm,
+    Placement,
+    ReplicatedLinear,
+    TransformerLayer,
+    column_linear,
+    gather_sequence,
+    output_weight,
+)
+from megazero.loss import LossTerm
+from megazero.models.bert_batch import BertBatch
+from megazero.models.chunk import Block, ChunkSpan
+from megazero.models.flops import attention_flops, dense_flops, logits_flops, mlp_flops
+from megazero.models.hits import vocab_parallel_hits
+from megazero.models.trunk import Trunk
+from megazero.mpu import Cut, InitialValues, ParamSpec
+from megazero.ops.bias_gelu import bias_gelu
+from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
+
+TOKEN_TYPES = 2
+
+
+class BertHead(nn.Module):
+    """Final norm, masked-LM head (dense, GELU, norm, logits with a bias) and, if wanted, the binary head.
+
+    Only rows that something reads go through it: the masked ones, and the first of each sample. All of
+    the sequence-parallel ranks take all of these, so nothing in here has partial gradients.
+
+    `tied` is the embedding's weight, if it is on this rank.
+    """
+
+    def __init__(
+        self, config: ModelConfig, vocab: tuple[int, int], placement: Placement, tied: nn.Parameter | None
+    ):
+        super().__init__()
+        self.sequence_parallel = placement.sequence_parallel
+        self.placement = whole = replace(placement, sequence_parallel=False)
+        self.exact = config.bert_head_activation == "gelu_exact"
+        size, std = config.hidden_size, config.init_method_std
+        norm = (size, config.normalization, config.norm_epsilon, whole)
+        self.norm = Norm("final_norm", *norm)
+        self.dense = ReplicatedLinear("head.dense", size, size, whole, std)
+        self.dense_norm = Norm("head.norm", *norm)
+        self.weight = output_weight(config, vocab, whole) if tied is None else tied
+        cut = Cut(0, "tp", vocab[1])
+        bias = ParamSpec("head.bias", (vocab[0],), InitialValues("zeros"), (cut,), weight_decay=False)
+        self.bias = whole.parameter(bias)
+        self.pooler = self.binary = None
+        if config.bert_binary_head:
+            self.pooler = ReplicatedLinear("pooler", size, size, whole, std)
+            self.binary = ReplicatedLinear("binary_head", size, 2, whole, std)
+
+    def forward(
+        self, x: Tensor, batch: BertBatch, deferred: Deferred | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of the masked tokens, [m, 1, v/tp], and of the order of each sample's segments, [n, 2]."""
+        x = gather_sequence(x, self.placement.tp) if self.sequence_parallel else x
+        rows = batch.masked if self.binary is None else torch.cat([batch.masked, batch.firsts])
+        chosen = self.norm(x.flatten(0, 1)[rows]).to(self.placement.dtype)
+        masked, firsts = chosen.tensor_split([len(batch.masked)])
+        masked = bias_gelu(self.dense(masked.unsqueeze(1), deferred), None, exact=self.exact)
+        masked = self.dense_norm(masked).to(self.placement.dtype)
+        logits = column_linear(masked, self.weight, self.bias, self.placement.tp, False, deferred)
+        if self.binary is None:
+            return logits, None
+        return logits, self.binary(torch.tanh(self.pooler(firsts, deferred)), deferred)
+
+
+def bert_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
+    """The blocks that a BERT of this shape consists of: embedding, layers, head.
+
+    Only masked tokens reach the head.
+    """
+    model = config.model
+    layer = attention_flops(model, causal=False) + mlp_flops(model)
+    head = config.data.mask_prob * (dense_flops(model) + logits_flops(model, padded_vocab))
+    return (
+        Block(Embedding.__name__, 0.0),
+        *(Block(TransformerLayer.__name__, layer),) * model.num_layers,
+        Block(BertHead.__name__, head),
+    )
+
+
+class BERT(Trunk):
+    """A bidirectional transformer (Devlin et al. 2019; Shoeybi et al. 2019), or a part of it.
+
+    It learns to restore masked tokens (term ``lm``) and, with the binary head, to tell whether two segments
+    are in order (term ``sop``; Lan et al. 2020).
+
+    Args:
+        config: shape of the whole model.
+        vocab: number of vocabulary entries (without padding, with padding).
+        placement: ranks, dtype and device.
+        recompute: what backward recomputes.
+        span: the blocks held here; None holds all of them.
+        tied: the embedding's weight for a tied head, if another chunk on this rank holds it.
+    """
+
+    causal = False
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocab: tuple[int, int],
+        placement: Placement,
+        recompute: RecomputeConfig | None = None,
+        span: ChunkSpan | None = None,
+        tied: nn.Parameter | None = None,
+    ):
+        kinds = TOKEN_TYPES if config.bert_binary_head else 0
+        super().__init__(config, vocab, placement, recompute, span, token_types=kinds)
+        if self.span.head:
+            self.head = BertHead(config, vocab, placement, self.weight_for_head(tied))
+
+    @property
+    def terms(self) -> tuple[LossTerm, ...]:
+        """The loss terms, the accuracies that are reported beside them, and the share of padding."""
+        names = ("lm", "sop") if self.config.bert_binary_head else ("lm",)
+        told = (*(f"{name}_accuracy" for name in names), "padding")
+        return (*(LossTerm(name) for name in names), *(LossTerm(name, 0.0) for name in told))
+
+    def forward(
+        self, batch: BertBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits as `BertHead` returns them, from the hidden states of the previous chunk."""
+        return self.head(self.hidden(batch, hidden, deferred=deferred), batch, deferred)
+
+    def run(
+        self, batch: BertBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """What this chunk passes on and adds to the loss terms, as `pipeline.executor.Chunk` specifies.
+
+        The one with the head adds sums of cross-entropies in nats to ``lm`` and ``sop``, the numbers of
+        correct answers to their accuracies, and the positions that the samples leave empty to ``padding``;
+        all are float32 scalars.
+        """
+        if self.head is None:
+            return self.hidden(batch, hidden, deferred=deferred), {}
+        logits, order = self(batch, hidden, deferred=deferred)
+        slice_of = (self.placement.tp, self.placement.tp.rank * logits.shape[-1], self.vocab_size)
+        labels = batch.labels.unsqueeze(1)
+        padding = torch.full((), float(batch.padding), device=logits.device)
+        sums = {
+            "lm": vocab_parallel_cross_entropy(logits, labels, *slice_of).sum(),
+            "lm_accuracy": vocab_parallel_hits(logits.detach(), labels, *slice_of),
+            "padding": padding,
+        }
+        if order is not None:
+            sums["sop"] = F.cross_entropy(order.float(), batch.is_random, reduction="sum")
+            sums["sop_accuracy"] = (order.detach().argmax(-1) == batch.is_random).sum().float()
+        return None, sums

@@ -1,0 +1,188 @@
+"""One micro-batch of BERT samples: without the columns that only pad, and packed if that is wanted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megazero.config.tree import Config
+from megazero.data import check_token_ids
+from megazero.models.packing import Slot, pack
+from megazero.mpu import sample_keys
+from megazero.ops.positions import Positions
+
+_COLUMNS = 8  # widths are multiples of this, which suits every kernel
+
+
+@dataclass(frozen=True)
+class BertBatch:
+    """One micro-batch of `n` samples in `b` rows of `s` tokens; without packing, `b` is `n`.
+
+    Attributes:
+        tokens: int64 [b, s].
+        token_types: int64 [b, s], the segment of each token.
+        masked: int64 [m], the places of the masked tokens in hidden states [s, b, h] whose first two dims are
+            flattened.
+        labels: int64 [m], the ids that they had.
+        firsts: int64 [n], the places of the samples' first tokens.
+        is_random: int64 [n], 1 where a sample's segments are not in order.
+        padding: number of positions by which the samples fall short of the sequence length.
+        room: number of positions that they would have at that length.
+        position_ids: int64 [b, s], positions within the samples; None if there is one in each row.
+        document_ids: int32 [b, s], which sample of the row a token belongs to, -1 for padding; None if each
+            row is one whole sample. Positions attend only within equal ids.
+        sample_keys: int64 [b], the keys of the rows' random streams; None turns dropout off. Packed samples
+            share those of the first one in their row, at other positions.
+        positions: None, since columns count from 0.
+    """
+
+    tokens: Tensor
+    token_types: Tensor
+    masked: Tensor
+    labels: Tensor
+    firsts: Tensor
+    is_random: Tensor
+    padding: int
+    room: int
+    position_ids: Tensor | None = None
+    document_ids: Tensor | None = None
+    sample_keys: Tensor | None = None
+    positions: Positions | None = None
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """How much counts for each loss term: masked tokens, samples, or positions.
+
+        The share of padding is that of the data, whatever is left out or packed here: it does not depend on
+        which samples share a micro-batch.
+        """
+        masked, samples = float(len(self.masked)), float(len(self.firsts))
+        return {
+            "lm": masked,
+            "lm_accuracy": masked,
+            "sop": samples,
+            "sop_accuracy": samples,
+            "padding": float(self.room),
+        }
+
+
+@dataclass(frozen=True)
+class BertCollate:
+    """Turns the arrays of a `BERTDataset` into a `BertBatch`.
+
+    Columns that hold nothing but padding are left out, up to a multiple of 8 (and of the ranks that
+    share a sequence), so that nobody computes them.
+
+    Attributes:
+        vocab_size: number of ids that tokens and labels may have.
+        device: the device of the tensors.
+        multiple: what the number of columns must be a multiple of.
+        packed: whether samples share rows.
+        seed: seed of the dropout streams; None for evaluation, which drops nothing.
+    """
+
+    vocab_size: int
+    device: torch.device
+    multiple: int = _COLUMNS
+    packed: bool = False
+    seed: int | None = None
+
+    @classmethod
+    def of(cls, config: Config, vocab_size: int, device: torch.device, seed: int | None) -> BertCollate:
+        """The collate function for a run's configuration."""
+        parallel = config.parallel
+        shared = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        return cls(vocab_size, device, math.lcm(_COLUMNS, shared), config.data.bert_pack, seed)
+
+    def __call__(self, arrays: Mapping[str, Any], samples: tuple[int, ...]) -> BertBatch:
+        """Make a batch; `samples` are the positions of the samples in the training order, one per row.
+
+        Nothing waits for the device.
+
+        Raises:
+            DataError: a token or label lies outside the vocabulary.
+        """
+        lengths, mask = arrays["lengths"], arrays["loss_mask"] != 0
+        check_token_ids({"tokens": arrays["tokens"], "labels": arrays["labels"][mask]}, self.vocab_size)
+        capacity = arrays["tokens"].shape[1]
+        if self.packed:
+            slots = pack(lengths.tolist(), capacity)
+        else:
+            slots = [Slot(row, 0) for row in range(len(lengths))]
+        rows = 1 + max(slot.row for slot in slots)
+        fill = np.zeros(rows, dtype=np.int64)
+        np.add.at(fill, [slot.row for slot in slots], lengths)
+        width = min(capacity, -(-int(fill.max()) // self.multiple) * self.multiple)
+        return self._lay_out(arrays, samples, slots, (rows, width))
+
+    def _lay_out(
+        self, arrays: Mapping[str, Any], samples: tuple[int, ...], slots: list[Slot], shape: tuple[int, int]
+    ) -> BertBatch:
+        """The samples at their slots in `shape` = (rows, columns)."""
+        lengths, rows, room = arrays["lengths"].tolist(), shape[0], arrays["tokens"].size
+        tokens, types, places = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+        documents = np.full(shape, -1, dtype=np.int32)
+        for number, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+            into = (slot.row, slice(slot.column, slot.column + length))
+            tokens[into] = arrays["tokens"][number, :length]
+            types[into] = arrays["token_types"][number, :length]
+            places[into] = np.arange(length)
+            documents[into] = number
+        sample, position = np.nonzero(arrays["loss_mask"])
+        row = np.array([slot.row for slot in slots])
+        column = np.array([slot.column for slot in slots])
+        keys = None
+        if self.seed is not None:
+            leaders = {slot.row: key for slot, key in zip(slots, samples, strict=True) if slot.column == 0}
+            keys = sample_keys(self.seed, tuple(leaders[i] for i in range(rows)))
+
+        def tensor(array: np.ndarray | None) -> Tensor | None:
+            if array is None:
+                return None
+            return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+        whole = sum(lengths) == tokens.size and len(slots) == rows
+        return BertBatch(
+            tensor(tokens),
+            tensor(types),
+            masked=tensor((column[sample] + position) * rows + row[sample]),
+            labels=tensor(arrays["labels"][sample, position]),
+            firsts=tensor(column * rows + row),
+            is_random=tensor(arrays["is_random"]),
+            padding=room - sum(lengths),
+            room=room,
+            position_ids=tensor(places) if self.packed else None,
+            document_ids=None if whole else tensor(documents),
+            sample_keys=tensor(keys),
+        )
+
+
+def random_samples(
+    rng: np.random.Generator, count: int, length: int, vocab_size: int
+) -> dict[str, np.ndarray]:
+    """Arrays of `count` random samples of uneven lengths, as a `BERTDataset` gives them.
+
+    About a third of the first sample's tokens are masked, fewer of the later ones', and none of every fifth.
+    """
+    shape, places = (count, length), np.arange(length)
+    lengths = rng.integers(min(4, length), length + 1, count)
+    lengths[0] = length
+    real = places < lengths[:, None]
+    tokens = np.where(real, rng.integers(0, vocab_size, shape), 0)
+    share = np.where(np.arange(count) % 5 == 4, 0.0, 1.0 / (3 + np.arange(count)))
+    mask = (rng.random(shape) < share[:, None]) & real
+    return {
+        "tokens": tokens,
+        "token_types": (real & (places >= lengths[:, None] // 2)).astype(np.int64),
+        "labels": np.where(mask, rng.integers(0, vocab_size, shape), -1),
+        "loss_mask": mask.astype(np.float32),
+        "lengths": lengths,
+        "is_random": rng.integers(0, 2, count),
+        "truncated": np.zeros(count, dtype=np.int64),
+    }

@@ -1,0 +1,172 @@
+"""`Trunk`: the embedding and the layers, which all families share; a family adds its head and its loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megazero.config.tree import ModelConfig, RecomputeConfig
+from megazero.layers import (
+    MLP,
+    Deferred,
+    Embedding,
+    InputKeeping,
+    KeyValueStore,
+    LayerInputs,
+    Placement,
+    SelfAttention,
+    TransformerLayer,
+    recompute_units,
+    run_layers,
+)
+from megazero.models.chunk import ChunkSpan
+from megazero.mpu import spec_of
+from megazero.ops.positions import Positions, position_tensor
+from megazero.ops.rotary import rotary_table
+
+
+class Sequences(Protocol):
+    """What the trunk reads of a micro-batch of `b` sequences of `s` tokens.
+
+    Attributes:
+        tokens: int64 [b, s].
+        token_types: int64 [b, s], the kind of each token; None in families that know no kinds.
+        position_ids: int64 [b, s] or [s], the positions to embed; None means `positions`.
+        document_ids: int32 [b, s]; positions attend only within equal ids. None: no such limit.
+        sample_keys: int64 [b], the keys of the samples' random streams; None turns dropout off.
+        positions: positions of the columns in their sequences: a range, or int64 [s] or [b, s]; None means
+            from 0.
+    """
+
+    tokens: Tensor
+    token_types: Tensor | None
+    position_ids: Tensor | None
+    document_ids: Tensor | None
+    sample_keys: Tensor | None
+    positions: Positions | None
+
+
+class Trunk(nn.Module):
+    """The part of a transformer below its head, or a contiguous piece of it.
+
+    A family derives from it, says whether attention is `causal` and how many `token_types` it knows, and sets
+    `head`.
+
+    Args:
+        config: shape of the whole model.
+        vocab: number of vocabulary entries (without padding, with padding).
+        placement: ranks, dtype and device.
+        recompute: what backward recomputes.
+        span: the blocks held here; None holds all of them.
+        token_types: kinds of tokens that have a vector of their own; 0 for none.
+    """
+
+    causal: ClassVar[bool]
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocab: tuple[int, int],
+        placement: Placement,
+        recompute: RecomputeConfig | None = None,
+        span: ChunkSpan | None = None,
+        *,
+        token_types: int = 0,
+    ):
+        super().__init__()
+        recompute = recompute or RecomputeConfig()
+        self.span = span = span or ChunkSpan(range(config.num_layers))
+        self.config = config
+        self.placement = placement
+        self.recompute = recompute
+        self.keeping = InputKeeping.of(recompute, placement)
+        self.vocab_size = vocab[0]
+        self.embedding = Embedding(config, *vocab, placement, token_types) if span.embedding else None
+        if self.embedding is not None and span.shared:
+            self.embedding.word.spec = replace(spec_of(self.embedding.word), shared=True)
+        self.layers = nn.ModuleList(self._layer(i) for i in span.layers)
+        self.units = recompute_units(len(span.layers), recompute)
+        self.head: nn.Module | None = None
+
+    def _layer(self, i: int) -> TransformerLayer:
+        """Layer `i`: attention and an MLP."""
+        selective = self.recompute.granularity == "selective"
+        attention = SelfAttention(i, self.config, self.placement, causal=self.causal, recompute=selective)
+        return TransformerLayer(
+            i, self.config, self.placement, attention, MLP(i, self.config, self.placement)
+        )
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """The embedding's weight, which a tied head shares; None if this chunk has no embedding."""
+        return None if self.embedding is None else self.embedding.word
+
+    def weight_for_head(self, tied: nn.Parameter | None) -> nn.Parameter | None:
+        """The embedding's weight for the head of this chunk; None if the head needs a weight of its own.
+
+        `tied` is the weight if another chunk on this rank holds it.
+        """
+        if tied is None and not self.config.untie_embeddings_and_output_weights:
+            return self.tied_weight
+        return tied
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """The dtype of the hidden states between chunks."""
+        return torch.float32 if self.config.fp32_residual_connection else self.placement.dtype
+
+    def hidden_shape(self, batch: Sequences) -> tuple[int, int, int]:
+        """The shape of hidden states between chunks: [s, b, h], or [s/tp, b, h] if sequence-parallel."""
+        b, s = batch.tokens.shape
+        rows = s // self.placement.tp.size if self.placement.sequence_parallel else s
+        return rows, b, self.config.hidden_size
+
+    def blocks(self) -> list[nn.Module]:
+        """The blocks that this chunk runs, in order: embedding, layers, head."""
+        return [block for block in (self.embedding, *self.layers, self.head) if block is not None]
+
+    def hidden(
+        self,
+        batch: Sequences,
+        hidden: Tensor | None = None,
+        *,
+        cache: KeyValueStore | None = None,
+        deferred: Deferred | None = None,
+    ) -> Tensor:
+        """Hidden states after this chunk's layers, [s, b, h] ([s/tp, b, h] under sequence parallelism).
+
+        Args:
+            batch: the micro-batch.
+            hidden: hidden states of the previous chunk; None if this one has the embedding.
+            cache: keys and values of earlier positions.
+            deferred: collects the computation of weight gradients, which backward then leaves out.
+        """
+        positions = range(batch.tokens.shape[1]) if batch.positions is None else batch.positions
+        embedded = batch.position_ids
+        if embedded is None:
+            embedded = position_tensor(positions, batch.tokens.device)
+        inputs = LayerInputs(
+            _rows_first(positions),
+            self._rotary(embedded),
+            batch.document_ids,
+            batch.sample_keys,
+            cache,
+            deferred,
+        )
+        if self.embedding is not None:
+            hidden = self.embedding(batch.tokens, embedded, inputs, batch.token_types)
+        return run_layers(self.layers, hidden, inputs, self.units, self.keeping)
+
+    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self.config.position_embedding_type != "rope":
+            return None
+        dim = int(self.config.head_dim * self.config.rotary_percent)
+        return rotary_table(_rows_first(positions), dim, self.config.rotary_base)
+
+
+def _rows_first(positions: Positions) -> Positions:
+    """[b, s] -> [s, b]; [s] and ranges stay as they are."""
+    return positions if isinstance(positions, range) or positions.dim() == 1 else positions.t()

@@ -1,0 +1,23 @@
+"""Pretrain a BERT. `python pretrain_bert.py --help` lists the flags; torchrun starts several ranks."""
+
+import sys
+
+from megazero.config.resolve import resolve_or_exit
+from megazero.errors import MegazeroError
+
+
+def main() -> int:
+    config = resolve_or_exit(["--model-family", "bert", *sys.argv[1:]], "pretrain_bert.py")
+    # After the flags are known to be good: torch takes seconds to import.
+    from megazero.train.assemble import pretrain
+
+    try:
+        pretrain(config)
+    except MegazeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
