@@ -89,6 +89,6 @@ def test_what_pip_says_when_it_cannot_download_is_passed_on(tmp_path, monkeypatc
         return packages.subprocess.CompletedProcess(args, 1, "", "ERROR: looking\nERROR: no network\n")
 
     monkeypatch.setattr(packages.subprocess, "run", refuse)
-    with pytest.raises(packages.DataError, match=r"download a==1, but is not \(ERROR: no network\)"):
-        with packages.opened_wheel("a==1", None):
-            pass
+    expected = r"download a==1, but is not \(ERROR: no network\)"
+    with pytest.raises(packages.DataError, match=expected), packages.opened_wheel("a==1", None):
+        pass
