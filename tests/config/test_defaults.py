@@ -43,6 +43,7 @@ FACTS: dict[str, tuple[Any, Any]] = {
     "model.make_vocab_size_divisible_by": (128, 128),
     "model.fp32_residual_connection": (False, False),
     "model.apply_residual_connection_post_layernorm": (False, False),
+    "model.bert_binary_head": (True, True),
     "parallel.tensor_model_parallel_size": (1, 1),
     "parallel.pipeline_model_parallel_size": (1, 1),
     "parallel.num_layers_per_virtual_pipeline_stage": (None, None),
@@ -115,6 +116,8 @@ FACTS: dict[str, tuple[Any, Any]] = {
     "data.reset_position_ids": (False, False),
     "data.reset_attention_mask": (False, False),
     "data.eod_mask_loss": (False, False),
+    "data.mask_prob": (0.15, 0.15),
+    "data.short_seq_prob": (0.1, 0.1),
     "data.mock_data": (False, NO),
     "training.train_iters": (None, None),
     "training.train_samples": (None, None),
@@ -156,6 +159,8 @@ FACTS: dict[str, tuple[Any, Any]] = {
 # Settings that neither Megatron has a flag for.
 OURS = {
     "model.family",
+    "model.bert_head_activation",
+    "data.bert_pack",
     "parallel.pipeline_schedule",
     "parallel.pipeline_partition",
     "parallel.check_collectives",
@@ -193,9 +198,9 @@ DECIDED: dict[str, tuple[Any, str, str, str]] = {
     "recompute.num_layers": (1, "1", "required with full", "1"),
     "tokenizer.tokenizer_type": (
         None,
-        "GPT2BPETokenizer, or none where `--vocab-size` is given without files",
-        "GPT2BPETokenizer",
-        "GPT2BPETokenizer",
+        "GPT2BPETokenizer (BERT: BertWordPieceLowerCase), or none with `--vocab-size` and no files",
+        "GPT2BPETokenizer (BERT: BertWordPieceLowerCase)",
+        "GPT2BPETokenizer (BERT: BertWordPieceLowerCase)",
     ),
     "data.data_sharding": (False, "off", "on", "on"),
     "training.eval_interval": (1000, "1000", "never", "1000"),

@@ -133,6 +133,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "data.dataloader_type": "cyclic",
     },
     "data_sharding_needs_cyclic": {"data.data_sharding": True},
+    "documents_end_only_in_running_text": {"model.family": "bert", "data.eod_mask_loss": True},
+    "room_for_special_tokens": {"model.family": "bert", "model.seq_length": 4},
     "async_save_limit_needs_async_save": {"checkpoint.async_save_limit": 2},
 }
 
