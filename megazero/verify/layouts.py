@@ -80,8 +80,7 @@ class Layout:
         shape, untied, layers, dropout, dtype: properties of the model.
         binary_head: whether an encoder has its second task too.
         packed: whether an encoder's samples share rows.
-        optimizer: kind of the optimizer.
-        overlap, bucket_size, hpz, backend: as in the configuration.
+        optimizer, overlap, bucket_size, hpz, backend: as in the configuration.
     """
 
     tp: int = 1
@@ -134,14 +133,14 @@ class Layout:
     @property
     def name(self) -> str:
         """A one-word name that shows what differs from the defaults."""
-        parts = [self.shape, f"T{self.tp}P{self.pp}D{self.dp}", f"Z{self.zero}"]
+        parts = [self.optimizer] if self.optimizer != "adam" else []
+        parts += [self.shape, f"T{self.tp}P{self.pp}D{self.dp}", f"Z{self.zero}"]
         if self.pp > 1 or self.schedule != "1f1b":
             parts.append(self.schedule + (f"x{self.virtual}" if self.virtual > 1 else ""))
         parts += ["SP"] if self.sequence_parallel else []
         parts += ["untied"] if self.untied else []
         parts += [] if self.binary_head else ["one-head"]
         parts += ["packed"] if self.packed else []
-        parts += [self.optimizer] if self.optimizer != "adam" else []
         parts += [self.recompute] if self.recompute != "none" else []
         parts += [f"b{self.micro_batch}"] if self.micro_batch > 1 else []
         parts += ["keep"] if self.keep else []
@@ -269,7 +268,7 @@ def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> li
             shape=dice.choice(ENCODERS),
             untied=dice.choice((False, True)),
             binary_head=dice.choice((False, True)),
-            optimizer=dice.choice(("adam",)),
+            optimizer=dice.choice(("adam", "lamb")),
             layers=max(2, chunks),
             dropout=dropout,
             packed=packed,
