@@ -121,7 +121,11 @@ def _verify_own(flags: argparse.Namespace, rest: list[str]) -> int:
 
 
 def serial_of(config: Config) -> Config:
-    """The same model and batch in one process: nothing sharded, nothing recomputed, sample by sample."""
+    """The same model and batch in one process: nothing sharded, nothing recomputed, sample by sample.
+
+    Samples that share rows do so here too, because they drop the same elements.
+    """
+    size = config.batch.micro_batch_size if config.data.bert_pack else 1
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(
@@ -136,7 +140,7 @@ def serial_of(config: Config) -> Config:
             ),
             "zero": type(config.zero)(),
             "recompute": type(config.recompute)(),
-            "batch": config.batch.model_copy(update={"micro_batch_size": 1}),
+            "batch": config.batch.model_copy(update={"micro_batch_size": size}),
         }
     )
 

@@ -278,7 +278,8 @@ def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> li
         if layout.sequence_parallel and layout.tp == 1:
             continue
         # Many ranks and many micro-batches take long and show no more together.
-        quick = layout.dp * layout.micro_batch >= min(4, layout.world_size)
+        needed = GLOBAL_BATCH if layout.world_size <= 2 else pp if schedule == "interleaved" else 2
+        quick = GLOBAL_BATCH <= layout.dp * layout.micro_batch * needed
         if layout.world_size <= most_ranks and quick and not layout.broken_rules():
             found[layout] = None
     return list(found)
