@@ -25,7 +25,7 @@ from megazero.layers import (
     gather_sequence,
     output_weight,
 )
-from megazero.loss import LossTerm
+from megazero.loss import PADDING, LossTerm
 from megazero.models.bert_batch import BertBatch
 from megazero.models.chunk import Block, ChunkSpan
 from megazero.models.flops import attention_flops, dense_flops, logits_flops, mlp_flops
@@ -134,7 +134,7 @@ class BERT(Trunk):
     def terms(self) -> tuple[LossTerm, ...]:
         """The loss terms, the accuracies that are reported beside them, and the share of padding."""
         names = ("lm", "sop") if self.config.bert_binary_head else ("lm",)
-        told = (*(f"{name}_accuracy" for name in names), "padding")
+        told = (*(f"{name}_accuracy" for name in names), PADDING)
         return (*(LossTerm(name) for name in names), *(LossTerm(name, 0.0) for name in told))
 
     def forward(
@@ -161,7 +161,7 @@ class BERT(Trunk):
         sums = {
             "lm": vocab_parallel_cross_entropy(logits, labels, *slice_of).sum(),
             "lm_accuracy": vocab_parallel_hits(logits.detach(), labels, *slice_of),
-            "padding": padding,
+            PADDING: padding,
         }
         if order is not None:
             sums["sop"] = F.cross_entropy(order.float(), batch.is_random, reduction="sum")

@@ -25,8 +25,8 @@ class StepMetrics:
         skipped: whether the update was skipped: because of non-finite gradients, or because nothing in the
             global batch counted (`losses.total` is None).
         seconds: wall time of the iteration.
-        tokens_per_second: throughput of all ranks together.
-        tflops: model TFLOP/s of one rank; `models/flops.py` says what counts.
+        tokens_per_second: throughput of all ranks together, padding included, as in `consumed_tokens`.
+        tflops: model TFLOP/s of one rank, padding left out; `models/flops.py` says what counts.
         matmul_share: `tflops` as a share of the rank's measured matmul rate, 0 to 1.
         global_batch_size: number of sequences in this iteration.
         num_micro_batches: forward passes per replica.
