@@ -16,6 +16,7 @@ _RESOLVED = MappingProxyType(
         "num_query_groups": "kv_heads",
         "kv_channels": "head_dim",
         "max_position_embeddings": "positions",
+        "bert_token_types": "has_token_types",
     }
 )
 

@@ -16,7 +16,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from megazero.checkpoint.hf import GPT2, LLAMA, Architecture
+from megazero.checkpoint.hf import (
+    BERT_MASKED_LM,
+    BERT_PRETRAINING,
+    GPT2,
+    LLAMA,
+    MEGATRON_BERT_MASKED_LM,
+    MEGATRON_BERT_PRETRAINING,
+    Architecture,
+)
 from megazero.config.tree import Config, ModelConfig, RecomputeConfig
 from megazero.data import Datasets, gpt_datasets
 from megazero.layers import Placement
@@ -120,7 +128,12 @@ _ROWS = (
         collate=BertCollate.of,
         datasets=gpt_datasets,
         random_arrays=random_samples,
-        architectures=(),
+        architectures=(
+            MEGATRON_BERT_PRETRAINING,
+            MEGATRON_BERT_MASKED_LM,
+            BERT_PRETRAINING,
+            BERT_MASKED_LM,
+        ),
     ),
 )
 

@@ -40,8 +40,8 @@ def to_theirs(weights: Weights, config: ModelConfig, vocab_size: int) -> Weights
     for link in Table.of(architecture.rules, config, vocab_size).links:
         out[link.theirs] = torch.empty(link.their_shape)
         link.as_ours(out[link.theirs]).copy_(weights[link.key.name][link.box.slices])
-    head, words = architecture.tied
-    out.setdefault(head, out[words])
+    for copy, original in architecture.copies:
+        out.setdefault(copy, out[original])
     return out
 
 
