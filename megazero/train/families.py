@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -89,6 +89,7 @@ class Family:
         random_arrays: (generator, number of sequences, tokens in each, vocabulary size) -> arrays like a
             dataset's, with uneven loss masks, for checks and measurements.
         architectures: the architectures in transformers that its models can be converted from and to.
+        verb: the command that shows what a pretrained model has learnt.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Family:
     datasets: Callable[[Config, int, int | None, Sizes], Datasets]
     random_arrays: Callable[[np.random.Generator, int, int, int], dict[str, np.ndarray]]
     architectures: tuple[Architecture, ...]
+    verb: Literal["generate", "fill-mask"]
 
     def flops_per_token(self, config: Config, vocabulary: Vocabulary) -> float:
         """FLOPs that training on one token needs, forward and backward.
@@ -119,6 +121,7 @@ _ROWS = (
         datasets=gpt_datasets,
         random_arrays=random_text,
         architectures=(GPT2, LLAMA),
+        verb="generate",
     ),
     Family(
         name="bert",
@@ -134,6 +137,7 @@ _ROWS = (
             BERT_PRETRAINING,
             BERT_MASKED_LM,
         ),
+        verb="fill-mask",
     ),
 )
 
