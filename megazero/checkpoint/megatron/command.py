@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The flags."""
     parser = argparse.ArgumentParser(
         prog="megazero checkpoint import-megatron",
-        description="Import the weights of a GPT from a checkpoint of Megatron-LM or Megatron-DeepSpeed, of "
+        description="Import the weights of a GPT or BERT from a checkpoint of Megatron-LM or Megatron-DeepSpeed, of "
         "any tensor- and pipeline-parallel sizes, into a megazero checkpoint, which loads on any layout.",
     )
     parser.add_argument(
