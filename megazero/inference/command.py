@@ -59,7 +59,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(flags: argparse.Namespace) -> None:
-    prompts = read_prompts(flags.prompt_file) if flags.prompt is None else check_texts(flags.prompt, "--prompt")
+    prompts = (
+        read_prompts(flags.prompt_file) if flags.prompt is None else check_texts(flags.prompt, "--prompt")
+    )
     if flags.num_samples < 1:
         raise ConfigError(f"`num_samples` must be at least 1, but is {flags.num_samples}; ask for one")
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.greedy, flags.seed)

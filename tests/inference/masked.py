@@ -17,7 +17,26 @@ from megazero.train.programs import schedule_of
 from megazero.train.vocabulary import Vocabulary
 from megazero.verify.layouts import Layout
 
-WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the capital of is paris france berlin . , ##s a in it".split()
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "the",
+    "capital",
+    "of",
+    "is",
+    "paris",
+    "france",
+    "berlin",
+    ".",
+    ",",
+    "##s",
+    "a",
+    "in",
+    "it",
+]
 MODEL = ModelConfig(
     family="bert",
     num_layers=4,

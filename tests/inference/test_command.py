@@ -11,6 +11,7 @@ from megazero.mpu import Launch, ProcessGrid, ThreadWorld, solo_context, thread_
 from megazero.train.trained import Loaded, Sizes
 from tests.inference.test_text import BYTES, byte_model
 
+
 def no_batches(arrays, samples):
     raise AssertionError("generation makes its own batches")
 

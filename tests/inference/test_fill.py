@@ -67,7 +67,12 @@ def test_other_texts_in_the_batch_change_nothing(tokenizer):
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2, schedule="zb-v"), Layout(pp=2, schedule="interleaved", virtual=2)],
+    [
+        Layout(tp=2),
+        Layout(pp=2),
+        Layout(tp=2, pp=2, schedule="zb-v"),
+        Layout(pp=2, schedule="interleaved", virtual=2),
+    ],
     ids=lambda layout: layout.name,
 )
 def test_every_rank_of_a_layout_finds_the_same(layout, tokenizer):

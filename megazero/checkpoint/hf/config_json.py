@@ -253,8 +253,7 @@ def architecture_of(model: ModelConfig) -> Architecture:
         if not any(set(fewer) < set(reasons) for fewer in against.values())
     ]
     raise CheckpointError(
-        "the model must be one that transformers supports, but is not: "
-        + "\n  ".join(["", *lines]).lstrip("\n")
+        "the model must be one that transformers supports, but is not: " + "\n  ".join(lines)
     )
 
 

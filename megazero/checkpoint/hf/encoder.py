@@ -146,9 +146,7 @@ def heads_seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelCo
     binary = model.bert_binary_head or f"{_BINARY}.weight" in tensors
     types = tensors.get(_TYPES)
     blank = types is not None and types.shape == (2, model.hidden_size) and not types.rows(slice(0, 2)).any()
-    return model.model_copy(
-        update={"bert_binary_head": binary, "bert_token_types": not binary and not blank}
-    )
+    return model.model_copy(update={"bert_binary_head": binary, "bert_token_types": not binary and not blank})
 
 
 def with_one_gelu(model: ModelConfig) -> ModelConfig:

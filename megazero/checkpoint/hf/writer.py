@@ -119,9 +119,7 @@ def write_hf(
     except OSError as error:
         raise CheckpointError(f"`{out}` must be written, but cannot be: {error}") from error
     parameters = sum(math.prod(link.their_shape) for link in links)
-    return Exported(
-        out, architecture.name, architecture.auto, NAMES[dtype], len(links), parameters, files
-    )
+    return Exported(out, architecture.name, architecture.auto, NAMES[dtype], len(links), parameters, files)
 
 
 def check_source(source: Source, table: Table) -> None:

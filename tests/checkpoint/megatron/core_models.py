@@ -96,7 +96,9 @@ def main(out: Path) -> None:
     for name, arguments in {**MODELS, **BERTS}.items():
         torch.manual_seed(3)
         build_it = build_bert if name in BERTS else build
-        model = build_it(argparse.Namespace(**arguments, binary_head=not name.endswith("without-binary-head")))
+        model = build_it(
+            argparse.Namespace(**arguments, binary_head=not name.endswith("without-binary-head"))
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.randn_like(parameter) * 0.1 + (parameter.dim() == 1))

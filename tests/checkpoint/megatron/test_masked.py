@@ -31,7 +31,11 @@ POST_NORM = {"apply_residual_connection_post_layernorm": True}
 @pytest.mark.parametrize(
     "layout",
     [
-        *(Layout(tp, pp, dialect=dialect) for tp, pp in ((1, 1), (2, 2)) for dialect in ("core", "fused", "old")),
+        *(
+            Layout(tp, pp, dialect=dialect)
+            for tp, pp in ((1, 1), (2, 2))
+            for dialect in ("core", "fused", "old")
+        ),
         Layout(2, 1),
         Layout(1, 4),
     ],
