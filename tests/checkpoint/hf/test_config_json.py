@@ -210,6 +210,16 @@ def test_what_training_may_change_is_no_difference():
     ]
 
 
+def test_settings_of_another_family_are_no_difference():
+    """`--openai-gelu` sets the form of GELU in a BERT's head too, and once kept a GPT from being loaded."""
+    assert differences(GPT2, GPT2.model_copy(update={"bert_head_activation": "gelu"})) == []
+    bert = GPT2.model_copy(update={"family": "bert"})
+    assert differences(bert, bert.model_copy(update={"bert_head_activation": "gelu"})) == [
+        "`bert_head_activation` is gelu_exact, not gelu"
+    ]
+    assert "`family` is gpt, not bert" in differences(GPT2, bert)
+
+
 @pytest.mark.parametrize(
     ("config", "tokens"),
     [
