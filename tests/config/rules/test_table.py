@@ -106,6 +106,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "optimizer.end_weight_decay": 0.1,
         "optimizer.weight_decay_incr_style": "linear",
     },
+    "lamb_settings_need_lamb": {"optimizer.lamb_max_coeff": 0.3},
+    "lamb_bounds_ordered": {"optimizer.optimizer": "lamb", "optimizer.lamb_min_coeff": 11.0},
     "loss_scale_needs_16_bits": {"precision.loss_scale": 4096.0},
     "min_loss_scale_below_initial": {"precision.min_loss_scale": 8.0, "precision.initial_loss_scale": 4.0},
     "recompute_units_within_model": {"recompute.granularity": "full", "recompute.num_layers": 5},
@@ -133,6 +135,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "data.dataloader_type": "cyclic",
     },
     "data_sharding_needs_cyclic": {"data.data_sharding": True},
+    "documents_end_only_in_running_text": {"model.family": "bert", "data.eod_mask_loss": True},
+    "room_for_special_tokens": {"model.family": "bert", "model.seq_length": 4},
     "async_save_limit_needs_async_save": {"checkpoint.async_save_limit": 2},
 }
 
