@@ -150,7 +150,7 @@ class MaskFiller:
         }
 
     def _best(self, logits: Tensor, top_k: int) -> list[list[Candidate]]:
-        """logits [m, v] -> the best tokens for each of the m masks. What the tokenizer cannot name is none."""
+        """logits [m, v] -> the best tokens for each of the m masks, of those that the tokenizer can name."""
         known = self.tokenizer.vocab_size
         best = logits.float().softmax(-1)[:, :known].topk(min(top_k, known), dim=-1)
         return [

@@ -43,6 +43,7 @@ BERTS = {
     "original": {"family": "bert", "apply_residual_connection_post_layernorm": True},
 }
 
+
 def config_of(layout: Layout, family: str, untied: bool, **checkpoint) -> Config:
     """The layout's configuration for a model of four layers, whatever it has itself."""
     config = layout.config()

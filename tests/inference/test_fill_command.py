@@ -1,4 +1,4 @@
-"""`megazero fill-mask`: texts from flags and from the standard input, what is printed, and what is refused."""
+"""`megazero fill-mask`: texts from flags and the standard input, what is printed, what is refused."""
 
 from __future__ import annotations
 
@@ -39,12 +39,16 @@ def save_run(tmp_path: Path, **changed: str) -> Path:
     `changed` is what it says otherwise about its model.
     """
     tokenizer, config = word_pieces(tmp_path), config_for(Layout())
-    chunk = build_chunks(config, Vocabulary(SIZE, 24, None, tokenizer), solo_context(), torch.device("cpu"))[0]
+    chunk = build_chunks(config, Vocabulary(SIZE, 24, None, tokenizer), solo_context(), torch.device("cpu"))[
+        0
+    ]
     with torch.no_grad():
         chunk.head.bias[WORDS.index("paris")] = 40.0
         chunk.head.bias[WORDS.index("berlin")] = 80.0
     weights = {spec_of(p).name: p.detach()[: spec_of(p).shape[0]] for p in chunk.parameters()}
-    laters = [(Key(n), Later(t.dtype, tuple(t.shape), lambda t=t: t.contiguous())) for n, t in weights.items()]
+    laters = [
+        (Key(n), Later(t.dtype, tuple(t.shape), lambda t=t: t.contiguous())) for n, t in weights.items()
+    ]
     facts = {
         "kind": KIND,
         "model": {**config.model.model_dump(mode="json"), **changed},
@@ -79,7 +83,7 @@ def test_the_likeliest_tokens_are_printed_below_each_text(run, capsys):
 
 
 def test_texts_come_from_the_standard_input_a_line_each(run, capsys, monkeypatch):
-    lines = io.BytesIO("the [MASK]\r\nof [MASK]\n".encode())
+    lines = io.BytesIO(b"the [MASK]\r\nof [MASK]\n")
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=lines, isatty=lambda: False))
     assert main(["--load", str(run), "--top-k", "1"]) == 0
     assert capsys.readouterr().out == "the [MASK]\n  1.0000  berlin\n\nof [MASK]\n  1.0000  berlin\n"
@@ -89,7 +93,12 @@ def test_texts_come_from_the_standard_input_a_line_each(run, capsys, monkeypatch
     ("content", "terminal", "status", "message"),
     [
         (b"", False, 1, "the standard input must have a line per text, but is empty"),
-        (b"ok [MASK]\n\xff [MASK]\n", False, 1, "the standard input must be UTF-8, but the standard input line 2"),
+        (
+            b"ok [MASK]\n\xff [MASK]\n",
+            False,
+            1,
+            "the standard input must be UTF-8, but the standard input line 2",
+        ),
         (b"", True, 2, "`TEXT` must be given, or come in on the standard input, but neither is"),
         (b"[MASK]\n\n", False, 1, "`text` must contain [MASK], but text 2 is ''"),
     ],
@@ -116,7 +125,11 @@ def test_a_job_of_several_ranks_does_not_share_an_input(run, capsys, monkeypatch
     ("flags", "status", "message"),
     [
         (["no mask"], 1, "`text` must contain [MASK], but text 1 is 'no mask'"),
-        (["a " * 15 + "[MASK]"], 1, "`text` must have at most 16 tokens, the model's positions, but text 1 has 18"),
+        (
+            ["a " * 15 + "[MASK]"],
+            1,
+            "`text` must have at most 16 tokens, the model's positions, but text 1 has 18",
+        ),
         (["[MASK]", "b\udcff"], 1, "`TEXT` must be UTF-8, but number 2 is 'b\\udcff'"),
         (["[MASK]", "--top-k", "0"], 2, "`top_k` must be at least 1, but is 0"),
         (["[MASK]", "--batch-size", "-1"], 2, "`batch_size` must be at least 1, but is -1"),

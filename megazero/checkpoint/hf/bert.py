@@ -1,8 +1,8 @@
 """The original BERT (Devlin et al. 2019), whose norms follow each half of a layer, as transformers' Bert.
 
-With the residual taken after the norm, our list of norms is theirs moved on by one place: our first one is that
-of their embedding, the input norm of each later layer is the last one of the layer before, and our final norm
-is the last one of the last layer.
+With the residual taken after the norm, our list of norms is theirs moved on by one place: our first one is
+that of their embedding, the input norm of each later layer is the last one of the layer before, and our final
+norm is the last one of the last layer.
 """
 
 from __future__ import annotations

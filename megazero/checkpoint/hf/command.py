@@ -47,7 +47,7 @@ def to_hf_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--approximate-gelu",
         action="store_true",
-        help="write a BERT whose masked-LM head has another form of GELU than its MLPs, as Megatron has it by "
+        help="write a BERT whose masked-LM head and MLPs have two forms of GELU, as Megatron's have by "
         "default, with the MLPs' form in both; its outputs change slightly",
     )
     return parser

@@ -83,7 +83,8 @@ def tokenizer_files(section: TokenizerConfig, vocab_size: int | None, positions:
 def tokenizer_settings(folder: Path, vocab_size: int) -> dict[str, Any]:
     """The fields of `TokenizerConfig` that read the tokenizer in a Hugging Face folder, if it has one.
 
-    A ``vocab.txt`` alone is BERT's. It counts only if the model has rows for the two ids that Megatron appends.
+    A ``vocab.txt`` alone is BERT's. It counts only if the model has rows for the two ids that Megatron
+    appends.
 
     Args:
         folder: the folder.

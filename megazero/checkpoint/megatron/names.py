@@ -1,8 +1,8 @@
 """What Megatron's tensors are called and how ours are made from them.
 
 Each generation has names of its own. `core_name` turns all of them into those of Megatron-Core's plain
-layers, which are a decoder's; one table says which parts of ours those are, and along which of our dims tensor-parallel ranks split
-them.
+layers, which are a decoder's; one table says which parts of ours those are, and along which of our dims
+tensor-parallel ranks split them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""BERT's tokenizer for transformers: the same ids, special tokens in their roles, and masks that are filled."""
+"""BERT's tokenizer for transformers: the same ids, special tokens in their roles, masks that are filled."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_only_the_padding_token_is_named_to_the_model(vocabulary):
 
 @pytest.mark.parametrize("name", ["megatron", "bert", "megatron-masked-lm", "bert-masked-lm"])
 def test_the_fill_mask_pipeline_finds_what_ours_does(name, vocabulary, tmp_path, capsys):
-    """On the exported folder, with the tokenizer that came with it; and ours does from a checkpoint made of it."""
+    """On the exported folder with its tokenizer; ours starts from a checkpoint made of that folder."""
     transformers = pytest.importorskip("transformers")
     model, section = BERTS[name], section_for("BertWordPieceLowerCase", vocabulary)
     weights = {key: tensor * 8 for key, tensor in random_weights(model).tensors.items()}

@@ -1,5 +1,5 @@
-"""Real Megatron-Core models on the CPU: ``python -m tests.checkpoint.megatron.core_models OUT`` saves them and
-their logits. A process of its own, as Megatron needs a process group of its own.
+"""Real Megatron-Core models on the CPU: ``python -m tests.checkpoint.megatron.core_models OUT`` saves them
+and their logits. A process of its own, as Megatron needs a process group of its own.
 """
 
 from __future__ import annotations
