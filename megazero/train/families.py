@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -88,7 +88,7 @@ class Family:
         random_arrays: (generator, number of sequences, tokens in each, vocabulary size) -> arrays like a
             dataset's, with uneven loss masks, for checks and measurements.
         architectures: the architectures in transformers that its models can be converted from and to.
-        verb: the command that shows what a pretrained model has learnt.
+        verb: the command of `megazero` that shows what a pretrained model has learnt.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Family:
     datasets: Callable[[Config, Vocabulary, Sizes], Datasets]
     random_arrays: Callable[[np.random.Generator, int, int, int], dict[str, np.ndarray]]
     architectures: tuple[Architecture, ...]
-    verb: Literal["generate", "fill-mask"]
+    verb: str
 
     def flops_per_token(self, config: Config, vocabulary: Vocabulary) -> float:
         """FLOPs that training on one token needs, forward and backward.
