@@ -9,8 +9,9 @@ import torch
 
 from megazero.checkpoint import Key
 from megazero.checkpoint.hf import HFReader, ModelFiles, TokenIds, convert_from_hf, convert_to_hf, write_hf
-from megazero.checkpoint.hf.command import main_to_hf
+from megazero.checkpoint.hf.command import main_to_hf, model_flags
 from megazero.checkpoint.hf.config_json import architecture_of, model_of
+from megazero.config import parse_config
 from megazero.config.tree import ModelConfig, TokenizerConfig
 from megazero.errors import CheckpointError, ConfigError
 from tests.checkpoint.hf.encoder_samples import (
@@ -296,6 +297,14 @@ def test_the_padded_vocabulary_of_the_hub_keeps_its_size(tmp_path):
     with HFReader(tmp_path / "out") as reader:
         assert reader.model_settings()["vocab_size"] == 29056
         assert reader.shapes[Key("head.bias")] == (29056,)
+
+
+@pytest.mark.parametrize("name", BERTS)
+def test_the_flags_that_are_printed_make_the_model(name):
+    model = BERTS[name].model_copy(update={"vocab_size": VOCAB})
+    flags = [word for line in model_flags(model) for word in line.split()]
+    flags += ["--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "1", "--mock-data"]
+    assert parse_config(flags).config.model == model
 
 
 def test_token_types_can_be_kept_without_the_binary_head():
