@@ -97,6 +97,9 @@ class ModelConfig(Section):
         "leave out BERT's second task, which tells whether two segments are in order, and its token types",
         flag="--bert-no-binary-head",
     )
+    bert_token_types: bool = option(
+        False, "without the binary head, keep BERT's token types, as transformers' BertForMaskedLM does"
+    )
     bert_head_activation: Literal["gelu", "gelu_exact"] = option(
         "gelu_exact", "nonlinearity of BERT's masked-LM head; gelu is the tanh form, gelu_exact the erf form"
     )
@@ -127,6 +130,11 @@ class ModelConfig(Section):
         if self.activation == "swiglu":
             return max(64, int(4 * self.hidden_size * 2 / 3) // 64 * 64)
         return 4 * self.hidden_size
+
+    @property
+    def has_token_types(self) -> bool:
+        """Whether a BERT has vectors for the segments of its samples."""
+        return self.bert_binary_head or self.bert_token_types
 
     @property
     def positions(self) -> int:

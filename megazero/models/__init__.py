@@ -9,7 +9,7 @@ from megazero.models.bert import BERT, bert_blocks
 from megazero.models.bert_batch import BertBatch, BertCollate, random_samples
 from megazero.models.chunk import Block, ChunkSpan, LanguageModel, ModelChunk
 from megazero.models.gpt import GPT, gpt_blocks
-from megazero.models.trunk import Sequences, Trunk
+from megazero.models.trunk import MaskedBatch, Sequences, Trunk
 
 __all__ = [
     "BERT",
@@ -20,6 +20,7 @@ __all__ = [
     "Block",
     "ChunkSpan",
     "LanguageModel",
+    "MaskedBatch",
     "ModelChunk",
     "Sequences",
     "TextCollate",

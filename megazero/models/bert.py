@@ -125,7 +125,7 @@ class BERT(Trunk):
         span: ChunkSpan | None = None,
         tied: nn.Parameter | None = None,
     ):
-        kinds = TOKEN_TYPES if config.bert_binary_head else 0
+        kinds = TOKEN_TYPES if config.has_token_types else 0
         super().__init__(config, vocab, placement, recompute, span, token_types=kinds)
         if self.span.head:
             self.head = BertHead(config, vocab, placement, self.weight_for_head(tied))

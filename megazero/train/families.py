@@ -16,7 +16,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from megazero.checkpoint.hf import GPT2, LLAMA, Architecture
+from megazero.checkpoint.hf import (
+    BERT_MASKED_LM,
+    BERT_PRETRAINING,
+    GPT2,
+    LLAMA,
+    MEGATRON_BERT_MASKED_LM,
+    MEGATRON_BERT_PRETRAINING,
+    Architecture,
+)
 from megazero.config.tree import Config, ModelConfig, RecomputeConfig
 from megazero.data import Datasets, bert_datasets, gpt_datasets
 from megazero.layers import Placement
@@ -80,6 +88,7 @@ class Family:
         random_arrays: (generator, number of sequences, tokens in each, vocabulary size) -> arrays like a
             dataset's, with uneven loss masks, for checks and measurements.
         architectures: the architectures in transformers that its models can be converted from and to.
+        verb: the command of `megazero` that shows what a pretrained model has learnt.
     """
 
     name: str
@@ -90,6 +99,7 @@ class Family:
     datasets: Callable[[Config, Vocabulary, Sizes], Datasets]
     random_arrays: Callable[[np.random.Generator, int, int, int], dict[str, np.ndarray]]
     architectures: tuple[Architecture, ...]
+    verb: str
 
     def flops_per_token(self, config: Config, vocabulary: Vocabulary) -> float:
         """FLOPs that training on one token needs, forward and backward.
@@ -110,6 +120,7 @@ _ROWS = (
         datasets=gpt_datasets,
         random_arrays=random_text,
         architectures=(GPT2, LLAMA),
+        verb="generate",
     ),
     Family(
         name="bert",
@@ -119,7 +130,13 @@ _ROWS = (
         collate=BertCollate.of,
         datasets=bert_datasets,
         random_arrays=random_samples,
-        architectures=(),
+        architectures=(
+            MEGATRON_BERT_PRETRAINING,
+            MEGATRON_BERT_MASKED_LM,
+            BERT_PRETRAINING,
+            BERT_MASKED_LM,
+        ),
+        verb="fill-mask",
     ),
 )
 

@@ -160,6 +160,7 @@ FACTS: dict[str, tuple[Any, Any]] = {
 OURS = {
     "model.family",
     "model.bert_head_activation",
+    "model.bert_token_types",
     "data.bert_pack",
     "parallel.pipeline_schedule",
     "parallel.pipeline_partition",
