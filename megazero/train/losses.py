@@ -81,9 +81,8 @@ class Losses:
     @property
     def padding(self) -> float:
         """The share of positions that held no token: 0 unless the model reports one."""
-        return {term.name: mean for term, mean in zip(self.terms, self.means, strict=True)}.get(
-            PADDING
-        ) or 0.0
+        known = any(term.name == PADDING for term in self.terms)
+        return (self[PADDING] or 0.0) if known else 0.0
 
     def labelled(self) -> dict[str, float | None]:
         """Label -> mean of each term, followed by the total if several terms are trained."""
