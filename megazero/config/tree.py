@@ -13,6 +13,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from megazero.config.option import Probability, Section, option
 from megazero.config.sources import DataConfig, TokenizerConfig
+from megazero.config.tree_finetune import FinetuneConfig
 from megazero.config.tree_output import CheckpointConfig, LoggingConfig
 
 
@@ -98,6 +99,10 @@ class ModelConfig(Section):
     )
     bert_head_activation: Literal["gelu", "gelu_exact"] = option(
         "gelu_exact", "nonlinearity of BERT's masked-LM head; gelu is the tanh form, gelu_exact the erf form"
+    )
+
+    num_classes: PositiveInt | None = option(
+        None, "fine-tuning: classes of the task, or 1 if it is to choose; default: the number of labels"
     )
 
     @model_validator(mode="before")
@@ -380,5 +385,6 @@ class Config(Section):
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
+    finetune: FinetuneConfig = FinetuneConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

@@ -8,7 +8,8 @@ the rows to come.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -26,10 +27,15 @@ from megazero.models import (
     BertCollate,
     Block,
     ChunkSpan,
+    Classifier,
+    ClassifierCollate,
+    FirstTokenClassifier,
+    LastTokenClassifier,
     ModelChunk,
     TextCollate,
     bert_blocks,
     gpt_blocks,
+    random_labelled,
     random_samples,
     random_text,
 )
@@ -81,6 +87,7 @@ class Family:
         random_arrays: (generator, number of sequences, tokens in each, vocabulary size) -> arrays like a
             dataset's, with uneven loss masks, for checks and measurements.
         architectures: the architectures in transformers that its models can be converted from and to.
+        classifier: what a pretrained model of the family becomes when it is fine-tuned.
     """
 
     name: str
@@ -91,6 +98,7 @@ class Family:
     datasets: Callable[[Config, int, int | None, Sizes], Datasets]
     random_arrays: Callable[[np.random.Generator, int, int, int], dict[str, np.ndarray]]
     architectures: tuple[Architecture, ...]
+    classifier: type[Classifier]
 
     def flops_per_token(self, config: Config, vocabulary: Vocabulary) -> float:
         """FLOPs that training on one token needs, forward and backward.
@@ -111,6 +119,7 @@ _ROWS = (
         datasets=gpt_datasets,
         random_arrays=random_text,
         architectures=(GPT2, LLAMA),
+        classifier=LastTokenClassifier,
     ),
     Family(
         name="bert",
@@ -121,6 +130,7 @@ _ROWS = (
         datasets=gpt_datasets,
         random_arrays=random_samples,
         architectures=(),
+        classifier=FirstTokenClassifier,
     ),
 )
 
@@ -129,5 +139,23 @@ FAMILIES = MappingProxyType({row.name: row for row in _ROWS})
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The family of a model of this shape."""
-    return FAMILIES[model.family]
+    """The family of a model of this shape: that of its name, or the classifiers made of that."""
+    family = FAMILIES[model.family]
+    return family if model.num_classes is None else _classifying(family, model.num_classes)
+
+
+def _classifying(family: Family, num_classes: int) -> Family:
+    """The models that a family's pretrained models become when they are fine-tuned.
+
+    Their samples come from labelled files, which `train/finetuning` reads.
+    """
+    classifier = family.classifier
+    return replace(
+        family,
+        blocks=classifier.blocks_of,
+        chunk=classifier,
+        ties=lambda model: False,
+        collate=partial(ClassifierCollate.of, classifier.causal),
+        random_arrays=partial(random_labelled, num_classes),
+        architectures=(),
+    )
