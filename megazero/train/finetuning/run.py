@@ -143,7 +143,9 @@ def _feed(
     split: LabelledSplit | None,
     stream_seed: int | None,
 ) -> Feed | None:
-    """The samples of a split: with a stream seed all epochs, each in an order of its own; else as in the files."""
+    """The samples of a split: all epochs, each in an order of its own, if there is a stream seed; else in the
+    order of the files.
+    """
     if split is None:
         return None
     batch, trains = config.batch, stream_seed is not None
@@ -168,8 +170,8 @@ def _check_epochs(resumed: Resumed, config: Config) -> None:
     state, batch = resumed.state, config.batch.global_batch_size
     if state.consumed_samples != state.iteration * batch:
         raise CheckpointError(
-            f"`global_batch_size` must stay {state.consumed_samples / state.iteration:g} until the last epoch, "
-            f"but is {batch}; set it, or begin anew in another folder"
+            f"`global_batch_size` must stay {state.consumed_samples / state.iteration:g} until the last "
+            f"epoch, but is {batch}; set it, or begin anew in another folder"
         )
 
 

@@ -97,7 +97,8 @@ def completed(config: Config, data: TaskData, context: ParallelContext) -> Confi
     classes = 1 if task_of(config.finetune).multiple_choice else len(data.labels)
     if config.model.num_classes not in (None, classes):
         raise ConfigError(
-            f"`num_classes` must be {classes} for these labels, but is {config.model.num_classes}; leave it out"
+            f"`num_classes` must be {classes} for these labels, but is {config.model.num_classes}; leave it "
+            "out"
         )
     steps = 1 if data.train is None else -(-len(data.train) // batch)
     training = {
@@ -127,8 +128,8 @@ def _labels(config: Config, task: Task, train: Sequence[LabelledFile]) -> tuple[
     seen = sorted({sample.label for file in train for sample in file.samples})
     if len(seen) == 1:
         raise DataError(
-            f"`label` must have two values or more in the training data, but is always {seen[0][:40]!r}; check "
-            "--label-column."
+            f"`label` must have two values or more in the training data, but is always {seen[0][:40]!r}; "
+            "check --label-column."
         )
     if seen:
         return tuple(seen)
