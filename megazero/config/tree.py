@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from megazero.config.finetuning import FinetuneConfig
 from megazero.config.option import Probability, Section, option
 from megazero.config.sources import DataConfig, TokenizerConfig
-from megazero.config.tree_finetune import FinetuneConfig
 from megazero.config.tree_output import CheckpointConfig, LoggingConfig
 
 

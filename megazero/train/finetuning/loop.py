@@ -12,7 +12,7 @@ from megazero.train.engine import Engine
 from megazero.train.feed import Feed
 from megazero.train.finetuning.answers import Answers, answer
 from megazero.train.finetuning.best import BestModel
-from megazero.train.finetuning.scores import Report
+from megazero.train.finetuning.scores import TaskReport
 from megazero.train.finetuning.task import LabelledSplit, TaskData
 from megazero.train.loop import Feeds, Loop, RunPlan
 from megazero.train.metrics import EvalMetrics
@@ -32,8 +32,8 @@ class TaskMetrics(EvalMetrics):
 
     predicts_text: ClassVar[bool] = False
 
-    report: Report
-    files: Mapping[str, Report]
+    report: TaskReport
+    files: Mapping[str, TaskReport]
 
     def record(self) -> dict[str, object]:
         """Name -> value, with the reports as JSON and without a perplexity."""
@@ -92,7 +92,7 @@ class TaskLoop(Loop):
             return answer(self.engine, feed, len(labelled), batch, self.examination.classes)
 
     def evaluate(self, split: str, state: TrainState) -> Answers:
-        """Report loss, accuracy, F1 and confusions on a split.
+        """TaskReport loss, accuracy, F1 and confusions on a split.
 
         Validation is also a chance for the model to become the best so far. Every rank calls this.
         """
@@ -121,16 +121,16 @@ class TaskLoop(Loop):
         found = self.examination
         return (found.data.valid, found.valid) if split == "validation" else (found.data.test, found.test)
 
-    def _reports(self, labelled: LabelledSplit, answers: Answers) -> tuple[Report, dict[str, Report]]:
+    def _reports(self, labelled: LabelledSplit, answers: Answers) -> tuple[TaskReport, dict[str, TaskReport]]:
         labels, truth = self.examination.data.labels, labelled.samples.labels
         files, start = {}, 0
         for file in labelled.files:
             rows = slice(start, start + len(file.samples))
-            files[file.path] = Report.of(labels, truth[rows], answers.scores[rows])
+            files[file.path] = TaskReport.of(labels, truth[rows], answers.scores[rows])
             start = rows.stop
-        return Report.of(labels, truth, answers.scores), files
+        return TaskReport.of(labels, truth, answers.scores), files
 
-    def _tell_of(self, split: str, report: Report, files: dict[str, Report]) -> None:
+    def _tell_of(self, split: str, report: TaskReport, files: dict[str, TaskReport]) -> None:
         if not report.count:
             self.monitor.message(f"{split}: no sample has a label")
             return
@@ -146,7 +146,7 @@ class TaskLoop(Loop):
         for line in report.table():
             self.monitor.message(line)
 
-    def _offer(self, state: TrainState, report: Report) -> None:
+    def _offer(self, state: TrainState, report: TaskReport) -> None:
         best = self.examination.best
         if best is None or not state.iteration:
             return

@@ -14,7 +14,7 @@ _CONFUSIONS = 10
 
 
 @dataclass(frozen=True)
-class Report:
+class TaskReport:
     """How good the answers to labelled samples are.
 
     Attributes:
@@ -26,7 +26,7 @@ class Report:
     confusion: np.ndarray
 
     @classmethod
-    def of(cls, labels: Sequence[str], truth: np.ndarray, scores: np.ndarray) -> Report:
+    def of(cls, labels: Sequence[str], truth: np.ndarray, scores: np.ndarray) -> TaskReport:
         """The report on samples, where the highest score is the answer, the first of equal ones.
 
         Args:

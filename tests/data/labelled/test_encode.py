@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ class Numbers:
     """A tokenizer for texts that are numbers."""
 
     name, vocab_size, eod = "numbers", 100, EOD
-    special_ids = {"cls": CLS, "sep": SEP}
+    special_ids = MappingProxyType({"cls": CLS, "sep": SEP})
 
     def encode_batch(self, texts):
         return TokenBatch.of([[int(word) for word in text.split()] for text in texts])

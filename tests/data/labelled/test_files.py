@@ -115,16 +115,9 @@ def test_race_is_a_folder_of_passages(tmp_path):
 
 
 def test_race_is_a_question_in_each_line(tmp_path):
-    rows = [
-        {
-            "id": s.identity,
-            "article": s.texts[0],
-            "question": s.texts[1],
-            "options": s.choices,
-            "answer": s.label,
-        }
-        for s in QUESTIONS
-    ]
+    columns = ("id", "article", "question", "options", "answer")
+    values = [(each.identity, *each.texts, each.choices, each.label) for each in QUESTIONS]
+    rows = [dict(zip(columns, row, strict=True)) for row in values]
     assert list(read(write(tmp_path, "\n".join(map(json.dumps, rows))), "RACE").samples) == QUESTIONS
 
 

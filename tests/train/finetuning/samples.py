@@ -22,6 +22,7 @@ FAMILIES = {
     "gpt": "--model-family gpt --tokenizer-type ByteLevelTokenizer",
 }
 TASKS = {
+    "train only": "--train-data {folder}/train.tsv",
     "pairs": "--task classification --text-columns a b --train-data {folder}/train.tsv --valid-data "
     "{folder}/valid.tsv {folder}/more.tsv --test-data {folder}/test.tsv --id-column name",
     "choices": "--task multiple-choice --text-columns a --choice-columns x y z --label-column right "
@@ -30,7 +31,7 @@ TASKS = {
 
 
 def make_files(folder: Path) -> Path:
-    """A vocabulary, and TSV files whose samples have columns for both tasks; the test file knows no labels."""
+    """A vocabulary, and TSV files with columns for both tasks; the test file knows no labels."""
     rng = random.Random(0)
 
     def words(most: int) -> str:

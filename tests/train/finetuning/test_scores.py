@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megazero.train.finetuning.scores import Report, probabilities
+from megazero.train.finetuning.scores import TaskReport, probabilities
 
 # labels a, a, a, b, c, unknown; answers a, a, b, b, a, c
 TRUTH = np.array([0, 0, 0, 1, 2, -1])
@@ -13,7 +13,7 @@ SCORES = np.eye(3)[[0, 0, 1, 1, 0, 2]]
 
 
 def test_numbers_are_those_worked_out_by_hand():
-    report = Report.of(("a", "b", "c"), TRUTH, SCORES)
+    report = TaskReport.of(("a", "b", "c"), TRUTH, SCORES)
     assert report.confusion.tolist() == [[2, 1, 0], [0, 1, 0], [1, 0, 0]]
     assert (report.count, report.accuracy) == (5, 3 / 5)
     # precision and recall: a 2/3 and 2/3, b 1/2 and 1, c nothing
@@ -22,22 +22,25 @@ def test_numbers_are_those_worked_out_by_hand():
 
 
 def test_a_class_that_never_occurs_does_not_count_in_the_mean():
-    report = Report.of(("a", "b", "never"), np.array([0, 1]), np.eye(3)[[0, 1]])
+    report = TaskReport.of(("a", "b", "never"), np.array([0, 1]), np.eye(3)[[0, 1]])
     assert report.f1 == (1.0, 1.0, 0.0)
     assert report.macro_f1 == 1.0
 
 
 def test_without_labels_there_is_nothing_to_say():
-    report = Report.of(("a", "b"), np.array([-1, -1]), np.zeros((2, 2)))
+    report = TaskReport.of(("a", "b"), np.array([-1, -1]), np.zeros((2, 2)))
     assert (report.count, report.accuracy, report.macro_f1) == (0, None, None)
 
 
 def test_of_equal_scores_the_first_wins():
-    assert Report.of(("a", "b"), np.array([0, 1]), np.zeros((2, 2))).confusion.tolist() == [[1, 0], [1, 0]]
+    assert TaskReport.of(("a", "b"), np.array([0, 1]), np.zeros((2, 2))).confusion.tolist() == [
+        [1, 0],
+        [1, 0],
+    ]
 
 
 def test_the_table_is_legible():
-    assert Report.of(("a", "b", "c"), TRUTH, SCORES).table() == [
+    assert TaskReport.of(("a", "b", "c"), TRUTH, SCORES).table() == [
         "label  samples  precision  recall      F1",
         "a            3     0.6667  0.6667  0.6667",
         "b            1     0.5000  1.0000  0.6667",
@@ -52,7 +55,7 @@ def test_the_table_is_legible():
 def test_many_classes_list_their_commonest_confusions():
     labels = [f"l{i}" for i in range(20)]
     truth = np.array([3, 3, 3, 5, 5, 7, 7])
-    lines = Report.of(labels, truth, np.eye(20)[[4, 4, 3, 6, 5, 8, 8]]).table()
+    lines = TaskReport.of(labels, truth, np.eye(20)[[4, 4, 3, 6, 5, 8, 8]]).table()
     assert len(lines) == 22
     assert lines[-1] == "commonest confusions: l3 as l4: 2; l7 as l8: 2; l5 as l6: 1"
 

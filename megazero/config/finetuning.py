@@ -49,8 +49,8 @@ class FinetuneConfig(Section):
     id_column: str | None = option(None, "the column that names samples in --predictions; default: none")
     labels: tuple[str, ...] = option(
         (),
-        "all labels, in the order of their numbers; default: the task's, else those of the pretrained "
-        "classifier or of the training data, sorted",
+        "all labels, in the order of their numbers; default: the task's, else those of the training data, "
+        "sorted, or to evaluate those of the checkpoint",
     )
     epochs: NonNegativeInt = option(3, "passes over the training data; 0 only evaluates")
     pretrained_checkpoint: str | None = option(
