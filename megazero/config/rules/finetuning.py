@@ -19,6 +19,15 @@ _DETAILS = (
     "finetune.predictions",
     "model.num_classes",
 )
+# What `task_of` reads.
+_TASK_READS = (
+    _TASK,
+    "finetune.text_columns",
+    "finetune.choice_columns",
+    "finetune.label_column",
+    "finetune.id_column",
+    "finetune.labels",
+)
 _OF_PRETRAINING = (
     "training.train_iters",
     "training.train_samples",
@@ -106,6 +115,7 @@ FINETUNING_RULES: tuple[Rule, ...] = (
         "`text_columns` must name one or two columns, unless the task is a published one",
         "add `--text-columns`",
         _columns_fit,
+        reads=_TASK_READS,
     ),
     Rule(
         "choices_for_multiple_choice",
@@ -113,6 +123,7 @@ FINETUNING_RULES: tuple[Rule, ...] = (
         "`choice_columns` must be set for multiple choice and for nothing else",
         "add or leave out `--choice-columns`",
         _choices_fit,
+        reads=_TASK_READS,
     ),
     Rule(
         "labels_differ",
@@ -120,7 +131,7 @@ FINETUNING_RULES: tuple[Rule, ...] = (
         "`labels` must be two or more, all different",
         "name each label once",
         _labels_fit,
-        reads=(_TASK,),
+        reads=_TASK_READS,
     ),
     Rule(
         "classes_are_the_labels",
@@ -128,7 +139,7 @@ FINETUNING_RULES: tuple[Rule, ...] = (
         "`num_classes` must be the number of labels, or 1 for multiple choice",
         "leave `--num-classes` out",
         _classes_fit,
-        reads=(_TASK,),
+        reads=_TASK_READS,
     ),
     Rule(
         "sequence_holds_marks_and_text",
