@@ -92,9 +92,9 @@ DECISIONS: tuple[Decision, ...] = (
     Decision("recompute.num_layers", "1", "required with full", "1", "the smallest unit needs least memory"),
     Decision(
         "tokenizer.tokenizer_type",
-        "GPT2BPETokenizer, or none where `--vocab-size` is given without files",
-        "GPT2BPETokenizer",
-        "GPT2BPETokenizer",
+        "GPT2BPETokenizer (BERT: BertWordPieceLowerCase), or none with `--vocab-size` and no files",
+        "GPT2BPETokenizer (BERT: BertWordPieceLowerCase)",
+        "GPT2BPETokenizer (BERT: BertWordPieceLowerCase)",
         "data that are token ids already need no tokenizer's files",
     ),
     Decision(

@@ -19,6 +19,9 @@ _RESOLVED = MappingProxyType(
     }
 )
 
+DEFAULT_TOKENIZERS = MappingProxyType({"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"})
+"""Family -> the kind of tokenizer that a launch takes if it names none."""
+
 
 def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> list[tuple[str, Any, Any]]:
     """(field, value in a, value in b) for each of these fields that differs once defaults are filled in."""

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from megazero.config.compat import Ignored, contradiction
 from megazero.config.deepspeed import DeepSpeedSettings, conflicts, left_to_json, read_deepspeed
+from megazero.config.derive import DEFAULT_TOKENIZERS
 from megazero.config.document import Document, read_file
 from megazero.config.fields import FIELDS, SECTIONS, FieldSpec
 from megazero.config.flags import Scan, Setting, scan
@@ -69,7 +70,7 @@ def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resol
 
 
 def _with_default_tokenizer(config: Config, broken: set[str]) -> Config:
-    """Without a tokenizer's name a launch takes GPT-2's, as `pretrain_gpt.py` of both Megatrons does.
+    """Without a tokenizer's name a launch takes its family's, as the scripts of both Megatrons do.
 
     Here `--vocab-size` alone is enough for data that are token ids already: then there is no tokenizer.
     """
@@ -79,7 +80,7 @@ def _with_default_tokenizer(config: Config, broken: set[str]) -> Config:
     sized = config.model.vocab_size is not None or "model.vocab_size" in broken
     if named or (sized and not any(files)):
         return config
-    section = section.model_copy(update={"tokenizer_type": "GPT2BPETokenizer"})
+    section = section.model_copy(update={"tokenizer_type": DEFAULT_TOKENIZERS[config.model.family]})
     return config.model_copy(update={"tokenizer": section})
 
 

@@ -27,7 +27,8 @@ class TokenizerConfig(Section):
         | None
     ) = option(
         None,
-        "kind of tokenizer; default: GPT2BPETokenizer, or none where --vocab-size is given without files",
+        "kind of tokenizer; default: GPT2BPETokenizer, or BertWordPieceLowerCase for BERT, or none where "
+        "--vocab-size is given without files",
         synonyms={"HuggingFaceTokenizer": "HFTokenizer"},
         refused={
             "TikTokenizer": "is not offered: save the vocabulary as a tokenizer.json and take HFTokenizer",

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megazero.config.finetuning import FinetuneConfig
+from megazero.config.optimization import OptimizerConfig
 from megazero.config.option import Probability, Section, option
 from megazero.config.sources import DataConfig, TokenizerConfig
 from megazero.config.tree_output import CheckpointConfig, LoggingConfig
@@ -261,42 +262,6 @@ class BatchConfig(Section):
     )
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = option(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES"
-    )
-
-
-class OptimizerConfig(Section):
-    """Optimizer"""
-
-    optimizer: Literal["adam", "sgd"] = option("adam", "adam is AdamW (decoupled weight decay)")
-    lr: PositiveFloat = option(..., "peak learning rate")
-    min_lr: NonNegativeFloat = option(0.0, "floor of the learning rate")
-    weight_decay: NonNegativeFloat = option(0.01, "weight decay of matrices and embeddings")
-    adam_beta1: Probability = option(0.9, "decay of the first moment")
-    adam_beta2: Probability = option(0.999, "decay of the second moment")
-    adam_eps: PositiveFloat = option(1e-8, "added to the root of the second moment")
-    sgd_momentum: NonNegativeFloat = option(0.9, "momentum of SGD")
-    clip_grad: NonNegativeFloat = option(1.0, "largest global gradient norm; 0 turns clipping off")
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
-        "linear", "shape of the decay"
-    )
-    lr_decay_iters: PositiveInt | None = option(None, "length of the decay", unit="iterations")
-    lr_decay_samples: PositiveInt | None = option(None, "length of the decay", unit="samples")
-    lr_decay_tokens: PositiveInt | None = option(None, "length of the decay", unit="tokens")
-    lr_warmup_iters: NonNegativeInt = option(0, "linear warmup", unit="iterations")
-    lr_warmup_samples: NonNegativeInt = option(0, "linear warmup", unit="samples")
-    lr_warmup_tokens: NonNegativeInt = option(0, "linear warmup", unit="tokens")
-    lr_warmup_fraction: Probability | None = option(None, "linear warmup as a fraction of the decay length")
-    lr_warmup_init: NonNegativeFloat = option(0.0, "learning rate at the start of the warmup")
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
-        "exponential", "shape of the final decay of WSD"
-    )
-    lr_wsd_decay_iters: PositiveInt | None = option(None, "length of WSD's final decay", unit="iterations")
-    lr_wsd_decay_samples: PositiveInt | None = option(None, "length of WSD's final decay", unit="samples")
-    lr_wsd_decay_tokens: PositiveInt | None = option(None, "length of WSD's final decay", unit="tokens")
-    start_weight_decay: NonNegativeFloat | None = option(None, "weight decay at the start of its schedule")
-    end_weight_decay: NonNegativeFloat | None = option(None, "weight decay at the end of its schedule")
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
-        "constant", "how weight decay moves from start to end"
     )
 
 

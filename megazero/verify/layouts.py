@@ -62,6 +62,7 @@ class Layout:
             accumulated.
         keep: whether ZeRO stage 3 keeps gathered parameters for their next use in the step.
         shape, untied, layers, dropout, dtype: properties of the model.
+        optimizer: as in the configuration.
         overlap, bucket_size, hpz, backend: as in the configuration.
     """
 
@@ -84,6 +85,7 @@ class Layout:
     bucket_size: int = 3000  # gives several buckets, even for this small model
     hpz: int = 1
     backend: str = "auto"
+    optimizer: str = "adam"
 
     @property
     def world_size(self) -> int:
@@ -99,13 +101,19 @@ class Layout:
     def serial(self) -> Layout:
         """The same model in one process, sample by sample, with nothing recomputed."""
         return Layout(
-            shape=self.shape, untied=self.untied, layers=self.layers, dropout=self.dropout, dtype=self.dtype
+            shape=self.shape,
+            untied=self.untied,
+            layers=self.layers,
+            dropout=self.dropout,
+            dtype=self.dtype,
+            optimizer=self.optimizer,
         )
 
     @property
     def name(self) -> str:
         """A one-word name that shows what differs from the defaults."""
-        parts = [self.shape, f"T{self.tp}P{self.pp}D{self.dp}", f"Z{self.zero}"]
+        parts = [self.optimizer] if self.optimizer != "adam" else []
+        parts += [self.shape, f"T{self.tp}P{self.pp}D{self.dp}", f"Z{self.zero}"]
         if self.pp > 1 or self.schedule != "1f1b":
             parts.append(self.schedule + (f"x{self.virtual}" if self.virtual > 1 else ""))
         parts += ["SP"] if self.sequence_parallel else []
@@ -156,7 +164,12 @@ class Layout:
             # Clipping is active. Epsilon is far above rounding noise: the key bias has no gradient except
             # noise (it cancels in the softmax), which Adam would otherwise amplify to full steps.
             optimizer=OptimizerConfig(
-                lr=1e-2, clip_grad=0.5, lr_warmup_iters=2, weight_decay=0.1, adam_eps=1e-4
+                optimizer=self.optimizer,
+                lr=1e-2,
+                clip_grad=0.5,
+                lr_warmup_iters=2,
+                weight_decay=0.1,
+                adam_eps=1e-4,
             ),
             recompute=RecomputeConfig(granularity=self.recompute),
             precision=PrecisionConfig(dtype=self.dtype),

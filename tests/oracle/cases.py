@@ -84,6 +84,27 @@ OPTIMIZER = {
         },
         "sgd": {"optimizer": "sgd", "lr": 0.1, "sgd-momentum": 0.0},
         "momentum": {"optimizer": "sgd", "lr": 0.03, "sgd-momentum": 0.9},
+        "lamb": {
+            "optimizer": "lamb",
+            "lr": 0.02,
+            "adam-beta1": 0.9,
+            "adam-beta2": 0.999,
+            "adam-eps": 1e-3,
+            "lamb-max-coeff": 10.0,
+            "lamb-min-coeff": 0.01,
+            "lamb-bias-correction": "moments",
+        },
+        "lamb-bounded": {
+            "optimizer": "lamb",
+            "lr": 0.05,
+            "adam-beta1": 0.7,
+            "adam-beta2": 0.95,
+            "adam-eps": 1e-3,
+            "lamb-max-coeff": 0.3,
+            "lamb-min-coeff": 0.1,
+            "lamb-bias-correction": "rate",
+            "lamb-adapt-all": True,
+        },
     },
     "clip": {"no": {"clip-grad": 0.0}, "always": {"clip-grad": 0.1}, "sometimes": {"clip-grad": 1.0}},
     "decay-style": {
@@ -254,6 +275,7 @@ _COMMON = {
 SWITCHES = (
     "disable-bias-linear", "untie-embeddings-and-output-weights", "apply-residual-connection-post-layernorm",
     "reset-position-ids", "reset-attention-mask", "eod-mask-loss", "fp32-residual-connection",
+    "lamb-adapt-all",
 )  # fmt: skip
 
 

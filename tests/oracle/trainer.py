@@ -53,7 +53,9 @@ def learning_rate(flags: Flags, done: tuple[int, int], total: tuple[int, int]) -
         for each in (done, total)
     )
     decay, peak, floor = flags.get(f"lr-decay-{unit}", decay), flags["lr"], flags["min-lr"]
-    warmup = flags.get(f"lr-warmup-{unit}", flags.get("lr-warmup-fraction", 0) * decay)
+    # A fraction is one of the decay; beside a decay in tokens, Megatron-DeepSpeed takes it of the training.
+    whole = total[1] * flags["seq-length"] if unit == "tokens" else decay
+    warmup = flags.get(f"lr-warmup-{unit}", flags.get("lr-warmup-fraction", 0) * whole)
     if warmup > 0 and count <= warmup:
         return flags["lr-warmup-init"] + (peak - flags["lr-warmup-init"]) * count / warmup
     style = flags["lr-decay-style"]
@@ -119,8 +121,10 @@ class Scale:
             self.good, self.tolerated, self.value = 0, self.flags["hysteresis"], self.value * 2
 
 
-def update(flags: Flags, w: Tensor, grad: Tensor, state: Weights, step: int, lr: float, decay: float) -> None:
-    """Adam with decoupled weight decay, or SGD as torch and Megatron have it; in place."""
+def update(
+    flags: Flags, w: Tensor, grad: Tensor, state: Weights, step: int, lr: float, decay: float, exempt: bool
+) -> None:
+    """Adam with decoupled weight decay, LAMB, or SGD as torch and Megatron have it; in place."""
     if flags["optimizer"] == "sgd":
         grad = grad + decay * w
         if flags["sgd-momentum"]:
@@ -130,8 +134,28 @@ def update(flags: Flags, w: Tensor, grad: Tensor, state: Weights, step: int, lr:
     beta1, beta2 = flags["adam-beta1"], flags["adam-beta2"]
     state["exp_avg"] = beta1 * state.get("exp_avg", 0) + (1 - beta1) * grad
     state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", 0) + (1 - beta2) * grad**2
+    if flags["optimizer"] == "lamb":
+        w.sub_(lamb_change(flags, w, state, step, lr, decay, exempt))
+        return
     mean, square = state["exp_avg"] / (1 - beta1**step), state["exp_avg_sq"] / (1 - beta2**step)
     w.mul_(1 - lr * decay).sub_(lr * mean / (square.sqrt() + flags["adam-eps"]))
+
+
+def lamb_change(
+    flags: Flags, w: Tensor, state: Weights, step: int, lr: float, decay: float, exempt: bool
+) -> Tensor:
+    """What LAMB takes off a whole weight whose moments are up to date."""
+    mean, square = state["exp_avg"], state["exp_avg_sq"]
+    bias1, bias2 = 1 - flags["adam-beta1"] ** step, 1 - flags["adam-beta2"] ** step
+    if flags["lamb-bias-correction"] == "moments":
+        mean, square = mean / bias1, square / bias2
+    elif flags["lamb-bias-correction"] == "rate":
+        lr = lr * math.sqrt(bias2) / bias1
+    change = mean / (square.sqrt() + flags["adam-eps"]) + decay * w
+    length, reach = float(w.double().norm()), float(change.double().norm())
+    if length == 0 or reach == 0 or (exempt and not flags["lamb-adapt-all"]):
+        return lr * change
+    return lr * min(max(length / reach, flags["lamb-min-coeff"]), flags["lamb-max-coeff"]) * change
 
 
 def train(flags: Flags, datasets: Sequence[Documents], initial: Weights, kept: Kept, steps: int) -> Training:
@@ -168,7 +192,8 @@ def train(flags: Flags, datasets: Sequence[Documents], initial: Weights, kept: K
         for name, each in master.items():
             decays = each.dim() > 1 and not name.endswith("bias")  # as in GPT-2: neither norms nor biases
             state = run.state.setdefault(name, {})
-            update(flags, each, grads[name] * clip, state, updates, lr, decay if decays else 0.0)
+            facts = {"lr": lr, "decay": decay if decays else 0.0, "exempt": not decays}
+            update(flags, each, grads[name] * clip, state, updates, **facts)
     run.weights = master
     return run
 

@@ -103,11 +103,9 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             --export-force-local-attention=* --logits-save-dir= --logits-load-dir= --modelopt-enabled
             --export-kd-cfg= --export-default-te-spec""",
         ),
-        "BERT": (
-            "BERT comes in a later version; `pretrain_gpt.py` has no such setting",
-            """
-            --bert-no-binary-head --bert-embedder-type= --output-bert-embeddings --mask-prob=
-            --mask-factor= --short-seq-prob=""",
+        "BERT embeddings for retrieval": (
+            "embeddings of whole texts are not offered; leave it out",
+            "--bert-embedder-type= --output-bert-embeddings --mask-factor=",
         ),
         "encoder-decoder models": (
             "encoder-decoder models are not offered; leave it out",

@@ -6,6 +6,7 @@ from megazero.config.rules.rule import Case, Rule, value_at
 
 _SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
 _ALL_PATHS = ("data.data_path", *_SPLIT_PATHS)
+_ENDS = ("data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss")
 _KIND = "tokenizer.tokenizer_type"
 _MODEL_KINDS = (
     "HFTokenizer",
@@ -136,6 +137,20 @@ DATA_RULES: tuple[Rule, ...] = (
         "`dataloader_type` must be cyclic with `data_sharding`",
         "add `--dataloader-type cyclic` or leave out `--data-sharding`",
         lambda c: not c.config.data.data_sharding or c.config.data.dataloader_type == "cyclic",
+    ),
+    Rule(
+        "documents_end_only_in_running_text",
+        ("model.family", *_ENDS),
+        "settings about the ends of documents must be off for a BERT, whose samples stay within one",
+        "leave them out",
+        lambda c: c.config.model.family != "bert" or not any(value_at(c.config, path) for path in _ENDS),
+    ),
+    Rule(
+        "room_for_special_tokens",
+        ("model.family", "model.seq_length"),
+        "`seq_length` must be at least 5 for a BERT: three special tokens and one of each segment",
+        "use a longer sequence",
+        lambda c: c.config.model.family != "bert" or c.config.model.seq_length >= 5,
     ),
 )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.rules.rule import display_name, value_at
 from megazero.config.tree import Config
 
@@ -23,6 +25,13 @@ _LOADING = tuple(
     for name in ("finetune", "no_load_optim", "no_load_rng", "exit_on_missing_checkpoint", "ckpt_step")
 )
 _TENSORBOARD = ("logging.log_validation_ppl_to_tensorboard", "logging.log_timers_to_tensorboard")
+_MASKED = (
+    "model.bert_binary_head",
+    "model.bert_head_activation",
+    "data.mask_prob",
+    "data.short_seq_prob",
+    "data.bert_pack",
+)
 _WANDB = tuple(f"logging.wandb_{name}" for name in ("exp_name", "save_dir", "entity", "group"))
 
 
@@ -32,30 +41,42 @@ class Note:
 
     Attributes:
         fields: paths of the settings.
-        without: path of the setting that is missing.
+        needs: what they have no effect without, in words.
+        met: whether a configuration has that.
         effect: what does not happen, as a clause.
     """
 
     fields: tuple[str, ...]
-    without: str
+    needs: str
+    met: Callable[[Config], bool]
     effect: str
+
+    @classmethod
+    def without(cls, path: str, fields: tuple[str, ...], effect: str) -> Note:
+        """A note on settings that need another one, at `path`, to be set."""
+        return cls(fields, f"`{display_name(path)}`", lambda config: bool(value_at(config, path)), effect)
 
     def sentence(self, config: Config) -> str | None:
         """What a run says; None if none of the settings is given or they have their effect."""
-        values = {path: value_at(config, path) for path in self.fields}
-        given = [path for path, value in values.items() if value is not None and value is not False]
-        if not given or value_at(config, self.without):
+        given = [path for path in self.fields if value_at(config, path) != FIELD_BY_PATH[path].default]
+        if not given or self.met(config):
             return None
         names = " and ".join(f"`{display_name(path)}`" for path in given)
         has = "has" if len(given) == 1 else "have"
-        return f"{names} {has} no effect without `{display_name(self.without)}`: {self.effect}."
+        return f"{names} {has} no effect without {self.needs}: {self.effect}."
 
 
 NOTES: tuple[Note, ...] = (
-    Note(_SAVING, "checkpoint.save", "nothing is saved"),
-    Note(_LOADING, "checkpoint.load", "no checkpoint is read"),
-    Note(_TENSORBOARD, "logging.tensorboard_dir", "there are no TensorBoard events"),
-    Note(_WANDB, "logging.wandb_project", "nothing goes to Weights & Biases"),
+    Note.without("checkpoint.save", _SAVING, "nothing is saved"),
+    Note.without("checkpoint.load", _LOADING, "no checkpoint is read"),
+    Note.without("logging.tensorboard_dir", _TENSORBOARD, "there are no TensorBoard events"),
+    Note.without("logging.wandb_project", _WANDB, "nothing goes to Weights & Biases"),
+    Note(
+        _MASKED,
+        "a BERT",
+        lambda config: config.model.family == "bert",
+        "`pretrain_bert.py` trains one",
+    ),
 )
 
 

@@ -9,7 +9,12 @@ from megazero.config.rules.finetuning import FINETUNING_RULES
 from megazero.config.rules.model import BATCH_RULES, MODEL_RULES, PARALLEL_RULES
 from megazero.config.rules.pipeline import PIPELINE_RULES
 from megazero.config.rules.rule import Case, Rule
-from megazero.config.rules.training import LENGTH_RULES, PRECISION_RULES, SCHEDULE_RULES
+from megazero.config.rules.training import (
+    LENGTH_RULES,
+    OPTIMIZER_RULES,
+    PRECISION_RULES,
+    SCHEDULE_RULES,
+)
 from megazero.config.rules.zero import KEPT_ACTIVATION_RULES, ZERO_RULES
 from megazero.config.tree import Config
 
@@ -21,6 +26,7 @@ RULES: tuple[Rule, ...] = (
     *ZERO_RULES,
     *LENGTH_RULES,
     *SCHEDULE_RULES,
+    *OPTIMIZER_RULES,
     *PRECISION_RULES,
     *KEPT_ACTIVATION_RULES,
     *TOKENIZER_RULES,

@@ -23,7 +23,10 @@ from megazero.errors import ConfigError
 
 CORPUS = Path(__file__).with_name("corpus")
 PAGE = Path(__file__).parents[3] / "docs" / "launch_lines.md"
-GPT = "pretrain_gpt.py"
+FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"pretrain_gpt.py": (), "pretrain_bert.py": ("--model-family", "bert")}
+)
+"""The programs that exist here: what each puts before its arguments."""
 JSON_NAME = "ds_config.json"
 
 TITLES: Mapping[str, str] = MappingProxyType(
@@ -45,7 +48,6 @@ _PROGRAMS: Mapping[str, str] = MappingProxyType(
         "finetune_llama.py": "fine-tuning on conversations",
         "gpt_dynamic_inference.py": "text generation",
         "gpt_static_inference.py": "text generation",
-        "pretrain_bert.py": "BERT",
         "pretrain_hybrid.py": "state-space models",
         "pretrain_ict.py": "retrieval",
         "pretrain_mamba.py": "state-space models",
@@ -58,7 +60,7 @@ _PROGRAMS: Mapping[str, str] = MappingProxyType(
         "train_rl.py": "reinforcement learning",
     }
 )
-"""Programs other than `pretrain_gpt.py`: the feature that they are."""
+"""Programs other than these: the feature that they are."""
 
 _RULES: Mapping[str, str] = MappingProxyType(
     {
@@ -144,9 +146,9 @@ def judge(line: LaunchLine) -> Outcome:
     found: dict[str, set[str]] = {"features": set(), "rewrites": set(), "others": set(), "unknown": set()}
     for problem in _problems(line):
         kind, name = _reason(problem)
-        if line.program == GPT or kind == "unknown":
+        if line.program in FAMILIES or kind == "unknown":
             found[kind].add(name)
-    if line.program != GPT:
+    if line.program not in FAMILIES:
         found["features"].add(_PROGRAMS[line.program])
     return Outcome(**{kind: frozenset(names) for kind, names in found.items()})
 
@@ -157,7 +159,7 @@ def _problems(line: LaunchLine) -> list[str]:
         file.write_text(line.deepspeed or "", encoding="utf-8")
         argv = [token.replace(JSON_NAME, str(file)) for token in line.argv]
         try:
-            parse_config(argv, world_size=line.world_size)
+            parse_config([*FAMILIES.get(line.program, ()), *argv], world_size=line.world_size)
         except ConfigError as error:
             return [problem.replace(f"{folder}/", "") for problem in error.violations]
     return []
