@@ -81,6 +81,11 @@ def _read(reader: CheckpointReader, parts: list[Part]) -> None:
 
 def _config_of(saved: SavedModel, launch: Launch, sizes: Sizes, folder: str) -> Config:
     config = saved.config()
+    if config.model.num_classes is not None:
+        raise ConfigError(
+            f"`load` must hold a model that continues text, but {folder} is a classifier; "
+            "`finetune.py --epochs 0 --pretrained-checkpoint` evaluates it"
+        )
     if config.tokenizer.tokenizer_type is None:
         raise ConfigError(
             f"`tokenizer_type` must be known to generate text, but {folder} was trained without one"

@@ -18,6 +18,7 @@ from megazero.train.assemble import build_engine, pretrain
 from megazero.train.chunks import build_chunks
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
+from megazero.train.trained import load_for_inference
 from megazero.train.vocabulary import build_vocabulary
 from tests.train.finetuning.samples import FAMILIES, MODEL, make_files, run, steps
 
@@ -172,6 +173,12 @@ def test_a_pretrained_model_gives_its_trunk(files, capsys, flags, fresh, left):
     assert ("pooler.weight" in "".join(taken)) == ("pooler" not in fresh)
     for name in taken:
         assert torch.allclose(before[name], after[name], atol=1e-6), name
+
+
+def test_a_classifier_generates_no_text(files):
+    run(files, "gpt", "pairs", "--epochs", 1, "--save", files / "s")
+    with pytest.raises(ConfigError, match="must hold a model that continues text, but .* is a classifier"):
+        load_for_inference(str(files / "s"), Launch())
 
 
 def test_a_causal_model_is_fine_tuned_too_and_from_there_for_other_labels(files, capsys):
