@@ -185,7 +185,8 @@ def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     feeds = build_feeds(config, horizon, vocabulary, context, resumed.stream_seed)
     plan = build_plan(config, horizon, vocabulary, context)
     monitor = build_monitors(config, context.rank == 0, state.iteration, horizon.end.iteration)
-    for remark in resumed.remarks:
+    datasets = [feed.dataset for feed in (feeds.train, feeds.valid, feeds.test) if feed is not None]
+    for remark in (*resumed.remarks, *(note for dataset in datasets for note in dataset.notes)):
         monitor.message(remark)
     snapshots = None
     try:

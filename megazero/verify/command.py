@@ -17,7 +17,7 @@ from megazero.config.tasks import task_of
 from megazero.config.tree import Config
 from megazero.errors import ConfigError, MegazeroError
 from megazero.verify.compare import Deviation, compare
-from megazero.verify.layouts import Layout, all_layouts, covering
+from megazero.verify.layouts import Layout, all_layouts, covering, encoder_layouts
 from megazero.verify.record import STEPS, Record
 from megazero.verify.run import run_alone, run_in_processes, run_in_threads
 from megazero.verify.shrink import shrink
@@ -47,7 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sweep",
         metavar="N|all",
-        help="instead of flags: N layouts that cover all pairs of settings, or all layouts",
+        help="instead of flags: N layouts that cover all pairs of settings, or all layouts (of encoders, "
+        "which have too many, a random selection)",
     )
     return parser
 
@@ -132,7 +133,11 @@ def _verify_own(flags: argparse.Namespace, rest: list[str]) -> int:
 
 
 def serial_of(config: Config) -> Config:
-    """The same model and batch in one process: nothing sharded, nothing recomputed, sample by sample."""
+    """The same model and batch in one process: nothing sharded, nothing recomputed, sample by sample.
+
+    Samples that share rows do so here too, because they drop the same elements.
+    """
+    size = config.batch.micro_batch_size if config.data.bert_pack else 1
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(
@@ -147,7 +152,7 @@ def serial_of(config: Config) -> Config:
             ),
             "zero": type(config.zero)(),
             "recompute": type(config.recompute)(),
-            "batch": config.batch.model_copy(update={"micro_batch_size": 1}),
+            "batch": config.batch.model_copy(update={"micro_batch_size": size}),
         }
     )
 
@@ -166,7 +171,7 @@ def _sweep(flags: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(f"`--sweep` must be alone, but {' '.join(rest)} is also given; leave it out")
     if flags.sweep != "all" and not (flags.sweep.isdecimal() and int(flags.sweep)):
         raise ConfigError(f"`--sweep` must be a positive number or all, but is {flags.sweep}; correct it")
-    layouts = list(all_layouts(flags.ranks))
+    layouts = [*all_layouts(flags.ranks), *encoder_layouts(flags.ranks)]
     if flags.sweep != "all":
         layouts = covering(layouts, int(flags.sweep))
     run = run_in_processes if flags.processes else run_in_threads
