@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from megazero.config.finetuning import FinetuneConfig
 from megazero.config.optimization import OptimizerConfig
 from megazero.config.option import Probability, Section, option
 from megazero.config.sources import DataConfig, TokenizerConfig
@@ -102,6 +103,10 @@ class ModelConfig(Section):
     )
     bert_head_activation: Literal["gelu", "gelu_exact"] = option(
         "gelu_exact", "nonlinearity of BERT's masked-LM head; gelu is the tanh form, gelu_exact the erf form"
+    )
+
+    num_classes: PositiveInt | None = option(
+        None, "fine-tuning: classes of the task, or 1 if it is to choose; default: the number of labels"
     )
 
     @model_validator(mode="before")
@@ -353,5 +358,6 @@ class Config(Section):
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
+    finetune: FinetuneConfig = FinetuneConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

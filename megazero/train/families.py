@@ -8,7 +8,8 @@ the rows to come.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -34,10 +35,15 @@ from megazero.models import (
     BertCollate,
     Block,
     ChunkSpan,
+    Classifier,
+    ClassifierCollate,
+    FirstTokenClassifier,
+    LastTokenClassifier,
     ModelChunk,
     TextCollate,
     bert_blocks,
     gpt_blocks,
+    random_labelled,
     random_samples,
     random_text,
 )
@@ -89,6 +95,7 @@ class Family:
             dataset's, with uneven loss masks, for checks and measurements.
         architectures: the architectures in transformers that its models can be converted from and to.
         verb: the command of `megazero` that shows what a pretrained model has learnt.
+        classifier: what a pretrained model of the family becomes when it is fine-tuned.
     """
 
     name: str
@@ -100,6 +107,7 @@ class Family:
     random_arrays: Callable[[np.random.Generator, int, int, int], dict[str, np.ndarray]]
     architectures: tuple[Architecture, ...]
     verb: str
+    classifier: type[Classifier]
 
     def flops_per_token(self, config: Config, vocabulary: Vocabulary) -> float:
         """FLOPs that training on one token needs, forward and backward.
@@ -121,6 +129,7 @@ _ROWS = (
         random_arrays=random_text,
         architectures=(GPT2, LLAMA),
         verb="generate",
+        classifier=LastTokenClassifier,
     ),
     Family(
         name="bert",
@@ -137,6 +146,7 @@ _ROWS = (
             BERT_MASKED_LM,
         ),
         verb="fill-mask",
+        classifier=FirstTokenClassifier,
     ),
 )
 
@@ -145,5 +155,23 @@ FAMILIES = MappingProxyType({row.name: row for row in _ROWS})
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The family of a model of this shape."""
-    return FAMILIES[model.family]
+    """The family of a model of this shape: that of its name, or the classifiers made of that."""
+    family = FAMILIES[model.family]
+    return family if model.num_classes is None else _classifying(family, model.num_classes)
+
+
+def _classifying(family: Family, num_classes: int) -> Family:
+    """The models that a family's pretrained models become when they are fine-tuned.
+
+    Their samples come from labelled files, which `train/finetuning` reads.
+    """
+    classifier = family.classifier
+    return replace(
+        family,
+        blocks=classifier.blocks_of,
+        chunk=classifier,
+        ties=lambda model: False,
+        collate=partial(ClassifierCollate.of, classifier.causal),
+        random_arrays=partial(random_labelled, num_classes),
+        architectures=(),
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import ClassVar
 
 from megazero.train.losses import Losses
 
@@ -72,7 +73,10 @@ class EvalMetrics:
         consumed_tokens: training tokens consumed before it.
         num_tokens: how much counted for the first term, such as the number of tokens that were not masked.
         seconds: wall time.
+        predicts_text: whether the first term is the loss of a language model, which has a perplexity.
     """
+
+    predicts_text: ClassVar[bool] = True
 
     iteration: int
     split: str

@@ -102,6 +102,11 @@ def _read(reader: CheckpointReader, parts: list[Part]) -> None:
 
 def _config_of(saved: SavedModel, launch: Launch, sizes: Sizes, folder: str, verb: str) -> Config:
     config = saved.config()
+    if config.model.num_classes is not None:
+        raise ConfigError(
+            f"`--load` must hold a model for `megazero {verb}`, but {folder} holds a classifier; "
+            "`finetune.py --epochs 0 --pretrained-checkpoint` evaluates it"
+        )
     family = family_of(config.model)
     if family.verb != verb:
         raise ConfigError(

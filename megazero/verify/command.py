@@ -13,6 +13,7 @@ from megazero.config.derive import data_parallel_size
 from megazero.config.document import Document, read_file
 from megazero.config.flags import scan
 from megazero.config.resolve import parse_config
+from megazero.config.tasks import task_of
 from megazero.config.tree import Config
 from megazero.errors import ConfigError, MegazeroError
 from megazero.verify.compare import Deviation, compare
@@ -30,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="megazero verify",
         description="Train a few steps of your configuration, shrunk, on its own layout and in one process, "
         "and compare loss, gradient norm, every gradient and every weight (fp32, up to rounding). All flags "
-        "of pretrain_gpt.py are accepted, including --config FILE.",
+        "of pretrain_gpt.py and finetune.py are accepted, including --config FILE.",
         epilog="Status 0: the same; 1: not the same; 2: the configuration is refused.",
     )
     parser.add_argument(
@@ -75,17 +76,28 @@ def resolve(argv: Sequence[str], world_size: int | None) -> tuple[Config, int]:
     Without a world size, there are two replicas, or one if the batch does not divide by two.
     """
     given = _given(argv)
-    if not any(f"data.{name}" in given for name in DATA_SOURCES):
+    if not {"finetune.task", *(f"data.{name}" for name in DATA_SOURCES)} & set(given):
         argv = [*argv, "--mock-data"]  # no data is read, so none needs to be named
     if world_size is not None:
-        config = parse_config(argv, world_size=world_size).config
+        config = _without_files(parse_config(argv, world_size=world_size).config)
         return config, data_parallel_size(config, world_size)
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     replica = math.prod(max(1, given.get(f"parallel.{name}", 1)) for name in names)
     try:
-        return parse_config(argv, world_size=2 * replica).config, 2
+        return _without_files(parse_config(argv, world_size=2 * replica).config), 2
     except ConfigError:
-        return parse_config(argv, world_size=replica).config, 1
+        return _without_files(parse_config(argv, world_size=replica).config), 1
+
+
+def _without_files(config: Config) -> Config:
+    """A fine-tuning's configuration with what it otherwise reads from its files: classes and a length."""
+    if config.finetune.task is None:
+        return config
+    task = task_of(config.finetune)
+    classes = config.model.num_classes or (1 if task.multiple_choice else len(task.labels) or 2)
+    changes = {"model": {"num_classes": classes}, "training": {"train_iters": 1}}
+    sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
+    return config.model_copy(update=sections)
 
 
 def _given(argv: Sequence[str]) -> dict[str, Any]:

@@ -129,6 +129,11 @@ FACTS: dict[str, tuple[Any, Any]] = {
     "training.exit_duration_in_mins": (None, None),
     "training.skip_train": (False, False),
     "training.deterministic_mode": (False, NO),
+    "finetune.task": (NO, REQUIRED),
+    "finetune.train_data": (NO, ()),
+    "finetune.valid_data": (NO, ()),
+    "finetune.epochs": (NO, None),
+    "finetune.pretrained_checkpoint": (NO, None),
     "checkpoint.save": (None, None),
     "checkpoint.load": (None, None),
     "checkpoint.ckpt_step": (None, NO),
@@ -159,6 +164,14 @@ FACTS: dict[str, tuple[Any, Any]] = {
 # Settings that neither Megatron has a flag for.
 OURS = {
     "model.family",
+    "model.num_classes",
+    "finetune.test_data",
+    "finetune.text_columns",
+    "finetune.choice_columns",
+    "finetune.label_column",
+    "finetune.id_column",
+    "finetune.labels",
+    "finetune.predictions",
     "model.bert_head_activation",
     "model.bert_token_types",
     "data.bert_pack",
@@ -209,6 +222,8 @@ DECIDED: dict[str, tuple[Any, str, str, str]] = {
     ),
     "data.data_sharding": (False, "off", "on", "on"),
     "training.eval_interval": (1000, "1000", "never", "1000"),
+    "finetune.task": (None, "none, which is pretraining", "has no such flag", "required by `tasks/main.py`"),
+    "finetune.epochs": (3, "3", "has no such flag", "required to train"),
 }
 
 

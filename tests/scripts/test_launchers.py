@@ -49,6 +49,22 @@ def test_a_launcher_says_why_a_layout_is_refused():
     assert "`num_attention_heads` must be a multiple of `tensor_model_parallel_size`" in run.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "`--pretrained` must name checkpoints, but is missing."),
+        (["--pretrained", "d"], "`--vocab-file` must name a vocab.txt, but is ``."),
+        (["--seeds"], "`--seeds` must have a value, but is the last word."),
+        (["--nproc", "0"], "`--nproc` must be a positive integer, but is `0`."),
+        (["--what"], "the option must be one of those that --help lists, but is `--what`."),
+    ],
+)
+def test_the_fine_tuning_example_says_why_it_refuses(arguments, reason):
+    run = bash("finetune_wordnet.sh", *arguments)
+    assert run.returncode == 2
+    assert reason in run.stderr
+
+
 def test_flags_after_a_launcher_take_precedence():
     assert "seq_length: 512" in bash("pretrain_gpt_345m.sh", "--seq-length", "512", CHECK="1").stdout
 

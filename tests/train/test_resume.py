@@ -106,7 +106,7 @@ def test_a_sharded_pipeline_resumes_bit_for_bit(tmp_path, layout):
         snapshots.saver.close()
         _, straight = train(engine, context, state, 2)
         build = partial(verification_engine, context=context)
-        resumed = resume(config, context, VOCABULARY, build, foreign=None)
+        resumed = resume(config, context, VOCABULARY, build)
         assert resumed.state.iteration == 2
         return straight, train(resumed.engine, context, resumed.state, 2)[1]
 

@@ -33,6 +33,17 @@ def test_a_pipeline_with_zero_is_the_same_training(capsys):
     assert out.endswith("the same training as one process\n")
 
 
+def test_a_fine_tuning_is_verified_without_its_files(capsys):
+    task = ["--task", "classification", "--text-columns", "a", "--train-data", "none.tsv"]
+    flags = [word for word in BASE if word not in ("--train-iters", "10")]
+    layout = ["--tensor-model-parallel-size", "2", "--world-size", "2", "--steps", "2"]
+    assert main([*flags, *task, *layout]) == 0
+    out = capsys.readouterr().out
+    assert "task loss" in out
+    assert "accuracy" in out
+    assert out.endswith("the same training as one process\n")
+
+
 ENCODER = [*BASE, "--model-family", "bert", "--steps", "2"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 from megazero.config.rules.files import DATA_RULES, OUTPUT_RULES, TOKENIZER_RULES
+from megazero.config.rules.finetuning import FINETUNING_RULES
 from megazero.config.rules.model import BATCH_RULES, MODEL_RULES, PARALLEL_RULES
 from megazero.config.rules.pipeline import PIPELINE_RULES
 from megazero.config.rules.rule import Case, Rule
@@ -31,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     *TOKENIZER_RULES,
     *DATA_RULES,
     *OUTPUT_RULES,
+    *FINETUNING_RULES,
 )
 
 

@@ -98,7 +98,9 @@ LENGTH_RULES: tuple[Rule, ...] = (
         _LENGTHS,
         "`train_iters`, `train_samples` or `train_tokens` must be set",
         "say how long to train",
-        lambda c: bool(_given(c, _LENGTHS)),
+        # Fine-tuning counts epochs of data that are not read yet.
+        lambda c: bool(_given(c, _LENGTHS)) or c.config.finetune.task is not None,
+        reads=("finetune.task",),
     ),
     Rule(
         "iters_or_samples",
