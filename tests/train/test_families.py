@@ -35,6 +35,17 @@ def test_each_architecture_of_transformers_is_of_one_family():
         assert all(dict(each.ours_fixed)["family"] == family.name for each in family.architectures)
 
 
+def test_classifiers_have_the_architectures_that_classify():
+    def names(family: str, classes: int | None) -> set[str]:
+        model = Layout().config().model.model_copy(update={"family": family, "num_classes": classes})
+        return {each.name for each in family_of(model).architectures}
+
+    kinds = ("SequenceClassification", "MultipleChoice")
+    expected = {f"{prefix}For{kind}" for prefix in ("Bert", "MegatronBert") for kind in kinds}
+    assert names("bert", 3) == names("bert", 1) == expected < names("bert", None)
+    assert names("gpt", 3) == set()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_a_row_says_is_what_it_builds(shape):
     config = Layout(layers=3, shape=shape).config()

@@ -1,9 +1,9 @@
 """hf: models of Hugging Face transformers, read as logical tensors and written from them.
 
 `architecture` says what there is to know about an architecture, its tensors in the notation of
-`checkpoint/naming.py`; `gpt2`, `llama`, `megatron_bert` and `bert` hold them. `reader` presents a folder as a
-`Source`, `writer` makes a folder from any `Source`; `convert` connects both to checkpoints. Nothing here
-imports transformers, and nothing unpickles.
+`checkpoint/naming.py`; `gpt2`, `llama`, `megatron_bert` and `bert` hold them, and `encoder_classifier` what
+makes classifiers of the last two. `reader` presents a folder as a `Source`, `writer` makes a folder from any
+`Source`; `convert` connects both to checkpoints. Nothing here imports transformers, and nothing unpickles.
 """
 
 from megazero.checkpoint.hf.architecture import Architecture

@@ -46,7 +46,7 @@ def with_count(config: Json) -> dict[str, Any]:
     names, purpose = names_of(config), "problem_type"
     count = config.get(COUNT, len(names) or _DEFAULT_COUNT)
     if names and count != len(names):
-        raise ValueError(f"`{COUNT}` must be the {len(names)} classes of `{_NAMES}`, but is {count!r:.40}")
+        raise ValueError(f"`{COUNT}` must be {len(names)} as in `{_NAMES}`, but is {count!r:.40}")
     out = {**config, COUNT: count}
     if out.get(purpose) is None:  # left to the labels of the first batch
         out.pop(purpose, None)
@@ -56,4 +56,5 @@ def with_count(config: Json) -> dict[str, Any]:
 def with_default_names(config: Json) -> dict[str, Any]:
     """The opposite: `config` with the names that transformers gives to classes without one."""
     out = dict(config)
-    return {**out, **naming([f"LABEL_{number}" for number in range(out.pop(COUNT))])}
+    count = out.pop(COUNT)
+    return {**out, **naming([f"LABEL_{number}" for number in range(count)])}

@@ -10,6 +10,7 @@ import pytest
 from megazero.checkpoint.hf import convert_from_hf, convert_to_hf
 from megazero.errors import CheckpointError, ConfigError
 from tests.train.finetuning.samples import make_files, run
+from tests.train.finetuning.test_run import pretrained
 
 
 def predictions(path: Path) -> list[dict]:
@@ -82,3 +83,15 @@ def test_a_model_of_transformers_for_other_labels_gives_its_trunk(tmp_path, caps
         run(files, "bert", "pairs", *other, "--epochs", 0)
     with pytest.raises(CheckpointError, match="`hidden_size` is 32, not 64"):
         run(files, "bert", "pairs", *other, "--epochs", 1, "--hidden-size", 64)
+
+
+@pytest.mark.parametrize("flags", [(), ("--bert-no-binary-head", "--bert-token-types")])
+def test_a_pretrained_model_of_transformers_gives_the_same_start_as_its_checkpoint(flags, tmp_path):
+    files = make_files(tmp_path)
+    folder = pretrained(files, "bert", "--no-bias-gelu-fusion", *flags)
+    convert_to_hf(folder, files / "out")
+    common = ("--no-bias-gelu-fusion", *flags, "--epochs", 1, "--predictions", files / "p.jsonl")
+    run(files, "bert", "pairs", *common, "--pretrained-checkpoint", folder)
+    expected = predictions(files / "p.jsonl")
+    run(files, "bert", "pairs", *common, "--load-hf", files / "out")
+    assert predictions(files / "p.jsonl") == expected
