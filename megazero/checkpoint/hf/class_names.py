@@ -16,7 +16,7 @@ def names_of(config: Json) -> tuple[str, ...]:
     """The names of the classes, in the order of their numbers; empty if they have none.
 
     Raises:
-        ValueError: ``id2label`` is not an object from 0, 1, ... to names that differ.
+        ValueError: ``id2label`` is not an object from 0, 1, ... to names that differ and can be written.
     """
     named = config.get(_NAMES)
     if named is None:
@@ -26,6 +26,8 @@ def names_of(config: Json) -> tuple[str, ...]:
     names = tuple(named[str(number)] for number in range(len(named)))
     if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise ValueError(f"`{_NAMES}` must give each class a name of its own, but is {named!r:.100}")
+    if any("\ud800" <= char <= "\udfff" for char in "".join(names)):
+        raise ValueError(f"`{_NAMES}` must be text that can be written, but is {ascii(named):.100}")
     return names
 
 

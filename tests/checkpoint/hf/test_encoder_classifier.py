@@ -221,6 +221,7 @@ def test_a_classifier_on_the_last_token_is_refused(model, tmp_path, capsys):
         ({"id2label": {"1": "a", "2": "b"}}, "`id2label` must name the classes 0, 1, "),
         ({"id2label": ["a", "b"]}, "`id2label` must name the classes 0, 1, "),
         ({"id2label": {"0": "a", "1": "a"}}, "`id2label` must give each class a name of its own"),
+        ({"id2label": {"0": "a", "1": "\ud800"}}, "`id2label` must be text that can be written"),
         ({"id2label": {"0": 0, "1": 1}}, "`id2label` must give each class a name of its own"),
         ({"id2label": {"0": "a", "1": "b"}}, "hold classifier.bias as .* .4. instead of floats .2."),
         ({"hidden_act": "relu"}, "`hidden_act` must be one of gelu, gelu_new"),
