@@ -27,7 +27,7 @@ def names_of(config: Json) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise ValueError(f"`{_NAMES}` must give each class a name of its own, but is {named!r:.100}")
     if any("\ud800" <= char <= "\udfff" for char in "".join(names)):
-        raise ValueError(f"`{_NAMES}` must be text that can be written, but is {ascii(named):.100}")
+        raise ValueError(f"`{_NAMES}` must be text that can be written, but is {named!a:.100}")
     return names
 
 
