@@ -243,7 +243,7 @@ def all_layouts(most_ranks: int = 8) -> Iterator[Layout]:
 
 
 def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> list[Layout]:
-    """`count` distinct layouts of an encoder on at most `most_ranks` ranks, drawn from all that the rules allow.
+    """`count` distinct layouts of an encoder on at most `most_ranks` ranks, drawn from all that are allowed.
 
     There are too many to list. Dropout and packing do not meet: which elements are dropped depends on
     which samples share a row.
@@ -279,7 +279,7 @@ def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> li
             continue
         # Many ranks and many micro-batches take long and show no more together.
         needed = GLOBAL_BATCH if layout.world_size <= 2 else pp if schedule == "interleaved" else 2
-        quick = GLOBAL_BATCH <= layout.dp * layout.micro_batch * needed
+        quick = layout.dp * layout.micro_batch * needed >= GLOBAL_BATCH
         if layout.world_size <= most_ranks and quick and not layout.broken_rules():
             found[layout] = None
     return list(found)

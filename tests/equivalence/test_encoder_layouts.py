@@ -108,7 +108,14 @@ def test_both_tasks_are_learnt_from_and_every_weight_moves():
     assert all(not first[name].equal(last[name]) for name in first)
     assert {"pooler.weight", "binary_head.weight", "head.dense.weight", "head.bias"} <= first.keys()
     assert "embedding.token_type.weight" in first
-    assert [*record.losses[0]] == ["lm loss", "sop loss", "lm_accuracy", "sop_accuracy", "padding", "total loss"]
+    assert [*record.losses[0]] == [
+        "lm loss",
+        "sop loss",
+        "lm_accuracy",
+        "sop_accuracy",
+        "padding",
+        "total loss",
+    ]
     for losses in record.losses:
         assert losses["total loss"] == pytest.approx(losses["lm loss"] + losses["sop loss"])
     assert all(norm > 0.5 for norm in record.grad_norms), "clipping is not active"
@@ -133,7 +140,9 @@ def test_a_difference_is_seen(name):
         Layout(tp=2, dp=2, sequence_parallel=True, recompute="full", dropout=0.1, zero=3, micro_batch=2),
         Layout(pp=2, zero=1, packed=True, micro_batch=4),
         Layout(pp=2, dp=2, zero=2, schedule="zb-h1", optimizer="lamb", micro_batch=2, backend="gloo"),
-        Layout(pp=2, tp=2, sequence_parallel=True, schedule="zb-v", layers=4, binary_head=False, micro_batch=2),
+        Layout(
+            pp=2, tp=2, sequence_parallel=True, schedule="zb-v", layers=4, binary_head=False, micro_batch=2
+        ),
         Layout(pp=4, schedule="interleaved", virtual=2, layers=8, micro_batch=2),
         Layout(tp=4, recompute="selective", optimizer="lamb", packed=True, micro_batch=4),
     ],

@@ -9,7 +9,9 @@ import numpy as np
 VOCABULARY = 61
 
 
-def samples(lengths: Sequence[int], masked: Sequence[int], width: int, seed: int = 0) -> dict[str, np.ndarray]:
+def samples(
+    lengths: Sequence[int], masked: Sequence[int], width: int, seed: int = 0
+) -> dict[str, np.ndarray]:
     """Arrays as a dataset gives them: samples of these lengths, so many tokens of each to restore.
 
     Tokens do not depend on how many are to be restored.

@@ -12,7 +12,15 @@ from megazero.config.tree import ModelConfig
 from megazero.layers import Placement, initialize
 from megazero.layers.collectives import gather_features
 from megazero.models import BERT, BertBatch, BertCollate
-from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, derive_key, solo_context, spec_of, thread_context
+from megazero.mpu import (
+    ParallelContext,
+    ProcessGrid,
+    ThreadWorld,
+    derive_key,
+    solo_context,
+    spec_of,
+    thread_context,
+)
 from megazero.ops.attention import front
 from megazero.ops.counter_random import normal
 from megazero.ops.dispatch import everything
@@ -55,7 +63,9 @@ def build(context: ParallelContext, dtype: torch.dtype = torch.float32, sp: bool
     for parameter in model.parameters():
         spec = spec_of(parameter)
         if spec.init.kind != "normal":
-            parameter += spec.shard(normal(derive_key(11, "noise", spec.name), spec.shape, 0.2), context.place)
+            parameter += spec.shard(
+                normal(derive_key(11, "noise", spec.name), spec.shape, 0.2), context.place
+            )
     return model
 
 
@@ -150,7 +160,8 @@ def test_padding_reaches_no_real_position(implementation):
     """Neither how much of it there is nor what it says (Megatron-LM#791, #952)."""
     model, arrays = build(solo_context()), samples([5, 3, 7], [2, 1, 3], WIDTH)
     alone = [
-        model.hidden(batch_of({k: v[i : i + 1] for k, v in arrays.items()}, multiple=1))[:, 0] for i in range(3)
+        model.hidden(batch_of({k: v[i : i + 1] for k, v in arrays.items()}, multiple=1))[:, 0]
+        for i in range(3)
     ]
     for multiple in (1, 8, WIDTH):
         batch = batch_of(arrays, multiple=multiple)

@@ -50,7 +50,9 @@ def test_a_batch_holds_what_someone_reads():
         "positions": None,
     }
     assert batch.counts == {"lm": 3, "lm_accuracy": 3, "sop": 2, "sop_accuracy": 2, "padding": 24}
-    assert {batch.tokens.dtype, batch.masked.dtype, batch.labels.dtype, batch.is_random.dtype} == {torch.int64}
+    assert {batch.tokens.dtype, batch.masked.dtype, batch.labels.dtype, batch.is_random.dtype} == {
+        torch.int64
+    }
 
 
 def test_packed_samples_share_a_row_and_keep_apart():
@@ -108,7 +110,9 @@ def test_widths_are_multiples_and_no_more_than_the_sequence(longest, capacity, m
     assert batch.tokens.shape == (2, width)
 
 
-@pytest.mark.parametrize(("tp", "sp", "multiple"), [(1, False, 8), (3, False, 8), (3, True, 24), (16, True, 16)])
+@pytest.mark.parametrize(
+    ("tp", "sp", "multiple"), [(1, False, 8), (3, False, 8), (3, True, 24), (16, True, 16)]
+)
 @pytest.mark.parametrize("packed", [False, True])
 def test_it_follows_the_configuration(tp, sp, multiple, packed):
     changes = {"parallel.tensor_model_parallel_size": tp, "parallel.sequence_parallel": sp}

@@ -56,7 +56,9 @@ def test_the_sweep_covers_encoders_too(capsys, monkeypatch):
     ran = []
     monkeypatch.setattr(command, "run_in_threads", lambda config, grid, steps: ran.append(config))
     monkeypatch.setattr(command, "run_alone", lambda config, steps: None)
-    monkeypatch.setattr(command, "compare", lambda records, expected: [compare.Deviation("loss", 0.5, "here")])
+    monkeypatch.setattr(
+        command, "compare", lambda records, expected: [compare.Deviation("loss", 0.5, "here")]
+    )
     assert main(["--sweep", "5", "--ranks", "2"]) == 0
     assert {config.model.family for config in ran} == {"gpt", "bert"}
     assert {config.optimizer.optimizer for config in ran} == {"adam", "lamb"}
