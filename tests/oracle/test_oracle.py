@@ -95,9 +95,7 @@ def test_product_trains_as_the_oracle(case, data, tmp_path):
     moved = {name: (weight - initial[name]).abs().max() for name, weight in wanted.weights.items()}
     assert max(moved.values()) > 1e-3, "a training that moves nothing shows nothing"
     for name, weight in wanted.weights.items():
-        torch.testing.assert_close(
-            tensors[name]["weight"].double(), weight, rtol=2e-5, atol=5e-6, msg=lambda m: f"{name}: {m}"
-        )
+        torch.testing.assert_close(tensors[name]["weight"].double(), weight, rtol=2e-5, atol=5e-6, msg=name)
         assert tensors[name].keys() == {"weight", *wanted.state[name]}
         for kind, moment in wanted.state[name].items():
             torch.testing.assert_close(tensors[name][kind].double(), moment, rtol=1e-3, atol=1e-6)
