@@ -139,6 +139,7 @@ OPTIMIZER = {
 SECTIONS = ("model", "data", "batch", "optimizer", "precision")
 NOT_STATED = MappingProxyType(
     {
+        "model.bert_token_types": "for models of transformers: tests/checkpoint/hf/test_encoder.py",
         "model.num_classes": "fine-tuning has tests of its own: tests/equivalence/test_classifiers.py",
         "data.train_data_path": "another way to name the documents: tests/data/test_build.py",
         "data.valid_data_path": "no training reads it",
