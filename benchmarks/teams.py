@@ -282,6 +282,7 @@ def take_turns(teams: Sequence[Team], shape: Shape, rounds: int, steps: int) -> 
     """Let each team take a turn, round after round."""
     config = Config(
         model=ModelConfig(
+            family=shape.family,
             num_layers=shape.layers,
             hidden_size=shape.hidden,
             num_attention_heads=shape.heads,
