@@ -11,7 +11,7 @@ from setuptools import find_packages, setup
 
 native_data = Pybind11Extension(
     "megazero.data._native",
-    ["csrc/data/bindings.cpp"],
+    sorted(str(path) for path in Path("csrc/data").glob("*.cpp")),
     include_dirs=["csrc"],
     cxx_std=17,
     extra_compile_args=["-O3", "-Wall", "-Wextra", "-ffp-contract=off"],

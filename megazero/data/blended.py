@@ -34,6 +34,12 @@ class SampleDataset(Protocol):
     @property
     def description(self) -> dict[str, object]: ...
 
+    @property
+    def padding_share(self) -> float: ...  # of all positions, those that hold no token
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...  # what a user should hear at the start, in whole sentences
+
 
 def parse_blend(entries: Sequence[str], must_exist: bool = True) -> list[tuple[float | None, str]]:
     """(weight, prefix) of each dataset of a `--data-path`.
@@ -115,6 +121,7 @@ class BlendedDataset:
         arrays = cached_arrays(cache_dir, f"blend-{name}", description, _INDEX_ARRAYS, self._build)
         self.dataset_index: np.ndarray = arrays["dataset_index"]
         self.sample_index: np.ndarray = arrays["sample_index"]
+        self._taken = np.bincount(self.dataset_index, minlength=len(self.datasets))
         self._check_sizes()
 
     def __len__(self) -> int:
@@ -152,6 +159,16 @@ class BlendedDataset:
             "size": self._size,
         }
 
+    @property
+    def padding_share(self) -> float:
+        """Share of the positions that hold no token, by how often each dataset is drawn from."""
+        return float(np.dot(self._taken, [dataset.padding_share for dataset in self.datasets]) / self._size)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Those of all datasets."""
+        return tuple(note for dataset in self.datasets for note in dataset.notes)
+
     def _build(self) -> dict[str, np.ndarray]:
         if self._shares is None:
             owners, samples = build_exhaustive_blending_index(np.array(self._sizes))
@@ -160,8 +177,7 @@ class BlendedDataset:
         return {"dataset_index": owners, "sample_index": samples}
 
     def _check_sizes(self) -> None:
-        taken = np.bincount(self.dataset_index, minlength=len(self.datasets))
-        for number, (asked, given) in enumerate(zip(taken.tolist(), self._sizes, strict=True)):
+        for number, (asked, given) in enumerate(zip(self._taken.tolist(), self._sizes, strict=True)):
             if asked > given:
                 raise DataError(
                     f"`samples` of dataset {number} of the {self.name} blend must be at least {asked}, but "

@@ -11,34 +11,68 @@ import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from megazero.config.tree import Config, DataConfig
+from megazero.data.bert import BERTBuilder, BERTSettings, WordPieces
 from megazero.data.blended import BlendedDataset, SampleDataset, parse_blend
-from megazero.data.gpt_dataset import GPTDataset, GPTSettings, MockGPTDataset
+from megazero.data.gpt_dataset import GPTBuilder, GPTSettings
 from megazero.data.index_build import normalized
 from megazero.data.indexed.reader import IndexedDataset, open_indexed
 from megazero.data.splits import SPLIT_NAMES, SplitReading, split_ranges
+from megazero.data.tokenizers import Tokenizer
 from megazero.errors import DataError
 
 _RESERVE = 0.005  # share of samples built beyond the request of each dataset of a weighted blend
 _MOCK_EPOCH = 100_000  # samples; as many sequences as Megatron-Core's mock data has
 
 Datasets = tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]
+Sizes = tuple[int | None, int | None, int | None]
+"""The least samples of train, valid and test; 0 for none of that split, None for one epoch."""
+
+
+class DatasetBuilder(Protocol):
+    """How a family of models has its samples made; the rest of this module is the same for all."""
+
+    unit: str  # what split strings divide, in the plural
+
+    @property
+    def cache_dir(self) -> str | Path | None:
+        """Where built indexes are kept; None for nowhere."""
+
+    def units(self, indexed: IndexedDataset) -> int:
+        """How many of its units a dataset has."""
+
+    def build(
+        self, indexed: IndexedDataset, units: range, num_samples: int | None, name: str, epochs: int | None
+    ) -> SampleDataset:
+        """The samples of these units: at least so many, None for one epoch, or exactly `epochs` epochs."""
+
+    def mock(self, num_samples: int, name: str) -> SampleDataset:
+        """Random samples."""
+
+
+class TextVocabulary(Protocol):
+    """What datasets need to know of a vocabulary. size: its entries, without padding; eod: the id that ends a
+    document, if there is one; tokenizer: None if only the size is known."""
+
+    size: int
+    eod: int | None
+    tokenizer: Tokenizer | None
 
 
 @dataclass(frozen=True)
 class DatasetRequest:
     """What to build.
 
-    num_samples: the least samples of train, valid and test; 0 for none of that split, None for one epoch.
-    data_path: a prefix, prefixes, or weights and prefixes, divided by `split`; or each split's own
-    train_data_path, valid_data_path, test_data_path (then `split` is not used). train_exact_num_epochs: make
-    the training split exactly this many epochs long. mock: random tokens, no files. Raises DataError if
-    sources contradict each other or there are none.
+    builder: makes the datasets. data_path: a prefix, prefixes, or weights and prefixes, divided by `split`;
+    or each split's own train_data_path, valid_data_path, test_data_path (then `split` is not used).
+    train_exact_num_epochs: make the training split exactly this many epochs long. mock: random tokens, no
+    files. Raises DataError if sources contradict each other or there are none.
     """
 
-    settings: GPTSettings
-    num_samples: tuple[int | None, int | None, int | None]
+    builder: DatasetBuilder
+    num_samples: Sizes
     data_path: tuple[str, ...] = ()
     split: str = "969,30,1"
     train_data_path: tuple[str, ...] = ()
@@ -62,14 +96,14 @@ class DatasetRequest:
         return self.train_data_path, self.valid_data_path, self.test_data_path
 
 
-def build_gpt_datasets(request: DatasetRequest) -> Datasets:
+def build_datasets(request: DatasetRequest) -> Datasets:
     """(train, valid, test), with None for a split that is empty or not wanted.
 
     Raises DataError for damaged or missing files, impossible blends and splits too small for one sample.
     """
     if request.mock:
         return tuple(
-            None if size == 0 else MockGPTDataset(size or _MOCK_EPOCH, request.settings, name)
+            None if size == 0 else request.builder.mock(size or _MOCK_EPOCH, name)
             for name, size in zip(SPLIT_NAMES, request.num_samples, strict=True)
         )
     opened: dict[str, IndexedDataset] = {}
@@ -80,43 +114,80 @@ def build_gpt_datasets(request: DatasetRequest) -> Datasets:
     return train, valid, test
 
 
-def gpt_datasets(
-    config: Config, vocab_size: int, eod: int | None, num_samples: tuple[int | None, int | None, int | None]
-) -> Datasets:
+def gpt_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Datasets:
     """The three splits of a run that trains a GPT.
 
     Args:
         config: the run's configuration.
-        vocab_size: entries of the vocabulary, without padding.
-        eod: the id that ends a document; None if the tokenizer has none.
-        num_samples: the least samples of train, valid and test.
+        vocabulary: what ids stand for.
+        sizes: the least samples of train, valid and test.
 
     Raises:
         DataError: files are missing or damaged, or hold too little for one sample.
     """
     data = config.data
-    return build_gpt_datasets(
-        DatasetRequest(
-            settings=GPTSettings(
-                sequence_length=config.model.seq_length,
-                seed=config.training.seed,
-                cache_dir=data.data_cache_path or default_cache(data.data_path or data.train_data_path),
-                vocab_size=vocab_size,
-                eod_token=eod,
-                reset_position_ids=data.reset_position_ids,
-                reset_attention_mask=data.reset_attention_mask,
-                eod_mask_loss=data.eod_mask_loss,
-            ),
-            num_samples=(_train_size(data, num_samples[0]), *num_samples[1:]),
-            data_path=data.data_path,
-            split=data.split,
-            train_data_path=data.train_data_path,
-            valid_data_path=data.valid_data_path,
-            test_data_path=data.test_data_path,
-            train_exact_num_epochs=data.train_data_exact_num_epochs,
-            mock=data.mock_data,
-        )
+    settings = GPTSettings(
+        sequence_length=config.model.seq_length,
+        seed=config.training.seed,
+        cache_dir=_cache_of(data),
+        vocab_size=vocabulary.size,
+        eod_token=vocabulary.eod,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
     )
+    return build_datasets(_request(data, GPTBuilder(settings), sizes))
+
+
+def bert_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Datasets:
+    """The three splits of a run that trains a BERT; arguments and errors as in `gpt_datasets`.
+
+    Raises:
+        DataError: besides, the vocabulary is no WordPiece or lacks a special token, or the documents are not
+            split into sentences.
+    """
+    data = config.data
+    settings = BERTSettings(
+        sequence_length=config.model.seq_length,
+        words=_word_pieces(vocabulary, data.mock_data),
+        seed=config.training.seed,
+        cache_dir=_cache_of(data),
+        mask_prob=data.mask_prob,
+        short_seq_prob=data.short_seq_prob,
+        binary_head=config.model.bert_binary_head,
+    )
+    return build_datasets(_request(data, BERTBuilder(settings), sizes))
+
+
+def _word_pieces(vocabulary: TextVocabulary, mock: bool) -> WordPieces:
+    tokenizer = vocabulary.tokenizer
+    if mock and (tokenizer is None or tokenizer.word_pieces() is None):
+        return WordPieces.numbered(vocabulary.size)  # random text needs no words
+    if tokenizer is None:
+        raise DataError(
+            "`--tokenizer-type` must be given for BERT, which masks whole words, but is not; give "
+            "BertWordPieceLowerCase or BertWordPieceCase with --vocab-file, or HFTokenizer with "
+            "--tokenizer-model."
+        )
+    return WordPieces.of(tokenizer)
+
+
+def _request(data: DataConfig, builder: DatasetBuilder, sizes: Sizes) -> DatasetRequest:
+    return DatasetRequest(
+        builder=builder,
+        num_samples=(_train_size(data, sizes[0]), *sizes[1:]),
+        data_path=data.data_path,
+        split=data.split,
+        train_data_path=data.train_data_path,
+        valid_data_path=data.valid_data_path,
+        test_data_path=data.test_data_path,
+        train_exact_num_epochs=data.train_data_exact_num_epochs,
+        mock=data.mock_data,
+    )
+
+
+def _cache_of(data: DataConfig) -> str | None:
+    return data.data_cache_path or default_cache(data.data_path or data.train_data_path)
 
 
 def _train_size(data: DataConfig, wanted: int | None) -> int | None:
@@ -142,10 +213,10 @@ def default_cache(paths: tuple[str, ...]) -> str | None:
 
 @dataclass(frozen=True)
 class _Portion:
-    """One dataset's part in one split: its sequences, and its weight in the blend if it has one."""
+    """One dataset's part in one split: its units, and its weight in the blend if it has one."""
 
     indexed: IndexedDataset
-    sequence_ids: range
+    units: range
     weight: float | None
 
 
@@ -157,32 +228,30 @@ def _build_split(
     own = request.own_paths[number]
     if size == 0 or not (own or request.data_path):
         return None
-    sources = []
+    sources, builder = [], request.builder
     for weight, prefix in parse_blend(own or request.data_path):
         if prefix not in opened:
             opened[prefix] = open_indexed(prefix)
         indexed = opened[prefix]
-        ids = (
-            range(len(indexed))
-            if own
-            else split_ranges(request.split, len(indexed), request.split_reading)[number]
-        )
+        count = builder.units(indexed)
+        ids = range(count) if own else split_ranges(request.split, count, request.split_reading)[number]
         sources.append(_Portion(indexed, ids, weight))
-    if not any(len(source.sequence_ids) for source in sources):
+    if not any(len(source.units) for source in sources):
         if _wanted(request, number):
             warnings.warn(
                 f"the {name} split is empty: split {request.split} gives it none of the "
-                f"{sum(len(s.indexed) for s in sources)} sequences.",
+                f"{sum(builder.units(s.indexed) for s in sources)} {builder.unit}.",
                 stacklevel=3,
             )
         return None
     for source in sources:
-        if not len(source.sequence_ids):
+        if not len(source.units):
             raise DataError(
-                f"`{name}` split of {source.indexed.prefix} must have a sequence, but split {request.split} "
-                f"gives it none of {len(source.indexed)}; give {name}_data_path or a larger share."
+                f"`{name}` split of {source.indexed.prefix} must have some of its {builder.unit}, but split "
+                f"{request.split} gives it none of {builder.units(source.indexed)}; give {name}_data_path or "
+                "a larger share."
             )
-    return _assemble(request.settings, sources, size, name, epochs)
+    return _assemble(builder, sources, size, name, epochs)
 
 
 def _wanted(request: DatasetRequest, number: int) -> bool:
@@ -191,11 +260,11 @@ def _wanted(request: DatasetRequest, number: int) -> bool:
 
 
 def _assemble(
-    settings: GPTSettings, sources: list[_Portion], size: int | None, name: str, epochs: int | None
+    builder: DatasetBuilder, sources: list[_Portion], size: int | None, name: str, epochs: int | None
 ) -> SampleDataset:
     if len(sources) == 1 and sources[0].weight is None:
         (source,) = sources
-        return GPTDataset(source.indexed, source.sequence_ids, size, settings, name, epochs)
+        return builder.build(source.indexed, source.units, size, name, epochs)
     weighted = sources[0].weight is not None
     if not weighted or epochs is not None:
         if weighted:
@@ -203,16 +272,16 @@ def _assemble(
                 f"`train_exact_num_epochs` must come without weights in `data_path`, but is {epochs}; the "
                 "number of epochs already fixes how much each dataset gives."
             )
-        parts = [GPTDataset(s.indexed, s.sequence_ids, None, settings, name, epochs) for s in sources]
+        parts = [builder.build(s.indexed, s.units, None, name, epochs) for s in sources]
         total = sum(len(part) for part in parts)
         blend_size = None if size is None or epochs is not None else min(size, total)
-        return BlendedDataset(parts, None, blend_size, settings.cache_dir, name)
+        return BlendedDataset(parts, None, blend_size, builder.cache_dir, name)
     if size is None:
         raise DataError(f"`num_samples` must be given for the weighted {name} blend, but is None.")
     weights = normalized([source.weight for source in sources]).tolist()
     targets = [math.ceil(size * weight) for weight in weights]
     parts = [
-        GPTDataset(s.indexed, s.sequence_ids, math.ceil(target * (1 + _RESERVE)), settings, name)
+        builder.build(s.indexed, s.units, math.ceil(target * (1 + _RESERVE)), name, None)
         for s, target in zip(sources, targets, strict=True)
     ]
-    return BlendedDataset(parts, weights, sum(targets), settings.cache_dir, name)
+    return BlendedDataset(parts, weights, sum(targets), builder.cache_dir, name)

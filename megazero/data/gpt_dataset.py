@@ -127,6 +127,15 @@ class GPTDataset:
             "seed": self.settings.seed,
         }
 
+    @property
+    def padding_share(self) -> float:
+        """Samples are full."""
+        return 0.0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
     def _plan(self, num_samples: int | None, epochs: int | None) -> SamplePlan:
         lengths, ids = self.indexed.lengths, self._ids
         chosen = lengths[ids.start : ids.stop] if isinstance(ids, range) else lengths[ids]
@@ -228,3 +237,36 @@ class MockGPTDataset:
     @property
     def description(self) -> dict[str, object]:
         return {"kind": "mock", "name": self.name, "key": self._key, "samples": self._size}
+
+    @property
+    def padding_share(self) -> float:
+        """Samples are full."""
+        return 0.0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class GPTBuilder:
+    """Makes GPT datasets of these settings, for `megazero.data.build`. Splits divide sequences."""
+
+    settings: GPTSettings
+
+    unit = "sequences"
+
+    @property
+    def cache_dir(self) -> str | Path | None:
+        return self.settings.cache_dir
+
+    def units(self, indexed: IndexedDataset) -> int:
+        return len(indexed)
+
+    def build(
+        self, indexed: IndexedDataset, units: range, num_samples: int | None, name: str, epochs: int | None
+    ) -> GPTDataset:
+        return GPTDataset(indexed, units, num_samples, self.settings, name, epochs)
+
+    def mock(self, num_samples: int, name: str) -> MockGPTDataset:
+        return MockGPTDataset(num_samples, self.settings, name)

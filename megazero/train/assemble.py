@@ -87,7 +87,7 @@ def build_feeds(
         horizon.evaluations.samples_until(end.iteration),
         horizon.evaluations.samples,
     )
-    train, valid, test = family.datasets(config, vocabulary.size, vocabulary.eod, sizes)
+    train, valid, test = family.datasets(config, vocabulary, sizes)
 
     def feed(dataset, ahead: int, seed: int | None) -> Feed | None:
         if dataset is None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from megazero.checkpoint.hf import GPT2, LLAMA, Architecture
 from megazero.config.tree import Config, ModelConfig, RecomputeConfig
-from megazero.data import Datasets, gpt_datasets
+from megazero.data import Datasets, bert_datasets, gpt_datasets
 from megazero.layers import Placement
 from megazero.models import (
     BERT,
@@ -76,8 +76,7 @@ class Family:
         ties: whether a model of this shape has a head that shares a weight with its embedding.
         collate: (configuration, vocabulary size, device, dropout seed or None) -> a function that checks
             arrays and turns them into micro-batches.
-        datasets: (configuration, vocabulary size, id that ends a document, samples of each split) -> the
-            three splits.
+        datasets: (configuration, vocabulary, samples of each split) -> the three splits.
         random_arrays: (generator, number of sequences, tokens in each, vocabulary size) -> arrays like a
             dataset's, with uneven loss masks, for checks and measurements.
         architectures: the architectures in transformers that its models can be converted from and to.
@@ -88,7 +87,7 @@ class Family:
     chunk: ChunkBuilder
     ties: Callable[[ModelConfig], bool]
     collate: Callable[[Config, int, torch.device, int | None], Collate]
-    datasets: Callable[[Config, int, int | None, Sizes], Datasets]
+    datasets: Callable[[Config, Vocabulary, Sizes], Datasets]
     random_arrays: Callable[[np.random.Generator, int, int, int], dict[str, np.ndarray]]
     architectures: tuple[Architecture, ...]
 
@@ -118,7 +117,7 @@ _ROWS = (
         chunk=BERT,
         ties=lambda model: not model.untie_embeddings_and_output_weights,
         collate=BertCollate.of,
-        datasets=gpt_datasets,
+        datasets=bert_datasets,
         random_arrays=random_samples,
         architectures=(),
     ),

@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     from megatron.core.datasets.indexed_dataset import IndexedDataset as CoreIndexedDataset
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megazero.data import DatasetRequest, GPTSettings, build_gpt_datasets, open_indexed
+from megazero.data import DatasetRequest, GPTBuilder, GPTSettings, build_datasets, open_indexed
 from megazero.data.index_build import (
     build_blending_index,
     build_exhaustive_blending_index,
@@ -74,7 +74,7 @@ def test_one_dataset_in_three_splits(tmp_path, corpora, monkeypatch, split, leng
     config = core_config(tmp_path, ([corpora[0]], None), split, length, seed)
     theirs = core_datasets(config, sizes, monkeypatch)
     settings = GPTSettings(sequence_length=length, seed=seed)
-    ours = build_gpt_datasets(DatasetRequest(settings, sizes, data_path=(corpora[0],), split=split))
+    ours = build_datasets(DatasetRequest(GPTBuilder(settings), sizes, data_path=(corpora[0],), split=split))
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine is None) == (other is None)
         if mine is not None:
@@ -92,7 +92,7 @@ def test_weighted_blend(tmp_path, corpora, monkeypatch, weights):
     theirs = core_datasets(config, sizes, monkeypatch)
     path = [text for weight, prefix in zip(weights, corpora, strict=True) for text in (str(weight), prefix)]
     settings = GPTSettings(sequence_length=16, seed=99)
-    ours = build_gpt_datasets(DatasetRequest(settings, sizes, data_path=tuple(path), split="8,1,1"))
+    ours = build_datasets(DatasetRequest(GPTBuilder(settings), sizes, data_path=tuple(path), split="8,1,1"))
     for mine, other in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(mine.dataset_index, other.dataset_index)
         np.testing.assert_array_equal(mine.sample_index, other.dataset_sample_index)
@@ -104,7 +104,9 @@ def test_blend_without_weights(tmp_path, corpora, monkeypatch, sizes):
     config = core_config(tmp_path, (corpora, None), "8,1,1", 16, 99)
     theirs = core_datasets(config, sizes, monkeypatch)
     settings = GPTSettings(sequence_length=16, seed=99)
-    ours = build_gpt_datasets(DatasetRequest(settings, sizes, data_path=tuple(corpora), split="8,1,1"))
+    ours = build_datasets(
+        DatasetRequest(GPTBuilder(settings), sizes, data_path=tuple(corpora), split="8,1,1")
+    )
     for mine, other in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(mine.dataset_index, other.dataset_index)
         assert_same_samples(mine, other)
@@ -119,7 +121,7 @@ def test_masks_at_end_of_document(tmp_path, corpora, monkeypatch):
     config = core_config(tmp_path, ([prefix], None), "1", 24, 1, **flags)
     theirs = core_datasets(config, (20, 0, 0), monkeypatch)[0]
     settings = GPTSettings(sequence_length=24, seed=1, eod_token=EOD, **flags)
-    ours = build_gpt_datasets(DatasetRequest(settings, (20, 0, 0), data_path=(prefix,), split="1"))[0]
+    ours = build_datasets(DatasetRequest(GPTBuilder(settings), (20, 0, 0), data_path=(prefix,), split="1"))[0]
     assert_same_samples(ours, theirs)
     documents = ours[2]["document_ids"]
     causal = np.tril(np.ones((24, 24), dtype=bool)) & (documents[:, None] == documents[None, :])

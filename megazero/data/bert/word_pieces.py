@@ -1,0 +1,101 @@
+"""What masking needs to know about a vocabulary."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megazero.data.tokenizers import Tokenizer
+from megazero.errors import DataError
+
+_CONTINUES = "##"  # how WordPiece spells a piece that goes on with the word before it
+_ROLES = ("cls", "sep", "mask", "pad")
+
+
+@dataclass(frozen=True, eq=False)
+class WordPieces:
+    """A WordPiece vocabulary as masking sees it.
+
+    cls, sep, mask, pad: ids of the special tokens. continues: bool [one above the largest id], whether a
+    piece goes on with the word before it. replacements: int64 [V], the ids that a random replacement is drawn
+    from, in ascending order.
+    """
+
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+    continues: np.ndarray
+    replacements: np.ndarray
+
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> WordPieces:
+        """Those of a tokenizer. Raises DataError if it is of another kind or lacks a special token."""
+        pieces = tokenizer.word_pieces()
+        if pieces is None:
+            raise DataError(
+                f"`--tokenizer-type` must be a WordPiece vocabulary, but {tokenizer.name} is none; give "
+                "BertWordPieceLowerCase or BertWordPieceCase with its vocab.txt, or HFTokenizer with a "
+                "tokenizer.json that holds WordPiece."
+            )
+        spelled = {role: tokenizer.special_ids.get(role, pieces.get(f"[{role.upper()}]")) for role in _ROLES}
+        missing = [f"[{role.upper()}]" for role, found in spelled.items() if found is None]
+        if missing:
+            raise DataError(
+                "`vocabulary` must contain [CLS], [SEP], [MASK] and [PAD], but lacks "
+                f"{' and '.join(missing)}; add them to it."
+            )
+        continues = np.zeros(tokenizer.vocab_size, dtype=bool)
+        continues[[number for piece, number in pieces.items() if piece.startswith(_CONTINUES)]] = True
+        return WordPieces(
+            **spelled,
+            continues=continues,
+            replacements=np.unique(np.fromiter(pieces.values(), dtype=np.int64, count=len(pieces))),
+        )
+
+    @staticmethod
+    def numbered(size: int) -> WordPieces:
+        """For runs without a tokenizer: `size` words, of which 0 to 4 are [PAD] [UNK] [CLS] [SEP] [MASK].
+
+        Raises DataError if no id is left for words.
+        """
+        if size < 6:
+            raise DataError(
+                f"`vocab_size` must be at least 6, for five special tokens and a word, but is {size}."
+            )
+        every = np.arange(size, dtype=np.int64)
+        return WordPieces(
+            cls=2, sep=3, mask=4, pad=0, continues=np.zeros(size, dtype=bool), replacements=every
+        )
+
+    @property
+    def size(self) -> int:
+        """One above the largest id."""
+        return self.continues.size
+
+    @property
+    def specials(self) -> np.ndarray:
+        """int64 [4]: the ids of [CLS], [SEP], [MASK] and [PAD]."""
+        return np.array([self.cls, self.sep, self.mask, self.pad], dtype=np.int64)
+
+    @property
+    def plain(self) -> np.ndarray:
+        """int64: the ids that are none of these, ascending. Raises DataError if there are none."""
+        ids = np.setdiff1d(self.replacements, self.specials)
+        if not ids.size:
+            raise DataError(
+                f"`vocabulary` must hold words, but its {self.replacements.size} ids are special tokens."
+            )
+        return ids
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex key of all of it."""
+        digest = hashlib.blake2b(digest_size=16)
+        for array in (self.specials, self.replacements):
+            digest.update(array.astype("<i8").tobytes())
+        digest.update(self.continues.tobytes())
+        return digest.hexdigest()
