@@ -92,14 +92,21 @@ class BertHead(nn.Module):
 def bert_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
     """The blocks that a BERT of this shape consists of: embedding, layers, head.
 
-    Only masked tokens reach the head.
+    Only masked tokens reach the head, and the last layer computes no others beyond their queries, unless
+    sequence parallelism gives a rank its share of all rows.
     """
     model = config.model
-    layer = attention_flops(model, causal=False) + mlp_flops(model)
+    wanted = 1.0 if config.parallel.sequence_parallel else config.data.mask_prob
+
+    def layer(share: float) -> Block:
+        flops = attention_flops(model, causal=False, queried=share) + share * mlp_flops(model)
+        return Block(TransformerLayer.__name__, flops)
+
     head = config.data.mask_prob * (dense_flops(model) + logits_flops(model, padded_vocab))
     return (
         Block(Embedding.__name__, 0.0),
-        *(Block(TransformerLayer.__name__, layer),) * model.num_layers,
+        *(layer(1.0),) * (model.num_layers - 1),
+        layer(wanted),
         Block(BertHead.__name__, head),
     )
 

@@ -21,7 +21,7 @@ from benchmarks.contenders.megatron import MainParameters, config_of
 
 
 class SdpaPaddedAttention(nn.Module):
-    """Attention of [s, b, heads, d] queries, keys and values, to [s, b, heads * d]; True in the mask forbids."""
+    """Attention of [s, b, heads, d] tensors, to [s, b, heads * d]; True in the mask forbids."""
 
     def __init__(self, config, **_options):
         super().__init__()
@@ -45,9 +45,8 @@ def _model(shape: BertShape):
     spec.submodules.self_attention.submodules.core_attention = SdpaPaddedAttention
     config = replace(config_of(shape), hidden_dropout=shape.dropout, attention_dropout=shape.dropout)
     # The model asks for Transformer Engine's version if its attention is not its own.
-    with mock.patch.object(
-        BertModel, "_sanity_check_attention_and_get_attn_mask_dimension", lambda self: "b11s"
-    ):
+    asks = "_sanity_check_attention_and_get_attn_mask_dimension"
+    with mock.patch.object(BertModel, asks, return_value="b11s"):
         model = BertModel(
             config,
             num_tokentypes=2,
@@ -69,7 +68,7 @@ def _loss(model: nn.Module, batch: Micro) -> torch.Tensor:
 
 
 def build(shape: BertShape, rank: int, world_size: int):
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
 
     torch.manual_seed(0)
     # megatron-core allocates its gradient buffers on "the current CUDA device".

@@ -1,4 +1,4 @@
-"""megazero on the same shape and samples, through its own model, batches and engine, as pretrain_bert.py runs it."""
+"""megazero on the same samples, through its own model, batches and engine, as pretrain_bert.py runs it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def build(shape: BertShape, rank: int, world_size: int, pack: bool = False, trim
     if not trim:
         collate = replace(collate, multiple=shape.sequence)
     numbers = count(rank, world_size)  # of the samples, in the training order
-    steps = shape.steps(
-        rank, lambda arrays: collate(arrays, tuple(next(numbers) for _ in arrays["lengths"]))
-    )
+    steps = shape.steps(rank, lambda arrays: collate(arrays, tuple(next(numbers) for _ in arrays["lengths"])))
     timers = Timers()
 
     def step() -> float:

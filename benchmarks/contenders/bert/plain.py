@@ -20,7 +20,7 @@ from benchmarks.contenders.plain import ADAMW
 
 
 class Micro(NamedTuple):
-    """A micro-batch: int64 [b, s] each, but `real` bool [b, s] and `is_random` [b]; labels are -100 elsewhere."""
+    """A micro-batch: int64 [b, s], `real` bool, `is_random` [b]; labels are -100 where nothing is asked."""
 
     tokens: Tensor
     types: Tensor
