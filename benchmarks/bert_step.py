@@ -59,7 +59,7 @@ def main() -> int:
     chosen = [by_name[name] for name in args.contenders or by_name]
     if not args.contenders:
         chosen = [c for c in chosen if args.ranks in c.ranks]
-    keys = ("dtype", "ranks", "threads", "device", "dropout", "short")
+    keys = ("dtype", "ranks", "threads", "device", "micro_batch", "dropout", "short")
     settings = {key: getattr(args, key) for key in keys}
     settings["real_share"] = shape.real_share
     with started(present(chosen), shape, args.ranks, max(1, args.threads // args.ranks)) as (teams, _):
