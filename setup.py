@@ -58,6 +58,8 @@ setup(
         "pyyaml>=6",
         "tokenizers>=0.20",
         "sentencepiece>=0.2",
+        # Wheels for macOS begin with Python 3.11; there alone sentences cannot be split.
+        'sentencex>=1.0.32; sys_platform != "darwin" or python_version >= "3.11"',
         "regex>=2023.12",
         "safetensors>=0.4",
         "xxhash>=3",

@@ -290,7 +290,7 @@ def continue_run(run: Run, names: tuple[str, ...], allowed: tuple[int, ...]) -> 
     def work(rank: int) -> tuple[int, str, str]:
         context = thread_context(world, run.layout.grid, rank)
         build = partial(verification_engine, context=context)
-        resumed = resume(run.config, context, VOCABULARY, build, foreign=None)
+        resumed = resume(run.config, context, VOCABULARY, build)
         return resumed.state.iteration, digest(resumed.engine, context), "; ".join(resumed.remarks)
 
     try:

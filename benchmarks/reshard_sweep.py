@@ -107,7 +107,7 @@ def run(case: Case, load: Path | None, save: Path, steps: int) -> list[Seen]:
             state = train(engine, config, context, TrainState(), BEFORE, Record())
         else:
             build = partial(verification_engine, context=context)
-            resumed = resume(config, context, VOCABULARY, build, foreign=None)
+            resumed = resume(config, context, VOCABULARY, build)
             engine, state = resumed.engine, resumed.state
         snapshots = Snapshots(config, horizon, engine, context, VOCABULARY, config.training.seed)
         assert snapshots.save(state) == [BEFORE]

@@ -14,7 +14,7 @@ _BLOCK = 1 << 24
 
 @dataclass(frozen=True)
 class LengthFacts:
-    """Statistics of lengths in tokens; all are zero if there are no lengths."""
+    """Statistics of lengths, in tokens or sequences; all are zero if there are no lengths."""
 
     min: int
     median: float
@@ -34,6 +34,11 @@ def document_lengths(dataset: IndexedDataset) -> np.ndarray:
     """int64 [documents], tokens of each document."""
     before = np.concatenate([[0], np.cumsum(dataset.lengths, dtype=np.int64)])
     return np.diff(before[dataset.document_index])
+
+
+def sequences_per_document(dataset: IndexedDataset) -> np.ndarray:
+    """int64 [documents], sequences of each document."""
+    return np.diff(dataset.document_index)
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:

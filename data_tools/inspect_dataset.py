@@ -1,8 +1,9 @@
 """Shows what is in an indexed dataset.
 
-`python data_tools/inspect_dataset.py PREFIX [--validate] [--document K ...]` prints counts and lengths;
-on request a histogram of document lengths, document K (as text if a tokenizer is given) and the unigram
-entropy. A damaged dataset gives an error and exit status 1.
+`python data_tools/inspect_dataset.py PREFIX [--validate] [--document K ...]` prints counts and lengths, and
+the sequences (sentences, if the texts were split) per document; on request a histogram of document lengths,
+document K (as text if a tokenizer is given) and the unigram entropy. A damaged dataset gives an error and
+exit status 1.
 """
 
 from __future__ import annotations
@@ -34,11 +35,18 @@ def inspect_dataset(args: argparse.Namespace) -> None:
 
 def collect(args: argparse.Namespace) -> dict[str, Any]:
     """Everything the flags ask for, as plain JSON values."""
-    from data_tools.dataset_facts import LengthFacts, document_lengths, histogram, unigram_entropy
+    from data_tools.dataset_facts import (
+        LengthFacts,
+        document_lengths,
+        histogram,
+        sequences_per_document,
+        unigram_entropy,
+    )
     from megazero.data.indexed.reader import open_indexed
 
     dataset = open_indexed(args.prefix)
     documents = document_lengths(dataset)
+    per_document = sequences_per_document(dataset)
     facts: dict[str, Any] = {
         "prefix": args.prefix,
         "sequences": len(dataset),
@@ -50,6 +58,8 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
         "checksums": dataset.has_checksums,
         "sequence_lengths": asdict(LengthFacts.of(dataset.lengths)),
         "document_lengths": asdict(LengthFacts.of(documents)),
+        "sequences_per_document": asdict(LengthFacts.of(per_document)),
+        "documents_of_one_sequence": int((per_document == 1).sum()),
     }
     if args.validate:
         dataset.validate(full=True)
@@ -85,6 +95,11 @@ def print_facts(facts: dict[str, Any]) -> None:
         row = facts[name]
         middle = f"median {row['median']:,.1f}, mean {row['mean']:,.1f}"
         print(f"  {name:<17} min {row['min']:,}, {middle}, max {row['max']:,}")
+    if facts["sequences"] != facts["documents"]:
+        row = facts["sequences_per_document"]
+        middle = f"median {row['median']:,.1f}, mean {row['mean']:,.1f}"
+        alone = f"{facts['documents_of_one_sequence']:,} documents have one"
+        print(f"  {'per document':<17} min {row['min']:,}, {middle}, max {row['max']:,} sequences; {alone}")
     if "valid" in facts:
         checked = (
             "index and tokens" if facts["checksums"] else "index only: there are no checksums for the tokens"

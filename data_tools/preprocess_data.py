@@ -3,8 +3,9 @@
 `python data_tools/preprocess_data.py --input f.jsonl --output-prefix p --tokenizer-type ... --append-eod`
 
 One JSON object per line; the value under each of `--json-keys` is a document's text, or a list of texts that
-become the document's sequences. Writes `{prefix}_{key}_document.bin` and `.idx`. The bytes written depend on
-the input and the tokenizer alone, not on `--workers`.
+become the document's sequences. Writes `{prefix}_{key}_document.bin` and `.idx`. With `--split-sentences`
+each sentence of a text becomes a sequence, and `_document` is `_sentence`. The bytes written depend on the
+input, the tokenizer and how sentences are split, not on `--workers` or `--partitions`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,21 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--append-eod", action="store_true", help="end each document with the tokenizer's eod"
     )
+    _add_sentence_flags(parser)
     parser.add_argument(
         "--workers", type=cli.positive_int, default=1, metavar="N", help="processes that tokenize"
+    )
+    parser.add_argument(
+        "--partitions",
+        type=cli.positive_int,
+        default=1,
+        metavar="N",
+        help="parts of the input that are read and written at once, each by `--workers` / N processes",
+    )
+    parser.add_argument(
+        "--keep-sequential-samples",
+        action="store_true",
+        help="documents keep their order in the input; they do so without this too",
     )
     parser.add_argument(
         "--on-error",
@@ -63,12 +77,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def preprocess_data(args: argparse.Namespace) -> None:
-    """Does what the flags say and prints a summary. Raises DataError; see `pipeline.preprocess`."""
-    from data_tools.preprocessing.encode import EncodeJob
-    from data_tools.preprocessing.pipeline import PreprocessRun, preprocess
-    from data_tools.preprocessing.progress import print_table
+def _add_sentence_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sentences")
+    group.add_argument(
+        "--split-sentences", action="store_true", help="make each sentence of a text a sequence, for BERT"
+    )
+    group.add_argument(
+        "--keep-newlines", action="store_true", help="leave the whitespace after a sentence at its end"
+    )
+    group.add_argument(
+        "--lang", metavar="LANGUAGE", help="language of the texts, as a name or a code (default: english)"
+    )
 
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises DataError for flags that do not go together."""
     if len(set(args.json_keys)) != len(args.json_keys):
         raise DataError(f"`--json-keys` must name each key once, but is {' '.join(args.json_keys)}.")
     for key in args.json_keys:
@@ -76,16 +99,48 @@ def preprocess_data(args: argparse.Namespace) -> None:
             raise DataError(
                 f"`--json-keys` must fit into a file name, but one is {key}; rename it in the jsonl."
             )
+    if args.workers % args.partitions:
+        raise DataError(
+            f"`--workers` must be a multiple of `--partitions` ({args.partitions}), but is {args.workers}; "
+            f"set it to {-(-args.workers // args.partitions) * args.partitions}."
+        )
+    for flag, given in (("--keep-newlines", args.keep_newlines), ("--lang", args.lang is not None)):
+        if given and not args.split_sentences:
+            raise DataError(
+                f"`{flag}` must come with `--split-sentences`, but it does not; add that or leave this out."
+            )
+
+
+def preprocess_data(args: argparse.Namespace) -> None:
+    """Does what the flags say and prints a summary. Raises DataError; see `pipeline.preprocess`."""
+    from data_tools.preprocessing.encode import EncodeJob
+    from data_tools.preprocessing.pipeline import PreprocessRun, preprocess
+    from data_tools.preprocessing.progress import print_table
+    from data_tools.preprocessing.sentences import SentenceRules
+
+    _check(args)
+    if args.tokenizer_type.startswith("BertWordPiece") and not args.split_sentences:
+        print(
+            "note: each text is one sentence; BERT's binary head needs two of each document, which "
+            "`--split-sentences` makes.",
+            file=sys.stderr,
+        )
+    rules = SentenceRules(args.lang or "english", args.keep_newlines) if args.split_sentences else None
     job = EncodeJob(
         cli.tokenizer_spec(args),
         tuple(args.json_keys),
         append_eod=args.append_eod,
         skip_bad_lines=args.on_error == "skip",
+        sentences=rules,
     )
     paths = tuple(cli.expand_inputs(args.input))
-    run = PreprocessRun(paths, args.output_prefix, job, args.workers, args.log_interval)
+    run = PreprocessRun(
+        paths, args.output_prefix, job, args.workers, args.log_interval, partitions=args.partitions
+    )
     outcome = preprocess(run)
-    print_table(outcome.totals, run.outputs(), outcome.encoder, outcome.seconds)
+    print_table(
+        outcome.totals, run.outputs(), outcome.encoder, outcome.seconds, sentences=args.split_sentences
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,8 +1,10 @@
-"""Trains a byte-level BPE tokenizer on a jsonl corpus.
+"""Trains a byte-level BPE or a WordPiece tokenizer on a jsonl corpus.
 
 `python data_tools/train_tokenizer.py --input corpus.jsonl --output DIR` writes `tokenizer.json` (for
 HFTokenizer) and `vocab.json` with `merges.txt` (for GPT2BPETokenizer); both give the same ids.
-`<|endoftext|>` is id 0. The same corpus and flags give the same files.
+`<|endoftext|>` is id 0. `--type wordpiece` writes `tokenizer.json` and BERT's `vocab.txt` (for
+BertWordPieceLowerCase, or with `--cased` BertWordPieceCase); [PAD] [UNK] [CLS] [SEP] [MASK] are ids 0 to 4.
+The same corpus and flags give the same files.
 """
 
 from __future__ import annotations
@@ -12,13 +14,18 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_tools import cli
 from data_tools.preprocessing.chunks import cut, parse, split_lines
+from data_tools.wordpiece_training import train_wordpiece
 from megazero.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 _LEAST_VOCAB = 257  # the 256 bytes and the end of text
@@ -50,54 +57,69 @@ def texts(paths: Sequence[str], key: str, limit: float | None) -> Iterator[str]:
 
 
 def train_tokenizer(args: argparse.Namespace) -> None:
-    """Trains and writes the three files, each whole or not at all."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    if args.vocab_size < _LEAST_VOCAB:
+    """Trains and writes the files, each whole or not at all."""
+    if args.cased and args.type != "wordpiece":
         raise DataError(
-            f"`--vocab-size` must be at least {_LEAST_VOCAB} for byte-level BPE, but is {args.vocab_size}."
+            "`--cased` must come with `--type wordpiece`, but does not; BPE always keeps the case."
         )
-    paths = cli.expand_inputs(args.input)
     limit = None if args.sample_mb is None else args.sample_mb * 1e6
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=args.vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=sys.stderr.isatty(),
-    )
-    tokenizer.train_from_iterator(texts(paths, args.json_key, limit), trainer)
+    corpus = texts(cli.expand_inputs(args.input), args.json_key, limit)
+    if args.type == "wordpiece":
+        tokenizer, contents = train_wordpiece(corpus, args.vocab_size, cased=args.cased)
+        kind = "BertWordPieceCase" if args.cased else "BertWordPieceLowerCase"
+        said = f"for --tokenizer-type {kind} --vocab-file {Path(args.output) / 'vocab.txt'}"
+    else:
+        tokenizer, contents = _train_bpe(corpus, args.vocab_size)
+        said = f"{END_OF_TEXT} is id {tokenizer.token_to_id(END_OF_TEXT)}"
     found = tokenizer.get_vocab_size()
     if found < args.vocab_size:
         raise DataError(
             f"`--vocab-size` must not exceed what the text yields, but is {args.vocab_size} where this "
             f"text yields {found}; give more text or a smaller vocabulary."
         )
-    _write(tokenizer, Path(args.output))
-    print(f"{args.output}: {found:,} tokens, {END_OF_TEXT} is id {tokenizer.token_to_id(END_OF_TEXT)}")
+    for name, content in contents.items():
+        with cli.atomic_file(Path(args.output) / name) as file:
+            file.write(content.encode())
+    print(f"{args.output}: {found:,} tokens, {said}")
 
 
-def _write(tokenizer, directory: Path) -> None:
+def _train_bpe(corpus: Iterator[str], size: int) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer and the files' contents."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if size < _LEAST_VOCAB:
+        raise DataError(f"`--vocab-size` must be at least {_LEAST_VOCAB} for byte-level BPE, but is {size}.")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
     model = json.loads(tokenizer.to_str())["model"]
     vocab = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    contents = {
+    return tokenizer, {
         "vocab.json": json.dumps(vocab, ensure_ascii=False),
         "merges.txt": "\n".join(["#version: 0.2", *merges, ""]),
         "tokenizer.json": tokenizer.to_str(pretty=True),
     }
-    for name, content in contents.items():
-        with cli.atomic_file(directory / name) as file:
-            file.write(content.encode())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool; 0 if the files were written."""
     parser = argparse.ArgumentParser(prog="train_tokenizer.py", description=__doc__.split("\n")[0])
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="jsonl files or globs")
-    parser.add_argument("--output", required=True, metavar="DIR", help="directory for the three files")
+    parser.add_argument("--output", required=True, metavar="DIR", help="directory for the files")
+    parser.add_argument(
+        "--type", choices=("bpe", "wordpiece"), default="bpe", help="kind of tokenizer (default: bpe)"
+    )
+    parser.add_argument(
+        "--cased", action="store_true", help="WordPiece that keeps case and accents (default: lower case)"
+    )
     parser.add_argument(
         "--vocab-size", type=cli.positive_int, default=8192, metavar="N", help="default: 8192"
     )

@@ -33,6 +33,12 @@ def _config(arguments: list[str]) -> int:
     return 0
 
 
+def _fill_mask(arguments: list[str]) -> int:
+    from megazero.inference.fill_command import main as fill_mask
+
+    return fill_mask(arguments)
+
+
 def _generate(arguments: list[str]) -> int:
     from megazero.inference.command import main as generate
 
@@ -59,6 +65,7 @@ def _version(arguments: list[str]) -> int:
 VERBS = (
     Verb("checkpoint", "inspect, verify, compare, convert and prune checkpoints", _checkpoint),
     Verb("config", "resolve pretrain_gpt.py's flags; print the tree, or every reason to refuse it", _config),
+    Verb("fill-mask", "show what a model expects at the masked places of a text", _fill_mask),
     Verb("generate", "generate text from a checkpoint", _generate),
     Verb("plan", "show what a launch would do: `megazero plan schedule` draws a pipeline schedule", _plan),
     Verb("verify", "check that a configuration's layout trains like one process", _verify),

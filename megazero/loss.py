@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from megazero.errors import ConfigError
 
+PADDING = "padding"
+"""Name of the term that models report as the share of positions that hold no token."""
+
 
 @dataclass(frozen=True)
 class LossTerm:

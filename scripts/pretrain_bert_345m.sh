@@ -26,8 +26,7 @@ DATA_PATH=${DATA_PATH:-my-bert_text_sentence}
 VOCAB_FILE=${VOCAB_FILE:-bert-large-uncased-vocab.txt}
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-checkpoints/bert_345m}
 
-# Batch and rates of the Adam baseline; scripts for LAMB change four lines: --optimizer lamb, the rate, the
-# batch and the warmup (examples_3d/bert_345m_lamb.yaml).
+# AdamW with Megatron's rates. For large batches with LAMB see examples_3d/bert_large_lamb_phase1.yaml.
 case $PHASE in
     1)
         SEQ_LENGTH=128 MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-32} TRAIN_ITERS=${TRAIN_ITERS:-900000}

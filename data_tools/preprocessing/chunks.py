@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import IO, Any
 
 from megazero.errors import DataError
@@ -19,6 +20,8 @@ CHUNK_BYTES = 2 << 20
 _STRICT = json.JSONDecoder(parse_int=float)
 # Halves of a surrogate pair at each place where one can stand.
 _HALVES = (rb'"\ud800"', rb'"\udc00"', rb'"\ud800a"', rb'"\ud800\u0041"', rb'"\udc00\ud800"')
+# Makes one text several.
+Split = Callable[[str], list[str]]
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -44,41 +47,54 @@ class Chunk:
         return data
 
 
-def cut(paths: Sequence[str], chunk_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]:
-    """The files' chunks in order. Where a chunk ends depends on the files and `chunk_bytes` alone.
+@dataclass(frozen=True)
+class Stretch:
+    """Whole lines of one file, from byte `start` to `end` (None: to its end). Of a compressed file, all."""
+
+    path: str
+    start: int = 0
+    end: int | None = None
+
+
+def cut(sources: Sequence[str | Stretch], chunk_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]:
+    """The chunks of these files or stretches in order. Where one ends depends on them and `chunk_bytes`
+    alone.
 
     A chunk is `chunk_bytes` long, plus whatever completes its last line. Compressed files (gzip, recognized
     by their first bytes) are unpacked here; others are read by whoever processes the chunk.
     """
     number = 0
-    for path in paths:
-        pieces = _cut_gzip(path, chunk_bytes) if _is_gzip(path) else _cut_plain(path, chunk_bytes)
-        for start, end, data in pieces:
-            yield Chunk(number, path, start, end, data)
+    for source in sources:
+        stretch = Stretch(source) if isinstance(source, str) else source
+        divided = _cut_gzip if is_gzip(stretch.path) else _cut_plain
+        for start, end, data in divided(stretch, chunk_bytes):
+            yield Chunk(number, stretch.path, start, end, data)
             number += 1
 
 
-def _is_gzip(path: str) -> bool:
+def is_gzip(path: str) -> bool:
+    """Whether the file is compressed, by its first bytes."""
     with open(path, "rb") as file:
         return file.read(2) == b"\x1f\x8b"
 
 
-def _cut_plain(path: str, chunk_bytes: int) -> Iterator[tuple[int, int, None]]:
-    with open(path, "rb") as file:
-        start, size = 0, os.fstat(file.fileno()).st_size
-        while start < size:
+def _cut_plain(stretch: Stretch, chunk_bytes: int) -> Iterator[tuple[int, int, None]]:
+    with open(stretch.path, "rb") as file:
+        start = stretch.start
+        last = os.fstat(file.fileno()).st_size if stretch.end is None else stretch.end
+        while start < last:
             # One byte back, so that a newline exactly at the boundary ends the chunk there.
             file.seek(start + chunk_bytes - 1)
             file.readline()
-            end = min(file.tell(), size)
+            end = min(file.tell(), last)
             yield start, end, None
             start = end
 
 
-def _cut_gzip(path: str, chunk_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    with gzip.open(path, "rb") as file:
+def _cut_gzip(stretch: Stretch, chunk_bytes: int) -> Iterator[tuple[int, int, bytes]]:
+    with gzip.open(stretch.path, "rb") as file:
         start = 0
-        while data := _read_lines(path, file, chunk_bytes):
+        while data := _read_lines(stretch.path, file, chunk_bytes):
             yield start, start + len(data), data
             start += len(data)
 
@@ -149,14 +165,23 @@ def _refuses_halves(loads: Callable[[bytes], Any]) -> bool:
     return True
 
 
-def parse(lines: Sequence[bytes], keys: Sequence[str]) -> Parsed:
+def parse(lines: Sequence[bytes], keys: Sequence[str], split: Split | None = None) -> Parsed:
     """The documents of these lines. JSON means what Python's `json` accepts: the last of two equal keys
     counts, NaN is a number; but UTF-8 must be strict and a text must not hold half of a surrogate pair.
+
+    `split` makes several texts of each; a list of texts stays as it is. Raises what it raises.
     """
     columns = _parse_all_good(lines, keys)
-    if columns is not None:
+    if columns is None:
+        return parse_carefully(lines, keys, split=split)
+    if split is None:
         return Parsed(len(lines), [Column(texts) for texts in columns])
-    return parse_carefully(lines, keys)
+    return Parsed(len(lines), [_split_all(texts, split) for texts in columns])
+
+
+def _split_all(texts: list[str], split: Split) -> Column:
+    documents = list(map(split, texts))
+    return Column(list(chain.from_iterable(documents)), list(map(len, documents)))
 
 
 def _parse_all_good(lines: Sequence[bytes], keys: Sequence[str]) -> list[list[str]] | None:
@@ -190,18 +215,21 @@ def _is_unicode(text: str) -> bool:
 
 
 def parse_carefully(
-    lines: Sequence[bytes], keys: Sequence[str], accept: Callable[[str], object] | None = None
+    lines: Sequence[bytes],
+    keys: Sequence[str],
+    accept: Callable[[str], object] | None = None,
+    split: Split | None = None,
 ) -> Parsed:
     """Line by line. A line that is bad under one key is left out under all, so that columns stay aligned.
 
-    `accept` may raise DataError for a text it cannot take.
+    `accept`, and `split` (see `parse`), may raise DataError for a text that they cannot take.
     """
     columns = [Column([], []) for _ in keys]
     problems: list[Problem] = []
     for number, line in enumerate(lines):
         if not line.strip():
             continue
-        found = _parse_line(line, keys, accept)
+        found = _parse_line(line, keys, accept, split)
         if isinstance(found, tuple):
             problems.append(Problem(number, *found))
             continue
@@ -211,7 +239,9 @@ def parse_carefully(
     return Parsed(len(lines), columns, problems)
 
 
-def _parse_line(line: bytes, keys: Sequence[str], accept) -> list[list[str]] | tuple[str, str]:
+def _parse_line(
+    line: bytes, keys: Sequence[str], accept: Callable[[str], object] | None, split: Split | None
+) -> list[list[str]] | tuple[str, str]:
     """One list of texts per key, or the reason and detail of what is wrong."""
     try:
         row = _STRICT.decode(str(line, "utf-8"))
@@ -237,8 +267,10 @@ def _parse_line(line: bytes, keys: Sequence[str], accept) -> list[list[str]] | t
         try:
             for text in texts:
                 text.encode("utf-8")
-                if accept is not None:
-                    accept(text)
+            if split is not None and isinstance(row[key], str):
+                texts = split(row[key])
+            for text in texts if accept is not None else []:
+                accept(text)
         except UnicodeEncodeError as error:
             return "lone surrogate", f"key `{key}` holds {text[error.start]!a}, half of a surrogate pair"
         except DataError as error:

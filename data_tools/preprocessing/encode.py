@@ -18,6 +18,7 @@ from data_tools.preprocessing.chunks import (
     parse_carefully,
     split_lines,
 )
+from data_tools.preprocessing.sentences import SentenceRules, SentenceSplitter
 from megazero.data.indexed.format import dtype_for_vocab
 from megazero.data.tokenizers import (
     TokenBatch,
@@ -34,12 +35,14 @@ _FIRST_CHECKED, _CHECKED_PER_CHUNK, _CHECKED_LETTERS = 16, 1, 1000
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """All a worker must know. `fast` False uses only the tokenizer itself; `seed` picks the checked texts."""
+    """All a worker must know. `sentences` says how to split each text, None leaves it whole; `fast` False
+    uses only the tokenizer itself; `seed` picks the checked texts."""
 
     spec: TokenizerSpec
     keys: tuple[str, ...]
     append_eod: bool = False
     skip_bad_lines: bool = False
+    sentences: SentenceRules | None = None
     fast: bool = True
     seed: int = 0
 
@@ -47,12 +50,14 @@ class EncodeJob:
 @dataclass(frozen=True)
 class EncodedColumn:
     """One key's share of a chunk. tokens [n] in the dataset's dtype, lengths int64 [sequences],
-    document_lengths int64 [documents] (None: one sequence each), `empty` documents dropped."""
+    document_lengths int64 [documents] (None: one sequence each), `single` of the documents have one sequence,
+    `empty` further ones were dropped."""
 
     tokens: np.ndarray
     lengths: np.ndarray
     document_lengths: np.ndarray | None
     documents: int
+    single: int
     empty: int
 
 
@@ -80,12 +85,18 @@ class EncoderFacts:
     fast: str | None
     reason: str | None
 
+    @property
+    def encoder(self) -> str:
+        """The name of what encodes."""
+        return self.fast or self.tokenizer
+
 
 class ChunkEncoder:
     """Encodes chunks with one tokenizer; each process has its own. DataError for an unfit tokenizer."""
 
     def __init__(self, job: EncodeJob):
         self.job = job
+        self._split = None if job.sentences is None else SentenceSplitter(job.sentences)
         self.tokenizer = build_tokenizer(job.spec)
         self.dtype = dtype_for_vocab(self.tokenizer.vocab_size)
         self.fast, self.reason = try_fast(self.tokenizer) if job.fast else (None, None)
@@ -105,19 +116,21 @@ class ChunkEncoder:
         """The chunk's tokens in the order of its lines."""
         data = chunk.read()
         lines = split_lines(chunk, data)
-        parsed = parse(lines, self.job.keys)
-        if parsed.problems and not self.job.skip_bad_lines:
-            # The run ends here; an earlier line that cannot be tokenized must be named before this one.
-            until = lines[: parsed.problems[0].line + 1]
-            parsed = parse_carefully(until, self.job.keys, accept=self.tokenizer.encode)
         try:
+            parsed = parse(lines, self.job.keys, self._split)
+            if parsed.problems and not self.job.skip_bad_lines:
+                # The run ends here; an earlier line that cannot be tokenized must be named before this one.
+                parsed = self._try_each(lines[: parsed.problems[0].line + 1])
             return self._finish(chunk, len(data), parsed)
         except DataError:
             # Only now is each text tried by itself, to find the line.
-            parsed = parse_carefully(lines, self.job.keys, accept=self.tokenizer.encode)
+            parsed = self._try_each(lines)
             if not parsed.problems:
                 raise
             return self._finish(chunk, len(data), parsed)
+
+    def _try_each(self, lines: Sequence[bytes]) -> Parsed:
+        return parse_carefully(lines, self.job.keys, self.tokenizer.encode, self._split)
 
     def _finish(self, chunk: Chunk, size: int, parsed: Parsed) -> EncodedChunk:
         if parsed.problems and not self.job.skip_bad_lines:
@@ -150,6 +163,7 @@ class ChunkEncoder:
         lengths = batch.lengths[kept]
         if counts is None:
             per_document = None
+            single = len(lengths)
             total, documents = len(batch.lengths), len(lengths)
             last = np.arange(documents)
         else:
@@ -158,6 +172,7 @@ class ChunkEncoder:
             ]
             per_document = np.diff(bounds)
             per_document = per_document[per_document > 0]
+            single = int(np.count_nonzero(per_document == 1))
             total, documents = len(counts), len(per_document)
             last = np.cumsum(per_document) - 1
         ids = batch.ids
@@ -168,7 +183,7 @@ class ChunkEncoder:
             lengths[last] += 1
             ids = _with_eod(ids, np.cumsum(lengths)[last] - 1, self.tokenizer.eod, self.dtype)
         ids = ids.astype(self.dtype, copy=False)
-        return EncodedColumn(ids, lengths, per_document, documents, total - documents)
+        return EncodedColumn(ids, lengths, per_document, documents, single, total - documents)
 
 
 def _with_eod(ids: np.ndarray, at: np.ndarray, eod: int, dtype: np.dtype) -> np.ndarray:

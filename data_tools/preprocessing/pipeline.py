@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from data_tools.preprocessing.chunks import CHUNK_BYTES, Problem, cut
-from data_tools.preprocessing.encode import KEPT_PROBLEMS, EncodedChunk, EncodeJob
+from data_tools.preprocessing.chunks import CHUNK_BYTES, Problem, Stretch, cut
+from data_tools.preprocessing.encode import KEPT_PROBLEMS, EncodedChunk, EncodeJob, EncoderFacts
+from data_tools.preprocessing.partitions import divide, lines_before
 from data_tools.preprocessing.pool import Crew, SoloCrew
 from data_tools.preprocessing.progress import Progress, Totals
 from megazero.data.indexed.writer import IndexedDatasetWriter
@@ -18,7 +23,8 @@ from megazero.errors import DataError
 
 @dataclass(frozen=True)
 class PreprocessRun:
-    """The inputs and outputs of a run. `log_interval` is in documents."""
+    """The inputs and outputs of a run. `log_interval` is in documents; `workers` is a multiple of
+    `partitions`."""
 
     paths: tuple[str, ...]
     prefix: str
@@ -26,10 +32,12 @@ class PreprocessRun:
     workers: int = 1
     log_interval: int = 100_000
     chunk_bytes: int = CHUNK_BYTES
+    partitions: int = 1
 
     def outputs(self) -> dict[str, str]:
         """The dataset prefix of each key, named as Megatron names them."""
-        return {key: f"{self.prefix}_{key}_document" for key in self.job.keys}
+        level = "document" if self.job.sentences is None else "sentence"
+        return {key: f"{self.prefix}_{key}_{level}" for key in self.job.keys}
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class _Disagreement(Exception):
 
 
 def preprocess(run: PreprocessRun) -> Outcome:
-    """Runs to the end. The output does not depend on the number of workers.
+    """Runs to the end. The output does not depend on the numbers of workers and partitions.
 
     Raises DataError for bad lines (unless skipped), unfit tokenizers, a killed worker or a disk that refuses;
     nothing is visible then.
@@ -61,39 +69,117 @@ def preprocess(run: PreprocessRun) -> Outcome:
 
 
 def _attempt(run: PreprocessRun, progress: Progress) -> tuple[Totals, str]:
-    totals = Totals(run.job.keys)
-    with ExitStack() as stack:
-        crew = stack.enter_context(_crew(run))
-        facts = crew.facts
-        if facts.reason is not None:
-            print(
-                f"note: encoding with the slower {facts.tokenizer} itself: {facts.reason}.", file=sys.stderr
-            )
-        # Started only now: the bar draws on a thread, and a process with threads cannot fork its workers.
-        stack.enter_context(progress)
-        writers = [
-            stack.enter_context(IndexedDatasetWriter(prefix, facts.dtype))
-            for prefix in run.outputs().values()
-        ]
-        for chunk, first_line in _with_line_numbers(crew.results(cut(run.paths, run.chunk_bytes))):
-            if chunk.disagreement is not None:
-                raise _Disagreement(f"{facts.fast} and {facts.tokenizer} differ in {chunk.disagreement}")
-            if chunk.problems and not run.job.skip_bad_lines:
-                problem = _describe(chunk.path, first_line, chunk.problems[0])
-                raise DataError(f"{problem}; correct the line or pass `--on-error skip`.")
-            _note_problems(totals, chunk, first_line)
-            totals.add(chunk)
-            for writer, column in zip(writers, chunk.columns, strict=True):
-                writer.add_raw(column.tokens, column.lengths, column.document_lengths)
-            progress.show(totals)
-        _require_documents(totals)
-    return totals, facts.fast or facts.tokenizer
-
-
-def _crew(run: PreprocessRun) -> SoloCrew | Crew:
     # `--workers` alone decides how many cores are used, and no library should have threads when we fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return SoloCrew(run.job) if run.workers == 1 else Crew(run.job, run.workers, run.chunk_bytes)
+    tally = _Tally(run.job.keys, progress)
+    encoder = _in_one(run, tally) if run.partitions == 1 else _in_parts(run, tally)
+    return tally.totals, encoder
+
+
+def _in_one(run: PreprocessRun, tally: _Tally) -> str:
+    """All inputs through one crew into the datasets; returns what encoded them."""
+    with ExitStack() as stack:
+        solo = run.workers == 1
+        crew = stack.enter_context(SoloCrew(run.job) if solo else Crew(run.job, run.workers, run.chunk_bytes))
+        _say_if_slow(crew.facts)
+        # Started only now: the bar draws on a thread, and a process with threads cannot fork its workers.
+        stack.enter_context(tally.progress)
+        writers = _open_writers(stack, run.outputs().values(), crew.facts)
+        tally.totals.first_problems = _write(run, crew, run.paths, writers, tally)
+        _require_documents(tally.totals)
+    return crew.facts.encoder
+
+
+def _in_parts(run: PreprocessRun, tally: _Tally) -> str:
+    """Each part through its own crew into its own datasets, all at once; then these one after another into
+    the whole."""
+    parts = divide(run.paths, run.partitions)
+    place = Path(run.prefix).absolute()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        # Left in the opposite order: the workers end, so that the threads do, whose files then go.
+        folder = stack.enter_context(TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.parts-"))
+        pool = stack.enter_context(ThreadPoolExecutor(len(parts)))
+        workers = run.workers // run.partitions
+        crews = [stack.enter_context(Crew(run.job, workers, run.chunk_bytes)) for _ in parts]
+        facts = crews[0].facts
+        _say_if_slow(facts)
+        stack.enter_context(tally.progress)
+        prefixes = [[f"{folder}/{number}-{key}" for key in run.job.keys] for number in range(len(parts))]
+        rows = zip(crews, parts, prefixes, strict=True)
+        futures = [pool.submit(_write_part, run, *row, tally) for row in rows]
+        for future in _until_one_fails(futures):
+            tally.totals.first_problems += future.result()
+        del tally.totals.first_problems[KEPT_PROBLEMS:]
+        _require_documents(tally.totals)
+        writers = _open_writers(stack, run.outputs().values(), facts)
+        for names in prefixes:
+            for writer, name in zip(writers, names, strict=True):
+                writer.append_dataset(name)
+    return facts.encoder
+
+
+def _until_one_fails(futures: list[Future]) -> list[Future]:
+    """All of them when they are done; as soon as some have failed, those."""
+    done = wait(futures, return_when=FIRST_EXCEPTION).done
+    failed = [future for future in futures if future in done and future.exception() is not None]
+    return failed or futures
+
+
+def _write_part(
+    run: PreprocessRun, crew: Crew, part: list[Stretch], prefixes: list[str], tally: _Tally
+) -> list[str]:
+    with ExitStack() as stack:
+        return _write(run, crew, part, _open_writers(stack, prefixes, crew.facts), tally)
+
+
+def _open_writers(
+    stack: ExitStack, prefixes: Iterable[str], facts: EncoderFacts
+) -> list[IndexedDatasetWriter]:
+    return [stack.enter_context(IndexedDatasetWriter(prefix, facts.dtype)) for prefix in prefixes]
+
+
+def _write(
+    run: PreprocessRun,
+    crew: SoloCrew | Crew,
+    sources: Sequence[str | Stretch],
+    writers: list[IndexedDatasetWriter],
+    tally: _Tally,
+) -> list[str]:
+    """Encodes these sources into the writers, one per key; returns the first skipped lines' descriptions."""
+    skipped: list[str] = []
+    first = next((each for each in sources if isinstance(each, Stretch)), None)
+    for chunk, first_line in _with_line_numbers(crew.results(cut(sources, run.chunk_bytes)), first):
+        if chunk.disagreement is not None:
+            facts = crew.facts
+            raise _Disagreement(f"{facts.fast} and {facts.tokenizer} differ in {chunk.disagreement}")
+        problems = [_describe(chunk.path, first_line, problem) for problem in chunk.problems]
+        if problems and not run.job.skip_bad_lines:
+            raise DataError(f"{problems[0]}; correct the line or pass `--on-error skip`.")
+        skipped += problems[: KEPT_PROBLEMS - len(skipped)]
+        for writer, column in zip(writers, chunk.columns, strict=True):
+            writer.add_raw(column.tokens, column.lengths, column.document_lengths)
+        tally.add(chunk)
+    return skipped
+
+
+class _Tally:
+    """The totals of a run, which any thread may add to, and their display."""
+
+    def __init__(self, keys: tuple[str, ...], progress: Progress):
+        self.totals = Totals(keys)
+        self.progress = progress
+        self._lock = threading.Lock()
+
+    def add(self, chunk: EncodedChunk) -> None:
+        with self._lock:
+            self.totals.add(chunk)
+            self.progress.show(self.totals)
+
+
+def _say_if_slow(facts: EncoderFacts) -> None:
+    if facts.reason is not None:
+        print(f"note: encoding with the slower {facts.tokenizer} itself: {facts.reason}.", file=sys.stderr)
 
 
 def _require_documents(totals: Totals) -> None:
@@ -105,20 +191,22 @@ def _require_documents(totals: Totals) -> None:
             )
 
 
-def _with_line_numbers(chunks: Iterator[EncodedChunk]) -> Iterator[tuple[EncodedChunk, int]]:
-    """Each chunk with the number (from 1) of its first line in its file."""
+def _with_line_numbers(
+    chunks: Iterator[EncodedChunk], first: Stretch | None
+) -> Iterator[tuple[EncodedChunk, int]]:
+    """Each chunk with the number (from 1) of its first line in its file. If `first`, where the chunks start,
+    is in the middle of a file, the lines before it are counted once a chunk has a problem to be located."""
     path, line = None, 1
-    for chunk in chunks:
-        if chunk.path != path:
-            path, line = chunk.path, 1
+    unknown = first if first is not None and first.start else None
+    for number, chunk in enumerate(chunks):
+        if number and chunk.path != path:
+            line, unknown = 1, None
+        path = chunk.path
+        if unknown is not None and chunk.problems:
+            line, unknown = line + lines_before(unknown), None
         yield chunk, line
         line += chunk.lines
 
 
 def _describe(path: str, first_line: int, problem: Problem) -> str:
     return f"{path}, line {first_line + problem.line}: {problem.reason}: {problem.detail}"
-
-
-def _note_problems(totals: Totals, chunk: EncodedChunk, first_line: int) -> None:
-    room = KEPT_PROBLEMS - len(totals.first_problems)
-    totals.first_problems += [_describe(chunk.path, first_line, problem) for problem in chunk.problems[:room]]

@@ -15,13 +15,16 @@ from data_tools.preprocessing.encode import EncodedChunk
 
 @dataclass
 class Totals:
-    """What a run has done so far; documents, empty and tokens per key, the rest per input line."""
+    """What a run has done so far; documents to tokens per key, the rest per input line. `single` documents
+    have one sequence."""
 
     keys: tuple[str, ...]
     lines: int = 0
     bytes: int = 0
     documents: Counter = field(default_factory=Counter)
+    single: Counter = field(default_factory=Counter)
     empty: Counter = field(default_factory=Counter)
+    sequences: Counter = field(default_factory=Counter)
     tokens: Counter = field(default_factory=Counter)
     problems: Counter = field(default_factory=Counter)
     first_problems: list[str] = field(default_factory=list)
@@ -33,7 +36,9 @@ class Totals:
         self.problems += chunk.problem_counts
         for key, column in zip(self.keys, chunk.columns, strict=True):
             self.documents[key] += column.documents
+            self.single[key] += column.single
             self.empty[key] += column.empty
+            self.sequences[key] += len(column.lengths)
             self.tokens[key] += len(column.tokens)
 
 
@@ -82,21 +87,28 @@ class Progress:
         return time.perf_counter() - self.started
 
 
-def print_table(totals: Totals, outputs: dict[str, str], encoder: str, seconds: float) -> None:
-    """Print the final summary on standard output."""
+def print_table(
+    totals: Totals, outputs: dict[str, str], encoder: str, seconds: float, *, sentences: bool
+) -> None:
+    """Print the final summary on standard output; with `sentences`, also what splitting gave."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"{totals.lines:,} lines, encoded by {encoder}")
-    for name in ("output", "documents", "tokens", "empty (dropped)"):
+    columns = {"documents": totals.documents, "tokens": totals.tokens, "empty (dropped)": totals.empty}
+    if sentences:
+        columns |= {"sentences": totals.sequences, "of one sentence": totals.single}
+    for name in ("output", *columns):
         table.add_column(name, justify="left" if name == "output" else "right", overflow="fold")
     for key, prefix in outputs.items():
-        numbers = (totals.documents[key], totals.tokens[key], totals.empty[key])
-        table.add_row(prefix, *(f"{number:,}" for number in numbers))
+        table.add_row(prefix, *(f"{counts[key]:,}" for counts in columns.values()))
     console = Console(file=sys.stdout)
     console.print(table)
     speed = totals.bytes / 1e6 / max(seconds, 1e-9)
     print(f"{totals.bytes / 1e6:,.1f} MB of jsonl in {seconds:.1f} s: {speed:,.1f} MB/s")
+    short = totals.single.total()
+    if sentences and short:
+        print(f"{short:,} documents of one sentence give no samples to BERT's binary head, which needs two.")
     print_skipped(totals)
 
 

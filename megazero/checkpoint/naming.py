@@ -20,6 +20,9 @@ d     channels of a head
 a     channels of all query heads
 f     inner width of the MLP
 c     halves of a gated MLP: gate, up
+e     hidden, where a square matrix has it twice
+t     kinds of tokens
+o     answers of the binary head: in order, swapped
 ====  ===========================================
 """
 
@@ -69,7 +72,8 @@ class TensorRule:
     Attributes:
         ours: global name; ``{i}`` stands for every layer's number.
         dims: our dims, a letter each.
-        theirs: their name.
+        theirs: their name; ``{i-1}`` stands for the number of the layer before, ``{last}`` for the last
+            one's.
         their_dims: their dims, with merged ones in parentheses.
         take: the part of ours that theirs holds; None for all.
         when: says whether a model has these tensors.
@@ -162,6 +166,9 @@ def dim_sizes(model: ModelConfig, vocab_size: int) -> Mapping[str, int]:
             "a": model.num_attention_heads * model.head_dim,
             "f": model.ffn_size,
             "c": 2,
+            "e": model.hidden_size,
+            "t": 2,
+            "o": 2,
         }
     )
 
@@ -183,7 +190,7 @@ class Table:
             block = list(run)
             for number in range(model.num_layers) if layered else (None,):
                 here = [rule for rule in block if number is None or rule.layer(model, number)]
-                links += [_link(rule, number, sizes) for rule in here]
+                links += [_link(rule, number, model.num_layers - 1, sizes) for rule in here]
         return cls(tuple(links))
 
     @cached_property
@@ -205,7 +212,7 @@ class Table:
         return MappingProxyType({key: links[0].shape for key, links in self.by_key.items()})
 
 
-def _link(rule: TensorRule, number: int | None, sizes: Mapping[str, int]) -> Link:
+def _link(rule: TensorRule, number: int | None, last: int, sizes: Mapping[str, int]) -> Link:
     letters = rule.dims.split()
     shape = tuple(sizes[letter] for letter in letters)
     box = Box.whole(shape)
@@ -217,7 +224,10 @@ def _link(rule: TensorRule, number: int | None, sizes: Mapping[str, int]) -> Lin
     merged = tuple(tuple(letters.index(letter) for letter in group) for group in groups_of(rule.their_dims))
 
     def name(template: str) -> str:
-        return template.replace("{i}", str(number))
+        before = None if number is None else number - 1
+        for mark, each in (("{i}", number), ("{i-1}", before), ("{last}", last)):
+            template = template.replace(mark, str(each))
+        return template
 
     return Link(Key(name(rule.ours)), shape, box, name(rule.theirs), merged)
 

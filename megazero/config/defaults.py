@@ -111,4 +111,18 @@ DECISIONS: tuple[Decision, ...] = (
         "1000",
         "a run that validates says how well it goes; `--eval-iters 0` turns it off",
     ),
+    Decision(
+        "finetune.task",
+        "none, which is pretraining",
+        _NO_FLAG,
+        "required by `tasks/main.py`",
+        "one tree describes both kinds of training; `finetune.py` requires it",
+    ),
+    Decision(
+        "finetune.epochs",
+        "3",
+        _NO_FLAG,
+        "required to train",
+        "as many as Devlin et al. (2019) fine-tuned for",
+    ),
 )

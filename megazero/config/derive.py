@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 from megazero.config.tree import Config, ModelConfig
 from megazero.errors import ConfigError
@@ -16,6 +16,7 @@ _RESOLVED = MappingProxyType(
         "num_query_groups": "kv_heads",
         "kv_channels": "head_dim",
         "max_position_embeddings": "positions",
+        "bert_token_types": "has_token_types",
     }
 )
 
@@ -24,9 +25,16 @@ DEFAULT_TOKENIZERS = MappingProxyType({"gpt": "GPT2BPETokenizer", "bert": "BertW
 
 
 def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> list[tuple[str, Any, Any]]:
-    """(field, value in a, value in b) for each of these fields that differs once defaults are filled in."""
+    """(field, value in a, value in b) for each of these fields that differs once defaults are filled in.
+
+    Fields that begin with the name of another family than theirs say nothing about them.
+    """
+    families = get_args(ModelConfig.model_fields["family"].annotation)
+    others = tuple(f"{family}_" for family in families if family not in (a.family, b.family))
     found = []
     for field in fields:
+        if field.startswith(others):
+            continue
         ours, theirs = (getattr(model, _RESOLVED.get(field, field)) for model in (a, b))
         if ours != theirs:
             found.append((field, ours, theirs))

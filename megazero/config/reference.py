@@ -191,7 +191,7 @@ def _default_lines() -> list[str]:
 
 
 def _note_row(note: Note) -> tuple[str, ...]:
-    return (", ".join(f"`{path}`" for path in note.fields), f"`{note.without}`", note.effect)
+    return (", ".join(f"`{path}`" for path in note.fields), note.needs, note.effect)
 
 
 def _foreign_lines() -> list[str]:

@@ -12,6 +12,7 @@ from megazero.config.derive import (
 )
 from megazero.config.document import to_yaml
 from megazero.config.horizon import Horizon, Rise, horizon_of
+from megazero.config.steps import BatchRamp
 from megazero.config.tree import Config
 
 
@@ -20,49 +21,71 @@ def shown_config(config: Config, world_size: int) -> str:
 
     Settings that are still null are off, or nothing in the configuration determines them.
     """
-    horizon = horizon_of(config, data_parallel_size(config, world_size))
-    return "".join(f"# {line}\n" for line in _facts(config, world_size, horizon)) + to_yaml(
-        filled(config, horizon)
-    )
+    replicas = data_parallel_size(config, world_size)
+    if config.finetune.task is not None:  # the length follows from files that are not read here
+        facts = _layout(config, world_size) + _vocabulary(config)
+        return _comments(facts) + to_yaml(_filled(config, BatchRamp.of(config, replicas).final))
+    horizon = horizon_of(config, replicas)
+    facts = [*_layout(config, world_size), *_lengths(horizon), *_vocabulary(config)]
+    return _comments(facts) + to_yaml(filled(config, horizon))
 
 
 def filled(config: Config, horizon: Horizon) -> Config:
     """The same run with its derived sizes and lengths written out."""
     lengths = horizon.lr
+    sized = _filled(config, horizon.steps.ramp.final)
+    decay = config.optimizer.model_copy(update={f"lr_decay_{lengths.unit}": lengths.decay})
+    return sized.model_copy(update={"optimizer": decay})
+
+
+def _filled(config: Config, global_batch_size: int) -> Config:
+    """The same run with its derived sizes written out."""
     changes: dict[str, dict[str, Any]] = {
         "parallel": {"pipeline_schedule": schedule_kind(config)},
-        "batch": {"global_batch_size": horizon.steps.ramp.final},
-        "optimizer": {f"lr_decay_{lengths.unit}": lengths.decay},
+        "batch": {"global_batch_size": global_batch_size},
         "checkpoint": {"keep_last": config.checkpoint.kept_last},
     }
     sections = {name: getattr(config, name).model_copy(update=each) for name, each in changes.items()}
     return config.model_copy(update={"model": filled_model(config.model), **sections})
 
 
-def _facts(config: Config, world_size: int, horizon: Horizon) -> list[str]:
-    parallel, model, ramp = config.parallel, config.model, horizon.steps.ramp
-    lines = [
+def _comments(lines: list[str]) -> str:
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def _layout(config: Config, world_size: int) -> list[str]:
+    parallel = config.parallel
+    return [
         f"world size {world_size}: tensor {parallel.tensor_model_parallel_size} x pipeline "
         f"{parallel.pipeline_model_parallel_size} x context {parallel.context_parallel_size} x data parallel "
-        f"{data_parallel_size(config, world_size)}",
+        f"{data_parallel_size(config, world_size)}"
+    ]
+
+
+def _lengths(horizon: Horizon) -> list[str]:
+    ramp = horizon.steps.ramp
+    lines = [
         f"one step: {ramp.final} samples; micro-batches on each replica: {ramp.final // horizon.steps.unit}",
         f"the training: {horizon.end.iteration} iterations, {horizon.end.samples} samples, "
         f"{horizon.end.tokens} tokens",
     ]
     if ramp.rungs:
-        lines[1] += f"; a ramp starts at {ramp.start} samples"
+        lines[0] += f"; a ramp starts at {ramp.start} samples"
     lengths = horizon.lr
     rise = lengths.rise or Rise(lengths.warmup, lengths.unit)
     lines.append(
         f"learning rate: warmup over {_plain(rise.length)} {rise.unit}, decay until {lengths.decay} "
         f"{lengths.unit}"
     )
-    if model.vocab_size is not None:
-        rows = padded_vocab_size(
-            model.vocab_size, model.make_vocab_size_divisible_by, parallel.tensor_model_parallel_size
-        )
-        lines.append(f"vocabulary: {rows} rows, padded from {model.vocab_size}")
     return lines
+
+
+def _vocabulary(config: Config) -> list[str]:
+    model, ranks = config.model, config.parallel.tensor_model_parallel_size
+    if model.vocab_size is None:
+        return []
+    rows = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, ranks)
+    return [f"vocabulary: {rows} rows, padded from {model.vocab_size}"]
 
 
 def _plain(length: float) -> str:

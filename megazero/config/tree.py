@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from megazero.config.finetuning import FinetuneConfig
+from megazero.config.optimization import OptimizerConfig
 from megazero.config.option import Probability, Section, option
 from megazero.config.sources import DataConfig, TokenizerConfig
 from megazero.config.tree_output import CheckpointConfig, LoggingConfig
@@ -96,8 +98,15 @@ class ModelConfig(Section):
         "leave out BERT's second task, which tells whether two segments are in order, and its token types",
         flag="--bert-no-binary-head",
     )
+    bert_token_types: bool = option(
+        False, "without the binary head, keep BERT's token types, as transformers' BertForMaskedLM does"
+    )
     bert_head_activation: Literal["gelu", "gelu_exact"] = option(
         "gelu_exact", "nonlinearity of BERT's masked-LM head; gelu is the tanh form, gelu_exact the erf form"
+    )
+
+    num_classes: PositiveInt | None = option(
+        None, "fine-tuning: classes of the task, or 1 if it is to choose; default: the number of labels"
     )
 
     @model_validator(mode="before")
@@ -126,6 +135,11 @@ class ModelConfig(Section):
         if self.activation == "swiglu":
             return max(64, int(4 * self.hidden_size * 2 / 3) // 64 * 64)
         return 4 * self.hidden_size
+
+    @property
+    def has_token_types(self) -> bool:
+        """Whether a BERT has vectors for the segments of its samples."""
+        return self.bert_binary_head or self.bert_token_types
 
     @property
     def positions(self) -> int:
@@ -259,42 +273,6 @@ class BatchConfig(Section):
     )
 
 
-class OptimizerConfig(Section):
-    """Optimizer"""
-
-    optimizer: Literal["adam", "sgd"] = option("adam", "adam is AdamW (decoupled weight decay)")
-    lr: PositiveFloat = option(..., "peak learning rate")
-    min_lr: NonNegativeFloat = option(0.0, "floor of the learning rate")
-    weight_decay: NonNegativeFloat = option(0.01, "weight decay of matrices and embeddings")
-    adam_beta1: Probability = option(0.9, "decay of the first moment")
-    adam_beta2: Probability = option(0.999, "decay of the second moment")
-    adam_eps: PositiveFloat = option(1e-8, "added to the root of the second moment")
-    sgd_momentum: NonNegativeFloat = option(0.9, "momentum of SGD")
-    clip_grad: NonNegativeFloat = option(1.0, "largest global gradient norm; 0 turns clipping off")
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
-        "linear", "shape of the decay"
-    )
-    lr_decay_iters: PositiveInt | None = option(None, "length of the decay", unit="iterations")
-    lr_decay_samples: PositiveInt | None = option(None, "length of the decay", unit="samples")
-    lr_decay_tokens: PositiveInt | None = option(None, "length of the decay", unit="tokens")
-    lr_warmup_iters: NonNegativeInt = option(0, "linear warmup", unit="iterations")
-    lr_warmup_samples: NonNegativeInt = option(0, "linear warmup", unit="samples")
-    lr_warmup_tokens: NonNegativeInt = option(0, "linear warmup", unit="tokens")
-    lr_warmup_fraction: Probability | None = option(None, "linear warmup as a fraction of the decay length")
-    lr_warmup_init: NonNegativeFloat = option(0.0, "learning rate at the start of the warmup")
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
-        "exponential", "shape of the final decay of WSD"
-    )
-    lr_wsd_decay_iters: PositiveInt | None = option(None, "length of WSD's final decay", unit="iterations")
-    lr_wsd_decay_samples: PositiveInt | None = option(None, "length of WSD's final decay", unit="samples")
-    lr_wsd_decay_tokens: PositiveInt | None = option(None, "length of WSD's final decay", unit="tokens")
-    start_weight_decay: NonNegativeFloat | None = option(None, "weight decay at the start of its schedule")
-    end_weight_decay: NonNegativeFloat | None = option(None, "weight decay at the end of its schedule")
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
-        "constant", "how weight decay moves from start to end"
-    )
-
-
 class PrecisionConfig(Section):
     """Precision"""
 
@@ -380,5 +358,6 @@ class Config(Section):
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
+    finetune: FinetuneConfig = FinetuneConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

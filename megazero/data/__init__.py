@@ -7,6 +7,7 @@ What is here, bottom up:
 - `index_build`: the order of samples, Megatron-Core's own, as numpy references and compiled twins (`native`).
 - `cache`: index arrays kept between runs, keyed by content. `splits`: split strings.
 - `gpt_dataset`, `bert/`, `blended`: samples and mixtures of them, one at a time or in batches.
+- `labelled/`: samples with labels, read from files as published, and the order of epochs.
 - `token_ids`: that ids are of the vocabulary, looked at where a batch is made.
 - `sampler`, `shuffle`: which samples a rank takes next, a pure function of the samples consumed.
 - `build`: `build_datasets(request)` puts all of it together; `gpt_datasets` and `bert_datasets` do so for a
@@ -31,11 +32,22 @@ from megazero.data.gpt_dataset import GPTBuilder, GPTDataset, GPTSettings, MockG
 from megazero.data.indexed.format import dtype_for_vocab
 from megazero.data.indexed.reader import IndexedDataset, LegacyIndexedDataset, open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter
+from megazero.data.labelled import (
+    UNKNOWN_LABEL,
+    EpochOrder,
+    LabelledFile,
+    LabelledSamples,
+    LabelledText,
+    SampleEncoder,
+    encode_samples,
+    read_labelled,
+)
 from megazero.data.sampler import BatchSampler, SamplerKind, SamplerSpec, batch_indices, part_permutation
 from megazero.data.splits import SplitReading, parse_split, split_ranges
 from megazero.data.token_ids import check_token_ids
 
 __all__ = [
+    "UNKNOWN_LABEL",
     "BERTBuilder",
     "BERTDataset",
     "BERTSettings",
@@ -44,15 +56,20 @@ __all__ = [
     "DatasetBuilder",
     "DatasetRequest",
     "Datasets",
+    "EpochOrder",
     "GPTBuilder",
     "GPTDataset",
     "GPTSettings",
     "IndexedDataset",
     "IndexedDatasetWriter",
+    "LabelledFile",
+    "LabelledSamples",
+    "LabelledText",
     "LegacyIndexedDataset",
     "MockBERTDataset",
     "MockGPTDataset",
     "SampleDataset",
+    "SampleEncoder",
     "SamplerKind",
     "SamplerSpec",
     "SplitReading",
@@ -63,10 +80,12 @@ __all__ = [
     "build_datasets",
     "check_token_ids",
     "dtype_for_vocab",
+    "encode_samples",
     "gpt_datasets",
     "open_indexed",
     "parse_blend",
     "parse_split",
     "part_permutation",
+    "read_labelled",
     "split_ranges",
 ]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megazero.config.deepspeed import Extras, OptimizerExtras
+from megazero.deepspeed.lamb import FusedLamb
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.torch_rule import RuleOf
 from megazero.errors import ConfigError, MegazeroError
@@ -72,9 +73,18 @@ def _of_json(extras: OptimizerExtras, params: ParamGroups) -> torch.optim.Optimi
         return torch.optim.SGD(
             params, extras.lr, momentum=known("momentum"), weight_decay=known("weight_decay")
         )
-    return torch.optim.AdamW(
-        params, extras.lr, betas=known("betas"), eps=known("eps"), weight_decay=known("weight_decay")
-    )
+    adams = {name: known(name) for name in ("betas", "eps", "weight_decay")}
+    if extras.type == "lamb":
+        return FusedLamb(
+            params,
+            extras.lr,
+            **adams,
+            bias_correction=extras.bias_correction == "rate",
+            max_coeff=extras.max_coeff,
+            min_coeff=extras.min_coeff,
+            use_nvlamb=extras.use_nvlamb,
+        )
+    return torch.optim.AdamW(params, extras.lr, **adams)
 
 
 class UserOptimizer(torch.optim.Optimizer):

@@ -1,7 +1,8 @@
 """Turns a torch optimizer into an update rule on flat shards.
 
-AdamW has a rule of its own. Any other optimizer runs itself, on flat pieces of the fp32 master weights: the
-result is the same if each element's update depends on that element alone, which is tested beforehand.
+AdamW and FusedLamb have rules of their own. Any other optimizer runs itself, on flat pieces of the fp32
+master weights: the result is the same if each element's update depends on that element alone, which is tested
+beforehand.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from megazero.deepspeed.lamb import FusedLamb, lamb_of
 from megazero.errors import ConfigError
 from megazero.optim import Adam, Needs, UpdateRule
 
@@ -107,6 +109,8 @@ def choose_rule(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> Ru
     )
     if plain_adamw:
         return _adamw
+    if type(optimizer) is FusedLamb:
+        return _lamb
     rule = _try_out(TorchRule(type(optimizer), *_options(optimizer)), allow_untested=allow_untested)
     return lambda groups: replace(rule, options=_common(groups, tuple(rule.options), rule.kind.__name__))
 
@@ -114,6 +118,11 @@ def choose_rule(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> Ru
 def _adamw(groups: Groups) -> UpdateRule:
     found = _common(groups, ("betas", "eps"), "AdamW")
     return Adam(float(found["betas"][0]), float(found["betas"][1]), found["eps"])
+
+
+def _lamb(groups: Groups) -> UpdateRule:
+    names = ("betas", "eps", "min_coeff", "max_coeff", "bias_correction", "use_nvlamb")
+    return lamb_of(_common(groups, names, "FusedLamb"))
 
 
 def _options(optimizer: torch.optim.Optimizer) -> tuple[Mapping[str, Any], tuple[str, ...]]:

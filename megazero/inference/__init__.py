@@ -2,12 +2,13 @@
 
 Start with `generate.py` (tokens in, tokens out); `sampling.py` decides the next token, `cache.py` keeps
 earlier keys and values, `staged.py` runs a model over pipeline stages, `text.py` adds the tokenizer and
-`command.py` the command line.
+`command.py` the command line. `fill.py` and `fill_command.py` are for models that restore masked tokens.
 """
 
 from megazero.inference.cache import KeyValueCache
+from megazero.inference.fill import Candidate, MaskFiller
 from megazero.inference.generate import generate
 from megazero.inference.sampling import Sampling
 from megazero.inference.text import TextGenerator
 
-__all__ = ["KeyValueCache", "Sampling", "TextGenerator", "generate"]
+__all__ = ["Candidate", "KeyValueCache", "MaskFiller", "Sampling", "TextGenerator", "generate"]

@@ -21,12 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", help="text to continue; may be given several times")
     source.add_argument("--prompt-file", help="UTF-8 file with one prompt per line")
-    for axis, what in (("tensor", "slices of each layer"), ("pipeline", "stages")):
-        parser.add_argument(
-            f"--{axis}-model-parallel-size",
-            type=int,
-            help=f"{what} over the ranks of this job (default: as trained, or 1 for a single process)",
-        )
+    add_sizes(parser)
     parser.add_argument("--max-new-tokens", type=int, default=64, help="most tokens to add (default 64)")
     parser.add_argument("--num-samples", type=int, default=1, help="continuations per prompt (default 1)")
     parser.add_argument("--temperature", type=float, default=1.0, help="divides the logits (default 1)")
@@ -42,6 +37,16 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """The flags for the sizes of the job."""
+    for axis, what in (("tensor", "slices of each layer"), ("pipeline", "stages")):
+        parser.add_argument(
+            f"--{axis}-model-parallel-size",
+            type=int,
+            help=f"{what} over the ranks of this job (default: as trained, or 1 for a single process)",
+        )
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command with its flags; returns the exit status."""
     flags = build_parser().parse_args(argv)
@@ -54,7 +59,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(flags: argparse.Namespace) -> None:
-    prompts = read_prompts(flags.prompt_file) if flags.prompt is None else check_prompts(flags.prompt)
+    prompts = (
+        read_prompts(flags.prompt_file) if flags.prompt is None else check_texts(flags.prompt, "--prompt")
+    )
     if flags.num_samples < 1:
         raise ConfigError(f"`num_samples` must be at least 1, but is {flags.num_samples}; ask for one")
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.greedy, flags.seed)
@@ -62,7 +69,7 @@ def _run(flags: argparse.Namespace) -> None:
     from megazero.train.trained import Sizes, load_for_inference
 
     sizes = Sizes(flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size)
-    loaded = load_for_inference(flags.load, Launch.from_environment(), sizes)
+    loaded = load_for_inference(flags.load, Launch.from_environment(), sizes, verb="generate")
     with reporting(loaded.context):
         if loaded.context.rank == 0:
             for remark in loaded.remarks:
@@ -88,16 +95,16 @@ def format_results(prompts: Sequence[str], texts: Sequence[str], num_samples: in
     )
 
 
-def check_prompts(prompts: list[str]) -> list[str]:
-    """Return the prompts unchanged.
+def check_texts(texts: list[str], flag: str) -> list[str]:
+    """Return the values of a flag unchanged.
 
     Raises:
-        DataError: a prompt contains bytes that are not UTF-8, which Python passes on as lone surrogates.
+        DataError: one contains bytes that are not UTF-8, which Python passes on as lone surrogates.
     """
-    for number, prompt in enumerate(prompts, 1):
-        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
-            raise DataError(f"`--prompt` must be UTF-8, but prompt {number} is {prompt!r}; convert it")
-    return prompts
+    for number, text in enumerate(texts, 1):
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise DataError(f"`{flag}` must be UTF-8, but number {number} is {text!r}; convert it")
+    return texts
 
 
 def read_prompts(path: str) -> list[str]:
@@ -110,18 +117,27 @@ def read_prompts(path: str) -> list[str]:
         content = Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"`--prompt-file` must be a readable file, but {path} is not: {error}") from error
+    if not content:
+        raise DataError(f"`--prompt-file` must have a line per prompt, but {path} is empty; write a prompt")
+    return decode_lines(content, "`--prompt-file`", path)
+
+
+def decode_lines(content: bytes, what: str, place: str) -> list[str]:
+    """The lines of a UTF-8 text.
+
+    Raises:
+        DataError: a line is not UTF-8; calls the text `what`, and says in which `place` the line is.
+    """
     # Not str.splitlines, which also splits at characters that a prompt may contain.
     lines = content.split(b"\n")
     if lines[-1] == b"":
         lines.pop()
-    if not lines:
-        raise DataError(f"`--prompt-file` must have a line per prompt, but {path} is empty; write a prompt")
-    prompts = []
+    texts = []
     for number, line in enumerate(lines, 1):
         try:
-            prompts.append(line.removesuffix(b"\r").decode("utf-8"))
+            texts.append(line.removesuffix(b"\r").decode("utf-8"))
         except UnicodeDecodeError as error:
             raise DataError(
-                f"`--prompt-file` must be UTF-8, but {path} line {number} is not: {error.reason}; convert it"
+                f"{what} must be UTF-8, but {place} line {number} is not: {error.reason}; convert it"
             ) from error
-    return prompts
+    return texts

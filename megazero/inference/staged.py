@@ -1,17 +1,17 @@
-"""A model spread over the stages of a pipeline, as text generation sees it: tokens in, logits out."""
+"""A model spread over the stages of a pipeline, as inference sees it: tokens in, logits out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.config.tree import ModelConfig
 from megazero.inference.cache import KeyValueCache
 from megazero.layers.collectives import gather_features
 from megazero.layers.placement import Placement
-from megazero.models import Batch, LanguageModel
+from megazero.models import Batch, LanguageModel, MaskedBatch
 from megazero.mpu import Group, SoloGroup, Transfer
 
 
@@ -63,6 +63,20 @@ class StagedModel:
 
     def logits(self, batch: Batch, cache: KeyValueCache) -> Tensor:
         """Logits of the token after `batch`, float32 [b, v], the same on every stage."""
+        return self._answers(batch, len(batch.tokens), lambda head, hidden: head(hidden[-1:])[0], cache)
+
+    def masked_logits(self, batch: MaskedBatch) -> Tensor:
+        """Logits at the masked places, float32 [m, v], the same on every stage."""
+        return self._answers(batch, len(batch.masked), lambda head, hidden: head(hidden, batch)[0].squeeze(1))
+
+    def _answers(
+        self,
+        batch: Batch | MaskedBatch,
+        rows: int,
+        ask: Callable[[nn.Module, Tensor], Tensor],
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """What `ask(head, hidden states)` gives on the last stage, [rows, v/tp], whole and on every stage."""
         hidden = None
         for number, stage in enumerate(self.stage_of):
             if stage != self.pp.rank:
@@ -75,10 +89,10 @@ class StagedModel:
             hidden = chunk.hidden(batch, hidden, cache=cache)
             if number + 1 < len(self.stage_of) and self.stage_of[number + 1] != stage:
                 self._move("send", hidden.contiguous(), self.stage_of[number + 1], number + 1)
-        whole = torch.empty(len(batch.tokens), self.vocab_size, device=batch.tokens.device)
+        whole = torch.empty(rows, self.vocab_size, device=batch.tokens.device)
         if self.stage_of[-1] == self.pp.rank:
             last = self.chunks[len(self.stage_of) - 1]
-            sliced = last.head(hidden[-1:])[0]  # [b, v/tp]
+            sliced = ask(last.head, hidden)
             whole.copy_(gather_features(sliced, self.placement.tp)[:, : self.vocab_size])
         self.pp.broadcast(whole, self.stage_of[-1]).wait()
         return whole

@@ -25,7 +25,7 @@ from megazero.layers import (
     gather_sequence,
     output_weight,
 )
-from megazero.loss import LossTerm
+from megazero.loss import PADDING, LossTerm
 from megazero.models.bert_batch import BertBatch
 from megazero.models.chunk import Block, ChunkSpan
 from megazero.models.flops import attention_flops, dense_flops, logits_flops, mlp_flops
@@ -137,7 +137,7 @@ class BERT(Trunk):
         span: ChunkSpan | None = None,
         tied: nn.Parameter | None = None,
     ):
-        kinds = TOKEN_TYPES if config.bert_binary_head else 0
+        kinds = TOKEN_TYPES if config.has_token_types else 0
         super().__init__(config, vocab, placement, recompute, span, token_types=kinds)
         if self.span.head:
             self.head = BertHead(config, vocab, placement, self.weight_for_head(tied))
@@ -146,7 +146,7 @@ class BERT(Trunk):
     def terms(self) -> tuple[LossTerm, ...]:
         """The loss terms, the accuracies that are reported beside them, and the share of padding."""
         names = ("lm", "sop") if self.config.bert_binary_head else ("lm",)
-        told = (*(f"{name}_accuracy" for name in names), "padding")
+        told = (*(f"{name}_accuracy" for name in names), PADDING)
         return (*(LossTerm(name) for name in names), *(LossTerm(name, 0.0) for name in told))
 
     def forward(
@@ -174,7 +174,7 @@ class BERT(Trunk):
         sums = {
             "lm": vocab_parallel_cross_entropy(logits, labels, *slice_of).sum(),
             "lm_accuracy": vocab_parallel_hits(logits.detach(), labels, *slice_of),
-            "padding": padding,
+            PADDING: padding,
         }
         if order is not None:
             sums["sop"] = F.cross_entropy(order.float(), batch.is_random, reduction="sum")

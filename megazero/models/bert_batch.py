@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megazero.config.tree import Config
 from megazero.data import check_token_ids
+from megazero.loss import PADDING
 from megazero.models.packing import Slot, pack
 from megazero.mpu import sample_keys
 from megazero.ops.positions import Positions
@@ -79,7 +80,7 @@ class BertBatch:
             "lm_accuracy": masked,
             "sop": samples,
             "sop_accuracy": samples,
-            "padding": float(self.room),
+            PADDING: float(self.room),
         }
 
 

@@ -23,7 +23,7 @@ def vocab_parallel_argmax(logits: Tensor, group: Group, vocab_start: int, vocab_
     best = best + vocab_start
     if group.size == 1:
         return best
-    highest = value.double()
+    highest = value.to(torch.float64, copy=True)
     group.all_reduce(highest, op="max").wait()
     lowest = torch.where(value == highest, -best.double(), -torch.inf)
     group.all_reduce(lowest, op="max").wait()

@@ -49,6 +49,17 @@ class Sequences(Protocol):
     positions: Positions | None
 
 
+class MaskedBatch(Sequences, Protocol):
+    """A micro-batch in which tokens are masked.
+
+    Attributes:
+        masked: int64 [m], the places of the masked tokens in hidden states [s, b, h] whose first two dims are
+            flattened.
+    """
+
+    masked: Tensor
+
+
 class Trunk(nn.Module):
     """The part of a transformer below its head, or a contiguous piece of it.
 

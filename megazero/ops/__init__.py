@@ -18,6 +18,7 @@ from megazero.ops.bias_dropout_add import BIAS_DROPOUT_ADD
 from megazero.ops.bias_gelu import BIAS_GELU
 from megazero.ops.cross_entropy import CROSS_ENTROPY
 from megazero.ops.dispatch import CallFacts, Implementation, Operator, explain
+from megazero.ops.lamb import LAMB_MOVE, LAMB_NORMS
 from megazero.ops.layer_norm import LAYER_NORM
 from megazero.ops.rms_norm import RMS_NORM
 from megazero.ops.rotary import ROTARY
@@ -36,6 +37,8 @@ def operators() -> tuple[Operator, ...]:
         BIAS_DROPOUT_ADD,
         BIAS_GELU,
         CROSS_ENTROPY,
+        LAMB_MOVE,
+        LAMB_NORMS,
         LAYER_NORM,
         RMS_NORM,
         ROTARY,

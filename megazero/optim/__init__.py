@@ -2,11 +2,13 @@
 
 Everything here is a pure function or a frozen value and starts no communication; `train` and `zero` put the
 pieces together. `schedule.py`: learning rate and weight decay over the course of training. `rule.py`: what an
-update rule is given and may ask for. `update.py`: Adam and SGD on flat fp32 shards. `loss_scaler.py`: the
-loss scale of fp16 training. `grad_norm.py`: clipping.
+update rule is given and may ask for. `update.py`: Adam and SGD on flat fp32 shards. `lamb.py`: LAMB, which
+asks for norms of whole parameters. `loss_scaler.py`: the loss scale of fp16 training. `grad_norm.py`:
+clipping.
 """
 
 from megazero.optim.grad_norm import clip_coefficient, local_square_sum
+from megazero.optim.lamb import Lamb
 from megazero.optim.loss_scaler import (
     DynamicLossScaler,
     LossScaler,
@@ -30,6 +32,7 @@ __all__ = [
     "Adam",
     "Decay",
     "DynamicLossScaler",
+    "Lamb",
     "LearningRate",
     "LossScaler",
     "Needs",

@@ -95,8 +95,9 @@ class NormRule(UpdateRule, Protocol):
             weight_decays: as in `step`.
 
         Returns:
-            For each piece, one tensor for each of `needs.norms`, such as the weights and their update. A
-            generator keeps only one piece's tensors in memory at a time.
+            For each piece, one tensor for each of `needs.norms`, such as the weights and their update, or any
+            tensor with the same norm, such as the norm itself. A generator keeps only one piece's tensors in
+            memory at a time.
         """
 
     def step(
@@ -109,11 +110,14 @@ class NormRule(UpdateRule, Protocol):
         lr: float,
         weight_decays: Sequence[float],
         norms: Sequence[Tensor],
+        exempt: Sequence[bool],
     ) -> None:
         """Update `params` in place, as `UpdateRule.step` does.
 
         Args:
             norms: for each piece, the L2 norms of its whole parameter's tensors, fp64 [len(needs.norms)].
+            exempt: for each piece, whether its parameter is exempt from weight decay, and not only for now,
+                while a schedule has it at 0.
         """
 
 

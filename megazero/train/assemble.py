@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 
 from megazero.checkpoint import Disk
-from megazero.checkpoint.hf import HFReader
 from megazero.config.horizon import Horizon
 from megazero.config.tree import Config
 from megazero.data import SamplerSpec
+from megazero.errors import ConfigError
 from megazero.layers import initialize_parameters
 from megazero.mpu import (
     Launch,
@@ -41,6 +42,7 @@ from megazero.train.resume import resume
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.weights import take_foreign_weights
 from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store
 
 
@@ -139,12 +141,23 @@ def pretrain(config: Config, launch: Launch | None = None, disk: Disk | None = N
     Raises:
         MegazeroError: something that the user has to fix prevents the run.
     """
+    if config.finetune.task is not None:
+        raise ConfigError(
+            f"`task` must be left out of pretraining, but is {config.finetune.task}; run finetune.py"
+        )
+    return in_job(config, launch, lambda joined: pretrain_on(config, joined, disk))
+
+
+def in_job(
+    config: Config, launch: Launch | None, work: Callable[[ParallelContext], TrainState]
+) -> TrainState:
+    """Do `work` as a rank of the job: join it, report what goes wrong to the others, leave it."""
     keep_freed_memory()
     if config.training.deterministic_mode:
         compute_deterministically()
     joined = join(config.parallel, launch or Launch.from_environment(), config.zero.hpz_partition_size)
     with reporting(joined):
-        state = pretrain_on(config, joined, disk)
+        state = work(joined)
     leave(joined)
     return state
 
@@ -166,13 +179,14 @@ def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     def build(config: Config, horizon: Horizon) -> Engine:
         return build_engine(config, horizon, build_chunks(config, vocabulary, context), context)
 
-    foreign = partial(HFReader.for_model, model=config.model, vocab_size=vocabulary.size)
-    resumed = resume(config, context, vocabulary.size, build, foreign)
+    begin = partial(take_foreign_weights, config, context, vocabulary.size)
+    resumed = resume(config, context, vocabulary.size, build, begin)
     config, horizon, engine, state = resumed.config, resumed.horizon, resumed.engine, resumed.state
     feeds = build_feeds(config, horizon, vocabulary, context, resumed.stream_seed)
     plan = build_plan(config, horizon, vocabulary, context)
     monitor = build_monitors(config, context.rank == 0, state.iteration, horizon.end.iteration)
-    for remark in resumed.remarks:
+    datasets = [feed.dataset for feed in (feeds.train, feeds.valid, feeds.test) if feed is not None]
+    for remark in (*resumed.remarks, *(note for dataset in datasets for note in dataset.notes)):
         monitor.message(remark)
     snapshots = None
     try:

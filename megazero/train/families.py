@@ -8,7 +8,8 @@ the rows to come.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -16,7 +17,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from megazero.checkpoint.hf import GPT2, LLAMA, Architecture
+from megazero.checkpoint.hf import (
+    BERT_MASKED_LM,
+    BERT_PRETRAINING,
+    GPT2,
+    LLAMA,
+    MEGATRON_BERT_MASKED_LM,
+    MEGATRON_BERT_PRETRAINING,
+    Architecture,
+)
 from megazero.config.tree import Config, ModelConfig, RecomputeConfig
 from megazero.data import Datasets, bert_datasets, gpt_datasets
 from megazero.layers import Placement
@@ -26,10 +35,15 @@ from megazero.models import (
     BertCollate,
     Block,
     ChunkSpan,
+    Classifier,
+    ClassifierCollate,
+    FirstTokenClassifier,
+    LastTokenClassifier,
     ModelChunk,
     TextCollate,
     bert_blocks,
     gpt_blocks,
+    random_labelled,
     random_samples,
     random_text,
 )
@@ -80,6 +94,8 @@ class Family:
         random_arrays: (generator, number of sequences, tokens in each, vocabulary size) -> arrays like a
             dataset's, with uneven loss masks, for checks and measurements.
         architectures: the architectures in transformers that its models can be converted from and to.
+        verb: the command of `megazero` that shows what a pretrained model has learnt.
+        classifier: what a pretrained model of the family becomes when it is fine-tuned.
     """
 
     name: str
@@ -90,6 +106,8 @@ class Family:
     datasets: Callable[[Config, Vocabulary, Sizes], Datasets]
     random_arrays: Callable[[np.random.Generator, int, int, int], dict[str, np.ndarray]]
     architectures: tuple[Architecture, ...]
+    verb: str
+    classifier: type[Classifier]
 
     def flops_per_token(self, config: Config, vocabulary: Vocabulary) -> float:
         """FLOPs that training on one token needs, forward and backward.
@@ -110,6 +128,8 @@ _ROWS = (
         datasets=gpt_datasets,
         random_arrays=random_text,
         architectures=(GPT2, LLAMA),
+        verb="generate",
+        classifier=LastTokenClassifier,
     ),
     Family(
         name="bert",
@@ -119,7 +139,14 @@ _ROWS = (
         collate=BertCollate.of,
         datasets=bert_datasets,
         random_arrays=random_samples,
-        architectures=(),
+        architectures=(
+            MEGATRON_BERT_PRETRAINING,
+            MEGATRON_BERT_MASKED_LM,
+            BERT_PRETRAINING,
+            BERT_MASKED_LM,
+        ),
+        verb="fill-mask",
+        classifier=FirstTokenClassifier,
     ),
 )
 
@@ -128,5 +155,23 @@ FAMILIES = MappingProxyType({row.name: row for row in _ROWS})
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The family of a model of this shape."""
-    return FAMILIES[model.family]
+    """The family of a model of this shape: that of its name, or the classifiers made of that."""
+    family = FAMILIES[model.family]
+    return family if model.num_classes is None else _classifying(family, model.num_classes)
+
+
+def _classifying(family: Family, num_classes: int) -> Family:
+    """The models that a family's pretrained models become when they are fine-tuned.
+
+    Their samples come from labelled files, which `train/finetuning` reads.
+    """
+    classifier = family.classifier
+    return replace(
+        family,
+        blocks=classifier.blocks_of,
+        chunk=classifier,
+        ties=lambda model: False,
+        collate=partial(ClassifierCollate.of, classifier.causal),
+        random_arrays=partial(random_labelled, num_classes),
+        architectures=(),
+    )

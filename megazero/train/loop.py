@@ -166,7 +166,9 @@ class Loop:
         self, state: TrainState, result: StepResult, step: Step, seconds: float, extras: dict
     ) -> StepMetrics:
         rate = step.tokens / seconds
-        flops = rate * self.plan.flops_per_token / self.context.world_size
+        # Padding takes time only where it cannot be avoided, and is no use.
+        useful = rate * (1.0 - result.losses.padding)
+        flops = useful * self.plan.flops_per_token / self.context.world_size
         return StepMetrics(
             iteration=state.iteration,
             consumed_samples=state.consumed_samples,

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megazero.loss import LossTerm
+from megazero.loss import PADDING, LossTerm
 
 
 class CountedBatch(Protocol):
@@ -77,6 +77,12 @@ class Losses:
         pairs = zip(self.terms, self.means, strict=True)
         found = [term.coefficient * mean for term, mean in pairs if term.trained and mean is not None]
         return sum(found) if found else None
+
+    @property
+    def padding(self) -> float:
+        """The share of positions that held no token: 0 unless the model reports one."""
+        known = any(term.name == PADDING for term in self.terms)
+        return (self[PADDING] or 0.0) if known else 0.0
 
     def labelled(self) -> dict[str, float | None]:
         """Label -> mean of each term, followed by the total if several terms are trained."""

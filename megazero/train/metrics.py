@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import ClassVar
 
 from megazero.train.losses import Losses
 
@@ -25,8 +26,8 @@ class StepMetrics:
         skipped: whether the update was skipped: because of non-finite gradients, or because nothing in the
             global batch counted (`losses.total` is None).
         seconds: wall time of the iteration.
-        tokens_per_second: throughput of all ranks together.
-        tflops: model TFLOP/s of one rank; `models/flops.py` says what counts.
+        tokens_per_second: throughput of all ranks together, padding included, as in `consumed_tokens`.
+        tflops: model TFLOP/s of one rank, padding left out; `models/flops.py` says what counts.
         matmul_share: `tflops` as a share of the rank's measured matmul rate, 0 to 1.
         global_batch_size: number of sequences in this iteration.
         num_micro_batches: forward passes per replica.
@@ -72,7 +73,10 @@ class EvalMetrics:
         consumed_tokens: training tokens consumed before it.
         num_tokens: how much counted for the first term, such as the number of tokens that were not masked.
         seconds: wall time.
+        predicts_text: whether the first term is the loss of a language model, which has a perplexity.
     """
+
+    predicts_text: ClassVar[bool] = True
 
     iteration: int
     split: str

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +100,7 @@ def resume(
     context: ParallelContext,
     vocab_size: int,
     build: Callable[[Config, Horizon], Engine],
-    foreign: Callable[[str], AbstractContextManager[Source]],
+    begin: Callable[[Engine], tuple[str, ...]] | None = None,
 ) -> Resumed:
     """Continue from the best checkpoint in `--load`, or start anew; every rank calls this.
 
@@ -112,7 +111,7 @@ def resume(
         context: all ranks.
         vocab_size: number of vocabulary entries, without padding.
         build: makes an engine with new weights, given the configuration to continue with and its horizon.
-        foreign: opens the model that `--load-hf` names.
+        begin: gives a new engine the weights that training begins with, and says so; None leaves the seed's.
 
     Raises:
         ConfigError: the checkpoint's global batch cannot be distributed over these ranks, and no other was
@@ -128,7 +127,11 @@ def resume(
             raise CheckpointError(
                 f"`load` must hold a checkpoint, but {section.load} has none; check the path"
             )
-        return _start(config, context, build, foreign)
+        horizon = horizon_of(config, context.data.size)
+        engine = build(config, horizon)
+        return Resumed(
+            engine, TrainState(), config.training.seed, config, horizon, begin(engine) if begin else ()
+        )
     remarks = list(found.remarks)
     for folder in found.folders:
         try:
@@ -163,29 +166,6 @@ def _candidates(section: CheckpointConfig, context: ParallelContext) -> Candidat
     return Candidates(tuple(map(Path, first["folders"])), tuple(first["remarks"]))
 
 
-def _start(
-    config: Config,
-    context: ParallelContext,
-    build: Callable[[Config, Horizon], Engine],
-    foreign: Callable[[str], AbstractContextManager[Source]],
-) -> Resumed:
-    horizon = horizon_of(config, context.data.size)
-    engine = build(config, horizon)
-    seed, path = config.training.seed, config.checkpoint.load_hf
-    if path is None:
-        return Resumed(engine, TrainState(), seed, config, horizon)
-
-    def read() -> None:
-        parts = parts_to_read(engine.optimizer, context, moments=False)
-        with foreign(path) as source:
-            check_tensors(source, parts, path)
-            source.read(parts)
-
-    together(context, read, f"load {path}")
-    engine.optimizer.publish()
-    return Resumed(engine, TrainState(), seed, config, horizon, (f"took the weights from {path}",))
-
-
 def _open(folder: Path, config: Config, context: ParallelContext) -> CheckpointReader:
     readers: list[CheckpointReader] = []
 
@@ -205,7 +185,7 @@ def _fit(
         CheckpointError: the checkpoint belongs to another model, or to another schedule.
         ConfigError: its global batch, which is kept, cannot be distributed over these ranks.
     """
-    _check_model(config.model, vocab_size, saved_model(reader), reader.folder)
+    check_model(config.model, vocab_size, saved_model(reader), reader.folder)
     if run is None or config.checkpoint.finetune:  # converted weights, or counting anew
         return config, []
     _check_schedule(config, run.config, reader.folder)
@@ -293,10 +273,17 @@ def check_tensors(source: Source, parts: Iterable[Part], where: object, unused: 
         raise CheckpointError(f"`{where}` does not fit this model: " + "; ".join(wrong[:_SHOWN]) + more)
 
 
-def _check_model(model: ModelConfig, vocab_size: int, saved: SavedModel, folder: Path) -> None:
+def check_model(
+    model: ModelConfig, vocab_size: int, saved: SavedModel, folder: Path, free: Set[str] = FREE_MODEL_FIELDS
+) -> None:
+    """Refuse a checkpoint of another model, naming what differs; `free` are the settings that may.
+
+    Raises:
+        CheckpointError: it is one.
+    """
     # Only fields that both versions of the code have are compared; for others, the tensors' names decide.
     fields = [name for name in ModelConfig.model_fields if name in saved.sections["model"]]
-    shared = [name for name in fields if name not in FREE_MODEL_FIELDS]
+    shared = [name for name in fields if name not in free]
     filled = saved.settings(fields)
     differing = model_differences(filled, model, shared)
     wrong = [f"{name} {before} (now {after})" for name, before, after in differing]

@@ -6,8 +6,10 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,8 +78,12 @@ class Snapshots:
             },
         }
 
-    def save(self, state: TrainState) -> list[int]:
+    def save(self, state: TrainState, found: Mapping[str, Any] | None = None) -> list[int]:
         """Save a checkpoint of `state` and the engine, or start saving it; every rank calls this.
+
+        Args:
+            state: how far the run has got.
+            found: what else the checkpoint says, as JSON, such as how good its model is.
 
         Returns:
             The iterations of the checkpoints that became visible.
@@ -97,6 +103,7 @@ class Snapshots:
             "state": asdict(state),
             "scaler": asdict(engine.scaler_state) if moments else None,
             "updates": engine.optimizer.updates if moments else None,
+            **(found or {}),
         }
         return self.saver.save(state.iteration, parts, facts)
 

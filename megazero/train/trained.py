@@ -11,6 +11,8 @@ from megazero.data.tokenizers import Tokenizer
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megazero.mpu import Launch, ParallelContext, join
 from megazero.train.chunks import Chunks, build_chunks
+from megazero.train.families import family_of
+from megazero.train.feed import Collate
 from megazero.train.programs import schedule_of
 from megazero.train.resume import check_tensors
 from megazero.train.state_json import SavedModel, saved_model
@@ -35,6 +37,7 @@ class Loaded:
         stage_of: chunk of the whole model -> the pipeline stage that holds it.
         tokenizer: the tokenizer that the model was trained with.
         remarks: remarks about checkpoints that were passed over.
+        collate: turns arrays like a dataset's into batches of the model, without dropout.
     """
 
     context: ParallelContext
@@ -42,14 +45,24 @@ class Loaded:
     stage_of: tuple[int, ...]
     tokenizer: Tokenizer
     remarks: tuple[str, ...]
+    collate: Collate
 
 
-def load_for_inference(directory: str, launch: Launch, sizes: Sizes | None = None) -> Loaded:
-    """The newest intact model in a run's folder, ready to generate, on this rank of the job.
+def load_for_inference(
+    directory: str, launch: Launch, sizes: Sizes | None = None, *, verb: str = "generate"
+) -> Loaded:
+    """The newest intact model in a run's folder, ready for use, on this rank of the job.
+
+    Args:
+        directory: the run's folder.
+        launch: this process's place in the job.
+        sizes: ranks of each axis.
+        verb: the command that asks for it, as in `Family.verb`.
 
     Raises:
         CheckpointError: there is none.
-        ConfigError: the model was trained without a tokenizer, or the sizes do not fit.
+        ConfigError: the model is for another command, it was trained without a tokenizer, or the sizes do not
+            fit.
     """
     found = candidates(directory)
     if not found.folders:
@@ -59,7 +72,7 @@ def load_for_inference(directory: str, launch: Launch, sizes: Sizes | None = Non
     for folder in found.folders:
         try:
             reader = CheckpointReader(folder)
-            config = _config_of(saved_model(reader), launch, sizes or Sizes(), str(folder))
+            config = _config_of(saved_model(reader), launch, sizes or Sizes(), str(folder), verb)
             context = context or join(config.parallel, launch)
             vocabulary = build_vocabulary(config)
             chunks = build_chunks(config, vocabulary, context, context.device)
@@ -68,7 +81,15 @@ def load_for_inference(directory: str, launch: Launch, sizes: Sizes | None = Non
         except DamagedCheckpointError as error:
             remarks.append(f"passed over {folder}: {error}")
             continue
-        return Loaded(context, chunks, schedule_of(config).stage_of, vocabulary.tokenizer, tuple(remarks))
+        collate = family_of(config.model).collate(config, vocabulary.size, context.device, None)
+        return Loaded(
+            context,
+            chunks,
+            schedule_of(config).stage_of,
+            vocabulary.tokenizer,
+            tuple(remarks),
+            collate,
+        )
     raise DamagedCheckpointError(
         f"`load` must hold a whole checkpoint, but {directory} has none: " + "; ".join(remarks)
     )
@@ -79,11 +100,22 @@ def _read(reader: CheckpointReader, parts: list[Part]) -> None:
     reader.read(parts)
 
 
-def _config_of(saved: SavedModel, launch: Launch, sizes: Sizes, folder: str) -> Config:
+def _config_of(saved: SavedModel, launch: Launch, sizes: Sizes, folder: str, verb: str) -> Config:
     config = saved.config()
+    if config.model.num_classes is not None:
+        raise ConfigError(
+            f"`--load` must hold a model for `megazero {verb}`, but {folder} holds a classifier; "
+            "`finetune.py --epochs 0 --pretrained-checkpoint` evaluates it"
+        )
+    family = family_of(config.model)
+    if family.verb != verb:
+        raise ConfigError(
+            f"`--load` must hold a model for `megazero {verb}`, but {folder} holds one of the family "
+            f"{family.name}; use `megazero {family.verb}`"
+        )
     if config.tokenizer.tokenizer_type is None:
         raise ConfigError(
-            f"`tokenizer_type` must be known to generate text, but {folder} was trained without one"
+            f"`tokenizer_type` must be known to read and write text, but {folder} was trained without one"
         )
     trained = config.parallel
     alone = launch.world_size == 1

@@ -13,10 +13,11 @@ from megazero.config.derive import data_parallel_size
 from megazero.config.document import Document, read_file
 from megazero.config.flags import scan
 from megazero.config.resolve import parse_config
+from megazero.config.tasks import task_of
 from megazero.config.tree import Config
 from megazero.errors import ConfigError, MegazeroError
 from megazero.verify.compare import Deviation, compare
-from megazero.verify.layouts import Layout, all_layouts, covering
+from megazero.verify.layouts import Layout, all_layouts, covering, encoder_layouts
 from megazero.verify.record import STEPS, Record
 from megazero.verify.run import run_alone, run_in_processes, run_in_threads
 from megazero.verify.shrink import shrink
@@ -30,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="megazero verify",
         description="Train a few steps of your configuration, shrunk, on its own layout and in one process, "
         "and compare loss, gradient norm, every gradient and every weight (fp32, up to rounding). All flags "
-        "of pretrain_gpt.py are accepted, including --config FILE.",
+        "of pretrain_gpt.py and finetune.py are accepted, including --config FILE.",
         epilog="Status 0: the same; 1: not the same; 2: the configuration is refused.",
     )
     parser.add_argument(
@@ -46,7 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sweep",
         metavar="N|all",
-        help="instead of flags: N layouts that cover all pairs of settings, or all layouts",
+        help="instead of flags: N layouts that cover all pairs of settings, or all layouts (of encoders, "
+        "which have too many, a random selection)",
     )
     return parser
 
@@ -74,17 +76,28 @@ def resolve(argv: Sequence[str], world_size: int | None) -> tuple[Config, int]:
     Without a world size, there are two replicas, or one if the batch does not divide by two.
     """
     given = _given(argv)
-    if not any(f"data.{name}" in given for name in DATA_SOURCES):
+    if not {"finetune.task", *(f"data.{name}" for name in DATA_SOURCES)} & set(given):
         argv = [*argv, "--mock-data"]  # no data is read, so none needs to be named
     if world_size is not None:
-        config = parse_config(argv, world_size=world_size).config
+        config = _without_files(parse_config(argv, world_size=world_size).config)
         return config, data_parallel_size(config, world_size)
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     replica = math.prod(max(1, given.get(f"parallel.{name}", 1)) for name in names)
     try:
-        return parse_config(argv, world_size=2 * replica).config, 2
+        return _without_files(parse_config(argv, world_size=2 * replica).config), 2
     except ConfigError:
-        return parse_config(argv, world_size=replica).config, 1
+        return _without_files(parse_config(argv, world_size=replica).config), 1
+
+
+def _without_files(config: Config) -> Config:
+    """A fine-tuning's configuration with what it otherwise reads from its files: classes and a length."""
+    if config.finetune.task is None:
+        return config
+    task = task_of(config.finetune)
+    classes = config.model.num_classes or (1 if task.multiple_choice else len(task.labels) or 2)
+    changes = {"model": {"num_classes": classes}, "training": {"train_iters": 1}}
+    sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
+    return config.model_copy(update=sections)
 
 
 def _given(argv: Sequence[str]) -> dict[str, Any]:
@@ -120,7 +133,11 @@ def _verify_own(flags: argparse.Namespace, rest: list[str]) -> int:
 
 
 def serial_of(config: Config) -> Config:
-    """The same model and batch in one process: nothing sharded, nothing recomputed, sample by sample."""
+    """The same model and batch in one process: nothing sharded, nothing recomputed, sample by sample.
+
+    Samples that share rows do so here too, because they drop the same elements.
+    """
+    size = config.batch.micro_batch_size if config.data.bert_pack else 1
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(
@@ -135,7 +152,7 @@ def serial_of(config: Config) -> Config:
             ),
             "zero": type(config.zero)(),
             "recompute": type(config.recompute)(),
-            "batch": config.batch.model_copy(update={"micro_batch_size": 1}),
+            "batch": config.batch.model_copy(update={"micro_batch_size": size}),
         }
     )
 
@@ -154,7 +171,7 @@ def _sweep(flags: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(f"`--sweep` must be alone, but {' '.join(rest)} is also given; leave it out")
     if flags.sweep != "all" and not (flags.sweep.isdecimal() and int(flags.sweep)):
         raise ConfigError(f"`--sweep` must be a positive number or all, but is {flags.sweep}; correct it")
-    layouts = list(all_layouts(flags.ranks))
+    layouts = [*all_layouts(flags.ranks), *encoder_layouts(flags.ranks)]
     if flags.sweep != "all":
         layouts = covering(layouts, int(flags.sweep))
     run = run_in_processes if flags.processes else run_in_threads

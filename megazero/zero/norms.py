@@ -18,7 +18,8 @@ class ParameterNorms:
 
     Those are the ranks along the axes that may slice it, and its replicas where they shard state. However
     many parameters there are, this takes one call over each of these groups for dense parameters, and one for
-    experts. A tied copy is measured on its own stage, where it has the same values as the original.
+    experts. A tied copy is measured on its own stage, where it has the same values as the original. The two
+    agree on the mean: their sums may be taken in different orders, but they must move alike, bit for bit.
 
     Usage: `add` each piece, `reduce`, then read each norm with `of`.
 
@@ -58,7 +59,22 @@ class ParameterNorms:
             for axis, traits in AXES.items():
                 if traits.model == "slices" and axis not in COMMUNICATORS[replicas]:
                     self.context.groups[axis].all_reduce(mine).wait()
+        self._agree_over_ends()
         self._norms.sqrt_()
+
+    def _agree_over_ends(self) -> None:
+        ends = self.context.ends
+        tied = [
+            self.of(bucket, number)
+            for bucket in self._first
+            for number, spec in enumerate(bucket.layout.specs)
+            if spec.shared
+        ]
+        if ends.size > 1 and tied:
+            together = torch.stack(tied)
+            ends.all_reduce(together).wait()
+            for mine, total in zip(tied, together, strict=True):
+                mine.copy_(total / ends.size)
 
     def of(self, bucket: Bucket, member: int) -> Tensor:
         """The norms of one member of a bucket, fp64 [count], on the device."""

@@ -44,6 +44,7 @@ class _RulePiece:
     state: dict[str, Tensor]
     lr: float
     decay: float
+    exempt: bool
     resident: Resident
     member: int
 
@@ -135,6 +136,7 @@ class Update:
             asked = {}
             if self.norms is not None:
                 asked["norms"] = [self.norms.of(piece.resident.bucket, piece.member) for piece in pieces]
+                asked["exempt"] = [piece.exempt for piece in pieces]
             self.rule.step(
                 [piece.weights for piece in pieces],
                 [piece.gradient for piece in pieces],
@@ -144,6 +146,11 @@ class Update:
                 weight_decays=[piece.decay for piece in pieces],
                 **asked,
             )
+
+    def _group_is_exempt(self, group: int) -> bool:
+        """Where each group has its own weight decay, a group with none is what users exempt parameters by."""
+        decay = self.facts.weight_decay
+        return not isinstance(decay, (int, float)) and decay[group] == 0.0
 
     def _pieces(self, residents: Sequence[Resident]) -> Iterator[_RulePiece]:
         """One piece per segment, or per member if the rule looks at individual parameters."""
@@ -159,6 +166,7 @@ class Update:
                         {kind: flat[where] for kind, flat in moments.items()},
                         _of_group(self.facts.lr, segment.group),
                         _of_group(self.facts.weight_decay, segment.group) if segment.weight_decay else 0.0,
+                        not segment.weight_decay or self._group_is_exempt(segment.group),
                         each,
                         number,
                     )

@@ -129,6 +129,11 @@ FACTS: dict[str, tuple[Any, Any]] = {
     "training.exit_duration_in_mins": (None, None),
     "training.skip_train": (False, False),
     "training.deterministic_mode": (False, NO),
+    "finetune.task": (NO, REQUIRED),
+    "finetune.train_data": (NO, ()),
+    "finetune.valid_data": (NO, ()),
+    "finetune.epochs": (NO, None),
+    "finetune.pretrained_checkpoint": (NO, None),
     "checkpoint.save": (None, None),
     "checkpoint.load": (None, None),
     "checkpoint.ckpt_step": (None, NO),
@@ -159,7 +164,16 @@ FACTS: dict[str, tuple[Any, Any]] = {
 # Settings that neither Megatron has a flag for.
 OURS = {
     "model.family",
+    "model.num_classes",
+    "finetune.test_data",
+    "finetune.text_columns",
+    "finetune.choice_columns",
+    "finetune.label_column",
+    "finetune.id_column",
+    "finetune.labels",
+    "finetune.predictions",
     "model.bert_head_activation",
+    "model.bert_token_types",
     "data.bert_pack",
     "parallel.pipeline_schedule",
     "parallel.pipeline_partition",
@@ -169,6 +183,10 @@ OURS = {
     "zero.param_persistence_threshold",
     "zero.max_live_parameters",
     "zero.hpz_partition_size",
+    "optimizer.lamb_max_coeff",
+    "optimizer.lamb_min_coeff",
+    "optimizer.lamb_bias_correction",
+    "optimizer.lamb_adapt_all",
     "optimizer.lr_wsd_decay_tokens",
     "checkpoint.load_hf",
     "checkpoint.keep_last",
@@ -204,6 +222,8 @@ DECIDED: dict[str, tuple[Any, str, str, str]] = {
     ),
     "data.data_sharding": (False, "off", "on", "on"),
     "training.eval_interval": (1000, "1000", "never", "1000"),
+    "finetune.task": (None, "none, which is pretraining", "has no such flag", "required by `tasks/main.py`"),
+    "finetune.epochs": (3, "3", "has no such flag", "required to train"),
 }
 
 

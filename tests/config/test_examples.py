@@ -20,6 +20,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples_3d"
         ("llama_1b_tp2_sp", 8, []),
         ("gpt_pipeline_zero_cpu", 4, []),
         ("gpt3_175b_3d", 1024, []),
+        ("bert_tiny_cpu", 4, []),
+        ("bert_345m", 8, []),
+        ("bert_3.9b_tp8_pp2", 64, []),
+        ("bert_large_lamb_phase1", 1024, []),
     ],
 )
 def test_accepted(name: str, world_size: int, extra: list[str]) -> None:

@@ -21,6 +21,21 @@ LLAMA = shlex.split(
 )
 
 
+def test_a_fine_tuning_is_shown_without_the_length_that_its_files_give() -> None:
+    words = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+        "--lr 1e-3"
+    )
+    task = "--task SST-2 --train-data t.tsv --tokenizer-type ByteLevelTokenizer"
+    text = shown_config(parse_config(shlex.split(f"{words} {task}"), world_size=3).config, 3)
+    facts = [line for line in text.splitlines() if line.startswith("#")]
+    assert facts == ["# world size 3: tensor 1 x pipeline 1 x context 1 x data parallel 3"]
+    tree = yaml.safe_load(text)
+    assert tree["finetune"]["task"] == "SST-2"
+    assert tree["batch"]["global_batch_size"] == 6
+    assert tree["training"]["train_iters"] is None
+
+
 def test_what_follows_from_other_settings_is_shown_by_hand() -> None:
     text = shown_config(parse_config(LLAMA, world_size=6).config, 6)
     facts = [line for line in text.splitlines() if line.startswith("#")]

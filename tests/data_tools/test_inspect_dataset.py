@@ -29,6 +29,8 @@ def test_facts_as_json(prefix, capsys):
         "bin_bytes": 16, "idx_bytes": 34 + 12 * 3 + 8 * 4, "checksums": True, "valid": True,
         "sequence_lengths": {"min": 1, "median": 2.0, "mean": 8 / 3, "max": 5},
         "document_lengths": {"min": 0, "median": 3.0, "mean": 8 / 3, "max": 5},
+        "sequences_per_document": {"min": 0, "median": 1.0, "mean": 1.0, "max": 2},
+        "documents_of_one_sequence": 1,
         "histogram": [[0, 0, 1], [1, 1, 0], [2, 3, 1], [4, 7, 1]],
         "document": {"number": 0, "ids": [[104, 105], [33]]},
     }  # fmt: skip
@@ -43,6 +45,19 @@ def test_text_output_decodes_a_document(prefix, capsys):
     assert shown.rstrip().endswith("document 2: 1 sequences\naaaa<|endoftext|>")
     assert "valid             yes (index and tokens)" in shown
     assert "           4 - 7                     1 " + "#" * 50 in shown
+
+
+def test_sentences_per_document_are_told_where_documents_have_several(out, capsys):
+    with IndexedDatasetWriter(str(out / "s"), np.uint16) as writer:
+        for sentences in (1, 4, 2, 1):
+            writer.add_document([np.array([7, 8])] * sentences)
+    assert main([str(out / "s")]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "per document" in line)
+    assert line.split(None, 2)[2] == "min 1, median 1.5, mean 2.0, max 4 sequences; 2 documents have one"
+    with IndexedDatasetWriter(str(out / "w"), np.uint16) as writer:
+        writer.add_document([np.array([7, 8])])
+    assert main([str(out / "w")]) == 0
+    assert "per document" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("end", [".bin", ".idx"])

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +11,8 @@ from data_tools.train_tokenizer import main, texts
 from megazero.data.tokenizers import TokenizerSpec, build_tokenizer
 from megazero.errors import DataError
 from tests.data_tools.conftest import visible, write_jsonl
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _corpus(path, count=60):
@@ -48,6 +53,57 @@ def test_failures_write_nothing(tmp_path, out, capsys):
         (["--vocab-size", "100"], "must be at least 257"),
         (["--vocab-size", "9000"], "this text yields"),
         (["--json-key", "body"], "missing key"),
+    ):
+        assert main(["--input", corpus, "--output", str(out), *flags]) == 1
+        assert words in capsys.readouterr().err
+    assert visible(out) == []
+
+
+_WORDS = ["The Queen's café walks", "walking walked a naïve walker", "Über 3.50 talks, talking (talked)"]
+
+
+@pytest.mark.parametrize("cased", [False, True])
+def test_wordpiece_files_agree_and_load_as_the_kind_that_is_named(tmp_path, capsys, cased):
+    corpus = write_jsonl(tmp_path / "c.jsonl", [{"text": text} for text in _WORDS * 20])
+    flags = ["--type", "wordpiece", "--vocab-size", "74", *["--cased"] * cased]
+    assert main(["--input", corpus, "--output", str(tmp_path / "wp"), *flags]) == 0
+    kind = "BertWordPieceCase" if cased else "BertWordPieceLowerCase"
+    assert f"--tokenizer-type {kind} --vocab-file" in capsys.readouterr().out
+    vocab = (tmp_path / "wp" / "vocab.txt").read_text(encoding="utf-8").splitlines()
+    assert vocab[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert len(vocab) == len(set(vocab)) == 74
+    from_vocab = build_tokenizer(TokenizerSpec(kind, str(tmp_path / "wp" / "vocab.txt")))
+    from_json = build_tokenizer(TokenizerSpec("HFTokenizer", model=str(tmp_path / "wp")))
+    text = "The naïve Queen walked, café 3.50!"
+    assert from_vocab.encode(text) == from_json.encode(text)
+    words = from_vocab.decode(from_vocab.encode("The café walked"))
+    assert words == ("The café walked" if cased else "the cafe walked")
+    assert ("Q" in vocab) == cased
+
+
+def test_wordpiece_is_the_same_in_every_process(tmp_path):
+    """The library's trainer numbers letters by a hash map: left to itself it gave three vocabularies in three
+    runs."""
+    letters = "abcdefg"
+    texts = [
+        " ".join(letters[i % 7] + letters[i * j % 7] + letters[j % 5] for j in range(1, 30))
+        for i in range(40)
+    ]
+    corpus = write_jsonl(tmp_path / "c.jsonl", [{"text": text} for text in texts])
+    flags = ["--input", corpus, "--type", "wordpiece", "--vocab-size", "80", "--output"]
+    assert main([*flags, str(tmp_path / "one")]) == 0
+    command = [sys.executable, str(ROOT / "data_tools" / "train_tokenizer.py"), *flags, str(tmp_path / "two")]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    for name in ("vocab.txt", "tokenizer.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_unfit_wordpiece_flags_write_nothing(tmp_path, out, capsys):
+    corpus = write_jsonl(tmp_path / "c.jsonl", [{"text": "some words"}])
+    for flags, words in (
+        (["--type", "wordpiece", "--vocab-size", "12"], "must be at least 18, for the letters of this text"),
+        (["--type", "wordpiece", "--vocab-size", "9000"], "this text yields"),
+        (["--cased"], "`--cased` must come with `--type wordpiece`"),
     ):
         assert main(["--input", corpus, "--output", str(out), *flags]) == 1
         assert words in capsys.readouterr().err

@@ -60,7 +60,10 @@ TRAINED = {**BATCH, "optimizer": ADAMW}
             {**BATCH, "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}},
             "`optimizer.type` is not accepted as",
         ),
-        ({**BATCH, "optimizer": {"type": "Lamb", "params": {"lr": 0.1}}}, "`optimizer.type` is not accepted"),
+        (
+            {**BATCH, "optimizer": {"type": "OneBitLamb", "params": {"lr": 0.1}}},
+            "`optimizer.type` is not accepted",
+        ),
         (
             {**BATCH, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
             '`optimizer.params.lr` must be a number where a script builds the model, but is "auto"',

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import megazero
+from megazero.deepspeed import FusedLamb
 from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
 from tests.deepspeed.user_models import (
     ADAMW,
@@ -49,6 +50,23 @@ def test_every_stage_trains_as_plain_torch(stage, ranks, accumulation):
         assert_same(record, expected)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_json_of_type_lamb_trains_as_whole_tensors_would(stage, ranks):
+    told = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1, "max_coeff": 2.0, "min_coeff": 0.1}
+    optimizer = {"type": "Lamb", "params": {**told, "betas": [0.8, 0.95], "bias_correction": True}}
+
+    def work(context: ParallelContext):
+        engine = start(context, build(Tied), settings(stage, 2, optimizer=optimizer))
+        return train_engine(engine, context, range(4))
+
+    model = build(Tied)
+    plain = FusedLamb((p for p in model.parameters() if p.requires_grad), betas=(0.8, 0.95), **told)
+    expected = train_plain(model, plain, ranks=ranks, accumulation=2, steps=4)
+    for record in on_ranks(ranks, work):
+        assert_same(record, expected)
+
+
 @pytest.mark.parametrize("live", [0, 10**9])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_transformer_of_torch_trains(stage, live):
@@ -81,6 +99,8 @@ OPTIMIZERS = {
     "SGD dampened": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, dampening=0.3),
     "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.5, centered=True),
     "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, initial_accumulator_value=0.1),
+    "FusedLamb": lambda groups: FusedLamb(groups, lr=1e-2, eps=1e-4),
+    "FusedLamb as apex": lambda groups: FusedLamb(groups, lr=1e-2, use_nvlamb=False, bias_correction=False),
     "RAdam": lambda groups: torch.optim.RAdam(groups, lr=1e-2),
     "Adadelta": lambda groups: torch.optim.Adadelta(groups, lr=1.0),
 }

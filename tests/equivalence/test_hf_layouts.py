@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from megazero.checkpoint.hf import HFReader, convert_to_hf
 from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig
-from megazero.models import Batch
+from megazero.models import Batch, ModelChunk
 from megazero.mpu import ThreadWorld, solo_context, thread_context
 from megazero.train.chunks import build_chunks
 from megazero.train.resume import resume
@@ -21,6 +21,7 @@ from megazero.train.state import TrainState
 from megazero.train.vocabulary import Vocabulary
 from megazero.verify.layouts import SEQUENCE, VOCABULARY, Layout
 from megazero.verify.record import verification_engine
+from tests.checkpoint.hf.encoder_samples import batch_of
 
 PLACES = (
     Layout(),
@@ -36,12 +37,20 @@ PLACES = (
 )
 
 
+# transformers has one GELU for MLPs and head.
+BERTS = {
+    "megatron": {"family": "bert"},
+    "original": {"family": "bert", "apply_residual_connection_post_layernorm": True},
+}
+
+
 def config_of(layout: Layout, family: str, untied: bool, **checkpoint) -> Config:
     """The layout's configuration for a model of four layers, whatever it has itself."""
     config = layout.config()
-    shape = Layout(shape=family, untied=untied, layers=4).config().model
+    shape = Layout(shape="gpt2" if family in BERTS else family, untied=untied, layers=4).config().model
     # Without padding on one tensor-parallel rank, with it on several.
-    model = shape.model_copy(update={"make_vocab_size_divisible_by": 1})
+    update = {"make_vocab_size_divisible_by": 1, "bert_head_activation": "gelu", **BERTS.get(family, {})}
+    model = shape.model_copy(update=update)
     return config.model_copy(update={"model": model, "checkpoint": CheckpointConfig(**checkpoint)})
 
 
@@ -73,24 +82,53 @@ def export(layout: Layout, config: Config, out: Path) -> dict[str, torch.Tensor]
     return load_file(out / "model.safetensors")
 
 
+def save_serial(tmp_path: Path, family: str, untied: bool) -> tuple[dict[str, torch.Tensor], ModelChunk]:
+    """What one process exports to ``out0``, and the model that it has."""
+    config = config_of(PLACES[0], family, untied, save=str(tmp_path / "run0"))
+    first = export(PLACES[0], config, tmp_path / "out0")
+    vocabulary = Vocabulary(VOCABULARY, VOCABULARY, None, None)
+    serial = config_of(PLACES[0], family, untied)
+    return first, build_chunks(serial, vocabulary, solo_context(), torch.device("cpu"))[0]
+
+
 @pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_every_layout_is_one_model_there_and_back(tmp_path, family, untied):
     transformers = pytest.importorskip("transformers")
-    first = export(
-        PLACES[0],
-        config_of(PLACES[0], family, untied, save=str(tmp_path / "run0")),
-        tmp_path / "out0",
-    )
-    serial = config_of(PLACES[0], family, untied)
-    vocabulary = Vocabulary(VOCABULARY, VOCABULARY, None, None)
-    ours = build_chunks(serial, vocabulary, solo_context(), torch.device("cpu"))[0]
+    first, ours = save_serial(tmp_path, family, untied)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out0").eval()
     tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % VOCABULARY
     with torch.no_grad():
         logits = ours(Batch(tokens)).transpose(0, 1)[..., :VOCABULARY]
         torch.testing.assert_close(theirs(tokens).logits, logits, rtol=0, atol=1e-5)
         assert logits.std() > 0.1
+    there_and_back(tmp_path, first, family, untied)
+
+
+@pytest.mark.parametrize(
+    ("family", "untied"), [("megatron", False), ("original", True)], ids=["megatron-tied", "original-untied"]
+)
+def test_every_layout_is_one_bert_there_and_back(tmp_path, family, untied):
+    """Both heads, at the real positions of a padded batch."""
+    transformers = pytest.importorskip("transformers")
+    first, ours = save_serial(tmp_path, family, untied)
+    theirs = transformers.AutoModelForPreTraining.from_pretrained(tmp_path / "out0").eval()
+    tokens = torch.arange(3 * SEQUENCE).view(3, SEQUENCE) % VOCABULARY
+    lengths = (SEQUENCE, 5, 11)
+    real = torch.arange(SEQUENCE) < torch.tensor(lengths)[:, None]
+    types = ((torch.arange(SEQUENCE) > 3) & real).long()
+    with torch.no_grad():
+        logits, order = ours(batch_of(tokens, types, lengths))
+        found = theirs(tokens, attention_mask=real.long(), token_type_ids=types)
+    logits = logits[:, 0, :VOCABULARY]
+    torch.testing.assert_close(found.prediction_logits[real], logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.seq_relationship_logits, order, rtol=0, atol=1e-5)
+    assert logits.std() > 0.1
+    there_and_back(tmp_path, first, family, untied)
+
+
+def there_and_back(tmp_path: Path, first: dict[str, torch.Tensor], family: str, untied: bool) -> None:
+    """Every layout exports the same bits as one process, and again after it has read what one exported."""
     for number, layout in enumerate(PLACES[1:], 1):
         # From this layout: its own weights, which are those of the seed on every layout.
         config = config_of(layout, family, untied, save=str(tmp_path / f"run{number}"))

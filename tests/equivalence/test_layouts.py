@@ -12,7 +12,7 @@ import pytest
 
 from megazero.config.tree import RecomputeConfig
 from megazero.verify.compare import compare
-from megazero.verify.layouts import SHAPES, Layout, all_layouts, covering
+from megazero.verify.layouts import DECODERS, Layout, all_layouts, covering
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
 
@@ -63,7 +63,7 @@ def test_covering_takes_the_few_that_hold_all_pairs():
         assert len({(getattr(x, a), getattr(x, b)) for x in chosen}) == 4
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", DECODERS)
 @pytest.mark.parametrize(
     "layout",
     [

@@ -11,6 +11,11 @@ from megazero.mpu import Launch, ProcessGrid, ThreadWorld, solo_context, thread_
 from megazero.train.trained import Loaded, Sizes
 from tests.inference.test_text import BYTES, byte_model
 
+
+def no_batches(arrays, samples):
+    raise AssertionError("generation makes its own batches")
+
+
 PASSED_OVER = "passed over iter_0000002: it is damaged"
 
 
@@ -19,9 +24,10 @@ def loads(monkeypatch) -> list[tuple[str, Launch, Sizes]]:
     """Puts a model where a checkpoint would be; what was asked for."""
     asked = []
 
-    def load(checkpoint_dir: str, launch: Launch, sizes: Sizes):
+    def load(checkpoint_dir: str, launch: Launch, sizes: Sizes, verb: str):
+        assert verb == "generate"
         asked.append((checkpoint_dir, launch, sizes))
-        return Loaded(solo_context(), {0: byte_model()}, (0,), BYTES, (PASSED_OVER,))
+        return Loaded(solo_context(), {0: byte_model()}, (0,), BYTES, (PASSED_OVER,), no_batches)
 
     monkeypatch.setattr("megazero.train.trained.load_for_inference", load, raising=False)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -105,7 +111,7 @@ def test_a_bad_prompt_file_is_refused_before_anything_is_loaded(loads, capsys, t
 
 def test_a_prompt_that_is_not_utf_8_is_refused(loads, capsys):
     assert main(["--load", "here", "--prompt", "good", "--prompt", "b\udcff"]) == 1
-    assert "`--prompt` must be UTF-8, but prompt 2 is 'b\\udcff'" in capsys.readouterr().err
+    assert "`--prompt` must be UTF-8, but number 2 is 'b\\udcff'" in capsys.readouterr().err
     assert loads == []
 
 
@@ -117,7 +123,7 @@ def test_bad_values_exit_2_before_anything_is_loaded(loads, capsys, flags):
 
 
 def test_a_missing_checkpoint_is_one_line_and_a_status(monkeypatch, capsys):
-    def load(checkpoint_dir: str, launch: Launch, sizes: Sizes):
+    def load(checkpoint_dir: str, launch: Launch, sizes: Sizes, verb: str):
         raise CheckpointError(f"`load` must hold a checkpoint, but {checkpoint_dir} has none")
 
     monkeypatch.setattr("megazero.train.trained.load_for_inference", load, raising=False)
@@ -138,7 +144,7 @@ def test_only_the_first_rank_prints(loads, capsys, monkeypatch):
     silent = type(context)(ProcessGrid(tp=2), 1, context.device, context.groups)
     monkeypatch.setattr(
         "megazero.train.trained.load_for_inference",
-        lambda *_: Loaded(silent, {0: byte_model()}, (0,), BYTES, (PASSED_OVER,)),
+        lambda *_, **__: Loaded(silent, {0: byte_model()}, (0,), BYTES, (PASSED_OVER,), no_batches),
     )
     assert main(["--load", "here", "--prompt", "a", "--max-new-tokens", "2"]) == 0
     assert capsys.readouterr() == ("", "")

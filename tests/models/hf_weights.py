@@ -40,8 +40,8 @@ def to_theirs(weights: Weights, config: ModelConfig, vocab_size: int) -> Weights
     for link in Table.of(architecture.rules, config, vocab_size).links:
         out[link.theirs] = torch.empty(link.their_shape)
         link.as_ours(out[link.theirs]).copy_(weights[link.key.name][link.box.slices])
-    head, words = architecture.tied
-    out.setdefault(head, out[words])
+    for copy, original in architecture.copies:
+        out.setdefault(copy, out[original])
     return out
 
 
@@ -96,3 +96,30 @@ def llama_model(config: ModelConfig, vocab_size: int) -> nn.Module:
         **rope,
     )
     return LlamaForCausalLM(theirs).eval()
+
+
+def bert_model(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """transformers' BERT of this shape, original or Megatron's, with random weights everywhere."""
+    import transformers
+
+    original = config.apply_residual_connection_post_layernorm
+    prefix = "Bert" if original else "MegatronBert"
+    suffix = "ForPreTraining" if config.bert_binary_head else "ForMaskedLM"
+    theirs = getattr(transformers, f"{prefix}Config")(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_attention_heads,
+        intermediate_size=config.ffn_size,
+        hidden_act={"gelu": "gelu_new", "gelu_exact": "gelu"}[config.activation],
+        max_position_embeddings=config.positions,
+        layer_norm_eps=config.norm_epsilon,
+        tie_word_embeddings=not config.untie_embeddings_and_output_weights,
+    )
+    model = getattr(transformers, f"{prefix}{suffix}")(theirs).eval()
+    torch.manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data += 0.15 * torch.randn_like(parameter)
+    # Version 5 has two biases if the weight is not tied, and adds only this one.
+    model.cls.predictions.bias.data.copy_(model.cls.predictions.decoder.bias.data)
+    return model

@@ -5,8 +5,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megazero.config.tree import ModelConfig
+from megazero.models import bert_blocks, gpt_blocks
 from megazero.models.flops import attention_flops, logits_flops, mlp_flops
-from megazero.models.gpt import gpt_blocks
+from tests.config.samples import make_config
 
 
 def model(**fields):
@@ -21,9 +22,26 @@ def trained(shape: ModelConfig, vocab: int, *, causal: bool = True) -> float:
 
 
 def test_blocks_of_a_gpt_are_an_embedding_its_layers_and_a_head():
-    blocks = gpt_blocks(model(num_layers=2), 8192)
+    config = make_config().model_copy(update={"model": model(num_layers=2)})
+    blocks = gpt_blocks(config, 8192)
     assert [block.kind for block in blocks] == ["Embedding", "TransformerLayer", "TransformerLayer", "Head"]
     assert 3 * sum(block.flops for block in blocks) == trained(model(num_layers=2), 8192)
+
+
+def test_blocks_of_a_bert_by_hand():
+    """The 345M at length 512: every key is seen, and a quarter of the tokens reaches the head."""
+    shape = ModelConfig(
+        family="bert", num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=512
+    )
+    config = make_config({"data.mask_prob": 0.25}).model_copy(update={"model": shape})
+    embedding, *layers, head = bert_blocks(config, 30592)
+    projections, attention, mlp = 4 * 2 * 1024 * 1024, 2 * 2 * 512 * 1024, 2 * 2 * 1024 * 4096
+    assert (embedding.kind, embedding.flops) == ("Embedding", 0.0)
+    assert [(block.kind, block.flops) for block in layers] == [
+        ("TransformerLayer", projections + attention + mlp)
+    ] * 24
+    assert projections + attention + mlp == 27_262_976
+    assert (head.kind, head.flops) == ("BertHead", (2 * 1024 * 1024 + 2 * 1024 * 30592) / 4)
 
 
 def test_the_benchmark_model_by_hand():

@@ -20,6 +20,7 @@ from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
 from megazero.ops.dispatch import kinds_of_calls, where
 from megazero.ops.dropout import AttentionDropout, Dropout
+from megazero.ops.lamb import lamb_move, lamb_norms
 from megazero.ops.layer_norm import layer_norm
 from megazero.ops.rms_norm import rms_norm
 from megazero.ops.rotary import apply_rotary, rotary_table
@@ -130,6 +131,19 @@ def _run_adam(facts) -> None:
     adam_step(*lists, step=1, lr=0.1, beta1=0.9, beta2=0.9, eps=1e-3, weight_decay=0.0)
 
 
+def _lamb_settings() -> dict[str, float]:
+    return {"factor": 1.0, "eps": 1e-3, "weight_decay": 0.1}
+
+
+def _run_lamb_norms(facts) -> None:
+    four = (torch.ones(3, dtype=facts.dtype) for _ in range(4))
+    lamb_norms(*four, beta1=0.9, beta2=0.9, **_lamb_settings())
+
+
+def _run_lamb_move(facts) -> None:
+    lamb_move(*(torch.ones(3, dtype=facts.dtype) for _ in range(3)), torch.tensor(0.1), **_lamb_settings())
+
+
 # A call of the public function with these facts.
 RUNS: dict[str, Callable] = {
     "adam": _run_adam,
@@ -142,6 +156,8 @@ RUNS: dict[str, Callable] = {
     "cross_entropy": lambda facts: vocab_parallel_cross_entropy(
         _randn(facts, 3, 2, 8), torch.ones(3, 2, dtype=torch.int64), OneRank(), 0, 8
     ),
+    "lamb_move": _run_lamb_move,
+    "lamb_norms": _run_lamb_norms,
     "layer_norm": lambda facts: layer_norm(*(_randn(facts, *s) for s in ((3, 8), (8,), (8,))), 1e-5),
     "rms_norm": lambda facts: rms_norm(_randn(facts, 3, 8), _randn(facts, 8), 1e-5),
     "rotary": lambda facts: apply_rotary(_randn(facts, 3, 2, 2, 8), *rotary_table(torch.arange(3), 8, 1e4)),

@@ -36,7 +36,7 @@ class Lars:
             yield param, state["momentum"].mul_(self.momentum).add_(grad)
 
     @torch.no_grad()
-    def step(self, params, grads, states, *, step, lr, weight_decays, norms):
+    def step(self, params, grads, states, *, step, lr, weight_decays, norms, exempt):
         check_pieces(self.state_names, params, grads, states, step, weight_decays)
         for param, state, decay, (weight, update) in zip(params, states, weight_decays, norms, strict=True):
             ratio = torch.where((weight > 0) & (update > 0), weight / update, 1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from megazero.mpu import (
     ThreadWorld,
     thread_context,
 )
-from megazero.optim import Adam, Sgd, UpdateRule, local_square_sum
+from megazero.optim import Adam, Lamb, Sgd, UpdateRule, local_square_sum
 from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store
 from tests.optim.rules import Lars, SelfSumming, SelfSummingLars
 
@@ -32,15 +33,15 @@ class RuleRow:
 
     Attributes:
         formula: (rule, step, gradient, state by name) -> the step's direction; fp64, changes the state.
-        scaled: whether the direction gets the length of the weights.
-        coupled: whether weight decay is a part of the gradient.
+        rate: (rule, step, norm of weights, norm of direction, exempt from decay) -> factor of the direction.
+        decay: weight decay is a part of the gradient, a part of the direction, or apart from both.
         stages: under which it works.
     """
 
     rule: UpdateRule
     formula: Callable[[UpdateRule, int, Tensor, dict[str, Tensor]], Tensor]
-    scaled: bool = False
-    coupled: bool = False
+    rate: Callable[[UpdateRule, int, float, float, bool], float] | None = None
+    decay: Literal["gradient", "direction", "apart"] = "apart"
     stages: tuple[int, ...] = (0, 1, 2, 3)
 
 
@@ -58,14 +59,45 @@ def heavy_ball(rule: Sgd | Lars, t: int, g: Tensor, state: dict[str, Tensor]) ->
     return g
 
 
+def lars(rule: Lars, t: int, weights: float, direction: float, exempt: bool) -> float:
+    return weights / direction if weights and direction else 1.0
+
+
+def quotient(rule: Lamb, t: int, g: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """Adam's direction, of corrected moments or of these themselves."""
+    if rule.bias_correction == "moments":
+        return adam(rule, t, g, state)
+    state["exp_avg"] = rule.beta1 * state["exp_avg"] + (1 - rule.beta1) * g
+    state["exp_avg_sq"] = rule.beta2 * state["exp_avg_sq"] + (1 - rule.beta2) * g * g
+    return state["exp_avg"] / (state["exp_avg_sq"].sqrt() + rule.eps)
+
+
+def lamb(rule: Lamb, t: int, weights: float, direction: float, exempt: bool) -> float:
+    """The trust ratio; and DeepSpeed's correction of the rate."""
+    ratio = 1.0
+    if weights and direction and (rule.adapt_all or not exempt):
+        ratio = min(max(weights / direction, rule.min_coeff), rule.max_coeff)
+    if rule.bias_correction == "rate":
+        ratio *= (1 - rule.beta2**t) ** 0.5 / (1 - rule.beta1**t)
+    return ratio
+
+
+def lamb_row(**options) -> RuleRow:
+    return RuleRow(Lamb(**options), quotient, lamb, "direction")
+
+
 ROWS = (
     RuleRow(Adam(), adam),
     RuleRow(Adam(0.8, 0.95, 1e-4), adam),
-    RuleRow(Sgd(0.9), heavy_ball, coupled=True),
-    RuleRow(Sgd(0.0), heavy_ball, coupled=True),
-    RuleRow(Lars(0.9), heavy_ball, scaled=True),
-    RuleRow(SelfSumming(0.9), heavy_ball, coupled=True, stages=(0,)),
-    RuleRow(SelfSummingLars(0.8), heavy_ball, scaled=True, stages=(0,)),
+    RuleRow(Sgd(0.9), heavy_ball, decay="gradient"),
+    RuleRow(Sgd(0.0), heavy_ball, decay="gradient"),
+    RuleRow(Lars(0.9), heavy_ball, lars),
+    lamb_row(),
+    lamb_row(beta1=0.8, beta2=0.95, eps=1e-4, adapt_all=True),
+    lamb_row(min_coeff=0.9, max_coeff=1.1, bias_correction="none", eps=1e-4),
+    lamb_row(bias_correction="rate", adapt_all=True),
+    RuleRow(SelfSumming(0.9), heavy_ball, decay="gradient", stages=(0,)),
+    RuleRow(SelfSummingLars(0.8), heavy_ball, lars, stages=(0,)),
 )
 EVERY_ROW = pytest.mark.parametrize("row", ROWS, ids=lambda row: repr(row.rule))
 
@@ -75,11 +107,14 @@ def expected(row: RuleRow, param: Tensor, grads: list[Tensor], decay: float) -> 
     p = param.double()
     state = {name: torch.zeros_like(p) for name in row.rule.state_names}
     for t, grad in enumerate(grads, start=1):
-        gradient = grad.double() + (decay * p if row.coupled else 0.0)
+        gradient = grad.double() + (decay * p if row.decay == "gradient" else 0.0)
         direction = row.formula(row.rule, t, gradient, state)
-        if row.scaled and p.norm() > 0 and direction.norm() > 0:
-            direction = direction * p.norm() / direction.norm()
-        p = p - LR * direction - (0.0 if row.coupled else LR * decay * p)
+        if row.decay == "direction":
+            direction = direction + decay * p
+        if row.rate is not None:
+            norms = p.norm().item(), direction.norm().item()
+            direction = direction * row.rate(row.rule, t, *norms, decay == 0.0)
+        p = p - LR * direction - (LR * decay * p if row.decay == "apart" else 0.0)
     return p
 
 
@@ -93,6 +128,7 @@ def update(rule, params, grads, states, *, step, decays, lr=LR, owners=None) -> 
         for owner, tensors in zip(owners, measured, strict=True):
             squares[owner] += torch.stack([local_square_sum([tensor]) for tensor in tensors])
         asked["norms"] = [squares[owner].sqrt() for owner in owners]
+        asked["exempt"] = [decay == 0.0 for decay in decays]
     rule.step(params, grads, states, step=step, lr=lr, weight_decays=decays, **asked)
 
 
@@ -156,15 +192,18 @@ class TestAlone:
         update(row.rule, [], [], [], step=1, decays=[])
 
     def test_without_gradients_weights_decay_and_nothing_else_happens(self, row):
-        """They shrink only where they are to: by (1 - lr wd) a step unless momentum carries the decay on."""
+        """They shrink only where they are to: by (1 - lr wd) a step unless momentum carries the decay on.
+
+        A trust ratio makes up for a small decay.
+        """
         params, _ = problem([(9,), (5,)])
         trained, states = train(
             row.rule, params, [[torch.zeros(9), torch.zeros(5)]] * STEPS, decays=[0.5, 0.0]
         )
-        carried = row.coupled and row.rule.momentum
+        carried = row.decay == "gradient" and row.rule.momentum
         wanted = (
             expected(row, params[0], [torch.zeros(9)] * STEPS, 0.5).float()
-            if carried
+            if carried or row.decay == "direction"
             else params[0] * (1 - LR * 0.5) ** STEPS
         )
         torch.testing.assert_close(trained[0], wanted)

@@ -10,7 +10,7 @@ micro-batch is what overflows, it computes as the flags say, micro-batch by micr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -53,7 +53,9 @@ def learning_rate(flags: Flags, done: tuple[int, int], total: tuple[int, int]) -
         for each in (done, total)
     )
     decay, peak, floor = flags.get(f"lr-decay-{unit}", decay), flags["lr"], flags["min-lr"]
-    warmup = flags.get(f"lr-warmup-{unit}", flags.get("lr-warmup-fraction", 0) * decay)
+    # A fraction is one of the decay; beside a decay in tokens, Megatron-DeepSpeed takes it of the training.
+    whole = total[1] * flags["seq-length"] if unit == "tokens" else decay
+    warmup = flags.get(f"lr-warmup-{unit}", flags.get("lr-warmup-fraction", 0) * whole)
     if warmup > 0 and count <= warmup:
         return flags["lr-warmup-init"] + (peak - flags["lr-warmup-init"]) * count / warmup
     style = flags["lr-decay-style"]
@@ -119,8 +121,10 @@ class Scale:
             self.good, self.tolerated, self.value = 0, self.flags["hysteresis"], self.value * 2
 
 
-def update(flags: Flags, w: Tensor, grad: Tensor, state: Weights, step: int, lr: float, decay: float) -> None:
-    """Adam with decoupled weight decay, or SGD as torch and Megatron have it; in place."""
+def update(
+    flags: Flags, w: Tensor, grad: Tensor, state: Weights, step: int, lr: float, decay: float, exempt: bool
+) -> None:
+    """Adam with decoupled weight decay, LAMB, or SGD as torch and Megatron have it; in place."""
     if flags["optimizer"] == "sgd":
         grad = grad + decay * w
         if flags["sgd-momentum"]:
@@ -130,31 +134,65 @@ def update(flags: Flags, w: Tensor, grad: Tensor, state: Weights, step: int, lr:
     beta1, beta2 = flags["adam-beta1"], flags["adam-beta2"]
     state["exp_avg"] = beta1 * state.get("exp_avg", 0) + (1 - beta1) * grad
     state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", 0) + (1 - beta2) * grad**2
+    if flags["optimizer"] == "lamb":
+        w.sub_(lamb_change(flags, w, state, step, lr, decay, exempt))
+        return
     mean, square = state["exp_avg"] / (1 - beta1**step), state["exp_avg_sq"] / (1 - beta2**step)
     w.mul_(1 - lr * decay).sub_(lr * mean / (square.sqrt() + flags["adam-eps"]))
 
 
+def lamb_change(
+    flags: Flags, w: Tensor, state: Weights, step: int, lr: float, decay: float, exempt: bool
+) -> Tensor:
+    """What LAMB takes off a whole weight whose moments are up to date."""
+    mean, square = state["exp_avg"], state["exp_avg_sq"]
+    bias1, bias2 = 1 - flags["adam-beta1"] ** step, 1 - flags["adam-beta2"] ** step
+    if flags["lamb-bias-correction"] == "moments":
+        mean, square = mean / bias1, square / bias2
+    elif flags["lamb-bias-correction"] == "rate":
+        lr = lr * math.sqrt(bias2) / bias1
+    change = mean / (square.sqrt() + flags["adam-eps"]) + decay * w
+    length, reach = float(w.double().norm()), float(change.double().norm())
+    if length == 0 or reach == 0 or (exempt and not flags["lamb-adapt-all"]):
+        return lr * change
+    return lr * min(max(length / reach, flags["lamb-min-coeff"]), flags["lamb-max-coeff"]) * change
+
+
 def train(flags: Flags, datasets: Sequence[Documents], initial: Weights, kept: Kept, steps: int) -> Training:
     """Train as the flags say on `datasets` (documents of tokens), from the `initial` weights."""
-    exact = flags["params-dtype"] == "fp32"
-    wide = torch.float64 if exact else torch.float32
-    master = {name: each.to(wide, copy=True) for name, each in initial.items()}
-    model, scale, run = Model(flags, kept), Scale(flags), Training()
-    total = 0
-    for _ in range(steps):
-        total += batch_size(flags, total)
-    rows = training_samples(flags, datasets, total)
-    done, updates = 0, 0
-    for step in range(steps):
-        size = batch_size(flags, done)
+    model, exact = Model(flags, kept), flags["params-dtype"] == "fp32"
+    rows = training_samples(flags, datasets, total_samples(flags, steps))
+
+    def of_step(master: Weights, done: int, size: int, scale: float) -> tuple[float, Weights]:
         piece = size if exact else flags["micro-batch-size"]
         texts = [
             text_of(flags, range(first, first + piece), rows[first : first + piece])
             for first in range(done, done + size, piece)
         ]
-        loss, grads = gradients(model, master, texts, scale.value)
+        return gradients(model, master, texts, scale)
+
+    return follow(flags, initial, steps, of_step)
+
+
+def total_samples(flags: Flags, steps: int) -> int:
+    """Samples of all steps together."""
+    total = 0
+    for _ in range(steps):
+        total += batch_size(flags, total)
+    return total
+
+
+def follow(flags: Flags, initial: Weights, steps: int, of_step: Callable) -> Training:
+    """Train by the (loss, gradients) of ``of_step(weights, first sample, samples, loss scale)``."""
+    wide = torch.float64 if flags["params-dtype"] == "fp32" else torch.float32
+    master = {name: each.to(wide, copy=True) for name, each in initial.items()}
+    scale, run, total = Scale(flags), Training(), total_samples(flags, steps)
+    done, updates = 0, 0
+    for step in range(steps):
+        size = batch_size(flags, done)
+        loss, grads = of_step(master, done, size, scale.value)
         norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
-        skipped = not math.isfinite(norm)
+        skipped = loss is None or not math.isfinite(norm)  # without a loss there is nothing to learn from
         lr = learning_rate(flags, (step, done), (steps, total))
         decay = weight_decay(flags, done / total)
         done += size
@@ -168,7 +206,8 @@ def train(flags: Flags, datasets: Sequence[Documents], initial: Weights, kept: K
         for name, each in master.items():
             decays = each.dim() > 1 and not name.endswith("bias")  # as in GPT-2: neither norms nor biases
             state = run.state.setdefault(name, {})
-            update(flags, each, grads[name] * clip, state, updates, lr, decay if decays else 0.0)
+            facts = {"lr": lr, "decay": decay if decays else 0.0, "exempt": not decays}
+            update(flags, each, grads[name] * clip, state, updates, **facts)
     run.weights = master
     return run
 

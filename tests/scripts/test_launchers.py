@@ -31,6 +31,8 @@ def bash(script: str, *arguments: str, **environment: str) -> subprocess.Complet
     [
         ("pretrain_gpt_345m.sh", {}, "num_layers: 24"),
         ("pretrain_gpt_345m.sh", {"GPUS_PER_NODE": "4", "NNODES": "2"}, "num_layers: 24"),
+        ("pretrain_bert_345m.sh", {}, "seq_length: 128"),
+        ("pretrain_bert_345m.sh", {"PHASE": "2", "NNODES": "4"}, "seq_length: 512"),
         ("pretrain_llama_1b.sh", {}, "tensor_model_parallel_size: 2"),
         ("pretrain_llama_1b.sh", {"TP": "1", "GPUS_PER_NODE": "1"}, "tensor_model_parallel_size: 1"),
     ],
@@ -47,6 +49,22 @@ def test_a_launcher_says_why_a_layout_is_refused():
     assert "`num_attention_heads` must be a multiple of `tensor_model_parallel_size`" in run.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "`--pretrained` must name checkpoints, but is missing."),
+        (["--pretrained", "d"], "`--vocab-file` must name a vocab.txt, but is ``."),
+        (["--seeds"], "`--seeds` must have a value, but is the last word."),
+        (["--nproc", "0"], "`--nproc` must be a positive integer, but is `0`."),
+        (["--what"], "the option must be one of those that --help lists, but is `--what`."),
+    ],
+)
+def test_the_fine_tuning_example_says_why_it_refuses(arguments, reason):
+    run = bash("finetune_wordnet.sh", *arguments)
+    assert run.returncode == 2
+    assert reason in run.stderr
+
+
 def test_flags_after_a_launcher_take_precedence():
     assert "seq_length: 512" in bash("pretrain_gpt_345m.sh", "--seq-length", "512", CHECK="1").stdout
 
@@ -61,6 +79,7 @@ def test_flags_after_a_launcher_take_precedence():
         (["--zero-stage", "4"], "`--zero-stage` must be 0, 1, 2 or 3, but is `4`."),
         (["--out"], "`--out` must have a value, but is the last word."),
         (["--out="], "`--out` must be a folder, but is empty."),
+        (["--model", "t5"], "`--model` must be gpt or bert, but is `t5`."),
     ],
 )
 def test_the_quickstart_refuses_bad_options_before_it_does_anything(arguments, reason):
@@ -74,5 +93,5 @@ def test_the_quickstart_has_help():
     assert run.returncode == 0
     assert all(
         option in run.stdout
-        for option in ("--steps N", "--tp T", "--pp P", "--dp D", "--zero-stage Z", "--out DIR")
+        for option in ("--model M", "--steps N", "--tp T", "--pp P", "--dp D", "--zero-stage Z", "--out DIR")
     )

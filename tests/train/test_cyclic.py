@@ -81,7 +81,7 @@ def train(
         def build(config, horizon):
             return build_engine(config, horizon, build_chunks(config, VOCABULARY, context), context)
 
-        resumed = resume(config, context, VOCABULARY.size, build, foreign=None)
+        resumed = resume(config, context, VOCABULARY.size, build)
         state, horizon, engine = resumed.state, resumed.horizon, resumed.engine
         feeds = build_feeds(config, horizon, VOCABULARY, context, resumed.stream_seed)
         spy = Spy(feeds.train.dataset)

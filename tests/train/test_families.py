@@ -18,7 +18,7 @@ from megazero.train.chunks import build_chunks
 from megazero.train.dealing import deal_layers, estimated_costs, measured_costs, parameter_counts
 from megazero.train.families import FAMILIES, family_of
 from megazero.train.vocabulary import Vocabulary
-from megazero.verify.layouts import VOCABULARY, Layout
+from megazero.verify.layouts import ENCODERS, SHAPES, VOCABULARY, Layout
 
 VOCAB = Vocabulary(VOCABULARY, 64, None, None)
 
@@ -35,12 +35,12 @@ def test_each_architecture_of_transformers_is_of_one_family():
         assert all(dict(each.ours_fixed)["family"] == family.name for each in family.architectures)
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_what_a_row_says_is_what_it_builds(shape):
     config = Layout(layers=3, shape=shape).config()
     family = family_of(config.model)
     (chunk,) = build_chunks(config, VOCAB, solo_context()).values()
-    blocks = family.blocks(config.model, VOCAB.padded)
+    blocks = family.blocks(config, VOCAB.padded)
     assert [type(block).__name__ for block in chunk.blocks()] == [block.kind for block in blocks]
     counts = parameter_counts(config, VOCAB, solo_context())
     built = [sum(p.numel() for p in block.parameters()) for block in chunk.blocks()]
@@ -51,8 +51,8 @@ def test_what_a_row_says_is_what_it_builds(shape):
 def uneven(family):
     """The family, as if its third layer took as much as seven others."""
 
-    def blocks(model, padded_vocab):
-        first, *layers, last = family.blocks(model, padded_vocab)
+    def blocks(config, padded_vocab):
+        first, *layers, last = family.blocks(config, padded_vocab)
         return (
             first,
             *(Block(f"{each.kind}{i}", 7.0 if i == 2 else 1.0) for i, each in enumerate(layers)),
@@ -65,8 +65,9 @@ def uneven(family):
 @pytest.mark.parametrize(
     ("method", "expected"), [("cost", [2, 1, 3]), ("type:Layer[34]", [4, 1, 1]), ("uniform", [2, 2, 2])]
 )
-def test_layers_may_differ_where_they_are_dealt(method, expected, monkeypatch):
-    config = Layout(pp=3, layers=6).config()
+@pytest.mark.parametrize("shape", ["gpt2", "bert"])
+def test_layers_may_differ_where_they_are_dealt(method, expected, shape, monkeypatch):
+    config = Layout(pp=3, layers=6, shape=shape).config()
     parallel = config.parallel.model_copy(update={"pipeline_partition": method})
     config = config.model_copy(update={"parallel": parallel})
     # The head of a model this small would outweigh its layers.
@@ -76,15 +77,16 @@ def test_layers_may_differ_where_they_are_dealt(method, expected, monkeypatch):
 
 
 def _without_head(family):
-    def blocks(model, padded_vocab):
-        *others, last = family.blocks(model, padded_vocab)
+    def blocks(config, padded_vocab):
+        *others, last = family.blocks(config, padded_vocab)
         return (*others, Block(last.kind, 0.0))
 
     return dataclasses.replace(family, blocks=blocks)
 
 
-def test_alike_blocks_are_measured_once_and_cost_the_same():
-    config = Layout(layers=4).config()
+@pytest.mark.parametrize("shape", ["gpt2", *ENCODERS])
+def test_alike_blocks_are_measured_once_and_cost_the_same(shape):
+    config = Layout(layers=4, shape=shape).config()
     seconds = measured_costs(config, VOCAB, solo_context())
     assert len(seconds) == len(estimated_costs(config, VOCAB, solo_context())) == 6
     assert len(set(seconds[1:-1])) == 1
@@ -101,3 +103,15 @@ def test_random_arrays_become_a_batch_that_knows_its_counts():
     assert batch.counts == {"lm": float(arrays["loss_mask"].sum())}
     assert arrays["loss_mask"].mean(axis=1)[0] == 1.0 > arrays["loss_mask"].mean(axis=1)[3]
     assert (arrays["tokens"][:, 1:] == arrays["labels"][:, :-1]).all()
+
+
+def test_random_samples_become_a_batch_that_knows_its_counts():
+    import numpy as np
+
+    config = Layout(shape="bert").config()
+    family = family_of(config.model)
+    arrays = family.random_arrays(np.random.default_rng(3), 4, 16, VOCABULARY)
+    batch = family.collate(config, VOCABULARY, torch.device("cpu"), None)(arrays, (0, 1, 2, 3))
+    assert batch.counts["lm"] == batch.counts["lm_accuracy"] == arrays["loss_mask"].sum() > 0
+    assert (batch.counts["sop"], batch.counts["padding"]) == (4.0, 64.0)
+    assert batch.padding == 64 - arrays["lengths"].sum()

@@ -62,3 +62,10 @@ def test_what_nothing_counts_for_has_no_mean():
     assert (losses["lm"], losses["accuracy"], losses.total) == (None, 1.0, 0.5)
     # An accuracy alone is nothing to train on.
     assert Losses.of(TERMS, [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]).total is None
+
+
+def test_the_share_of_padding_is_that_of_the_term_of_this_name():
+    terms = (LossTerm("lm"), LossTerm("padding", 0.0))
+    assert Losses.of(terms, [1.0, 3.0], [1.0, 4.0]).padding == 0.75
+    assert Losses.of(terms, [1.0, 0.0], [1.0, 0.0]).padding == 0.0
+    assert Losses.of(TERMS, [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]).padding == 0.0

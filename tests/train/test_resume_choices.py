@@ -94,13 +94,13 @@ def run(original, tmp_path) -> SimpleNamespace:
 
 def again(config: Config, vocab_size: int = VOCABULARY) -> Resumed:
     build = partial(verification_engine, context=solo_context())
-    return resume(config, solo_context(), vocab_size, build, foreign=None)
+    return resume(config, solo_context(), vocab_size, build)
 
 
 def refused(config: Config, vocab_size: int = VOCABULARY, kind: type = CheckpointError) -> str:
     """Why, of a resume that must not get as far as an engine."""
     with pytest.raises(CheckpointError) as error:
-        resume(config, solo_context(), vocab_size, lambda *_: pytest.fail("built"), foreign=None)
+        resume(config, solo_context(), vocab_size, lambda *_: pytest.fail("built"))
     assert type(error.value) is kind, error.value
     return str(error.value)
 
@@ -380,7 +380,7 @@ def test_all_ranks_try_what_the_first_one_sees(run, monkeypatch):
     def work(rank: int) -> tuple[int, tuple[str, ...]]:
         context = thread_context(world, layout.grid, rank)
         build = partial(verification_engine, context=context)
-        resumed = resume(config_of(run.folder, layout), context, VOCABULARY, build, foreign=None)
+        resumed = resume(config_of(run.folder, layout), context, VOCABULARY, build)
         return resumed.state.iteration, resumed.remarks[:1]
 
     assert world.run(work) == [(STEPS, ("seen once",))] * 2

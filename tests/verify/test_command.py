@@ -33,6 +33,50 @@ def test_a_pipeline_with_zero_is_the_same_training(capsys):
     assert out.endswith("the same training as one process\n")
 
 
+def test_a_fine_tuning_is_verified_without_its_files(capsys):
+    task = ["--task", "classification", "--text-columns", "a", "--train-data", "none.tsv"]
+    flags = [word for word in BASE if word not in ("--train-iters", "10")]
+    layout = ["--tensor-model-parallel-size", "2", "--world-size", "2", "--steps", "2"]
+    assert main([*flags, *task, *layout]) == 0
+    out = capsys.readouterr().out
+    assert "task loss" in out
+    assert "accuracy" in out
+    assert out.endswith("the same training as one process\n")
+
+
+ENCODER = [*BASE, "--model-family", "bert", "--steps", "2"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline-model-parallel-size 2 --zero-stage 2",
+        "--tensor-model-parallel-size 2 --sequence-parallel --bert-no-binary-head",
+        # Dropout is on, and which elements are dropped depends on which samples share a row.
+        "--bert-pack --tensor-model-parallel-size 2 --apply-residual-connection-post-layernorm",
+    ],
+)
+def test_so_is_a_bert_of_any_kind(flags, capsys):
+    assert main([*ENCODER, *flags.split()]) == 0
+    out = capsys.readouterr().out
+    assert ("sop loss" in out) == ("no-binary-head" not in flags)
+    assert out.endswith("the same training as one process\n")
+
+
+def test_the_sweep_covers_encoders_too(capsys, monkeypatch):
+    ran = []
+    monkeypatch.setattr(command, "run_in_threads", lambda config, grid, steps: ran.append(config))
+    monkeypatch.setattr(command, "run_alone", lambda config, steps: None)
+    monkeypatch.setattr(
+        command, "compare", lambda records, expected: [compare.Deviation("loss", 0.5, "here")]
+    )
+    assert main(["--sweep", "5", "--ranks", "2"]) == 0
+    assert {config.model.family for config in ran} == {"gpt", "bert"}
+    assert {config.optimizer.optimizer for config in ran} == {"adam", "lamb"}
+    assert {config.data.bert_pack for config in ran} == {False, True}
+    assert capsys.readouterr().out.endswith(" layouts are the same training as one process\n")
+
+
 def test_a_difference_is_reported_and_fails(capsys, monkeypatch):
     real = compare.compare
     monkeypatch.setattr(

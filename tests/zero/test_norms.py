@@ -98,6 +98,25 @@ def test_experts_are_measured_as_one_parameter(stage):
     assert world.run(work) == [wanted] * 8
 
 
+def test_tied_copies_have_one_norm_bit_for_bit():
+    """Each stage sums its copy by itself, so that the sums may round apart; then the copies would, too."""
+    world = ThreadWorld(3, 20.0)
+
+    def work(rank):
+        context = thread_context(world, ProcessGrid(pp=3), rank)
+        tied = {"shared": True, **({"tied_with": "words"} if rank == 2 else {})}
+        params = [parameter("own", [2.0])]
+        if rank != 1:
+            params.append(parameter("words", [3.0 + rank * 2.0**-20, 4.0], **tied))
+        _, _, store = store_of(params, context, 1)
+        return norms_of(store, context)
+
+    first, middle, last = world.run(work)
+    assert first["words"] == last["words"]
+    assert first["words"][0] == pytest.approx(((9 + (3 + 2.0**-19) ** 2) / 2 + 16) ** 0.5, rel=1e-15)
+    assert middle == {"own": [2.0, 4.0]}
+
+
 @pytest.mark.parametrize("count", [2, 30])
 @pytest.mark.parametrize("rule", [Lars(), Adam()], ids=["asks", "does not ask"])
 def test_all_parameters_take_one_call_over_each_group(rule, count):

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.optim import Adam, Sgd
+from megazero.optim import Adam, Lamb, Sgd
 from megazero.zero import STAGES, DataParallel, Optimizer, ZeroPolicy, build_store, module_units
 from tests.zero.harness import Trainer, assert_same, in_threads, serial
 from tests.zero.models import Zoo, zoo_loss
 
 EVERY_STAGE = pytest.mark.parametrize("stage", range(len(STAGES)))
+EVERY_RULE = pytest.mark.parametrize("rule", [Adam(eps=1e-3), Lamb(eps=1e-3)], ids=["adam", "lamb"])
 
 
 def policy(stage: int, **changes) -> ZeroPolicy:
@@ -26,9 +27,10 @@ def weights(trainer) -> dict[str, torch.Tensor]:
 
 
 @EVERY_STAGE
+@EVERY_RULE
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("pp", [1, 2])
-def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(stage, bad, pp):
+def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(stage, bad, pp, rule):
     world = ThreadWorld(2 * pp, 20.0)
 
     def loss(model, step, sample):
@@ -39,7 +41,7 @@ def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(stage, bad, pp):
         context = thread_context(world, ProcessGrid(pp=pp, dp=2), rank)
         model = Zoo()
         model.scale, model.last = nn.Parameter(torch.ones(3)), context.pp.rank == pp - 1
-        trainer = Trainer(model, loss, policy(stage), context)
+        trainer = Trainer(model, loss, policy(stage), context, rule=rule)
         before = weights(trainer)
         trainer.accumulate(0, 2)
         report = trainer.optimizer.step(1e-2, 0.1)
@@ -88,12 +90,13 @@ def test_groups_have_their_own_rates(stage):
 
 
 @EVERY_STAGE
-def test_state_moves_between_layouts(stage):
+@EVERY_RULE
+def test_state_moves_between_layouts(stage, rule):
     """Two steps on one layout and a third on another are three steps."""
     saved: dict[tuple[str, str], torch.Tensor] = {}
 
     def save(context):
-        trainer = Trainer(Zoo(), zoo_loss, policy(stage), context)
+        trainer = Trainer(Zoo(), zoo_loss, policy(stage), context, rule=rule)
         trainer.train(2)
         for spec, state in trainer.optimizer.full_state():
             if context.rank == 0:
@@ -110,7 +113,7 @@ def test_state_moves_between_layouts(stage):
             with torch.no_grad():
                 for param in model.parameters():
                     param.zero_()  # also what is frozen comes from the saved state
-            trainer = Trainer(model, zoo_loss, policy(other, bucket_size=1), context)
+            trainer = Trainer(model, zoo_loss, policy(other, bucket_size=1), context, rule=rule)
             optimizer = trainer.optimizer
             kinds = ["weight", *optimizer.rule.state_names]
             optimizer.load(lambda spec, kind: saved[spec.name, kind], kinds)
@@ -125,7 +128,7 @@ def test_state_moves_between_layouts(stage):
 
         return work
 
-    expected = serial(Zoo, zoo_loss).weights[-1]
+    expected = Trainer(Zoo(), zoo_loss, ZeroPolicy(), solo_context(), rule=rule).train(3).weights[-1]
     for other, size in ((3, 2), (2, 4), (0, 2)):
         for found in in_threads(size, resume(other)):
             for name, value in expected.items():
@@ -181,10 +184,12 @@ def test_narrow_sums_are_clipped_in_fp32(stage):
 
 
 @EVERY_STAGE
+@EVERY_RULE
 @pytest.mark.parametrize("accumulation", [torch.float32, torch.bfloat16])
-def test_after_a_step_gradients_are_those_that_it_used(stage, accumulation):
+def test_after_a_step_gradients_are_those_that_it_used(stage, accumulation, rule):
     def work(context):
-        trainer = Trainer(Zoo(), zoo_loss, policy(stage, accumulation_dtype=accumulation), context)
+        settings = policy(stage, accumulation_dtype=accumulation)
+        trainer = Trainer(Zoo(), zoo_loss, settings, context, rule=rule)
         trainer.accumulate(0, 1)
         norm = trainer.optimizer.step(1e-2, 0.1, 1 / 12).grad_norm
         return norm, trainer.optimizer.grad_norm()

@@ -1,24 +1,30 @@
 """hf: models of Hugging Face transformers, read as logical tensors and written from them.
 
 `architecture` says what there is to know about an architecture, its tensors in the notation of
-`checkpoint/naming.py`; `gpt2` and `llama` are two. `reader` presents a folder as a `Source`, `writer` makes a
-folder from any `Source`; `convert` connects both to checkpoints. Nothing here imports transformers, and
-nothing unpickles.
+`checkpoint/naming.py`; `gpt2`, `llama`, `megatron_bert` and `bert` hold them. `reader` presents a folder as a
+`Source`, `writer` makes a folder from any `Source`; `convert` connects both to checkpoints. Nothing here
+imports transformers, and nothing unpickles.
 """
 
 from megazero.checkpoint.hf.architecture import Architecture
+from megazero.checkpoint.hf.bert import BERT_MASKED_LM, BERT_PRETRAINING
 from megazero.checkpoint.hf.config_json import ARCHITECTURES, TokenIds
 from megazero.checkpoint.hf.convert import Imported, convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.gpt2 import GPT2
 from megazero.checkpoint.hf.llama import LLAMA
+from megazero.checkpoint.hf.megatron_bert import MEGATRON_BERT_MASKED_LM, MEGATRON_BERT_PRETRAINING
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.hf.tokenizer_files import TokenizerFiles, tokenizer_files, tokenizer_settings
 from megazero.checkpoint.hf.writer import Exported, ModelFiles, write_hf
 
 __all__ = [
     "ARCHITECTURES",
+    "BERT_MASKED_LM",
+    "BERT_PRETRAINING",
     "GPT2",
     "LLAMA",
+    "MEGATRON_BERT_MASKED_LM",
+    "MEGATRON_BERT_PRETRAINING",
     "Architecture",
     "Exported",
     "HFReader",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from megazero.checkpoint.naming import TensorRule
 from megazero.config.tree import ModelConfig
@@ -31,6 +33,22 @@ class FieldPair:
     kind: type | None = None
     words: tuple[tuple[Any, Any], ...] = ()
     resolved: str | None = None
+
+
+class TensorLike(Protocol):
+    """A tensor in a file: its shape, and its rows if they are asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    def rows(self, rows: slice) -> Tensor:
+        """Some of its rows (indexes of the first dim)."""
+
+
+def as_told(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfig:
+    """The model as ``config.json`` describes it."""
+    return model
 
 
 @dataclass(frozen=True)
@@ -71,15 +89,21 @@ NEVER = (
 
 @dataclass(frozen=True)
 class Architecture:
-    """What megazero has to know about one architecture. Another is one more file that makes such a value.
+    """What megazero has to know about one architecture: a class of transformers that has weights.
+
+    Classes of one ``model_type`` with different heads are several such values.
 
     Attributes:
         name: the class in transformers, as in ``architectures``.
         model_type: the value in ``config.json``.
+        auto: the class that loads it without being told which one it is.
         prefix: what all tensor names but the head's start with; files of the bare model leave it out.
         rules: the tensors.
-        tied: (name that may be left out, name of the tensor it equals) if the head is tied.
+        copies: (name, name of the tensor that it equals); files may leave either out, unless the first is a
+            tensor of its own here.
+        blank: tensors that theirs has and ours has not; they are written as zeros, and must be zeros.
         ignored: regular expressions for buffers that are not weights.
+        renamed: (regular expression, replacement) for names in older files.
         settings: fields of ``config.json``.
         fixed: (their field, the only value that ours supports), which a missing field means too.
         ours_fixed: (our field, the only value that theirs supports).
@@ -88,13 +112,16 @@ class Architecture:
         plain: returns ``config.json`` with nested or renamed fields turned into those of `settings`; raises
             ValueError, in words, if it asks for something that ours does not support.
         complete: the opposite, for writing.
+        seen: (model of ``config.json``, tensors of the folder by name) -> the model that they make, for what
+            ``config.json`` does not say.
     """
 
     name: str
     model_type: str
+    auto: str
     prefix: str
     rules: tuple[TensorRule, ...]
-    tied: tuple[str, str]
+    copies: tuple[tuple[str, str], ...]
     ignored: tuple[str, ...]
     settings: tuple[FieldPair, ...]
     fixed: tuple[tuple[str, Any], ...] = ()
@@ -103,3 +130,6 @@ class Architecture:
     limits: tuple[Limit, ...] = COMMON_LIMITS
     plain: Callable[[Json], dict[str, Any]] = dict
     complete: Callable[[Json], dict[str, Any]] = dict
+    blank: tuple[TensorRule, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    seen: Callable[[ModelConfig, Mapping[str, TensorLike]], ModelConfig] = as_told

@@ -14,7 +14,13 @@ from megazero.config.tree import ModelConfig, TokenizerConfig
 from megazero.errors import ConfigError, MegazeroError
 
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3))
-_KINDS = ("GPT2BPETokenizer", "HFTokenizer", "GPTSentencePieceTokenizer")
+_KINDS = (
+    "GPT2BPETokenizer",
+    "HFTokenizer",
+    "GPTSentencePieceTokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+)
 _SHORT_DTYPES = (("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16"))
 
 
@@ -22,7 +28,7 @@ def to_hf_parser() -> argparse.ArgumentParser:
     """The flags of `to-hf`."""
     parser = argparse.ArgumentParser(
         prog="megazero checkpoint to-hf",
-        description="Write a checkpoint as a folder that transformers' AutoModelForCausalLM loads.",
+        description="Write a checkpoint as a folder that transformers loads.",
     )
     parser.add_argument("checkpoint", help="a checkpoint, or a run's folder, whose newest is taken")
     parser.add_argument("out", help="folder to write; it must be new or empty")
@@ -34,10 +40,16 @@ def to_hf_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--max-shard-size", default="5GB", help="most tensor bytes per file (default 5GB)")
     parser.add_argument("--tokenizer-type", choices=_KINDS, help="use another tokenizer than the run's")
-    parser.add_argument("--vocab-file", help="vocab.json for GPT2BPETokenizer")
+    parser.add_argument("--vocab-file", help="vocab.json for GPT2BPETokenizer, vocab.txt for BERT's")
     parser.add_argument("--merge-file", help="merges.txt for GPT2BPETokenizer")
     parser.add_argument("--tokenizer-model", help="file or folder for the other kinds")
     parser.add_argument("--no-tokenizer", action="store_true", help="write the model alone")
+    parser.add_argument(
+        "--approximate-gelu",
+        action="store_true",
+        help="write a BERT whose masked-LM head and MLPs have two forms of GELU, as Megatron's have by "
+        "default, with the MLPs' form in both; its outputs change slightly",
+    )
     return parser
 
 
@@ -45,7 +57,7 @@ def from_hf_parser() -> argparse.ArgumentParser:
     """The flags of `from-hf`."""
     parser = argparse.ArgumentParser(
         prog="megazero checkpoint from-hf",
-        description="Write the weights of a local Hugging Face model (GPT-2 or Llama) as a checkpoint.",
+        description="Write the weights of a local Hugging Face model (GPT-2, Llama or BERT) as a checkpoint.",
     )
     parser.add_argument("hf", help="folder with config.json and model.safetensors or its shards")
     parser.add_argument("out", help="folder of the new run; it must hold no checkpoints")
@@ -84,7 +96,7 @@ def describe_export(exported: Exported, remark: str | None) -> str:
     lines = [f"  {name:<{width}}  {size:>{digits}} bytes" for name, size in rows]
     if remark is not None:
         lines.append(f"no tokenizer was written: {remark}")
-    loads = [f"  model = AutoModelForCausalLM.from_pretrained({str(exported.folder)!r})"]
+    loads = [f"  model = {exported.auto}.from_pretrained({str(exported.folder)!r})"]
     if remark is None:
         loads.append(f"  tokenizer = AutoTokenizer.from_pretrained({str(exported.folder)!r})")
     return "\n".join(
@@ -113,7 +125,7 @@ def describe_import(imported: Imported) -> str:
 
 
 def model_flags(model: ModelConfig) -> list[str]:
-    """The flags of `pretrain_gpt.py` that make this model: all whose values differ from the defaults.
+    """The flags of the pretraining script that make this model: all whose values differ from the defaults.
 
     The default of the activation depends on whether there are biases, so it is named where there are none.
     """
@@ -135,8 +147,11 @@ def _to_hf(flags: argparse.Namespace) -> None:
         dtype=DTYPES[dict(_SHORT_DTYPES).get(flags.dtype, flags.dtype)],
         max_shard_bytes=parse_size(flags.max_shard_size),
         tokenizer=_tokenizer(flags),
+        one_gelu=flags.approximate_gelu,
     )
     print(describe_export(exported, remark))
+    if flags.approximate_gelu:
+        print("its masked-LM head was trained with the other form of GELU: outputs differ slightly from here")
 
 
 def _tokenizer(flags: argparse.Namespace) -> TokenizerConfig | None:

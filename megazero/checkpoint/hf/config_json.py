@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 import stat
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from megazero.checkpoint.hf.architecture import NEVER, Architecture, FieldPair, Json
+from megazero.checkpoint.hf.architecture import NEVER, Architecture, FieldPair, Json, TensorLike
+from megazero.checkpoint.hf.bert import BERT_MASKED_LM, BERT_PRETRAINING
 from megazero.checkpoint.hf.gpt2 import GPT2
 from megazero.checkpoint.hf.llama import LLAMA
+from megazero.checkpoint.hf.megatron_bert import MEGATRON_BERT_MASKED_LM, MEGATRON_BERT_PRETRAINING
 from megazero.config.derive import model_differences
 from megazero.config.tree import ModelConfig
 from megazero.errors import CheckpointError
 
-ARCHITECTURES: tuple[Architecture, ...] = (GPT2, LLAMA)
+ARCHITECTURES: tuple[Architecture, ...] = (
+    GPT2,
+    LLAMA,
+    MEGATRON_BERT_PRETRAINING,
+    MEGATRON_BERT_MASKED_LM,
+    BERT_PRETRAINING,
+    BERT_MASKED_LM,
+)
 CONFIG = "config.json"
 _LARGEST_JSON = 100 << 20
 # Our fields that change how a model is trained or laid out, but not what given weights compute.
@@ -95,6 +105,17 @@ class Description:
             return cls._of(config)
         except ValueError as error:
             raise CheckpointError(f"`{path}`: {error}") from None
+
+    def given(self, tensors: Mapping[str, TensorLike]) -> Description:
+        """The description once the folder's tensors are known, for what ``config.json`` does not say.
+
+        Args:
+            tensors: by name, with the prefix and the names of today.
+        """
+        model = self.architecture.seen(self.model, tensors)
+        classes = [each for each in ARCHITECTURES if each.model_type == self.architecture.model_type]
+        fitting = next(each for each in classes if not objections(each, model))
+        return replace(self, architecture=fitting, model=model)
 
     @classmethod
     def _of(cls, config: Json) -> Description:
@@ -218,16 +239,21 @@ def architecture_of(model: ModelConfig) -> Architecture:
     """The first architecture that can express this model.
 
     Raises:
-        CheckpointError: none can; the reasons against each are named.
+        CheckpointError: none can; the reasons against each of its family are named, unless they are those
+            against another one and more.
     """
-    against = {architecture.name: objections(architecture, model) for architecture in ARCHITECTURES}
-    for architecture in ARCHITECTURES:
+    family = [each for each in ARCHITECTURES if dict(each.ours_fixed)["family"] == model.family]
+    against = {architecture.name: objections(architecture, model) for architecture in family}
+    for architecture in family:
         if not against[architecture.name]:
             return architecture
-    lines = [f"{name}: {'; '.join(reasons)}" for name, reasons in against.items()]
+    lines = [
+        f"{name}: {'; '.join(reasons)}"
+        for name, reasons in against.items()
+        if not any(set(fewer) < set(reasons) for fewer in against.values())
+    ]
     raise CheckpointError(
-        "the model must be one that transformers supports, but is not: "
-        + "\n  ".join(["", *lines]).lstrip("\n")
+        "the model must be one that transformers supports, but is not: " + "\n  ".join(lines)
     )
 
 

@@ -14,6 +14,7 @@ from megazero.checkpoint.box import Box
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import saved_iterations
 from megazero.checkpoint.hf.config_json import TokenIds
+from megazero.checkpoint.hf.encoder import with_one_gelu
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.hf.tokenizer_files import tokenizer_files, tokenizer_settings
 from megazero.checkpoint.hf.writer import SHARD_BYTES, Exported, ModelFiles, write_hf
@@ -21,7 +22,7 @@ from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.writer import later_weights, write_checkpoint
 from megazero.config.tree import ModelConfig, TokenizerConfig
-from megazero.errors import CheckpointError, DataError
+from megazero.errors import CheckpointError, ConfigError, DataError
 
 KIND = "weights"
 """The kind of checkpoints that hold a model but no training."""
@@ -60,7 +61,7 @@ def convert_from_hf(hf_dir: str | Path, out_dir: str | Path, *, disk: Disk | Non
         raise CheckpointError(f"`{out_dir}` must hold no checkpoints, but holds some; name another folder")
     with HFReader(hf_dir) as reader:
         found = reader.description
-        tokenizer = TokenizerConfig(**tokenizer_settings(reader.folder))
+        tokenizer = TokenizerConfig(**tokenizer_settings(reader.folder, found.vocab_size))
         facts = {
             "kind": KIND,
             "converted_from": {"architecture": found.architecture.name, "dtype": found.dtype},
@@ -83,6 +84,7 @@ def convert_to_hf(
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = SHARD_BYTES,
     tokenizer: TokenizerConfig | None = None,
+    one_gelu: bool = False,
     disk: Disk | None = None,
 ) -> tuple[Exported, str | None]:
     """Write a checkpoint as a folder that transformers reads.
@@ -93,6 +95,7 @@ def convert_to_hf(
         dtype: the type of the tensors.
         max_shard_bytes: the size at which another file is begun.
         tokenizer: used instead of the run's own settings.
+        one_gelu: write a masked-LM head with the MLPs' form of GELU, although it was trained with the other.
         disk: writes the files.
 
     Returns:
@@ -101,11 +104,20 @@ def convert_to_hf(
     Raises:
         CheckpointError: the checkpoint is missing, is damaged, or has a model that transformers does not
             support; see also `write_hf`.
+        ConfigError: `one_gelu` is set for a model that has one anyway.
         DataError: the tokenizer's files are missing or unsuitable.
     """
     reader = CheckpointReader(one_checkpoint(Path(checkpoint)))
     facts = _facts_of(reader)
     section = tokenizer or facts.tokenizer
+    model = facts.model
+    if one_gelu:
+        model = with_one_gelu(model)
+        if model == facts.model:
+            raise ConfigError(
+                f"`--approximate-gelu` must be given for a model with two forms of GELU, but {reader.folder} "
+                "has no masked-LM head whose form differs from the MLPs'; leave it out"
+            )
     try:
         files = tokenizer_files(section, facts.model.vocab_size, facts.model.positions)
     except DataError as error:
@@ -116,7 +128,7 @@ def convert_to_hf(
     with reader:
         exported = write_hf(
             reader,
-            facts.model,
+            model,
             facts.vocab_size,
             out,
             dtype=dtype,

@@ -36,9 +36,10 @@ RULES = (
 GPT2 = Architecture(
     name="GPT2LMHeadModel",
     model_type="gpt2",
+    auto="AutoModelForCausalLM",
     prefix="transformer.",
     rules=RULES,
-    tied=(_HEAD, _WORDS),
+    copies=((_HEAD, _WORDS),),
     ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
     settings=(
         FieldPair("n_layer", "num_layers", 12),

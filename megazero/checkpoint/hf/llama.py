@@ -102,9 +102,10 @@ def with_rope_parameters(config: Json) -> dict[str, Any]:
 LLAMA = Architecture(
     name="LlamaForCausalLM",
     model_type="llama",
+    auto="AutoModelForCausalLM",
     prefix="model.",
     rules=RULES,
-    tied=(_HEAD, _WORDS),
+    copies=((_HEAD, _WORDS),),
     ignored=(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)",),
     settings=(
         FieldPair("num_hidden_layers", "num_layers", 32),

@@ -13,7 +13,7 @@ from torch import Tensor
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.hf.config_json import CONFIG, Description, differences
 from megazero.checkpoint.hf.folder import FLOATS, Stored, TensorFolder, named
-from megazero.checkpoint.naming import Link, Table, cut
+from megazero.checkpoint.naming import Link, Table, TensorRule, cut
 from megazero.checkpoint.part import Key, Part
 from megazero.config.tree import ModelConfig
 from megazero.errors import CheckpointError
@@ -47,10 +47,10 @@ class HFReader:
             layers, tensors = self.description.model.num_layers, len(self._tensors.tensors)
             if layers > tensors:
                 raise self._misfit(f"{layers} layers cannot be in {tensors} tensors")
-            self.table = Table.of(
-                self.description.architecture.rules, self.description.model, self.description.vocab_size
-            )
-            self._stored = self._match()
+            present = self._named_as_today()
+            self.description = self.description.given(present)
+            self.table = self._table(self.description.architecture.rules)
+            self._stored = self._match(present)
         except BaseException:
             self.close()
             raise
@@ -121,21 +121,29 @@ class HFReader:
         """Give the files back."""
         self._tensors.close()
 
-    def _match(self) -> dict[str, Stored]:
-        """The stored tensor behind each name of the table; raises unless exactly these exist."""
+    def _table(self, rules: Iterable[TensorRule]) -> Table:
+        return Table.of(rules, self.description.model, self.description.vocab_size)
+
+    def _named_as_today(self) -> dict[str, Stored]:
+        """The stored tensors by the names that the architecture gives them, without its buffers."""
         architecture = self.description.architecture
         present = dict(self._tensors.tensors)
         if not any(name.startswith(architecture.prefix) for name in present):  # the bare model was saved
+            heads = {copy for copy, _ in architecture.copies}
             present = {
-                name if name == architecture.tied[0] else architecture.prefix + name: tensor
+                name if name in heads else architecture.prefix + name: tensor
                 for name, tensor in present.items()
             }
+        for pattern, name in architecture.renamed:
+            present = {re.sub(rf"\A{pattern}\Z", name, found): tensor for found, tensor in present.items()}
         ignored = [re.compile(pattern) for pattern in architecture.ignored]
-        present = {n: t for n, t in present.items() if not any(each.fullmatch(n) for each in ignored)}
-        head = present.get(architecture.tied[0])
-        if head is not None and architecture.tied[0] not in self.table.by_theirs:
-            self._check_tied(head, present.get(architecture.tied[1]))
-            del present[architecture.tied[0]]
+        return {n: t for n, t in present.items() if not any(each.fullmatch(n) for each in ignored)}
+
+    def _match(self, present: dict[str, Stored]) -> dict[str, Stored]:
+        """The stored tensor behind each name of the table; raises unless exactly these are `present`."""
+        present = self._without_copies(present)
+        for link in self._table(self.description.architecture.blank).links:
+            present.pop(link.theirs, None)  # zeros, as the architecture has seen
         wrong = []
         if missing := self.table.by_theirs.keys() - present.keys():
             wrong.append(f"lack {named(missing)}")
@@ -150,20 +158,45 @@ class HFReader:
             raise self._misfit("they " + "; ".join(wrong[:8]))
         return present
 
-    def _check_tied(self, head: Stored, words: Stored | None) -> None:
-        """A head that is stored although it is tied must be the embedding."""
-        same = words is not None and (head.shape, head.dtype) == (words.shape, words.dtype)
+    def _without_copies(self, present: dict[str, Stored]) -> dict[str, Stored]:
+        """Either of two tensors that must be equal may be missing; what the table does not have is left out.
+
+        Raises:
+            CheckpointError: both are there, and differ.
+        """
+        present, table = dict(present), self.table.by_theirs
+        for copy, original in self.description.architecture.copies:
+            if copy in table and table[copy].key != table[original].key:  # it has numbers of its own
+                continue
+            if copy in present and original in present:
+                self._check_copy(present[copy], present[original], original)
+            for one, other in ((copy, original), (original, copy)):
+                if one not in present and other in present:
+                    present[one] = present[other]
+            if copy not in table:
+                present.pop(copy, None)
+        return present
+
+    def _check_copy(self, copy: Stored, original: Stored, name: str) -> None:
+        """Two tensors that must be the same: `original`, whose name today is `name`, and its copy."""
+        same = (copy.shape, copy.dtype) == (original.shape, original.dtype)
         if same:
-            step = max(1, CHUNK // max(1, head.shape[-1])) if head.shape else 1
-            for start in range(0, head.shape[0] if head.shape else 0, step):
-                rows = slice(start, min(start + step, head.shape[0]))
-                if not torch.equal(head.rows(rows), words.rows(rows)):
+            step = max(1, CHUNK // max(1, copy.shape[-1])) if copy.shape else 1
+            for start in range(0, copy.shape[0] if copy.shape else 0, step):
+                rows = slice(start, min(start + step, copy.shape[0]))
+                if not torch.equal(copy.rows(rows), original.rows(rows)):
                     same = False
                     break
         if not same:
+            untie = self.description.model.untie_embeddings_and_output_weights
             raise self._misfit(
-                f"{head.name} differs from the embedding although `tie_word_embeddings` is true; set it to "
-                f"false if the head has weights of its own"
+                f"{copy.name} differs from {name}, "
+                + (
+                    "of which it must be a copy"
+                    if untie
+                    else "although `tie_word_embeddings` is true; set it to false if the head has weights of "
+                    "its own"
+                )
             )
 
     def _misfit(self, what: str) -> CheckpointError:

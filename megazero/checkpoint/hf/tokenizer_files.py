@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.hf.config_json import NO_TOKENS, TokenIds
+from megazero.checkpoint.hf.config_json import NO_TOKENS, TokenIds, read_json
 from megazero.checkpoint.hf.sentence_pieces import tokenizer_json
+from megazero.checkpoint.hf.word_pieces import WORDS, word_piece_files, word_piece_kind
 from megazero.config.tree import TokenizerConfig
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, build_tokenizer
+from megazero.data.tokenizers.wordpiece import WordPieceTokenizer
 
 _JSON = "tokenizer.json"
 _SETTINGS = "tokenizer_config.json"
@@ -56,16 +58,7 @@ def tokenizer_files(section: TokenizerConfig, vocab_size: int | None, positions:
     kind = section.tokenizer_type
     if kind is None:
         return TokenizerFiles(remark="the run had no tokenizer")
-    tokenizer = build_tokenizer(
-        TokenizerSpec(
-            kind,
-            vocab_file=section.vocab_file,
-            merge_file=section.merge_file,
-            model=section.tokenizer_model,
-            vocab_size=vocab_size if kind == "NullTokenizer" else None,
-            extra_ids=section.vocab_extra_ids,
-        )
-    )
+    tokenizer = _built(section, vocab_size)
     roles = tokenizer.special_ids
     tokens = TokenIds(roles.get("bos"), roles.get("eos", tokenizer.eod), roles.get("pad"))
     common = {"model_max_length": positions}
@@ -76,6 +69,10 @@ def tokenizer_files(section: TokenizerConfig, vocab_size: int | None, positions:
         files = _tokenizer_json(Path(section.tokenizer_model or ""), {**_names(tokenizer), **common})
     elif kind == "GPTSentencePieceTokenizer":
         files = _pieces(Path(section.tokenizer_model or ""), common)
+    elif isinstance(tokenizer, WordPieceTokenizer):
+        files, settings = word_piece_files(tokenizer)
+        files = (*files, (_SETTINGS, _json({"tokenizer_class": _GENERIC, **settings, **common})))
+        tokens = TokenIds(pad=roles["pad"])  # no text begins or ends with those that Megatron appends
     if files is None:
         return TokenizerFiles(
             tokens=tokens, remark=f"transformers has nothing that gives the ids of this {kind}"
@@ -83,8 +80,16 @@ def tokenizer_files(section: TokenizerConfig, vocab_size: int | None, positions:
     return TokenizerFiles(files, tokens)
 
 
-def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """The fields of `TokenizerConfig` that read the tokenizer in a Hugging Face folder, if it has one."""
+def tokenizer_settings(folder: Path, vocab_size: int) -> dict[str, Any]:
+    """The fields of `TokenizerConfig` that read the tokenizer in a Hugging Face folder, if it has one.
+
+    A ``vocab.txt`` alone is BERT's. It counts only if the model has rows for the two ids that Megatron
+    appends.
+
+    Args:
+        folder: the folder.
+        vocab_size: rows of the model's embedding.
+    """
     folder = folder.resolve()
     if (folder / _JSON).is_file():
         return {"tokenizer_type": "HFTokenizer", "tokenizer_model": str(folder)}
@@ -93,7 +98,29 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
         return {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": vocab, "merge_file": merges}
     if (folder / _PIECES).is_file():
         return {"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": str(folder / _PIECES)}
+    if (folder / WORDS).is_file():
+        settings = read_json(folder / _SETTINGS) if (folder / _SETTINGS).is_file() else {}
+        section = TokenizerConfig(
+            tokenizer_type=word_piece_kind(settings.get("do_lower_case") is not False),
+            vocab_file=str(folder / WORDS),
+        )
+        if _built(section, None).vocab_size <= vocab_size:
+            return section.model_dump(exclude_defaults=True)
     return {}
+
+
+def _built(section: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
+    kind = section.tokenizer_type
+    return build_tokenizer(
+        TokenizerSpec(
+            kind,
+            vocab_file=section.vocab_file,
+            merge_file=section.merge_file,
+            model=section.tokenizer_model,
+            vocab_size=vocab_size if kind == "NullTokenizer" else None,
+            extra_ids=section.vocab_extra_ids,
+        )
+    )
 
 
 def _gpt2(section: TokenizerConfig, common: Mapping[str, Any]) -> tuple[tuple[str, bytes], ...]:

@@ -34,6 +34,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 GENERATION = "generation_config.json"
+GENERATING = "AutoModelForCausalLM"
 _MOST_NAMED = 8
 
 
@@ -57,6 +58,7 @@ class Exported:
     Attributes:
         folder: the folder.
         architecture: the class in transformers.
+        auto: the class that loads it without being told which one it is.
         dtype: the type of all tensors.
         tensors, parameters: how many there are.
         files: (name, bytes), in the order of writing.
@@ -64,6 +66,7 @@ class Exported:
 
     folder: Path
     architecture: str
+    auto: str
     dtype: str
     tensors: int
     parameters: int
@@ -105,15 +108,18 @@ def write_hf(
     architecture = architecture_of(model)
     table = Table.of(architecture.rules, model, vocab_size)
     check_source(source, table)
+    links = (*table.links, *Table.of(architecture.blank, model, vocab_size).links)
     config = config_of(architecture, model, vocab_size, extras.tokens, NAMES[dtype])
-    export = _Export(source, table, dtype, plan_shards(table.links, dtype.itemsize, max_shard_bytes))
-    small = {CONFIG: _json(config), GENERATION: _json(extras.tokens.as_json()), **dict(extras.files)}
+    export = _Export(source, dtype, plan_shards(links, dtype.itemsize, max_shard_bytes))
+    small = {CONFIG: _json(config), **dict(extras.files)}
+    if architecture.auto == GENERATING:
+        small[GENERATION] = _json(extras.tokens.as_json())
     try:
         files = _appear(disk, out, lambda aside: export.write(disk, aside, small))
     except OSError as error:
         raise CheckpointError(f"`{out}` must be written, but cannot be: {error}") from error
-    parameters = sum(math.prod(link.their_shape) for link in table.links)
-    return Exported(out, architecture.name, NAMES[dtype], len(table.links), parameters, files)
+    parameters = sum(math.prod(link.their_shape) for link in links)
+    return Exported(out, architecture.name, architecture.auto, NAMES[dtype], len(links), parameters, files)
 
 
 def check_source(source: Source, table: Table) -> None:
@@ -163,7 +169,6 @@ def read_theirs(source: Source, link: Link, dtype: torch.dtype) -> Tensor:
 @dataclass(frozen=True)
 class _Export:
     source: Source
-    table: Table
     dtype: torch.dtype
     shards: list[tuple[str, list[Link]]]
 
@@ -180,10 +185,15 @@ class _Export:
             yield name, len(data)
 
     def _later(self, link: Link) -> Later:
+        if link.key not in self.source.shapes:  # ours does without it
+            return Later(
+                self.dtype, link.their_shape, lambda: torch.zeros(link.their_shape, dtype=self.dtype)
+            )
         return Later(self.dtype, link.their_shape, lambda: read_theirs(self.source, link, self.dtype))
 
     def _index(self) -> dict[str, Any]:
-        total = sum(math.prod(link.their_shape) for link in self.table.links) * self.dtype.itemsize
+        elements = sum(math.prod(link.their_shape) for _, links in self.shards for link in links)
+        total = elements * self.dtype.itemsize
         places = {link.theirs: name for name, links in self.shards for link in links}
         return {"metadata": {"total_size": total}, "weight_map": places}
 

@@ -27,8 +27,9 @@ def build_parser() -> argparse.ArgumentParser:
     """The flags."""
     parser = argparse.ArgumentParser(
         prog="megazero checkpoint import-megatron",
-        description="Import the weights of a GPT from a checkpoint of Megatron-LM or Megatron-DeepSpeed, of "
-        "any tensor- and pipeline-parallel sizes, into a megazero checkpoint, which loads on any layout.",
+        description="Import the weights of a GPT or BERT from a checkpoint of Megatron-LM or "
+        "Megatron-DeepSpeed, of any tensor- and pipeline-parallel sizes, into a megazero checkpoint, which "
+        "loads on any layout.",
     )
     parser.add_argument(
         "source", metavar="SRC", help="a run's folder, whose newest checkpoint is taken, or one checkpoint's"

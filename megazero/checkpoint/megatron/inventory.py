@@ -15,6 +15,7 @@ from megazero.checkpoint.megatron.names import (
     Sliced,
     core_name,
     foreign_kind,
+    has_two_stacks,
     held_whole,
     layer_of,
     moved,
@@ -65,11 +66,13 @@ def take_inventory(stages: Stages) -> Inventory:
         for chunk, ranks in stages.chunks(stage).items():
             virtual = int(chunk.removeprefix("model") or 0)
             chunks[virtual, stage] = dict(_of_chunk(stage, chunk, ranks))
+    two_stacks = has_two_stacks([name for found in chunks.values() for name in found])
     whole: dict[str, Found] = {}
     first_layer, twice = 0, []
     # A stage's second chunk comes after the last stage's first one.
     for place in sorted(chunks):
-        found = chunks[place]
+        named = ((core_name(name, two_stacks), each) for name, each in chunks[place].items())
+        found = {name: each for name, each in named if name is not None}
         numbers = {number for name in found if (number := layer_of(name)) is not None}
         if numbers != set(range(len(numbers))):
             raise CheckpointError(
@@ -101,7 +104,7 @@ def _of_chunk(stage: int, chunk: str, ranks: Sequence[Weights]) -> Iterator[tupl
             shapes, dtypes = tuple(tuple(t.shape) for t in tensors), tuple(t.dtype for t in tensors)
             comparable = len({*shapes}) == 1 and dtypes[0] in _FLOATS and len({*dtypes}) == 1
             apart = _difference(tensors) if comparable and held_whole(core) else 0.0
-            yield core, Found(SavedTensor(stage, chunk, name), shapes, dtypes, apart)
+            yield name, Found(SavedTensor(stage, chunk, name), shapes, dtypes, apart)
 
 
 def _difference(copies: Sequence[Tensor]) -> float:
@@ -128,7 +131,7 @@ def check(
     if unknown:
         kind = foreign_kind(unknown)
         raise CheckpointError(
-            f"`{stages.files.folder}` must hold a GPT that megazero supports, but holds {_some(unknown)}"
+            f"`{stages.files.folder}` must hold a model that megazero supports, but holds {_some(unknown)}"
             + (f", of a model with {kind}" if kind else "")
         )
     wrong = []

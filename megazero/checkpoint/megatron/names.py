@@ -1,17 +1,18 @@
 """What Megatron's tensors are called and how ours are made from them.
 
 Each generation has names of its own. `core_name` turns all of them into those of Megatron-Core's plain
-layers; one table says which parts of ours those are, and along which of our dims tensor-parallel ranks split
-them.
+layers, which are a decoder's; one table says which parts of ours those are, and along which of our dims
+tensor-parallel ranks split them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megazero.checkpoint.box import Box
+from megazero.checkpoint.megatron.masked import with_binary_head, with_masked_head, with_types
 from megazero.checkpoint.naming import Link, Table, TensorRule, always, biased, untied
 from megazero.config.tree import ModelConfig
 
@@ -21,15 +22,22 @@ HEAD_COPY = "word_embeddings_for_head.weight"
 VERSIONS = (0.0, 1.0, 2.0, 3.0)
 _LAYER = r"decoder\.layers\.(\d+)\."
 
+_MODULES = re.compile(r"^(?:module\.)+")
+
 # Applied one after another, each to what the previous one made of the name.
 _RENAMED = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
-        (r"^(?:module\.)+", ""),
+        (_MODULES, ""),
+        # Core's BERT is an encoder, and has no other stack.
+        (r"^encoder\.", "decoder."),
         # Megatron-LM before Core and Megatron-DeepSpeed call the decoder encoder or transformer.
         (r"^language_model\.(?:encoder|transformer)\.", "decoder."),
-        (r"^language_model\.(embedding|output_layer|rotary_pos_emb)\.", r"\1."),
+        (r"^language_model\.(embedding|output_layer|rotary_pos_emb|pooler)\.", r"\1."),
         (r"^language_model\.lm_head\.", "output_layer."),
+        # A masked-LM head's last part is called by its own name where the head does not contain it.
+        (r"^lm_head\.bias$", "output_layer.bias"),
+        (r"^lm_head\.layernorm\.", "lm_head.layer_norm."),
         (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
         (rf"^({_LAYER})input_norm\.", r"\1input_layernorm."),
         (rf"^({_LAYER})attention\.", r"\1self_attention."),
@@ -56,7 +64,7 @@ _FOREIGN = tuple(
             r"inter_attention|cross_attention|cross_attn|^language_model\.decoder\.|^encoder\.",
             "encoder-decoder",
         ),
-        (r"tokentype_embeddings|pooler|binary_head|^lm_head\.", "BERT"),
+        (r"tokentype_embeddings|pooler|binary_head|^lm_head\.", "other heads than those of its kind"),
         (r"vision|image|patch", "vision"),
         (r"^mtp\.", "multi-token prediction"),
         (r"mixer\.|mamba", "state-space"),
@@ -65,13 +73,25 @@ _FOREIGN = tuple(
 )
 
 
-def core_name(name: str) -> str | None:
-    """Core's name for a tensor, its layer still numbered as in the stage; None for what is not a weight."""
+def core_name(name: str, two_stacks: bool = False) -> str | None:
+    """Core's name for a tensor, its layer still numbered as in the stage; None for what is not a weight.
+
+    A model's only stack of layers is called the decoder; of two, each keeps its name in Core.
+    """
     if _NOT_WEIGHTS.fullmatch(name):
         return None
+    plain = _MODULES.sub("", name)
+    if two_stacks and plain.startswith("encoder."):
+        return plain
     for pattern, other in _RENAMED:
         name = pattern.sub(other, name)
     return name
+
+
+def has_two_stacks(names: Collection[str]) -> bool:
+    """Whether a model with tensors of these names, as they are in the files, is an encoder and a decoder."""
+    plain = [_MODULES.sub("", name) for name in names]
+    return all(any(name.startswith(f"{stack}.") for name in plain) for stack in ("encoder", "decoder"))
 
 
 def layer_of(name: str) -> int | None:
@@ -171,8 +191,8 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     """
     qkv = {0.0: "(s g d)", 1.0: "(g d s)"}.get(checkpoint_version, "(g s d)")
 
-    def row(ours, dims, theirs, their_dims, letter=None, when=always) -> Sliced:
-        return Sliced(TensorRule(ours, dims, theirs, their_dims, when=when), letter)
+    def row(ours, dims, theirs, their_dims=None, letter=None, when=always) -> Sliced:
+        return Sliced(TensorRule(ours, dims, theirs, their_dims or dims, when=when), letter)
 
     def norm(ours: str, theirs: str) -> tuple[Sliced, Sliced]:
         return (
@@ -192,6 +212,12 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
             "p h",
             when=_with_positions,
         ),
+        row(
+            "embedding.token_type.weight",
+            "t h",
+            "embedding.tokentype_embeddings.weight",
+            when=with_types,
+        ),
         *norm(f"{ours}.input_norm", f"{core}.input_layernorm"),
         row(f"{ours}.attention.qkv.weight", "g s d h", f"{attention}.linear_qkv.weight", f"{qkv} h", "g"),
         row(f"{ours}.attention.qkv.bias", "g s d", f"{attention}.linear_qkv.bias", qkv, "g", biased),
@@ -206,6 +232,17 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
         row(f"{ours}.mlp.down.bias", "h", f"{fc2}.bias", "h", when=biased),
         *norm("final_norm", "decoder.final_layernorm"),
         row("head.weight", "v h", HEAD, "v h", "v", untied),
+        *(
+            row(f"{ours}.{kind}", dims if kind == "weight" else dims[0], f"{theirs}.{kind}", when=when)
+            for ours, dims, theirs, when in (
+                ("head.dense", "h e", "lm_head.dense", with_masked_head),
+                ("head.norm", "h", "lm_head.layer_norm", with_masked_head),
+                ("pooler", "h e", "pooler.dense", with_binary_head),
+                ("binary_head", "o h", "binary_head", with_binary_head),
+            )
+            for kind in ("weight", "bias")
+        ),
+        row("head.bias", "v", "output_layer.bias", letter="v", when=with_masked_head),
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megazero.checkpoint.megatron.folder import Form, find_files
 from megazero.checkpoint.megatron.inventory import Inventory, SavedTensor, check, take_inventory
+from megazero.checkpoint.megatron.masked import family_settings
 from megazero.checkpoint.megatron.names import VERSIONS, WORD, Sliced, links_of, rules
 from megazero.checkpoint.megatron.settings import read_settings
 from megazero.checkpoint.megatron.stages import Header, Stages
@@ -41,7 +42,7 @@ class ImportOptions:
 
 
 class MegatronReader:
-    """The weights of a GPT, whatever its tensor- and pipeline-parallel sizes; a `Source`.
+    """The weights of a GPT or BERT, whatever its tensor- and pipeline-parallel sizes; a `Source`.
 
     Files are memory-mapped, and only what is read is loaded. Files from before torch 1.6 cannot be mapped;
     they are loaded whole, one stage at a time.
@@ -85,7 +86,8 @@ class MegatronReader:
         arguments = {**(header.arguments or {}), **options.arguments}
         self._check_ranks(arguments)
         core = not any(found.saved.name.startswith("language_model.") for found in inventory.values())
-        settings = read_settings(arguments, core=core)
+        family = family_settings(inventory, arguments)
+        settings = read_settings(arguments, family=family, core=core)
         self.padded_vocab_size = _rows(inventory)
         size = self._vocab_size((options.vocab_size, header.original_vocab_size, settings.vocab_size))
         self.model = settings.model.model_copy(update={"vocab_size": size})

@@ -72,11 +72,12 @@ class ModelSettings:
     vocab_size: int | None
 
 
-def read_settings(arguments: Arguments, *, core: bool) -> ModelSettings:
+def read_settings(arguments: Arguments, *, family: Mapping[str, Any], core: bool) -> ModelSettings:
     """The model of a checkpoint.
 
     Args:
         arguments: Megatron's arguments, by name.
+        family: the settings that the arguments do not tell, but the tensors do.
         core: whether it is a Megatron-Core model, for which some arguments mean something else.
 
     Raises:
@@ -89,7 +90,13 @@ def read_settings(arguments: Arguments, *, core: bool) -> ModelSettings:
     ]
     if arguments.get("add_qkv_bias") and not arguments.get("add_bias_linear", True):
         wrong.append("`add_qkv_bias` is True (biases of queries, keys and values alone)")
+    if core and arguments.get("apply_residual_connection_post_layernorm"):
+        wrong.append(
+            "`apply_residual_connection_post_layernorm` is True, which Core ignores (unset it with "
+            "--megatron-args)"
+        )
     fields: dict[str, Any] = {n: arguments[n] for n in _SAME_NAME if arguments.get(n) is not None}
+    fields |= family
     parts: tuple[Callable[[Arguments, bool], dict[str, Any]], ...] = (
         _heads,
         _positions,
@@ -103,7 +110,7 @@ def read_settings(arguments: Arguments, *, core: bool) -> ModelSettings:
             wrong.append(str(error))
     if wrong:
         raise CheckpointError(
-            "the checkpoint must hold a GPT that megazero supports, but " + "; ".join(wrong)
+            "the checkpoint must hold a model that megazero supports, but " + "; ".join(wrong)
         )
     try:
         return ModelSettings(ModelConfig(**fields), _vocab_size(arguments))

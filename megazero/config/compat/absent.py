@@ -127,7 +127,7 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
         "vision": (
             "vision models are not offered; leave it out",
             """
-            --img-h= --img-w= --num-channels= --num-classes= --patch-dim= --iter-per-epoch=
+            --img-h= --img-w= --num-channels= --patch-dim= --iter-per-epoch=
             --sample-rate= --classes-fraction= --data-per-class-fraction= --mask-type=
             --vision-backbone-type= --vision-pretraining --vision-pretraining-type= --swin-backbone-type=
             --dino-bottleneck-size= --dino-freeze-last-layer= --dino-head-hidden-size=
@@ -148,12 +148,11 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             "--sft --finetune-hf-dataset=* --chat-template= --tokenizer-prompt-format=*",
         ),
         "tasks": (
-            "it belongs to fine-tuning and scoring tasks, which are not offered; the corpus of "
-            "pretraining is `--data-path`",
+            "it belongs to scoring tasks, which are not offered; finetune.py trains on labelled samples and "
+            "evaluates on them with `--task`",
             """
-            --task=* --train-data=* --valid-data=* --epochs=* --pretrained-checkpoint= --func=*
-            --processed_file=* --raw_file=* --train_file=* --test_file=* --task_list=* --results_path=*
-            --adaptive_seq_len=* --eval_fp32=* --guess-file=* --answer-file=* --model_file=*
+            --func=* --processed_file=* --raw_file=* --train_file=* --test_file=* --task_list=*
+            --results_path=* --adaptive_seq_len=* --eval_fp32=* --guess-file=* --answer-file=* --model_file=*
             --data_type=* --knwl_ref_file=* --resp_ref_file=* --prompt-type=* --num-prompt-examples=*
             --api-prompt=* --hypothesis=* --references=* --strict-lambada=* --num_fewshot=*
             --knwl_gen_file=*""",

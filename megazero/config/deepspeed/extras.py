@@ -13,14 +13,21 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class OptimizerExtras:
-    """The optimizer to build if none is passed; `type` is adam (decoupled weight decay) or sgd."""
+    """The optimizer to build if none is passed; `type` is adam (decoupled weight decay), sgd or lamb.
 
-    type: Literal["adam", "sgd"]
+    The last four are LAMB's, see `Lamb`; `use_nvlamb` is `adapt_all`.
+    """
+
+    type: Literal["adam", "sgd", "lamb"]
     lr: float | None = 1e-3
     betas: tuple[float, float] | None = (0.9, 0.999)
     eps: float | None = 1e-8
     weight_decay: float | None = 0.0
     momentum: float | None = 0.0
+    max_coeff: float = 10.0
+    min_coeff: float = 0.01
+    bias_correction: Literal["rate", "none"] = "rate"
+    use_nvlamb: bool = True
 
 
 @dataclass(frozen=True)

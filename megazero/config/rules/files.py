@@ -94,7 +94,8 @@ DATA_RULES: tuple[Rule, ...] = (
         (*_ALL_PATHS, "data.mock_data"),
         "the data must be given",
         "set `--data-path`, or `--train-data-path` and its siblings, or `--mock-data`",
-        lambda c: _sources(c) >= 1,
+        lambda c: _sources(c) >= 1 or c.config.finetune.task is not None,
+        reads=("finetune.task",),
     ),
     Rule(
         "one_data_source",

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Set
 
 from megazero.config.rules.files import DATA_RULES, OUTPUT_RULES, TOKENIZER_RULES
+from megazero.config.rules.finetuning import FINETUNING_RULES
 from megazero.config.rules.model import BATCH_RULES, MODEL_RULES, PARALLEL_RULES
 from megazero.config.rules.pipeline import PIPELINE_RULES
 from megazero.config.rules.rule import Case, Rule
-from megazero.config.rules.training import LENGTH_RULES, PRECISION_RULES, SCHEDULE_RULES
+from megazero.config.rules.training import (
+    LENGTH_RULES,
+    OPTIMIZER_RULES,
+    PRECISION_RULES,
+    SCHEDULE_RULES,
+)
 from megazero.config.rules.zero import KEPT_ACTIVATION_RULES, ZERO_RULES
 from megazero.config.tree import Config
 
@@ -20,11 +26,13 @@ RULES: tuple[Rule, ...] = (
     *ZERO_RULES,
     *LENGTH_RULES,
     *SCHEDULE_RULES,
+    *OPTIMIZER_RULES,
     *PRECISION_RULES,
     *KEPT_ACTIVATION_RULES,
     *TOKENIZER_RULES,
     *DATA_RULES,
     *OUTPUT_RULES,
+    *FINETUNING_RULES,
 )
 
 

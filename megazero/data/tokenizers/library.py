@@ -42,6 +42,10 @@ class LibraryTokenizer(Tokenizer):
         self.vocab_size = vocab_size
         self._backend = backend
 
+    def definition(self) -> dict[str, Any]:
+        """What the library makes it from, as in a `tokenizer.json`."""
+        return json.loads(self._backend.to_str())
+
     def encode(self, text: str) -> list[int]:
         with _refusals(f"text must have tokens in this {self.name}, but has none"):
             return self._backend.encode(text, add_special_tokens=False).ids
@@ -128,7 +132,7 @@ def load_tokenizer_json(model: str | None, kind: str) -> LibraryTokenizer:
 
     The special tokens' roles come from `tokenizer_config.json` and `special_tokens_map.json` beside it;
     without them the first of `<|endoftext|>`, `<|end_of_text|>`, `</s>`, `<eos>`, `[EOS]` that exists ends
-    documents.
+    documents, and the special tokens of a WordPiece are BERT's.
     """
     import tokenizers
 
@@ -142,7 +146,7 @@ def load_tokenizer_json(model: str | None, kind: str) -> LibraryTokenizer:
     config = json.loads(backend.to_str())
     if _drops_unknown_bytes(config):
         _require_byte_alphabet(config["model"]["vocab"], f"`--tokenizer-model` {path}")
-    special_ids = _roles_beside(path, backend)
+    special_ids = {**_usual_roles(config), **_roles_beside(path, backend)}
     eod = special_ids.get("eos")
     if eod is None:
         known = (backend.token_to_id(name) for name in _END_NAMES)
@@ -178,6 +182,14 @@ def _require_byte_alphabet(vocab: Mapping[str, int], what: str) -> None:
             f"{what} must contain all 256 byte letters, but lacks {missing}; "
             "text with these bytes would lose them."
         )
+
+
+def _usual_roles(config: dict[str, Any]) -> dict[str, int]:
+    """A WordPiece's special tokens have had BERT's names before files said so."""
+    if config["model"]["type"] != "WordPiece":
+        return {}
+    vocab = config["model"]["vocab"]
+    return {role: vocab[name] for role in _ROLES if (name := f"[{role.upper()}]") in vocab}
 
 
 def _roles_beside(path: Path, backend: tokenizers.Tokenizer) -> dict[str, int]:

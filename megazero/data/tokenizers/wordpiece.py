@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from megazero.data.tokenizers.base import FastSource
+from megazero.data.tokenizers.base import FastSource, TokenBatch
 from megazero.data.tokenizers.files import require_file
 from megazero.data.tokenizers.library import LibraryTokenizer, check_ids
+from megazero.data.tokenizers.word_cache import WordCache
 from megazero.errors import DataError
 
 _ROLES = MappingProxyType({"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]", "unk": "[UNK]"})
 # Google's WordPiece gives up on words longer than this; the library's own default is 100.
 _LONGEST_WORD = 200
+_ASCII_PARTS = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9]")
+_REMOVED = re.compile(r"[\x0b\x0c\x1c-\x1f\x85]")
 
 
 class WordPieceTokenizer(LibraryTokenizer):
@@ -25,6 +29,22 @@ class WordPieceTokenizer(LibraryTokenizer):
         self._appended = tuple(appended)
         self._own_size = vocab_size
         self.vocab_size += len(appended)
+        self._lowercases = name == "BertWordPieceLowerCase"
+        self._words = WordCache(self._encode_parts, _parts)
+
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
+        # BERT separates words at whitespace and looks at each by itself. Some characters that Python takes
+        # for whitespace it removes, which joins what they separate.
+        return self._words.encode_batch([_REMOVED.sub("", text) for text in texts])
+
+    def _encode_parts(self, parts: Sequence[str]) -> TokenBatch:
+        # To a part in ASCII the normalizer does nothing but this, and the other steps nothing at all.
+        model, rows = self._backend.model, {}
+        for part in filter(_is_plain, parts):
+            rows[part] = [token.id for token in model.tokenize(part.lower() if self._lowercases else part)]
+        others = [part for part in parts if part not in rows]
+        rows |= zip(others, super().encode_batch(others).rows(), strict=True)
+        return TokenBatch.of([rows[part] for part in parts])
 
     def decode(self, ids: Sequence[int]) -> str:
         ids = [int(i) for i in ids]
@@ -46,6 +66,15 @@ class WordPieceTokenizer(LibraryTokenizer):
 
     def fast_source(self) -> FastSource | None:
         return None
+
+
+def _parts(word: str) -> list[str]:
+    """What BERT makes of a word before it looks for pieces: runs of letters and digits, and single signs."""
+    return _ASCII_PARTS.findall(word) if _is_plain(word) else [word]
+
+
+def _is_plain(word: str) -> bool:
+    return word.isascii() and word.isprintable()
 
 
 def load_wordpiece(vocab_file: str | None, kind: str, extra_ids: int) -> WordPieceTokenizer:

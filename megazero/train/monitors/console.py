@@ -57,7 +57,8 @@ class ConsoleMonitor(Monitor):
     def evaluation(self, metrics: EvalMetrics) -> None:
         parts = [f" {metrics.split} loss at iteration {metrics.iteration}"]
         parts += [f"{label} value: {_shown(mean)}" for label, mean in metrics.losses.labelled().items()]
-        parts.insert(2, f"{metrics.losses.terms[0].label} PPL: {_shown(metrics.perplexity)}")
+        if metrics.predicts_text:
+            parts.insert(2, f"{metrics.losses.terms[0].label} PPL: {_shown(metrics.perplexity)}")
         line = " | ".join([*parts, f"seconds: {metrics.seconds:.1f} |"])
         rule = "-" * len(line)
         self._print(f"{rule}\n{line}\n{rule}")

@@ -43,7 +43,7 @@ OVER_SAMPLES = (
 def evaluation_values(metrics: EvalMetrics, *, with_perplexity: bool) -> dict[str, float]:
     """Tag -> value for one evaluation; a tag is for example ``lm loss validation``."""
     values = {f"{label} {metrics.split}": mean for label, mean in metrics.losses.labelled().items()}
-    if with_perplexity:
+    if with_perplexity and metrics.predicts_text:
         values[f"{metrics.losses.terms[0].label} {metrics.split} ppl"] = metrics.perplexity
     return _known(values)
 

@@ -91,7 +91,7 @@ ROPE = {"rope_type": "default", "rope_theta": 500.0}
 REFUSED = [
     (GPT2, {"architectures": ["BloomForCausalLM"]}, "`architectures` must be one of GPT2LMHeadModel, LlamaF"),
     (GPT2, {"architectures": ["GPT2LMHeadModel", "X"]}, "`architectures` must be one of"),
-    (GPT2, {"architectures": None, "model_type": "bert"}, "`architectures` must be one of"),
+    (GPT2, {"architectures": None, "model_type": "bloom"}, "`architectures` must be one of"),
     (GPT2, {"scale_attn_weights": False}, "`scale_attn_weights` must be True"),
     (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "`scale_attn_by_inverse_layer_idx` must be False"),
     (GPT2, {"reorder_and_upcast_attn": True}, "`reorder_and_upcast_attn` must be False"),
@@ -178,11 +178,6 @@ def test_a_pipe_is_not_waited_for(tmp_path):
         ),
         (GPT2, {"num_query_groups": 2}, "the number of key/value heads must equal the number of query heads"),
         (GPT2, {"kv_channels": 10}, "the width of a head must be hidden size / heads"),
-        (
-            GPT2,
-            {"apply_residual_connection_post_layernorm": True},
-            "`apply_residual_connection_post_layernorm`",
-        ),
         (LLAMA, {"rotary_percent": 0.8}, "`rotary_percent` must be 1.0, but is 0.8"),
         (LLAMA, {"normalization": "LayerNorm"}, "`normalization` must be RMSNorm, but is LayerNorm"),
         (LLAMA, {"activation": "gelu"}, "`activation` must be swiglu, but is gelu"),
@@ -192,6 +187,15 @@ def test_a_model_that_no_family_has_is_refused_with_all_reasons(model, changed, 
     with pytest.raises(CheckpointError, match="GPT2LMHeadModel: (.|\n)*LlamaForCausalLM: ") as refusal:
         architecture_of(model.model_copy(update=changed))
     assert reasons in str(refusal.value)
+
+
+def test_reasons_that_another_architecture_has_too_are_left_out():
+    with pytest.raises(CheckpointError) as refusal:
+        architecture_of(GPT2.model_copy(update={"apply_residual_connection_post_layernorm": True}))
+    assert str(refusal.value) == (
+        "the model must be one that transformers supports, but is not: GPT2LMHeadModel: "
+        "`apply_residual_connection_post_layernorm` must be False, but is True"
+    )
 
 
 def test_what_training_may_change_is_no_difference():
@@ -204,6 +208,16 @@ def test_what_training_may_change_is_no_difference():
         "`activation` is gelu, not gelu_exact",
         "`max_position_embeddings` is 31, not 30",
     ]
+
+
+def test_settings_of_another_family_are_no_difference():
+    """`--openai-gelu` sets the form of GELU in a BERT's head too, and once kept a GPT from being loaded."""
+    assert differences(GPT2, GPT2.model_copy(update={"bert_head_activation": "gelu"})) == []
+    bert = GPT2.model_copy(update={"family": "bert"})
+    assert differences(bert, bert.model_copy(update={"bert_head_activation": "gelu"})) == [
+        "`bert_head_activation` is gelu_exact, not gelu"
+    ]
+    assert "`family` is gpt, not bert" in differences(GPT2, bert)
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,11 @@ def test_a_converted_checkpoint_says_which_model_it_is(tmp_path):
     assert facts["token_ids"] == {"bos": 1, "eos": 2, "pad": None}
 
 
-def save_as_trained(folder: Path, model: ModelConfig, tokenizer: TokenizerConfig, **facts) -> Path:
-    """A checkpoint with the facts of a training run."""
-    weights = random_weights(model).tensors
+def save_as_trained(
+    folder: Path, model: ModelConfig, tokenizer: TokenizerConfig, weights=None, **facts
+) -> Path:
+    """A checkpoint with the facts of a training run, of these weights or random ones."""
+    weights = weights or random_weights(model).tensors
     saved = {
         "kind": "pretraining",
         "vocab_size": VOCAB,
@@ -214,7 +216,7 @@ def test_transformers_reads_the_tokenizer_and_gives_the_same_ids(name, model_typ
         assert theirs(text)["input_ids"] == ours.encode(text)
         assert theirs.decode(ours.encode(text)) == ours.decode(ours.encode(text))
     # And back: what was written is found and read again.
-    again = TokenizerConfig(**tokenizer_settings(tmp_path))
+    again = TokenizerConfig(**tokenizer_settings(tmp_path, 400))
     spec = (again.tokenizer_type, again.vocab_file, again.merge_file, again.tokenizer_model)
     assert build_tokenizer(TokenizerSpec(*spec)).encode(TEXTS[0]) == ours.encode(TEXTS[0])
 
@@ -264,7 +266,7 @@ def test_a_tokenizer_without_counterpart_is_left_out_and_said_so(section, remark
 def test_the_tokenizer_of_a_folder_is_found(names, kind, tmp_path):
     for name in names:
         (tmp_path / name).write_text("")
-    assert TokenizerConfig(**tokenizer_settings(tmp_path)).tokenizer_type == kind
+    assert TokenizerConfig(**tokenizer_settings(tmp_path, 400)).tokenizer_type == kind
 
 
 @pytest.mark.parametrize(

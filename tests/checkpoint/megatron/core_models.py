@@ -1,5 +1,5 @@
-"""Real Megatron-Core GPTs on the CPU: ``python -m tests.checkpoint.megatron.core_models OUT`` saves them and
-their logits. A process of its own, as Megatron needs a process group of its own.
+"""Real Megatron-Core models on the CPU: ``python -m tests.checkpoint.megatron.core_models OUT`` saves them
+and their logits. A process of its own, as Megatron needs a process group of its own.
 """
 
 from __future__ import annotations
@@ -72,10 +72,19 @@ MODELS = {
     "llama": LLAMA,
     "llama-partly-rotated": {**LLAMA, "rotary_percent": 0.6, "untie_embeddings_and_output_weights": False},
 }
+BERTS = {
+    "bert": GPT2,
+    "bert-exact-gelu": {**GPT2, "bias_gelu_fusion": False, "untie_embeddings_and_output_weights": True},
+    "bert-without-binary-head": GPT2,
+}
+LENGTHS = (30, 17)
 
 
 def main(out: Path) -> None:
-    """Save each model in Megatron-LM's `torch` format, and beside it tokens [b, s] and logits [b, s, v]."""
+    """Save each model in Megatron-LM's `torch` format, and beside it tokens [b, s] and logits [b, s, v].
+
+    A BERT's second sample is padded; its logits of the binary head are saved too.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -84,16 +93,18 @@ def main(out: Path) -> None:
     store = f"file://{out}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    for name, arguments in MODELS.items():
+    for name, arguments in {**MODELS, **BERTS}.items():
         torch.manual_seed(3)
-        model = build(argparse.Namespace(**arguments))
+        build_it = build_bert if name in BERTS else build
+        model = build_it(
+            argparse.Namespace(**arguments, binary_head=not name.endswith("without-binary-head"))
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.randn_like(parameter) * 0.1 + (parameter.dim() == 1))
         tokens = torch.randint(VOCAB, (2, 30))
-        mask = torch.ones(30, 30, dtype=torch.bool).triu(1)[None, None]
         with torch.no_grad():
-            logits = model(tokens, torch.arange(30).expand(2, -1), mask)
+            found = ask_bert(model, tokens) if name in BERTS else ask(model, tokens)
         folder = out / name / "iter_0000007" / "mp_rank_00"
         folder.mkdir(parents=True)
         saved = {
@@ -104,18 +115,46 @@ def main(out: Path) -> None:
         }
         torch.save(saved, folder / "model_optim_rng.pt")
         (out / name / "latest_checkpointed_iteration.txt").write_text("7")
-        torch.save({"tokens": tokens, "logits": logits}, out / f"{name}.pt")
+        torch.save({"tokens": tokens, **found}, out / f"{name}.pt")
     torch.distributed.destroy_process_group()
 
 
-def build(args: argparse.Namespace) -> torch.nn.Module:
-    """The model that Megatron-LM makes of these arguments."""
+def ask(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A GPT's logits."""
+    mask = torch.ones(30, 30, dtype=torch.bool).triu(1)[None, None]
+    return {"logits": model(tokens, torch.arange(30).expand(2, -1), mask)}
+
+
+def ask_bert(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A BERT's logits of both heads, with the token types it was asked with."""
+    real = (torch.arange(30) < torch.tensor(LENGTHS)[:, None]).long()
+    types = ((torch.arange(30) >= 9) * real).long()
+    logits, order = model(tokens, real, tokentype_ids=types if model.add_binary_head else None)
+    return {"logits": logits, "types": types, **({} if order is None else {"order": order})}
+
+
+def build_bert(args: argparse.Namespace) -> torch.nn.Module:
+    """The BERT that Megatron-LM makes of these arguments."""
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
+
+    return BertModel(
+        core_config(args),
+        num_tokentypes=2 if args.binary_head else 0,
+        transformer_layer_spec=bert_layer_local_spec,
+        vocab_size=PADDED,
+        max_sequence_length=args.max_position_embeddings,
+        add_binary_head=args.binary_head,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+    ).eval()
+
+
+def core_config(args: argparse.Namespace):
+    """Core's configuration of a model's layers."""
     import torch.nn.functional as F
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
-    config = TransformerConfig(
+    return TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,
@@ -132,8 +171,15 @@ def build(args: argparse.Namespace) -> torch.nn.Module:
         add_bias_linear=args.add_bias_linear,
         use_cpu_initialization=True,
     )
+
+
+def build(args: argparse.Namespace) -> torch.nn.Module:
+    """The GPT that Megatron-LM makes of these arguments."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
     return GPTModel(
-        config,
+        core_config(args),
         get_gpt_layer_local_spec(normalization=args.normalization),
         vocab_size=PADDED,
         max_sequence_length=args.max_position_embeddings,

@@ -13,9 +13,10 @@ import torch
 from megazero.checkpoint import parts_of_parameters
 from megazero.checkpoint.megatron import ImportOptions, MegatronReader
 from megazero.layers import Placement
-from megazero.models import GPT, Batch
+from megazero.models import BERT, GPT, Batch
 from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
-from tests.checkpoint.megatron.core_models import MODELS, PADDED, VOCAB
+from tests.checkpoint.hf.encoder_samples import batch_of
+from tests.checkpoint.megatron.core_models import BERTS, LENGTHS, MODELS, PADDED, VOCAB
 from tests.source_tree import ROOT
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
@@ -44,3 +45,22 @@ def test_logits_agree(saved, name):
     theirs = expected["logits"][..., :VOCAB]
     assert 0.3 < theirs.std() < 30  # neither dead nor saturated
     torch.testing.assert_close(logits[..., :VOCAB], theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", BERTS)
+def test_logits_of_both_heads_agree(saved, name):
+    """At all real positions of a padded batch."""
+    reader = MegatronReader(saved / name, ImportOptions(trust_pickle=True, vocab_size=VOCAB))
+    assert reader.model.bert_binary_head == (name != "bert-without-binary-head")
+    context = thread_context(ThreadWorld(1), ProcessGrid(), 0)
+    model = BERT(reader.model, (VOCAB, PADDED), Placement.of(context, torch.float32))
+    expected = torch.load(saved / f"{name}.pt")
+    with torch.no_grad():
+        reader.read(parts_of_parameters(model.parameters(), context))
+        logits, order = model(batch_of(expected["tokens"], expected["types"], LENGTHS))
+    theirs = torch.cat([each[:n, :VOCAB] for each, n in zip(expected["logits"], LENGTHS, strict=True)])
+    assert 0.3 < theirs.std() < 30  # neither dead nor saturated
+    torch.testing.assert_close(logits[:, 0, :VOCAB], theirs, atol=1e-5, rtol=0)
+    assert (order is None) == ("order" not in expected)
+    if order is not None:
+        torch.testing.assert_close(order, expected["order"], atol=1e-5, rtol=0)

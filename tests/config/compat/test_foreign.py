@@ -84,7 +84,8 @@ def test_accepted_without_effect(argv: str) -> None:
         ("--group-query-attention", "say how many key/value heads"),
         ("--random-ltd", "`--random-ltd` is not accepted: curriculum learning and token dropping"),
         ("--master_port 6000", "it belongs to the launcher"),
-        ("--task MNLI", "fine-tuning"),
+        ("--task STS-B", "has scores instead of labels, and regression is not offered"),
+        ("--guess-file g", "belongs to scoring tasks"),
         ("--fp8-hybrid", "fp8 and fp4 are not offered"),
     ],
 )

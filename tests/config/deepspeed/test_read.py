@@ -57,6 +57,18 @@ HONOURED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "optimizer.params.weight_decay": (0.1, {"optimizer.type": "Adam"}, {"optimizer.weight_decay": 0.1}),
     "optimizer.params.momentum": (0.5, {"optimizer.type": "SGD"}, {"optimizer.sgd_momentum": 0.5}),
     "optimizer.params.max_grad_norm": (2, {"optimizer.type": "Adam"}, {"optimizer.clip_grad": 2.0}),
+    "optimizer.params.max_coeff": (0.3, {"optimizer.type": "Lamb"}, {"optimizer.lamb_max_coeff": 0.3}),
+    "optimizer.params.min_coeff": (0.0, {"optimizer.type": "LAMB"}, {"optimizer.lamb_min_coeff": 0.0}),
+    "optimizer.params.bias_correction": (
+        False,
+        {"optimizer.type": "FusedLamb"},
+        {"optimizer.lamb_bias_correction": "none"},
+    ),
+    "optimizer.params.use_nvlamb": (
+        False,
+        {"optimizer.type": "Lamb"},
+        {"optimizer.lamb_adapt_all": False},
+    ),
     "gradient_clipping": (0.5, {}, {"optimizer.clip_grad": 0.5}),
     "fp16.enabled": (True, {}, {"precision.dtype": "fp16", "precision.initial_loss_scale": 65536.0}),
     "fp16.loss_scale": (4096, {"fp16.enabled": True}, {"precision.loss_scale": 4096.0}),
@@ -203,8 +215,8 @@ HARMLESS: dict[str, Any] = {
     "zero_optimization.offload_optimizer": {"device": None},
     "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}},
     "compile": {"deepcompile": False},
-    "optimizer.params.bias_correction": True,
     "optimizer.params.adam_w_mode": True,
+    "optimizer.params.grad_averaging": True,
     "zero_optimization.compute_grad_norm": True,
 }
 
@@ -310,6 +322,33 @@ def test_rows_are_sound(row: KeyRow) -> None:
         assert reason is None or (len(reason) > 10 and not reason.endswith("."))
 
 
+def test_lamb_is_as_deepspeeds_fused_lamb_unless_the_json_says_otherwise() -> None:
+    """It adapts every tensor, and corrects the learning rate; flags and YAML may still choose the paper's."""
+    expected = {
+        "optimizer.optimizer": "lamb",
+        "optimizer.lamb_bias_correction": "rate",
+        "optimizer.lamb_adapt_all": True,
+        "optimizer.weight_decay": 0.0,
+        "optimizer.sgd_momentum": 0.0,
+    }
+    read_lamb = read({"optimizer.type": "Lamb"})
+    assert read_lamb.values == expected
+    assert {s.spec.path for s in read_lamb.settings} == {"optimizer.optimizer"}
+    assert read_lamb.extras == Extras(optimizer=OptimizerExtras("lamb"))
+    # DeepSpeedExamples' bing_bert.
+    told = {"max_coeff": 0.3, "min_coeff": 0.01, "bias_correction": False, "weight_decay": 0.01, "lr": 11e-3}
+    bing = read({"optimizer.type": "Lamb", **{f"optimizer.params.{name}": v for name, v in told.items()}})
+    assert bing.problems == []
+    assert bing.values == {
+        **expected,
+        "optimizer.lamb_bias_correction": "none",
+        "optimizer.lamb_max_coeff": 0.3,
+        "optimizer.lamb_min_coeff": 0.01,
+        "optimizer.weight_decay": 0.01,
+        "optimizer.lr": 11e-3,
+    }
+
+
 def test_a_section_of_the_tree_is_built_from_the_settings() -> None:
     """What an engine without a command line does."""
     result = read({"zero_optimization.stage": 2, "gradient_clipping": 1})
@@ -361,6 +400,23 @@ def test_the_loss_scale_zero_is_dynamic() -> None:
         ({"scheduler.type": "OneCycle"}, '`scheduler.type` is not accepted as "OneCycle"'),
         ({"scheduler.type": "LRRangeTest"}, '`scheduler.type` is not accepted as "LRRangeTest"'),
         ({"optimizer.type": "OneBitAdam"}, '`optimizer.type` is not accepted as "OneBitAdam"'),
+        ({"optimizer.type": "OneBitLamb"}, '`optimizer.type` is not accepted as "OneBitLamb"'),
+        (
+            {"optimizer.type": "AdamW", "optimizer.params.max_coeff": 0.3},
+            "`optimizer.params.max_coeff` must not be 0.3 with AdamW; leave it out.",
+        ),
+        (
+            {"optimizer.type": "Adam", "optimizer.params.bias_correction": False},
+            "`optimizer.params.bias_correction` must not be false with Adam; leave it out.",
+        ),
+        (
+            {"optimizer.type": "Lamb", "optimizer.params.max_coeff": 0.001},
+            "`optimizer.params.min_coeff` must be at most `optimizer.params.max_coeff`; lower it.",
+        ),
+        (
+            {"optimizer.type": "Lamb", "optimizer.params.max_coeff": 0},
+            "`optimizer.params.max_coeff` is not accepted as 0: a trust ratio of 0 moves nothing; choose 10.",
+        ),
         ({"bf16.enabled": True, "bfloat16": {"enabled": True}}, "`bf16.enabled` must be given once"),
         (
             {"train_batch_size": 512, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1},

@@ -13,6 +13,13 @@ from tests.config.samples import make_config
 
 WORLD = 4
 
+TASK = {
+    "finetune.task": "MNLI",
+    "finetune.train_data": ("a.tsv",),
+    "data.data_path": (),
+    "training.train_iters": None,
+}
+
 # rule -> the changes to the base configuration that break it alone, on 4 ranks
 EXAMPLES: dict[str, dict[str, Any]] = {
     "hidden_multiple_of_heads": {"model.hidden_size": 66},
@@ -106,6 +113,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "optimizer.end_weight_decay": 0.1,
         "optimizer.weight_decay_incr_style": "linear",
     },
+    "lamb_settings_need_lamb": {"optimizer.lamb_max_coeff": 0.3},
+    "lamb_bounds_ordered": {"optimizer.optimizer": "lamb", "optimizer.lamb_min_coeff": 11.0},
     "loss_scale_needs_16_bits": {"precision.loss_scale": 4096.0},
     "min_loss_scale_below_initial": {"precision.min_loss_scale": 8.0, "precision.initial_loss_scale": 4.0},
     "recompute_units_within_model": {"recompute.granularity": "full", "recompute.num_layers": 5},
@@ -136,6 +145,15 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "documents_end_only_in_running_text": {"model.family": "bert", "data.eod_mask_loss": True},
     "room_for_special_tokens": {"model.family": "bert", "model.seq_length": 4},
     "async_save_limit_needs_async_save": {"checkpoint.async_save_limit": 2},
+    "labelled_data_need_a_task": {"finetune.train_data": ("a.tsv",)},
+    "epochs_are_the_length": {**TASK, "training.train_iters": 9},
+    "task_has_data": {**TASK, "finetune.train_data": ()},
+    "predictions_have_samples": {**TASK, "finetune.predictions": "p.tsv"},
+    "one_or_two_text_columns": {**TASK, "finetune.text_columns": ("a", "b", "c")},
+    "choices_for_multiple_choice": {**TASK, "finetune.choice_columns": ("a", "b")},
+    "labels_differ": {**TASK, "finetune.labels": ("a", "a")},
+    "classes_are_the_labels": {**TASK, "model.num_classes": 2},
+    "sequence_holds_marks_and_text": {**TASK, "model.seq_length": 4},
 }
 
 # Combinations near a rule's border that must run.
@@ -196,6 +214,18 @@ ACCEPTED: list[dict[str, Any]] = [
     {"zero.prefetch_size": 0, "zero.max_live_parameters": 0, "zero.param_persistence_threshold": 0},
     {"precision.dtype": "fp16", "zero.main_params_dtype": "fp16", "zero.grad_reduce_dtype": "fp16"},
     {"precision.dtype": "fp16", "zero.grad_accumulation_dtype": "bf16"},
+    TASK,
+    {**TASK, "finetune.epochs": 0, "finetune.train_data": (), "finetune.test_data": ("a", "b")},
+    {**TASK, "finetune.valid_data": ("b",), "finetune.predictions": "p"},
+    {**TASK, "finetune.labels": ("a", "b"), "model.num_classes": 2},
+    {**TASK, "finetune.task": "RACE", "model.num_classes": 1},
+    {**TASK, "finetune.task": "classification", "finetune.text_columns": ("a",), "model.num_classes": 9},
+    {
+        **TASK,
+        "finetune.task": "multiple-choice",
+        "finetune.text_columns": ("a", "b"),
+        "finetune.choice_columns": ("c",),
+    },
 ]
 
 

@@ -50,3 +50,28 @@ def test_unfit_vocabularies_are_refused(tmp_path):
     path.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\nthe\n")
     with pytest.raises(DataError, match="repeats 'the'"):
         build_tokenizer(TokenizerSpec("BertWordPieceCase", str(path)))
+
+
+def test_the_pieces_are_those_of_the_file_and_the_appended_ones(wordpiece_file):
+    tokenizer = build_tokenizer(TokenizerSpec("BertWordPieceCase", wordpiece_file, extra_ids=1))
+    pieces = [*Path(wordpiece_file).read_text().split(), "[EOS]", "[BOS]", "<extra_id_0>"]
+    assert tokenizer.word_pieces() == {piece: i for i, piece in enumerate(pieces)}
+
+
+def test_other_kinds_have_no_word_pieces():
+    assert build_tokenizer(TokenizerSpec("ByteLevelTokenizer")).word_pieces() is None
+
+
+@pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase"])
+def test_batches_give_the_ids_of_single_texts_around_every_character(wordpiece_file, kind):
+    """A batch is encoded word by word; characters that BERT removes join what Python takes for words."""
+    tokenizer = build_tokenizer(TokenizerSpec(kind, wordpiece_file))
+    odd = (0, 0x7F, 0x200B, 0xFEFF, 0xFFFD)
+    spaces = [chr(c) for c in range(0x11000) if chr(c).isspace() or c in odd]
+    codes = (*range(0x21, 0x250), *range(0x300, 0xD800, 37), *range(0x1F300, 0x1F900, 41))
+    letters = [chr(code) for code in codes]
+    texts = [f"the{c}Cat {c}sat{c} un{c}able the, {c}{c}" for c in spaces + letters]
+    texts += ["", " ", "[MASK] ##able", "the " * 50 + "x" * 300, "İstanbul ΑΣ ΑΣ. ǅ ﬁ 한국 中文the"]
+    rows = [row.tolist() for row in tokenizer.encode_batch(texts).rows()]
+    assert rows == [tokenizer.encode(text) for text in texts]
+    assert [row.tolist() for row in tokenizer.encode_batch(texts[::-1]).rows()] == rows[::-1]

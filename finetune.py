@@ -1,0 +1,23 @@
+"""Fine-tune a pretrained model on labelled texts. `python finetune.py --help` lists the flags."""
+
+import sys
+
+from megazero.config.resolve import resolve_or_exit
+from megazero.errors import MegazeroError
+
+
+def main() -> int:
+    config = resolve_or_exit(sys.argv[1:], "finetune.py")
+    # After the flags are known to be good: torch takes seconds to import.
+    from megazero.train.finetuning.run import finetune
+
+    try:
+        finetune(config)
+    except MegazeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

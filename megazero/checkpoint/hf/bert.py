@@ -1,0 +1,56 @@
+"""The original BERT (Devlin et al. 2019), whose norms follow each half of a layer, as transformers' Bert.
+
+With the residual taken after the norm, our list of norms is theirs moved on by one place: our first one is
+that of their embedding, the input norm of each later layer is the last one of the layer before, and our final
+norm is the last one of the last layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megazero.checkpoint.hf import encoder
+from megazero.checkpoint.hf.architecture import Architecture
+from megazero.config.tree import ModelConfig
+
+
+def _later(model: ModelConfig, number: int) -> bool:
+    return number > 0
+
+
+_BODY = (
+    *encoder.EMBEDDING,
+    *encoder.pair("layers.0.input_norm", "bert.embeddings.LayerNorm"),
+    *(
+        replace(rule, layer=_later)
+        for rule in encoder.pair("layers.{i}.input_norm", "bert.encoder.layer.{i-1}.output.LayerNorm")
+    ),
+    *encoder.LINEAR,
+    *encoder.pair("layers.{i}.mlp_norm", f"{encoder.LAYER}.attention.output.LayerNorm"),
+    *encoder.pair("final_norm", "bert.encoder.layer.{last}.output.LayerNorm"),
+)
+_OURS_FIXED = (*encoder.OURS_FIXED, ("apply_residual_connection_post_layernorm", True))
+
+BERT_PRETRAINING = Architecture(
+    name="BertForPreTraining",
+    model_type="bert",
+    auto="AutoModelForPreTraining",
+    prefix="bert.",
+    rules=(*_BODY, *encoder.BINARY_HEAD, *encoder.MASKED_HEAD),
+    copies=encoder.COPIES,
+    ignored=encoder.IGNORED,
+    renamed=encoder.RENAMED,
+    settings=encoder.SETTINGS,
+    fixed=encoder.FIXED,
+    ours_fixed=(*_OURS_FIXED, ("bert_binary_head", True)),
+    limits=encoder.LIMITS,
+    seen=encoder.heads_seen,
+)
+BERT_MASKED_LM = replace(
+    BERT_PRETRAINING,
+    name="BertForMaskedLM",
+    auto="AutoModelForMaskedLM",
+    rules=(*_BODY, *encoder.MASKED_HEAD),
+    blank=encoder.BLANK,
+    ours_fixed=(*_OURS_FIXED, ("bert_binary_head", False)),
+)

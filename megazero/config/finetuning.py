@@ -1,0 +1,63 @@
+"""Section of the tree about fine-tuning on labelled samples."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeInt
+
+from megazero.config.option import Section, option
+
+
+class FinetuneConfig(Section):
+    """Fine-tuning on a labelled task"""
+
+    task: (
+        Literal[
+            "classification",
+            "multiple-choice",
+            "MNLI",
+            "QQP",
+            "QNLI",
+            "SST-2",
+            "CoLA",
+            "MRPC",
+            "RTE",
+            "RACE",
+        ]
+        | None
+    ) = option(
+        None,
+        "what finetune.py trains: classification of one or two texts, multiple-choice, or a published task, "
+        "whose columns and labels are known",
+        refused={"STS-B": "has scores instead of labels, and regression is not offered"},
+    )
+    train_data: tuple[str, ...] = option((), "labelled files to train on: TSV or JSONL, for RACE folders too")
+    valid_data: tuple[str, ...] = option((), "labelled files to evaluate after each epoch")
+    test_data: tuple[str, ...] = option(
+        (), "files to evaluate at the end, with the best epoch's model; labels may be missing"
+    )
+    text_columns: tuple[str, ...] = option(
+        (),
+        "classification: the columns of the first text and of the second if there is one; "
+        "multiple-choice: of the passage and of the question if there is one",
+    )
+    choice_columns: tuple[str, ...] = option(
+        (), "multiple-choice: one column for each choice, or one of JSONL that lists them"
+    )
+    label_column: str | None = option(None, "the column of the labels; default: label")
+    id_column: str | None = option(None, "the column that names samples in --predictions; default: none")
+    labels: tuple[str, ...] = option(
+        (),
+        "all labels, in the order of their numbers; default: the task's, else those of the training data, "
+        "sorted, or to evaluate those of the checkpoint",
+    )
+    epochs: NonNegativeInt = option(3, "passes over the training data; 0 only evaluates")
+    pretrained_checkpoint: str | None = option(
+        None, "folder of a run, or of one checkpoint, to take the weights from"
+    )
+    predictions: str | None = option(
+        None,
+        "file that gets the id, label, prediction and probabilities of each test sample, or of each "
+        "validation sample without --test-data: TSV, or JSONL by its name",
+    )

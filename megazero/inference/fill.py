@@ -1,0 +1,159 @@
+"""Texts with masked tokens in, the likeliest tokens for each out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megazero.data.tokenizers import Tokenizer
+from megazero.errors import ConfigError, DataError
+from megazero.inference.staged import StagedModel
+
+_ROLES = ("cls", "sep", "mask", "pad")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A token that may stand at a masked place, and the probability that the model gives it."""
+
+    token: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class MaskedText:
+    """A text as the model takes it: [CLS] A [SEP], or [CLS] A [SEP] B [SEP].
+
+    Attributes:
+        tokens: the ids.
+        types: 0 up to the first [SEP], then 1.
+    """
+
+    tokens: list[int]
+    types: list[int]
+
+
+class MaskFiller:
+    """A model that restores masked tokens, with the tokenizer that it was trained with.
+
+    Args:
+        model: all or this stage's parts of it.
+        tokenizer: its tokenizer.
+        collate: turns arrays like a dataset's into a batch of the model.
+
+    Raises:
+        DataError: the tokenizer lacks one of the special tokens that such a model needs.
+    """
+
+    def __init__(
+        self,
+        model: StagedModel,
+        tokenizer: Tokenizer,
+        collate: Callable[[Mapping[str, Any], tuple[int, ...]], Any],
+    ):
+        missing = [f"[{role.upper()}]" for role in _ROLES if role not in tokenizer.special_ids]
+        if missing:
+            raise DataError(
+                f"`tokenizer` must have {', '.join(missing)}, but has not; use the one that the model was "
+                "trained with"
+            )
+        self.model = model
+        self.tokenizer = tokenizer
+        self.collate = collate
+        self._ids = {role: tokenizer.special_ids[role] for role in _ROLES}
+        self._names = {role: tokenizer.decode([number]) for role, number in self._ids.items()}
+
+    def fill(
+        self, texts: Sequence[str], *, top_k: int = 5, batch_size: int = 16
+    ) -> list[list[list[Candidate]]]:
+        """For each text and each of its masks, the `top_k` likeliest tokens, the likeliest first.
+
+        Every rank of the model calls this with the same arguments and returns the same. A text may be a pair
+        of segments with a [SEP] between them. Probabilities are over the whole vocabulary of the model.
+
+        Raises:
+            ConfigError: `top_k` or `batch_size` is not positive.
+            DataError: a text has no mask or more than two segments, or outgrows the model's positions.
+        """
+        for name, value in (("top_k", top_k), ("batch_size", batch_size)):
+            if value < 1:
+                raise ConfigError(f"`{name}` must be at least 1, but is {value}; set a positive number")
+        rows = [self.encode(number, text) for number, text in enumerate(texts, 1)]
+        found: list[list[list[Candidate]]] = []
+        for start in range(0, len(rows), batch_size):
+            batch = rows[start : start + batch_size]
+            arrays = self._arrays(batch)
+            with torch.inference_mode():
+                logits = self.model.masked_logits(self.collate(arrays, tuple(range(len(batch)))))
+            candidates = iter(self._best(logits, top_k))
+            found += [list(islice(candidates, row.tokens.count(self._ids["mask"]))) for row in batch]
+        return found
+
+    def encode(self, number: int, text: str) -> MaskedText:
+        """The ids of a text, which errors call by its number.
+
+        Raises:
+            DataError: see `fill`.
+        """
+        mask, sep = self._names["mask"], self._names["sep"]
+        segments = text.split(sep)
+        if mask not in text:
+            raise DataError(
+                f"`text` must contain {mask}, but text {number} is {text[:80]!r}; write {mask} where a token "
+                "is missing"
+            )
+        if len(segments) > 2:
+            raise DataError(
+                f"`text` must have at most one {sep} between two segments, but text {number} has "
+                f"{len(segments) - 1}; give the others as texts of their own"
+            )
+        tokens, types = [self._ids["cls"]], [0]
+        for kind, segment in enumerate(segments):
+            ids = [*self._encode_around_masks(segment), self._ids["sep"]]
+            tokens += ids
+            types += [kind] * len(ids)
+        if len(tokens) > self.model.config.positions:
+            raise DataError(
+                f"`text` must have at most {self.model.config.positions} tokens, the model's positions, but "
+                f"text {number} has {len(tokens)} with the special ones; shorten it"
+            )
+        return MaskedText(tokens, types)
+
+    def _encode_around_masks(self, segment: str) -> list[int]:
+        # A tokenizer takes documents as plain text, in which these letters mean themselves.
+        first, *others = (self.tokenizer.encode(part) for part in segment.split(self._names["mask"]))
+        return [*first, *(each for part in others for each in (self._ids["mask"], *part))]
+
+    def _arrays(self, rows: Sequence[MaskedText]) -> dict[str, np.ndarray]:
+        """As a dataset gives them; labels are not known, and any will do."""
+        lengths = np.array([len(row.tokens) for row in rows])
+        shape = (len(rows), int(lengths.max()))
+        tokens, types = np.full(shape, self._ids["pad"]), np.zeros(shape, dtype=np.int64)
+        for number, row in enumerate(rows):
+            tokens[number, : len(row.tokens)] = row.tokens
+            types[number, : len(row.types)] = row.types
+        masked = tokens == self._ids["mask"]
+        return {
+            "tokens": tokens,
+            "token_types": types,
+            "labels": np.where(masked, 0, -1),
+            "loss_mask": masked.astype(np.float32),
+            "lengths": lengths,
+            "is_random": np.zeros(len(rows), dtype=np.int64),
+            "truncated": np.zeros(len(rows), dtype=np.int64),
+        }
+
+    def _best(self, logits: Tensor, top_k: int) -> list[list[Candidate]]:
+        """logits [m, v] -> the best tokens for each of the m masks, of those that the tokenizer can name."""
+        known = self.tokenizer.vocab_size
+        best = logits.float().softmax(-1)[:, :known].topk(min(top_k, known), dim=-1)
+        return [
+            [Candidate(self.tokenizer.decode([number]), value) for number, value in zip(*row, strict=True)]
+            for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]

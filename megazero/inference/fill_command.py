@@ -1,0 +1,95 @@
+"""The command `megazero fill-mask`: what a model expects at masked places. The first rank prints."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megazero.errors import ConfigError, DataError, MegazeroError
+from megazero.inference.command import add_sizes, check_texts, decode_lines
+from megazero.inference.fill import Candidate, MaskFiller
+from megazero.inference.staged import StagedModel
+from megazero.mpu import Launch, leave, reporting
+
+VERB = "fill-mask"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        prog=f"megazero {VERB}",
+        description="Show the likeliest tokens for each [MASK] in a text, as a pretrained BERT sees it.",
+    )
+    parser.add_argument("--load", required=True, help="folder of the checkpoint")
+    parser.add_argument(
+        "texts",
+        nargs="*",
+        metavar="TEXT",
+        help="text with one or more [MASK]; a [SEP] separates two segments; without any, the lines of the "
+        "standard input",
+    )
+    add_sizes(parser)
+    parser.add_argument("--top-k", type=int, default=5, help="tokens to show for each mask (default 5)")
+    parser.add_argument("--batch-size", type=int, default=16, help="texts at a time (default 16)")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command with its flags; returns the exit status."""
+    flags = build_parser().parse_args(argv)
+    try:
+        _run(flags)
+    except MegazeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _run(flags: argparse.Namespace) -> None:
+    launch = Launch.from_environment()
+    texts = check_texts(flags.texts, "TEXT") if flags.texts else _lines_of_input(launch)
+    for name in ("top_k", "batch_size"):
+        if getattr(flags, name) < 1:
+            raise ConfigError(f"`{name}` must be at least 1, but is {getattr(flags, name)}; ask for one")
+    # This imports every part of megazero, so it waits until the flags are known to be good.
+    from megazero.train.trained import Sizes, load_for_inference
+
+    sizes = Sizes(flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size)
+    loaded = load_for_inference(flags.load, launch, sizes, verb=VERB)
+    with reporting(loaded.context):
+        if loaded.context.rank == 0:
+            for remark in loaded.remarks:
+                print(f"warning: {remark}", file=sys.stderr)
+        model = StagedModel(loaded.chunks, loaded.stage_of, loaded.context.pp)
+        filler = MaskFiller(model, loaded.tokenizer, loaded.collate)
+        found = filler.fill(texts, top_k=flags.top_k, batch_size=flags.batch_size)
+        if loaded.context.rank == 0:
+            print(format_candidates(texts, found))
+    leave(loaded.context)
+
+
+def format_candidates(texts: Sequence[str], found: Sequence[Sequence[Sequence[Candidate]]]) -> str:
+    """Each text with its candidates below; if it has several masks, a line above each says which it is."""
+    blocks = []
+    for text, masks in zip(texts, found, strict=True):
+        lines = [text]
+        for number, candidates in enumerate(masks, 1):
+            lines += [f"  mask {number}"] if len(masks) > 1 else []
+            lines += [f"  {each.probability:.4f}  {each.token}" for each in candidates]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _lines_of_input(launch: Launch) -> list[str]:
+    if launch.world_size > 1:
+        raise ConfigError(
+            f"`TEXT` must be given to a job of {launch.world_size} ranks, but is not; only a single process "
+            "reads the standard input"
+        )
+    if sys.stdin.isatty():
+        raise ConfigError("`TEXT` must be given, or come in on the standard input, but neither is; write one")
+    content = sys.stdin.buffer.read()
+    if not content:
+        raise DataError("the standard input must have a line per text, but is empty; write one")
+    return decode_lines(content, "the standard input", "the standard input")

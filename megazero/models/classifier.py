@@ -1,0 +1,161 @@
+"""Classifiers: a pretrained trunk, one token that speaks for its row, and a linear layer over the classes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megazero.config.tree import Config, ModelConfig, RecomputeConfig
+from megazero.data import UNKNOWN_LABEL
+from megazero.layers import (
+    Deferred,
+    Embedding,
+    Norm,
+    Placement,
+    ReplicatedLinear,
+    TransformerLayer,
+    gather_sequence,
+)
+from megazero.loss import LossTerm
+from megazero.models.bert import TOKEN_TYPES
+from megazero.models.chunk import Block, ChunkSpan
+from megazero.models.classifier_batch import LabelledBatch
+from megazero.models.flops import attention_flops, dense_flops, mlp_flops
+from megazero.models.trunk import Trunk
+from megazero.mpu import site_key
+from megazero.ops.counter_random import derive
+from megazero.ops.dropout import Dropout, dropout_mask_hidden
+
+OWN = ("pooler.", "classifier.")
+"""What the names of the parameters begin with that a pretrained model need not have."""
+PRETRAINING_ONLY = ("head.", "binary_head.", "pooler.")
+"""What the names of those begin with that a classifier has no use for."""
+
+
+class ClassifierHead(nn.Module):
+    """Final norm of the pooled rows, dense layer and tanh where there is a pooler, dropout, scores.
+
+    All sequence-parallel ranks take all of the rows, so nothing in here has partial gradients.
+    """
+
+    def __init__(self, config: ModelConfig, placement: Placement, *, pooler: bool):
+        super().__init__()
+        self.sequence_parallel = placement.sequence_parallel
+        self.placement = whole = replace(placement, sequence_parallel=False)
+        self.dropout = config.hidden_dropout
+        size, std = config.hidden_size, config.init_method_std
+        self.norm = Norm("final_norm", size, config.normalization, config.norm_epsilon, whole)
+        self.pooler = ReplicatedLinear("pooler", size, size, whole, std) if pooler else None
+        self.classifier = ReplicatedLinear("classifier", size, config.num_classes, whole, std)
+
+    def forward(self, x: Tensor, batch: LabelledBatch, deferred: Deferred | None = None) -> Tensor:
+        """Hidden states [s, b, h] ([s/tp, b, h] under sequence parallelism) -> scores [b, classes]."""
+        x = gather_sequence(x, self.placement.tp) if self.sequence_parallel else x
+        chosen = self.norm(x.flatten(0, 1)[batch.pooled]).to(self.placement.dtype)
+        if self.pooler is not None:
+            chosen = torch.tanh(self.pooler(chosen, deferred))
+        return self.classifier(self._dropped(chosen, batch.sample_keys), deferred)
+
+    def _dropped(self, rows: Tensor, keys: Tensor | None) -> Tensor:
+        if keys is None or self.dropout == 0.0:
+            return rows
+        drop = Dropout(self.dropout, derive(site_key("hidden", "classifier"), keys), range(1))
+        return rows * dropout_mask_hidden(drop, 1, *rows.shape)[0] / (1.0 - drop.p)
+
+
+class Classifier(Trunk):
+    """A transformer that sorts sequences into `num_classes` classes, or picks one of several.
+
+    With one class it scores each of a sample's rows, and the highest wins (multiple choice; Radford et al.
+    2018). Otherwise a sample is one row with a score for each class (Devlin et al. 2019). It learns by
+    cross-entropy over the samples with a label (term ``task``).
+
+    Args:
+        config: shape of the whole model; `num_classes` is set.
+        vocab: number of vocabulary entries (without padding, with padding).
+        placement: ranks, dtype and device.
+        recompute: what backward recomputes.
+        span: the blocks held here; None holds all of them.
+        tied: None, since the head shares no weight.
+    """
+
+    pooler: ClassVar[bool]
+    terms = (LossTerm("task"), LossTerm("accuracy", 0.0))
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocab: tuple[int, int],
+        placement: Placement,
+        recompute: RecomputeConfig | None = None,
+        span: ChunkSpan | None = None,
+        tied: nn.Parameter | None = None,
+    ):
+        assert tied is None, "a classifier has no tied weight"
+        super().__init__(config, vocab, placement, recompute, span, token_types=self.token_types(config))
+        if self.span.head:
+            self.head = ClassifierHead(config, placement, pooler=self.pooler)
+
+    @classmethod
+    def token_types(cls, config: ModelConfig) -> int:
+        """Kinds of tokens that have a vector of their own; 0 for none."""
+        return 0
+
+    @classmethod
+    def blocks_of(cls, config: Config, padded_vocab: int) -> tuple[Block, ...]:
+        """The blocks that such a classifier consists of; one token of each row reaches the head."""
+        model = config.model
+        layer = attention_flops(model, causal=cls.causal) + mlp_flops(model)
+        head = 2 * model.hidden_size * model.num_classes + (dense_flops(model) if cls.pooler else 0.0)
+        return (
+            Block(Embedding.__name__, 0.0),
+            *(Block(TransformerLayer.__name__, layer),) * model.num_layers,
+            Block(ClassifierHead.__name__, head / model.seq_length),
+        )
+
+    def forward(
+        self, batch: LabelledBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
+    ) -> Tensor:
+        """Scores, float32 [n, classes or choices], from the hidden states of the previous chunk."""
+        scores = self.head(self.hidden(batch, hidden, deferred=deferred), batch, deferred)
+        return scores.float().view(len(batch.labels), -1)
+
+    def run(
+        self, batch: LabelledBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """What this chunk passes on and adds to the loss terms, as `pipeline.executor.Chunk` specifies.
+
+        The one with the head adds the sum of the cross-entropies in nats to ``task``, and the number of right
+        answers to ``accuracy``; both are float32 scalars. It keeps its scores if the batch wants them.
+        """
+        if self.head is None:
+            return self.hidden(batch, hidden, deferred=deferred), {}
+        scores = self(batch, hidden, deferred=deferred)
+        if batch.answers is not None:
+            batch.answers.append(scores.detach())
+        loss = F.cross_entropy(scores, batch.labels, ignore_index=UNKNOWN_LABEL, reduction="sum")
+        right = (scores.detach().argmax(-1) == batch.labels).sum().float()
+        return None, {"task": loss, "accuracy": right}
+
+
+class FirstTokenClassifier(Classifier):
+    """A classifier on a bidirectional trunk, with a pooler on the first token (Devlin et al. 2019)."""
+
+    causal = False
+    pooler = True
+
+    @classmethod
+    def token_types(cls, config: ModelConfig) -> int:
+        """Two segments, if the pretrained model knew them."""
+        return TOKEN_TYPES if config.has_token_types else 0
+
+
+class LastTokenClassifier(Classifier):
+    """A classifier on a causal trunk, on the last token, which alone has seen all (Radford et al. 2018)."""
+
+    causal = True
+    pooler = False

@@ -1,0 +1,144 @@
+"""One micro-batch of labelled samples: one sequence each, or one for each choice of a question."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megazero.config.tree import Config
+from megazero.data import UNKNOWN_LABEL, check_token_ids
+from megazero.mpu import sample_keys
+from megazero.ops.positions import Positions
+
+_COLUMNS = 8  # widths are multiples of this, which suits every kernel
+
+
+@dataclass(frozen=True)
+class LabelledBatch:
+    """One micro-batch of `n` samples in `b` rows of `s` tokens: `b` is `n` x the choices of a question.
+
+    Attributes:
+        tokens: int64 [b, s]; rows end in padding.
+        token_types: int64 [b, s], the segment of each token.
+        pooled: int64 [b], the places of the tokens that speak for their rows, in hidden states [s, b, h]
+            whose first two dims are flattened.
+        labels: int64 [n]; -1 where it is not known, which does not count.
+        known: how many labels are known.
+        document_ids: int32 [b, s], -1 for padding, which no token may attend to; None where none could.
+        sample_keys: int64 [b], the keys of the rows' random streams; None turns dropout off.
+        answers: the last part of the model appends its scores, float32 [n, classes]; None keeps none.
+        position_ids, positions: None, since columns count from 0.
+    """
+
+    tokens: Tensor
+    token_types: Tensor
+    pooled: Tensor
+    labels: Tensor
+    known: int
+    document_ids: Tensor | None = None
+    sample_keys: Tensor | None = None
+    answers: list[Tensor] | None = None
+    position_ids: Tensor | None = None
+    positions: Positions | None = None
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """How much counts for each loss term: the samples with a label."""
+        return {"task": float(self.known), "accuracy": float(self.known)}
+
+
+@dataclass(frozen=True)
+class ClassifierCollate:
+    """Turns the arrays of labelled samples into a `LabelledBatch`, without columns that hold only padding.
+
+    Attributes:
+        vocab_size: number of ids that tokens may have.
+        device: the device of the tensors.
+        causal: whether attention is, so that the last token of a row speaks for it; otherwise the first does.
+        multiple: what the number of columns must be a multiple of.
+        seed: seed of the dropout streams; None for evaluation, which drops nothing and keeps the scores.
+    """
+
+    vocab_size: int
+    device: torch.device
+    causal: bool
+    multiple: int = _COLUMNS
+    seed: int | None = None
+
+    @classmethod
+    def of(
+        cls, causal: bool, config: Config, vocab_size: int, device: torch.device, seed: int | None
+    ) -> ClassifierCollate:
+        """The collate function for a run's configuration."""
+        parallel = config.parallel
+        shared = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        return cls(vocab_size, device, causal, math.lcm(_COLUMNS, shared), seed)
+
+    def __call__(self, arrays: Mapping[str, Any], samples: tuple[int, ...]) -> LabelledBatch:
+        """Make a batch of `tokens`, `token_types` [n, choices, T], `lengths` [n, choices] and `labels` [n].
+
+        Nothing waits for the device.
+
+        Args:
+            arrays: the arrays, int64.
+            samples: the positions of the samples in the training order.
+
+        Raises:
+            DataError: a token lies outside the vocabulary.
+        """
+        check_token_ids({"tokens": arrays["tokens"]}, self.vocab_size)
+        choices, capacity = arrays["tokens"].shape[1:]
+        lengths = arrays["lengths"].reshape(-1)
+        rows, width = lengths.size, min(capacity, -(-int(lengths.max()) // self.multiple) * self.multiple)
+        pooled = np.arange(rows) + (rows * (lengths - 1) if self.causal else 0)
+        documents = None
+        if not self.causal and int(lengths.min()) < width:
+            documents = np.where(np.arange(width) < lengths[:, None], 0, -1).astype(np.int32)
+        keys = None
+        if self.seed is not None:
+            keys = sample_keys(
+                self.seed, (s * choices + choice for s in samples for choice in range(choices))
+            )
+
+        def tensor(array: np.ndarray | None) -> Tensor | None:
+            if array is None:
+                return None
+            return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+        return LabelledBatch(
+            tensor(arrays["tokens"].reshape(rows, capacity)[:, :width]),
+            tensor(arrays["token_types"].reshape(rows, capacity)[:, :width]),
+            tensor(pooled),
+            tensor(arrays["labels"]),
+            known=int((arrays["labels"] != UNKNOWN_LABEL).sum()),
+            document_ids=tensor(documents),
+            sample_keys=tensor(keys),
+            answers=[] if self.seed is None else None,
+        )
+
+
+def random_labelled(
+    num_classes: int, rng: np.random.Generator, count: int, length: int, vocab_size: int
+) -> dict[str, np.ndarray]:
+    """Arrays of `count` random samples of uneven lengths; every fifth has no label.
+
+    With one class, each sample is a question of three choices.
+    """
+    choices = 3 if num_classes == 1 else 1
+    lengths = rng.integers(min(4, length), length + 1, (count, choices))
+    lengths[0] = length
+    real = np.arange(length) < lengths[..., None]
+    labels = rng.integers(0, choices if num_classes == 1 else num_classes, count)
+    labels[np.arange(count) % 5 == 4] = UNKNOWN_LABEL
+    return {
+        "tokens": np.where(real, rng.integers(0, vocab_size, (count, choices, length)), 0),
+        "token_types": (real & (np.arange(length) >= lengths[..., None] // 2)).astype(np.int64),
+        "lengths": lengths,
+        "labels": labels,
+    }

@@ -1,0 +1,158 @@
+"""The public passes of LAMB and their tables of implementations.
+
+A step has two, with a sum over ranks between them. The update is computed in both: to keep it would take as
+much memory as a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, where
+from megazero.ops.lamb.reference import lamb_move_reference, lamb_norms_reference, lamb_update
+from megazero.ops.native import NATIVE, address, available, rows_of
+
+_NATIVE_BLOCK = 1 << 14  # elements per partial sum: as many as a second thread is worth
+_CUDA_BLOCK = 1 << 24  # large enough to fill a GPU; a temporary has 64 MiB
+
+
+def lamb_norms_native_cpu(
+    param, grad, exp_avg, exp_avg_sq, *, beta1, beta2, factor, eps, weight_decay
+) -> Tensor:
+    """The compiled kernel of csrc/lamb: one pass over memory, no temporaries."""
+    sums = param.new_zeros(-(-param.numel() // _NATIVE_BLOCK), 2, dtype=torch.float64)
+    NATIVE.lamb_norms(
+        rows_of(param, 1),
+        *map(address, (param, grad, exp_avg, exp_avg_sq, sums)),
+        _NATIVE_BLOCK,
+        beta1,
+        beta2,
+        factor,
+        eps,
+        weight_decay,
+    )
+    return sums.sum(0).sqrt_()
+
+
+def lamb_move_native_cpu(param, exp_avg, exp_avg_sq, rate, *, factor, eps, weight_decay) -> None:
+    """The compiled kernel of csrc/lamb."""
+    rows, addresses = rows_of(param, 1), map(address, (param, exp_avg, exp_avg_sq))
+    NATIVE.lamb_move(rows, *addresses, float(rate), factor, eps, weight_decay)
+
+
+@torch.no_grad()
+def lamb_norms_blocks(param, grad, exp_avg, exp_avg_sq, *, beta1, beta2, factor, eps, weight_decay) -> Tensor:
+    """The reference block by block, so that temporaries stay small; a GPU sums a block as a tree."""
+    squares = torch.zeros(2, dtype=torch.float64, device=param.device)
+    for p, g, m, v in _blocks(param, grad, exp_avg, exp_avg_sq):
+        m.lerp_(g, 1.0 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
+        update = lamb_update(p, m, v, factor=factor, eps=eps, weight_decay=weight_decay)
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in (p, update)]
+        squares += torch.stack(norms).double().square_()
+    return squares.sqrt_()
+
+
+@torch.no_grad()
+def lamb_move_blocks(param, exp_avg, exp_avg_sq, rate, *, factor, eps, weight_decay) -> None:
+    """The reference block by block."""
+    for p, m, v in _blocks(param, exp_avg, exp_avg_sq):
+        lamb_move_reference(p, m, v, rate, factor=factor, eps=eps, weight_decay=weight_decay)
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The blocks of flattened tensors of one shape, side by side."""
+    return zip(*(tensor.view(-1).split(_CUDA_BLOCK) for tensor in tensors), strict=True)
+
+
+_FP32 = frozenset({torch.float32})
+
+LAMB_NORMS = Operator(
+    "lamb_norms",
+    (
+        Implementation("native_cpu", lamb_norms_native_cpu, where(CPU, _FP32, available)),
+        Implementation("blocks", lamb_norms_blocks, where(CUDA, _FP32)),
+        Implementation("reference", lamb_norms_reference),
+    ),
+)
+
+LAMB_MOVE = Operator(
+    "lamb_move",
+    (
+        Implementation("native_cpu", lamb_move_native_cpu, where(CPU, _FP32, available)),
+        Implementation("blocks", lamb_move_blocks, where(CUDA, _FP32)),
+        Implementation("reference", lamb_move_reference),
+    ),
+)
+
+
+def lamb_norms(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    factor: float,
+    eps: float,
+    weight_decay: float,
+) -> Tensor:
+    """Move both moments by a gradient, and measure the weights and their update (You et al. 2020).
+
+    The update is ``u = factor m / (sqrt(v) + eps) + weight_decay p``.
+
+    Args:
+        param: contiguous weights; all tensors have one shape, dtype and device.
+        grad: their gradient.
+        exp_avg: the first moment m, changed in place.
+        exp_avg_sq: the second moment v, changed in place.
+        beta1: decay of m.
+        beta2: decay of v.
+        factor: what the quotient is multiplied by.
+        eps: added to the root.
+        weight_decay: share of the weights in the update.
+
+    Returns:
+        The L2 norms of weights and update, fp64 [2] on their device.
+    """
+    return LAMB_NORMS.choose(CallFacts.of(param)).fn(
+        param,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        beta1=beta1,
+        beta2=beta2,
+        factor=factor,
+        eps=eps,
+        weight_decay=weight_decay,
+    )
+
+
+def lamb_move(
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    rate: Tensor,
+    *,
+    factor: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Move weights in place by ``-rate u``, with the update u of `lamb_norms`.
+
+    Args:
+        param: as in `lamb_norms`.
+        exp_avg: as `lamb_norms` left it.
+        exp_avg_sq: as `lamb_norms` left it.
+        rate: learning rate times trust ratio, a scalar of the weights' dtype on their device.
+        factor: as in `lamb_norms`.
+        eps: as in `lamb_norms`.
+        weight_decay: as in `lamb_norms`.
+    """
+    LAMB_MOVE.choose(CallFacts.of(param)).fn(
+        param, exp_avg, exp_avg_sq, rate, factor=factor, eps=eps, weight_decay=weight_decay
+    )

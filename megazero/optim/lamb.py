@@ -1,0 +1,91 @@
+"""LAMB, which needs norms of whole parameters: the length of an update follows that of the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from megazero.ops.lamb import lamb_move, lamb_norms
+from megazero.optim.rule import Needs, check_pieces, zeros_like
+
+
+@dataclass(frozen=True)
+class Lamb:
+    """LAMB (You et al. 2020, "Large Batch Optimization for Deep Learning", algorithm 2).
+
+    ``u = m' / (sqrt(v') + eps) + wd p``, with Adam's moments m and v, and ``p = p - lr c u``, where the trust
+    ratio c is ``|p| / |u|`` over the whole parameter, kept within bounds; it is 1 where either norm is 0.
+
+    Attributes:
+        beta1, beta2: decays of the moments.
+        eps: added to the root of the second moment.
+        min_coeff, max_coeff: bounds of the trust ratio (DeepSpeed's; the paper and NVIDIA's apex have none).
+        bias_correction: ``moments`` divides m by 1 - b1^t and v by 1 - b2^t before the norm is taken, as the
+            paper and apex do. ``rate`` multiplies the learning rate by sqrt(1 - b2^t) / (1 - b1^t) instead,
+            as DeepSpeed's FusedLamb does: this also shortens the first thousand steps, up to sixfold, which
+            the trust ratio would otherwise make up for. ``none`` does neither.
+        adapt_all: scale the updates of parameters that are exempt from weight decay (norms and biases) too,
+            as DeepSpeed does, and apex with `use_nvlamb`. Otherwise their trust ratio is 1, as in the
+            authors' implementation and by default in apex: biases start at zero, so that the ratio would
+            hold them there.
+    """
+
+    needs: ClassVar[Needs] = Needs(norms=("weight", "update"))
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    min_coeff: float = 0.01
+    max_coeff: float = 10.0
+    bias_correction: Literal["moments", "rate", "none"] = "moments"
+    adapt_all: bool = False
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def init_state(self, like: Tensor) -> dict[str, Tensor]:
+        return zeros_like(self.state_names, like)
+
+    def prepare(self, params, grads, states, *, step, weight_decays) -> Iterator[tuple[Tensor, Tensor]]:
+        """Update the moments and yield for each piece, instead of weights and update, their norms.
+
+        A scalar has its own norm, and nothing of a piece's size is needed.
+        """
+        check_pieces(self.state_names, params, grads, states, step, weight_decays)
+        betas, scale = {"beta1": self.beta1, "beta2": self.beta2}, self._scale(step)
+        for param, grad, state, decay in zip(params, grads, states, weight_decays, strict=True):
+            weight, update = lamb_norms(param, grad, *state.values(), **betas, **scale, weight_decay=decay)
+            yield weight, update
+
+    @torch.no_grad()
+    def step(self, params, grads, states, *, step, lr, weight_decays, norms, exempt) -> None:
+        check_pieces(self.state_names, params, grads, states, step, weight_decays)
+        if not params:
+            return
+        weight, update = torch.stack(list(norms)).unbind(1)
+        bounded = (weight / update).clamp(self.min_coeff, self.max_coeff)
+        ratios = torch.where((weight > 0) & (update > 0), bounded, 1.0)
+        if self.bias_correction == "rate":
+            lr *= _correction(self, step)
+        # The last one is without a ratio.
+        *rates, plain = torch.cat([lr * ratios, ratios.new_full((1,), lr)]).to(torch.float32).unbind()
+        pieces, scale = zip(params, states, rates, weight_decays, exempt, strict=True), self._scale(step)
+        for param, state, rate, decay, unscaled in pieces:
+            rate = plain if unscaled and not self.adapt_all else rate
+            lamb_move(param, *state.values(), rate, **scale, weight_decay=decay)
+
+    def _scale(self, step: int) -> dict[str, float]:
+        """Factor and epsilon of the update; those of moments without bias follow from those with it."""
+        if self.bias_correction != "moments":
+            return {"factor": 1.0, "eps": self.eps}
+        return {"factor": _correction(self, step), "eps": self.eps * math.sqrt(1.0 - self.beta2**step)}
+
+
+def _correction(rule: Lamb, step: int) -> float:
+    return math.sqrt(1.0 - rule.beta2**step) / (1.0 - rule.beta1**step)

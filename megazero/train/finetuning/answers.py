@@ -1,0 +1,64 @@
+"""The model's scores of every sample of a set, the same on all ranks of any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megazero.mpu import ParallelContext
+from megazero.train.engine import Engine
+from megazero.train.feed import Feed
+from megazero.train.losses import Losses
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What an evaluation found.
+
+    Attributes:
+        losses: by term, over the samples with a label.
+        counted: how many these are.
+        scores: float32 [samples, classes].
+    """
+
+    losses: Losses
+    counted: int
+    scores: np.ndarray
+
+
+def answer(engine: Engine, feed: Feed, count: int, batch_size: int, classes: int) -> Answers:
+    """Evaluate the first `count` samples of a feed, each once, by forward passes of whole global batches.
+
+    Every rank calls this. The feed goes on with samples that do not count until the last batch is full.
+    """
+    context, stride = engine.context, feed.spec.stride
+    places: list[tuple[int, list[Tensor]]] = []
+
+    def batches() -> Iterator[list]:
+        for start in range(0, count, batch_size):
+            found = feed.micro_batches(start, batch_size // stride)
+            for i, batch in enumerate(found):
+                first = start + i * stride + feed.spec.data_parallel_rank * feed.spec.micro_batch_size
+                places.append((first, batch.answers))
+            yield found
+
+    losses, counted = engine.evaluate(batches())
+    scores = _gathered(places, (-(-count // batch_size) * batch_size, classes), context)
+    return Answers(losses, counted, scores[:count])
+
+
+def _gathered(
+    places: list[tuple[int, list[Tensor]]], shape: tuple[int, int], context: ParallelContext
+) -> np.ndarray:
+    """Everyone's scores: one rank of the last stage has those of a micro-batch, so that the sum is exact."""
+    scores = torch.zeros(shape, dtype=torch.float32, device=context.device)
+    if context.tp.rank == 0:
+        for first, found in places:
+            for each in found:
+                scores[first : first + len(each)] = each
+    context.world.all_reduce(scores).wait()
+    return scores.cpu().numpy()

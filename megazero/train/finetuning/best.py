@@ -1,0 +1,130 @@
+"""The best epoch's model: one checkpoint of weights in `SAVE/best`, replaced when a later one is better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megazero.checkpoint import CheckpointReader, Disk, candidates, parts_to_read, together
+from megazero.checkpoint.folder import iteration_folder, remove_checkpoint, saved_iterations
+from megazero.config.horizon import Horizon
+from megazero.config.tree import Config
+from megazero.mpu import ParallelContext
+from megazero.train.engine import Engine
+from megazero.train.snapshot import Snapshots
+from megazero.train.state import TrainState
+
+FOLDER = "best"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How good the model was after an iteration."""
+
+    iteration: int
+    accuracy: float
+
+
+class BestModel:
+    """Keeps the model with the highest accuracy; of equal ones the first.
+
+    Args:
+        folder: where it is kept.
+        snapshots: saves the weights there.
+        engine: whose weights they are.
+        context: all ranks.
+        iteration: how far the run had got when it began; a later mark is of a run that this one replaces.
+        disk: removes the model before.
+
+    Raises:
+        CheckpointError: on every rank, if the folder cannot be read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        snapshots: Snapshots,
+        engine: Engine,
+        context: ParallelContext,
+        iteration: int,
+        disk: Disk | None = None,
+    ):
+        self.folder = folder
+        self.snapshots = snapshots
+        self.engine = engine
+        self.context = context
+        self.disk = disk or Disk()
+        look = partial(_marked, folder) if context.rank == 0 else None
+        seen = together(context, look, f"look into {folder}")[0]
+        self.mark = Mark(*seen) if seen and seen[0] <= iteration else None
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        horizon: Horizon,
+        engine: Engine,
+        sizes: tuple[int, int],
+        iteration: int,
+        disk: Disk | None = None,
+    ) -> BestModel:
+        """The best model of a run that saves; `sizes` are its vocabulary's size and its stream seed."""
+        folder = Path(config.checkpoint.save) / FOLDER
+        changes = {
+            "save": str(folder),
+            "async_save": False,
+            "no_save_optim": True,
+            "no_save_rng": True,
+            "keep_last": None,
+            "save_retain_interval": None,
+        }
+        section = config.checkpoint.model_copy(update=changes)
+        snapshots = Snapshots(
+            config.model_copy(update={"checkpoint": section}), horizon, engine, engine.context, *sizes, disk
+        )
+        return cls(folder, snapshots, engine, engine.context, iteration, disk)
+
+    def offer(self, state: TrainState, accuracy: float) -> bool:
+        """Keep the engine's weights if none were better; every rank calls this. Returns whether it did.
+
+        Raises:
+            CheckpointError: on every rank, if they cannot be saved; the best before stays.
+        """
+        if self.mark is not None and accuracy <= self.mark.accuracy:
+            return False
+        self.snapshots.save(state, {"accuracy": accuracy})
+        self.mark = Mark(state.iteration, accuracy)
+        clear = self._clear if self.context.rank == 0 else None
+        together(self.context, clear, f"clear {self.folder}")
+        return True
+
+    def take(self) -> None:
+        """Give the engine the best weights; every rank calls this."""
+        path = iteration_folder(self.folder, self.mark.iteration)
+
+        def read() -> None:
+            reader = CheckpointReader(path)
+            reader.read(parts_to_read(self.engine.optimizer, self.context, moments=False))
+
+        together(self.context, read, f"load {path}")
+        self.engine.optimizer.publish()
+
+    def close(self) -> None:
+        """Release the folder to other jobs."""
+        self.snapshots.saver.close()
+
+    def _clear(self) -> None:
+        for iteration in saved_iterations(self.folder):
+            if iteration != self.mark.iteration:
+                remove_checkpoint(self.disk, self.folder, iteration)
+
+
+def _marked(folder: Path) -> tuple[int, float] | None:
+    """Iteration and accuracy of the model in a folder."""
+    found = candidates(folder).folders
+    if not found:
+        return None
+    reader = CheckpointReader(found[0])
+    accuracy = reader.facts.get("accuracy")
+    return None if accuracy is None else (reader.manifest.iteration, float(accuracy))

@@ -1,0 +1,91 @@
+"""The weights that fine-tuning begins with: what a classifier can use of a pretrained model."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from megazero.checkpoint import CheckpointReader, Verify, together
+from megazero.checkpoint.hf import HFReader
+from megazero.checkpoint.locate import one_checkpoint
+from megazero.config.tree import Config
+from megazero.errors import CheckpointError
+from megazero.models import OWN, PRETRAINING_ONLY
+from megazero.mpu import ParallelContext
+from megazero.train.engine import Engine
+from megazero.train.resume import FREE_MODEL_FIELDS, check_model
+from megazero.train.state_json import SavedModel, saved_model
+from megazero.train.weights import take_weights
+
+# Settings of the head that pretraining had and a classifier has not.
+_OF_THE_HEAD = frozenset({"num_classes", "untie_embeddings_and_output_weights", "bert_head_activation"})
+
+
+def take_pretrained(
+    config: Config, context: ParallelContext, vocab_size: int, engine: Engine
+) -> tuple[str, ...]:
+    """Take the weights of `--pretrained-checkpoint` or of the model of `--load-hf`; every rank calls this.
+
+    What only pretraining needs is left over, and what only a classifier has keeps the seed's weights. A
+    classifier for the same labels is taken; one for others is not, since its rows mean something else.
+
+    Returns:
+        What a person should know about it.
+
+    Raises:
+        CheckpointError: on every rank: it is another model or cannot be read, or nothing is to be trained and
+            it has no classifier for these labels.
+    """
+    given, hugging_face = config.finetune.pretrained_checkpoint, config.checkpoint.load_hf
+    without: tuple[str, ...] = ()
+    if given is not None:
+        path = _checkpoint(given, context)
+        saved = _saved(path, context)
+        check_model(config.model, vocab_size, saved, Path(path), FREE_MODEL_FIELDS | _OF_THE_HEAD)
+        opener = partial(CheckpointReader, path, verify=Verify(config.checkpoint.verify_checkpoint))
+        without = () if _same_classes(saved, config) else ("classifier.",)
+    elif hugging_face is not None:
+        path = hugging_face
+        opener = partial(HFReader.for_model, path, config.model, vocab_size)
+    elif config.finetune.epochs == 0:
+        raise CheckpointError(
+            "`pretrained_checkpoint` or `load` must name a fine-tuned model to evaluate, but neither is set; "
+            "add one"
+        )
+    else:
+        return ("training from scratch: neither `pretrained_checkpoint` nor `load_hf` is set",)
+    fresh, left = take_weights(
+        engine, context, path, opener, own=OWN, spare=PRETRAINING_ONLY, without=without
+    )
+    if config.finetune.epochs == 0 and any(name.startswith("classifier.") for name in fresh):
+        raise CheckpointError(
+            f"`{path}` must hold a classifier for these labels to be evaluated, but has none; fine-tune "
+            "it first"
+        )
+    said = [f"took the pretrained weights from {path}"]
+    said += [f"initialized anew: {', '.join(fresh)}"] if fresh else []
+    said += [f"left over there: {', '.join(left)}"] if left else []
+    return tuple(said)
+
+
+def _checkpoint(given: str, context: ParallelContext) -> str:
+    """The one checkpoint that a path means, as the first rank sees it."""
+    look = (lambda: str(one_checkpoint(Path(given)))) if context.rank == 0 else None
+    return together(context, look, f"look into {given}")[0]
+
+
+def _saved(path: str, context: ParallelContext) -> SavedModel:
+    found: list[SavedModel] = []
+
+    def read() -> None:
+        found.append(saved_model(CheckpointReader(path, verify=Verify.SIZE)))
+
+    together(context, read, f"open {path}")
+    return found[0]
+
+
+def _same_classes(saved: SavedModel, config: Config) -> bool:
+    """Whether a classifier that is saved means the same by its rows."""
+    labels = (saved.sections.get("finetune") or {}).get("labels") or ()
+    same = tuple(labels) == config.finetune.labels
+    return same and saved.sections["model"].get("num_classes") == config.model.num_classes

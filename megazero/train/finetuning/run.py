@@ -1,0 +1,188 @@
+"""Fine-tuning: from a configuration to a trained and examined classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from megazero.checkpoint import Disk
+from megazero.config.horizon import Horizon
+from megazero.config.tree import Config
+from megazero.data import EpochOrder, SamplerSpec
+from megazero.errors import CheckpointError, ConfigError, DataError
+from megazero.mpu import Launch, ParallelContext, TrafficLog, count_traffic, gather_values
+from megazero.train.assemble import build_engine, build_plan, in_job
+from megazero.train.chunks import build_chunks
+from megazero.train.engine import Engine
+from megazero.train.families import family_of
+from megazero.train.feed import Feed, make_feed
+from megazero.train.finetuning.best import BestModel
+from megazero.train.finetuning.loop import Examination, TaskLoop
+from megazero.train.finetuning.predictions import check_writable, write_predictions
+from megazero.train.finetuning.pretrained import take_pretrained
+from megazero.train.finetuning.task import LabelledSplit, TaskData, completed, read_task
+from megazero.train.loop import Feeds
+from megazero.train.monitors import Monitor, build_monitors
+from megazero.train.resume import Resumed, resume
+from megazero.train.snapshot import Snapshots
+from megazero.train.state import TrainState
+from megazero.train.vocabulary import Vocabulary, build_vocabulary
+
+
+def finetune(config: Config, launch: Launch | None = None, disk: Disk | None = None) -> TrainState:
+    """Fine-tune as configured, on this rank of the job.
+
+    Args:
+        config: the run's configuration, with a task.
+        launch: this rank's place in the job; by default, as given by the launcher.
+        disk: writes the checkpoints.
+
+    Raises:
+        MegazeroError: something that the user has to fix prevents the run.
+    """
+    if config.finetune.task is None:
+        raise ConfigError("`task` must be set for fine-tuning, but is not; add --task")
+    return in_job(config, launch, lambda joined: finetune_on(config, joined, disk))
+
+
+def finetune_on(config: Config, joined: ParallelContext, disk: Disk | None = None) -> TrainState:
+    """`finetune` on a rank that has joined its job, such as one of a world of threads.
+
+    Args:
+        config, disk: as for `finetune`.
+        joined: the rank's place and its groups.
+
+    Raises:
+        MegazeroError: as `finetune`.
+    """
+    traffic = TrafficLog()
+    context = count_traffic(joined, traffic) if config.logging.comms_logger else joined
+    vocabulary = build_vocabulary(config)
+    data = read_task(config, vocabulary)
+    config = completed(config, data, context)
+    if config.finetune.predictions:
+        _on_first(context, lambda: check_writable(config.finetune.predictions))
+
+    def build(config: Config, horizon: Horizon) -> Engine:
+        return build_engine(config, horizon, build_chunks(config, vocabulary, context), context)
+
+    begin = partial(take_pretrained, config, context, vocabulary.size)
+    resumed = resume(config, context, vocabulary.size, build, begin)
+    if data.train is not None:
+        _check_epochs(resumed, config)
+    monitor = build_monitors(
+        config, context.rank == 0, resumed.state.iteration, resumed.horizon.end.iteration
+    )
+    for remark in (*data.remarks, *resumed.remarks):
+        monitor.message(remark)
+    state = _examined(resumed, data, vocabulary, monitor, disk)
+    for line in traffic.table():
+        monitor.message(f"communication of rank 0 | {line}")
+    return state
+
+
+def _examined(
+    resumed: Resumed, data: TaskData, vocabulary: Vocabulary, monitor: Monitor, disk: Disk | None
+) -> TrainState:
+    """Train from where the run stands, then examine what came of it."""
+    config, horizon, engine, state = resumed.config, resumed.horizon, resumed.engine, resumed.state
+    context, trains = engine.context, data.train is not None
+    feed = partial(_feed, config, vocabulary, context)
+    train = feed(data.train, resumed.stream_seed)
+    snapshots = best = None
+    try:
+        if config.checkpoint.save and trains:
+            sizes = (vocabulary.size, resumed.stream_seed)
+            snapshots = Snapshots(config, horizon, engine, context, *sizes, disk)
+            if data.valid is not None:
+                best = BestModel.of(config, horizon, engine, sizes, state.iteration, disk)
+        examination = Examination(data, len(data.labels), feed(data.valid, None), feed(data.test, None), best)
+        plan = build_plan(config, horizon, vocabulary, context)
+        loop = TaskLoop(
+            engine, plan, Feeds(train, examination.valid, None), monitor, snapshots, context, examination
+        )
+        if trains:
+            state = loop.fit(state)
+            if state.iteration < horizon.end.iteration:
+                return state  # stopped early; the next run goes on
+        elif data.valid is not None:
+            loop.evaluate("validation", state)
+        _conclude(loop, config, state)
+    finally:
+        for each in (snapshots.saver if snapshots else None, best, monitor, train):
+            if each is not None:
+                each.close()
+    return state
+
+
+def _conclude(loop: TaskLoop, config: Config, state: TrainState) -> None:
+    """Evaluate the test files with the best model, and write the predictions."""
+    found, path = loop.examination, config.finetune.predictions
+    if found.test is None and path is None:
+        return
+    if found.best is not None and found.best.mark.iteration != state.iteration:
+        found.best.take()
+        mark = found.best.mark
+        loop.monitor.message(
+            f"the best model is that of iteration {mark.iteration}, with accuracy {mark.accuracy:.4f}"
+        )
+    split = "validation" if found.test is None else "test"
+    answers = loop.answers(split) if found.test is None else loop.evaluate(split, state)
+    if path is not None:
+        labelled = found.data.valid if found.test is None else found.data.test
+        _on_first(
+            loop.context, lambda: write_predictions(path, labelled.files, found.data.labels, answers.scores)
+        )
+        loop.monitor.message(f"wrote the predictions for {len(labelled)} samples to {path}")
+
+
+def _feed(
+    config: Config,
+    vocabulary: Vocabulary,
+    context: ParallelContext,
+    split: LabelledSplit | None,
+    stream_seed: int | None,
+) -> Feed | None:
+    """The samples of a split: all epochs, each in an order of its own, if there is a stream seed; else in the
+    order of the files.
+    """
+    if split is None:
+        return None
+    batch, trains = config.batch, stream_seed is not None
+    order = EpochOrder(
+        split.samples,
+        batch.global_batch_size,
+        config.finetune.epochs if trains else 1,
+        config.training.seed if trains else None,
+    )
+    spec = SamplerSpec(
+        num_samples=len(order),
+        micro_batch_size=batch.micro_batch_size,
+        data_parallel_rank=context.data.rank,
+        data_parallel_size=context.data.size,
+    )
+    collate = family_of(config.model).collate(config, vocabulary.size, context.device, stream_seed)
+    return make_feed(order, spec, collate, config.data.num_workers if trains else 0)
+
+
+def _check_epochs(resumed: Resumed, config: Config) -> None:
+    """A step is a place in an epoch only if all steps before were of the same size."""
+    state, batch = resumed.state, config.batch.global_batch_size
+    if state.consumed_samples != state.iteration * batch:
+        raise CheckpointError(
+            f"`global_batch_size` must stay {state.consumed_samples / state.iteration:g} until the last "
+            f"epoch, but is {batch}; set it, or begin anew in another folder"
+        )
+
+
+def _on_first(context: ParallelContext, work: Callable[[], None]) -> None:
+    """Do `work` on the first rank; a DataError is raised on all."""
+    problem = None
+    if context.rank == 0:
+        try:
+            work()
+        except DataError as error:
+            problem = str(error)
+    problem = gather_values(context.world, problem, context.device)[0]
+    if problem is not None:
+        raise DataError(problem)

@@ -1,0 +1,113 @@
+"""From the scores of samples to accuracy, F1 and a table of confusions: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megazero.data import UNKNOWN_LABEL
+
+_WIDEST_TABLE = 12  # classes; more do not fit on a screen
+_CONFUSIONS = 10
+
+
+@dataclass(frozen=True)
+class TaskReport:
+    """How good the answers to labelled samples are.
+
+    Attributes:
+        labels: the names of the classes.
+        confusion: int64 [classes, classes], the samples with the row's label that got the column's.
+    """
+
+    labels: tuple[str, ...]
+    confusion: np.ndarray
+
+    @classmethod
+    def of(cls, labels: Sequence[str], truth: np.ndarray, scores: np.ndarray) -> TaskReport:
+        """The report on samples, where the highest score is the answer, the first of equal ones.
+
+        Args:
+            labels: the names of the classes.
+            truth: int64 [n], the numbers of the right classes; -1 where that is not known, which is left out.
+            scores: [n, classes].
+        """
+        known = truth != UNKNOWN_LABEL
+        confusion = np.zeros((len(labels), len(labels)), dtype=np.int64)
+        np.add.at(confusion, (truth[known], scores[known].argmax(-1)), 1)
+        return cls(tuple(labels), confusion)
+
+    @property
+    def count(self) -> int:
+        """Samples with a label."""
+        return int(self.confusion.sum())
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of right answers; None if there are no labels."""
+        return float(self.confusion.trace()) / self.count if self.count else None
+
+    @property
+    def f1(self) -> tuple[float, ...]:
+        """For each class, 2 x hits / (samples + answers): 0 for one that is neither asked for nor given."""
+        pairs = zip(self.confusion.diagonal(), self._given, strict=True)
+        return tuple(float(2 * hits / given) if given else 0.0 for hits, given in pairs)
+
+    @property
+    def macro_f1(self) -> float | None:
+        """The mean of F1 over the classes that occur among the labels or the answers."""
+        found = [f1 for f1, given in zip(self.f1, self._given, strict=True) if given]
+        return sum(found) / len(found) if found else None
+
+    @property
+    def _given(self) -> np.ndarray:
+        """How often each class occurs among labels and answers together."""
+        return self.confusion.sum(0) + self.confusion.sum(1)
+
+    def record(self) -> dict[str, object]:
+        """The same as JSON."""
+        return {
+            "samples": self.count,
+            "accuracy": self.accuracy,
+            "macro_f1": self.macro_f1,
+            "f1": dict(zip(self.labels, self.f1, strict=True)),
+            "confusion": self.confusion.tolist(),
+        }
+
+    def table(self) -> list[str]:
+        """Lines that show it: precision, recall and F1 of each class, and the confusions."""
+        width = max(5, *map(len, self.labels))
+        lines = [f"{'label':{width}}  samples  precision  recall      F1"]
+        asked, answered = self.confusion.sum(1), self.confusion.sum(0)
+        for i, (label, f1) in enumerate(zip(self.labels, self.f1, strict=True)):
+            hits = self.confusion[i, i]
+            precision = hits / answered[i] if answered[i] else 0.0
+            recall = hits / asked[i] if asked[i] else 0.0
+            lines.append(f"{label:{width}}  {asked[i]:7d}  {precision:9.4f}  {recall:6.4f}  {f1:6.4f}")
+        if len(self.labels) > _WIDEST_TABLE:
+            return [*lines, self._commonest()]
+        return [*lines, *self._confusions(width)]
+
+    def _confusions(self, width: int) -> list[str]:
+        widths = [max(len(label), len(str(self.count))) for label in self.labels]
+        head = "  ".join(f"{label:>{w}}" for label, w in zip(self.labels, widths, strict=True))
+        lines = [f"{'true':{width}}  predicted: {head}"]
+        for label, row in zip(self.labels, self.confusion, strict=True):
+            cells = "  ".join(f"{cell:{w}d}" for cell, w in zip(row, widths, strict=True))
+            lines.append(f"{label:{width}}             {cells}")
+        return lines
+
+    def _commonest(self) -> str:
+        wrong = self.confusion - np.diag(self.confusion.diagonal())
+        order = np.argsort(-wrong, axis=None, kind="stable")[:_CONFUSIONS]
+        pairs = [divmod(int(i), len(self.labels)) for i in order if wrong.flat[i]]
+        shown = (f"{self.labels[a]} as {self.labels[b]}: {wrong[a, b]}" for a, b in pairs)
+        return "commonest confusions: " + ("; ".join(shown) or "none")
+
+
+def probabilities(scores: np.ndarray) -> np.ndarray:
+    """Softmax over the last dim, float64 [n, classes]."""
+    shifted = np.exp(scores.astype(np.float64) - scores.max(-1, keepdims=True))
+    return shifted / shifted.sum(-1, keepdims=True)

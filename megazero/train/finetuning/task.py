@@ -1,0 +1,148 @@
+"""From a configuration and its files to labelled samples, and to a configuration that says all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megazero.checkpoint import CheckpointReader, Verify, candidates
+from megazero.checkpoint.locate import one_checkpoint
+from megazero.config.rules import broken_rules
+from megazero.config.rules.rule import Case
+from megazero.config.tasks import Task, task_of
+from megazero.config.tree import Config
+from megazero.data import (
+    LabelledFile,
+    LabelledSamples,
+    SampleEncoder,
+    encode_samples,
+    read_labelled,
+)
+from megazero.errors import ConfigError, DataError
+from megazero.mpu import ParallelContext
+from megazero.train.families import FAMILIES
+from megazero.train.state_json import saved_model
+from megazero.train.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class LabelledSplit:
+    """Some files and their encoded samples, which stand in the files' order."""
+
+    files: tuple[LabelledFile, ...]
+    samples: LabelledSamples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """All that is labelled.
+
+    Attributes:
+        labels: the names of the classes.
+        train, valid, test: the splits that there are.
+    """
+
+    labels: tuple[str, ...]
+    train: LabelledSplit | None
+    valid: LabelledSplit | None
+    test: LabelledSplit | None
+
+    @property
+    def remarks(self) -> list[str]:
+        """What was left out of the files."""
+        splits = (self.train, self.valid, self.test)
+        return [line for split in splits if split for file in split.files for line in file.remarks]
+
+
+def read_task(config: Config, vocabulary: Vocabulary) -> TaskData:
+    """Read and encode all labelled files of a run.
+
+    Raises:
+        ConfigError: there is no tokenizer, or nothing says which labels there are.
+        DataError: a file is missing or unsuitable, or a label is none of the task's.
+    """
+    section, task = config.finetune, task_of(config.finetune)
+    if vocabulary.tokenizer is None:
+        raise ConfigError(
+            "`tokenizer_type` must be set to read labelled texts, but is not; set --tokenizer-type"
+        )
+    causal = FAMILIES[config.model.family].classifier.causal
+    encoder = SampleEncoder.of(vocabulary.tokenizer, config.model.seq_length, causal=causal)
+    paths = (section.train_data if section.epochs else (), section.valid_data, section.test_data)
+    read = [
+        tuple(read_labelled(path, task, labels_needed=needed) for path in each)
+        for each, needed in zip(paths, (True, True, False), strict=True)
+    ]
+    labels = _labels(config, task, read[0])
+    splits = [
+        LabelledSplit(files, encode_samples(files, labels, encoder, choosing=task.multiple_choice))
+        if files
+        else None
+        for files in read
+    ]
+    return TaskData(labels, *splits)
+
+
+def completed(config: Config, data: TaskData, context: ParallelContext) -> Config:
+    """The configuration with what follows from the data: labels, classes, batch and length.
+
+    Raises:
+        ConfigError: what is given contradicts that.
+    """
+    batch = config.batch.global_batch_size or config.batch.micro_batch_size * context.data.size
+    classes = 1 if task_of(config.finetune).multiple_choice else len(data.labels)
+    if config.model.num_classes not in (None, classes):
+        raise ConfigError(
+            f"`num_classes` must be {classes} for these labels, but is {config.model.num_classes}; leave it "
+            "out"
+        )
+    steps = 1 if data.train is None else -(-len(data.train) // batch)
+    training = {
+        "train_iters": steps * max(1, config.finetune.epochs),
+        "eval_interval": steps,
+        "skip_train": data.train is None,
+    }
+    found = config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"num_classes": classes}),
+            "batch": config.batch.model_copy(update={"global_batch_size": batch}),
+            "training": config.training.model_copy(update=training),
+            "finetune": config.finetune.model_copy(update={"labels": data.labels}),
+        }
+    )
+    # Those that read the task are about what the user gave, and have been judged.
+    case, judged = Case(found, context.world_size), {"finetune.task"}
+    if broken := broken_rules(found, context.world_size, judged):
+        raise ConfigError([rule.violation(case) for rule in broken])
+    return found
+
+
+def _labels(config: Config, task: Task, train: Sequence[LabelledFile]) -> tuple[str, ...]:
+    """The task's labels, else those of the training data, else those that a checkpoint was trained with."""
+    if task.labels:
+        return task.labels
+    seen = sorted({sample.label for file in train for sample in file.samples})
+    if len(seen) == 1:
+        raise DataError(
+            f"`label` must have two values or more in the training data, but is always {seen[0][:40]!r}; "
+            "check --label-column."
+        )
+    if seen:
+        return tuple(seen)
+    for folder in _checkpoints(config):
+        saved = saved_model(CheckpointReader(folder, verify=Verify.SIZE)).sections.get("finetune") or {}
+        if saved.get("labels"):
+            return tuple(saved["labels"])
+    raise ConfigError(
+        "`labels` must be known, but neither the task, training data nor a checkpoint tell; set --labels"
+    )
+
+
+def _checkpoints(config: Config) -> list[Path]:
+    section, pretrained = config.checkpoint, config.finetune.pretrained_checkpoint
+    found = list(candidates(section.load, section.ckpt_step).folders[:1]) if section.load else []
+    return [*found, *([one_checkpoint(Path(pretrained))] if pretrained else [])]

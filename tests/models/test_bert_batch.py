@@ -1,0 +1,179 @@
+"""What becomes of a dataset's arrays: trimmed, packed, counted and checked."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+
+from megazero.errors import DataError
+from megazero.models import BertCollate, random_samples
+from megazero.mpu import sample_keys
+from tests.config.samples import make_config
+from tests.models.bert_samples import VOCABULARY, samples, widened
+
+CPU = torch.device("cpu")
+
+TWO = {
+    "tokens": np.array([[2, 9, 4, 3, 8, 3, 0, 0, 0, 0, 0, 0], [2, 7, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0]]),
+    "token_types": np.array([[0, 0, 0, 0, 1, 1] + [0] * 6, [0] * 12]),
+    "labels": np.array([[-1, -1, 6, -1, 8] + [-1] * 7, [-1, 5] + [-1] * 10]),
+    "loss_mask": np.array([[0, 0, 1, 0, 1] + [0] * 7, [0, 1] + [0] * 10], dtype=np.float32),
+    "lengths": np.array([6, 3]),
+    "is_random": np.array([1, 0]),
+    "truncated": np.array([0, 1]),
+}
+
+
+def told(batch) -> dict:
+    """Its fields as lists."""
+    found = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in found.items()}
+
+
+def test_a_batch_holds_what_someone_reads():
+    batch = BertCollate(VOCABULARY, CPU)(TWO, (4, 5))
+    assert told(batch) == {
+        "tokens": [[2, 9, 4, 3, 8, 3, 0, 0], [2, 7, 3, 0, 0, 0, 0, 0]],
+        "token_types": [[0, 0, 0, 0, 1, 1, 0, 0], [0] * 8],
+        "masked": [2 * 2 + 0, 4 * 2 + 0, 1 * 2 + 1],  # column x rows + row
+        "labels": [6, 8, 5],
+        "firsts": [0, 1],
+        "is_random": [1, 0],
+        "padding": 24 - 9,
+        "room": 24,
+        "position_ids": None,
+        "document_ids": [[0] * 6 + [-1] * 2, [1] * 3 + [-1] * 5],
+        "sample_keys": None,
+        "positions": None,
+    }
+    assert batch.counts == {"lm": 3, "lm_accuracy": 3, "sop": 2, "sop_accuracy": 2, "padding": 24}
+    assert {batch.tokens.dtype, batch.masked.dtype, batch.labels.dtype, batch.is_random.dtype} == {
+        torch.int64
+    }
+
+
+def test_packed_samples_share_a_row_and_keep_apart():
+    batch = BertCollate(VOCABULARY, CPU, packed=True, seed=3)(TWO, (4, 5))
+    assert told(batch) | {"sample_keys": None} == {
+        "tokens": [[2, 9, 4, 3, 8, 3, 2, 7, 3, 0, 0, 0]],
+        "token_types": [[0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0]],
+        "masked": [2, 4, 7],
+        "labels": [6, 8, 5],
+        "firsts": [0, 6],
+        "is_random": [1, 0],
+        "padding": 24 - 9,  # of the data, not of the rows
+        "room": 24,
+        "position_ids": [[0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 0, 0]],
+        "document_ids": [[0] * 6 + [1] * 3 + [-1] * 3],
+        "sample_keys": None,
+        "positions": None,
+    }
+    assert batch.sample_keys.tolist() == torch.as_tensor(sample_keys(3, (4,))).tolist()
+
+
+def test_of_packed_samples_the_first_in_a_row_gives_its_key():
+    arrays = samples([5, 9, 7, 3], [1, 1, 1, 1], 12)
+    batch = BertCollate(VOCABULARY, CPU, packed=True, seed=3)(arrays, (10, 11, 12, 13))
+    # Longest first: 9 + 3, then 7 + 5.
+    assert batch.document_ids.tolist() == [[1] * 9 + [3] * 3, [2] * 7 + [0] * 5]
+    assert batch.sample_keys.tolist() == torch.as_tensor(sample_keys(3, (11, 12))).tolist()
+    unpacked = BertCollate(VOCABULARY, CPU, seed=3)(arrays, (10, 11, 12, 13))
+    assert unpacked.sample_keys.tolist() == torch.as_tensor(sample_keys(3, (10, 11, 12, 13))).tolist()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_columns_that_only_pad_are_left_out_and_change_nothing(packed):
+    arrays = samples([5, 14, 7, 3], [2, 0, 1, 3], 16)
+    collate = BertCollate(VOCABULARY, CPU, packed=packed, seed=1)
+    narrow, wide = told(collate(arrays, (0, 1, 2, 3))), told(collate(widened(arrays, 48), (0, 1, 2, 3)))
+    assert (narrow["padding"], narrow["room"]) == (64 - 29, 64)
+    assert (wide["padding"], wide["room"]) == (192 - 29, 192)
+    if packed:  # longer rows take more
+        assert (len(narrow["tokens"]), len(wide["tokens"])) == (2, 1)
+        assert len(wide["tokens"][0]) == 32
+        assert narrow["labels"] == wide["labels"]
+    else:
+        assert {k: v for k, v in narrow.items() if k not in ("padding", "room")} == {
+            k: v for k, v in wide.items() if k not in ("padding", "room")
+        }
+
+
+@pytest.mark.parametrize(
+    ("longest", "capacity", "multiple", "width"),
+    [(3, 32, 8, 8), (8, 32, 8, 8), (9, 32, 8, 16), (9, 32, 12, 12), (30, 31, 8, 31), (31, 31, 8, 31)],
+)
+def test_widths_are_multiples_and_no_more_than_the_sequence(longest, capacity, multiple, width):
+    batch = BertCollate(VOCABULARY, CPU, multiple)(samples([longest, 2], [1, 1], capacity), (0, 1))
+    assert batch.tokens.shape == (2, width)
+
+
+@pytest.mark.parametrize(
+    ("tp", "sp", "multiple"), [(1, False, 8), (3, False, 8), (3, True, 24), (16, True, 16)]
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_it_follows_the_configuration(tp, sp, multiple, packed):
+    changes = {"parallel.tensor_model_parallel_size": tp, "parallel.sequence_parallel": sp}
+    config = make_config({**changes, "data.bert_pack": packed})
+    assert BertCollate.of(config, 9, CPU, 5) == BertCollate(9, CPU, multiple, packed, 5)
+
+
+@pytest.mark.parametrize(("packed", "lengths"), [(False, [8, 8, 8]), (True, [16, 16])])
+def test_without_padding_there_is_nothing_to_keep_apart(packed, lengths):
+    width = max(lengths)
+    batch = BertCollate(VOCABULARY, CPU, packed=packed)(
+        samples(lengths, [1] * len(lengths), width), tuple(range(len(lengths)))
+    )
+    assert (batch.document_ids, batch.padding) == (None, 0)
+
+
+def test_two_samples_that_fill_a_row_are_kept_apart():
+    batch = BertCollate(VOCABULARY, CPU, packed=True)(samples([8, 8], [1, 1], 16), (0, 1))
+    assert batch.document_ids.tolist() == [[0] * 8 + [1] * 8]
+
+
+@pytest.mark.parametrize(("name", "bad"), [("tokens", 61), ("tokens", -1), ("labels", 61), ("labels", -1)])
+def test_foreign_ids_are_refused_where_a_batch_is_made(name, bad):
+    arrays = samples([5, 14], [2, 3], 16)
+    row, column = np.argwhere(arrays["loss_mask"])[3]
+    arrays[name][row, column] = bad
+    with pytest.raises(DataError, match=rf"`{name}` must be in \[0, 61\), but is {bad}"):
+        BertCollate(VOCABULARY, CPU)(arrays, (0, 1))
+
+
+@pytest.mark.parametrize("outside", [-1, -100, 61, 10**6])
+def test_labels_of_tokens_that_are_not_masked_are_never_looked_at(outside):
+    arrays = samples([5, 14], [2, 3], 16)
+    expected = told(BertCollate(VOCABULARY, CPU)(arrays, (0, 1)))
+    arrays["labels"][arrays["loss_mask"] == 0] = outside
+    assert told(BertCollate(VOCABULARY, CPU)(arrays, (0, 1))) == expected
+    assert len(expected["labels"]) == 5
+    assert min(expected["labels"]) >= 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_nothing_to_restore_is_a_batch_too(packed):
+    batch = BertCollate(VOCABULARY, CPU, packed=packed)(samples([5, 14], [0, 0], 16), (0, 1))
+    assert (batch.masked.shape, batch.labels.shape, batch.counts["lm"]) == ((0,), (0,), 0.0)
+    assert batch.masked.dtype == batch.labels.dtype == torch.int64
+    assert batch.counts["sop"] == 2.0
+
+
+def test_random_samples_are_uneven_and_sound():
+    found = random_samples(np.random.default_rng(1), 10, 400, 7)
+    lengths, mask = found["lengths"], found["loss_mask"] == 1
+    places = np.arange(400)
+    assert lengths[0] == 400
+    assert len(set(lengths.tolist())) > 5
+    assert not mask[places >= lengths[:, None]].any()
+    assert ((found["labels"] >= 0) == mask).all()
+    assert (found["tokens"][places >= lengths[:, None]] == 0).all()
+    shares = mask.sum(1) / lengths
+    assert shares[[4, 9]].tolist() == [0.0, 0.0]
+    others = [i for i in range(10) if i % 5 != 4]
+    assert shares[others] == pytest.approx([1 / (3 + i) for i in others], abs=0.12)
+    assert (np.diff(found["token_types"][0]) >= 0).all()
+    assert set(np.unique(found["token_types"])) == set(np.unique(found["is_random"])) == {0, 1}
+    assert np.unique(found["tokens"]).tolist() == list(range(7))
