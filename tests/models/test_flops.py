@@ -29,7 +29,7 @@ def test_blocks_of_a_gpt_are_an_embedding_its_layers_and_a_head():
 
 
 def test_blocks_of_a_bert_by_hand():
-    """The 345M at length 512: every key is seen; a quarter of the tokens reaches the last MLP and the head."""
+    """The 345M at length 512: every key is seen, a quarter of the tokens is masked."""
     shape = ModelConfig(
         family="bert", num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=512
     )
