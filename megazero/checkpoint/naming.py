@@ -23,6 +23,7 @@ c     halves of a gated MLP: gate, up
 e     hidden, where a square matrix has it twice
 t     kinds of tokens
 o     answers of the binary head: in order, swapped
+n     classes of a classifier
 ====  ===========================================
 """
 
@@ -169,6 +170,7 @@ def dim_sizes(model: ModelConfig, vocab_size: int) -> Mapping[str, int]:
             "e": model.hidden_size,
             "t": 2,
             "o": 2,
+            "n": model.num_classes or 0,
         }
     )
 

@@ -18,11 +18,15 @@ import torch
 from torch import nn
 
 from megazero.checkpoint.hf import (
+    BERT_CLASSIFICATION,
     BERT_MASKED_LM,
+    BERT_MULTIPLE_CHOICE,
     BERT_PRETRAINING,
     GPT2,
     LLAMA,
+    MEGATRON_BERT_CLASSIFICATION,
     MEGATRON_BERT_MASKED_LM,
+    MEGATRON_BERT_MULTIPLE_CHOICE,
     MEGATRON_BERT_PRETRAINING,
     Architecture,
 )
@@ -93,7 +97,8 @@ class Family:
         datasets: (configuration, vocabulary, samples of each split) -> the three splits.
         random_arrays: (generator, number of sequences, tokens in each, vocabulary size) -> arrays like a
             dataset's, with uneven loss masks, for checks and measurements.
-        architectures: the architectures in transformers that its models can be converted from and to.
+        architectures: the architectures in transformers that its models can be converted from and to, those
+            of its classifiers included.
         verb: the command of `megazero` that shows what a pretrained model has learnt.
         classifier: what a pretrained model of the family becomes when it is fine-tuned.
     """
@@ -144,6 +149,10 @@ _ROWS = (
             MEGATRON_BERT_MASKED_LM,
             BERT_PRETRAINING,
             BERT_MASKED_LM,
+            MEGATRON_BERT_CLASSIFICATION,
+            MEGATRON_BERT_MULTIPLE_CHOICE,
+            BERT_CLASSIFICATION,
+            BERT_MULTIPLE_CHOICE,
         ),
         verb="fill-mask",
         classifier=FirstTokenClassifier,
@@ -173,5 +182,5 @@ def _classifying(family: Family, num_classes: int) -> Family:
         ties=lambda model: False,
         collate=partial(ClassifierCollate.of, classifier.causal),
         random_arrays=partial(random_labelled, num_classes),
-        architectures=(),
+        architectures=tuple(each for each in family.architectures if each.classifies),
     )

@@ -78,6 +78,7 @@ class _ModelFacts(_FactsModel):
     config: SavedConfig | None = None
     model: dict[str, Any] | None = None
     tokenizer: dict[str, Any] | None = None
+    finetune: dict[str, Any] | None = None
 
 
 def saved_run(reader: CheckpointReader) -> RunFacts | None:
@@ -140,7 +141,8 @@ def saved_model(reader: CheckpointReader) -> SavedModel:
         CheckpointError: the checkpoint does not say which model it holds.
     """
     found = _read(_ModelFacts, reader)
-    sections = found.config or {"model": found.model, "tokenizer": found.tokenizer}
+    parts = {"model": found.model, "tokenizer": found.tokenizer, "finetune": found.finetune}
+    sections = found.config or parts
     if sections.get("model") is None or found.vocab_size is None:
         raise CheckpointError(
             f"`{reader.folder}` must say which model it holds, but does not (kind {found.kind!r}); "

@@ -112,6 +112,7 @@ class Architecture:
         plain: returns ``config.json`` with nested or renamed fields turned into those of `settings`; raises
             ValueError, in words, if it asks for something that ours does not support.
         complete: the opposite, for writing.
+        classifies: whether its models are classifiers, which have `num_classes`.
         seen: (model of ``config.json``, tensors of the folder by name) -> the model that they make, for what
             ``config.json`` does not say.
     """
@@ -132,4 +133,5 @@ class Architecture:
     complete: Callable[[Json], dict[str, Any]] = dict
     blank: tuple[TensorRule, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    classifies: bool = False
     seen: Callable[[ModelConfig, Mapping[str, TensorLike]], ModelConfig] = as_told

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from megazero.checkpoint.hf import encoder
 from megazero.checkpoint.hf.architecture import Architecture
+from megazero.checkpoint.hf.encoder_classifier import multiple_choice, sequence_classification
 from megazero.config.tree import ModelConfig
 
 
@@ -54,3 +55,5 @@ BERT_MASKED_LM = replace(
     blank=encoder.BLANK,
     ours_fixed=(*_OURS_FIXED, ("bert_binary_head", False)),
 )
+BERT_CLASSIFICATION = sequence_classification(BERT_PRETRAINING, "BertForSequenceClassification", _BODY)
+BERT_MULTIPLE_CHOICE = multiple_choice(BERT_PRETRAINING, "BertForMultipleChoice", _BODY)

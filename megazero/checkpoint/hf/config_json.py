@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,21 @@ from typing import Any
 from pydantic import ValidationError
 
 from megazero.checkpoint.hf.architecture import NEVER, Architecture, FieldPair, Json, TensorLike
-from megazero.checkpoint.hf.bert import BERT_MASKED_LM, BERT_PRETRAINING
+from megazero.checkpoint.hf.bert import (
+    BERT_CLASSIFICATION,
+    BERT_MASKED_LM,
+    BERT_MULTIPLE_CHOICE,
+    BERT_PRETRAINING,
+)
+from megazero.checkpoint.hf.class_names import names_of, naming
 from megazero.checkpoint.hf.gpt2 import GPT2
 from megazero.checkpoint.hf.llama import LLAMA
-from megazero.checkpoint.hf.megatron_bert import MEGATRON_BERT_MASKED_LM, MEGATRON_BERT_PRETRAINING
+from megazero.checkpoint.hf.megatron_bert import (
+    MEGATRON_BERT_CLASSIFICATION,
+    MEGATRON_BERT_MASKED_LM,
+    MEGATRON_BERT_MULTIPLE_CHOICE,
+    MEGATRON_BERT_PRETRAINING,
+)
 from megazero.config.derive import model_differences
 from megazero.config.tree import ModelConfig
 from megazero.errors import CheckpointError
@@ -27,6 +38,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     MEGATRON_BERT_MASKED_LM,
     BERT_PRETRAINING,
     BERT_MASKED_LM,
+    MEGATRON_BERT_CLASSIFICATION,
+    MEGATRON_BERT_MULTIPLE_CHOICE,
+    BERT_CLASSIFICATION,
+    BERT_MULTIPLE_CHOICE,
 )
 CONFIG = "config.json"
 _LARGEST_JSON = 100 << 20
@@ -84,6 +99,7 @@ class Description:
         vocab_size: rows of the embedding.
         tokens: the special tokens.
         dtype: the dtype it names, such as ``bfloat16``; None if it names none.
+        labels: the names of a classifier's classes, or of the choices; empty if they have none.
     """
 
     architecture: Architecture
@@ -91,6 +107,7 @@ class Description:
     vocab_size: int
     tokens: TokenIds
     dtype: str | None
+    labels: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, folder: Path) -> Description:
@@ -131,6 +148,7 @@ class Description:
             vocab_size,
             TokenIds.of_json(config),
             dtype if isinstance(dtype, str) else None,
+            names_of(config) if architecture.classifies else (),
         )
 
 
@@ -242,7 +260,18 @@ def architecture_of(model: ModelConfig) -> Architecture:
         CheckpointError: none can; the reasons against each of its family are named, unless they are those
             against another one and more.
     """
-    family = [each for each in ARCHITECTURES if dict(each.ours_fixed)["family"] == model.family]
+    classifies = model.num_classes is not None
+    family = [
+        each
+        for each in ARCHITECTURES
+        if dict(each.ours_fixed)["family"] == model.family and each.classifies == classifies
+    ]
+    if not family:
+        raise CheckpointError(
+            f"`num_classes` must be unset for a model of the family {model.family}, but is "
+            f"{model.num_classes}: the classifiers that transformers makes of such models, as "
+            "GPT2ForSequenceClassification, have no bias; `finetune.py --epochs 0` evaluates it here"
+        )
     against = {architecture.name: objections(architecture, model) for architecture in family}
     for architecture in family:
         if not against[architecture.name]:
@@ -266,13 +295,20 @@ def objections(architecture: Architecture, model: ModelConfig) -> list[str]:
         for field, values in allowed
         if getattr(model, field) not in values
     ]
+    if architecture.classifies != (model.num_classes is not None):
+        found.append(f"`num_classes` must be {'set' if architecture.classifies else 'unset'}")
     return found + [limit.words for limit in architecture.limits if not limit.holds(model)]
 
 
 def config_of(
-    architecture: Architecture, model: ModelConfig, vocab_size: int, tokens: TokenIds, dtype: str
+    architecture: Architecture,
+    model: ModelConfig,
+    vocab_size: int,
+    tokens: TokenIds,
+    dtype: str,
+    labels: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """``config.json`` of a model that the architecture can express."""
+    """``config.json`` of a model that the architecture can express, and whose classes have these names."""
     fields: dict[str, Any] = {}
     for setting in architecture.settings:
         value = getattr(model, setting.resolved or setting.ours)
@@ -282,6 +318,7 @@ def config_of(
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
         **architecture.complete({**fields, **dict(architecture.fixed)}),
+        **(naming(labels) if labels else {}),
         **tokens.as_json(),
         "torch_dtype": dtype,
         "use_cache": True,
@@ -289,9 +326,14 @@ def config_of(
     }
 
 
-def differences(theirs: ModelConfig, ours: ModelConfig) -> list[str]:
-    """Fields that make the same weights compute something else, as ``field: theirs, not ours``."""
-    fields = [field for field in ModelConfig.model_fields if field not in _FREE]
+def differences(theirs: ModelConfig, ours: ModelConfig, free: Set[str] = frozenset()) -> list[str]:
+    """Fields that make the same weights compute something else, as ``field: theirs, not ours``.
+
+    Args:
+        theirs, ours: the two models.
+        free: fields that may differ all the same.
+    """
+    fields = [field for field in ModelConfig.model_fields if field not in _FREE | free]
     if theirs.position_embedding_type == "learned_absolute":
         fields.append("max_position_embeddings")
     return [f"`{field}` is {a}, not {b}" for field, a, b in model_differences(theirs, ours, fields)]

@@ -38,6 +38,7 @@ class Imported:
         tensors, parameters: how many there are.
         model: the model's shape.
         tokenizer: the settings that read its tokenizer; None if it came without one.
+        labels: the names of its classes, if it is a classifier.
     """
 
     folder: Path
@@ -46,6 +47,7 @@ class Imported:
     parameters: int
     model: ModelConfig
     tokenizer: TokenizerConfig
+    labels: tuple[str, ...] = ()
 
 
 def convert_from_hf(hf_dir: str | Path, out_dir: str | Path, *, disk: Disk | None = None) -> Imported:
@@ -69,11 +71,18 @@ def convert_from_hf(hf_dir: str | Path, out_dir: str | Path, *, disk: Disk | Non
             "vocab_size": found.vocab_size,
             "tokenizer": tokenizer.model_dump(mode="json"),
             "token_ids": asdict(found.tokens),
+            "finetune": {"labels": list(found.labels)},
         }
         folder = write_checkpoint(out_dir, 0, later_weights(reader), facts, disk=disk)
         parameters = sum(Box.whole(shape).numel for shape in reader.shapes.values())
         return Imported(
-            folder, found.architecture.name, len(reader.shapes), parameters, found.model, tokenizer
+            folder,
+            found.architecture.name,
+            len(reader.shapes),
+            parameters,
+            found.model,
+            tokenizer,
+            found.labels,
         )
 
 
@@ -133,7 +142,7 @@ def convert_to_hf(
             out,
             dtype=dtype,
             max_shard_bytes=max_shard_bytes,
-            extras=ModelFiles(facts.tokens or files.tokens, files.files),
+            extras=ModelFiles(facts.tokens or files.tokens, files.files, facts.labels),
             disk=disk,
         )
     return exported, files.remark
@@ -145,6 +154,7 @@ class _Facts:
     vocab_size: int
     tokenizer: TokenizerConfig
     tokens: TokenIds | None
+    labels: tuple[str, ...]
 
 
 def _facts_of(reader: CheckpointReader) -> _Facts:
@@ -155,6 +165,7 @@ def _facts_of(reader: CheckpointReader) -> _Facts:
         model = ModelConfig.model_validate(sections["model"])
         tokenizer = TokenizerConfig.model_validate(sections.get("tokenizer") or {})
         vocab_size = int(facts["vocab_size"])
+        labels = tuple(map(str, (sections.get("finetune") or {}).get("labels") or ()))
         stored = facts.get("token_ids")
         tokens = None
         if stored is not None:
@@ -163,4 +174,9 @@ def _facts_of(reader: CheckpointReader) -> _Facts:
         raise CheckpointError(
             f"`{reader.folder}` must say which model it is of, but its facts do not: {error!r:.300}"
         ) from error
-    return _Facts(model, vocab_size, tokenizer, tokens)
+    if labels and model.num_classes not in (1, len(labels)):
+        raise CheckpointError(
+            f"`{reader.folder}` must name as many classes as it has, but names {len(labels)}, and "
+            f"`num_classes` is {model.num_classes}"
+        )
+    return _Facts(model, vocab_size, tokenizer, tokens, labels)

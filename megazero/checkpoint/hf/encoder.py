@@ -83,6 +83,7 @@ MASKED_HEAD = (
     TensorRule("head.bias", "v", f"{_HEAD}.bias", "v", when=untied),
 )
 BINARY_HEAD = (*POOLER, *pair("binary_head", _BINARY, "o h"))
+CLASSIFIER = pair("classifier", "classifier", "n h")
 BLANK = (TensorRule("embedding.token_type.weight", "t h", _TYPES, "t h", when=_without_types),)
 COPIES = ((f"{_HEAD}.weight", WORDS), (f"{_HEAD}.bias", _BIAS))
 IGNORED = (r"bert\.embeddings\.(position_ids|token_type_ids)",)
@@ -118,7 +119,7 @@ OURS_FIXED = (
     ("normalization", "LayerNorm"),
     ("add_bias_linear", True),
 )
-LIMITS = (
+TRUNK_LIMITS = (
     *COMMON_LIMITS,
     Limit(
         lambda m: m.kv_heads == m.num_attention_heads,
@@ -128,6 +129,9 @@ LIMITS = (
         lambda m: m.head_dim * m.num_attention_heads == m.hidden_size,
         "the width of a head must be hidden size / heads",
     ),
+)
+LIMITS = (
+    *TRUNK_LIMITS,
     Limit(
         lambda m: m.activation == m.bert_head_activation,
         "`bert_head_activation` must be `activation`, as transformers has one GELU for the MLPs and the "
@@ -144,13 +148,23 @@ def heads_seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelCo
     Google's own files name the class without the binary head, but hold it.
     """
     binary = model.bert_binary_head or f"{_BINARY}.weight" in tensors
+    types = not binary and not _blank_types(model, tensors)
+    return model.model_copy(update={"bert_binary_head": binary, "bert_token_types": types})
+
+
+def types_seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfig:
+    """The classifier with token types, as a model pretrained with the binary head, if they say anything."""
+    return model.model_copy(update={"bert_binary_head": not _blank_types(model, tensors)})
+
+
+def _blank_types(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> bool:
     types = tensors.get(_TYPES)
-    blank = types is not None and types.shape == (2, model.hidden_size) and not types.rows(slice(0, 2)).any()
-    return model.model_copy(update={"bert_binary_head": binary, "bert_token_types": not binary and not blank})
+    return types is not None and types.shape == (2, model.hidden_size) and not types.rows(slice(0, 2)).any()
 
 
 def with_one_gelu(model: ModelConfig) -> ModelConfig:
-    """The model whose masked-LM head has the GELU of the MLPs; the same one if it has that already."""
-    if model.family != dict(OURS_FIXED)["family"] or model.activation not in dict(_GELUS).values():
+    """The model whose masked-LM head, if it has one, has the GELU of the MLPs."""
+    is_one = model.family != dict(OURS_FIXED)["family"] or model.num_classes is not None
+    if is_one or model.activation not in dict(_GELUS).values():
         return model
     return model.model_copy(update={"bert_head_activation": model.activation})

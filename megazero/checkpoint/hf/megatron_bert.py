@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from megazero.checkpoint.hf import encoder
 from megazero.checkpoint.hf.architecture import Architecture
+from megazero.checkpoint.hf.encoder_classifier import multiple_choice, sequence_classification
 
 _BODY = (
     *encoder.EMBEDDING,
@@ -38,4 +39,10 @@ MEGATRON_BERT_MASKED_LM = replace(
     rules=(*_BODY, *encoder.MASKED_HEAD),
     blank=encoder.BLANK,
     ours_fixed=(*_OURS_FIXED, ("bert_binary_head", False)),
+)
+MEGATRON_BERT_CLASSIFICATION = sequence_classification(
+    MEGATRON_BERT_PRETRAINING, "MegatronBertForSequenceClassification", _BODY
+)
+MEGATRON_BERT_MULTIPLE_CHOICE = multiple_choice(
+    MEGATRON_BERT_PRETRAINING, "MegatronBertForMultipleChoice", _BODY
 )

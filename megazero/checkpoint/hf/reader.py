@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,9 @@ class HFReader:
             raise
 
     @classmethod
-    def for_model(cls, folder: str | Path, model: ModelConfig, vocab_size: int) -> HFReader:
+    def for_model(
+        cls, folder: str | Path, model: ModelConfig, vocab_size: int, free: Set[str] = frozenset()
+    ) -> HFReader:
         """The reader of a folder that fits a model; see `check_model`.
 
         Raises:
@@ -64,7 +66,7 @@ class HFReader:
         """
         reader = cls(folder)
         try:
-            reader.check_model(model, vocab_size)
+            reader.check_model(model, vocab_size, free)
         except BaseException:
             reader.close()
             raise
@@ -85,13 +87,18 @@ class HFReader:
         """The fields of `ModelConfig` that make the same model, `vocab_size` among them."""
         return {**self.description.model.model_dump(), "vocab_size": self.description.vocab_size}
 
-    def check_model(self, model: ModelConfig, vocab_size: int) -> None:
+    def check_model(self, model: ModelConfig, vocab_size: int, free: Set[str] = frozenset()) -> None:
         """Make sure that a model would compute the same with these weights as theirs does.
+
+        Args:
+            model: its shape.
+            vocab_size: entries of its vocabulary, without padding.
+            free: fields of the shape that may differ, as what they are about is not taken.
 
         Raises:
             CheckpointError: it would not; every field is named.
         """
-        wrong = differences(self.description.model, model)
+        wrong = differences(self.description.model, model, free)
         if vocab_size != self.description.vocab_size:
             wrong.append(f"`vocab_size` is {self.description.vocab_size}, not {vocab_size}")
         if wrong:

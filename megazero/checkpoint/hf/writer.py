@@ -45,10 +45,12 @@ class ModelFiles:
     Attributes:
         tokens: the special tokens.
         files: (name, content) of the tokenizer's files.
+        labels: the names of a classifier's classes, or of the choices; empty if they have none.
     """
 
     tokens: TokenIds = NO_TOKENS
     files: tuple[tuple[str, bytes], ...] = ()
+    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def write_hf(
     table = Table.of(architecture.rules, model, vocab_size)
     check_source(source, table)
     links = (*table.links, *Table.of(architecture.blank, model, vocab_size).links)
-    config = config_of(architecture, model, vocab_size, extras.tokens, NAMES[dtype])
+    config = config_of(architecture, model, vocab_size, extras.tokens, NAMES[dtype], extras.labels)
     export = _Export(source, dtype, plan_shards(links, dtype.itemsize, max_shard_bytes))
     small = {CONFIG: _json(config), **dict(extras.files)}
     if architecture.auto == GENERATING:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from megazero.checkpoint import CheckpointReader, Verify, together
-from megazero.checkpoint.hf import HFReader
+from megazero.checkpoint.hf import Description, HFReader
 from megazero.checkpoint.locate import one_checkpoint
 from megazero.config.tree import Config
 from megazero.errors import CheckpointError
@@ -43,10 +43,15 @@ def take_pretrained(
         saved = _saved(path, context)
         check_model(config.model, vocab_size, saved, Path(path), FREE_MODEL_FIELDS | _OF_THE_HEAD)
         opener = partial(CheckpointReader, path, verify=Verify(config.checkpoint.verify_checkpoint))
-        without = () if _same_classes(saved, config) else ("classifier.",)
+        labels = (saved.sections.get("finetune") or {}).get("labels") or ()
+        same = _same_classes(saved.sections["model"].get("num_classes"), tuple(labels), config)
+        without = () if same else ("classifier.",)
     elif hugging_face is not None:
         path = hugging_face
-        opener = partial(HFReader.for_model, path, config.model, vocab_size)
+        opener = partial(HFReader.for_model, path, config.model, vocab_size, _OF_THE_HEAD)
+        theirs = _described(path, context)
+        same = _same_classes(theirs.model.num_classes, theirs.labels, config)
+        without = () if same else ("classifier.",)
     elif config.finetune.epochs == 0:
         raise CheckpointError(
             "`pretrained_checkpoint` or `load` must name a fine-tuned model to evaluate, but neither is set; "
@@ -84,8 +89,16 @@ def _saved(path: str, context: ParallelContext) -> SavedModel:
     return found[0]
 
 
-def _same_classes(saved: SavedModel, config: Config) -> bool:
-    """Whether a classifier that is saved means the same by its rows."""
-    labels = (saved.sections.get("finetune") or {}).get("labels") or ()
-    same = tuple(labels) == config.finetune.labels
-    return same and saved.sections["model"].get("num_classes") == config.model.num_classes
+def _described(path: str, context: ParallelContext) -> Description:
+    found: list[Description] = []
+    together(context, lambda: found.append(Description.read(Path(path))), f"open {path}")
+    return found[0]
+
+
+def _same_classes(classes: int | None, labels: tuple[str, ...], config: Config) -> bool:
+    """Whether a classifier of so many classes, with these names, means the same by its rows.
+
+    Choices need no names, as one row scores them all; Hugging Face models for them have none.
+    """
+    unnamed = classes == 1 and not labels
+    return classes == config.model.num_classes and (unnamed or labels == config.finetune.labels)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.checkpoint import CheckpointReader, Verify, candidates
+from megazero.checkpoint.hf import Description
 from megazero.checkpoint.locate import one_checkpoint
 from megazero.config.rules import broken_rules
 from megazero.config.rules.rule import Case
@@ -122,7 +123,7 @@ def completed(config: Config, data: TaskData, context: ParallelContext) -> Confi
 
 
 def _labels(config: Config, task: Task, train: Sequence[LabelledFile]) -> tuple[str, ...]:
-    """The task's labels, else those of the training data, else those that a checkpoint was trained with."""
+    """The task's labels, else those of the training data, else those that the weights were trained with."""
     if task.labels:
         return task.labels
     seen = sorted({sample.label for file in train for sample in file.samples})
@@ -137,8 +138,10 @@ def _labels(config: Config, task: Task, train: Sequence[LabelledFile]) -> tuple[
         saved = saved_model(CheckpointReader(folder, verify=Verify.SIZE)).sections.get("finetune") or {}
         if saved.get("labels"):
             return tuple(saved["labels"])
+    if (path := config.checkpoint.load_hf) and (names := Description.read(Path(path)).labels):
+        return names
     raise ConfigError(
-        "`labels` must be known, but neither the task, training data nor a checkpoint tell; set --labels"
+        "`labels` must be known, but neither the task, training data nor the weights tell; set --labels"
     )
 
 
