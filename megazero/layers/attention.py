@@ -16,6 +16,8 @@ from megazero.ops.rotary import apply_rotary
 class SelfAttention(nn.Module):
     """[s, b, h] -> ([s, b, h], bias still to be added); both hold s/tp rows under sequence parallelism.
 
+    If the inputs say which rows are wanted, the result is [r, b, h] and holds only these.
+
     Queries, keys and values come from one weight of logical shape [groups, queries per group + 2, d, h]:
     a group's query heads, then its key, then its value, so that slicing over groups keeps each group whole.
 
@@ -74,6 +76,9 @@ class SelfAttention(nn.Module):
         if inputs.cache is not None:
             key, value = inputs.cache.extend(self.layer, key, value)
         dropout = inputs.attention_dropout(self.dropout, query.shape[2], self.placement, self.layer)
-        return attention(
-            query, key, value, causal=self.causal, document_ids=inputs.document_ids, dropout=dropout
-        )
+        if inputs.wanted is None:
+            limits = {"causal": self.causal, "document_ids": inputs.document_ids}
+        else:
+            assert not self.causal, "causality counts the queries from the last key"
+            limits = {"causal": False, "mask": inputs.attention_mask()}
+        return attention(inputs.narrow(query), key, value, dropout=dropout, **limits)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from megazero.layers.placement import Placement
 from megazero.mpu import site_key
 from megazero.ops.counter_random import derive
 from megazero.ops.dropout import AttentionDropout, Dropout
-from megazero.ops.positions import Positions
+from megazero.ops.positions import Positions, position_tensor
 
 # What backward has left to do: each call adds one weight's gradient to its `grad` and returns the weight.
 Deferred = list[Callable[[], nn.Parameter]]
@@ -36,6 +37,8 @@ class LayerInputs:
     cache: earlier keys and values during generation.
     deferred: where backward leaves the gradients of the linear layers' weights, to be computed later (the
         weight half of a split backward, Qi et al. 2023); None: backward computes them.
+    wanted: int64 [r, b], the rows to which a layer narrows each sequence: every row is attended to, but no
+        other is computed any further. Set for the last layer only; None: all rows.
     """
 
     positions: Positions
@@ -44,6 +47,25 @@ class LayerInputs:
     sample_keys: Tensor | None = None
     cache: KeyValueStore | None = None
     deferred: Deferred | None = None
+    wanted: Tensor | None = None
+
+    @property
+    def wanted_positions(self) -> Positions:
+        """The positions of the wanted rows."""
+        if self.wanted is None:
+            return self.positions
+        positions = position_tensor(self.positions, self.wanted.device)
+        return positions[self.wanted] if positions.dim() == 1 else positions.gather(0, self.wanted)
+
+    def narrow(self, x: Tensor) -> Tensor:
+        """The wanted rows of x [s, b, ...]: [r, b, ...]."""
+        if self.wanted is None:
+            return x
+        return x[self.wanted, torch.arange(x.shape[1], device=x.device)]
+
+    def narrowed(self) -> LayerInputs:
+        """The inputs that belong to the wanted rows alone."""
+        return self if self.wanted is None else replace(self, positions=self.wanted_positions, wanted=None)
 
     def dropout(self, p: float, placement: Placement, *site: str | int) -> Dropout | None:
         """The dropout of hidden states [s or s/tp, b, h] at `site` of the model."""
@@ -62,4 +84,11 @@ class LayerInputs:
         if self.sample_keys is None or p == 0.0:
             return None
         keys = derive(site_key("attention", layer), self.sample_keys)
-        return AttentionDropout(p, keys, self.positions, self.positions, placement.tp.rank * heads)
+        return AttentionDropout(p, keys, self.wanted_positions, self.positions, placement.tp.rank * heads)
+
+    def attention_mask(self) -> Tensor | None:
+        """bool [b, 1, r, s]: which rows the wanted ones may attend to; None if all."""
+        if self.wanted is None or self.document_ids is None:
+            return None
+        wanted = self.document_ids.gather(1, self.wanted.t())
+        return (wanted.unsqueeze(-1) == self.document_ids.unsqueeze(1)).unsqueeze(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -87,18 +87,21 @@ def run_layers(
     inputs: LayerInputs,
     units: list[tuple[range, bool]],
     keeping: InputKeeping | None = None,
+    wanted: Tensor | None = None,
 ) -> Tensor:
     """Apply `layers` in order. Random streams are functions of place, so recompute needs no saved state.
 
     Args:
         layers: the layers of a pipeline chunk; units are numbered from its first layer.
         keeping: how the inputs of recomputed units are kept; None keeps them whole and where they are.
+        wanted: int64 [r, b], the rows of the last layer's result to compute; None for all.
     """
     keeping = keeping or InputKeeping()
+    last_inputs = inputs if wanted is None else replace(inputs, wanted=wanted)
 
     def run(x: Tensor, span: range) -> Tensor:
         for i in span:
-            x = layers[i](x, inputs)
+            x = layers[i](x, last_inputs if i == len(layers) - 1 else inputs)
         return x
 
     for span, again in units:

@@ -12,7 +12,8 @@ from megazero.ops.bias_dropout_add import bias_dropout_add
 
 
 class TransformerLayer(nn.Module):
-    """[s, b, h] -> [s, b, h] ([s/tp, b, h] under sequence parallelism).
+    """[s, b, h] -> [s, b, h] ([s/tp, b, h] under sequence parallelism, [r, b, h] if the inputs name the
+    wanted rows).
 
     The model passes each layer its two halves, so the layers of a model may differ.
 
@@ -37,7 +38,9 @@ class TransformerLayer(nn.Module):
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         normed = self.input_norm(x)
         out, bias = self.attention(normed.to(self.placement.dtype), inputs)
-        x = self._add(out, bias, normed if self.residual_after_norm else x, inputs, "attention_out")
+        residual = inputs.narrow(normed if self.residual_after_norm else x)
+        inputs = inputs.narrowed()
+        x = self._add(out, bias, residual, inputs, "attention_out")
         normed = self.mlp_norm(x)
         out, bias = self.mlp(normed.to(self.placement.dtype), inputs)
         return self._add(out, bias, normed if self.residual_after_norm else x, inputs, "mlp_out")

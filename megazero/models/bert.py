@@ -71,9 +71,14 @@ class BertHead(nn.Module):
     def forward(
         self, x: Tensor, batch: BertBatch, deferred: Deferred | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits of the masked tokens, [m, 1, v/tp], and of the order of each sample's segments, [n, 2]."""
+        """Logits of the masked tokens, [m, 1, v/tp], and of the order of each sample's segments, [n, 2].
+
+        x: [s, b, h] ([s/tp, b, h] under sequence parallelism), or only the wanted rows of it.
+        """
         x = gather_sequence(x, self.placement.tp) if self.sequence_parallel else x
         rows = batch.masked if self.binary is None else torch.cat([batch.masked, batch.firsts])
+        if x.shape[0] < batch.tokens.shape[1]:
+            rows = batch.places_among_wanted(rows)
         chosen = self.norm(x.flatten(0, 1)[rows]).to(self.placement.dtype)
         masked, firsts = chosen.tensor_split([len(batch.masked)])
         masked = bias_gelu(self.dense(masked.unsqueeze(1), deferred), None, exact=self.exact)
@@ -87,14 +92,21 @@ class BertHead(nn.Module):
 def bert_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
     """The blocks that a BERT of this shape consists of: embedding, layers, head.
 
-    Only masked tokens reach the head.
+    Only masked tokens reach the head, and the last layer computes no others beyond their queries, unless
+    sequence parallelism gives a rank its share of all rows.
     """
     model = config.model
-    layer = attention_flops(model, causal=False) + mlp_flops(model)
+    wanted = 1.0 if config.parallel.sequence_parallel else config.data.mask_prob
+
+    def layer(share: float) -> Block:
+        flops = attention_flops(model, causal=False, queried=share) + share * mlp_flops(model)
+        return Block(TransformerLayer.__name__, flops)
+
     head = config.data.mask_prob * (dense_flops(model) + logits_flops(model, padded_vocab))
     return (
         Block(Embedding.__name__, 0.0),
-        *(Block(TransformerLayer.__name__, layer),) * model.num_layers,
+        *(layer(1.0),) * (model.num_layers - 1),
+        layer(wanted),
         Block(BertHead.__name__, head),
     )
 
@@ -141,7 +153,8 @@ class BERT(Trunk):
         self, batch: BertBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Logits as `BertHead` returns them, from the hidden states of the previous chunk."""
-        return self.head(self.hidden(batch, hidden, deferred=deferred), batch, deferred)
+        hidden = self.hidden(batch, hidden, deferred=deferred, wanted=batch.wanted)
+        return self.head(hidden, batch, deferred)
 
     def run(
         self, batch: BertBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None

@@ -41,6 +41,8 @@ class BertBatch:
         sample_keys: int64 [b], the keys of the rows' random streams; None turns dropout off. Packed samples
             share those of the first one in their row, at other positions.
         positions: None, since columns count from 0.
+        wanted: int64 [r, b], the columns of each row that the heads read, those of its masked tokens and of
+            its samples' first ones, and others where a row has fewer than r; None: all.
     """
 
     tokens: Tensor
@@ -55,6 +57,15 @@ class BertBatch:
     document_ids: Tensor | None = None
     sample_keys: Tensor | None = None
     positions: Positions | None = None
+    wanted: Tensor | None = None
+
+    def places_among_wanted(self, places: Tensor) -> Tensor:
+        """The places in hidden states [r, b, h] of wanted columns, given those in [s, b, h]."""
+        b, s = self.tokens.shape
+        among = places.new_zeros(s, b)
+        rows = torch.arange(b, device=places.device)
+        among[self.wanted, rows] = torch.arange(self.wanted.numel(), device=places.device).view(-1, b)
+        return among.view(-1)[places]
 
     @property
     def counts(self) -> dict[str, float]:
@@ -161,7 +172,20 @@ class BertCollate:
             position_ids=tensor(places) if self.packed else None,
             document_ids=None if whole else tensor(documents),
             sample_keys=tensor(keys),
+            wanted=tensor(_wanted(shape, (row[sample], column[sample] + position), (row, column))),
         )
+
+
+def _wanted(shape: tuple[int, int], *read: tuple[np.ndarray, np.ndarray]) -> np.ndarray | None:
+    """int64 [r, b]: the columns of each of b rows that are `read` (rows, columns), r a multiple of 8; None if
+    that is all.
+    """
+    unread = np.ones(shape, dtype=bool)
+    for places in read:
+        unread[places] = False
+    count = shape[1] - int(unread.sum(1).min())
+    count = -(-count // _COLUMNS) * _COLUMNS
+    return np.argsort(unread, axis=1, kind="stable")[:, :count].T if count < shape[1] else None
 
 
 def random_samples(

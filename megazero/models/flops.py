@@ -10,18 +10,18 @@ from __future__ import annotations
 from megazero.config.tree import ModelConfig
 
 
-def attention_flops(model: ModelConfig, *, causal: bool) -> float:
+def attention_flops(model: ModelConfig, *, causal: bool, queried: float = 1.0) -> float:
     """FLOPs of one layer's attention.
 
     With hidden size h, sequence length s, q = heads x head width and k = key/value heads x head width:
     2 h (q + 2 k) + 2 q h for the projections, and 2 s q each for the scores and for their product with the
-    values. A causal mask halves the last two.
+    values. A causal mask halves the last two. Only the share `queried` of the rows goes on from its query.
     """
     query = model.num_attention_heads * model.head_dim
     key = model.kv_heads * model.head_dim
-    projections = 2 * model.hidden_size * (query + 2 * key) + 2 * query * model.hidden_size
+    projected = 2 * model.hidden_size * (query + 2 * key)
     attended = model.seq_length / 2 if causal else model.seq_length
-    return projections + 2 * (2 * attended * query)
+    return projected + queried * (2 * query * model.hidden_size + 2 * (2 * attended * query))
 
 
 def mlp_flops(model: ModelConfig) -> float:

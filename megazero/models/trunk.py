@@ -146,6 +146,7 @@ class Trunk(nn.Module):
         *,
         cache: KeyValueStore | None = None,
         deferred: Deferred | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after this chunk's layers, [s, b, h] ([s/tp, b, h] under sequence parallelism).
 
@@ -154,6 +155,8 @@ class Trunk(nn.Module):
             hidden: hidden states of the previous chunk; None if this one has the embedding.
             cache: keys and values of earlier positions.
             deferred: collects the computation of weight gradients, which backward then leaves out.
+            wanted: int64 [r, b], the rows that the head reads. If the last layer is here, and sees whole
+                sequences, it computes no others, and the result is [r, b, h]. None for all.
         """
         positions = range(batch.tokens.shape[1]) if batch.positions is None else batch.positions
         embedded = batch.position_ids
@@ -169,7 +172,9 @@ class Trunk(nn.Module):
         )
         if self.embedding is not None:
             hidden = self.embedding(batch.tokens, embedded, inputs, batch.token_types)
-        return run_layers(self.layers, hidden, inputs, self.units, self.keeping)
+        if self.placement.sequence_parallel:
+            wanted = None  # a rank has its share of the rows, whichever are wanted
+        return run_layers(self.layers, hidden, inputs, self.units, self.keeping, wanted)
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
         if self.config.position_embedding_type != "rope":

@@ -243,7 +243,7 @@ def all_layouts(most_ranks: int = 8) -> Iterator[Layout]:
 
 
 def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> list[Layout]:
-    """`count` distinct layouts of an encoder on at most `most_ranks` ranks, drawn from all that the rules allow.
+    """`count` distinct layouts of an encoder on at most `most_ranks` ranks, drawn from all that are allowed.
 
     There are too many to list. Dropout and packing do not meet: which elements are dropped depends on
     which samples share a row.

@@ -81,6 +81,8 @@ def test_files_from_a_folder_and_from_a_package_are_the_same(tmp_path, database)
     assert all(each[0] == ["synset", "gloss", "lexname"] for each in rows)
     sets = [{row[0] for row in each[1:]} for each in rows]
     assert sum(map(len, sets)) == len(set().union(*sets)) > 90
+    labels = (tmp_path / "0" / "labels.txt").read_text().splitlines()
+    assert (len(labels), labels[0], labels[-1]) == (41, "noun.Tops", "verb.weather")
     corpus = {json.loads(line)["text"] for line in a[3].splitlines()}
     held_out = {row[1] for each in rows[1:] for row in each[1:]}
     assert not {text.partition("; ")[0] for text in corpus} & held_out

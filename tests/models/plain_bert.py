@@ -1,7 +1,7 @@
-"""BERT as Devlin et al. 2019 wrote it down, one sample at a time: no padding, no masks, no code of the package.
+"""BERT as Devlin et al. 2019 wrote it down, sample by sample: no padding, no masks, no code of the package.
 
-Weights are by megazero's names, of their logical shapes. In the original each norm follows a residual sum: the
-one called `input_norm` of layer 0 is that of the embedding, and `input_norm` of layer i + 1 or `final_norm` ends
+Weights are by megazero's names, of their logical shapes. In the original each norm follows a residual sum:
+`input_norm` of layer 0 is that of the embedding, and `input_norm` of layer i + 1 or `final_norm` ends
 layer i.
 """
 

@@ -48,6 +48,7 @@ def test_a_batch_holds_what_someone_reads():
         "document_ids": [[0] * 6 + [-1] * 2, [1] * 3 + [-1] * 5],
         "sample_keys": None,
         "positions": None,
+        "wanted": None,  # eight columns are all that there are
     }
     assert batch.counts == {"lm": 3, "lm_accuracy": 3, "sop": 2, "sop_accuracy": 2, "padding": 24}
     assert {batch.tokens.dtype, batch.masked.dtype, batch.labels.dtype, batch.is_random.dtype} == {
@@ -70,6 +71,7 @@ def test_packed_samples_share_a_row_and_keep_apart():
         "document_ids": [[0] * 6 + [1] * 3 + [-1] * 3],
         "sample_keys": None,
         "positions": None,
+        "wanted": [[0], [2], [4], [6], [7], [1], [3], [5]],  # five that are read, and others
     }
     assert batch.sample_keys.tolist() == torch.as_tensor(sample_keys(3, (4,))).tolist()
 

@@ -29,7 +29,7 @@ def test_blocks_of_a_gpt_are_an_embedding_its_layers_and_a_head():
 
 
 def test_blocks_of_a_bert_by_hand():
-    """The 345M at length 512: every key is seen, and a quarter of the tokens reaches the head."""
+    """The 345M at length 512: every key is seen, a quarter of the tokens is masked."""
     shape = ModelConfig(
         family="bert", num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=512
     )
@@ -37,10 +37,12 @@ def test_blocks_of_a_bert_by_hand():
     embedding, *layers, head = bert_blocks(config, 30592)
     projections, attention, mlp = 4 * 2 * 1024 * 1024, 2 * 2 * 512 * 1024, 2 * 2 * 1024 * 4096
     assert (embedding.kind, embedding.flops) == ("Embedding", 0.0)
+    last = 3 * 2 * 1024 * 1024 + (2 * 1024 * 1024 + attention + mlp) / 4
     assert [(block.kind, block.flops) for block in layers] == [
-        ("TransformerLayer", projections + attention + mlp)
-    ] * 24
-    assert projections + attention + mlp == 27_262_976
+        *[("TransformerLayer", projections + attention + mlp)] * 23,
+        ("TransformerLayer", last),
+    ]
+    assert (projections + attention + mlp, last) == (27_262_976, 11_534_336)
     assert (head.kind, head.flops) == ("BertHead", (2 * 1024 * 1024 + 2 * 1024 * 30592) / 4)
 
 

@@ -33,7 +33,7 @@ def test_what_cannot_be_placed_is_a_bug(lengths):
 
 
 def fewest_rows(lengths: tuple[int, ...]) -> int:
-    """By trying: the longest sequence shares a row with some of the others, and the rest takes what it takes."""
+    """By trying: the first sequence shares a row with some of the others, the rest takes what it takes."""
     if not lengths:
         return 0
     first, *others = lengths

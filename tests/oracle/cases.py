@@ -14,6 +14,7 @@ from types import MappingProxyType
 from tests.oracle.text import VOCABULARY
 
 STEPS = 20
+BERT_STEPS = 8  # the ramp takes two of its sizes
 SEQUENCE = 16
 
 Factors = Mapping[str, Mapping[str, Mapping[str, object]]]
@@ -138,7 +139,8 @@ OPTIMIZER = {
 SECTIONS = ("model", "data", "batch", "optimizer", "precision")
 NOT_STATED = MappingProxyType(
     {
-        "model.family": "there is one",
+        "model.bert_token_types": "for models of transformers: tests/checkpoint/hf/test_encoder.py",
+        "model.num_classes": "fine-tuning has tests of its own: tests/equivalence/test_classifiers.py",
         "data.train_data_path": "another way to name the documents: tests/data/test_build.py",
         "data.valid_data_path": "no training reads it",
         "data.test_data_path": "no training reads it",
@@ -165,9 +167,42 @@ LAYOUT = {
     },
 }
 RAMP_SAMPLES = 56  # of 20 steps: 13 of 2 samples, 6 of 4, 1 of 6
-RANKS = MappingProxyType({"alone": 1, "T2": 2, "T2-SP": 2, "D2": 2})
+RANKS = MappingProxyType({"alone": 1, "T2": 2, "T2-SP": 2, "D2": 2, "P2": 2})
 
 FACTORS: Factors = MappingProxyType({**MODEL, **DATA, **BATCH, **OPTIMIZER, **LAYOUT})
+
+# A BERT has few settings of its own; those that it shares with GPT meet each other above.
+BERT_FACTORS: Factors = MappingProxyType(
+    {
+        "two-tasks": {"both": {}, "one": {"bert-no-binary-head": True}},
+        "residual": MODEL["residual"],
+        "head-activation": {each: {"bert-head-activation": each} for each in ("gelu", "gelu_exact")},
+        "activation": {each: {"activation": each} for each in ("gelu", "gelu_exact")},
+        "head": MODEL["head"],
+        "layers": MODEL["layers"],
+        "rows": {"own": {}, "shared": {"bert-pack": True}},
+        "masked": {"0.15": {"mask-prob": 0.15}, "0.4": {"mask-prob": 0.4}},
+        "short": {"0.1": {"short-seq-prob": 0.1}, "0.7": {"short-seq-prob": 0.7}},
+        "batch": BATCH["batch"],
+        "optimizer": {name: OPTIMIZER["optimizer"][name] for name in ("adam", "lamb", "momentum")},
+        "layout": {
+            **LAYOUT["layout"],
+            "P2": {"pipeline-model-parallel-size": 2},
+        },
+    }
+)
+BERT_FLAGS = MappingProxyType(
+    {
+        "model-family": "bert",
+        "seq-length": 24,
+        "tokenizer-type": "BertWordPieceLowerCase",
+        "data-path": ("sentences",),
+        "train-iters": BERT_STEPS,
+        "lr-decay-style": "constant",
+        "bert-no-binary-head": False,
+        "bert-pack": False,
+    }
+)
 
 # In half precision the comparison is looser, so pairs are covered for what half precision bears on alone.
 HALF_FACTORS: Factors = MappingProxyType(
@@ -199,6 +234,8 @@ _NEVER = (
     frozenset({("heads", "one"), ("layout", "T2-SP")}),
     # Two replicas read two micro-batches at least.
     frozenset({("batch", "whole"), ("layout", "D2")}),
+    # One layer is one stage.
+    frozenset({("layers", "1"), ("layout", "P2")}),
 )
 
 
@@ -287,6 +324,14 @@ TOGETHER: tuple[Case, ...] = tuple(
         {"decay-style": "inverse-square-root", "warmup": "none", "lr-unit": "iters", "length": "iters"},
     )
 )
+
+
+def bert_flags_of(case: Case) -> dict[str, object]:
+    """The flags of a case of BERT."""
+    flags = flags_of(BERT_FACTORS, case)
+    for name in ("vocab-size", "rotary-percent", "rotary-base"):
+        del flags[name]
+    return {**flags, **{name: value for name, value in BERT_FLAGS.items() if flags.get(name) is not True}}
 
 
 def flags_of(factors: Factors, case: Case) -> dict[str, object]:

@@ -20,11 +20,17 @@ from megazero.ops.counter_random import derive
 from megazero.ops.dropout import AttentionDropout, Dropout, dropout_mask_attention, dropout_mask_hidden
 from megazero.train.assemble import build_engine, pretrain, pretrain_on
 from megazero.train.chunks import build_chunks
+from megazero.train.families import family_of
 from megazero.train.vocabulary import build_vocabulary
 
 Flags = Mapping[str, object]
 # Flags that say over how many ranks a model is trained, and how.
-_LAYOUT = ("tensor-model-parallel-size", "sequence-parallel", "zero-stage")
+_LAYOUT = (
+    "tensor-model-parallel-size",
+    "pipeline-model-parallel-size",
+    "sequence-parallel",
+    "zero-stage",
+)
 
 
 def write_datasets(folder: Path, datasets: Mapping[str, Sequence[Sequence[int]]]) -> None:
@@ -33,6 +39,17 @@ def write_datasets(folder: Path, datasets: Mapping[str, Sequence[Sequence[int]]]
         with IndexedDatasetWriter(folder / name, np.uint16) as writer:
             for document in documents:
                 writer.add_document([np.array(document)])
+
+
+def bert_arrays(flags: Flags, data: Path, count: int) -> dict[str, np.ndarray]:
+    """The first samples that a BERT trains on, stacked."""
+    config = parse_config(argv_of(_serial(flags), data), world_size=1).config
+    train, _, _ = family_of(config.model).datasets(config, build_vocabulary(config), (count, 0, 0))
+    return train.batch(range(count))
+
+
+def _serial(flags: Flags) -> dict[str, object]:
+    return {name: value for name, value in flags.items() if name not in _LAYOUT}
 
 
 def argv_of(flags: Flags, data: Path) -> list[str]:
@@ -52,8 +69,7 @@ def argv_of(flags: Flags, data: Path) -> list[str]:
 
 def initial_weights(flags: Flags, data: Path) -> dict[str, Tensor]:
     """The weights that a single process starts from, by name."""
-    serial = {name: value for name, value in flags.items() if name not in _LAYOUT}
-    config, context = parse_config(argv_of(serial, data), world_size=1).config, solo_context()
+    config, context = parse_config(argv_of(_serial(flags), data), world_size=1).config, solo_context()
     chunks = build_chunks(config, build_vocabulary(config), context)
     engine = build_engine(config, horizon_of(config, 1), chunks, context)
     weights = ((spec, state["weight"]) for spec, state in engine.optimizer.full_state())
@@ -84,7 +100,8 @@ def train(flags: Flags, data: Path, out: Path, ranks: int) -> tuple[list[dict], 
     else:
         world = ThreadWorld(ranks)
         tp = flags.get("tensor-model-parallel-size", 1)
-        context_of = partial(thread_context, world, ProcessGrid(tp=tp, dp=ranks // tp))
+        pp = flags.get("pipeline-model-parallel-size", 1)
+        context_of = partial(thread_context, world, ProcessGrid(pp=pp, tp=tp, dp=ranks // (tp * pp)))
         state = world.run(lambda rank: pretrain_on(config, context_of(rank)))[0]
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     tensors: dict[str, dict[str, Tensor]] = {}

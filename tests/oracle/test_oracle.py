@@ -11,6 +11,7 @@ import torch
 from megazero.config.fields import FIELDS
 from tests.oracle import product
 from tests.oracle.cases import (
+    BERT_FACTORS,
     FACTORS,
     HALF_FACTORS,
     NOT_STATED,
@@ -19,6 +20,7 @@ from tests.oracle.cases import (
     STEPS,
     TOGETHER,
     all_pairs,
+    bert_flags_of,
     covering,
     flags_of,
     pairs_of,
@@ -116,6 +118,7 @@ def test_every_setting_is_stated_or_has_a_reason_not_to_be():
     cases = [flags_of(FACTORS, case) for case in CASES] + [
         flags_of(HALF_FACTORS, case) for case in HALF_CASES
     ]
+    cases += [bert_flags_of(case) for case in covering(BERT_FACTORS)]
     stated = {f"--{name}" for flags in cases for name in flags}
     missing = [spec.path for spec in FIELDS if spec.section in SECTIONS and spec.flag not in stated]
     assert sorted(missing) == sorted(NOT_STATED)

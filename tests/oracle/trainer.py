@@ -10,7 +10,7 @@ micro-batch is what overflows, it computes as the flags say, micro-batch by micr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -160,25 +160,39 @@ def lamb_change(
 
 def train(flags: Flags, datasets: Sequence[Documents], initial: Weights, kept: Kept, steps: int) -> Training:
     """Train as the flags say on `datasets` (documents of tokens), from the `initial` weights."""
-    exact = flags["params-dtype"] == "fp32"
-    wide = torch.float64 if exact else torch.float32
-    master = {name: each.to(wide, copy=True) for name, each in initial.items()}
-    model, scale, run = Model(flags, kept), Scale(flags), Training()
-    total = 0
-    for _ in range(steps):
-        total += batch_size(flags, total)
-    rows = training_samples(flags, datasets, total)
-    done, updates = 0, 0
-    for step in range(steps):
-        size = batch_size(flags, done)
+    model, exact = Model(flags, kept), flags["params-dtype"] == "fp32"
+    rows = training_samples(flags, datasets, total_samples(flags, steps))
+
+    def of_step(master: Weights, done: int, size: int, scale: float) -> tuple[float, Weights]:
         piece = size if exact else flags["micro-batch-size"]
         texts = [
             text_of(flags, range(first, first + piece), rows[first : first + piece])
             for first in range(done, done + size, piece)
         ]
-        loss, grads = gradients(model, master, texts, scale.value)
+        return gradients(model, master, texts, scale)
+
+    return follow(flags, initial, steps, of_step)
+
+
+def total_samples(flags: Flags, steps: int) -> int:
+    """Samples of all steps together."""
+    total = 0
+    for _ in range(steps):
+        total += batch_size(flags, total)
+    return total
+
+
+def follow(flags: Flags, initial: Weights, steps: int, of_step: Callable) -> Training:
+    """Train by the (loss, gradients) of ``of_step(weights, first sample, samples, loss scale)``."""
+    wide = torch.float64 if flags["params-dtype"] == "fp32" else torch.float32
+    master = {name: each.to(wide, copy=True) for name, each in initial.items()}
+    scale, run, total = Scale(flags), Training(), total_samples(flags, steps)
+    done, updates = 0, 0
+    for step in range(steps):
+        size = batch_size(flags, done)
+        loss, grads = of_step(master, done, size, scale.value)
         norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
-        skipped = not math.isfinite(norm)
+        skipped = loss is None or not math.isfinite(norm)  # without a loss there is nothing to learn from
         lr = learning_rate(flags, (step, done), (steps, total))
         decay = weight_decay(flags, done / total)
         done += size

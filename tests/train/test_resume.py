@@ -58,9 +58,17 @@ def tensors(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
     return whole
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_resumed_training_is_bit_identical(tmp_path, dtype):
-    flags = ["--params-dtype", dtype] + (["--initial-loss-scale", "4096"] if dtype == "fp16" else [])
+@pytest.mark.parametrize(
+    ("dtype", "more"),
+    [
+        ("fp32", ""),
+        ("bf16", ""),
+        ("fp16", "--initial-loss-scale 4096"),
+        ("fp32", "--model-family bert --bert-pack --optimizer lamb --hidden-dropout 0.1"),
+    ],
+)
+def test_resumed_training_is_bit_identical(tmp_path, dtype, more):
+    flags = ["--params-dtype", dtype, *more.split()]
     straight = run(*flags, "--metrics-jsonl", tmp_path / "a.jsonl", "--save", tmp_path / "a")
     assert [r["global_batch_size"] for r in straight][:1] == [4], "the ramp is meant to be under way"
     both = ["--metrics-jsonl", tmp_path / "b.jsonl", "--save", tmp_path / "b", "--load", tmp_path / "b"]
@@ -79,6 +87,7 @@ def test_resumed_training_is_bit_identical(tmp_path, dtype):
         Layout(pp=2, dp=2, zero=3, schedule="zb-v", layers=4, dropout=0.1),
         Layout(pp=2, dp=2, zero=2, dtype="bf16"),
         Layout(tp=2, dp=2, zero=1, dtype="bf16", sequence_parallel=True),
+        Layout(tp=2, pp=2, dp=2, zero=3, shape="bert", dropout=0.1, optimizer="lamb"),
     ],
     ids=lambda layout: layout.name,
 )

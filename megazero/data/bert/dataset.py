@@ -21,6 +21,7 @@ from megazero.data.bert.sample_map import LONGEST_SENTENCE, MapPlan, build_sampl
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.cache import cached_arrays
 from megazero.data.indexed.reader import IndexedDataset
+from megazero.data.sample_numbers import sample_numbers
 from megazero.errors import DataError
 
 _MEASURED = 1 << 14  # samples whose padding is counted; they are shuffled, so any are a random subset
@@ -125,12 +126,8 @@ class BERTDataset:
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples `indices` stacked. IndexError past the end, DataError for foreign ids."""
-        indices = np.asarray(indices, dtype=np.int64)
-        if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < len(self)):
-            raise IndexError(
-                f"`index` must be in 0..{len(self) - 1} of the {self.name} split of {self.indexed.prefix}, "
-                f"but spans {int(indices.min())}..{int(indices.max())}."
-            )
+        where = f"the {self.name} split of {self.indexed.prefix}"
+        indices = sample_numbers(indices, len(self), where)
         rows = self.rows[indices].astype(np.int64)
         seeds = (indices + self.settings.seed % (1 << 32)) % (1 << 32)
         batch, lowest, highest = make_samples(self._store, rows, seeds, self.settings.recipe)

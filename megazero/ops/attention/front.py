@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.ops.attention.composed import attention_sdpa, attention_with_dropout
+from megazero.ops.attention.documents import attention_by_document, document_runs
 from megazero.ops.attention.flash_cpu import attention_flash_cpu, attention_flash_native_cpu
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dispatch import CPU, CallFacts, Implementation, Operator, kinds_of_calls, where
@@ -97,6 +98,15 @@ def attention(
     scale: 1 / sqrt(d) by default.
     A query that may attend to nothing gives zeros. Raises ValueError if the shapes do not fit together.
     """
+    if document_ids is not None and mask is None and q.shape[0] == k.shape[0]:
+        _check(q, k, v, dropout)
+        runs = document_runs(document_ids)
+        if runs is not None:
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, dropout: AttentionDropout | None) -> Tensor:
+                return _attend(q, k, v, causal, None, None, dropout, scale, lse=False)[0]
+
+            return attention_by_document(q, k, v, runs, dropout, attend)
     return _attend(q, k, v, causal, mask, document_ids, dropout, scale, lse=False)[0]
 
 
@@ -122,10 +132,8 @@ def attention_with_lse(
 
 
 def _attend(q, k, v, causal, mask, document_ids, dropout, scale, lse: bool) -> tuple[Tensor, Tensor | None]:
-    _check_shapes(q, k, v)
+    _check(q, k, v, dropout)
     s, t = q.shape[0], k.shape[0]
-    if dropout is not None:
-        dropout.check(q.shape[1], s, t)
     causal = causal and s > 1
     facts = AttentionFacts.of(
         q,
@@ -163,7 +171,7 @@ def _joined_mask(
     return mask.view((1,) * (4 - mask.dim()) + mask.shape).expand(-1, -1, s, t)
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, dropout: AttentionDropout | None) -> None:
     if k.shape != v.shape or q.shape[1] != k.shape[1] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
             "`k` and `v` must be [t, b, g, d] with q's b and d, but q, k, v are "
@@ -174,3 +182,5 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"`k` must have a number of heads that divides q's ({q.shape[2]}), but has {k.shape[2]}; "
             "set the number of query groups to a divisor of the number of heads."
         )
+    if dropout is not None:
+        dropout.check(q.shape[1], q.shape[0], k.shape[0])

@@ -88,7 +88,7 @@ def test_an_epoch_is_all_samples_and_its_last_batch_is_short(files):
 
 @pytest.mark.parametrize(("family", "task"), [("bert", "pairs"), ("gpt", "choices")])
 def test_a_run_that_stops_within_an_epoch_goes_on_bit_for_bit(files, family, task):
-    both = ("--epochs", 3, "--predictions", files / "p.jsonl")
+    both = ("--epochs", 2, "--predictions", files / "p.jsonl")
     straight = run(files, family, task, *both, "--save", files / "a")
     whole, told = steps(files), predictions(files / "p.jsonl")
     (files / "p.jsonl").unlink()

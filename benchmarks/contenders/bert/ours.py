@@ -1,0 +1,46 @@
+"""megazero on the same samples, through its own model, batches and engine, as pretrain_bert.py runs it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+
+import torch
+
+from benchmarks.contenders.bert import BertShape
+from benchmarks.contenders.ours import join_context, make_config, vocabulary_of
+from megazero.config.horizon import horizon_of
+from megazero.config.steps import Progress
+from megazero.config.tree import ParallelConfig, ZeroConfig
+from megazero.train.allocator import keep_freed_memory
+from megazero.train.assemble import build_engine
+from megazero.train.chunks import build_chunks
+from megazero.train.families import family_of
+from megazero.train.timers import Timers
+
+
+def build(shape: BertShape, rank: int, world_size: int, pack: bool = False, trim: bool = True):
+    """`trim` leaves out the columns that only pad, as training does."""
+    keep_freed_memory()
+    config = make_config(shape, world_size, ParallelConfig(), ZeroConfig())
+    dropout = {"hidden_dropout": shape.dropout, "attention_dropout": shape.dropout}
+    model = config.model.model_copy(update={"family": "bert", **dropout})
+    data = config.data.model_copy(update={"bert_pack": pack})
+    config = config.model_copy(update={"model": model, "data": data})
+    context = join_context(shape, rank, world_size, config.parallel)
+    vocabulary = vocabulary_of(shape)
+    chunks = build_chunks(config, vocabulary, context)
+    engine = build_engine(config, horizon_of(config, context.data.size), chunks, context)
+    collate = family_of(config.model).collate(config, shape.vocab, torch.device(shape.device), 1234)
+    if not trim:
+        collate = replace(collate, multiple=shape.sequence)
+    numbers = count(rank, world_size)  # of the samples, in the training order
+    steps = shape.steps(rank, lambda arrays: collate(arrays, tuple(next(numbers) for _ in arrays["lengths"])))
+    timers = Timers()
+
+    def step() -> float:
+        loss = engine.train_step(next(steps), Progress(), timers).losses.total
+        timers.collect()
+        return loss
+
+    return step

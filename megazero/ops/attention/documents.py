@@ -1,0 +1,72 @@
+"""Attention within documents, one at a time: what lies outside the diagonal blocks is never computed.
+
+A dense mask costs the same however short the documents are. On CPU it pays to call the kernel once per
+document, for packed rows as for padded ones, whose padding is a document too. (On an accelerator, reading the
+ids would wait for the device.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megazero.ops.dropout import AttentionDropout
+from megazero.ops.positions import Positions
+
+_LONG_ENOUGH = 16  # average tokens of a run; below, the calls would cost more than a mask
+
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionDropout | None], Tensor]
+
+
+def document_runs(document_ids: Tensor) -> list[list[int]] | None:
+    """The lengths of the runs of equal ids in each row of int [b, s].
+
+    None if the ids are not on the host, a document comes back after another one, or the runs are short.
+    """
+    b, s = document_ids.shape
+    if document_ids.device.type != "cpu" or b * s == 0:
+        return None
+    runs = [torch.unique_consecutive(row, return_counts=True) for row in document_ids]
+    if any(len(ids) * _LONG_ENOUGH > s or len(ids) != len(ids.unique()) for ids, _ in runs):
+        return None
+    return [lengths.tolist() for _, lengths in runs]
+
+
+def attention_by_document(
+    q: Tensor, k: Tensor, v: Tensor, runs: list[list[int]], dropout: AttentionDropout | None, attend: Attend
+) -> Tensor:
+    """[s, b, n d]: what `attend` makes of each run of each row.
+
+    q [s, b, n, d], k and v [s, b, g, d]. `attend` gets one run of one row, [l, 1, ...], and its dropout.
+    """
+    rows = []
+    # By splits, because a slice's backward would fill a tensor of the whole size.
+    for i, tensors in enumerate(zip(*(each.split(1, 1) for each in (q, k, v)), runs, strict=True)):
+        lengths, start, parts = tensors[-1], 0, []
+        for part in zip(*(each.split(lengths) for each in tensors[:-1]), strict=True):
+            stop = start + len(part[0])
+            parts.append(attend(*part, _of_run(dropout, i, start, stop)))
+            start = stop
+        rows.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+    return torch.cat(rows, 1)
+
+
+def _of_run(dropout: AttentionDropout | None, row: int, start: int, stop: int) -> AttentionDropout | None:
+    """The dropout of a row's positions from `start` to `stop`."""
+    if dropout is None:
+        return None
+
+    def own(positions: Positions) -> Positions:
+        positions = positions[start:stop]
+        one_for_all = isinstance(positions, range) or positions.dim() == 1
+        return positions if one_for_all else positions[:, row : row + 1]
+
+    return replace(
+        dropout,
+        keys=dropout.keys[row : row + 1],
+        query_positions=own(dropout.query_positions),
+        key_positions=own(dropout.key_positions),
+    )

@@ -1,0 +1,73 @@
+"""Documents evaluated one by one give what one mask over whole rows gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megazero.ops.attention import attention
+from megazero.ops.attention.documents import document_runs
+from megazero.ops.attention.reference import attention_reference
+from megazero.ops.dropout import AttentionDropout
+
+S = 70
+
+
+def test_runs_are_counted_row_by_row():
+    ids = torch.tensor([[4] * 50 + [0] * 20, [7] * 70, [1] * 30 + [2] * 20 + [-1] * 20])
+    assert document_runs(ids) == [[50, 20], [70], [30, 20, 20]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "why"),
+    [
+        (torch.tensor([[1] * 30 + [2] * 10 + [1] * 30]), "a document comes back"),
+        (torch.tensor([[1] * 70, list(range(5)) + [9] * 65]), "six runs of 70 tokens are short ones"),
+        (torch.empty(2, 70, dtype=torch.int32, device="meta"), "nobody can read the ids"),
+        (torch.empty(0, 70, dtype=torch.int32), "no rows"),
+    ],
+)
+def test_other_ids_need_a_mask(ids, why):
+    assert document_runs(ids) is None, why
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize(
+    "positions",
+    [range(3, 3 + S), torch.arange(S).flip(0), (torch.arange(3 * S) * 7 % 99).view(S, 3)],
+    ids=["range", "of all rows", "of each row"],
+)
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [[4] * 50 + [0] * 20, [7] * 70, [1] * 30 + [2] * 20 + [-1] * 20],
+        [[4] * 50 + [0] * 20, [7] * 70, [1] * 30 + [2] * 10 + [1] * 30],
+    ],
+    ids=["runs", "a document comes back"],
+)
+def test_they_equal_the_formula_with_a_mask(ids, positions, dropped, causal):
+    torch.manual_seed(2)
+    leaves = [torch.randn(S, 3, n, 8, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2)]
+    ids = torch.tensor(ids)
+    dropout = AttentionDropout(0.3, torch.tensor([5, 6, 7]), positions, positions, 1) if dropped else None
+    ours = attention(*leaves, causal=causal, document_ids=ids, dropout=dropout, scale=0.7)
+    mask = ids[:, None, :, None] == ids[:, None, None, :]
+    if causal:
+        mask = mask.tril()
+    theirs, _ = attention_reference(*leaves, mask, False, dropout, 0.7)
+    upstream = torch.randn_like(ours)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    for mine, expected in zip(
+        torch.autograd.grad(ours, leaves, upstream),
+        torch.autograd.grad(theirs, leaves, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_dropout_of_another_batch_is_refused_before_rows_are_taken_apart():
+    x = torch.zeros(S, 1, 1, 8)
+    dropout = AttentionDropout(0.3, torch.tensor([5, 6]), range(S), range(S))
+    with pytest.raises(ValueError, match="`keys` must hold one key per sequence"):
+        attention(x, x, x, causal=False, document_ids=torch.zeros(1, S), dropout=dropout)
