@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megazero.checkpoint.hf import HFReader, convert_to_hf
+from megazero.checkpoint.hf import convert_to_hf
 from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig
 from megazero.models import Batch, ModelChunk
@@ -19,6 +19,7 @@ from megazero.train.resume import resume
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.vocabulary import Vocabulary
+from megazero.train.weights import take_foreign_weights
 from megazero.verify.layouts import SEQUENCE, VOCABULARY, Layout
 from megazero.verify.record import verification_engine
 from tests.checkpoint.hf.encoder_samples import batch_of
@@ -69,7 +70,7 @@ def export(layout: Layout, config: Config, out: Path) -> dict[str, torch.Tensor]
             context,
             VOCABULARY,
             engine_of,
-            partial(HFReader.for_model, model=config.model, vocab_size=VOCABULARY),
+            partial(take_foreign_weights, config, context, VOCABULARY),
         )
         snapshots = Snapshots(
             config, resumed.horizon, resumed.engine, context, VOCABULARY, config.training.seed
