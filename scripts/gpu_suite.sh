@@ -3,8 +3,8 @@
 #
 #   bash scripts/gpu_suite.sh
 #
-# csrc for the GPU, the tests marked `gpu`, a short quickstart in bf16, and the training step beside plain
-# PyTorch. Results go to $OUT, or benchmarks/results/. After a failure it goes on, and ends with status 1.
+# csrc for the GPU, the tests marked `gpu`, a short quickstart in bf16, and GPT's and BERT's training steps beside
+# plain PyTorch. Results go to $OUT, or benchmarks/results/. After a failure it goes on, and ends with status 1.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 results=$(mkdir -p "${OUT:-benchmarks/results}" && cd "${OUT:-benchmarks/results}" && pwd) || exit 1
@@ -40,8 +40,10 @@ for name in loss.png metrics.jsonl metrics.eval.jsonl; do
         if [[ -f $found ]]; then cp "$found" "$results/gpu_quickstart_${name//.eval/_eval}"; fi
     done
 done
-check "training step" 140 python benchmarks/train_step.py --dtype bf16 --device cuda \
+check "training step" 90 python benchmarks/train_step.py --dtype bf16 --device cuda \
     --output "$results/gpu_train_step.jsonl"
+check "BERT's step" 60 python benchmarks/bert_step.py --dtype bf16 --device cuda --rounds 5 \
+    --contenders plain megazero megazero-pack --output "$results/gpu_bert_step.jsonl"
 
 echo
 if ((${#failed[@]})); then

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from megazero.data.build import default_cache, gpt_datasets
@@ -26,6 +28,7 @@ def test_a_run_keeps_its_indexes_there_unless_it_names_a_folder(tmp_path, named)
     data = {"data.data_path": (str(write_lengths(tmp_path / "a", [40] * 20)),), "data.split": "1,0,0"}
     if named is not None:
         data["data.data_cache_path"] = str(tmp_path / named)
-    gpt_datasets(make_config(data), 60000, None, (4, 0, 0))
+    vocabulary = SimpleNamespace(size=60000, eod=None, tokenizer=None)
+    gpt_datasets(make_config(data), vocabulary, (4, 0, 0))
     folders = [path.name for path in tmp_path.iterdir() if path.is_dir()]
     assert folders == [named or "index-cache"]
