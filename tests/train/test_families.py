@@ -99,8 +99,9 @@ def _without_head(family):
 def test_alike_blocks_are_measured_once_and_cost_the_same(shape):
     config = Layout(layers=4, shape=shape).config()
     seconds = measured_costs(config, VOCAB, solo_context())
-    assert len(seconds) == len(estimated_costs(config, VOCAB, solo_context())) == 6
-    assert len(set(seconds[1:-1])) == 1
+    layers = list(zip(seconds, estimated_costs(config, VOCAB, solo_context()), strict=True))[1:-1]
+    assert len(layers) == 4
+    assert len(set(layers)) == len({flops for _, flops in layers}) <= 2  # an encoder's last layer is narrowed
     assert min(seconds) > 0
 
 
