@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megazero.checkpoint.hf import encoder
-from megazero.checkpoint.hf.architecture import Architecture
 from megazero.checkpoint.hf.encoder_classifier import multiple_choice, sequence_classification
 from megazero.config.tree import ModelConfig
 
@@ -30,30 +29,8 @@ _BODY = (
     *encoder.pair("layers.{i}.mlp_norm", f"{encoder.LAYER}.attention.output.LayerNorm"),
     *encoder.pair("final_norm", "bert.encoder.layer.{last}.output.LayerNorm"),
 )
-_OURS_FIXED = (*encoder.OURS_FIXED, ("apply_residual_connection_post_layernorm", True))
 
-BERT_PRETRAINING = Architecture(
-    name="BertForPreTraining",
-    model_type="bert",
-    auto="AutoModelForPreTraining",
-    prefix="bert.",
-    rules=(*_BODY, *encoder.BINARY_HEAD, *encoder.MASKED_HEAD),
-    copies=encoder.COPIES,
-    ignored=encoder.IGNORED,
-    renamed=encoder.RENAMED,
-    settings=encoder.SETTINGS,
-    fixed=encoder.FIXED,
-    ours_fixed=(*_OURS_FIXED, ("bert_binary_head", True)),
-    limits=encoder.LIMITS,
-    seen=encoder.heads_seen,
-)
-BERT_MASKED_LM = replace(
-    BERT_PRETRAINING,
-    name="BertForMaskedLM",
-    auto="AutoModelForMaskedLM",
-    rules=(*_BODY, *encoder.MASKED_HEAD),
-    blank=encoder.BLANK,
-    ours_fixed=(*_OURS_FIXED, ("bert_binary_head", False)),
-)
+BERT_PRETRAINING = encoder.pretraining("BertForPreTraining", "bert", _BODY, post_norm=True)
+BERT_MASKED_LM = encoder.masked_lm(BERT_PRETRAINING, "BertForMaskedLM", _BODY)
 BERT_CLASSIFICATION = sequence_classification(BERT_PRETRAINING, "BertForSequenceClassification", _BODY)
 BERT_MULTIPLE_CHOICE = multiple_choice(BERT_PRETRAINING, "BertForMultipleChoice", _BODY)

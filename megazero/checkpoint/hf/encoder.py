@@ -7,8 +7,9 @@ head still has token types. Ours has them only if that is set, so a table of zer
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from megazero.checkpoint.hf.architecture import COMMON_LIMITS, FieldPair, Limit, TensorLike
+from megazero.checkpoint.hf.architecture import COMMON_LIMITS, Architecture, FieldPair, Limit, TensorLike
 from megazero.checkpoint.naming import TensorRule, untied
 from megazero.config.tree import ModelConfig
 
@@ -168,3 +169,38 @@ def with_one_gelu(model: ModelConfig) -> ModelConfig:
     if is_one or model.activation not in dict(_GELUS).values():
         return model
     return model.model_copy(update={"bert_head_activation": model.activation})
+
+
+def pretraining(name: str, model_type: str, body: tuple[TensorRule, ...], *, post_norm: bool) -> Architecture:
+    """The class of this name, with both heads, on the embedding and layers `body`."""
+    return Architecture(
+        name=name,
+        model_type=model_type,
+        auto="AutoModelForPreTraining",
+        prefix="bert.",
+        rules=(*body, *BINARY_HEAD, *MASKED_HEAD),
+        copies=COPIES,
+        ignored=IGNORED,
+        renamed=RENAMED,
+        settings=SETTINGS,
+        fixed=FIXED,
+        ours_fixed=(
+            *OURS_FIXED,
+            ("apply_residual_connection_post_layernorm", post_norm),
+            ("bert_binary_head", True),
+        ),
+        limits=LIMITS,
+        seen=heads_seen,
+    )
+
+
+def masked_lm(base: Architecture, name: str, body: tuple[TensorRule, ...]) -> Architecture:
+    """The class of this name, which is `base` without the binary head."""
+    return replace(
+        base,
+        name=name,
+        auto="AutoModelForMaskedLM",
+        rules=(*body, *MASKED_HEAD),
+        blank=BLANK,
+        ours_fixed=(*base.ours_fixed[:-1], ("bert_binary_head", False)),
+    )
