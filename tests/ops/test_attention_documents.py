@@ -10,21 +10,21 @@ from megazero.ops.attention.documents import document_runs
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dropout import AttentionDropout
 
-S = 70
+S = 420
 
 
 def test_runs_are_counted_row_by_row():
-    ids = torch.tensor([[4] * 50 + [0] * 20, [7] * 70, [1] * 30 + [2] * 20 + [-1] * 20])
-    assert document_runs(ids) == [[50, 20], [70], [30, 20, 20]]
+    ids = torch.tensor([[4] * 300 + [0] * 120, [7] * 420, [1] * 180 + [2] * 120 + [-1] * 120])
+    assert document_runs(ids) == [[300, 120], [420], [180, 120, 120]]
 
 
 @pytest.mark.parametrize(
     ("ids", "why"),
     [
-        (torch.tensor([[1] * 30 + [2] * 10 + [1] * 30]), "a document comes back"),
-        (torch.tensor([[1] * 70, list(range(5)) + [9] * 65]), "six runs of 70 tokens are short ones"),
-        (torch.empty(2, 70, dtype=torch.int32, device="meta"), "nobody can read the ids"),
-        (torch.empty(0, 70, dtype=torch.int32), "no rows"),
+        (torch.tensor([[1] * 180 + [2] * 60 + [1] * 180]), "a document comes back"),
+        (torch.tensor([[1] * 420, [*range(5), *[9] * 415]]), "nearly all pairs are of one document"),
+        (torch.empty(2, 420, dtype=torch.int32, device="meta"), "nobody can read the ids"),
+        (torch.empty(0, 420, dtype=torch.int32), "no rows"),
     ],
 )
 def test_other_ids_need_a_mask(ids, why):
@@ -35,14 +35,14 @@ def test_other_ids_need_a_mask(ids, why):
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize(
     "positions",
-    [range(3, 3 + S), torch.arange(S).flip(0), (torch.arange(3 * S) * 7 % 99).view(S, 3)],
+    [range(3, 3 + S), torch.arange(S).flip(0), (torch.arange(3 * S) * 7 % 999).view(S, 3)],
     ids=["range", "of all rows", "of each row"],
 )
 @pytest.mark.parametrize(
     "ids",
     [
-        [[4] * 50 + [0] * 20, [7] * 70, [1] * 30 + [2] * 20 + [-1] * 20],
-        [[4] * 50 + [0] * 20, [7] * 70, [1] * 30 + [2] * 10 + [1] * 30],
+        [[4] * 300 + [0] * 120, [7] * 420, [1] * 180 + [2] * 120 + [-1] * 120],
+        [[4] * 300 + [0] * 120, [7] * 420, [1] * 180 + [2] * 60 + [1] * 180],
     ],
     ids=["runs", "a document comes back"],
 )

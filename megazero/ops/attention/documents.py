@@ -16,7 +16,7 @@ from torch import Tensor
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.positions import Positions
 
-_LONG_ENOUGH = 16  # average tokens of a run; below, the calls would cost more than a mask
+_WORTH = 1 << 14  # pairs of tokens: a call of the kernel takes about as long as this many under a mask
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionDropout | None], Tensor]
 
@@ -24,15 +24,18 @@ Attend = Callable[[Tensor, Tensor, Tensor, AttentionDropout | None], Tensor]
 def document_runs(document_ids: Tensor) -> list[list[int]] | None:
     """The lengths of the runs of equal ids in each row of int [b, s].
 
-    None if the ids are not on the host, a document comes back after another one, or the runs are short.
+    None if the ids are not on the host, a document comes back after another one, or so few pairs of tokens
+    would be left out that the calls would cost more than a mask.
     """
     b, s = document_ids.shape
     if document_ids.device.type != "cpu" or b * s == 0:
         return None
     runs = [torch.unique_consecutive(row, return_counts=True) for row in document_ids]
-    if any(len(ids) * _LONG_ENOUGH > s or len(ids) != len(ids.unique()) for ids, _ in runs):
+    found = [lengths.tolist() for _, lengths in runs]
+    left_out = b * s * s - sum(length**2 for lengths in found for length in lengths)
+    if left_out < _WORTH * sum(map(len, found)):
         return None
-    return [lengths.tolist() for _, lengths in runs]
+    return None if any(len(ids) != len(ids.unique()) for ids, _ in runs) else found
 
 
 def attention_by_document(
