@@ -52,7 +52,7 @@ def test_a_launcher_says_why_a_layout_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ([], "`--pretrained` must name checkpoints, but is missing."),
+        (["--steps", "0"], "`--steps` must be a positive integer, but is `0`."),
         (["--pretrained", "d"], "`--vocab-file` must name a vocab.txt, but is ``."),
         (["--seeds"], "`--seeds` must have a value, but is the last word."),
         (["--nproc", "0"], "`--nproc` must be a positive integer, but is `0`."),
