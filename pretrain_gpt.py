@@ -3,7 +3,7 @@
 import sys
 
 from megazero.config.resolve import resolve_or_exit
-from megazero.errors import MegazeroError
+from megazero.errors import exit_status
 
 
 def main() -> int:
@@ -11,12 +11,7 @@ def main() -> int:
     # After the flags are known to be good: torch takes seconds to import.
     from megazero.train.assemble import pretrain
 
-    try:
-        pretrain(config)
-    except MegazeroError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return exit_status(lambda: pretrain(config))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ message without a traceback and exit with `exit_code`.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 
 def printable(text: str, kept: str = "\n") -> str:
     """`text` with escapes for what a terminal would obey or hide instead of showing it, but for `kept`.
@@ -58,3 +61,13 @@ class CommunicationError(MegazeroError):
 
 class NumericsError(MegazeroError):
     """Training met values it cannot continue from, such as a loss scale at its floor."""
+
+
+def exit_status(work: Callable[[], object]) -> int:
+    """Do `work`, and print the message of an error; returns the process's status."""
+    try:
+        work()
+    except MegazeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0

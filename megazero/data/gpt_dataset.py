@@ -61,7 +61,14 @@ class GPTSettings:
         return int(self.add_extra_token)
 
 
-class GPTDataset:
+class _FullSamples:
+    """What there is to say about samples without padding."""
+
+    padding_share = 0.0
+    notes = ()
+
+
+class GPTDataset(_FullSamples):
     """Samples of one split of one indexed dataset.
 
     sequence_ids: the split's sequences, a range or int [n]; num_samples: the least number of samples, over
@@ -123,15 +130,6 @@ class GPTDataset:
             "separate_last": plan.separate_last,
             "seed": self.settings.seed,
         }
-
-    @property
-    def padding_share(self) -> float:
-        """Samples are full."""
-        return 0.0
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return ()
 
     def _plan(self, num_samples: int | None, epochs: int | None) -> SamplePlan:
         lengths, ids = self.indexed.lengths, self._ids
@@ -199,7 +197,7 @@ def finish_batch(tokens: np.ndarray, labels: np.ndarray, settings: GPTSettings) 
     return batch
 
 
-class MockGPTDataset:
+class MockGPTDataset(_FullSamples):
     """Random tokens for trying out a run without data: sample i is a function of (seed, name, i) alone.
 
     Items are like `GPTDataset`'s. Raises DataError without a vocabulary size.
@@ -234,15 +232,6 @@ class MockGPTDataset:
     @property
     def description(self) -> dict[str, object]:
         return {"kind": "mock", "name": self.name, "key": self._key, "samples": self._size}
-
-    @property
-    def padding_share(self) -> float:
-        """Samples are full."""
-        return 0.0
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return ()
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megazero.errors import ConfigError, DataError, MegazeroError
+from megazero.errors import ConfigError, DataError, exit_status
+from megazero.inference.job import add_sizes, check_texts, decode_lines, loaded_model
 from megazero.inference.sampling import Sampling
-from megazero.inference.staged import StagedModel
 from megazero.inference.text import TextGenerator
-from megazero.mpu import Launch, leave, reporting
+from megazero.mpu import Launch
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -37,25 +36,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """The flags for the sizes of the job."""
-    for axis, what in (("tensor", "slices of each layer"), ("pipeline", "stages")):
-        parser.add_argument(
-            f"--{axis}-model-parallel-size",
-            type=int,
-            help=f"{what} over the ranks of this job (default: as trained, or 1 for a single process)",
-        )
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the command with its flags; returns the exit status."""
     flags = build_parser().parse_args(argv)
-    try:
-        _run(flags)
-    except MegazeroError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return exit_status(lambda: _run(flags))
 
 
 def _run(flags: argparse.Namespace) -> None:
@@ -65,23 +49,13 @@ def _run(flags: argparse.Namespace) -> None:
     if flags.num_samples < 1:
         raise ConfigError(f"`num_samples` must be at least 1, but is {flags.num_samples}; ask for one")
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.greedy, flags.seed)
-    # This imports every part of megazero, so it waits until the flags are known to be good.
-    from megazero.train.trained import Sizes, load_for_inference
-
-    sizes = Sizes(flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size)
-    loaded = load_for_inference(flags.load, Launch.from_environment(), sizes, verb="generate")
-    with reporting(loaded.context):
-        if loaded.context.rank == 0:
-            for remark in loaded.remarks:
-                print(f"warning: {remark}", file=sys.stderr)
-        model = StagedModel(loaded.chunks, loaded.stage_of, loaded.context.pp)
+    with loaded_model(flags, Launch.from_environment(), "generate") as (loaded, model):
         repeated = [prompt for prompt in prompts for _ in range(flags.num_samples)]
         texts = TextGenerator(model, loaded.tokenizer).complete(
             repeated, max_new_tokens=flags.max_new_tokens, sampling=sampling, batch_size=flags.batch_size
         )
         if loaded.context.rank == 0:
             print(format_results(repeated, texts, flags.num_samples))
-    leave(loaded.context)
 
 
 def format_results(prompts: Sequence[str], texts: Sequence[str], num_samples: int) -> str:
@@ -93,18 +67,6 @@ def format_results(prompts: Sequence[str], texts: Sequence[str], num_samples: in
         f"--- prompt {i // num_samples + 1}, sample {i % num_samples + 1} ---\n{text}"
         for i, text in enumerate(whole)
     )
-
-
-def check_texts(texts: list[str], flag: str) -> list[str]:
-    """Return the values of a flag unchanged.
-
-    Raises:
-        DataError: one contains bytes that are not UTF-8, which Python passes on as lone surrogates.
-    """
-    for number, text in enumerate(texts, 1):
-        if any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise DataError(f"`{flag}` must be UTF-8, but number {number} is {text!r}; convert it")
-    return texts
 
 
 def read_prompts(path: str) -> list[str]:
@@ -120,24 +82,3 @@ def read_prompts(path: str) -> list[str]:
     if not content:
         raise DataError(f"`--prompt-file` must have a line per prompt, but {path} is empty; write a prompt")
     return decode_lines(content, "`--prompt-file`", path)
-
-
-def decode_lines(content: bytes, what: str, place: str) -> list[str]:
-    """The lines of a UTF-8 text.
-
-    Raises:
-        DataError: a line is not UTF-8; calls the text `what`, and says in which `place` the line is.
-    """
-    # Not str.splitlines, which also splits at characters that a prompt may contain.
-    lines = content.split(b"\n")
-    if lines[-1] == b"":
-        lines.pop()
-    texts = []
-    for number, line in enumerate(lines, 1):
-        try:
-            texts.append(line.removesuffix(b"\r").decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{what} must be UTF-8, but {place} line {number} is not: {error.reason}; convert it"
-            ) from error
-    return texts

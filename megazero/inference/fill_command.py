@@ -6,11 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megazero.errors import ConfigError, DataError, MegazeroError
-from megazero.inference.command import add_sizes, check_texts, decode_lines
+from megazero.errors import ConfigError, DataError, exit_status
 from megazero.inference.fill import Candidate, MaskFiller
-from megazero.inference.staged import StagedModel
-from megazero.mpu import Launch, leave, reporting
+from megazero.inference.job import add_sizes, check_texts, decode_lines, loaded_model
+from megazero.mpu import Launch
 
 VERB = "fill-mask"
 
@@ -38,12 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run the command with its flags; returns the exit status."""
     flags = build_parser().parse_args(argv)
-    try:
-        _run(flags)
-    except MegazeroError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return exit_status(lambda: _run(flags))
 
 
 def _run(flags: argparse.Namespace) -> None:
@@ -52,21 +46,11 @@ def _run(flags: argparse.Namespace) -> None:
     for name in ("top_k", "batch_size"):
         if getattr(flags, name) < 1:
             raise ConfigError(f"`{name}` must be at least 1, but is {getattr(flags, name)}; ask for one")
-    # This imports every part of megazero, so it waits until the flags are known to be good.
-    from megazero.train.trained import Sizes, load_for_inference
-
-    sizes = Sizes(flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size)
-    loaded = load_for_inference(flags.load, launch, sizes, verb=VERB)
-    with reporting(loaded.context):
-        if loaded.context.rank == 0:
-            for remark in loaded.remarks:
-                print(f"warning: {remark}", file=sys.stderr)
-        model = StagedModel(loaded.chunks, loaded.stage_of, loaded.context.pp)
+    with loaded_model(flags, launch, VERB) as (loaded, model):
         filler = MaskFiller(model, loaded.tokenizer, loaded.collate)
         found = filler.fill(texts, top_k=flags.top_k, batch_size=flags.batch_size)
         if loaded.context.rank == 0:
             print(format_candidates(texts, found))
-    leave(loaded.context)
 
 
 def format_candidates(texts: Sequence[str], found: Sequence[Sequence[Sequence[Candidate]]]) -> str:

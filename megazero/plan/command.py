@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megazero.errors import ConfigError, MegazeroError
+from megazero.errors import ConfigError, exit_status
 from megazero.pipeline import KINDS, Costs, Timeline, add_transfers, build_schedule, simulate
 from megazero.pipeline.render import chrome_trace, draw, render_text
 
@@ -43,12 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run the command with its flags; returns the exit status."""
     flags = build_parser().parse_args(argv)
-    try:
-        _plan_schedule(flags)
-    except MegazeroError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return exit_status(lambda: _plan_schedule(flags))
 
 
 def _plan_schedule(flags: argparse.Namespace) -> None:

@@ -74,6 +74,11 @@ def build_engine(config: Config, horizon: Horizon, chunks: Chunks, context: Para
     )
 
 
+def build_model(vocabulary: Vocabulary, context: ParallelContext, config: Config, horizon: Horizon) -> Engine:
+    """`build_engine` of this rank's chunks of the configured model."""
+    return build_engine(config, horizon, build_chunks(config, vocabulary, context), context)
+
+
 def build_feeds(
     config: Config, horizon: Horizon, vocabulary: Vocabulary, context: ParallelContext, stream_seed: int
 ) -> Feeds:
@@ -176,9 +181,7 @@ def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     context = count_traffic(joined, traffic) if config.logging.comms_logger else joined
     vocabulary = build_vocabulary(config)
 
-    def build(config: Config, horizon: Horizon) -> Engine:
-        return build_engine(config, horizon, build_chunks(config, vocabulary, context), context)
-
+    build = partial(build_model, vocabulary, context)
     begin = partial(take_foreign_weights, config, context, vocabulary.size)
     resumed = resume(config, context, vocabulary.size, build, begin)
     config, horizon, engine, state = resumed.config, resumed.horizon, resumed.engine, resumed.state

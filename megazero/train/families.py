@@ -17,19 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from megazero.checkpoint.hf import (
-    BERT_CLASSIFICATION,
-    BERT_MASKED_LM,
-    BERT_MULTIPLE_CHOICE,
-    BERT_PRETRAINING,
-    GPT2,
-    LLAMA,
-    MEGATRON_BERT_CLASSIFICATION,
-    MEGATRON_BERT_MASKED_LM,
-    MEGATRON_BERT_MULTIPLE_CHOICE,
-    MEGATRON_BERT_PRETRAINING,
-    Architecture,
-)
+from megazero.checkpoint.hf import DECODERS, ENCODERS, Architecture
 from megazero.config.tree import Config, ModelConfig, RecomputeConfig
 from megazero.data import Datasets, bert_datasets, gpt_datasets
 from megazero.layers import Placement
@@ -132,7 +120,7 @@ _ROWS = (
         collate=TextCollate.of,
         datasets=gpt_datasets,
         random_arrays=random_text,
-        architectures=(GPT2, LLAMA),
+        architectures=DECODERS,
         verb="generate",
         classifier=LastTokenClassifier,
     ),
@@ -144,16 +132,7 @@ _ROWS = (
         collate=BertCollate.of,
         datasets=bert_datasets,
         random_arrays=random_samples,
-        architectures=(
-            MEGATRON_BERT_PRETRAINING,
-            MEGATRON_BERT_MASKED_LM,
-            BERT_PRETRAINING,
-            BERT_MASKED_LM,
-            MEGATRON_BERT_CLASSIFICATION,
-            MEGATRON_BERT_MULTIPLE_CHOICE,
-            BERT_CLASSIFICATION,
-            BERT_MULTIPLE_CHOICE,
-        ),
+        architectures=ENCODERS,
         verb="fill-mask",
         classifier=FirstTokenClassifier,
     ),

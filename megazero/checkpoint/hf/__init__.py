@@ -7,38 +7,16 @@ makes classifiers of the last two. `reader` presents a folder as a `Source`, `wr
 """
 
 from megazero.checkpoint.hf.architecture import Architecture
-from megazero.checkpoint.hf.bert import (
-    BERT_CLASSIFICATION,
-    BERT_MASKED_LM,
-    BERT_MULTIPLE_CHOICE,
-    BERT_PRETRAINING,
-)
-from megazero.checkpoint.hf.config_json import ARCHITECTURES, Description, TokenIds
+from megazero.checkpoint.hf.config_json import ARCHITECTURES, DECODERS, ENCODERS, Description, TokenIds
 from megazero.checkpoint.hf.convert import Imported, convert_from_hf, convert_to_hf
-from megazero.checkpoint.hf.gpt2 import GPT2
-from megazero.checkpoint.hf.llama import LLAMA
-from megazero.checkpoint.hf.megatron_bert import (
-    MEGATRON_BERT_CLASSIFICATION,
-    MEGATRON_BERT_MASKED_LM,
-    MEGATRON_BERT_MULTIPLE_CHOICE,
-    MEGATRON_BERT_PRETRAINING,
-)
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.hf.tokenizer_files import TokenizerFiles, tokenizer_files, tokenizer_settings
 from megazero.checkpoint.hf.writer import Exported, ModelFiles, write_hf
 
 __all__ = [
     "ARCHITECTURES",
-    "BERT_CLASSIFICATION",
-    "BERT_MASKED_LM",
-    "BERT_MULTIPLE_CHOICE",
-    "BERT_PRETRAINING",
-    "GPT2",
-    "LLAMA",
-    "MEGATRON_BERT_CLASSIFICATION",
-    "MEGATRON_BERT_MASKED_LM",
-    "MEGATRON_BERT_MULTIPLE_CHOICE",
-    "MEGATRON_BERT_PRETRAINING",
+    "DECODERS",
+    "ENCODERS",
     "Architecture",
     "Description",
     "Exported",

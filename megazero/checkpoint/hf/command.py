@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megazero.checkpoint.hf.convert import Imported, convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.writer import DTYPES, Exported
 from megazero.config.fields import FIELDS
 from megazero.config.tree import ModelConfig, TokenizerConfig
-from megazero.errors import ConfigError, MegazeroError
+from megazero.errors import ConfigError, exit_status
 
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3))
 _KINDS = (
@@ -67,13 +66,13 @@ def from_hf_parser() -> argparse.ArgumentParser:
 def main_to_hf(argv: Sequence[str]) -> int:
     """Run `to-hf`; returns the exit status."""
     flags = to_hf_parser().parse_args(argv)
-    return _reported(lambda: _to_hf(flags))
+    return exit_status(lambda: _to_hf(flags))
 
 
 def main_from_hf(argv: Sequence[str]) -> int:
     """Run `from-hf`; returns the exit status."""
     flags = from_hf_parser().parse_args(argv)
-    return _reported(lambda: print(describe_import(convert_from_hf(flags.hf, flags.out))))
+    return exit_status(lambda: print(describe_import(convert_from_hf(flags.hf, flags.out))))
 
 
 def parse_size(text: str) -> int:
@@ -175,12 +174,3 @@ def _tokenizer(flags: argparse.Namespace) -> TokenizerConfig | None:
     if flags.tokenizer_type is None:
         return None
     return TokenizerConfig(tokenizer_type=flags.tokenizer_type, **fields)
-
-
-def _reported(work: Callable[[], None]) -> int:
-    try:
-        work()
-    except MegazeroError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0

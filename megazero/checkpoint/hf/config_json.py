@@ -31,9 +31,8 @@ from megazero.config.derive import model_differences
 from megazero.config.tree import ModelConfig
 from megazero.errors import CheckpointError
 
-ARCHITECTURES: tuple[Architecture, ...] = (
-    GPT2,
-    LLAMA,
+DECODERS: tuple[Architecture, ...] = (GPT2, LLAMA)
+ENCODERS: tuple[Architecture, ...] = (
     MEGATRON_BERT_PRETRAINING,
     MEGATRON_BERT_MASKED_LM,
     BERT_PRETRAINING,
@@ -43,6 +42,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     BERT_CLASSIFICATION,
     BERT_MULTIPLE_CHOICE,
 )
+ARCHITECTURES = DECODERS + ENCODERS
 CONFIG = "config.json"
 _LARGEST_JSON = 100 << 20
 # Our fields that change how a model is trained or laid out, but not what given weights compute.

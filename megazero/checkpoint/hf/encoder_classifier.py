@@ -15,12 +15,10 @@ _LEAST = 2
 
 def sequence_classification(base: Architecture, name: str, body: tuple[TensorRule, ...]) -> Architecture:
     """The class of this name, which sorts sequences, with the layers `body` of `base`."""
-    trunk = _trunk(base)
+    trunk = _classifier(base, name, body)
     return replace(
         trunk,
-        name=name,
         auto="AutoModelForSequenceClassification",
-        rules=(*body, *encoder.POOLER, *encoder.CLASSIFIER),
         settings=(*trunk.settings, FieldPair(COUNT, "num_classes", _LEAST)),
         fixed=(*trunk.fixed, ("problem_type", "single_label_classification")),
         limits=(
@@ -37,20 +35,17 @@ def sequence_classification(base: Architecture, name: str, body: tuple[TensorRul
 
 def multiple_choice(base: Architecture, name: str, body: tuple[TensorRule, ...]) -> Architecture:
     """The class of this name, which scores each choice."""
-    trunk = _trunk(base)
-    return replace(
-        trunk,
-        name=name,
-        auto="AutoModelForMultipleChoice",
-        rules=(*body, *encoder.POOLER, *encoder.CLASSIFIER),
-        ours_fixed=(*trunk.ours_fixed, ("num_classes", 1)),
-    )
+    trunk = _classifier(base, name, body)
+    ours_fixed = (*trunk.ours_fixed, ("num_classes", 1))
+    return replace(trunk, auto="AutoModelForMultipleChoice", ours_fixed=ours_fixed)
 
 
-def _trunk(base: Architecture) -> Architecture:
-    """What is left without the heads of pretraining: their GELU too, as the pooler has none."""
+def _classifier(base: Architecture, name: str, body: tuple[TensorRule, ...]) -> Architecture:
+    """`base` without the heads of pretraining, and without their GELU, as the pooler has none."""
     return replace(
         base,
+        name=name,
+        rules=(*body, *encoder.POOLER, *encoder.CLASSIFIER),
         copies=(),
         blank=encoder.BLANK,
         settings=tuple(each for each in base.settings if each.ours not in _OF_PRETRAINING),

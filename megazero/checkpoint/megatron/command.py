@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from megazero.checkpoint.megatron.folder import Form
 from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
 from megazero.checkpoint.writer import later_weights, write_checkpoint
 from megazero.config.tree import TokenizerConfig
-from megazero.errors import CheckpointError, ConfigError, MegazeroError
+from megazero.errors import CheckpointError, ConfigError, exit_status
 
 _TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
 
@@ -71,22 +70,21 @@ def build_parser() -> argparse.ArgumentParser:
 def main_import_megatron(argv: Sequence[str]) -> int:
     """Run the command with its flags; returns the exit status."""
     flags = build_parser().parse_args(argv)
-    try:
-        tokenizer = _tokenizer(flags)
-        options = ImportOptions(
-            flags.trust_pickle,
-            flags.vocab_size,
-            {} if flags.megatron_args is None else _read_arguments(flags.megatron_args),
-            flags.average_replicas,
-            tuple(flags.inert_class),
-        )
-        with MegatronReader(flags.source, options) as reader:
-            folder = import_megatron(reader, flags.out, tokenizer)
-            print(report(reader, folder))
-    except MegazeroError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return exit_status(lambda: _run(flags))
+
+
+def _run(flags: argparse.Namespace) -> None:
+    tokenizer = _tokenizer(flags)
+    options = ImportOptions(
+        flags.trust_pickle,
+        flags.vocab_size,
+        {} if flags.megatron_args is None else _read_arguments(flags.megatron_args),
+        flags.average_replicas,
+        tuple(flags.inert_class),
+    )
+    with MegatronReader(flags.source, options) as reader:
+        folder = import_megatron(reader, flags.out, tokenizer)
+        print(report(reader, folder))
 
 
 def import_megatron(

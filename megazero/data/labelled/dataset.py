@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megazero.data.sample_numbers import sample_numbers
 from megazero.data.shuffle import cyclic_sample
 
 UNKNOWN_LABEL = -1
@@ -95,12 +96,8 @@ class EpochOrder:
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples at these positions, as `LabelledSamples.batch` gives them. IndexError past the end."""
-        positions = [int(i) for i in indices]
-        if positions and not (min(positions) >= 0 and max(positions) < len(self)):
-            raise IndexError(
-                f"`index` must be in 0..{len(self) - 1} of the {self.name} split, but is {positions}."
-            )
-        return self.samples.batch([self._sample(position) for position in positions])
+        positions = sample_numbers(indices, len(self), f"the {self.name} split")
+        return self.samples.batch([self._sample(position) for position in positions.tolist()])
 
     @property
     def description(self) -> dict[str, object]:

@@ -6,14 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 from megazero.checkpoint import Disk
-from megazero.config.horizon import Horizon
 from megazero.config.tree import Config
 from megazero.data import EpochOrder, SamplerSpec
 from megazero.errors import CheckpointError, ConfigError, DataError
 from megazero.mpu import Launch, ParallelContext, TrafficLog, count_traffic, gather_values
-from megazero.train.assemble import build_engine, build_plan, in_job
-from megazero.train.chunks import build_chunks
-from megazero.train.engine import Engine
+from megazero.train.assemble import build_model, build_plan, in_job
 from megazero.train.families import family_of
 from megazero.train.feed import Feed, make_feed
 from megazero.train.finetuning.best import BestModel
@@ -62,10 +59,7 @@ def finetune_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     config = completed(config, data, context)
     if config.finetune.predictions:
         _on_first(context, lambda: check_writable(config.finetune.predictions))
-
-    def build(config: Config, horizon: Horizon) -> Engine:
-        return build_engine(config, horizon, build_chunks(config, vocabulary, context), context)
-
+    build = partial(build_model, vocabulary, context)
     begin = partial(take_pretrained, config, context, vocabulary.size)
     resumed = resume(config, context, vocabulary.size, build, begin)
     if data.train is not None:
