@@ -176,6 +176,9 @@ class ParallelConfig(Section):
     expert_model_parallel_size: PositiveInt = option(
         1, "ranks that share the experts of a layer", aliases=("--moe-expert-parallel-size",)
     )
+    expert_tensor_parallel_size: PositiveInt | None = option(
+        None, "ranks that share each expert's weights; default: the tensor-parallel size"
+    )
     sequence_parallel: bool = option(
         False, "shard norm and dropout regions over the tensor-parallel ranks along the sequence"
     )

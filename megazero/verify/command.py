@@ -17,9 +17,10 @@ from megazero.config.tasks import task_of
 from megazero.config.tree import Config
 from megazero.errors import ConfigError, MegazeroError
 from megazero.verify.compare import Deviation, compare
-from megazero.verify.layouts import Layout, all_layouts, covering, encoder_layouts
+from megazero.verify.layouts import Layout
 from megazero.verify.record import STEPS, Record
 from megazero.verify.run import run_alone, run_in_processes, run_in_threads
+from megazero.verify.selection import all_layouts, covering, encoder_layouts
 from megazero.verify.shrink import shrink
 
 DATA_SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")

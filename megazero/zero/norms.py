@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megazero.mpu import AXES, COMMUNICATORS, ParallelContext
+from megazero.mpu import ParallelContext, slice_axes
 from megazero.optim import local_square_sum
 from megazero.zero.bucket import Bucket
 
@@ -56,9 +56,8 @@ class ParameterNorms:
             mine = self._norms[first : first + count]
             if any(bucket.layout.row.shard_state for bucket in buckets):
                 self.context.groups[replicas].all_reduce(mine).wait()
-            for axis, traits in AXES.items():
-                if traits.model == "slices" and axis not in COMMUNICATORS[replicas]:
-                    self.context.groups[axis].all_reduce(mine).wait()
+            for axis in slice_axes(replicas):
+                self.context.groups[axis].all_reduce(mine).wait()
         self._agree_over_ends()
         self._norms.sqrt_()
 
