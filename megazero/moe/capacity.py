@@ -15,7 +15,7 @@ _ROUNDING = 1e-9  # what a product of floats may exceed a whole number by
 
 
 def factor_of(config: ModelConfig, training: bool) -> float | None:
-    """The capacity factor; None if no token is dropped. Without one of its own, evaluation takes training's."""
+    """The capacity factor; None if no token is dropped. Evaluation takes training's if it has none."""
     if training or config.moe_eval_capacity_factor is None:
         return config.moe_expert_capacity_factor
     return config.moe_eval_capacity_factor
@@ -37,11 +37,11 @@ def kept_choices(
 ) -> Tensor | None:
     """bool [n, k]: the choices that have room; None if no token is dropped.
 
-    An expert takes the choices of a sequence (or with `moe_capacity_scope` of the micro-batch, which makes the
-    result depend on its size) in the order of `moe_token_drop_policy`: ``probs`` takes those of the highest
-    weight first, ``random`` any (random token selection of DeepSpeed-MoE, Rajbhandari et al. 2022), and
-    ``position`` all first choices, then all second ones, each in order of position, in which equal ones of
-    the other policies are too.
+    An expert takes the choices of a sequence, or with `moe_capacity_scope` of the micro-batch, which makes
+    the result depend on its size, in the order of `moe_token_drop_policy`: ``probs`` takes those of the
+    highest weight first, ``random`` any (random token selection of DeepSpeed-MoE, Rajbhandari et al. 2022),
+    and ``position`` all first choices, then all second ones, each in order of position. Equal ones of the
+    other policies are in that order too.
     """
     experts = choice.probabilities.shape[1]
     factor = factor_of(config, inputs.sample_keys is not None)

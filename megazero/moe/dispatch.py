@@ -153,7 +153,7 @@ class Rows:
 
     @classmethod
     def sort(cls, chosen: Tensor, kept: Tensor | None, experts: int, room: int | None = None) -> Rows:
-        """The rows of the kept ones of chosen [n, k]; with `room`, as many of each expert, some of them blank.
+        """The rows of the kept ones of chosen [n, k]; with `room`, that many of each expert, some blank.
 
         Without, the rows of choices that are not kept come last, and `counts` does not count them.
         """
@@ -178,7 +178,7 @@ class Rows:
 
 
 def _on_host(counts: Tensor, expected: int) -> list[list[int]]:
-    """`counts` [m, E] as lists, which waits for the device; on the meta device, `expected` rows each evenly."""
+    """`counts` [m, E] as lists, after a wait for the device; on meta, `expected` rows each, spread evenly."""
     if counts.is_meta:
         m, experts = counts.shape
         return [[expected * (e + 1) // experts - expected * e // experts for e in range(experts)]] * m
@@ -222,7 +222,7 @@ class Party:
 
 
 Dispatch = Callable[[Party, Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
-"""(party, x [n, h], float32 weights [n, k], chosen int64 [n, k], kept bool [n, k] or None for all) -> [n, h]."""
+"""(party, x [n, h], float32 weights [n, k], int64 chosen [n, k], bool kept [n, k] or None) -> [n, h]."""
 
 
 def exchange(party: Party, x: Tensor, weights: Tensor, chosen: Tensor, kept: Tensor | None) -> Tensor:

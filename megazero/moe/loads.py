@@ -1,4 +1,4 @@
-"""`RouterLoads`: what routers learn from a step besides gradients: how many tokens each expert was chosen by."""
+"""`RouterLoads`: what routers learn from a step besides gradients: how often each expert was chosen."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def router_terms(
         load: float32 [E], f.
         layers: how many layers have a router; figures that are only reported are means over them.
     """
-    n, experts = choice.probabilities.shape
+    experts = choice.probabilities.shape[1]
     k, sequences, group = choice.experts.shape[1], len(tokens.lengths), tokens.sharers
     ones = tokens.masked(torch.ones_like(choice.experts, dtype=torch.float32))
     cell = (tokens.sequence.unsqueeze(1) * experts + choice.experts).reshape(-1)

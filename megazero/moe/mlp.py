@@ -22,10 +22,10 @@ from megazero.mpu import InitialValues, ParamSpec
 class MoEMLP(nn.Module):
     """[s, b, h] -> ([s, b, h], None, what its router adds to the loss terms).
 
-    A token's result is the sum of its k experts' results, times their weights. Shared experts (DeepSeekMoE, Dai
-    et al. 2024) are an MLP that all tokens go through, added to it, by a sigmoid gate if there is one. A
-    residual mixture (Rajbhandari et al. 2022) instead mixes the experts with a dense MLP by a learned softmax:
-    out = w0 experts + w1 mlp.
+    A token's result is the sum of its k experts' results, times their weights. Shared experts (DeepSeekMoE,
+    Dai et al. 2024) are an MLP that all tokens go through, added to it, by a sigmoid gate if there is one.
+    A residual mixture (Rajbhandari et al. 2022) instead mixes the experts with a dense MLP by a learned
+    softmax: out = w0 experts + w1 mlp.
 
     Args:
         layer: number of the layer.

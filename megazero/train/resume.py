@@ -12,6 +12,7 @@ import torch
 
 from megazero.checkpoint import (
     RANDOM,
+    ROUTER,
     WEIGHT,
     Box,
     Candidates,
@@ -36,6 +37,7 @@ from megazero.mpu import ParallelContext, gather_values
 from megazero.optim import ScalerState
 from megazero.train.engine import Engine
 from megazero.train.random_state import random_state, set_random_state
+from megazero.train.router_state import router_parts_to_read
 from megazero.train.state import TrainState
 from megazero.train.state_json import RunFacts, SavedModel, saved_model, saved_run
 from megazero.zero import Optimizer
@@ -228,7 +230,7 @@ def _load(
 
     def read() -> None:
         check_tensors(reader, parts, reader.folder, unused)
-        reader.read([*parts, *rows])
+        reader.read([*parts, *rows, *router_parts_to_read(engine.loads, reader)])
 
     together(context, read, f"load {reader.folder}")
     optimizer.publish()
@@ -260,7 +262,8 @@ def _unused(
     """What the checkpoint holds that no rank has a place for; moments count only if they are to be loaded."""
     mine = sorted(str(key) for key in state_keys(optimizer))
     asked = {name for names in gather_values(context.model, mine, context.device) for name in names}
-    held = [key for key in reader.shapes if key.kind == WEIGHT or (moments and key.kind != RANDOM)]
+    kinds = {key.kind for key in reader.shapes} - {RANDOM, ROUTER} if moments else {WEIGHT}
+    held = [key for key in reader.shapes if key.kind in kinds]
     return [str(key) for key in held if str(key) not in asked]
 
 

@@ -91,7 +91,7 @@ def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> li
 
 
 def expert_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> list[Layout]:
-    """`count` distinct layouts with experts on at most `most_ranks` ranks, drawn from all that are allowed."""
+    """`count` distinct layouts with experts on at most `most_ranks` ranks, drawn from all allowed ones."""
     dice, found = random.Random(seed), {}
     schedules = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 1))
     while len(found) < count:

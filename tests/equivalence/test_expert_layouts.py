@@ -1,4 +1,4 @@
-"""Law 1 with experts: what a token gets does not depend on where its experts are, nor on who else is there."""
+"""Law 1 with experts: what a token gets depends neither on where its experts are nor on who else is there."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_selection_holds_every_pair_of_settings():
 
 @pytest.mark.parametrize("kind", [kind for kind in EXPERTS if kind])
 def test_each_kind_trains_its_routers(kind):
-    """A balance loss whose gradient got lost, or a router that nothing depends on, would stay where it was."""
+    """A router that nothing depends on, or whose gradient got lost, would stay where it was."""
     record = serial(Layout(experts=kind, layers=4 if kind == "pyramid" else 2).serial)
     routers = [name for name in record.weights[0] if name.endswith("router.weight")]
     assert routers

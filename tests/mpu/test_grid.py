@@ -46,7 +46,7 @@ def test_by_default_experts_share_what_tensor_parallel_ranks_do():
 
 
 def test_experts_number_the_ranks_their_own_way():
-    """Two replicas of two tensor-parallel ranks on two stages hold four whole experts each: nothing is left."""
+    """Two replicas of two tensor-parallel ranks hold a quarter of the experts each: none are replicas."""
     grid = ProcessGrid(pp=2, dp=2, tp=2, ep=4, etp=1)
     assert grid.edp == 1
     assert grid.partition(("ep",)) == ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -60,8 +60,8 @@ def test_experts_number_the_ranks_their_own_way():
 
 def test_experts_that_do_not_divide_a_stage_are_refused():
     told = (
-        r"^`expert_model_parallel_size` \(3\) x `expert_tensor_parallel_size` \(1\) must divide the ranks of a "
-        "pipeline stage, but there are 4; choose sizes whose product divides that$"
+        r"^`expert_model_parallel_size` \(3\) x `expert_tensor_parallel_size` \(1\) must divide the ranks "
+        "of a pipeline stage, but there are 4; choose sizes whose product divides that$"
     )
     with pytest.raises(ConfigError, match=told):
         ProcessGrid(pp=3, dp=4, ep=3)

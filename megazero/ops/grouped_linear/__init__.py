@@ -1,4 +1,4 @@
-"""Products of groups of rows with a matrix each, as experts need them, and their tables of implementations."""
+"""Products of groups of rows with a matrix each, as experts need them."""
 
 from megazero.ops.grouped_linear.front import GROUPED_LINEAR, GROUPED_OUTER, grouped_linear, grouped_outer
 from megazero.ops.grouped_linear.reference import grouped_linear_reference, grouped_outer_reference

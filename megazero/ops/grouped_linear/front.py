@@ -43,7 +43,7 @@ def _grouped_mm_outer(grad: Tensor, x: Tensor, sizes: Sequence[int]) -> Tensor:
     return F.grouped_mm(grad.t(), x, offs=_ends(sizes, x.device))
 
 
-# On CPU, torch's own grouped product is such a loop too; elsewhere than in bf16 on CUDA it is slower than ours.
+# On CPU, torch's own grouped product is a loop too; other dtypes on CUDA take its slow path.
 _ON_CUDA = where(CUDA, frozenset({torch.bfloat16}), lambda: hasattr(F, "grouped_mm"), aligned=True)
 _CALLS = kinds_of_calls(GroupedFacts, aligned=(False, True))
 GROUPED_LINEAR = Operator(
