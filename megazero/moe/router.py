@@ -110,7 +110,7 @@ class Router(nn.Module):
         """`ranking` with -inf outside of the best groups; a group's score is the sum of its best experts."""
         groups, kept = self.config.moe_router_num_groups, self.config.moe_router_group_topk
         grouped = ranking.view(len(ranking), groups, -1)
-        best = grouped.sort(2, descending=True).values[..., : self.config.moe_router_topk // kept].sum(2)
+        best = grouped.sort(dim=2, descending=True).values[..., : self.config.moe_router_topk // kept].sum(2)
         inside = torch.zeros_like(best, dtype=torch.bool).scatter(1, _ranked(best)[:, :kept], True)
         return grouped.masked_fill(~inside.unsqueeze(2), -torch.inf).view_as(ranking)
 
@@ -154,4 +154,4 @@ def row_keys(sample_keys: Tensor, tokens: Tokens, *site: str | int) -> Tensor:
 
 def _ranked(values: Tensor) -> Tensor:
     """int64 [n, E]: column numbers from the highest value to the lowest, equal ones in order."""
-    return values.sort(1, descending=True, stable=True).indices
+    return values.sort(dim=1, descending=True, stable=True).indices
