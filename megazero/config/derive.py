@@ -55,12 +55,12 @@ def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> 
     """(field, value in a, value in b) for each of these fields that differs once defaults are filled in.
 
     Fields that begin with the name of another family than theirs say nothing about them, and those about
-    experts say nothing about two models without any. Which layers have how many experts is one difference,
+    experts say nothing where one model has none. Which layers have how many experts is one difference,
     named `num_experts`, whichever settings say it.
     """
     families = get_args(ModelConfig.model_fields["family"].annotation)
     others = tuple(f"{family}_" for family in families if family not in (a.family, b.family))
-    dense = not (a.num_experts or b.num_experts)
+    dense = not (a.num_experts and b.num_experts)
     fields = list(fields)
     found = []
     if "num_experts" in fields and a.experts_by_layer != b.experts_by_layer:
