@@ -94,6 +94,17 @@ def moe_layers(model: ModelConfig) -> tuple[int, ...]:
     return tuple(layer for layer, count in enumerate(model.experts_by_layer) if count)
 
 
+def balanced_by_micro_batch(model: ModelConfig) -> bool:
+    """Whether what a token gets, or its loss, depends on which sequences share its micro-batch."""
+    if not model.num_experts:
+        return False
+    limited = model.moe_expert_capacity_factor is not None or model.moe_eval_capacity_factor is not None
+    pairs = zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, strict=False)
+    return (limited and model.moe_capacity_scope == "micro_batch") or any(
+        kind == "aux_loss" and coefficient for kind, coefficient in pairs
+    )
+
+
 def data_parallel_size(config: Config, world_size: int) -> int:
     """Replicas of the model: world size / (tensor x pipeline x context); ConfigError if that is not whole."""
     ranks = model_ranks(config)
