@@ -49,7 +49,7 @@ def main() -> int:
     settings |= {"ranks": args.ranks, "threads": args.threads}
     with started(present(chosen), shape, args.ranks, max(1, args.threads // args.ranks)) as (teams, _):
         take_turns(teams, shape, args.rounds, args.steps)
-        write(results(teams, "moe_layer", settings, chosen[0].name), args.output)
+        write(results(teams, "moe_layer", settings, chosen[0].name, step_peak=True), args.output)
     return 0
 
 

@@ -75,7 +75,7 @@ class MoEMLP(nn.Module):
         return Party(self.total, apply, groups["expert"], groups["etp"].size, room)
 
     def _room(self, b: int, inputs: LayerInputs) -> int | None:
-        """Rows that each expert is padded to, the capacity of `b` sequences of full length; None for no padding.
+        """Rows that each expert is padded to, the capacity of `b` sequences of full length, or None.
 
         It is the same on all ranks, though their sequences may be trimmed to other lengths.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ def build(shape: LayerShape, rank: int, world_size: int):
         moe_router_topk=shape.topk,
         moe_ffn_hidden_size=shape.width,
         moe_aux_loss_coeff=0.01,
-        moe_token_dispatcher_type="alltoall",
+        moe_token_dispatcher_type="allgather",  # the other one needs CUDA streams
         moe_expert_capacity_factor=shape.capacity,
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -33,4 +34,11 @@ def build(shape: LayerShape, rank: int, world_size: int):
     )
     spec = get_moe_module_spec(use_te=False, num_experts=shape.experts, moe_grouped_gemm=False)
     layer = build_module(spec, config=config).to(shape.device, shape.torch_dtype)
-    return stepper(layer, shape.hidden_states(rank), lambda x: layer(x)[0])
+    step = stepper(layer, shape.hidden_states(rank), lambda x: layer(x)[0])
+
+    def on_device() -> float:
+        # It makes its tensors on "the current CUDA device".
+        with mock.patch.object(torch.cuda, "current_device", return_value=torch.device(shape.device)):
+            return step()
+
+    return on_device

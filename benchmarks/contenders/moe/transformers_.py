@@ -21,4 +21,4 @@ def build(shape: LayerShape, rank: int, world_size: int):
     layer = MixtralSparseMoeBlock(config).to(shape.device, shape.torch_dtype)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    return stepper(layer, shape.hidden_states(rank), lambda x: layer(x.transpose(0, 1)))
+    return stepper(layer, shape.hidden_states(rank), lambda x: layer(x.transpose(0, 1).contiguous()))
