@@ -79,7 +79,7 @@ class MoEMLP(nn.Module):
 
         It is the same on all ranks, though their sequences may be trimmed to other lengths.
         """
-        config, factor = self.config, factor_of(self.config, inputs.sample_keys is not None)
+        config, factor = self.config, factor_of(self.config, inputs)
         if not config.moe_pad_expert_input_to_capacity or factor is None:
             return None
         together = config.moe_capacity_scope == "micro_batch"

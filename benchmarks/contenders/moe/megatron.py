@@ -15,7 +15,10 @@ from benchmarks.contenders.moe import LayerShape, stepper
 def build(shape: LayerShape, rank: int, world_size: int):
     from megatron.core import parallel_state
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.spec_utils import build_module
+
+    moe_utils.te_general_gemm = None  # 0.16.1 asks for it, but defines it with Transformer Engine only
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=world_size)
     torch.manual_seed(0)
