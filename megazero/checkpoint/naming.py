@@ -61,6 +61,11 @@ def biased(model: ModelConfig) -> bool:
     return model.add_bias_linear
 
 
+def qkv_biased(model: ModelConfig) -> bool:
+    """Present where queries, keys and values have biases."""
+    return model.qkv_bias
+
+
 def untied(model: ModelConfig) -> bool:
     """Present where the output head has a weight of its own."""
     return model.untie_embeddings_and_output_weights

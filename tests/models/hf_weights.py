@@ -6,6 +6,7 @@ The rules of conversion are rearrangements, so they carry gradients as well as w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,33 +70,54 @@ def gpt2_model(config: ModelConfig, vocab_size: int) -> nn.Module:
     return GPT2LMHeadModel(theirs).eval()
 
 
-def llama_model(config: ModelConfig, vocab_size: int) -> nn.Module:
-    """LlamaForCausalLM of this shape."""
+def like_llama(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """What the configurations of Llama and its descendants have in common."""
     import transformers
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     rope = {"rope_theta": config.rotary_base}
     if int(transformers.__version__.split(".")[0]) >= 5:
         rope = {"rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base}}
-    theirs = LlamaConfig(
-        vocab_size=vocab_size,
-        max_position_embeddings=config.positions,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.ffn_size,
-        attention_bias=config.add_bias_linear,
-        mlp_bias=config.add_bias_linear,
-        hidden_act="silu",
-        rms_norm_eps=config.norm_epsilon,
-        tie_word_embeddings=not config.untie_embeddings_and_output_weights,
-        bos_token_id=None,
-        eos_token_id=None,
+    return {
+        "vocab_size": vocab_size,
+        "max_position_embeddings": config.positions,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_epsilon,
+        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+        "bos_token_id": None,
+        "eos_token_id": None,
         **rope,
-    )
-    return LlamaForCausalLM(theirs).eval()
+    }
+
+
+def llama_model(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """LlamaForCausalLM of this shape."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    biases = {"attention_bias": config.add_bias_linear, "mlp_bias": config.add_bias_linear}
+    return LlamaForCausalLM(LlamaConfig(**like_llama(config, vocab_size), **biases)).eval()
+
+
+def qwen2_model(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """Qwen2ForCausalLM of this shape."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**like_llama(config, vocab_size))).eval()
+
+
+def decoder_model(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """transformers' decoder of this shape, of the class that `architecture_of` names."""
+    makers = {
+        "GPT2LMHeadModel": gpt2_model,
+        "LlamaForCausalLM": llama_model,
+        "Qwen2ForCausalLM": qwen2_model,
+    }
+    return makers[architecture_of(config).name](config, vocab_size)
 
 
 def bert_model(config: ModelConfig, vocab_size: int) -> nn.Module:

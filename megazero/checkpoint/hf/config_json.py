@@ -27,11 +27,12 @@ from megazero.checkpoint.hf.megatron_bert import (
     MEGATRON_BERT_MULTIPLE_CHOICE,
     MEGATRON_BERT_PRETRAINING,
 )
+from megazero.checkpoint.hf.qwen2 import QWEN2
 from megazero.config.derive import model_differences
 from megazero.config.tree import ModelConfig
 from megazero.errors import CheckpointError
 
-DECODERS: tuple[Architecture, ...] = (GPT2, LLAMA)
+DECODERS: tuple[Architecture, ...] = (GPT2, LLAMA, QWEN2)
 ENCODERS: tuple[Architecture, ...] = (
     MEGATRON_BERT_PRETRAINING,
     MEGATRON_BERT_MASKED_LM,
@@ -245,7 +246,7 @@ def _read(setting: FieldPair, config: Json) -> Any:
     if type(value) not in accepted:
         raise ValueError(f"`{setting.theirs}` must be a {kind.__name__}, but is {value!r:.40}")
     if not setting.words:
-        return value
+        return setting.taken(value)
     for theirs, ours in setting.words:
         if theirs == value:
             return ours
@@ -311,9 +312,7 @@ def config_of(
     """``config.json`` of a model that the architecture can express, and whose classes have these names."""
     fields: dict[str, Any] = {}
     for setting in architecture.settings:
-        value = getattr(model, setting.resolved or setting.ours)
-        words = {ours: theirs for theirs, ours in reversed(setting.words)}
-        fields[setting.theirs] = words[value] if words else value
+        fields[setting.theirs] = setting.written(model)
     return {
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
