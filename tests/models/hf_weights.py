@@ -110,12 +110,45 @@ def qwen2_model(config: ModelConfig, vocab_size: int) -> nn.Module:
     return Qwen2ForCausalLM(Qwen2Config(**like_llama(config, vocab_size))).eval()
 
 
+def mixtral_model(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """MixtralForCausalLM of this shape."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    fields = {
+        **like_llama(config, vocab_size),
+        "intermediate_size": config.expert_ffn_size,
+        "num_local_experts": config.num_experts[0],
+        "num_experts_per_tok": config.moe_router_topk,
+    }
+    return MixtralForCausalLM(MixtralConfig(**fields)).eval()
+
+
+def qwen2_moe_model(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """Qwen2MoeForCausalLM of this shape; of one channel of shared experts if the model has none."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    fields = {
+        **like_llama(config, vocab_size),
+        "qkv_bias": config.qkv_bias,
+        "num_experts": config.num_experts[0],
+        "num_experts_per_tok": config.moe_router_topk,
+        "norm_topk_prob": not config.moe_router_pre_softmax,
+        "moe_intermediate_size": config.expert_ffn_size,
+        "shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size or 1,
+        "decoder_sparse_step": config.expert_interval or 1,
+        "mlp_only_layers": [n for n, has in enumerate(config.moe_layer_freq or ()) if not has],
+    }
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**fields)).eval()
+
+
 def decoder_model(config: ModelConfig, vocab_size: int) -> nn.Module:
     """transformers' decoder of this shape, of the class that `architecture_of` names."""
     makers = {
         "GPT2LMHeadModel": gpt2_model,
         "LlamaForCausalLM": llama_model,
         "Qwen2ForCausalLM": qwen2_model,
+        "MixtralForCausalLM": mixtral_model,
+        "Qwen2MoeForCausalLM": qwen2_moe_model,
     }
     return makers[architecture_of(config).name](config, vocab_size)
 

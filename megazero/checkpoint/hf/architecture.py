@@ -90,6 +90,7 @@ COMMON_LIMITS = (
         "the hidden size must be a multiple of the number of heads",
     ),
 )
+DENSE_LIMITS = (*COMMON_LIMITS, Limit(lambda m: not m.num_experts, "there must be no experts"))
 
 # Fields that change what a model computes in ways that nothing here supports, unless null, false or empty.
 NEVER = (
@@ -125,7 +126,8 @@ class Architecture:
         settings: fields of ``config.json``.
         fixed: (their field, the only value that ours supports), which a missing field means too.
         ours_fixed: (our field, the only value that theirs supports).
-        training: (our field, value) that theirs always trains with; it changes no weight's meaning.
+        implied: (our field, value) that reading sets and writing does not ask for: theirs always trains so, or
+            it matters only beside another field.
         limits: conditions on the shape.
         plain: returns ``config.json`` with nested or renamed fields turned into those of `settings`; raises
             ValueError, in words, if it asks for something that ours does not support.
@@ -145,8 +147,8 @@ class Architecture:
     settings: tuple[FieldPair, ...]
     fixed: tuple[tuple[str, Any], ...] = ()
     ours_fixed: tuple[tuple[str, Any], ...] = ()
-    training: tuple[tuple[str, Any], ...] = ()
-    limits: tuple[Limit, ...] = COMMON_LIMITS
+    implied: tuple[tuple[str, Any], ...] = ()
+    limits: tuple[Limit, ...] = DENSE_LIMITS
     plain: Callable[[Json], dict[str, Any]] = dict
     complete: Callable[[Json], dict[str, Any]] = dict
     stacked: tuple[TensorRule, ...] = ()

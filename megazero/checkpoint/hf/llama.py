@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megazero.checkpoint.hf.architecture import COMMON_LIMITS, Architecture, FieldPair, Json, Limit
+from megazero.checkpoint.hf.architecture import DENSE_LIMITS, Architecture, FieldPair, Json, Limit
 from megazero.checkpoint.naming import TensorRule, biased, qkv_biased, untied
 
 _WORDS = "model.embed_tokens.weight"
@@ -153,9 +153,9 @@ LLAMA = Architecture(
         ("normalization", "RMSNorm"),
         ("apply_residual_connection_post_layernorm", False),
     ),
-    training=(("hidden_dropout", 0.0),),
+    implied=(("hidden_dropout", 0.0),),
     limits=(
-        *COMMON_LIMITS,
+        *DENSE_LIMITS,
         EVEN_HEADS,
         Limit(
             lambda m: m.qkv_bias == m.add_bias_linear,

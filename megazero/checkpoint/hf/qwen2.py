@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megazero.checkpoint.hf.architecture import COMMON_LIMITS, Json, Limit
+from megazero.checkpoint.hf.architecture import DENSE_LIMITS, Json, Limit
 from megazero.checkpoint.hf.llama import EVEN_HEADS, LLAMA, plain_rope, with_defaults
 
 _LLAMA_ONLY = ("attention_bias", "mlp_bias")
@@ -16,13 +16,9 @@ SETTINGS = tuple(
     )
     if each.theirs not in _LLAMA_ONLY
 )
-LIMITS = (
-    *COMMON_LIMITS,
-    EVEN_HEADS,
-    Limit(
-        lambda m: m.head_dim * m.num_attention_heads == m.hidden_size,
-        "the width of a head must be hidden size / heads",
-    ),
+PLAIN_HEADS = Limit(
+    lambda m: m.head_dim * m.num_attention_heads == m.hidden_size,
+    "the width of a head must be hidden size / heads",
 )
 
 
@@ -51,6 +47,6 @@ QWEN2 = replace(
     model_type="qwen2",
     settings=SETTINGS,
     ours_fixed=(*LLAMA.ours_fixed, ("add_bias_linear", False), ("add_qkv_bias", True)),
-    limits=LIMITS,
+    limits=(*DENSE_LIMITS, EVEN_HEADS, PLAIN_HEADS),
     plain=plain,
 )
