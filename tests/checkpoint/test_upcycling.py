@@ -32,7 +32,9 @@ def test_the_dense_model_has_no_setting_about_experts():
 
 def test_shapes_are_those_of_the_experts_and_the_routers_are_missing():
     model = MODELS["pyramid"]
-    shapes = {key.name: shape for key, shape in Upcycled(random_weights(dense_model(model)), model).shapes.items()}
+    shapes = {
+        key.name: shape for key, shape in Upcycled(random_weights(dense_model(model)), model).shapes.items()
+    }
     assert {name: shape for name, shape in shapes.items() if ".mlp." in name} == {
         **{f"layers.{i}.mlp.up.weight": (74, 42) for i in (0, 2)},
         **{f"layers.{i}.mlp.up.bias": (74,) for i in (0, 2)},
@@ -83,7 +85,8 @@ def test_what_experts_share_is_read_once():
 
     model = MODELS["gated"]
     source = Upcycled(
-        Counting({key.name: tensor for key, tensor in random_weights(dense_model(model)).tensors.items()}), model
+        Counting({key.name: tensor for key, tensor in random_weights(dense_model(model)).tensors.items()}),
+        model,
     )
     key = Key("layers.0.mlp.experts.up.weight")
     source.read([Part.whole(key, torch.empty(source.shapes[key]))])

@@ -35,7 +35,9 @@ LIMITS = (
     *COMMON_LIMITS,
     EVEN_HEADS,
     Limit(lambda m: bool(m.num_experts), "there must be experts"),
-    Limit(lambda m: len(set(m.num_experts)) <= 1, "all layers with experts must have the same number of them"),
+    Limit(
+        lambda m: len(set(m.num_experts)) <= 1, "all layers with experts must have the same number of them"
+    ),
     Limit(
         lambda m: not m.num_experts or m.moe_router_topk <= min(m.num_experts),
         "a token must not be sent to more experts than there are",
@@ -47,9 +49,7 @@ LIMITS = (
     Limit(
         lambda m: m.moe_router_topk_scaling_factor in (None, 1.0), "the experts' weights must not be scaled"
     ),
-    Limit(
-        lambda m: m.moe_expert_capacity_factor is None and m.moe_eval_capacity_factor is None, NO_CAPACITY
-    ),
+    Limit(lambda m: m.moe_expert_capacity_factor is None and m.moe_eval_capacity_factor is None, NO_CAPACITY),
 )
 
 

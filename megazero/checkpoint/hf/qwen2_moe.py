@@ -80,9 +80,7 @@ def plain(config: Json) -> dict[str, Any]:
                 f"`num_hidden_layers` must be 1 to {_MOST_LAYERS} with `{_DENSE}`, but is {layers!r:.40}"
             )
         out[_STEP] = None
-        out[_DENSE] = tuple(
-            int(number not in dense and (number + 1) % step == 0) for number in range(layers)
-        )
+        out[_DENSE] = tuple(int(number not in dense and (number + 1) % step == 0) for number in range(layers))
     return out
 
 

@@ -77,9 +77,7 @@ UPCYCLING_RULES: tuple[Rule, ...] = (
         "as the dense model has nothing for an MLP beside the experts",
         "leave them out",
         _experts_upcycled(
-            lambda model: (
-                model.mlp_type == "standard" and model.moe_shared_expert_intermediate_size is None
-            )
+            lambda model: model.mlp_type == "standard" and model.moe_shared_expert_intermediate_size is None
         ),
         reads=(_SWITCH, _EXPERTS),
     ),

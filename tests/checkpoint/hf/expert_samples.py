@@ -32,7 +32,9 @@ MODELS: Mapping[str, ModelConfig] = {
     "qwen2-moe": QWEN2_MOE,
     "qwen2-moe-normed": QWEN2_MOE.model_copy(update={"moe_router_pre_softmax": False, "add_qkv_bias": False}),
     "qwen2-moe-every-second": QWEN2_MOE.model_copy(update={"num_layers": 5, "expert_interval": 2}),
-    "qwen2-moe-here-and-there": QWEN2_MOE.model_copy(update={"num_layers": 4, "moe_layer_freq": (0, 1, 1, 0)}),
+    "qwen2-moe-here-and-there": QWEN2_MOE.model_copy(
+        update={"num_layers": 4, "moe_layer_freq": (0, 1, 1, 0)}
+    ),
     "qwen2-moe-not-shared": QWEN2_MOE.model_copy(update=NO_SHARED),
 }
 _HALVES = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
@@ -42,7 +44,9 @@ def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same weights as transformers 5 holds them in memory, by the names that they have there."""
     out, experts = {}, {}
     for name, tensor in tensors.items():
-        found = re.fullmatch(r"(model\.layers\.\d+\.)(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)\.weight", name)
+        found = re.fullmatch(
+            r"(model\.layers\.\d+\.)(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)\.weight", name
+        )
         if found is None:
             out[name.replace(".block_sparse_moe.", ".mlp.")] = tensor
         else:

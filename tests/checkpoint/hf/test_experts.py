@@ -56,7 +56,10 @@ def test_a_name_with_a_number_of_an_expert_is_one_tensor_for_each():
 
 @pytest.mark.parametrize(
     ("name", "architecture"),
-    [(name, "MixtralForCausalLM" if name.startswith("mixtral") else "Qwen2MoeForCausalLM") for name in MODELS],
+    [
+        (name, "MixtralForCausalLM" if name.startswith("mixtral") else "Qwen2MoeForCausalLM")
+        for name in MODELS
+    ],
 )
 def test_tables_hold_every_element_once(name, architecture):
     assert architecture_of(MODELS[name]).name == architecture
@@ -135,8 +138,13 @@ def test_experts_may_be_stacked_in_the_file(name, tmp_path):
     """As a state that was saved without `save_pretrained` has them."""
     one_by_one = their_tensors(MODELS[name])
     tensors = stacked(one_by_one)
-    assert tensors.keys() - one_by_one.keys() >= {f"model.layers.1.mlp.experts.{n}_proj" for n in ("gate_up", "down")}
-    assert tensors["model.layers.1.mlp.experts.gate_up_proj"].shape[:2] == (3, 2 * MODELS[name].expert_ffn_size)
+    assert tensors.keys() - one_by_one.keys() >= {
+        f"model.layers.1.mlp.experts.{n}_proj" for n in ("gate_up", "down")
+    }
+    assert tensors["model.layers.1.mlp.experts.gate_up_proj"].shape[:2] == (
+        3,
+        2 * MODELS[name].expert_ffn_size,
+    )
     with HFReader(write_folder(tmp_path / "hf", config_for(MODELS[name]), tensors)) as reader:
         reader.check_model(MODELS[name], VOCAB)
         for key, tensor in random_weights(MODELS[name]).tensors.items():
@@ -158,7 +166,9 @@ def test_an_expert_is_read_alone(form, tmp_path, monkeypatch):
     sizes, real = [], BlockFile.read_into
     with HFReader(folder) as reader:
         monkeypatch.setattr(
-            BlockFile, "read_into", lambda self, memory, at: (sizes.append(len(memory)), real(self, memory, at))
+            BlockFile,
+            "read_into",
+            lambda self, memory, at: (sizes.append(len(memory)), real(self, memory, at)),
         )
         key, box = Key("layers.1.mlp.experts.up.weight"), Box((1, 0, 0, 0), (1, 1, 58, 36))
         memory = torch.empty(box.shape)
@@ -175,8 +185,12 @@ def test_a_missing_expert_is_named(tmp_path):
 
 
 def test_stacked_experts_of_another_number_are_refused(tmp_path):
-    folder = write_folder(tmp_path, config_for(MIXTRAL, num_local_experts=2**40), stacked(their_tensors(MIXTRAL)))
-    with pytest.raises(CheckpointError, match=r"experts.down_proj as torch.float32 \[3, 36, 58\] instead of floats"):
+    folder = write_folder(
+        tmp_path, config_for(MIXTRAL, num_local_experts=2**40), stacked(their_tensors(MIXTRAL))
+    )
+    with pytest.raises(
+        CheckpointError, match=r"experts.down_proj as torch.float32 \[3, 36, 58\] instead of floats"
+    ):
         HFReader(folder)
 
 
@@ -220,8 +234,15 @@ def test_what_only_trains_is_no_difference():
     }
     assert differences(MIXTRAL, MIXTRAL.model_copy(update=free)) == []
     placed = QWEN2_MOE.model_copy(update={"num_layers": 4, "expert_interval": 2})
-    assert differences(placed, placed.model_copy(update={"expert_interval": None, "moe_layer_freq": (0, 1, 0, 1)})) == []
-    assert differences(placed, placed.model_copy(update={"ffn_hidden_size": 99})) == ["`ffn_hidden_size` is 58, not 99"]
+    assert (
+        differences(
+            placed, placed.model_copy(update={"expert_interval": None, "moe_layer_freq": (0, 1, 0, 1)})
+        )
+        == []
+    )
+    assert differences(placed, placed.model_copy(update={"ffn_hidden_size": 99})) == [
+        "`ffn_hidden_size` is 58, not 99"
+    ]
     other = {"moe_router_topk": 1, "moe_router_pre_softmax": False}
     assert differences(QWEN2_MOE, QWEN2_MOE.model_copy(update=other)) == [
         "`moe_router_topk` is 2, not 1",
@@ -238,12 +259,20 @@ REFUSED = [
     (MIXTRAL, {"sliding_window": 4096}, "`sliding_window` must be absent"),
     (MIXTRAL, {"hidden_act": "gelu"}, "`hidden_act` must be one of silu, swish"),
     (QWEN2_MOE, {"use_sliding_window": True}, "`use_sliding_window` must be False"),
-    (QWEN2_MOE, {"layer_types": ["full_attention", "sliding_attention"]}, "`layer_types` must be full_attention"),
+    (
+        QWEN2_MOE,
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        "`layer_types` must be full_attention",
+    ),
     (QWEN2_MOE, {"decoder_sparse_step": 0}, "`decoder_sparse_step` must be a positive number"),
     (QWEN2_MOE, {"decoder_sparse_step": 3}, "at least one layer must have experts"),
     (QWEN2_MOE, {"mlp_only_layers": 1}, "`mlp_only_layers` must be a list of layers"),
     (QWEN2_MOE, {"mlp_only_layers": [0, 1]}, "at least one layer must have experts"),
-    (QWEN2_MOE, {"mlp_only_layers": [0], "num_hidden_layers": 2**40}, "`num_hidden_layers` must be 1 to 10000"),
+    (
+        QWEN2_MOE,
+        {"mlp_only_layers": [0], "num_hidden_layers": 2**40},
+        "`num_hidden_layers` must be 1 to 10000",
+    ),
     (QWEN2_MOE, {"head_dim": 8}, "the width of a head must be hidden size / heads"),
     (QWEN2_MOE, {"norm_topk_prob": None}, "`norm_topk_prob` must be a bool"),
 ]
@@ -266,12 +295,20 @@ def test_a_window_that_is_not_used_does_not_matter():
 @pytest.mark.parametrize(
     ("model", "changed", "reasons"),
     [
-        (MIXTRAL, {"moe_router_score_function": "sigmoid"}, "`moe_router_score_function` must be softmax, but is"),
+        (
+            MIXTRAL,
+            {"moe_router_score_function": "sigmoid"},
+            "`moe_router_score_function` must be softmax, but is",
+        ),
         (MIXTRAL, {"mlp_type": "residual"}, "`mlp_type` must be standard, but is residual"),
         (MIXTRAL, {"num_experts": (3, 6)}, "all layers with experts must have the same number of them"),
         (MIXTRAL, {"moe_router_num_groups": 3}, "experts must be chosen from all, not from groups"),
         (MIXTRAL, {"moe_router_topk_scaling_factor": 2.5}, "the experts' weights must not be scaled"),
-        (MIXTRAL, {"moe_router_enable_expert_bias": True}, "no bias of the experts may take part in their choice"),
+        (
+            MIXTRAL,
+            {"moe_router_enable_expert_bias": True},
+            "no bias of the experts may take part in their choice",
+        ),
         (MIXTRAL, {"moe_expert_capacity_factor": 1.0}, "`--ignore-capacity` writes it all the same"),
         (MIXTRAL, {"add_bias_linear": True}, "`add_bias_linear` must be False, but is True"),
         (MIXTRAL, {"activation": "gelu"}, "`activation` must be swiglu, but is gelu"),
@@ -295,13 +332,19 @@ def test_a_dense_model_is_not_refused_for_lack_of_experts():
 
 def test_a_capacity_is_left_out_only_if_asked_for(tmp_path, capsys):
     limited = MIXTRAL.model_copy(update={"moe_expert_capacity_factor": 1.25})
-    run = save_as_trained(tmp_path / "run", limited, TokenizerConfig(), weights=random_weights(MIXTRAL).tensors)
+    run = save_as_trained(
+        tmp_path / "run", limited, TokenizerConfig(), weights=random_weights(MIXTRAL).tensors
+    )
     assert main_to_hf([str(run), str(tmp_path / "out"), "--no-tokenizer"]) == 1
     assert "nothing may limit how many tokens an expert takes" in capsys.readouterr().err
     assert main_to_hf([str(run), str(tmp_path / "out"), "--no-tokenizer", "--ignore-capacity"]) == 0
     assert "outputs differ from here where that dropped tokens" in capsys.readouterr().out
-    plain = save_as_trained(tmp_path / "plain", MIXTRAL, TokenizerConfig(), weights=random_weights(MIXTRAL).tensors)
-    with pytest.raises(ConfigError, match="`--ignore-capacity` must be given for a model whose experts have a"):
+    plain = save_as_trained(
+        tmp_path / "plain", MIXTRAL, TokenizerConfig(), weights=random_weights(MIXTRAL).tensors
+    )
+    with pytest.raises(
+        ConfigError, match="`--ignore-capacity` must be given for a model whose experts have a"
+    ):
         convert_to_hf(plain, tmp_path / "again", approximations=[NO_CAPACITY])
 
 
@@ -352,11 +395,15 @@ def test_what_transformers_saved_computes_the_same(name, tp, tmp_path):
 def test_transformers_loads_what_was_written(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     written = write_hf(random_weights(MODELS[name]), MODELS[name], VOCAB, tmp_path / "out", extras=EXTRAS)
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
     assert type(model).__name__ == written.architecture
     assert [len(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")] == [0, 0, 0]
     block = model.model.layers[1].mlp
     weights = random_weights(MODELS[name]).tensors
-    assert torch.equal(block.experts.gate_up_proj, weights[Key("layers.1.mlp.experts.up.weight")].flatten(1, 2))
+    assert torch.equal(
+        block.experts.gate_up_proj, weights[Key("layers.1.mlp.experts.up.weight")].flatten(1, 2)
+    )
     assert torch.equal(block.experts.down_proj, weights[Key("layers.1.mlp.experts.down.weight")])
     assert torch.equal(block.gate.weight, weights[Key("layers.1.mlp.router.weight")])
