@@ -1,4 +1,4 @@
-"""megazero's GPT against `transformers`' own GPT-2, Llama and Qwen2 with the same weights: logits and gradients."""
+"""megazero's GPT against transformers' GPT-2, Llama and Qwen2 with the same weights: logits and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training with experts that begins from a dense model: the same function, each expert a copy of the MLP."""
+"""A training with experts that begins from a dense model: the same function, experts that are its MLPs."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ class Approximation:
         changed = self.change(model)
         if changed == model:
             raise ConfigError(
-                f"`{self.flag}` must be given for {self.wanted}, but {where} has no {self.lacking}; leave it out"
+                f"`{self.flag}` must be given for {self.wanted}, but {where} has no {self.lacking}; leave it "
+                "out"
             )
         return changed
 

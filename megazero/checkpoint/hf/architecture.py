@@ -126,8 +126,8 @@ class Architecture:
         settings: fields of ``config.json``.
         fixed: (their field, the only value that ours supports), which a missing field means too.
         ours_fixed: (our field, the only value that theirs supports).
-        implied: (our field, value) that reading sets and writing does not ask for: theirs always trains so, or
-            it matters only beside another field.
+        implied: (our field, value) that reading sets and writing does not ask for: theirs always trains so,
+            or it matters only beside another field.
         limits: conditions on the shape.
         plain: returns ``config.json`` with nested or renamed fields turned into those of `settings`; raises
             ValueError, in words, if it asks for something that ours does not support.

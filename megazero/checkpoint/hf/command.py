@@ -53,8 +53,8 @@ def from_hf_parser() -> argparse.ArgumentParser:
     """The flags of `from-hf`."""
     parser = argparse.ArgumentParser(
         prog="megazero checkpoint from-hf",
-        description="Write the weights of a local Hugging Face model (GPT-2, Llama, Qwen2, Mixtral, Qwen2-MoE or BERT) "
-        "as a checkpoint.",
+        description="Write the weights of a local Hugging Face model (GPT-2, Llama, Qwen2, Mixtral, "
+        "Qwen2-MoE or BERT) as a checkpoint.",
     )
     parser.add_argument("hf", help="folder with config.json and model.safetensors or its shards")
     parser.add_argument("out", help="folder of the new run; it must hold no checkpoints")

@@ -1,4 +1,4 @@
-"""Qwen2 (Yang et al. 2024) as transformers' Qwen2ForCausalLM: Llama whose queries, keys and values have biases."""
+"""Qwen2 (Yang et al. 2024) as transformers' Qwen2ForCausalLM: Llama with biases of queries, keys, values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Qwen2-MoE (Qwen Team 2024) as transformers' Qwen2MoeForCausalLM: many small experts, and shared ones.
 
-All tokens go through the shared experts, weighed by a sigmoid gate. Dense layers may stand anywhere between those
-with experts. A model without shared experts is written with one channel of them, all zeros.
+All tokens go through the shared experts, weighed by a sigmoid gate. Dense layers may stand anywhere between
+those with experts. A model without shared experts is written with one channel of them, all zeros.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules about upcycling: what must hold so that a model with experts begins as the dense one that it is made of."""
+"""Rules about upcycling: what must hold so that a model with experts begins as the dense one does."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ UPCYCLING_RULES: tuple[Rule, ...] = (
     Rule(
         "upcycled_weights_sum_to_one",
         ("model.moe_router_pre_softmax", "model.moe_router_score_function", _TOPK),
-        "the weights of a token's experts must sum to one with `moe_use_upcycling`, so that copies of one MLP "
-        "compute what it does: `moe_router_pre_softmax` must be off, or the scores must be sigmoid with "
-        "`moe_router_topk` above 1",
+        "the weights of a token's experts must sum to one with `moe_use_upcycling`, so that copies of one "
+        "MLP compute what it does: `moe_router_pre_softmax` must be off with softmax scores, and "
+        "`moe_router_topk` above 1 with sigmoid scores",
         "take the softmax after the choice, with `--moe-router-topk 2` or more",
         _experts_upcycled(_weights_sum_to_one),
         reads=(_SWITCH, _EXPERTS),
@@ -73,8 +73,8 @@ UPCYCLING_RULES: tuple[Rule, ...] = (
     Rule(
         "upcycled_experts_are_alone",
         ("model.mlp_type", "model.moe_shared_expert_intermediate_size"),
-        "`mlp_type` must be standard and `moe_shared_expert_intermediate_size` unset with `moe_use_upcycling`, "
-        "as the dense model has nothing for an MLP beside the experts",
+        "`mlp_type` must be standard and `moe_shared_expert_intermediate_size` unset with "
+        "`moe_use_upcycling`, as the dense model has nothing for an MLP beside the experts",
         "leave them out",
         _experts_upcycled(
             lambda model: model.mlp_type == "standard" and model.moe_shared_expert_intermediate_size is None
@@ -84,8 +84,8 @@ UPCYCLING_RULES: tuple[Rule, ...] = (
     Rule(
         "upcycled_experts_drop_nothing",
         ("model.moe_expert_capacity_factor",),
-        "`moe_expert_capacity_factor` must be unset with `moe_use_upcycling`, as a dropped token would miss the "
-        "MLP that it went through before",
+        "`moe_expert_capacity_factor` must be unset with `moe_use_upcycling`, as a dropped token would miss "
+        "the MLP that it went through before",
         "leave it out",
         _experts_upcycled(lambda model: model.moe_expert_capacity_factor is None),
         reads=(_SWITCH, _EXPERTS),

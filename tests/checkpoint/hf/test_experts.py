@@ -1,4 +1,4 @@
-"""Mixtral and Qwen2-MoE, there and back: the same tensors, one by one or stacked, or a refusal that says why."""
+"""Mixtral and Qwen2-MoE there and back: the same tensors, single or stacked, or a refusal that says why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megazero.checkpoint.naming import Link, Table, TensorRule
 from megazero.config import parse_config
 from megazero.config.tree import ModelConfig, TokenizerConfig
 from megazero.errors import CheckpointError, ConfigError
-from tests.checkpoint.hf.expert_samples import EXPERTS, MIXTRAL, MODELS, NO_SHARED, QWEN2_MOE, stacked
+from tests.checkpoint.hf.expert_samples import EXPERTS, MIXTRAL, MODELS, QWEN2_MOE, stacked
 from tests.checkpoint.hf.samples import (
     GPT2,
     LLAMA,
@@ -357,7 +357,7 @@ def test_the_flags_that_are_printed_make_the_model(name):
 
 
 def routed(model: torch.nn.Module, margin: float = 0.02) -> torch.nn.Module:
-    """Random weights everywhere, with such routers that no choice among `TOKENS` hangs on a rounding error."""
+    """Random weights everywhere, such that no choice for `TOKENS` hangs on a rounding error."""
     for seed in range(50):
         torch.manual_seed(seed)
         for name, parameter in model.named_parameters():
