@@ -16,15 +16,6 @@ from megazero.checkpoint.naming import TensorRule, with_experts
 
 _OURS = "layers.{i}.mlp"
 _UP, _DOWN = f"{_OURS}.experts.up.weight", f"{_OURS}.experts.down.weight"
-_BIASES = ("attention_bias", "mlp_bias")
-NO_CAPACITY = (
-    "nothing may limit how many tokens an expert takes, as transformers drops none; `--ignore-capacity` "
-    "writes it all the same"
-)
-
-SETTINGS = tuple(each for each in LLAMA.settings if each.theirs not in _BIASES)
-"""Those of Llama, whose biases these architectures have not."""
-
 OURS_FIXED = (
     *LLAMA.ours_fixed,
     ("add_bias_linear", False),
@@ -49,7 +40,11 @@ LIMITS = (
     Limit(
         lambda m: m.moe_router_topk_scaling_factor in (None, 1.0), "the experts' weights must not be scaled"
     ),
-    Limit(lambda m: m.moe_expert_capacity_factor is None and m.moe_eval_capacity_factor is None, NO_CAPACITY),
+    Limit(
+        lambda m: m.moe_expert_capacity_factor is None and m.moe_eval_capacity_factor is None,
+        "nothing may limit how many tokens an expert takes, as transformers drops none; `--ignore-capacity` "
+        "writes it all the same",
+    ),
 )
 
 

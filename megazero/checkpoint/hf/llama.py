@@ -165,3 +165,6 @@ LLAMA = Architecture(
     plain=plain_rope,
     complete=with_rope_parameters,
 )
+
+UNBIASED_SETTINGS = tuple(each for each in LLAMA.settings if each.ours != "add_bias_linear")
+"""For descendants whose ``config.json`` says nothing of biases."""

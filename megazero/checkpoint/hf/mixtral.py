@@ -11,12 +11,11 @@ from megazero.checkpoint.hf.architecture import FieldPair, Limit
 from megazero.checkpoint.hf.experts import (
     LIMITS,
     OURS_FIXED,
-    SETTINGS,
     expert_rules,
     number_of_experts,
     stacked_rules,
 )
-from megazero.checkpoint.hf.llama import LAYER, LLAMA, rules_with, with_defaults
+from megazero.checkpoint.hf.llama import LAYER, LLAMA, UNBIASED_SETTINGS, rules_with, with_defaults
 
 _BLOCK = f"{LAYER}.block_sparse_moe"
 _WIDTH = "intermediate_size"
@@ -36,7 +35,7 @@ MIXTRAL = replace(
     ),
     settings=(
         *with_defaults(
-            tuple(each for each in SETTINGS if each.theirs != _WIDTH),
+            tuple(each for each in UNBIASED_SETTINGS if each.theirs != _WIDTH),
             num_key_value_heads=8,
             max_position_embeddings=4096 * 32,
             rms_norm_eps=1e-5,

@@ -6,16 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from megazero.checkpoint.hf.architecture import DENSE_LIMITS, Json, Limit
-from megazero.checkpoint.hf.llama import EVEN_HEADS, LLAMA, plain_rope, with_defaults
+from megazero.checkpoint.hf.llama import EVEN_HEADS, LLAMA, UNBIASED_SETTINGS, plain_rope, with_defaults
 
-_LLAMA_ONLY = ("attention_bias", "mlp_bias")
-SETTINGS = tuple(
-    each
-    for each in with_defaults(
-        LLAMA.settings, num_key_value_heads=32, intermediate_size=22016, max_position_embeddings=32768
-    )
-    if each.theirs not in _LLAMA_ONLY
-)
 PLAIN_HEADS = Limit(
     lambda m: m.head_dim * m.num_attention_heads == m.hidden_size,
     "the width of a head must be hidden size / heads",
@@ -45,7 +37,12 @@ QWEN2 = replace(
     LLAMA,
     name="Qwen2ForCausalLM",
     model_type="qwen2",
-    settings=SETTINGS,
+    settings=with_defaults(
+        UNBIASED_SETTINGS,
+        num_key_value_heads=32,
+        intermediate_size=22016,
+        max_position_embeddings=32768,
+    ),
     ours_fixed=(*LLAMA.ours_fixed, ("add_bias_linear", False), ("add_qkv_bias", True)),
     limits=(*DENSE_LIMITS, EVEN_HEADS, PLAIN_HEADS),
     plain=plain,

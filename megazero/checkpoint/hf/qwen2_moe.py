@@ -15,12 +15,20 @@ from megazero.checkpoint.hf.architecture import FieldPair, Json, Limit, TensorLi
 from megazero.checkpoint.hf.experts import (
     LIMITS,
     OURS_FIXED,
-    SETTINGS,
     expert_rules,
     number_of_experts,
     stacked_rules,
 )
-from megazero.checkpoint.hf.llama import GATE, LAYER, LLAMA, MLP, UP, rules_with, with_defaults
+from megazero.checkpoint.hf.llama import (
+    GATE,
+    LAYER,
+    LLAMA,
+    MLP,
+    UNBIASED_SETTINGS,
+    UP,
+    rules_with,
+    with_defaults,
+)
 from megazero.checkpoint.naming import Table, TensorRule, with_experts, with_shared_experts, without_experts
 from megazero.config.derive import experts_of
 from megazero.config.tree import ModelConfig
@@ -117,7 +125,7 @@ QWEN2_MOE = replace(
     blank=BLANK,
     settings=(
         *with_defaults(
-            SETTINGS,
+            UNBIASED_SETTINGS,
             num_hidden_layers=QWEN2_LAYERS,
             hidden_size=2048,
             intermediate_size=5632,
