@@ -59,6 +59,7 @@ class ParallelConfig(Section):
         "alltoall",
         "how tokens get to the ranks that hold their experts: alltoall sends each row where it is needed; "
         "allgather sends all rows to all of them and adds up what comes back",
+        synonyms={"alltoall_seq": "alltoall"},
         refused={
             "flex": "calls kernels of other projects, which are not used here; alltoall moves the same rows"
         },
