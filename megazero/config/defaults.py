@@ -45,8 +45,8 @@ DECISIONS: tuple[Decision, ...] = (
         "1, or none with `--expert-interval`",
         "1",
         _NO_FLAG,
-        "experts are placed as in Megatron-LM unless Megatron-DeepSpeed's flag is given; the two count layers "
-        "differently",
+        "experts are placed as in Megatron-LM unless Megatron-DeepSpeed's flag is given; the two count "
+        "layers differently",
     ),
     Decision(
         "model.expert_interval",

@@ -50,9 +50,8 @@ class ParallelConfig(Section):
     )
     expert_tensor_parallel_size: PositiveInt | None = option(
         None,
-        "ranks that share each expert's weights; the ranks of a stage hold the experts "
-        "expert-tensor x expert-model x replicas, whatever their tensor x context x data is; default: "
-        "the tensor-parallel size",
+        "ranks that share each expert's weights; for the experts a stage's ranks are expert-tensor x "
+        "expert-model x replicas, for all else tensor x context x data; default: the tensor-parallel size",
         switches={"--enable-expert-tensor-parallelism": None},
     )
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = option(
