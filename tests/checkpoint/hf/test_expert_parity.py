@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from megazero.checkpoint import Key
 from megazero.checkpoint.hf import HFReader, ModelFiles, TokenIds, write_hf
-from megazero.checkpoint.hf.config_json import architecture_of, differences, model_of
+from megazero.checkpoint.hf.config_json import architecture_of
 from megazero.checkpoint.naming import Table
 from megazero.config.tree import ModelConfig
 from tests.checkpoint.hf.expert_samples import EXPERTS, MODELS
@@ -38,7 +38,6 @@ def test_files_of_transformers_have_the_names_and_shapes_of_the_table(name, tmp_
     shared = (ours.keys() & config.keys()) - told_otherwise
     assert {key: ours[key] for key in shared} == {key: config[key] for key in shared}
     assert len(shared) > 15
-    assert differences(model_of(architecture, config), MODELS[name]) == []
 
 
 def routed(model: torch.nn.Module, margin: float = 0.02) -> torch.nn.Module:
@@ -70,7 +69,7 @@ def test_what_transformers_saved_computes_the_same(name, tp, tmp_path):
         settings = reader.model_settings()
         assert settings.pop("vocab_size") == VOCAB
         reader.check_model(MODELS[name], VOCAB)
-        logits = logits_of(reader, ModelConfig(**settings), TOKENS, tp)
+        logits = logits_of(reader, ModelConfig(**settings), TOKENS, tp, padded=VOCAB if tp == 1 else 110)
     assert 0.3 < expected.std() < 30  # neither dead nor saturated
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
 
