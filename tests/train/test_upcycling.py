@@ -41,54 +41,53 @@ LAYOUTS = (
 )
 
 
-def run(*flags: object) -> list[dict]:
-    """Train in this process; what the metrics file says."""
-    argv = [word for each in (SMALL, *flags) for word in str(each).split()]
+def run(metrics: Path, *flags: object) -> list[dict]:
+    """Train in this process; the metrics of every iteration."""
+    argv = [word for each in (SMALL, "--metrics-jsonl", metrics, *flags) for word in str(each).split()]
     pretrain(parse_config(argv, world_size=1).config, Launch())
-    path = Path(argv[argv.index("--metrics-jsonl") + 1])
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
-def losses(records: list[dict]) -> list[float]:
-    return [record["lm_loss"] for record in records if "split" in record]
+def evaluated(metrics: Path, *flags: object) -> list[float]:
+    """The losses of validation and test, without a training."""
+    run(metrics, "--skip-train", *flags)
+    lines = metrics.with_suffix(".eval.jsonl").read_text().splitlines()
+    return [json.loads(line)["lm_loss"] for line in lines]
 
 
 @pytest.mark.parametrize("shape", ["", "--swiglu --disable-bias-linear --normalization RMSNorm"])
 @pytest.mark.parametrize("routing", ["", "--moe-router-score-function sigmoid --moe-layer-freq 2"])
 def test_the_function_at_step_0_is_the_dense_model_s(shape, routing, tmp_path):
-    metrics, dense = "--metrics-jsonl", tmp_path / "dense"
-    run(shape, metrics, tmp_path / "a.jsonl", "--save", dense)
-    look = ("--load", dense, "--skip-train")
-    expected = losses(run(shape, metrics, tmp_path / "b.jsonl", *look, "--finetune"))
-    found = losses(run(shape, EXPERTS, routing, metrics, tmp_path / "c.jsonl", *look))
+    dense = tmp_path / "dense"
+    run(tmp_path / "a.jsonl", shape, "--save", dense)
+    expected = evaluated(tmp_path / "b.jsonl", shape, "--load", dense, "--finetune")
+    found = evaluated(tmp_path / "c.jsonl", shape, EXPERTS, routing, "--load", dense)
     assert len(expected) == 2
     assert found == pytest.approx(expected, rel=1e-6)
-    fresh = run(
-        shape, EXPERTS, routing, metrics, tmp_path / "d.jsonl", "--skip-train", "--load", tmp_path / "no"
-    )
-    assert losses(fresh) != pytest.approx(expected, rel=1e-3)  # the weights matter
+    fresh = evaluated(tmp_path / "d.jsonl", shape, EXPERTS, routing, "--load", tmp_path / "nothing")
+    assert fresh != pytest.approx(expected, rel=1e-3)  # the weights matter
 
 
 def test_the_run_goes_on_from_its_own_checkpoints_once_it_has_some(tmp_path, capsys):
-    metrics, folder = ("--metrics-jsonl", tmp_path / "a.jsonl"), tmp_path / "run"
-    run(*metrics, "--save", folder)
-    (tmp_path / "a.jsonl").unlink()
-    same = (EXPERTS, *metrics, "--load", folder, "--save", folder, "--log-interval", 1)
+    folder = tmp_path / "run"
+    run(tmp_path / "a.jsonl", "--save", folder)
+    same = (tmp_path / "b.jsonl", EXPERTS, "--load", folder, "--save", folder)
     first = run(*same, "--exit-interval", 2)
     assert "began experts from the dense model" in capsys.readouterr().out
     again = run(*same)
     assert "began experts" not in capsys.readouterr().out
-    assert [record["iteration"] for record in first if "split" not in record] == [1, 2]
-    assert [record["iteration"] for record in again if "split" not in record] == [1, 2, 3, 4]
+    assert [record["iteration"] for record in first] == [1, 2]
+    assert [record["iteration"] for record in again] == [1, 2, 3, 4]
+    assert again[:2] == first
 
 
 def test_a_dense_checkpoint_is_not_taken_without_the_switch(tmp_path):
-    metrics = ("--metrics-jsonl", tmp_path / "a.jsonl")
-    run(*metrics, "--save", tmp_path / "dense")
+    run(tmp_path / "a.jsonl", "--save", tmp_path / "dense")
+    load = ("--load", tmp_path / "dense")
     with pytest.raises(CheckpointError, match="must be of this model, but has num_experts"):
-        run("--num-experts 3", *metrics, "--load", tmp_path / "dense", "--finetune")
+        run(tmp_path / "b.jsonl", "--num-experts 3", *load, "--finetune")
     with pytest.raises(CheckpointError, match="must be of this model, but has hidden_size 32"):
-        run(EXPERTS, *metrics, "--load", tmp_path / "dense", "--hidden-size 64")
+        run(tmp_path / "b.jsonl", EXPERTS, *load, "--hidden-size 64")
 
 
 def save(layout: Layout, config: Config) -> CheckpointReader:
