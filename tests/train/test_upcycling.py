@@ -38,6 +38,8 @@ LAYOUTS = (
     Layout(pp=2, schedule="gpipe"),
     Layout(dp=2, zero=1),
     Layout(tp=2, dp=2, zero=3),
+    Layout(dp=4, ep=2, zero=1),
+    Layout(tp=2, dp=2, ep=4, etp=1, zero=2),
 )
 
 
