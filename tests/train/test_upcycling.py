@@ -24,7 +24,6 @@ from megazero.verify.layouts import SEQUENCE, VOCABULARY, Layout
 from megazero.verify.record import verification_engine
 from tests.checkpoint.hf.samples import LLAMA, VOCAB, config_for, their_tensors, write_folder
 
-pytest.importorskip("megazero.moe")
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data "
