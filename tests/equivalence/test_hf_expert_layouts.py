@@ -15,7 +15,6 @@ from megazero.verify.layouts import SEQUENCE, VOCABULARY, Layout
 from tests.equivalence.test_hf_layouts import export
 from tests.models.hf_weights import expert_by_expert
 
-
 KINDS = {
     "mixtral": {"num_experts": (4,)},
     "qwen2-moe": {

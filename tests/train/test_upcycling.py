@@ -24,7 +24,6 @@ from megazero.verify.layouts import SEQUENCE, VOCABULARY, Layout
 from megazero.verify.record import verification_engine
 from tests.checkpoint.hf.samples import LLAMA, VOCAB, config_for, their_tensors, write_folder
 
-
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data "
     "--micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --train-iters 4 --eval-interval 4 --eval-iters 2 "
