@@ -24,6 +24,7 @@ from tests.checkpoint.hf.samples import (
     LLAMA,
     VOCAB,
     config_for,
+    parameter_specs,
     random_weights,
     their_tensors,
     write_folder,
@@ -59,9 +60,10 @@ def test_a_name_with_a_number_of_an_expert_is_one_tensor_for_each():
         for name in MODELS
     ],
 )
-def test_tables_hold_every_element_once(name, architecture):
+def test_tables_hold_every_element_of_our_model_once(name, architecture):
     assert architecture_of(MODELS[name]).name == architecture
     table = table_of(MODELS[name])
+    assert {key.name: shape for key, shape in table.shapes.items()} == parameter_specs(MODELS[name])
     for key, links in table.by_key.items():
         assert gaps_or_overlaps(table.shapes[key], [link.box for link in links]) is None
     assert len(table.by_theirs) == len(table.links)
