@@ -18,6 +18,7 @@ _RESOLVED = MappingProxyType(
         "kv_channels": "head_dim",
         "max_position_embeddings": "positions",
         "bert_token_types": "has_token_types",
+        "add_qkv_bias": "qkv_bias",
     }
 )
 

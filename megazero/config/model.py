@@ -72,6 +72,9 @@ class TransformerConfig(Section):
     add_bias_linear: bool = option(
         True, "leave the biases out of linear layers", flag="--disable-bias-linear"
     )
+    add_qkv_bias: bool = option(
+        False, "give queries, keys and values biases, also where other linear layers have none"
+    )
     untie_embeddings_and_output_weights: bool = option(False, "give the output head a weight of its own")
     hidden_dropout: Probability = option(0.1, "dropout on the residual branches and the embedding")
     attention_dropout: Probability = option(0.1, "dropout on the attention probabilities")
@@ -120,6 +123,11 @@ class TransformerConfig(Section):
     def kv_heads(self) -> int:
         """Number of key/value heads."""
         return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.add_bias_linear or self.add_qkv_bias
 
     @property
     def ffn_size(self) -> int:

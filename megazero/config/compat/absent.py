@@ -12,10 +12,6 @@ from types import MappingProxyType
 
 ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "upcycling": (
-            "a mixture of experts is not started from a dense checkpoint; leave it out",
-            "--moe-use-upcycling",
-        ),
         "latent experts": (
             "experts of a narrower space are not built; give them a small `--moe-ffn-hidden-size`",
             "--moe-latent-size=",
@@ -68,7 +64,7 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             """
             --init-method-xavier-uniform --apply-layernorm-1p --fp16-lm-cross-entropy
             --embedding-weights-in-fp32=* --head-lr-mult= --data-parallel-random-init --qk-layernorm
-            --qk-l2-norm --qk-clip --add-qkv-bias --rotary-interleaved --use-rope-scaling
+            --qk-l2-norm --qk-clip --rotary-interleaved --use-rope-scaling
             --rotary-seq-len-interpolation-factor= --decoupled-lr= --decoupled-min-lr=
             --activation-func-clamp-value= --glu-linear-offset= --quick-geglu --gated-linear-unit
             --use-te-activation-func --embedding-init-method-std= --softmax-scale= --no-rope-freq=

@@ -201,6 +201,11 @@ CONDITIONAL: Mapping[str, tuple[str, str, str]] = MappingProxyType(
             "routers always compute in fp32",
             "routers always compute in fp32; leave it out",
         ),
+        "--moe-upcycling-granularity=": (
+            "1",
+            "with `--moe-use-upcycling` each expert is a copy of the whole MLP",
+            "with `--moe-use-upcycling` each expert is a copy of the whole MLP; leave it out",
+        ),
         "--moe-dispatch-fwd-dtype=": (
             "bf16",
             "rows are sent to experts in the model's type",

@@ -21,7 +21,6 @@ DEPENDENT: Mapping[str, str] = MappingProxyType(
             --moe-permute-fusion-into-hybridep""",
         "it matters only with `--moe-router-load-balancing-type quantile_balancing`": """
             --moe-router-quantile-balancing-ema=""",
-        "it matters only with `--moe-use-upcycling`": "--moe-upcycling-granularity=",
         "it matters only with `--multi-latent-attention`": """
             --kv-lora-rank= --q-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim=
             --rotary-scaling-factor= --mscale= --mscale-all-dim= --cache-mla-latents

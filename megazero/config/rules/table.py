@@ -17,6 +17,7 @@ from megazero.config.rules.training import (
     PRECISION_RULES,
     SCHEDULE_RULES,
 )
+from megazero.config.rules.upcycling import UPCYCLING_RULES
 from megazero.config.rules.zero import KEPT_ACTIVATION_RULES, ZERO_RULES
 from megazero.config.tree import Config
 
@@ -25,6 +26,7 @@ RULES: tuple[Rule, ...] = (
     *PARALLEL_RULES,
     *EXPERT_RULES,
     *ROUTING_RULES,
+    *UPCYCLING_RULES,
     *BATCH_RULES,
     *PIPELINE_RULES,
     *ZERO_RULES,

@@ -22,6 +22,7 @@ TASK = {
 
 EXPERTS = {"model.num_experts": (8,)}
 GROUPED = {**EXPERTS, "model.moe_router_num_groups": 4, "model.moe_router_group_topk": 2}
+UPCYCLED = {**EXPERTS, "checkpoint.moe_use_upcycling": True, "checkpoint.load": "dense"}
 
 # rule -> the changes to the base configuration that break it alone, on 4 ranks
 EXAMPLES: dict[str, dict[str, Any]] = {
@@ -109,6 +110,14 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "model.moe_expert_capacity_factor": 1.0,
         "model.moe_min_capacity": 9,
     },
+    "upcycling_makes_experts": {"checkpoint.moe_use_upcycling": True, "checkpoint.load": "dense"},
+    "upcycling_has_a_dense_model": {**EXPERTS, "checkpoint.moe_use_upcycling": True},
+    "upcycling_is_for_pretraining": {**UPCYCLED, **TASK},
+    "upcycled_weights_sum_to_one": {**UPCYCLED, "model.moe_router_pre_softmax": True},
+    "upcycled_weights_are_not_scaled": {**UPCYCLED, "model.moe_router_topk_scaling_factor": 2.5},
+    "upcycled_experts_are_alone": {**UPCYCLED, "model.mlp_type": "residual"},
+    "upcycled_experts_drop_nothing": {**UPCYCLED, "model.moe_expert_capacity_factor": 1.0},
+    "upcycled_experts_have_the_mlp_s_width": {**UPCYCLED, "model.moe_ffn_hidden_size": 32},
     "global_batch_multiple": {"batch.global_batch_size": 12},
     "ramp_needs_global_batch": {"batch.rampup_batch_size": (8, 8, 100)},
     "ramp_starts_below_global_batch": {
@@ -226,6 +235,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 # Combinations near a rule's border that must run.
 ACCEPTED: list[dict[str, Any]] = [
     {},
+    {**UPCYCLED, "model.moe_ffn_hidden_size": 256},
+    {**UPCYCLED, "model.moe_router_score_function": "sigmoid", "model.moe_router_topk_scaling_factor": 1.0},
     {"model.hidden_size": 66, "model.kv_channels": 16},
     {"model.num_query_groups": 1},
     {"data.data_sharding": True, "data.dataloader_type": "cyclic"},
