@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megazero.ablate.study import Member
@@ -17,10 +18,12 @@ from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig, LoggingConfig
 
 _SAVES = 4  # checkpoints of a run that asks for no number of its own
-_PATHS = {
-    "data": ("data_path", "train_data_path", "valid_data_path", "test_data_path"),
-    "tokenizer": ("vocab_file", "merge_file", "tokenizer_model"),
-}
+_PATHS = MappingProxyType(
+    {
+        "data": ("data_path", "train_data_path", "valid_data_path", "test_data_path"),
+        "tokenizer": ("vocab_file", "merge_file", "tokenizer_model"),
+    }
+)
 
 
 @dataclass(frozen=True)
