@@ -13,7 +13,7 @@ from megazero.config.compat import FOREIGN_FLAGS, Foreign
 from megazero.config.deepspeed.row import NOTHING, KeyRow
 from megazero.config.deepspeed.table import GROUPS
 from megazero.config.defaults import DECISIONS
-from megazero.config.fields import FIELDS, SECTIONS, FieldSpec, Kind, section_title
+from megazero.config.fields import FIELDS, SECTIONS, FieldSpec, Kind, section_title, spoken
 from megazero.config.flags import COMMANDS
 from megazero.config.rules import NOTES, RULES, Note, Rule
 
@@ -155,7 +155,7 @@ def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]
 def _field_row(spec: FieldSpec) -> tuple[str, ...]:
     spellings = [f"`{name}`" for name in (spec.flag, *spec.aliases)]
     spellings += [
-        f"`{name}`" + ("" if spec.kind is Kind.BOOL else f" = {constant}")
+        f"`{name}`" + ("" if spec.kind is Kind.BOOL else f" = {spoken(constant)}")
         for name, constant in spec.switches.items()
     ]
     unit = f" ({spec.unit})" if spec.unit else ""
@@ -168,7 +168,7 @@ def _default(spec: FieldSpec) -> str:
         return "required"
     if isinstance(spec.default, bool):
         return "on" if spec.default else "off"
-    return "" if spec.default in (None, ()) else f"`{spec.default}`"
+    return "" if spec.default_text is None else f"`{spec.default_text}`"
 
 
 def _rule_row(rule: Rule) -> tuple[str, ...]:

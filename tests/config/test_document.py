@@ -161,7 +161,9 @@ def _value(spec: FieldSpec, rng: random.Random) -> Any:
         Kind.TEXT: lambda: _text(rng),
         Kind.CHOICE: lambda: rng.choice(spec.choices),
         Kind.BOOL: lambda: rng.random() < 0.5,
-        Kind.INTS: lambda: tuple(rng.randrange(1, 10**9) for _ in range(spec.length or 0)),
+        Kind.INTS: lambda: tuple(rng.randrange(1, 10**9) for _ in range(spec.length or rng.randrange(1, 4))),
+        Kind.FLOATS: lambda: tuple(rng.choice(_FLOATS) for _ in range(rng.randrange(1, 4))),
+        Kind.CHOICES: lambda: tuple(rng.choices(spec.choices, k=rng.randrange(1, 4))),
         Kind.TEXTS: lambda: tuple(_text(rng) for _ in range(rng.randrange(4))),
     }[spec.kind]()
 
