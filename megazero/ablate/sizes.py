@@ -41,7 +41,7 @@ def size_of(config: Config) -> ModelSize:
     specs = [spec_of(parameter) for chunk in chunks.values() for parameter in chunk.parameters()]
     return ModelSize(
         sum(math.prod(spec.shape) for spec in specs),
-        sum(_used(spec, getattr(config.model, "moe_router_topk", 1)) for spec in specs),
+        sum(_used(spec, config.model.moe_router_topk) for spec in specs),
         family_of(config.model).flops_per_token(config, vocabulary),
     )
 

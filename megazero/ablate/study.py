@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.config.coerce import nearest
-from megazero.config.document import Document, read_file
+from megazero.config.document import BASE, read_file
 from megazero.config.flags import scan
 from megazero.config.resolve import parse_config
 from megazero.config.tree import Config
@@ -59,17 +59,17 @@ class Study:
 
 
 def read_study(folder: Path, wishes: Wishes) -> Study:
-    """Read a folder. Every ``*.yaml`` is a member, except those that another one is built on (`base`).
+    """Read a folder. Every ``*.yaml`` is a member but those whose names begin with ``base``.
 
     Raises:
         ConfigError: there is no member, or rules refuse some of them. Every reason is listed, with the names
             of the members that it concerns.
     """
-    documents = _documents(folder)
     members: list[Member] = []
     problems: dict[str, list[str]] = {}
     warnings: dict[str, None] = {}
-    for path, document in documents.items():
+    for path in _files(folder):
+        document = read_file(str(path))
         given = {s.spec.path: s.value for s in [*document.settings, *scan(wishes.flags).settings]}
         takes_corpus = not {f"data.{name}" for name in _SOURCES} & set(given)
         flags = [*wishes.flags, *(wishes.corpus if takes_corpus else ()), *_length(given, wishes.steps)]
@@ -106,20 +106,19 @@ def chosen(members: Sequence[Member], names: Sequence[str], flag: str) -> tuple[
     return tuple(member for member in members if not names or member.name in names)
 
 
-def _documents(folder: Path) -> dict[Path, Document]:
+def _files(folder: Path) -> list[Path]:
     """The files of the members."""
     if not folder.is_dir():
         raise ConfigError(
             f"the folder of configurations must exist, but {folder} does not; correct the path."
         )
-    found = {path: read_file(str(path)) for path in sorted(folder.glob("*.yaml"))}
-    bases = {base.resolve() for document in found.values() for base in document.bases}
-    members = {path: document for path, document in found.items() if path.resolve() not in bases}
-    if not members:
+    found = [path for path in sorted(folder.glob("*.yaml")) if not path.name.startswith(BASE)]
+    if not found:
         raise ConfigError(
-            f"{folder} must hold a configuration (*.yaml) that no other is built on, but has none; add one."
+            f"{folder} must hold a configuration (*.yaml) whose name does not begin with `{BASE}`, but has "
+            "none; add one."
         )
-    return members
+    return found
 
 
 def _length(given: dict[str, object], steps: int | None) -> list[str]:

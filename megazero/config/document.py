@@ -30,22 +30,19 @@ class Document:
         settings: one for each field that any of them sets.
         problems: why they are refused.
         broken: paths of the fields whose value could not be read.
-        bases: the files that it is built on, the nearest first.
     """
 
     settings: list[Setting] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
-    bases: tuple[Path, ...] = ()
 
-    def over(self, base: Document, path: Path) -> Document:
-        """Both documents, where what this one says takes precedence over `base`, which was read at `path`."""
+    def over(self, base: Document) -> Document:
+        """Both documents, where what this one says takes precedence over `base`."""
         said = {setting.spec.path for setting in self.settings} | self.broken
         return Document(
             [setting for setting in base.settings if setting.spec.path not in said] + self.settings,
             base.problems + self.problems,
             (base.broken - said) | self.broken,
-            (path, *base.bases),
         )
 
 
@@ -100,7 +97,7 @@ def _read_text(text: str, name: str, above: tuple[Path, ...]) -> Document:
     if path.resolve() in above:
         document.problems.append(f"{where} must not lead back to a file built on it, but is {path}.")
         return document
-    return document.over(_read_file(str(path), where, above), path)
+    return document.over(_read_file(str(path), where, above))
 
 
 def _base_of(document: Document, entry: _YamlKey, name: str) -> tuple[Path, str] | None:

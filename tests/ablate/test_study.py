@@ -15,19 +15,20 @@ def refused(folder, wishes=None) -> list[str]:
     return error.value.violations
 
 
-def test_members_are_the_files_that_none_is_built_on(tmp_path):
+def test_members_are_the_files_that_are_not_named_as_a_base(tmp_path):
     folder = write_study(
-        tmp_path / "s", wide="model: {hidden_size: 16}", dense="# comes too late", wider="base: wide.yaml"
+        tmp_path / "s", base_wide="model: {hidden_size: 16}", dense="# comes too late", wide="", wider=""
     )
+    (folder / "wide.yaml").write_text("\n#   Wide   \nbase: base-wide.yaml")
     (folder / "wider.yaml").write_text(
         "# The widest:\n# more\nbase: wide.yaml\nmodel: {ffn_hidden_size: 99}\n"
     )
     (folder / "notes.txt").write_text("not one")
     study = read_study(folder, Wishes())
-    assert [member.name for member in study.members] == ["dense", "wider"]
-    assert [member.title for member in study.members] == ["", "The widest:"]
+    assert [member.name for member in study.members] == ["dense", "wide", "wider"]
+    assert [member.title for member in study.members] == ["", "Wide", "The widest:"]
     sizes = [(m.config.model.hidden_size, m.config.model.ffn_size) for m in study.members]
-    assert sizes == [(8, 32), (16, 99)]
+    assert sizes == [(8, 32), (16, 64), (16, 99)]
     assert not any(member.takes_corpus for member in study.members)
 
 
@@ -96,17 +97,16 @@ def test_what_is_wrong_with_the_base_concerns_all_that_are_built_on_it(tmp_path)
 
 def test_a_folder_without_members_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "ring").mkdir()
-    (tmp_path / "ring/a.yaml").write_text("base: b.yaml")
-    (tmp_path / "ring/b.yaml").write_text("base: a.yaml")
-    assert refused(tmp_path / "empty") == [
-        f"{tmp_path}/empty must hold a configuration (*.yaml) that no other is built on, but has none; "
-        "add one."
-    ]
+    (tmp_path / "bases").mkdir()
+    (tmp_path / "bases/base.yaml").write_text("")
+    for name in ("empty", "bases"):
+        assert refused(tmp_path / name) == [
+            f"{tmp_path}/{name} must hold a configuration (*.yaml) whose name does not begin with `base`, "
+            "but has none; add one."
+        ]
     assert refused(tmp_path / "none") == [
         f"the folder of configurations must exist, but {tmp_path}/none does not; correct the path."
     ]
-    assert len(refused(tmp_path / "ring")) == 1
 
 
 def test_members_are_chosen_by_name(tmp_path):

@@ -229,7 +229,6 @@ def test_a_document_is_built_on_its_base(tmp_path: Path) -> None:
         "model.seq_length": (5, "member.yaml:2"),
     }
     assert len(document.settings) == 4
-    assert document.bases == (tmp_path / "base.yaml", tmp_path / "common/root.yaml")
 
 
 def test_a_value_of_the_base_that_cannot_be_read_may_be_overridden_but_is_reported(tmp_path: Path) -> None:
