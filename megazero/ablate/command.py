@@ -24,8 +24,8 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train every configuration (*.yaml) of a folder, except those named base*.yaml, which "
         "others are built on, and compare what they learned: results.jsonl has an object per run, results.md "
         "a table, results.png the validation loss against tokens, FLOPs and time. Configurations that name "
-        "no data are trained on the quickstart's corpus, which is made if it is not there. When called again, "
-        "the command trains only what is not finished, from the last checkpoint on.",
+        "no data are trained on the quickstart's corpus, which is made if it is not there. When called "
+        "again, the command trains only what is not finished, from the last checkpoint on.",
         epilog="Flags of pretrain_gpt.py may follow after `--`; they take precedence over all files, as in "
         "`megazero ablate examples_3d/moe -- --bf16`. Status 0: all runs are finished; 1: some failed; 2: "
         "refused; 130: interrupted.",

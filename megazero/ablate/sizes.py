@@ -41,12 +41,12 @@ def size_of(config: Config) -> ModelSize:
     specs = [spec_of(parameter) for chunk in chunks.values() for parameter in chunk.parameters()]
     return ModelSize(
         sum(math.prod(spec.shape) for spec in specs),
-        sum(_used(spec, config.model.moe_router_topk) for spec in specs),
+        sum(used(spec, config.model.moe_router_topk) for spec in specs),
         family_of(config.model).flops_per_token(config, vocabulary),
     )
 
 
-def _used(spec: ParamSpec, experts_per_token: int) -> int:
-    """How many elements of a parameter one token uses."""
+def used(spec: ParamSpec, experts_per_token: int) -> int:
+    """How many elements of a parameter one token uses, if it goes to so many of the experts of a layer."""
     stacked = next((spec.shape[cut.dim] for cut in spec.cuts if cut.axis == "ep"), 1)
     return math.prod(spec.shape) // stacked * min(experts_per_token, stacked)

@@ -145,11 +145,11 @@ def _title(path: Path) -> str:
 def _unfit(member: Member) -> list[str]:
     """Why an accepted configuration cannot be a member."""
     config, reasons = member.config, []
-    for name in ("save", "load"):
-        path = getattr(config.checkpoint, name)
+    for section, name in (("checkpoint", "save"), ("checkpoint", "load"), ("logging", "metrics_jsonl")):
+        path = getattr(getattr(config, section), name)
         if path is not None:
             reasons.append(
-                f"`checkpoint.{name}` must be left to the command, which gives each run a folder of its own, "
+                f"`{section}.{name}` must be left to the command, which gives each run a folder of its own, "
                 f"but is {path}; leave it out."
             )
     if config.training.eval_iters == 0:

@@ -18,6 +18,7 @@ from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig, LoggingConfig
 
 _SAVES = 4  # checkpoints of a run that asks for no number of its own
+_CHARTS = ("tensorboard_dir", "csv_dir")
 _PATHS = MappingProxyType(
     {
         "data": ("data_path", "train_data_path", "valid_data_path", "test_data_path"),
@@ -71,14 +72,19 @@ class Trial:
         return horizon_of(config, data_parallel_size(config, self.ranks)).end.iteration
 
     def config(self) -> Config:
-        """Its whole configuration: seed, checkpoints and metrics in its own folder."""
+        """Its whole configuration: seed, checkpoints, metrics and charts in folders of its own."""
         config, saved = self.member.config, str(self.folder / "checkpoint")
         interval = config.checkpoint.save_interval or max(1, self.steps // _SAVES)
         last = config.checkpoint.keep_last or (None if config.checkpoint.save_retain_interval else 1)
+        charts = {
+            name: str(Path(folder, self.member.name, f"seed-{self.seed}"))
+            for name in _CHARTS
+            if (folder := getattr(config.logging, name)) is not None
+        }
         changes = {
             "training": {"seed": self.seed},
             "checkpoint": {"save": saved, "load": saved, "save_interval": interval, "keep_last": last},
-            "logging": {"metrics_jsonl": str(self.metrics)},
+            "logging": {"metrics_jsonl": str(self.metrics), **charts},
         }
         return _changed(config, changes)
 

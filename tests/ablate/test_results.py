@@ -11,10 +11,11 @@ from megazero.ablate.picture import draw, figure_of
 from megazero.ablate.progress import ProgressTable
 from megazero.ablate.results import Findings, Milestone, Outcome, grouped, outcome_of, reaching, write_lines
 from megazero.ablate.runs import run_all
-from megazero.ablate.sizes import ModelSize, size_of
+from megazero.ablate.sizes import ModelSize, size_of, used
 from megazero.ablate.study import Wishes, read_study
 from megazero.ablate.table import markdown, si
 from megazero.ablate.trial import trials_of
+from megazero.mpu import Cut, InitialValues, ParamSpec
 from tests.ablate.samples import quick_trainer, write_study
 
 SIZE = ModelSize(23_100_000, 12_340_000, 6.2e7)
@@ -53,6 +54,20 @@ def test_sizes_are_those_of_the_layers(tmp_path):
     assert plain.active_parameters == plain.parameters
     assert wide.parameters - plain.parameters == (100 - 32) * (2 * 8 + 1)
     assert wide.flops_per_token - plain.flops_per_token == 3 * 2 * 2 * 8 * (100 - 32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cuts", "active"),
+    [
+        ((8, 32, 16), (Cut(0, "ep"), Cut(1, "tp")), 2 * 32 * 16),
+        ((2, 8, 4), (Cut(1, "ep"),), 2 * 2 * 4),  # experts may be any dim
+        ((1, 32), (Cut(0, "ep"),), 32),
+        ((8, 32), (Cut(0, "tp"),), 8 * 32),  # not of experts
+        ((7,), (), 7),
+    ],
+)
+def test_a_token_uses_its_share_of_stacked_experts(shape, cuts, active):
+    assert used(ParamSpec("w", shape, InitialValues("zeros"), cuts), 2) == active
 
 
 def size_of_vocabulary(folder) -> int:

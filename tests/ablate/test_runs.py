@@ -162,7 +162,10 @@ def test_a_signal_stops_the_run_and_the_call(tmp_path, number):
 
 def test_a_run_has_its_whole_configuration_in_a_file(tmp_path):
     folder = write_study(
-        tmp_path / "s", a="checkpoint: {save_retain_interval: 2}", b="", c="training: {seed: 5}"
+        tmp_path / "s",
+        a="checkpoint: {save_retain_interval: 2}\nlogging: {csv_dir: tables}",
+        b="",
+        c="training: {seed: 5}",
     )
     a, b, c, a2, *_ = trials(folder, seeds=2)
     run([b], quick_trainer(tmp_path))
@@ -174,6 +177,7 @@ def test_a_run_has_its_whole_configuration_in_a_file(tmp_path):
     assert saved["save"] == saved["load"] == f"{b.folder}/checkpoint"
     assert (saved["save_interval"], saved["keep_last"]) == (1, 1)
     assert a.config().checkpoint.keep_last is None
+    assert (b.config().logging.tensorboard_dir, a.config().logging.csv_dir) == (None, "tables/a/seed-1234")
     assert (c.seed, a2.seed) == (5, 1235)
     assert a2.folder == a.folder.parent / "seed-1235"
 

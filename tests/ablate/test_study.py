@@ -71,7 +71,7 @@ def test_every_reason_is_given_at_once_and_shared_ones_once(tmp_path):
         tmp_path / "s",
         a="optimizer: {lr: fast}\ncheckpoint: {load: elsewhere}",
         b="model: {num_layres: 2, num_attention_heads: 3}",
-        c="checkpoint: {save: here, load: there}\ntraining: {eval_iters: 0}",
+        c="checkpoint: {save: here, load: there}\ntraining: {eval_iters: 0}\nlogging: {metrics_jsonl: m}",
     )
     reasons = refused(folder)
     assert [reason.partition(" must")[0] for reason in reasons] == [
@@ -80,6 +80,7 @@ def test_every_reason_is_given_at_once_and_shared_ones_once(tmp_path):
         reasons[2].partition(" must")[0],
         "c: `checkpoint.save`",
         "c: `checkpoint.load`",
+        "c: `logging.metrics_jsonl`",
         "c: `eval_iters`",
     ]
     assert "num_attention_heads" in reasons[2]
