@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megazero.ablate.progress import ProgressTable, State
 from megazero.ablate.trial import Trial
@@ -61,8 +62,8 @@ def run_all(
 ) -> list[Failure]:
     """Train every trial that is not finished; one that was interrupted goes on from its checkpoint.
 
-    A run that fails does not keep the others from running. Ctrl-C and SIGTERM let the current run save first
-    and then end the call with KeyboardInterrupt.
+    A run that fails does not keep the others from running. Ctrl-C, SIGTERM and SIGHUP let the current run save
+    first and then end the call with KeyboardInterrupt.
 
     Args:
         trials: what to train, in this order.
@@ -72,20 +73,24 @@ def run_all(
     Returns:
         The runs that did not get to their end.
     """
-    previous = _heed_sigterm()
-    try:
+    with _interruptible():
         return [failure for trial in trials if (failure := _run(trial, board, command)) is not None]
-    finally:
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
 
 
-def _heed_sigterm() -> Any:
-    """Let SIGTERM end this process as Ctrl-C does; returns the handler before, or None in a thread."""
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGTERM, and SIGHUP unless it is ignored (nohup), end this process as Ctrl-C does."""
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number is not None and signal.getsignal(number) != signal.SIG_IGN:
+                previous[number] = signal.signal(number, signal.default_int_handler)
     try:
-        return signal.signal(signal.SIGTERM, signal.default_int_handler)
-    except ValueError:
-        return None
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _run(trial: Trial, board: ProgressTable, command: Command) -> Failure | None:

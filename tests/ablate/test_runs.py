@@ -140,7 +140,7 @@ def test_a_killed_run_is_named_with_its_signal_and_goes_on_when_called_again(tmp
     assert "starts after step 2" in todo[0].log.read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_the_run_and_the_call(tmp_path, number):
     todo = trials(write_study(tmp_path / "s", a="optimizer: {lr: 7}", b=""))
     before = signal.getsignal(signal.SIGTERM)
