@@ -62,8 +62,8 @@ def run_all(
 ) -> list[Failure]:
     """Train every trial that is not finished; one that was interrupted goes on from its checkpoint.
 
-    A run that fails does not keep the others from running. Ctrl-C, SIGTERM and SIGHUP let the current run save
-    first and then end the call with KeyboardInterrupt.
+    A run that fails does not keep the others from running. Ctrl-C, SIGTERM and SIGHUP let the current run
+    save first and then end the call with KeyboardInterrupt.
 
     Args:
         trials: what to train, in this order.

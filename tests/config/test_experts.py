@@ -93,6 +93,8 @@ def test_a_negative_capacity_factor_is_none_as_in_megatron_lm() -> None:
     assert model(moe_expert_capacity_factor=-1.0).moe_expert_capacity_factor is None
     assert model(moe_eval_capacity_factor=-1).moe_eval_capacity_factor is None
     assert model(moe_expert_capacity_factor=1.25).moe_expert_capacity_factor == 1.25
+    flags = ["--num-experts", "8", "--moe-expert-capacity-factor", "-1"]
+    assert parse_config([*BASE_FLAGS, *flags]).config.model.moe_expert_capacity_factor is None
 
 
 def test_sizes_that_follow() -> None:
@@ -175,10 +177,16 @@ def launched(flags: str, world_size: int = 4) -> tuple[str, ...]:
         ),
         # A script for Megatron-DeepSpeed that leaves its defaults unsaid.
         (
-            "--num-experts 8 --moe-loss-coeff 0.01 --moe-train-capacity-factor 1.0",
-            "`--moe-loss-coeff` is of Megatron-DeepSpeed, where a script that leaves them out means "
-            "`--expert-interval 2` and `--topk 1 --moe-router-pre-softmax`; here it means Megatron-LM's "
-            "defaults, so add what is meant.",
+            "--num-experts 8 --moe-loss-coeff 0.01 --moe-train-capacity-factor 1.0 --moe-min-capacity 4",
+            "`--moe-loss-coeff` is Megatron-DeepSpeed's, where what is left out here means "
+            "`--expert-interval 2` and `--topk 1 --moe-router-pre-softmax`; the defaults here are "
+            "Megatron-LM's, so write out what is meant.",
+        ),
+        (
+            "--num-experts 8 --topk 2 --expert-interval 2",
+            "`--topk` is Megatron-DeepSpeed's, where what is left out here means "
+            "`--moe-router-sampling second` and `--moe-train-capacity-factor 1` and `--moe-min-capacity 4` "
+            "and `--moe-loss-coeff 0.1`; the defaults here are Megatron-LM's, so write out what is meant.",
         ),
     ],
 )
@@ -191,8 +199,11 @@ def test_what_has_no_effect_is_said(flags: str, note: str) -> None:
     [
         "--num-experts 8",
         "--num-experts 8 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3",
-        "--num-experts 8 --topk 2 --expert-interval 2 --moe-loss-coeff 0 --moe-train-capacity-factor 2",
-        "--num-experts 8 --topk 2 --moe-layer-freq 1 --moe-loss-coeff 0 --disable-moe-token-dropping",
+        "--num-experts 8 --topk 2 --expert-interval 2 --moe-loss-coeff 0 --moe-train-capacity-factor 2 "
+        "--moe-min-capacity 4 --moe-router-sampling second",
+        "--num-experts 8 --topk 2 --moe-layer-freq 1 --moe-loss-coeff 0 --disable-moe-token-dropping "
+        "--disable-moe-top2-2nd-expert-sampling",
+        "--num-experts 8 --topk 3 --moe-layer-freq 1 --moe-loss-coeff 0 --disable-moe-token-dropping",
         "--num-experts 1 --expert-model-parallel-size 1",
     ],
 )
