@@ -42,6 +42,12 @@ def si(number: float) -> str:
     return f"{number:.{digits}f} {_PREFIXES[step]}"
 
 
+def duration(seconds: float) -> str:
+    """Seconds with three digits or more: ``1.25 s``, ``20.0 s``, ``5,400 s``."""
+    digits = 2 if seconds < 9.995 else 1 if seconds < 99.95 else 0
+    return f"{seconds:,.{digits}f} s"
+
+
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -56,7 +62,7 @@ def _cells(found: Findings, base: Findings | None) -> list[str]:
         si(size.active_parameters),
         si(end.tokens),
         si(end.flops),
-        f"{end.seconds:,.0f} s",
+        duration(end.seconds),
     ]
     if base is not None:
         there, whole = reaching(found.curve, base.curve[-1].loss), base.curve[-1]

@@ -13,7 +13,7 @@ from megazero.ablate.results import Findings, Milestone, Outcome, grouped, outco
 from megazero.ablate.runs import run_all
 from megazero.ablate.sizes import ModelSize, size_of, used
 from megazero.ablate.study import Wishes, read_study
-from megazero.ablate.table import markdown, si
+from megazero.ablate.table import duration, markdown, si
 from megazero.ablate.trial import trials_of
 from megazero.mpu import Cut, InitialValues, ParamSpec
 from tests.ablate.samples import quick_trainer, write_study
@@ -113,9 +113,9 @@ def test_the_table():
         "| configuration | validation loss | parameters | active | tokens | training FLOPs | time "
         "| FLOPs to reach dense | time to reach dense |\n"
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|\n"
-        "| dense | 6.0000 ± 0.1414 | 23.1 M | 12.3 M | 200 k | 400 G | 20 s | 1 | 1 |\n"
-        "| wide | 5.5000 ± 0.0000 | 23.1 M | 12.3 M | 200 k | 480 G | 24 s | 0.90 | 0.90 |\n"
-        "| thin | 6.5000 ± 0.0000 | 23.1 M | 12.3 M | 200 k | 200 G | 10 s | not reached | not reached |\n"
+        "| dense | 6.0000 ± 0.1414 | 23.1 M | 12.3 M | 200 k | 400 G | 20.0 s | 1 | 1 |\n"
+        "| wide | 5.5000 ± 0.0000 | 23.1 M | 12.3 M | 200 k | 480 G | 24.0 s | 0.90 | 0.90 |\n"
+        "| thin | 6.5000 ± 0.0000 | 23.1 M | 12.3 M | 200 k | 200 G | 10.0 s | not reached | not reached |\n"
         "\n"
         "Seeds 1, 2; ranks: 1. The loss is in nats per token, ± is its standard deviation over the seeds;\n"
         "active parameters are those that one token uses; time is that of the training steps alone.\n"
@@ -131,7 +131,7 @@ def test_a_table_of_one_seed_without_its_baseline():
     assert markdown(grouped([outcome("a", [7.0, 6.0])]), "dense") == (
         "| configuration | validation loss | parameters | active | tokens | training FLOPs | time |\n"
         "|---|---:|---:|---:|---:|---:|---:|\n"
-        "| a | 6.0000 | 23.1 M | 12.3 M | 200 k | 400 G | 20 s |\n"
+        "| a | 6.0000 | 23.1 M | 12.3 M | 200 k | 400 G | 20.0 s |\n"
         "\n"
         "Seed 1; ranks: 1. The loss is in nats per token;\n"
         "active parameters are those that one token uses; time is that of the training steps alone.\n"
@@ -154,6 +154,12 @@ def test_a_table_of_one_seed_without_its_baseline():
 )
 def test_numbers_have_three_digits(number, text):
     assert si(number) == text
+
+
+def test_times_have_three_digits():
+    assert [duration(x) for x in (0.0, 1.254, 9.996, 99.96, 5400.4)] == [
+        *("0.00 s", "1.25 s", "10.0 s", "100 s", "5,400 s")
+    ]
 
 
 def test_a_line_per_run_reads_back(tmp_path):
