@@ -88,13 +88,14 @@ def _of_metrics(text: str, where: Path) -> tuple[LoadRecord, ...]:
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
             step = json.loads(line)
-            if step.get(KEY):
-                found.append(LoadRecord(int(step["iteration"]), _layers(step[KEY])))
+            record = LoadRecord(int(step["iteration"]), _layers(step.get(KEY) or ()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"`WHERE` must be a file of metrics, but line {number} of {where} is not an object with an "
                 f"`iteration` and, if any, `{KEY}` per layer; check the path"
             ) from error
+        if record.layers and all(sum(load.tokens) > 0 for load in record.layers):
+            found.append(record)
     if not found:
         raise DataError(
             f"{where} must have a step with `{KEY}`, but has none; take the metrics of a model with experts"
@@ -110,8 +111,8 @@ def _of_metrics(text: str, where: Path) -> tuple[LoadRecord, ...]:
 def _layers(entries: Any) -> tuple[LayerLoad, ...]:
     """Raises ValueError, KeyError or TypeError for what is no list of loads."""
     loads = [LayerLoad(int(entry["layer"]), tuple(map(float, entry["tokens"]))) for entry in entries]
-    if any(not load.tokens or min(load.tokens) < 0 or not sum(load.tokens) > 0 for load in loads):
-        raise ValueError("counts must not be negative or all zero")
+    if any(not load.tokens or not min(load.tokens) >= 0 for load in loads):
+        raise ValueError("counts must not be negative")
     return tuple(sorted(loads, key=lambda load: load.layer))
 
 

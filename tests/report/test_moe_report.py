@@ -129,7 +129,8 @@ def test_the_picture_is_written(tmp_path, capsys):
         ('{"tokens_per_expert": [{"layer": 0, "tokens": [1]}]}\n', "is not an object with an `iteration`"),
         ('{"iteration": 1, "tokens_per_expert": [{"layer": 0}]}\n', "line 1 of"),
         ('{"iteration": 1, "tokens_per_expert": 3}\n', "line 1 of"),
-        ('{"iteration": 1, "tokens_per_expert": [{"layer": 0, "tokens": [0, 0]}]}\n', "line 1 of"),
+        ('{"iteration": 1, "tokens_per_expert": [{"layer": 0, "tokens": []}]}\n', "line 1 of"),
+        ('{"iteration": 1, "tokens_per_expert": [{"layer": 0, "tokens": [0, 0]}]}\n', "but has none"),
         ('{"iteration": 1, "tokens_per_expert": [{"layer": 0, "tokens": [1, -1]}]}\n', "line 1 of"),
         (
             '{"iteration": 1, "tokens_per_expert": [{"layer": 0, "tokens": [1, 1]}]}\n'
