@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megazero.report.loads import LayerLoad, LoadRecord
@@ -18,9 +19,6 @@ class DeadExpert:
     layer: int
     expert: int
     share: float
-
-    def __str__(self) -> str:
-        return f"layers.{self.layer}.mlp.experts[{self.expert}] ({self.share:.2f})"
 
 
 def dead_experts(record: LoadRecord, threshold: float) -> list[DeadExpert]:
@@ -63,9 +61,24 @@ def rows(record: LoadRecord, threshold: float) -> list[tuple[object, ...]]:
 
 
 def verdict(record: LoadRecord, threshold: float) -> str:
-    """A sentence on the dead experts, by name."""
+    """How many experts are dead, and a line for each layer that has some, with their numbers."""
     dead, count = dead_experts(record, threshold), sum(len(load.tokens) for load in record.layers)
     if not dead:
         return f"none of the {count} experts gets less than {threshold:g} of an even share"
-    listed = ", ".join(map(str, dead))
-    return f"{len(dead)} of the {count} experts get less than {threshold:g} of an even share: {listed}"
+    by_layer: dict[int, list[int]] = {}
+    for each in dead:
+        by_layer.setdefault(each.layer, []).append(each.expert)
+    named = (f"  layers.{layer}.mlp.experts {spans(numbers)}" for layer, numbers in by_layer.items())
+    head = f"{len(dead)} of the {count} experts get less than {threshold:g} of an even share:"
+    return "\n".join([head, *named])
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Ascending numbers, with runs of neighbours as their ends: ``0, 2-5, 9``."""
+    ends: list[list[int]] = []
+    for number in numbers:
+        if ends and ends[-1][-1] == number - 1:
+            ends[-1] = [ends[-1][0], number]
+        else:
+            ends.append([number])
+    return ", ".join("-".join(map(str, each)) for each in ends)

@@ -11,7 +11,7 @@ import torch
 
 from megazero.checkpoint import Key, write_checkpoint
 from megazero.checkpoint.tensor_file import Later
-from megazero.report.balance import bars
+from megazero.report.balance import bars, spans, verdict
 from megazero.report.command import main
 from megazero.report.loads import LayerLoad, LoadRecord, read_loads, together
 from megazero.report.picture import figure_of, idlest_layer
@@ -48,7 +48,8 @@ def test_the_table_names_the_dead_by_layer_and_number(tmp_path, capsys):
         "layer  load of each expert  experts   busiest    idlest  dead",
         "1      ▅▅▅▅                       4  0 (1.00)  0 (1.00)     0",
         "3      █·▄▂                       4  0 (2.80)  1 (0.08)     1",
-        "1 of the 8 experts get less than 0.1 of an even share: layers.3.mlp.experts[1] (0.08)",
+        "1 of the 8 experts get less than 0.1 of an even share:",
+        "  layers.3.mlp.experts 1",
     ]
 
 
@@ -84,6 +85,17 @@ def test_shares_have_a_mean_of_one():
     assert together(
         [LoadRecord(1, (LayerLoad(4, (1.0, 2.0)),)), LoadRecord(2, (LayerLoad(4, (3.0, 5.0)),))]
     ) == (LoadRecord(2, (LayerLoad(4, (4.0, 7.0)),)))
+
+
+def test_dead_experts_are_listed_by_layer():
+    crowd = LayerLoad(9, (*(0.0,) * 3, 5.0, 0.0, 5.0, 5.0, 0.0, 0.0))
+    assert verdict(LoadRecord(1, (LayerLoad(2, (0.0, 9.0)), LayerLoad(4, EVEN), crowd)), 0.1) == (
+        "7 of the 15 experts get less than 0.1 of an even share:\n"
+        "  layers.2.mlp.experts 0\n"
+        "  layers.9.mlp.experts 0-2, 4, 7-8"
+    )
+    assert spans([]) == ""
+    assert spans([3]) == "3"
 
 
 def test_the_picture_has_layers_and_a_layer_over_time():
