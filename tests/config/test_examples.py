@@ -25,7 +25,7 @@ MOE = ("dense", "fine-grained-shared", "moe-top1", "moe-top2", "pr-moe", "pyrami
         ("bert_345m", 8, []),
         ("bert_3.9b_tp8_pp2", 64, []),
         ("bert_large_lamb_phase1", 1024, []),
-        *((f"moe/{name}", ranks, ["--mock-data", "--vocab-size", "64"]) for name in MOE for ranks in (1, 2)),
+        *((f"moe/{name}", ranks, ["--mock-data"]) for name in MOE for ranks in (1, 2)),
     ],
 )
 def test_accepted(name: str, world_size: int, extra: list[str]) -> None:
