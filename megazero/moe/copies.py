@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.errors import ConfigError
@@ -89,10 +90,11 @@ def _apply(expert: nn.Module, rows: Tensor) -> Tensor:
     """What one expert makes of rows [n, h].
 
     With none, it gets a row of zeros whose result is not used: all ranks gather its weights together, and
-    not every module takes an empty tensor.
+    not every module takes an empty tensor. The row hangs on `rows`, so that backward goes the same way
+    everywhere.
     """
     count = len(rows)
-    return plain_output(expert(rows if count else rows.new_zeros(1, rows.shape[1])))[:count]
+    return plain_output(expert(rows if count else F.pad(rows, (0, 0, 0, 1))))[:count]
 
 
 def _check(expert: nn.Module) -> None:
