@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from typing import Any, ClassVar
 
@@ -276,25 +274,25 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
-KINDS = {
-    "top 1": {},
-    "top 2": {"k": 2, "top2_2nd_expert_sampling": False, "capacity_factor": 0.7},
-    "top 3, dropless": {"k": 3, "drop_tokens": False},
-}
+KINDS = (
+    {},
+    {"k": 2, "top2_2nd_expert_sampling": False, "capacity_factor": 0.7},
+    {"k": 3, "drop_tokens": False},
+)
 
 
-@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_stage_and_ep_size_trains_as_plain_torch(kind, stage, ep):
-    options = KINDS[kind]
+def test_every_stage_and_ep_size_trains_as_plain_torch(stage, number):
+    # Every stage with every size, and each of them with every kind.
+    ep, options = (1, 2, 4)[number], KINDS[(number + stage) % 3]
 
     def work(context: ParallelContext):
         engine = start(context, build(mixed(ep, **options)), settings(stage, 2, optimizer=ADAMW))
-        return train_engine(engine, context, range(3))
+        return train_engine(engine, context, range(2))
 
     model = build(mixed(1, **options))
-    expected = train_plain(model, adamw(model), ranks=4, accumulation=2, steps=3)
+    expected = train_plain(model, adamw(model), ranks=4, accumulation=2, steps=2)
     for record in on_experts(4, ep, work):
         assert_same(record, expected)
 
@@ -302,10 +300,10 @@ def test_every_stage_and_ep_size_trains_as_plain_torch(kind, stage, ep):
 def test_tensor_parallel_ranks_hold_copies():
     def work(context: ParallelContext):
         engine = start(context, build(mixed(2)), settings(2, 1, optimizer=ADAMW))
-        return train_engine(engine, context, range(3))
+        return train_engine(engine, context, range(2))
 
     model = build(mixed(1))
-    expected = train_plain(model, adamw(model), ranks=2, accumulation=1, steps=3)
+    expected = train_plain(model, adamw(model), ranks=2, accumulation=1, steps=2)
     for record in on_experts(2, 2, work, tp=2):
         assert_same(record, expected)
 
@@ -316,16 +314,15 @@ def test_lamb_measures_each_expert_by_itself(stage):
 
     def work(context: ParallelContext):
         config = settings(stage, 1, optimizer={"type": "Lamb", "params": told})
-        return train_engine(start(context, build(mixed(2)), config), context, range(3))
+        return train_engine(start(context, build(mixed(2)), config), context, range(2))
 
     model = build(mixed(1))
-    expected = train_plain(model, FusedLamb(model.parameters(), **told), ranks=4, accumulation=1, steps=3)
+    expected = train_plain(model, FusedLamb(model.parameters(), **told), ranks=4, accumulation=1, steps=2)
     for record in on_experts(4, 2, work):
         assert_same(record, expected)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize(("stage", "ep"), [(0, 2), (2, 4), (3, 1), (3, 2), (3, 4)])
 def test_all_tokens_to_one_expert(stage, ep):
     def make(size: int) -> nn.Module:
         model = build(mixed(size, drop_tokens=False))
@@ -523,9 +520,10 @@ def test_the_tutorials_script_learns(stage):
 
 
 def test_it_is_found_under_deepspeeds_names():
-    code = "import megazero as ds; print(ds.moe.layer.MoE.__name__, ds.moe.utils.is_moe_param)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert run.stdout.startswith("MoE <function is_moe_param"), run.stderr
+    found = megazero.__getattr__("moe")  # what an import of megazero alone gives
+    assert found.layer.MoE is MoE
+    assert found.utils.is_moe_param is is_moe_param
+    assert "moe" in dir(megazero)
 
 
 REFUSED = [
@@ -591,5 +589,5 @@ def test_evaluation_and_batches_of_other_sizes_on_each_rank():
 
     model = build(mixed(1, drop_tokens=False)).eval()
     tokens, labels = batch(0, 0, 0)
-    expected = [float(model(tokens[:1, :rows], labels[:1, :rows])) for rows in (1, 2)]
+    expected = [model(tokens[:1, :rows], labels[:1, :rows]).item() for rows in (1, 2)]
     assert on_experts(2, 2, work) == pytest.approx(expected, rel=1e-5)
