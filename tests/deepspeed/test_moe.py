@@ -207,6 +207,33 @@ def test_experts_differ_and_follow_from_the_seed_alone():
     assert not torch.equal(first[0], weights(1, 1)[0])
 
 
+def test_experts_built_within_init_have_the_same_values():
+    torch.manual_seed(0)
+    expected = MoE(WIDTH, mlp(), E, use_residual=True).state_dict()
+    torch.manual_seed(0)
+    with megazero.zero.Init(mpu=solo_context()):
+        moe = MoE(WIDTH, mlp(), E, use_residual=True)
+    with megazero.zero.GatheredParameters(list(moe.parameters())):
+        assert all(torch.equal(value, expected[name]) for name, value in moe.state_dict().items())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_routes_in_fp32(precision):
+    def work(context: ParallelContext):
+        config = settings(2, 1, optimizer=ADAMW, **{precision: {"enabled": True}})
+        model = build(mixed(2))
+        engine = start(context, model, config)
+        record = train_engine(engine, context, range(2))
+        out, l_aux, _ = model.first(torch.ones(3, WIDTH, dtype=model.head.weight.dtype))
+        return record.losses, out.dtype, l_aux.dtype
+
+    model = build(mixed(1))
+    expected = train_plain(model, adamw(model), ranks=2, accumulation=1, steps=2).losses
+    for losses, *dtypes in on_experts(2, 2, work):
+        assert losses == pytest.approx(expected, rel=0.03)
+        assert dtypes == [{"bf16": torch.bfloat16, "fp16": torch.float16}[precision], torch.float32]
+
+
 def test_experts_that_cannot_differ_are_told():
     with pytest.warns(UserWarning, match="all 3 experts start with the same values"):
         MoE(2, Deaf(), 3)
