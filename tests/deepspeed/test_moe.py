@@ -471,6 +471,27 @@ def test_experts_are_gathered_from_their_own_replicas():
     assert on_experts(4, 2, work) == [expected] * 4
 
 
+def _noisy_rank(rank: int, world_size: int) -> list[tuple[list, list, list]]:
+    found = []
+    for ep in (1, 2):
+        noise = {"use_rts": True, "capacity_factor": 0.6, "noisy_gate_policy": "Jitter"}
+        model = build(mixed(ep, **noise))
+        torch.manual_seed(5)
+        engine = megazero.initialize(model=model, config=settings(3, 2, optimizer=ADAMW))[0]
+        record = train_engine(engine, engine.context, range(2))
+        assert len(model.first.experts.numbers) == E // ep
+        found.append((record.losses, record.norms, record.weights["first.experts.3.0.weight"].tolist()))
+    return found
+
+
+@pytest.mark.gloo
+def test_noise_does_not_depend_on_ep_size_in_real_processes(pool):
+    for (losses, norms, weight), (others, other_norms, other) in pool.run(_noisy_rank, 2):
+        assert others == pytest.approx(losses, rel=1e-5)
+        assert other_norms == pytest.approx(norms, rel=1e-5)
+        torch.testing.assert_close(torch.tensor(other), torch.tensor(weight), rtol=1e-4, atol=1e-5)
+
+
 def test_groups_of_the_tutorials():
     model = build(mixed(2))
     groups = split_params_into_different_moe_groups_for_optimizer(
