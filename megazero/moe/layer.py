@@ -15,7 +15,7 @@ from megazero.moe.capacity import kept_choices
 from megazero.moe.copies import ExpertCopies, plain_output
 from megazero.moe.dispatch import Party, exchange
 from megazero.moe.losses import switch_loss
-from megazero.moe.router import Choice, Router
+from megazero.moe.router import Router
 from megazero.moe.tokens import Tokens
 from megazero.mpu import Group, ParallelContext, SoloGroup
 from megazero.ops.counter_random import derive
@@ -30,8 +30,8 @@ class MoE(nn.Module):
     """Experts of any kind, k for each token, as DeepSpeed's layer has them (Rajbhandari et al. 2022).
 
     Until `megazero.initialize` the layer holds all E experts, and works by itself in one process. Then each
-    rank keeps E / ep_size of them; within `zero.Init` none is ever whole on one rank for longer than it takes
-    to copy it. Weights and checkpoints do not depend on `ep_size`.
+    rank keeps E / ep_size of them. Built within `zero.Init`, a rank never has all of them. Weights and
+    checkpoints do not depend on `ep_size`.
 
     Each expert is a copy of `expert` that draws initial values of its own (see `ExpertCopies`), where
     DeepSpeed's all start equal. To give experts other values, write them before `initialize`, to
@@ -152,7 +152,15 @@ class MoE(nn.Module):
             f_e P_e over the tokens of this call, with f_e the share of tokens whose first choice is e (for
             k > 2, of all choices) and P_e its mean probability; and int64 [E], how often each expert was
             chosen, before any choice is dropped.
+
+        Raises:
+            ConfigError: an argument has another shape.
         """
+        if hidden_states.shape[-1] != self.hidden_size:
+            raise ConfigError(
+                f"`hidden_states` must have `hidden_size` ({self.hidden_size}) as its last dim, but has shape "
+                f"{tuple(hidden_states.shape)}; build the layer for that width"
+            )
         rows = hidden_states.reshape(-1, self.hidden_size)
         tokens = _tokens_of(rows, used_token)
         inputs = LayerInputs(range(tokens.count), sample_keys=self._noise_key(rows.device))
@@ -169,17 +177,13 @@ class MoE(nn.Module):
             mix = self.coefficient(hidden_states).softmax(-1)
             out = out * mix[..., :1] + plain_output(self.mlp(hidden_states)) * mix[..., 1:]
         counts = _counts(choice.experts, tokens, self.num_experts)
-        return out, self._balance_loss(choice, tokens, counts), counts
+        counted = 1 if self.k <= 2 else self.k
+        balanced = _counts(choice.experts[:, :counted], tokens, self.num_experts)
+        total = tokens.lengths[0].clamp_min(1).float()
+        return out, switch_loss(balanced.float(), choice.probabilities.sum(0), total, counted), counts
 
     def _apply(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         return self.experts(rows, sizes)
-
-    def _balance_loss(self, choice: Choice, tokens: Tokens, counts: Tensor) -> Tensor:
-        counted = self.k if self.k > 2 else 1
-        if counted < self.k:
-            counts = _counts(choice.experts[:, :1], tokens, self.num_experts)
-        total = tokens.lengths[0].clamp_min(1).float()
-        return switch_loss(counts.float(), choice.probabilities.sum(0), total, counted)
 
     def _noise_key(self, device: torch.device) -> Tensor | None:
         """int64 [1], what the random numbers of this forward follow from; None in evaluation."""

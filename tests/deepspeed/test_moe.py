@@ -603,6 +603,8 @@ def test_an_expert_cannot_hold_experts_or_slices():
         MoE(2, sliced)
     with pytest.raises(ConfigError, match="`used_token` must have one entry for each of the 6 tokens"):
         MoE(2, mlp_of(2))(torch.zeros(3, 2, 2), used_token=torch.ones(3))
+    with pytest.raises(ConfigError, match=r"`hidden_states` must have `hidden_size` \(2\) .* shape \(3, 4\)"):
+        MoE(2, mlp_of(2))(torch.zeros(3, 4))
 
 
 def test_options_without_effect_are_told():
