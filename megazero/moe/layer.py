@@ -158,8 +158,8 @@ class MoE(nn.Module):
         """
         if hidden_states.shape[-1] != self.hidden_size:
             raise ConfigError(
-                f"`hidden_states` must have `hidden_size` ({self.hidden_size}) as its last dim, but has shape "
-                f"{tuple(hidden_states.shape)}; build the layer for that width"
+                f"`hidden_states` must have `hidden_size` ({self.hidden_size}) as its last dim, but has "
+                f"shape {tuple(hidden_states.shape)}; build the layer for that width"
             )
         rows = hidden_states.reshape(-1, self.hidden_size)
         tokens = _tokens_of(rows, used_token)
