@@ -123,6 +123,22 @@ def test_top_3_keeps_the_most_probable():
     assert l_aux.item() == pytest.approx(4 / 3 * sum(f * p for f, p in zip(chosen, probable, strict=True)))
 
 
+def test_no_token_one_token_and_none_that_is_used():
+    moe = MoE(WIDTH, mlp(), E, k=2)
+    for x, used, tokens in (
+        (torch.zeros(0, WIDTH), None, 0),
+        (torch.randn(1, WIDTH), None, 1),
+        (torch.randn(5, WIDTH), torch.zeros(5), 0),
+    ):
+        out, l_aux, counts = moe(x.requires_grad_(), used_token=used)
+        (out.sum() + l_aux).backward()
+        assert counts.sum().item() == 2 * tokens
+        assert out.shape == x.shape
+        assert int((out != 0).any(1).sum()) == tokens
+        assert (l_aux.item() > 0) == (tokens > 0)
+        assert all(expert[0].weight.grad.isfinite().all() for expert in moe.experts.values())
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_capacity_has_a_factor_for_each_mode_and_a_floor(training):
     x = torch.tensor([[1.0, 0.0]] * 10)
