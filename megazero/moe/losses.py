@@ -98,10 +98,10 @@ def router_terms(
         lengths = tokens.lengths.clamp_min(1).float()
         for kind in active:
             if kind == "seq_aux_loss":
-                value = ((counts * spread).sum(1) / lengths.square()).sum() * (experts / k)
+                value = switch_loss(counts, spread, lengths, k).sum()
             elif kind == "aux_loss":
                 total = tokens.lengths.sum().clamp_min(1).float()
-                value = (counts.sum(0) * spread.sum(0)).sum() / total.square() * (experts / k)
+                value = switch_loss(counts.sum(0), spread.sum(0), total, k)
             else:
                 even = torch.full_like(spread[0], 1 / experts)
                 value = ((even if load is None else load) * spread.sum(0)).sum() * experts
@@ -116,6 +116,18 @@ def router_terms(
     group.all_reduce(together).wait()
     terms.update(zip(reported, together.unbind(), strict=True))
     return RouterSums(terms, own_tokens)
+
+
+def switch_loss(counts: Tensor, spread: Tensor, tokens: Tensor, k: int) -> Tensor:
+    """E / (k T^2) sum_e c_e sum_t p_te (Fedus et al. 2021), which is 1 where loads are even.
+
+    Args:
+        counts: float32 [..., E], c.
+        spread: float32 [..., E], the sums of the probabilities of each expert over the tokens.
+        tokens: float32 [...], T.
+        k: choices of each token that `counts` has.
+    """
+    return (counts * spread).sum(-1) / tokens.square() * (counts.shape[-1] / k)
 
 
 @torch.no_grad()

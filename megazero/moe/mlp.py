@@ -15,7 +15,7 @@ from megazero.moe.capacity import capacities, factor_of, kept_choices
 from megazero.moe.dispatch import Dispatch, Party, exchange, share
 from megazero.moe.experts import Experts
 from megazero.moe.losses import router_terms
-from megazero.moe.router import Router
+from megazero.moe.router import Router, router_weight
 from megazero.moe.tokens import give_back, take_share
 from megazero.mpu import InitialValues, ParamSpec
 
@@ -40,7 +40,7 @@ class MoEMLP(nn.Module):
         self.total = experts_of(config, layer)
         self.routers = len(moe_layers(config))
         self.dispatch: Dispatch = exchange if placement.token_dispatcher == "alltoall" else share
-        self.router = Router(layer, self.total, config, placement)
+        self.router = Router(layer, router_weight(layer, self.total, config, placement), config)
         self.experts = Experts(layer, self.total, config, placement)
         self.shared = self.shared_gate = self.dense = self.coefficient = None
         name, width = f"layers.{layer}.mlp", config.moe_shared_expert_intermediate_size

@@ -34,6 +34,24 @@ class Routing:
     logits: Tensor
 
 
+def router_name(layer: int) -> str:
+    """The global name of a layer's router."""
+    return f"layers.{layer}.mlp.router"
+
+
+def router_weight(layer: int, experts: int, config: ModelConfig, placement: Placement) -> nn.Parameter:
+    """The weight [E, h] of a layer's router."""
+    return placement.parameter(
+        ParamSpec(
+            f"{router_name(layer)}.weight",
+            (experts, config.hidden_size),
+            InitialValues("normal", config.init_method_std),
+            # Each tensor-parallel rank routes its own tokens.
+            partial_grad=placement.tp.size > 1,
+        )
+    )
+
+
 class Router(nn.Module):
     """Scores E experts for each token and chooses k.
 
@@ -45,26 +63,17 @@ class Router(nn.Module):
 
     Args:
         layer: number of the layer.
-        experts: E.
+        weight: [E, h].
         config: shape of the model.
-        placement: ranks, dtype and device.
     """
 
-    def __init__(self, layer: int, experts: int, config: ModelConfig, placement: Placement):
+    def __init__(self, layer: int, weight: nn.Parameter, config: ModelConfig):
         super().__init__()
         self.layer = layer
-        self.experts = experts
+        self.experts = len(weight)
         self.config = config
-        self.name = f"layers.{layer}.mlp.router"
-        self.weight = placement.parameter(
-            ParamSpec(
-                f"{self.name}.weight",
-                (experts, config.hidden_size),
-                InitialValues("normal", config.init_method_std),
-                # Each tensor-parallel rank routes its own tokens.
-                partial_grad=placement.tp.size > 1,
-            )
-        )
+        self.name = router_name(layer)
+        self.weight = weight
         # Both float32 [E], the same on every rank: added to the scores for the choice, and each expert's
         # share of the choices of the last step. None is zeros.
         self.bias: Tensor | None = None

@@ -133,6 +133,10 @@ def test_of_equal_copies_in_one_model_the_first_counts():
     for cuts in ((Cut(0, "tp"),), (Cut(0, "ep"), Cut(1, "etp"))):
         assert all(spec((4, 2), *cuts).counts_on(grid.place(r)) for r in range(8))
         assert {spec((4, 2), *cuts).copy(grid.place(r)) for r in range(8)} == {(0, 1)}
+    # One expert's whole parameter: ranks along `ep` hold others, those along `etp` copies.
+    assert [spec((4,), expert=True).copy(grid.place(r)) for r in range(8)] == [(0, 2), (1, 2)] * 4
+    assert {spec((4,), expert=True).copy(Place(ProcessGrid(dp=4, ep=4), r)) for r in range(4)} == {(0, 1)}
+    assert spec((4,), expert=True).replicas == "expert_replica"
     assert not any(spec((4,), tied_with="v").counts_on(grid.place(r)) for r in range(8))
 
 
@@ -150,6 +154,13 @@ def test_of_equal_copies_in_one_model_the_first_counts():
 def test_cuts_that_make_no_sense_are_refused(shape, cuts, told):
     with pytest.raises(AssertionError, match=told):
         spec(shape, *cuts)
+
+
+def test_one_experts_parameter_is_not_cut_over_experts():
+    with pytest.raises(AssertionError, match="but is of one expert"):
+        spec((4, 4), Cut(0, "ep"), expert=True)
+    with pytest.raises(AssertionError, match="two numberings"):
+        spec((4, 4), Cut(0, "tp"), expert=True)
 
 
 def test_a_dim_that_does_not_divide_is_refused():
