@@ -31,7 +31,7 @@ def sent(logs: list[TrafficLog], kind: str) -> int:
 )
 @pytest.mark.parametrize("kind", ["top2", "random"])
 def test_all_to_all_sends_each_row_to_each_slice_and_back(layout, kind):
-    """Padded to the capacity, each rank sends as many rows for each expert and sequence, whoever is chosen."""
+    """Padded to the capacity, each rank sends as many rows for each expert, whoever is chosen."""
     layout = Layout(**{**vars(layout), "experts": kind})
     slices, ranks = layout.etp or layout.tp, layout.tp * layout.dp
     rows = CHOICES
