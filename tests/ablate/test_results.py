@@ -59,7 +59,7 @@ def test_sizes_are_those_of_the_layers(tmp_path):
 @pytest.mark.parametrize(
     ("shape", "cuts", "active"),
     [
-        ((8, 32, 16), (Cut(0, "ep"), Cut(1, "tp")), 2 * 32 * 16),
+        ((8, 32, 16), (Cut(0, "ep"), Cut(1, "etp")), 2 * 32 * 16),
         ((2, 8, 4), (Cut(1, "ep"),), 2 * 2 * 4),  # experts may be any dim
         ((1, 32), (Cut(0, "ep"),), 32),
         ((8, 32), (Cut(0, "tp"),), 8 * 32),  # not of experts
