@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -75,7 +75,12 @@ def laid_out(by_sequence: Sequence[Sequence], columns: int | None = None, blank=
     """A list for each sequence -> one list in the order of `tokens`, with `blank` where there is no token."""
     columns = columns or max(map(len, by_sequence))
     padded = [[*each, *[blank] * (columns - len(each))] for each in by_sequence]
-    return list(chain.from_iterable(zip(*padded, strict=True)))
+    return [*chain.from_iterable(zip(*padded, strict=True))]
+
+
+def joined(lists: Iterable[Sequence]) -> list:
+    """All lists, one after the other."""
+    return [*chain.from_iterable(lists)]
 
 
 def inputs(samples: Sequence[int] | None = (), columns: int = 16, seed: int = SEED) -> LayerInputs:

@@ -108,7 +108,12 @@ def test_a_sequence_alone_and_among_others_keeps_the_same():
         alone = kept(long, [7], weights[0], samples=(4,), **settings)
         other = kept(short, [3], weights[1], samples=(8,), **settings)
         both = kept(
-            laid_out([short, long], 9), [3, 7], laid_out(weights[::-1], 9), columns=9, samples=(8, 4), **settings
+            laid_out([short, long], 9),
+            [3, 7],
+            laid_out(weights[::-1], 9),
+            columns=9,
+            samples=(8, 4),
+            **settings,
         )
         assert both[1:14:2] == alone
         assert both[:6:2] == other
@@ -159,7 +164,8 @@ def test_padding_takes_no_room(policy):
     assert wide[:8:2] == narrow[::2]
     assert wide[1] is narrow[1] is True
     assert sum(narrow[::2]) == 2
-    assert not any(narrow[3::2]) and not any(wide[8:])
+    assert not any(narrow[3::2])
+    assert not any(wide[8:])
     scope = {"moe_capacity_scope": "micro_batch", "moe_token_drop_policy": policy}
     whole = kept(laid_out(experts, 11), [4, 1], laid_out(weights, 11, 9.0), columns=11, **scope)
     assert sum(whole) == 3, "ceil(5 / 2), wherever they are"
@@ -198,9 +204,7 @@ def test_ranks_that_share_the_tokens_agree(policy, scope, ranks):
     chosen = torch.stack([randn(i, 4).argsort()[:2] for i in range(24)]) // 2 * 2 % 4
     chosen[:, 1] += 1
     weights = (randn(50, 24, 2).float() * 2).round() / 2  # many are equal
-    model = config(
-        moe_expert_capacity_factor=0.7, moe_token_drop_policy=policy, moe_capacity_scope=scope
-    )
+    model = config(moe_expert_capacity_factor=0.7, moe_token_drop_policy=policy, moe_capacity_scope=scope)
 
     def work(context):
         own = tokens(lengths, columns, context.tp)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megazero.moe.dispatch import Party, Rows, exchange, share
 from megazero.mpu import ThreadWorld
-from tests.moe.samples import randn
+from tests.moe.samples import joined, randn
 
 E, H, K = 4, 3, 2
 DISPATCHES = {"exchange": exchange, "share": share}
@@ -87,7 +87,10 @@ def dispatched(dispatch, ranks: int, slices: int, given: list[Load], room: int |
 
         def apply(rows: Tensor, sizes) -> Tensor:
             seen.append(list(sizes))
-            first, part = rank // slices * (E * slices // ranks), (0.25, 0.75)[rank % slices] if slices > 1 else 1.0
+            first, part = (
+                rank // slices * (E * slices // ranks),
+                (0.25, 0.75)[rank % slices] if slices > 1 else 1.0,
+            )
             blocks = rows.split(list(sizes))
             return torch.cat([part * expert(block, first + e) for e, block in enumerate(blocks)])
 
@@ -118,7 +121,7 @@ def test_equals_a_loop_over_tokens(name, ranks, slices, kind):
         counts += torch.bincount(chosen, minlength=E)
     sizes = [each for *_, each in found]
     for first in range(slices):
-        assert sum(sizes[first::slices], []) == counts.tolist(), "each expert gets its rows and no others"
+        assert joined(sizes[first::slices]) == counts.tolist(), "each expert gets its rows and no others"
 
 
 @pytest.mark.parametrize(("ranks", "slices"), GROUPS)

@@ -143,7 +143,9 @@ def test_slices_of_the_width_add_up_and_biases_count_once(activation, tp, ep, sp
         for half in deferred or ():
             half()
         grads = {name: each.spec.unshard(each.grad, context.groups) for name, each in own.named_parameters()}
-        weights = {name: each.spec.unshard(each.detach(), context.groups) for name, each in own.named_parameters()}
+        weights = {
+            name: each.spec.unshard(each.detach(), context.groups) for name, each in own.named_parameters()
+        }
         return part, out.detach(), leaf.grad, grads, weights
 
     ranks = on_ranks(work, tp * ep, tp=tp, ep=ep)

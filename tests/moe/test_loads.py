@@ -29,7 +29,10 @@ def routers(context, layers: int = 2) -> list[Router]:
 
 
 def tallies(*counts: list[float]) -> dict[str, Tensor]:
-    return {f"layers.{layer}.mlp.router.tokens": torch.tensor(each, dtype=torch.float32) for layer, each in enumerate(counts)}
+    return {
+        f"layers.{layer}.mlp.router.tokens": torch.tensor(each, dtype=torch.float32)
+        for layer, each in enumerate(counts)
+    }
 
 
 def test_biases_move_towards_equal_loads():
@@ -83,7 +86,9 @@ def test_counts_are_of_all_ranks_of_a_stage(sizes):
         third = 2 if "pp" in sizes else 4
         assert load == pytest.approx([first / (first + third), 0, third / (first + third), 0])
         mean = (first + third) / 4
-        assert bias == [0.25 if count < mean else -0.25 if count > mean else 0 for count in (first, 0, third, 0)]
+        assert bias == [
+            0.25 if count < mean else -0.25 if count > mean else 0 for count in (first, 0, third, 0)
+        ]
 
 
 def trained(layout: Layout, *, evaluating: bool = False) -> list[tuple]:

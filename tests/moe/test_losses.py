@@ -164,7 +164,10 @@ def test_the_gradient_of_the_balance_loss_by_hand():
 def test_shares_of_the_tokens_give_the_whole_sums_and_their_own_rows_gradients(ranks):
     """Each rank's gradient is of its own tokens, once: so router gradients are to be summed over ranks."""
     columns, k = 8, 2
-    p, chosen = randn(4, 2 * columns, 4).softmax(1), torch.stack([randn(i, 4).argsort()[:k] for i in range(16)])
+    p, chosen = (
+        randn(4, 2 * columns, 4).softmax(1),
+        torch.stack([randn(i, 4).argsort()[:k] for i in range(16)]),
+    )
 
     def work(context):
         own = tokens([8, 5], columns, context.tp)

@@ -147,7 +147,9 @@ def test_padding_is_neither_routed_nor_counted(kind):
         return {**{f"term {k}": v.detach() for k, v in sums.items()}, "out": out[:S].detach() * mask, **grads}
 
     narrow, wide = run(S), run(S + 6)
-    assert wide["term layers.1.mlp.router.tokens"].sum() == (S + 5) * mixture(**settings).config.moe_router_topk
+    assert (
+        wide["term layers.1.mlp.router.tokens"].sum() == (S + 5) * mixture(**settings).config.moe_router_topk
+    )
     assert narrow.keys() == wide.keys()
     for name, each in narrow.items():
         assert torch.allclose(wide[name], each, atol=1e-4, rtol=1e-4), name
@@ -219,7 +221,7 @@ def test_gradients_do_not_depend_on_the_layout(layout, of):
 
 
 def test_the_terms_reach_the_router_when_the_experts_cannot():
-    """The terms were once computed and thrown away elsewhere: with experts of zeros the loss cannot see it."""
+    """Elsewhere they were computed and thrown away: with experts of zeros, the loss cannot see the router."""
     for kind, coefficient in (("seq_aux_loss", 0.5), ("aux_loss", 0.5), ("global_aux_loss", 0.5)):
         mlp = mixture(moe_router_load_balancing_type=(kind,), moe_aux_loss_coeff=(coefficient,))
         with torch.no_grad():

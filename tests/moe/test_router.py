@@ -195,7 +195,9 @@ def test_noise_is_a_function_of_seed_layer_sample_and_position(kind):
 
     def seen(**where) -> torch.Tensor:
         given = inputs(where.get("samples", (5, 9)), seed=where.get("seed", 7))
-        place = Tokens(whole.sequence, whole.position + where.get("shift", 0), None, whole.lengths, SoloGroup())
+        place = Tokens(
+            whole.sequence, whole.position + where.get("shift", 0), None, whole.lengths, SoloGroup()
+        )
         other = route(table, place, given, layer=where.get("layer", 0), **NOISY[kind])
         return other.logits if kind == "jitter" else other.experts
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megazero.layers import LayerInputs, Placement
 from megazero.layers.collectives import own_rows
 from megazero.moe.tokens import give_back, take_share
-from tests.moe.samples import on_ranks, randn
+from tests.moe.samples import joined, on_ranks, randn
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ def shares(s: int, b: int, tp: int, *, split: bool = False, **given) -> list[Sha
     def work(context) -> Share:
         placement = Placement.of(context, torch.float32, sequence_parallel=split)
         own = own_rows(x, context.tp) if split else x
-        rows, tokens = take_share(own, LayerInputs(given.get("positions", range(s)), document_ids=given.get("ids")), placement)
+        rows, tokens = take_share(
+            own, LayerInputs(given.get("positions", range(s)), document_ids=given.get("ids")), placement
+        )
         assert tokens.count == len(rows)
         real = None if tokens.real is None else tokens.real.tolist()
         lists = (tokens.sequence.tolist(), tokens.position.tolist(), real, tokens.lengths.tolist())
@@ -88,7 +90,7 @@ def test_under_sequence_parallelism_a_rank_routes_the_rows_that_it_has():
 def test_positions_are_those_of_the_batch(positions, expected):
     (whole,) = shares(3, 2, 1, positions=positions)
     assert whole.position == expected
-    assert sum((each.position for each in shares(3, 2, 2, positions=positions)), []) == expected
+    assert joined(each.position for each in shares(3, 2, 2, positions=positions)) == expected
 
 
 @pytest.mark.parametrize(("tp", "split"), [(1, False), (2, False), (2, True), (4, False), (4, True)])
@@ -96,7 +98,7 @@ def test_padding_is_no_token_and_other_documents_are(tp, split):
     """[b, s]: the second sequence holds two documents, and padding is -1."""
     ids = torch.tensor([[0, 0, -1, -1], [0, 0, 1, -1], [-1, -1, -1, -1]], dtype=torch.int32)
     found = shares(4, 3, tp, split=split, ids=ids)
-    assert sum((each.real for each in found), []) == [
+    assert joined(each.real for each in found) == [
         *(True, True, False),
         *(True, True, False),
         *(False, True, False),
@@ -107,7 +109,14 @@ def test_padding_is_no_token_and_other_documents_are(tp, split):
 
 @pytest.mark.parametrize(
     ("s", "b", "tp", "split"),
-    [(5, 1, 1, False), (5, 1, 2, False), (3, 3, 4, False), (1, 1, 4, False), (8, 2, 2, True), (8, 3, 4, True)],
+    [
+        (5, 1, 1, False),
+        (5, 1, 2, False),
+        (3, 3, 4, False),
+        (1, 1, 4, False),
+        (8, 2, 2, True),
+        (8, 3, 4, True),
+    ],
 )
 def test_what_is_given_back_is_whole_and_so_is_its_gradient(s, b, tp, split):
     x, to = randn(1, s, b, 2), randn(2, s, b, 2)
@@ -140,12 +149,18 @@ def test_masked_values_whole_values_and_own_ones():
         every = tokens.everywhere()
         whole = tokens.whole(rows).flatten().tolist()
         own = torch.equal(tokens.own(tokens.whole(rows)), rows)
-        return tokens.masked(rows + 1).flatten().tolist(), whole, own, every.sequence.tolist(), every.real.tolist()
+        return (
+            tokens.masked(rows + 1).flatten().tolist(),
+            whole,
+            own,
+            every.sequence.tolist(),
+            every.real.tolist(),
+        )
 
     for ranks in (1, 2, 4):
         found = on_ranks(work, ranks, tp=ranks)
         blanks = [0.0] * (-6 % ranks)
-        assert sum((masked for masked, *_ in found), []) == [1, 2, 3, 0, 0, 0, *blanks]
+        assert joined(masked for masked, *_ in found) == [1, 2, 3, 0, 0, 0, *blanks]
         for _, whole, own, sequence, real in found:
             assert own
             assert whole == [0, 1, 2, 3, 4, 5, *blanks]

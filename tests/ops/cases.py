@@ -300,6 +300,8 @@ def meta_cases() -> list[Case]:
         _attention_case("meta", heads, None, True, None, False),
         _attention_case("meta dropout", heads, None, True, attention_dropout, False),
         Case("cross_entropy", "meta", (x,), lambda f, a: f(a, target, OneRank(), 0, 15)),
-        Case("grouped_linear", "meta", (_randn(5, 16), _randn(3, 8, 16)), grouped, own=aligned, backward=False),
+        Case(
+            "grouped_linear", "meta", (_randn(5, 16), _randn(3, 8, 16)), grouped, own=aligned, backward=False
+        ),
         Case("grouped_outer", "meta", (_randn(5, 8), _randn(5, 16)), grouped, own=aligned, backward=False),
     ]

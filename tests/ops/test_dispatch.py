@@ -134,7 +134,9 @@ def _run_adam(facts) -> None:
 
 def _run_grouped_linear(facts) -> None:
     width = 8 if facts.aligned else 3  # three elements are never a multiple of 16 bytes
-    grouped_linear(torch.ones(5, width, dtype=facts.dtype), torch.ones(2, 16, width, dtype=facts.dtype), (2, 3))
+    grouped_linear(
+        torch.ones(5, width, dtype=facts.dtype), torch.ones(2, 16, width, dtype=facts.dtype), (2, 3)
+    )
 
 
 def _run_grouped_outer(facts) -> None:

@@ -75,7 +75,9 @@ def test_results_keep_the_input_dtype(case: Case) -> None:
             result, *grads = _forward_backward(case, implementation.fn, dtype, case.inputs)
             expected = torch.float32 if case.operator == "cross_entropy" else dtype
             assert result.dtype == expected, implementation.name
-            assert {each.dtype for each in grads} == ({dtype} if case.backward else set()), implementation.name
+            assert {each.dtype for each in grads} == ({dtype} if case.backward else set()), (
+                implementation.name
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

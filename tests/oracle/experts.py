@@ -140,7 +140,7 @@ class ExpertModel(Model):
     def _balance(self, i: int, logits: Tensor, chosen: Tensor, probabilities: Tensor) -> None:
         flags, e, k = self.flags, logits.shape[-1], chosen.shape[-1]
         counts = torch.stack([(chosen == number).double().sum((1, 2)) for number in range(e)], -1)  # [b, E]
-        b, s = chosen.shape[:2]
+        s = chosen.shape[1]
         self.states[i].counts += counts.sum(0)
         size = flags["micro-batch-size"]
         for kind in flags["moe-router-load-balancing-type"]:
@@ -215,7 +215,9 @@ def train_experts(
     """
     model, told, margins = ExpertModel(flags, kept), [], []
     rows = training_samples(flags, datasets, total_samples(flags, steps))
-    coefficients = dict(zip(flags["moe-router-load-balancing-type"], flags["moe-aux-loss-coeff"], strict=True))
+    coefficients = dict(
+        zip(flags["moe-router-load-balancing-type"], flags["moe-aux-loss-coeff"], strict=True)
+    )
     trained = {BALANCES[kind]: value for kind, value in coefficients.items() if kind != "none"}
     trained |= {"z": flags["moe-z-loss-coeff"]} if flags.get("moe-z-loss-coeff") else {}
 

@@ -181,7 +181,9 @@ def test_product_trains_experts_as_the_oracle(name, data, tmp_path):
             key = term if term in ("router_entropy", "dropped_tokens") else f"{term}_loss"
             assert record[key] == pytest.approx(mean, rel=1e-5), key
     assert ("dropped_tokens" in terms[0]) == ("moe-expert-capacity-factor" in flags)
-    assert all(step.get("dropped_tokens", 1) > 0 for step in terms), "a limit that is never reached shows nothing"
+    assert all(step.get("dropped_tokens", 1) > 0 for step in terms), (
+        "a limit that is never reached shows nothing"
+    )
     for layer in expert_layers(flags):
         state, router = model.states[layer], f"layers.{layer}.mlp.router"
         assert torch.allclose(tensors[f"{router}.load"]["router"].double(), state.load.double(), atol=1e-7)
