@@ -45,8 +45,8 @@ DECISIONS: tuple[Decision, ...] = (
         "1, or none with `--expert-interval`",
         "1",
         _NO_FLAG,
-        "experts are placed as in Megatron-LM unless Megatron-DeepSpeed's flag is given; both count layers "
-        "differently",
+        "experts are placed as in Megatron-LM unless Megatron-DeepSpeed's flag is given; the two count "
+        "layers differently",
     ),
     Decision(
         "model.expert_interval",
@@ -55,7 +55,7 @@ DECISIONS: tuple[Decision, ...] = (
         "2",
         "experts are placed as in Megatron-LM unless it is given",
     ),
-    Decision("model.moe_router_topk", "2", "2", "1", "the names of the router's flags are Megatron-LM's"),
+    Decision("model.moe_router_topk", "2", "2", "1", "it goes with the flag's name, which is Megatron-LM's"),
     Decision(
         "model.moe_aux_loss_coeff",
         "0.0",

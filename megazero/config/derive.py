@@ -55,12 +55,12 @@ def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> 
     """(field, value in a, value in b) for each of these fields that differs once defaults are filled in.
 
     Fields that begin with the name of another family than theirs say nothing about them, and those about
-    experts say nothing about two models without any. Which layers have how many experts is one difference,
+    experts say nothing where one model has none. Which layers have how many experts is one difference,
     named `num_experts`, whichever settings say it.
     """
     families = get_args(ModelConfig.model_fields["family"].annotation)
     others = tuple(f"{family}_" for family in families if family not in (a.family, b.family))
-    dense = not (a.num_experts or b.num_experts)
+    dense = not (a.num_experts and b.num_experts)
     fields = list(fields)
     found = []
     if "num_experts" in fields and a.experts_by_layer != b.experts_by_layer:
@@ -92,6 +92,17 @@ def experts_of(model: ModelConfig, layer: int) -> int:
 def moe_layers(model: ModelConfig) -> tuple[int, ...]:
     """The layers that have experts, by number from 0, in order."""
     return tuple(layer for layer, count in enumerate(model.experts_by_layer) if count)
+
+
+def balanced_by_micro_batch(model: ModelConfig) -> bool:
+    """Whether what a token gets, or its loss, depends on which sequences share its micro-batch."""
+    if not model.num_experts:
+        return False
+    limited = model.moe_expert_capacity_factor is not None or model.moe_eval_capacity_factor is not None
+    pairs = zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, strict=False)
+    return (limited and model.moe_capacity_scope == "micro_batch") or any(
+        kind == "aux_loss" and coefficient for kind, coefficient in pairs
+    )
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:

@@ -108,7 +108,7 @@ class ModelConfig(TransformerConfig):
     moe_router_load_balancing_type: Annotated[tuple[Balance, ...], Field(min_length=1)] = option(
         ("aux_loss",),
         "load-balancing losses, by what they count over: aux_loss a micro-batch, seq_aux_loss a sequence, "
-        "global_aux_loss the global batch so far",
+        "global_aux_loss the global batch before",
         refused={
             "sinkhorn": "chooses by an assignment that depends on the other tokens of the rank, and is not "
             "offered; take aux_loss, or --moe-router-enable-expert-bias",

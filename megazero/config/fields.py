@@ -93,7 +93,7 @@ def spoken(value: Any) -> str:
     """A value in words, as messages and docs say it."""
     if isinstance(value, tuple):
         return " ".join(map(str, value))
-    return "none" if value is None else str(value)
+    return "the default" if value is None else str(value)
 
 
 def _unwrap(annotation: Any) -> tuple[Any, bool]:

@@ -87,7 +87,8 @@ def _with_default_tokenizer(config: Config, broken: set[str]) -> Config:
 
 def _left_out(flags: Scan, config: Config, settings: dict[str, Setting]) -> list[str]:
     names = {setting.source for setting in flags.settings} | {each.name for each in flags.ignored}
-    line = left_out(names, settings.keys()) if config.model.num_experts else None
+    given = {path: setting.value for path, setting in settings.items()}
+    line = left_out(names, given) if config.model.num_experts else None
     return [] if line is None else [line]
 
 

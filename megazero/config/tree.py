@@ -50,15 +50,15 @@ class ParallelConfig(Section):
     )
     expert_tensor_parallel_size: PositiveInt | None = option(
         None,
-        "ranks that share each expert's weights; the ranks of a stage hold the experts "
-        "expert-tensor x expert-model x replicas, whatever their tensor x context x data is; default: "
-        "the tensor-parallel size",
+        "ranks that share each expert's weights; for the experts a stage's ranks are expert-tensor x "
+        "expert-model x replicas, for all else tensor x context x data; default: the tensor-parallel size",
         switches={"--enable-expert-tensor-parallelism": None},
     )
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = option(
         "alltoall",
         "how tokens get to the ranks that hold their experts: alltoall sends each row where it is needed; "
         "allgather sends all rows to all of them and adds up what comes back",
+        synonyms={"alltoall_seq": "alltoall"},
         refused={
             "flex": "calls kernels of other projects, which are not used here; alltoall moves the same rows"
         },

@@ -24,7 +24,7 @@ _NO_SUMS: Mapping[str, Tensor] = MappingProxyType({})
 def activated(inner: Tensor, activation: str) -> Tensor:
     """The nonlinearity `activation` of inner [..., f], or with SwiGLU of [..., 2 f]: [..., f]."""
     if activation == "swiglu":
-        return swiglu(inner.view(*inner.shape[:-1], 2, -1))
+        return swiglu(inner.unflatten(-1, (2, inner.shape[-1] // 2)))
     if activation == "squared_relu":
         return squared_relu(inner)
     return bias_gelu(inner, None, exact=activation == "gelu_exact")

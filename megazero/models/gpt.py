@@ -133,4 +133,6 @@ class GPT(Trunk):
         on_meta = replace(self.placement, sequence_parallel=False, device=torch.device("meta"))
         twin = GPT(self.config, (self.vocab_size, padded_size), on_meta, span=self.span)
         twin.load_state_dict(self.state_dict(), assign=True)
+        for mine, its in zip(self.routers(), twin.routers(), strict=True):
+            its.bias, its.load = mine.bias, mine.load
         return twin

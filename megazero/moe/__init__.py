@@ -10,6 +10,6 @@ from megazero.moe.experts import Experts
 from megazero.moe.loads import RouterLoads
 from megazero.moe.losses import router_terms, terms_of
 from megazero.moe.mlp import MoEMLP
-from megazero.moe.router import Choice, Router
+from megazero.moe.router import Router, Routing
 
-__all__ = ["Choice", "Experts", "MoEMLP", "Router", "RouterLoads", "router_terms", "terms_of"]
+__all__ = ["Experts", "MoEMLP", "Router", "RouterLoads", "Routing", "router_terms", "terms_of"]

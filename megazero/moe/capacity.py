@@ -7,15 +7,21 @@ from torch import Tensor
 
 from megazero.config.tree import ModelConfig
 from megazero.layers import LayerInputs
-from megazero.moe.router import Choice, row_keys
+from megazero.moe.router import Routing, row_keys
 from megazero.moe.tokens import Tokens
 from megazero.ops.counter_random import hash_uniform
 
 _ROUNDING = 1e-9  # what a product of floats may exceed a whole number by
 
 
-def factor_of(config: ModelConfig, training: bool) -> float | None:
-    """The capacity factor; None if no token is dropped. Evaluation takes training's if it has none."""
+def factor_of(config: ModelConfig, inputs: LayerInputs) -> float | None:
+    """The capacity factor; None if no token is dropped. Evaluation takes training's if it has none.
+
+    Generation drops nothing: it sees a sequence token by token, and none of them may depend on later ones.
+    """
+    if inputs.cache is not None:
+        return None
+    training = inputs.sample_keys is not None
     if training or config.moe_eval_capacity_factor is None:
         return config.moe_expert_capacity_factor
     return config.moe_eval_capacity_factor
@@ -33,7 +39,7 @@ def capacities(config: ModelConfig, lengths: Tensor, experts: int, factor: float
 
 
 def kept_choices(
-    config: ModelConfig, layer: int, choice: Choice, tokens: Tokens, inputs: LayerInputs
+    config: ModelConfig, layer: int, choice: Routing, tokens: Tokens, inputs: LayerInputs
 ) -> Tensor | None:
     """bool [n, k]: the choices that have room; None if no token is dropped.
 
@@ -44,7 +50,7 @@ def kept_choices(
     other policies are in that order too.
     """
     experts = choice.probabilities.shape[1]
-    factor = factor_of(config, inputs.sample_keys is not None)
+    factor = factor_of(config, inputs)
     if factor is None:
         return None
     every = tokens.everywhere()
@@ -52,7 +58,7 @@ def kept_choices(
     if config.moe_capacity_scope == "micro_batch":
         sequence, lengths = torch.zeros_like(sequence), lengths.sum().view(1)
     room = capacities(config, lengths, experts, factor)
-    # Choice j of token i is number j * N + i: all first choices come before all second ones.
+    # Routing j of token i is number j * N + i: all first choices come before all second ones.
     cell = (sequence.unsqueeze(1) * experts + chosen).t().reshape(-1)
     if every.real is not None:
         nowhere = len(lengths) * experts
@@ -73,7 +79,7 @@ def kept_choices(
 
 
 @torch.no_grad()
-def _urgency(config: ModelConfig, layer: int, choice: Choice, tokens: Tokens, inputs: LayerInputs) -> Tensor:
+def _urgency(config: ModelConfig, layer: int, choice: Routing, tokens: Tokens, inputs: LayerInputs) -> Tensor:
     """float32 [N, k]: the choices with more of it are taken first."""
     if config.moe_token_drop_policy == "probs":
         return tokens.whole(choice.weights.detach())

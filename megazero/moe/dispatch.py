@@ -25,17 +25,19 @@ class _Permute(Function):
     Args:
         token: int64 [m], the token of each row.
         slots: int64 [n, k], the row of each choice, or m if it has none.
+        all_kept: whether every choice has one.
     """
 
     @staticmethod
-    def forward(ctx, x, token, slots):
+    def forward(ctx, x, token, slots, all_kept):
         ctx.save_for_backward(slots)
+        ctx.all_kept = all_kept
         return x[token]
 
     @staticmethod
     def backward(ctx, grad):
         (slots,) = ctx.saved_tensors
-        return _gathered_sum(grad, slots, None).to(grad.dtype), None, None
+        return _gathered_sum(grad, slots, None, ctx.all_kept).to(grad.dtype), None, None, None
 
 
 class _Combine(Function):
@@ -45,9 +47,10 @@ class _Combine(Function):
     """
 
     @staticmethod
-    def forward(ctx, rows, weights, choice, slots):
+    def forward(ctx, rows, weights, choice, slots, all_kept):
         ctx.save_for_backward(rows, weights, choice, slots)
-        return _gathered_sum(rows, slots, weights).to(rows.dtype)
+        ctx.all_kept = all_kept
+        return _gathered_sum(rows, slots, weights, all_kept).to(rows.dtype)
 
     @staticmethod
     def backward(ctx, grad):
@@ -55,23 +58,25 @@ class _Combine(Function):
         k, number = weights.shape[1], choice.clamp_min(0)
         scale = (weights.reshape(-1)[number] * (choice >= 0)).unsqueeze(1)
         grad_rows = (grad[number // k] * scale).to(rows.dtype)
-        grad_weights = torch.stack([(_row(rows, slots[:, j]) * grad).sum(1) for j in range(k)], 1)
-        return grad_rows, grad_weights.to(weights.dtype), None, None
+        found = (_row(rows, slots[:, j], ctx.all_kept) for j in range(k))
+        grad_weights = torch.stack([(row * grad).sum(1) for row in found], 1)
+        return grad_rows, grad_weights.to(weights.dtype), None, None, None
 
 
-def _row(rows: Tensor, slot: Tensor) -> Tensor:
+def _row(rows: Tensor, slot: Tensor, all_kept: bool) -> Tensor:
     """float32 [n, h]: row slot[i] of rows [m, h], zeros where that is m."""
-    found = rows.new_zeros(1, rows.shape[1]).expand(len(slot), -1) if not len(rows) else None
-    if found is None:
-        found = rows[slot.clamp_max(len(rows) - 1)]
-    return found.float() * (slot < len(rows)).unsqueeze(1)
+    if all_kept:
+        return rows[slot].float()
+    if not len(rows):
+        return rows.new_zeros(len(slot), rows.shape[1], dtype=torch.float32)
+    return rows[slot.clamp_max(len(rows) - 1)].float() * (slot < len(rows)).unsqueeze(1)
 
 
-def _gathered_sum(rows: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
+def _gathered_sum(rows: Tensor, slots: Tensor, weights: Tensor | None, all_kept: bool) -> Tensor:
     """float32 [n, h]: the sum over j, in order, of rows[slots[:, j]], each times weights[:, j]."""
     total = None
     for j in range(slots.shape[1]):
-        row = _row(rows, slots[:, j])
+        row = _row(rows, slots[:, j], all_kept)
         if weights is not None:
             row = row * weights[:, j : j + 1]
         total = row if total is None else total.add_(row)
@@ -145,11 +150,13 @@ class Rows:
         choice: int64 [m], the number of the choice in [n, k] that each row is for; -1 for a blank one.
         slots: int64 [n, k], the row of each choice; m if it has none.
         counts: int64 [E], the rows of each expert.
+        all_kept: whether every choice has a row.
     """
 
     choice: Tensor
     slots: Tensor
     counts: Tensor
+    all_kept: bool
 
     @classmethod
     def sort(cls, chosen: Tensor, kept: Tensor | None, experts: int, room: int | None = None) -> Rows:
@@ -165,16 +172,18 @@ class Rows:
         slots = torch.empty_like(order)
         slots[order] = torch.arange(len(order), device=order.device)
         if room is None:
-            return cls(order, slots.view(chosen.shape), counts[:experts])
+            return cls(order, slots.view(chosen.shape), counts[:experts], kept is None)
         starts = counts.cumsum(0) - counts
         slots = torch.where(cell < experts, slots - starts[cell] + cell * room, experts * room)
         choice = slots.new_full((experts * room + 1,), -1)
         choice[slots] = torch.arange(len(slots), device=slots.device)
-        return cls(choice[:-1], slots.view(chosen.shape), torch.full_like(counts[:experts], room))
+        return cls(choice[:-1], slots.view(chosen.shape), torch.full_like(counts[:experts], room), False)
 
     def first(self, count: int) -> Rows:
         """The first `count` rows."""
-        return Rows(self.choice[:count], self.slots.clamp_max(count), self.counts)
+        if self.all_kept:
+            return self
+        return Rows(self.choice[:count], self.slots.clamp_max(count), self.counts, False)
 
 
 def _on_host(counts: Tensor, expected: int) -> list[list[int]]:
@@ -188,8 +197,8 @@ def _on_host(counts: Tensor, expected: int) -> list[list[int]]:
 def _local(x: Tensor, weights: Tensor, rows: Rows, through: Callable[[Tensor], Tensor]) -> Tensor:
     """The weighted results for x [n, h] of `through`, which gets the rows."""
     token = rows.choice.clamp_min(0) // weights.shape[1]
-    found = through(_Permute.apply(x, token, rows.slots))
-    return _Combine.apply(found, weights, rows.choice, rows.slots)
+    found = through(_Permute.apply(x, token, rows.slots, rows.all_kept))
+    return _Combine.apply(found, weights, rows.choice, rows.slots, rows.all_kept)
 
 
 @dataclass(frozen=True)

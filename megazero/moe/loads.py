@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megazero.config.tree import ModelConfig
 from megazero.moe.router import Router
-from megazero.mpu import ParallelContext
+from megazero.mpu import ParallelContext, gather_values
 
 
 class RouterLoads:
@@ -57,6 +57,24 @@ class RouterLoads:
                 )  # times E, so that equal loads give 0 exactly
                 router.bias.add_(missing.sign(), alpha=self.config.moe_router_bias_update_rate)
         return dict(zip(names, parts, strict=True))
+
+    def report(self, tokens: Mapping[str, Tensor]) -> list[dict] | None:
+        """How many choices fell on each expert of all stages, which every rank calls; None without experts.
+
+        Args:
+            tokens: what `update` returned.
+
+        Returns:
+            For each layer with experts, in order, its number as ``layer`` and the numbers as ``tokens``.
+        """
+        if not self.config.num_experts:
+            return None
+        mine = [
+            {"layer": router.layer, "tokens": [round(count) for count in tokens[name].tolist()]}
+            for router, name in zip(self.routers, tokens, strict=True)
+        ]
+        stages = gather_values(self.context.pp, mine, self.context.device)
+        return sorted((each for stage in stages for each in stage), key=lambda each: each["layer"])
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint keeps, by global name; the same on all ranks of the stage."""

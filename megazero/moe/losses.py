@@ -10,7 +10,7 @@ from torch import Tensor
 from megazero.config.tree import ModelConfig
 from megazero.layers.collectives import reduce_from_slices
 from megazero.loss import LossTerm
-from megazero.moe.router import Choice
+from megazero.moe.router import Routing
 from megazero.moe.tokens import Tokens
 
 # Megatron's names of the kinds of balance losses -> our terms, and what their sums are divided by.
@@ -57,7 +57,7 @@ class RouterSums:
 
 def router_terms(
     config: ModelConfig,
-    choice: Choice,
+    choice: Routing,
     tokens: Tokens,
     kept: Tensor | None,
     load: Tensor | None,
@@ -116,6 +116,6 @@ def router_terms(
 
 
 @torch.no_grad()
-def _entropy(choice: Choice, tokens: Tokens) -> Tensor:
+def _entropy(choice: Routing, tokens: Tokens) -> Tensor:
     """The sum of the entropies of the probabilities, in nats."""
     return tokens.masked(torch.special.entr(choice.probabilities).sum(1)).sum()

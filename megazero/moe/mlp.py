@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from megazero.moe.dispatch import Dispatch, Party, exchange, share
 from megazero.moe.experts import Experts
 from megazero.moe.losses import router_terms
 from megazero.moe.router import Router
-from megazero.moe.tokens import Tokens, give_back, take_share
+from megazero.moe.tokens import give_back, take_share
 from megazero.mpu import InitialValues, ParamSpec
 
 
@@ -59,30 +60,32 @@ class MoEMLP(nn.Module):
         if tokens.real is not None:
             real = tokens.real.unsqueeze(1).expand_as(choice.experts)
             kept = real if kept is None else kept & real
-        party = self._party(x, tokens, inputs)
+        party = self._party(x, inputs)
         found = self.dispatch(party, rows, choice.weights, choice.experts, kept)
         out = self._with_dense(give_back(found, x.shape, self.placement), x, inputs)
         return out, None, {**sums.terms, f"{self.router.name}.tokens": sums.tokens}
 
-    def _party(self, x: Tensor, tokens: Tokens, inputs: LayerInputs) -> Party:
+    def _party(self, x: Tensor, inputs: LayerInputs) -> Party:
         groups = self.placement.groups
 
         def apply(rows: Tensor, sizes: Sequence[int]) -> Tensor:
             return self.experts(rows, sizes, inputs.deferred)
 
-        return Party(self.total, apply, groups["expert"], groups["etp"].size, self._room(x, tokens, inputs))
+        room = self._room(x.shape[1], inputs)
+        return Party(self.total, apply, groups["expert"], groups["etp"].size, room)
 
-    def _room(self, x: Tensor, tokens: Tokens, inputs: LayerInputs) -> int | None:
-        """Rows that each expert is padded to, the capacity of sequences of full length; None if it is not."""
-        factor = factor_of(self.config, inputs.sample_keys is not None)
-        if not self.config.moe_pad_expert_input_to_capacity or factor is None:
+    def _room(self, b: int, inputs: LayerInputs) -> int | None:
+        """Rows that each expert is padded to, the capacity of `b` sequences of full length, or None.
+
+        It is the same on all ranks, though their sequences may be trimmed to other lengths.
+        """
+        config, factor = self.config, factor_of(self.config, inputs)
+        if not config.moe_pad_expert_input_to_capacity or factor is None:
             return None
-        b = x.shape[1]
-        total = tokens.count * tokens.sharers.size
-        lengths = tokens.lengths.new_full((1,), total, device="cpu")
-        if self.config.moe_capacity_scope == "sequence":
-            return b * int(capacities(self.config, lengths // b, self.total, factor))
-        return int(capacities(self.config, lengths, self.total, factor))
+        together = config.moe_capacity_scope == "micro_batch"
+        length = torch.tensor([config.seq_length * (b if together else 1)])
+        room = int(capacities(config, length, self.total, factor))
+        return room if together else b * room
 
     def _with_dense(self, out: Tensor, x: Tensor, inputs: LayerInputs) -> Tensor:
         """The experts' result together with that of the MLP that all tokens go through."""

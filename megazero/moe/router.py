@@ -18,7 +18,7 @@ _TINY = 1e-20
 
 
 @dataclass(frozen=True)
-class Choice:
+class Routing:
     """What a router decided for `n` tokens.
 
     Attributes:
@@ -70,7 +70,7 @@ class Router(nn.Module):
         self.bias: Tensor | None = None
         self.load: Tensor | None = None
 
-    def forward(self, x: Tensor, tokens: Tokens, inputs: LayerInputs) -> Choice:
+    def forward(self, x: Tensor, tokens: Tokens, inputs: LayerInputs) -> Routing:
         """Choose for x [n, h]."""
         config, noise = self.config, _Noise(self.layer, tokens, inputs)
         x, weight = x.float(), self.weight.float()
@@ -86,7 +86,7 @@ class Router(nn.Module):
         ranking = logits if config.moe_router_score_function == "softmax" else scores
         chosen = self._choose(ranking.detach(), noise)
         weights = self._weights(logits, scores, chosen)
-        return Choice(chosen, weights, probabilities, logits)
+        return Routing(chosen, weights, probabilities, logits)
 
     def _choose(self, ranking: Tensor, noise: _Noise) -> Tensor:
         """int64 [n, k]: the experts of the highest `ranking` [n, E]."""

@@ -134,6 +134,7 @@ def build_plan(config: Config, horizon: Horizon, vocabulary: Vocabulary, context
         log_params_norm=logging.log_params_norm,
         log_num_zeros=logging.log_num_zeros_in_grad,
         exact_timers=logging.log_timers_to_tensorboard,
+        log_interval=logging.log_interval,
     )
 
 

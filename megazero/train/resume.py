@@ -27,7 +27,7 @@ from megazero.checkpoint import (
     state_keys,
     together,
 )
-from megazero.config.derive import model_differences
+from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
 from megazero.config.horizon import Horizon, horizon_of
 from megazero.config.rules import check
 from megazero.config.tree import Config, ModelConfig
@@ -61,7 +61,7 @@ SCHEDULE_FIELDS = (
     "weight_decay_incr_style",
 )
 # Model settings that may change without changing which function the weights compute.
-FREE_MODEL_FIELDS = frozenset(
+FREE_MODEL_FIELDS = FREE_EXPERT_FIELDS | frozenset(
     {
         "seq_length",
         "hidden_dropout",

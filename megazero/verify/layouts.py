@@ -60,8 +60,8 @@ SHAPES = MappingProxyType(
 )
 DECODERS, ENCODERS = ("gpt2", "llama"), ("bert", "bert-original")
 
-_EVEN = {"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (0.02,)}
-_FIRST = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+_EVEN = MappingProxyType({"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (0.02,)})
+_FIRST = MappingProxyType({"moe_router_topk": 1, "moe_router_pre_softmax": True})
 EXPERTS = MappingProxyType(
     {
         "": {},

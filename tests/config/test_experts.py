@@ -93,6 +93,8 @@ def test_a_negative_capacity_factor_is_none_as_in_megatron_lm() -> None:
     assert model(moe_expert_capacity_factor=-1.0).moe_expert_capacity_factor is None
     assert model(moe_eval_capacity_factor=-1).moe_eval_capacity_factor is None
     assert model(moe_expert_capacity_factor=1.25).moe_expert_capacity_factor == 1.25
+    flags = ["--num-experts", "8", "--moe-expert-capacity-factor", "-1"]
+    assert parse_config([*BASE_FLAGS, *flags]).config.model.moe_expert_capacity_factor is None
 
 
 def test_sizes_that_follow() -> None:
@@ -133,7 +135,7 @@ def test_sizes_that_follow() -> None:
 def test_models_differ_by_what_their_settings_mean(ours: dict, theirs: dict, differences: list) -> None:
     fields = [name for name in ModelConfig.model_fields if name != "seq_length"]
     found = model_differences(model(**ours), model(**theirs), fields)
-    assert [each for each in found if theirs or each[0] == "num_experts"] == differences
+    assert found == differences
 
 
 def test_expert_fields_are_the_new_ones() -> None:
@@ -175,10 +177,16 @@ def launched(flags: str, world_size: int = 4) -> tuple[str, ...]:
         ),
         # A script for Megatron-DeepSpeed that leaves its defaults unsaid.
         (
-            "--num-experts 8 --moe-loss-coeff 0.01 --moe-train-capacity-factor 1.0",
-            "`--moe-loss-coeff` is of Megatron-DeepSpeed, where a script that leaves them out means "
-            "`--expert-interval 2` and `--topk 1 --moe-router-pre-softmax`; here it means Megatron-LM's "
-            "defaults, so add what is meant.",
+            "--num-experts 8 --moe-loss-coeff 0.01 --moe-train-capacity-factor 1.0 --moe-min-capacity 4",
+            "`--moe-loss-coeff` is Megatron-DeepSpeed's, where what is left out here means "
+            "`--expert-interval 2` and `--topk 1 --moe-router-pre-softmax`; the defaults here are "
+            "Megatron-LM's, so write out what is meant.",
+        ),
+        (
+            "--num-experts 8 --topk 2 --expert-interval 2",
+            "`--topk` is Megatron-DeepSpeed's, where what is left out here means "
+            "`--moe-router-sampling second` and `--moe-train-capacity-factor 1` and `--moe-min-capacity 4` "
+            "and `--moe-loss-coeff 0.1`; the defaults here are Megatron-LM's, so write out what is meant.",
         ),
     ],
 )
@@ -191,8 +199,11 @@ def test_what_has_no_effect_is_said(flags: str, note: str) -> None:
     [
         "--num-experts 8",
         "--num-experts 8 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3",
-        "--num-experts 8 --topk 2 --expert-interval 2 --moe-loss-coeff 0 --moe-train-capacity-factor 2",
-        "--num-experts 8 --topk 2 --moe-layer-freq 1 --moe-loss-coeff 0 --disable-moe-token-dropping",
+        "--num-experts 8 --topk 2 --expert-interval 2 --moe-loss-coeff 0 --moe-train-capacity-factor 2 "
+        "--moe-min-capacity 4 --moe-router-sampling second",
+        "--num-experts 8 --topk 2 --moe-layer-freq 1 --moe-loss-coeff 0 --disable-moe-token-dropping "
+        "--disable-moe-top2-2nd-expert-sampling",
+        "--num-experts 8 --topk 3 --moe-layer-freq 1 --moe-loss-coeff 0 --disable-moe-token-dropping",
         "--num-experts 1 --expert-model-parallel-size 1",
     ],
 )
@@ -227,13 +238,13 @@ def test_bad_settings_of_experts_are_refused_together() -> None:
     [
         (
             {"model.num_experts": (8, 8, 8)},
-            "`num_experts` must be one number, or one for each layer with experts, but `num_experts` is 8 8 8 "
-            "and `moe_layer_freq` is not set and `expert_interval` is not set (layers with experts: 4); name "
-            "as many",
+            "`num_experts` must be one number, or one for each layer with experts, but `num_experts` is 8 8 "
+            "8 and `moe_layer_freq` is not set and `expert_interval` is not set (layers with experts: 4); "
+            "name as many",
         ),
         (
             {"model.num_experts": (8,), "model.moe_layer_freq": (1, 2, 1, 1)},
-            "a 0 or 1 for each layer, but `moe_layer_freq` is 1 2 1 1 and `num_layers` is 4",
+            "a 0 or 1 for each layer, but `moe_layer_freq` is 1 2 1 1 and `model.num_layers` is 4",
         ),
         (
             {

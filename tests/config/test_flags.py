@@ -52,6 +52,7 @@ def values(*argv: str) -> dict[str, object]:
         ("--topk 1", {"model.moe_router_topk": 1}),
         ("--moe-loss-coeff 0.01", {"model.moe_aux_loss_coeff": (0.01,)}),
         ("--moe-aux-loss-coeff 0.1 0.2", {"model.moe_aux_loss_coeff": (0.1, 0.2)}),
+        ("--moe-token-dispatcher-type alltoall_seq", {"parallel.moe_token_dispatcher_type": "alltoall"}),
         ("--disable-moe-token-dropping", {"model.moe_expert_capacity_factor": None}),
         ("--enable-expert-tensor-parallelism", {"parallel.expert_tensor_parallel_size": None}),
         ("--moe-expert-parallel-size 2", {"parallel.expert_model_parallel_size": 2}),
@@ -133,8 +134,8 @@ def test_flags_that_go_together(argv: str, field: str, value: str) -> None:
         (
             "--enable-expert-tensor-parallelism --expert-tensor-parallel-size 1",
             "`parallel.expert_tensor_parallel_size` must be set one way, but "
-            "`--enable-expert-tensor-parallelism` says none and `--expert-tensor-parallel-size` says 1; keep "
-            "one of these flags.",
+            "`--enable-expert-tensor-parallelism` says the default and `--expert-tensor-parallel-size` says "
+            "1; keep one of these flags.",
         ),
         (
             "--num-experts 8 16 --num-moe-experts 8",

@@ -76,7 +76,7 @@ def test_each_kind_trains_its_routers(kind):
         assert not record.weights[0][name].equal(record.weights[-1][name])
         assert record.gradients[0][name].abs().max() > 0
     plain = serial(Layout(layers=4 if kind == "pyramid" else 2).serial)
-    assert record.losses[-1]["lm loss"] != pytest.approx(plain.losses[-1]["lm loss"], rel=1e-3)
+    assert record.losses[-1]["lm loss"] != pytest.approx(plain.losses[-1]["lm loss"], rel=1e-4)
     assert 0 < record.losses[0]["router_entropy"] < 2.1
 
 

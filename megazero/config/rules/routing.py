@@ -172,7 +172,7 @@ ROUTER_RULES: tuple[Rule, ...] = (
     Rule(
         "balance_is_one",
         _BALANCE[:1],
-        "`moe_router_load_balancing_type` must name each kind once, and none alone",
+        "`moe_router_load_balancing_type` must name no kind twice, and none only by itself",
         "leave the others out",
         with_experts(_balance_is_one),
         reads=(_EXPERTS,),
