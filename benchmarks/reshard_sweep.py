@@ -322,10 +322,10 @@ EXPERT_CIRCLES = (
         replace(RESIDUAL, dp=2, zero=1),
     ),
     (
-        replace(PYRAMID, dp=4, ep=4, zero=3),
-        replace(PYRAMID, pp=2, dp=2, ep=2, zero=1),
-        replace(PYRAMID, tp=2, dp=2, ep=2, zero=2),
-        replace(PYRAMID, pp=2, tp=2, ep=2, etp=1),
+        replace(PYRAMID, dp=2, ep=2, zero=3),
+        replace(PYRAMID, pp=2),
+        replace(PYRAMID, tp=2, ep=2, etp=1),
+        replace(PYRAMID, dp=2, zero=2),
     ),
 )
 

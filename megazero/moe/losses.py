@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -14,11 +15,13 @@ from megazero.moe.router import Routing
 from megazero.moe.tokens import Tokens
 
 # Megatron's names of the kinds of balance losses -> our terms, and what their sums are divided by.
-_BALANCE = {
-    "aux_loss": ("load_balancing", "micro_batches"),
-    "seq_aux_loss": ("seq_load_balancing", "sequences"),
-    "global_aux_loss": ("global_load_balancing", "tokens"),
-}
+_BALANCE = MappingProxyType(
+    {
+        "aux_loss": ("load_balancing", "micro_batches"),
+        "seq_aux_loss": ("seq_load_balancing", "sequences"),
+        "global_aux_loss": ("global_load_balancing", "tokens"),
+    }
+)
 _Z, _ENTROPY, _DROPPED = "z", "router_entropy", "dropped_tokens"
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megazero.config.tree import ModelConfig
 from megazero.layers import LayerInputs, Placement, initialize
-from megazero.moe.router import Choice, Router
+from megazero.moe.router import Router, Routing
 from megazero.moe.tokens import Tokens
 from megazero.mpu import (
     Group,
@@ -97,7 +97,7 @@ def route(
     layer: int = 0,
     bias: Sequence[float] | None = None,
     **settings,
-) -> Choice:
+) -> Routing:
     """What a router chooses whose logits are this table: its weight is the identity."""
     table = torch.as_tensor(table, dtype=torch.float32)
     n, experts = table.shape
@@ -110,10 +110,10 @@ def route(
     return router(table, own or tokens([n]), given or inputs())
 
 
-def choice(experts: Sequence, weights: Sequence | None = None, total: int = 2) -> Choice:
+def choice(experts: Sequence, weights: Sequence | None = None, total: int = 2) -> Routing:
     """A choice of these experts [n, k] of `total`, whose probabilities are all the same."""
     chosen = torch.tensor(experts)
     chosen = chosen.unsqueeze(1) if chosen.dim() == 1 else chosen
     even = torch.full((len(chosen), total), 1 / total)
     given = torch.ones(chosen.shape) if weights is None else torch.tensor(weights).view(chosen.shape)
-    return Choice(chosen, given, even, even.log())
+    return Routing(chosen, given, even, even.log())

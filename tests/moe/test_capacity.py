@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
 
-from megazero.moe import Choice
+from megazero.moe import Routing
 from megazero.moe.capacity import capacities, factor_of, kept_choices
 from tests.moe.samples import choice, config, inputs, laid_out, on_ranks, randn, tokens
 
@@ -184,12 +185,16 @@ def test_capacity_rounds_up_and_knows_no_error_of_floats():
 
 
 def test_which_factor_counts():
-    train_only = config(moe_expert_capacity_factor=1.5)
-    assert (factor_of(train_only, True), factor_of(train_only, False)) == (1.5, 1.5)
-    both = config(moe_expert_capacity_factor=1.5, moe_eval_capacity_factor=2.0)
-    assert (factor_of(both, True), factor_of(both, False)) == (1.5, 2.0)
+    training, evaluation = inputs((1,)), inputs()
+    generation = replace(evaluation, cache=object())
+
+    def factors(**settings) -> list[float | None]:
+        return [factor_of(config(**settings), given) for given in (training, evaluation, generation)]
+
+    assert factors(moe_expert_capacity_factor=1.5) == [1.5, 1.5, None]
+    assert factors(moe_expert_capacity_factor=1.5, moe_eval_capacity_factor=2.0) == [1.5, 2.0, None]
+    assert factors() == [None] * 3
     none = config()
-    assert (factor_of(none, True), factor_of(none, False)) == (None, None)
     assert kept_choices(none, 0, choice([0, 0]), tokens([2]), inputs((1,))) is None
     evaluated = {"moe_expert_capacity_factor": 0.5, "moe_eval_capacity_factor": 1.5}
     assert sum(kept([0] * 4, [4], **evaluated)) == 1
@@ -208,7 +213,7 @@ def test_ranks_that_share_the_tokens_agree(policy, scope, ranks):
 
     def work(context):
         own = tokens(lengths, columns, context.tp)
-        part = Choice(own.own(chosen), own.own(weights), torch.ones(own.count, 4), torch.ones(own.count, 4))
+        part = Routing(own.own(chosen), own.own(weights), torch.ones(own.count, 4), torch.ones(own.count, 4))
         return kept_choices(model, 3, part, own, inputs((1, 5, 2)))
 
     (whole,) = on_ranks(work)

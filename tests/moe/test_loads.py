@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -118,6 +119,12 @@ def trained(layout: Layout, *, evaluating: bool = False) -> list[tuple]:
 ALONE = Layout(experts="biased")
 
 
+@cache
+def alone() -> list[tuple]:
+    """Of a single process that neither recomputes nor evaluates."""
+    return trained(ALONE)[0]
+
+
 @pytest.mark.parametrize(
     ("layout", "evaluating"),
     [
@@ -131,7 +138,7 @@ ALONE = Layout(experts="biased")
 )
 def test_recompute_and_evaluation_do_not_count(layout, evaluating):
     """Each token chooses two of eight experts once a step; the bias follows from those counts."""
-    ((*expected,),) = trained(ALONE)
+    expected = alone()
     ranks = trained(layout, evaluating=evaluating)
     for number, (tokens, state) in enumerate(expected):
         merged_tokens, merged = {}, {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.loss import LossTerm
-from megazero.moe import Choice, router_terms, terms_of
+from megazero.moe import Routing, router_terms, terms_of
 from megazero.moe.losses import RouterSums
 from tests.moe.samples import config, laid_out, on_ranks, randn, tokens
 
@@ -26,11 +26,11 @@ NAMES = ("load_balancing", "seq_load_balancing", "global_load_balancing")
 TOP1 = {"num_experts": (2,), "moe_router_topk": 1, "moe_router_pre_softmax": True}
 
 
-def table(columns: int | None = None, blank: tuple[float, float] = (0.9, 0.1)) -> Choice:
+def table(columns: int | None = None, blank: tuple[float, float] = (0.9, 0.1)) -> Routing:
     """The choice of the table, with the same numbers in all rows that hold no token."""
     probabilities = torch.tensor(laid_out(TABLE, columns, blank))
     chosen = torch.tensor(laid_out(CHOSEN, columns, 1)).unsqueeze(1)
-    return Choice(chosen, torch.ones(chosen.shape), probabilities, probabilities.log() + math.log(2))
+    return Routing(chosen, torch.ones(chosen.shape), probabilities, probabilities.log() + math.log(2))
 
 
 def sums(columns: int | None = None, load: Tensor | None = None, layers: int = 1, **own) -> RouterSums:
@@ -61,7 +61,7 @@ def test_even_loads_give_one_and_one_expert_for_all_gives_their_number():
     for p, e, expected in ((even, chosen, 1.0), (pointed, torch.zeros_like(chosen), 4.0)):
         found = router_terms(
             config(**{**TOP1, **ALL_KINDS, "num_experts": (4,)}),
-            Choice(e, torch.ones(8, 1), p, p),
+            Routing(e, torch.ones(8, 1), p, p),
             tokens([4, 4]),
             None,
             p.mean(0),
@@ -73,7 +73,7 @@ def test_even_loads_give_one_and_one_expert_for_all_gives_their_number():
 def test_a_choice_of_two_counts_half_for_each():
     """One token, probabilities (0.5, 0.3, 0.2), experts 0 and 1: 3 / (2 * 1) * (0.5 + 0.3)."""
     p = torch.tensor([[0.5, 0.3, 0.2]])
-    one = Choice(torch.tensor([[0, 1]]), torch.ones(1, 2), p, p.log())
+    one = Routing(torch.tensor([[0, 1]]), torch.ones(1, 2), p, p.log())
     model = config(num_experts=(3,), **ALL_KINDS)
     found = router_terms(model, one, tokens([1]), None, None, 1)
     assert found.terms["seq_load_balancing"].item() == pytest.approx(1.2)
@@ -96,7 +96,7 @@ def test_the_share_of_dropped_choices_by_hand():
     kept = torch.tensor([[True, False], [True, True], [False, False], [False, False]])
     own = tokens([3, 1])  # in the order of columns: the rows of padding are those of the second sequence
     rows = [0, 3, 1, 0, 2, 0]
-    one = Choice(chosen[rows], torch.ones(6, 2), p[0].expand(6, 3), p[0].expand(6, 3))
+    one = Routing(chosen[rows], torch.ones(6, 2), p[0].expand(6, 3), p[0].expand(6, 3))
     found = router_terms(model, one, own, kept[rows], None, 1)
     assert found.terms["dropped_tokens"].item() == pytest.approx(5 / 2), "five choices of two for each token"
     assert found.tokens.tolist() == [2, 3, 3], "choices count before any is dropped"
@@ -119,7 +119,7 @@ def test_sequences_add_up():
     for number, count in enumerate((3, 1)):
         rows = [number + 2 * i for i in range(count)]
         one = table()
-        part = Choice(*(getattr(one, f)[rows] for f in ("experts", "weights", "probabilities", "logits")))
+        part = Routing(*(getattr(one, f)[rows] for f in ("experts", "weights", "probabilities", "logits")))
         parts.append(router_terms(config(**TOP1, **ALL_KINDS), part, tokens([count]), None, None, 1))
     for name in (*NAMES[1:], "z", "router_entropy"):
         assert sum(p.terms[name].item() for p in parts) == pytest.approx(whole.terms[name].item())
@@ -136,7 +136,7 @@ def test_gradients_are_the_derivatives(columns):
     load = torch.tensor([0.1, 0.3, 0.2, 0.25, 0.15], dtype=torch.float64)
 
     def trained(logits: Tensor) -> tuple[Tensor, ...]:
-        one = Choice(chosen, torch.ones(chosen.shape), logits.softmax(1), logits)
+        one = Routing(chosen, torch.ones(chosen.shape), logits.softmax(1), logits)
         terms = router_terms(model, one, own, None, load, 2).terms
         return tuple(terms[name] for name in (*NAMES, "z"))
 
@@ -172,7 +172,7 @@ def test_shares_of_the_tokens_give_the_whole_sums_and_their_own_rows_gradients(r
     def work(context):
         own = tokens([8, 5], columns, context.tp)
         leaf = own.own(p).clone().requires_grad_()
-        one = Choice(own.own(chosen), torch.ones(own.count, k), leaf, leaf.log())
+        one = Routing(own.own(chosen), torch.ones(own.count, k), leaf, leaf.log())
         found = router_terms(config(**ALL_KINDS), one, own, None, torch.tensor([0.4, 0.3, 0.2, 0.1]), 1)
         total = sum(found.terms[name] * (i + 1) for i, name in enumerate((*NAMES, "z")))
         (grad,) = torch.autograd.grad(total, leaf)
