@@ -138,12 +138,15 @@ def test_padding_is_neither_routed_nor_counted(kind):
         ids = torch.full((B, columns), -1, dtype=torch.int32)
         ids[0, :S], ids[1, :5] = 0, 0
         padded = torch.cat([x, x.new_full((columns - S, B, H), 50.0)])
-        leaf, mlp = padded.requires_grad_(), mixture(**settings)
+        leaf, mlp, rows = padded.requires_grad_(), mixture(**settings), []
+        mlp.experts.register_forward_pre_hook(lambda _, given: rows.extend(given[1]))
         out, _, sums = mlp(leaf, inputs(ids=ids, s=columns))
         mask = (ids[:, :S] >= 0).t().unsqueeze(-1)
         trained = [sums[term.name] * term.coefficient for term in terms_of(mlp.config)]
         ((out[:S] * to * mask).sum() + sum(trained)).backward()
         grads = {each.spec.name: each.grad for each in mlp.parameters()}
+        if not mlp.config.moe_pad_expert_input_to_capacity:
+            assert sum(rows) <= (S + 5) * mlp.config.moe_router_topk, "no expert computes what is no token"
         return {**{f"term {k}": v.detach() for k, v in sums.items()}, "out": out[:S].detach() * mask, **grads}
 
     narrow, wide = run(S), run(S + 6)
