@@ -58,7 +58,7 @@ def kept_choices(
     if config.moe_capacity_scope == "micro_batch":
         sequence, lengths = torch.zeros_like(sequence), lengths.sum().view(1)
     room = capacities(config, lengths, experts, factor)
-    # Routing j of token i is number j * N + i: all first choices come before all second ones.
+    # Choice j of token i is number j * N + i: all first choices come before all second ones.
     cell = (sequence.unsqueeze(1) * experts + chosen).t().reshape(-1)
     if every.real is not None:
         nowhere = len(lengths) * experts

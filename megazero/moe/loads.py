@@ -52,9 +52,10 @@ class RouterLoads:
         for router, chosen in zip(self.routers, parts, strict=True):
             router.load.copy_(chosen / chosen.sum().clamp_min(1))
             if router.bias is not None:
-                router.bias.add_(
-                    (chosen.mean() - chosen).sign(), alpha=self.config.moe_router_bias_update_rate
-                )
+                missing = (
+                    chosen.sum() - router.experts * chosen
+                )  # times E, so that equal loads give 0 exactly
+                router.bias.add_(missing.sign(), alpha=self.config.moe_router_bias_update_rate)
         return dict(zip(names, parts, strict=True))
 
     def report(self, tokens: Mapping[str, Tensor]) -> list[dict] | None:

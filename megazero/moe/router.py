@@ -152,7 +152,8 @@ class _Noise:
 
     def gumbel(self, columns: int) -> Tensor:
         """float32 [n, columns], of the standard Gumbel distribution."""
-        uniform = self.uniform("sample", columns) + 2.0**-25  # the middle of each step, so never 0
+        # The middle of each step of 2^-24, so never 0; that of the last one would be rounded to 1.
+        uniform = (self.uniform("sample", columns) + 2.0**-25).clamp_max(1 - 2.0**-24)
         return -(-uniform.log()).log()
 
 

@@ -142,7 +142,8 @@ NOT_STATED = MappingProxyType(
     {
         "model.bert_token_types": "for models of transformers: tests/checkpoint/hf/test_encoder.py",
         **dict.fromkeys(
-            (f"model.{name}" for name in EXPERT_FIELDS), "experts have tests of their own: tests/moe"
+            (f"model.{name}" for name in EXPERT_FIELDS),
+            "experts have cases of their own: tests/oracle/test_experts.py",
         ),
         "model.num_classes": "fine-tuning has tests of its own: tests/equivalence/test_classifiers.py",
         "data.train_data_path": "another way to name the documents: tests/data/test_build.py",
