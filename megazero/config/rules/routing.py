@@ -236,6 +236,18 @@ CAPACITY_RULES: tuple[Rule, ...] = (
         reads=(_EXPERTS,),
     ),
     Rule(
+        "padding_needs_alltoall",
+        ("model.moe_pad_expert_input_to_capacity", "parallel.moe_token_dispatcher_type"),
+        "`moe_token_dispatcher_type` must be alltoall with `moe_pad_expert_input_to_capacity`",
+        "leave out one of the two; an all-gather moves whole tokens, so there is nothing to pad",
+        lambda c: (
+            not c.config.model.num_experts
+            or not c.config.model.moe_pad_expert_input_to_capacity
+            or c.config.parallel.moe_token_dispatcher_type == "alltoall"
+        ),
+        reads=(_EXPERTS,),
+    ),
+    Rule(
         "capacity_above_floor",
         ("model.moe_min_capacity", _CAPACITY, _EXPERTS),
         "`moe_min_capacity` must be at most the capacity that `moe_expert_capacity_factor` gives, or the "

@@ -105,6 +105,12 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
     "capacity_settings_need_a_factor": {**EXPERTS, "model.moe_token_drop_policy": "position"},
     "padding_needs_a_factor": {**EXPERTS, "model.moe_pad_expert_input_to_capacity": True},
+    "padding_needs_alltoall": {
+        **EXPERTS,
+        "model.moe_pad_expert_input_to_capacity": True,
+        "model.moe_expert_capacity_factor": 2.0,
+        "parallel.moe_token_dispatcher_type": "allgather",
+    },
     "capacity_above_floor": {
         **EXPERTS,
         "model.moe_expert_capacity_factor": 1.0,
