@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megazero.config.tree import ModelConfig
 from megazero.layers import LayerInputs, Placement, initialize
-from megazero.moe.router import Router, Routing
+from megazero.moe.router import Router, Routing, router_weight
 from megazero.moe.tokens import Tokens
 from megazero.mpu import (
     Group,
@@ -102,7 +102,8 @@ def route(
     table = torch.as_tensor(table, dtype=torch.float32)
     n, experts = table.shape
     model = config(hidden_size=experts, num_experts=(experts,), **settings)
-    router = Router(layer, experts, model, Placement.of(solo_context(), torch.float32))
+    weight = router_weight(layer, experts, model, Placement.of(solo_context(), torch.float32))
+    router = Router(layer, weight, model)
     with torch.no_grad():
         router.weight.copy_(torch.eye(experts))
     if bias is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from megazero.config.horizon import horizon_of
 from megazero.layers import Placement
 from megazero.moe import Router, RouterLoads
+from megazero.moe.router import router_weight
 from megazero.mpu import ThreadWorld, solo_context, thread_context
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
@@ -26,7 +27,7 @@ BIASED = config(
 
 def routers(context, layers: int = 2) -> list[Router]:
     placement = Placement.of(context, torch.float32)
-    return [Router(layer, 4, BIASED, placement) for layer in range(layers)]
+    return [Router(layer, router_weight(layer, 4, BIASED, placement), BIASED) for layer in range(layers)]
 
 
 def tallies(*counts: list[float]) -> dict[str, Tensor]:
@@ -62,7 +63,8 @@ def test_biases_move_towards_equal_loads():
 
 
 def test_without_a_bias_there_are_loads_alone():
-    plain = [Router(1, 4, config(), Placement.of(solo_context(), torch.float32))]
+    weight = router_weight(1, 4, config(), Placement.of(solo_context(), torch.float32))
+    plain = [Router(1, weight, config())]
     loads = RouterLoads(plain, config(), solo_context())
     loads.update({"layers.1.mlp.router.tokens": torch.tensor([3.0, 1, 0, 0])})
     assert plain[0].bias is None

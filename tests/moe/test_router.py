@@ -10,7 +10,7 @@ import torch
 from megazero.layers import Placement
 from megazero.moe import Router
 from megazero.moe import router as router_module
-from megazero.moe.router import _Noise
+from megazero.moe.router import _Noise, router_weight
 from megazero.moe.tokens import Tokens
 from megazero.mpu import SoloGroup, solo_context
 from tests.moe.samples import config, inputs, randn, route, tokens
@@ -159,7 +159,7 @@ def test_gradients_of_the_weights_are_those_of_the_formula(settings):
 
 def test_logits_are_a_product_in_fp32_whatever_the_model_computes_in():
     placement = Placement.of(solo_context(), torch.bfloat16)
-    router = Router(0, 4, config(), placement)
+    router = Router(0, router_weight(0, 4, config(), placement), config())
     with torch.no_grad():
         router.weight.copy_(randn(3, 4, 8))
     x = randn(4, 6, 8).bfloat16()
