@@ -95,7 +95,7 @@ def all_faults(root: Path, packages: Iterable[str] = PACKAGES) -> list[Fault]:
     defaults = setting_defaults(
         {
             path.name: path.read_text(encoding="utf-8")
-            for path in sorted(root.glob("megazero/config/tree*.py"))
+            for path in sorted(root.glob("megazero/config/*.py"))
         }
     )
     faults = []

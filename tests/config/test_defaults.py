@@ -35,6 +35,7 @@ FACTS: dict[str, tuple[Any, Any]] = {
     "model.norm_epsilon": (1e-5, 1e-5),
     "model.activation": ("gelu", "gelu"),  # fused with the bias: the tanh form
     "model.add_bias_linear": (True, True),
+    "model.add_qkv_bias": (False, NO),
     "model.untie_embeddings_and_output_weights": (False, False),
     "model.hidden_dropout": (0.1, 0.1),
     "model.attention_dropout": (0.1, 0.1),
@@ -167,6 +168,7 @@ FACTS: dict[str, tuple[Any, Any]] = {
     "checkpoint.save_interval": (None, None),
     "checkpoint.save_retain_interval": (None, NO),
     "checkpoint.async_save": (False, NO),
+    "checkpoint.moe_use_upcycling": (False, NO),
     "checkpoint.finetune": (False, False),
     "checkpoint.no_load_optim": (False, False),
     "checkpoint.no_load_rng": (False, False),

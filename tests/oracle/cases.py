@@ -140,6 +140,7 @@ OPTIMIZER = {
 SECTIONS = ("model", "data", "batch", "optimizer", "precision")
 NOT_STATED = MappingProxyType(
     {
+        "model.add_qkv_bias": "for models of transformers: tests/models/test_hf_parity.py",
         "model.bert_token_types": "for models of transformers: tests/checkpoint/hf/test_encoder.py",
         **dict.fromkeys(
             (f"model.{name}" for name in EXPERT_FIELDS),

@@ -74,7 +74,7 @@ def batch_of(model: ModelConfig):
     arrays = {"tokens": tokens.reshape(shape), "token_types": types.reshape(shape)}
     arrays["lengths"] = np.array(LENGTHS).reshape(shape[:2])
     arrays["labels"] = np.zeros(shape[0], dtype=np.int64)
-    return ClassifierCollate(VOCAB, torch.device("cpu"), causal=False)(arrays, tuple(range(shape[0])))
+    return ClassifierCollate(VOCAB, torch.device("cpu"), causal=False, marked=True)(arrays, tuple(range(shape[0])))
 
 
 def scores_of(source, model: ModelConfig, tp: int = 1) -> torch.Tensor:
