@@ -74,7 +74,8 @@ def batch_of(model: ModelConfig):
     arrays = {"tokens": tokens.reshape(shape), "token_types": types.reshape(shape)}
     arrays["lengths"] = np.array(LENGTHS).reshape(shape[:2])
     arrays["labels"] = np.zeros(shape[0], dtype=np.int64)
-    return ClassifierCollate(VOCAB, torch.device("cpu"), causal=False, marked=True)(arrays, tuple(range(shape[0])))
+    collate = ClassifierCollate(VOCAB, torch.device("cpu"), causal=False, marked=True)
+    return collate(arrays, tuple(range(shape[0])))
 
 
 def scores_of(source, model: ModelConfig, tp: int = 1) -> torch.Tensor:
