@@ -67,6 +67,10 @@ LAYOUTS = {
     "p2d2": "--vocab-size 64 --pipeline-model-parallel-size 2 --zero-stage 2 --bf16",
     "bert": "--model-family bert --tokenizer-type BertWordPieceCase --optimizer lamb "
     "--pipeline-model-parallel-size 2 --zero-stage 1",
+    "experts": "--vocab-size 64 --num-experts 4 --tensor-model-parallel-size 2 --zero-stage 2 --bf16 "
+    "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 "
+    "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.05",
 }
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WAYS = ((True, 1, "cyclic"), (False, None, "single"), (False, 2, "cyclic"), (True, None, "single"))

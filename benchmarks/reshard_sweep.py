@@ -37,8 +37,9 @@ from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
 from megazero.verify.compare import Tolerance, compare
-from megazero.verify.layouts import Layout, all_layouts, covering
+from megazero.verify.layouts import Layout
 from megazero.verify.record import Record, micro_batches, verification_engine
+from megazero.verify.selection import all_layouts, covering
 
 # With the padding to a multiple of four per rank: 36 rows on one tensor-parallel rank, 40 on two, and 48 on
 # four, where the last has nothing but padding.
@@ -285,6 +286,59 @@ def pairs(count: int, most_ranks: int) -> list[tuple[Case, Case]]:
     ]
 
 
+BIASED, SHARED, RESIDUAL, PYRAMID = (
+    replace(SMALL, layers=layers, experts=experts, shape=shape)
+    for experts, layers, shape in (
+        ("biased", 2, "gpt2"),
+        ("shared", 2, "llama"),
+        ("residual", 2, "gpt2"),
+        ("pyramid", 4, "llama"),
+    )
+)
+# Circles in which the ranks that share the experts change, together with every other axis and stage.
+EXPERT_CIRCLES = (
+    (
+        BIASED,
+        replace(BIASED, dp=2, ep=2, zero=1),
+        replace(BIASED, tp=2, ep=2, etp=1),
+        replace(BIASED, tp=2, dp=2, ep=2, zero=3),
+        replace(BIASED, pp=2, dp=2, ep=2, zero=2),
+        replace(BIASED, tp=2, dp=2, ep=4, etp=1, zero=2, sequence_parallel=True),
+        replace(BIASED, dp=4, ep=4, zero=3),
+        replace(BIASED, tp=2, pp=2, sequence_parallel=True),
+    ),
+    (
+        replace(SHARED, tp=2, sequence_parallel=True),
+        replace(SHARED, dp=2, ep=2, zero=3),
+        replace(SHARED, pp=2, dp=2, schedule="zb-h1", zero=1),
+        replace(SHARED, tp=2, dp=2, ep=2, zero=1),
+        SHARED,
+        replace(SHARED, dp=4, ep=2, zero=2, dispatcher="allgather"),
+    ),
+    (
+        replace(RESIDUAL, pp=2),
+        replace(RESIDUAL, dp=2, ep=2, zero=2, dispatcher="allgather"),
+        replace(RESIDUAL, tp=2, dp=2, ep=4, etp=1, zero=3),
+        replace(RESIDUAL, dp=2, zero=1),
+    ),
+    (
+        replace(PYRAMID, dp=2, ep=2, zero=3),
+        replace(PYRAMID, pp=2),
+        replace(PYRAMID, tp=2, ep=2, etp=1),
+        replace(PYRAMID, dp=2, zero=2),
+    ),
+)
+
+
+def expert_pairs() -> list[tuple[Case, Case]]:
+    """Pairs of cases with experts; each is once the first and once the second of a pair."""
+    return [
+        (Case(first), Case(second))
+        for circle in EXPERT_CIRCLES
+        for first, second in zip(circle, circle[1:] + circle[:1], strict=True)
+    ]
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(
@@ -294,13 +348,13 @@ def main() -> int:
         "--pairs",
         type=int,
         default=200,
-        help="number of pairs, roughly; at least those that cover all settings",
+        help="number of pairs without experts, roughly; at least those that cover all settings",
     )
     parser.add_argument("--ranks", type=int, choices=(4, 8), default=8, help="the most ranks of a layout")
     args = parser.parse_args()
     torch.set_num_threads(1)
     failed = 0
-    chosen = pairs(args.pairs, args.ranks)
+    chosen = [*pairs(args.pairs, args.ranks), *expert_pairs()]
     for number, (first, second) in enumerate(chosen, 1):
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:

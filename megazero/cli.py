@@ -20,6 +20,12 @@ class Verb:
     run: Callable[[list[str]], int]
 
 
+def _ablate(arguments: list[str]) -> int:
+    from megazero.ablate.command import main as ablate
+
+    return ablate(arguments)
+
+
 def _checkpoint(arguments: list[str]) -> int:
     from megazero.checkpoint.command import main as checkpoint
 
@@ -45,6 +51,12 @@ def _generate(arguments: list[str]) -> int:
     return generate(arguments)
 
 
+def _moe_report(arguments: list[str]) -> int:
+    from megazero.report.command import main as moe_report
+
+    return moe_report(arguments)
+
+
 def _plan(arguments: list[str]) -> int:
     from megazero.plan.command import main as plan
 
@@ -63,10 +75,12 @@ def _version(arguments: list[str]) -> int:
 
 
 VERBS = (
+    Verb("ablate", "train a folder of configurations and compare what they learned", _ablate),
     Verb("checkpoint", "inspect, verify, compare, convert and prune checkpoints", _checkpoint),
     Verb("config", "resolve pretrain_gpt.py's flags; print the tree, or every reason to refuse it", _config),
     Verb("fill-mask", "show what a model expects at the masked places of a text", _fill_mask),
     Verb("generate", "generate text from a checkpoint", _generate),
+    Verb("moe-report", "show how evenly a mixture of experts uses its experts", _moe_report),
     Verb("plan", "show what a launch would do: `megazero plan schedule` draws a pipeline schedule", _plan),
     Verb("verify", "check that a configuration's layout trains like one process", _verify),
     Verb("version", "print the version", _version),

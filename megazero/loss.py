@@ -19,6 +19,7 @@ class LossTerm:
 
     Attributes:
         name: a word or words_like_these; with ``_loss`` appended it is the key in metrics.
+        over: what counts, a key of the batches' counts; by default the term's name.
         coefficient: weight in the total. A term with 0 is reported but never differentiated, such as an
             accuracy.
 
@@ -28,6 +29,7 @@ class LossTerm:
 
     name: str
     coefficient: float = 1.0
+    over: str = ""
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier() or self.name == "total":
@@ -35,6 +37,8 @@ class LossTerm:
                 f"`name` of a loss term must be an identifier other than total, but is {self.name!r}; "
                 "rename it"
             )
+        if not self.over:
+            object.__setattr__(self, "over", self.name)
 
     @property
     def trained(self) -> bool:

@@ -15,7 +15,7 @@ from megazero.checkpoint.folder import (
     latest_iteration,
     saved_iterations,
 )
-from megazero.checkpoint.part import RANDOM, WEIGHT, Key, Part, Source, misfits
+from megazero.checkpoint.part import RANDOM, ROUTER, WEIGHT, Key, Part, Source, misfits
 from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.checkpoint.saver import Saver, together
 from megazero.checkpoint.shards import parts_of_parameters, parts_to_read, parts_to_write, state_keys
@@ -23,6 +23,7 @@ from megazero.checkpoint.writer import write_checkpoint
 
 __all__ = [
     "RANDOM",
+    "ROUTER",
     "WEIGHT",
     "Box",
     "Candidates",

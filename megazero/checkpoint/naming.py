@@ -24,14 +24,21 @@ e     hidden, where a square matrix has it twice
 t     kinds of tokens
 o     answers of the binary head: in order, swapped
 n     classes of a classifier
+x     experts of a layer
+m     inner width of an expert
+w     inner width of the shared experts, together; 1 if there are none
+u     outputs of the shared experts' gate: one
 ====  ===========================================
+
+A name of theirs with ``{x}`` is one tensor for each expert, which holds that expert's slot of x.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from types import MappingProxyType
@@ -40,6 +47,7 @@ from torch import Tensor
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.part import Key
+from megazero.config.derive import experts_of
 from megazero.config.tree import ModelConfig
 
 Take = tuple[str, slice]
@@ -61,6 +69,26 @@ def biased(model: ModelConfig) -> bool:
     return model.add_bias_linear
 
 
+def with_experts(model: ModelConfig, number: int) -> bool:
+    """Present in layers with experts."""
+    return experts_of(model, number) > 0
+
+
+def with_shared_experts(model: ModelConfig, number: int) -> bool:
+    """Present in layers with experts, if there are shared ones among them."""
+    return model.moe_shared_expert_intermediate_size is not None and with_experts(model, number)
+
+
+def without_experts(model: ModelConfig, number: int) -> bool:
+    """Present in dense layers."""
+    return experts_of(model, number) == 0
+
+
+def qkv_biased(model: ModelConfig) -> bool:
+    """Present where queries, keys and values have biases."""
+    return model.qkv_bias
+
+
 def untied(model: ModelConfig) -> bool:
     """Present where the output head has a weight of its own."""
     return model.untie_embeddings_and_output_weights
@@ -74,7 +102,7 @@ class TensorRule:
         ours: global name; ``{i}`` stands for every layer's number.
         dims: our dims, a letter each.
         theirs: their name; ``{i-1}`` stands for the number of the layer before, ``{last}`` for the last
-            one's.
+            one's, ``{x}`` for every expert's.
         their_dims: their dims, with merged ones in parentheses.
         take: the part of ours that theirs holds; None for all.
         when: says whether a model has these tensors.
@@ -118,6 +146,14 @@ class Link:
         """Whether their elements are in the same order as ours."""
         order = [dim for dims in self.merged for dim in dims]
         return order == sorted(order)
+
+    @property
+    def in_rows(self) -> Link:
+        """The link to their tensor seen as a matrix, whose rows run through all dims but its last."""
+        *rows, last = self.merged
+        if len(rows) < 2:
+            return self
+        return replace(self, merged=(tuple(dim for dims in rows for dim in dims), last))
 
     def as_ours(self, theirs: Tensor, box: Box | None = None) -> Tensor:
         """Their contiguous tensor, or the rows of it that hold `box`, as a view with our dims."""
@@ -171,6 +207,10 @@ def dim_sizes(model: ModelConfig, vocab_size: int) -> Mapping[str, int]:
             "t": 2,
             "o": 2,
             "n": model.num_classes or 0,
+            "x": max(model.num_experts, default=0),
+            "m": model.expert_ffn_size,
+            "w": model.moe_shared_expert_intermediate_size or 1,
+            "u": 1,
         }
     )
 
@@ -192,16 +232,18 @@ class Table:
             block = list(run)
             for number in range(model.num_layers) if layered else (None,):
                 here = [rule for rule in block if number is None or rule.layer(model, number)]
-                links += [_link(rule, number, model.num_layers - 1, sizes) for rule in here]
+                for rule in here:
+                    slots = range(sizes["x"]) if "{x}" in rule.theirs else (None,)
+                    links += [_link(rule, number, slot, model.num_layers - 1, sizes) for slot in slots]
         return cls(tuple(links))
 
     @cached_property
     def by_key(self) -> Mapping[Key, tuple[Link, ...]]:
         """Our tensor -> the links it is made of, in the order of the rules."""
-        found: dict[Key, tuple[Link, ...]] = {}
+        found: dict[Key, list[Link]] = defaultdict(list)
         for link in self.links:
-            found[link.key] = (*found.get(link.key, ()), link)
-        return MappingProxyType(found)
+            found[link.key].append(link)
+        return MappingProxyType({key: tuple(links) for key, links in found.items()})
 
     @cached_property
     def by_theirs(self) -> Mapping[str, Link]:
@@ -214,20 +256,25 @@ class Table:
         return MappingProxyType({key: links[0].shape for key, links in self.by_key.items()})
 
 
-def _link(rule: TensorRule, number: int | None, last: int, sizes: Mapping[str, int]) -> Link:
+def _link(
+    rule: TensorRule, number: int | None, slot: int | None, last: int, sizes: Mapping[str, int]
+) -> Link:
     letters = rule.dims.split()
     shape = tuple(sizes[letter] for letter in letters)
-    box = Box.whole(shape)
-    if rule.take is not None:
-        dim = letters.index(rule.take[0])
-        start, stop, _ = rule.take[1].indices(shape[dim])
-        offset = tuple(start if each == dim else 0 for each in range(len(shape)))
-        box = Box(offset, tuple(stop - start if each == dim else n for each, n in enumerate(shape)))
+    takes: list[Take] = [] if rule.take is None else [rule.take]
+    if slot is not None:
+        takes.append(("x", slice(slot, slot + 1)))
+    offset, size = [0] * len(shape), list(shape)
+    for letter, part in takes:
+        dim = letters.index(letter)
+        start, stop, _ = part.indices(shape[dim])
+        offset[dim], size[dim] = start, stop - start
+    box = Box(tuple(offset), tuple(size))
     merged = tuple(tuple(letters.index(letter) for letter in group) for group in groups_of(rule.their_dims))
 
     def name(template: str) -> str:
         before = None if number is None else number - 1
-        for mark, each in (("{i}", number), ("{i-1}", before), ("{last}", last)):
+        for mark, each in (("{i}", number), ("{i-1}", before), ("{last}", last), ("{x}", slot)):
             template = template.replace(mark, str(each))
         return template
 

@@ -13,6 +13,8 @@ from megazero.checkpoint.box import Box
 WEIGHT = "weight"
 RANDOM = "rng"
 """Kind of the logical tensors [ranks, ...] whose row r is the state of rank r's generators."""
+ROUTER = "router"
+"""Kind of what routers remember from step to step besides their weights, [experts]."""
 
 
 @dataclass(frozen=True)

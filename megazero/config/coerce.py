@@ -13,14 +13,11 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.fields import FieldSpec, Kind
+from megazero.config.lists import Unreadable, read_list
 
 _LARGEST_EXPONENT = 30  # 1e30 is more than any count here; 1e999999999 would fill the memory
 _LONGEST_NUMBER = 40  # characters
 _LARGEST = 2**63 - 1  # what an integer of 64 bits holds, as sample numbers and file offsets do
-
-
-class Unreadable(ValueError):
-    """A value does not have the field's type. The message says what it must be: "must be an integer"."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -164,9 +161,21 @@ def _items(value: Any) -> list[Any]:
 
 def _read_ints(spec: FieldSpec, value: Any) -> tuple[int, ...]:
     items = _items(value)
-    if len(items) != spec.length:
+    if spec.length is None and items and all(isinstance(item, str) for item in items):
+        written = " ".join(items)
+        if "[" in written:
+            return tuple(map(_of_64_bits, read_list(written)))
+    if spec.length not in (None, len(items)):
         raise Unreadable(f"must be {spec.length} integers")
     return tuple(_read_int(spec, item) for item in items)
+
+
+def _read_floats(spec: FieldSpec, value: Any) -> tuple[float, ...]:
+    return tuple(_read_float(spec, item) for item in _items(value))
+
+
+def _read_choices(spec: FieldSpec, value: Any) -> tuple[Any, ...]:
+    return tuple(_read_choice(spec, item) for item in _items(value))
 
 
 def _read_texts(spec: FieldSpec, value: Any) -> tuple[str, ...]:
@@ -185,6 +194,8 @@ _READERS: Mapping[Kind, Callable[[FieldSpec, Any], Any]] = MappingProxyType(
         Kind.CHOICE: _read_choice,
         Kind.BOOL: _read_bool,
         Kind.INTS: _read_ints,
+        Kind.FLOATS: _read_floats,
+        Kind.CHOICES: _read_choices,
         Kind.TEXTS: _read_texts,
     }
 )

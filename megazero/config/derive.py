@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, get_args
 
+from megazero.config.model import TransformerConfig
 from megazero.config.tree import Config, ModelConfig
 from megazero.errors import ConfigError
 
@@ -17,8 +18,35 @@ _RESOLVED = MappingProxyType(
         "kv_channels": "head_dim",
         "max_position_embeddings": "positions",
         "bert_token_types": "has_token_types",
+        "add_qkv_bias": "qkv_bias",
     }
 )
+
+_RESOLVED_WITH_EXPERTS = MappingProxyType({**_RESOLVED, "moe_ffn_hidden_size": "expert_ffn_size"})
+
+# Settings that together say which layers have how many experts: they are compared by what they say.
+_PLACEMENT = ("num_experts", "moe_layer_freq", "expert_interval")
+
+EXPERT_FIELDS = tuple(name for name in ModelConfig.model_fields if name not in TransformerConfig.model_fields)
+"""The model's settings about experts; they say nothing about a model without any."""
+
+FREE_EXPERT_FIELDS = frozenset(
+    {
+        "moe_router_bias_update_rate",
+        "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_input_jitter_eps",
+        "moe_router_sampling",
+        "moe_expert_capacity_factor",
+        "moe_eval_capacity_factor",
+        "moe_min_capacity",
+        "moe_token_drop_policy",
+        "moe_capacity_scope",
+        "moe_pad_expert_input_to_capacity",
+    }
+)
+"""Those of them that change how a model is trained or run, but not which parameters it has."""
 
 DEFAULT_TOKENIZERS = MappingProxyType({"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"})
 """Family -> the kind of tokenizer that a launch takes if it names none."""
@@ -27,23 +55,55 @@ DEFAULT_TOKENIZERS = MappingProxyType({"gpt": "GPT2BPETokenizer", "bert": "BertW
 def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> list[tuple[str, Any, Any]]:
     """(field, value in a, value in b) for each of these fields that differs once defaults are filled in.
 
-    Fields that begin with the name of another family than theirs say nothing about them.
+    Fields that begin with the name of another family than theirs say nothing about them, and those about
+    experts say nothing where one model has none. Which layers have how many experts is one difference,
+    named `num_experts`, whichever settings say it.
     """
     families = get_args(ModelConfig.model_fields["family"].annotation)
     others = tuple(f"{family}_" for family in families if family not in (a.family, b.family))
+    dense = not (a.num_experts and b.num_experts)
+    fields = list(fields)
     found = []
+    if "num_experts" in fields and a.experts_by_layer != b.experts_by_layer:
+        found.append(("num_experts", a.experts_by_layer, b.experts_by_layer))
     for field in fields:
-        if field.startswith(others):
+        if field.startswith(others) or field in _PLACEMENT or (dense and field in EXPERT_FIELDS):
             continue
-        ours, theirs = (getattr(model, _RESOLVED.get(field, field)) for model in (a, b))
+        ours, theirs = (getattr(model, _resolved(model).get(field, field)) for model in (a, b))
         if ours != theirs:
             found.append((field, ours, theirs))
     return found
 
 
+def _resolved(model: ModelConfig) -> Mapping[str, str]:
+    return _RESOLVED_WITH_EXPERTS if model.num_experts else _RESOLVED
+
+
 def filled_model(model: ModelConfig) -> ModelConfig:
     """The same model with the settings whose default follows from others written out."""
-    return model.model_copy(update={name: getattr(model, source) for name, source in _RESOLVED.items()})
+    written = {name: getattr(model, source) for name, source in _resolved(model).items()}
+    return model.model_copy(update=written)
+
+
+def experts_of(model: ModelConfig, layer: int) -> int:
+    """Number of experts of a layer (from 0); 0 for a dense one."""
+    return model.experts_at(layer)
+
+
+def moe_layers(model: ModelConfig) -> tuple[int, ...]:
+    """The layers that have experts, by number from 0, in order."""
+    return tuple(layer for layer, count in enumerate(model.experts_by_layer) if count)
+
+
+def balanced_by_micro_batch(model: ModelConfig) -> bool:
+    """Whether what a token gets, or its loss, depends on which sequences share its micro-batch."""
+    if not model.num_experts:
+        return False
+    limited = model.moe_expert_capacity_factor is not None or model.moe_eval_capacity_factor is not None
+    pairs = zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, strict=False)
+    return (limited and model.moe_capacity_scope == "micro_batch") or any(
+        kind == "aux_loss" and coefficient for kind, coefficient in pairs
+    )
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
@@ -61,6 +121,12 @@ def model_ranks(config: Config) -> int:
     """Ranks in one replica."""
     sizes = config.parallel
     return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
+
+
+def expert_tensor_size(config: Config) -> int:
+    """Ranks that share each expert's weights: the tensor-parallel size unless it is set."""
+    parallel = config.parallel
+    return parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
 
 
 def chunks_per_stage(config: Config) -> int:

@@ -1,4 +1,8 @@
-"""The configuration as a YAML document: read with line numbers, written so that it reads back equal."""
+"""The configuration as a YAML document: read with line numbers, written so that it reads back equal.
+
+A document may name another one that it is built on (`base: FILE`, relative to its own folder). What it says
+itself takes precedence.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,32 @@ from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec
 from megazero.config.flags import Setting
 from megazero.config.tree import Config
 
+BASE = "base"
+"""The key that names the document that another one is built on."""
+
 
 @dataclass
 class Document:
-    """The result of reading a file. `broken` are the paths of fields whose value could not be read."""
+    """The result of reading a file and those it is built on.
+
+    Attributes:
+        settings: one for each field that any of them sets.
+        problems: why they are refused.
+        broken: paths of the fields whose value could not be read.
+    """
 
     settings: list[Setting] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
+
+    def over(self, base: Document) -> Document:
+        """Both documents, where what this one says takes precedence over `base`."""
+        said = {setting.spec.path for setting in self.settings} | self.broken
+        return Document(
+            [setting for setting in base.settings if setting.spec.path not in said] + self.settings,
+            base.problems + self.problems,
+            (base.broken - said) | self.broken,
+        )
 
 
 @dataclass(frozen=True)
@@ -35,29 +57,56 @@ class _YamlKey:
 
 def read_file(path: str) -> Document:
     """Read a YAML file. A file that cannot be read is a problem of the document, not an exception."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        return Document(problems=[f"`--config` must name a readable file, but {path}: {error.strerror}."])
-    except UnicodeDecodeError as error:
-        return Document(problems=[f"`--config` must name a UTF-8 file, but {path} has {error.reason}."])
-    return read_text(text, path)
+    return _read_file(path, "`--config`", ())
 
 
 def read_text(text: str, name: str = "<text>") -> Document:
     """Read a YAML document; `name` stands before the line numbers of problems."""
-    document = Document()
+    return _read_text(text, name, ())
+
+
+def _read_file(path: str, what: str, above: tuple[Path, ...]) -> Document:
+    """Read a file; `what` named it, and the documents `above` are built on it."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        return Document(problems=[f"{what} must name a readable file, but {path}: {error.strerror}."])
+    except UnicodeDecodeError as error:
+        return Document(problems=[f"{what} must name a UTF-8 file, but {path} has {error.reason}."])
+    return _read_text(text, path, (*above, Path(path).resolve()))
+
+
+def _read_text(text: str, name: str, above: tuple[Path, ...]) -> Document:
+    document, base = Document(), None
     try:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if root is not None:
             for entry in _entries(document, root, name, "the document"):
-                _read_section(document, loader, entry, name)
+                if entry.key == BASE:
+                    base = _base_of(document, entry, name)
+                else:
+                    _read_section(document, loader, entry, name)
     except yaml.YAMLError as error:
         document.problems.append(_syntax_problem(error, name))
     except RecursionError:
         document.problems.append(f"{name}: the document must not be nested this deeply.")
-    return document
+    if base is None:
+        return document
+    path, where = base
+    if path.resolve() in above:
+        document.problems.append(f"{where} must not lead back to a file built on it, but is {path}.")
+        return document
+    return document.over(_read_file(str(path), where, above))
+
+
+def _base_of(document: Document, entry: _YamlKey, name: str) -> tuple[Path, str] | None:
+    """The file that the key `base` names, and where it does; None and a problem if it names none."""
+    where = f"{name}:{entry.line}: `{BASE}`"
+    if isinstance(entry.node, yaml.ScalarNode) and entry.node.tag == "tag:yaml.org,2002:str":
+        return Path(name).parent / entry.node.value, where
+    document.problems.append(f"{where} must be the name of a file, but is {_shown(entry.node)}.")
+    return None
 
 
 def _syntax_problem(error: yaml.YAMLError, name: str) -> str:
@@ -107,9 +156,12 @@ def _read_value(
         value = _construct(loader, spec, node)
         document.settings.append(Setting(spec, coerce(spec, value), where))
     except Unreadable as error:
-        shown = f"`{node.value[:80]}`" if isinstance(node, yaml.ScalarNode) else f"a {node.id}"
-        document.problems.append(f"{where}: `{spec.path}` {error}, but is {shown}.")
+        document.problems.append(f"{where}: `{spec.path}` {error}, but is {_shown(node)}.")
         document.broken.add(spec.path)
+
+
+def _shown(node: yaml.Node) -> str:
+    return f"`{node.value[:80]}`" if isinstance(node, yaml.ScalarNode) else f"a {node.id}"
 
 
 def _construct(loader: yaml.SafeLoader, spec: FieldSpec, node: yaml.Node) -> Any:
@@ -128,7 +180,7 @@ def _unknown_key(entry: _YamlKey, name: str, section: str | None = None) -> str:
     """Names the nearest key: within the section, or wherever in the tree that key belongs."""
     path = f"{section}.{entry.key}" if section else str(entry.key)
     home = next((spec.path for spec in FIELDS if spec.name == entry.key), None)
-    own = [spec.name for spec in FIELDS if spec.section == section] if section else list(SECTIONS)
+    own = [spec.name for spec in FIELDS if spec.section == section] if section else [*SECTIONS, BASE]
     close = nearest(str(entry.key), own)
     if home:
         hint = f"it belongs in section `{home.split('.')[0]}`"

@@ -22,12 +22,17 @@ class Kind(Enum):
     CHOICE = "choice"
     BOOL = "bool"
     INTS = "ints"
+    FLOATS = "floats"
+    CHOICES = "choices"
     TEXTS = "texts"
 
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """One field: where it sits in the tree, how it is read, and how the command line spells it."""
+    """One field: where it sits in the tree, how it is read, and how the command line spells it.
+
+    `length` is how many items a list has, and None for a list of any length and for what is no list.
+    """
 
     section: str
     name: str
@@ -59,13 +64,36 @@ class FieldSpec:
         return not self.default
 
     @property
+    def is_list(self) -> bool:
+        """Whether its value is a tuple."""
+        return self.kind in (Kind.INTS, Kind.FLOATS, Kind.CHOICES, Kind.TEXTS)
+
+    @property
     def type_name(self) -> str:
         """The type in words, for help and docs."""
-        if self.kind is Kind.CHOICE:
-            return " | ".join(map(str, self.choices))
-        if self.kind is Kind.INTS:
-            return f"{self.length} x int"
-        return {"bool": "switch", "texts": "text ..."}.get(self.kind.value, self.kind.value)
+        if self.kind is Kind.BOOL:
+            return "switch"
+        if self.kind in (Kind.CHOICE, Kind.CHOICES):
+            item = " | ".join(map(str, self.choices))
+        else:
+            item = self.kind.value.removesuffix("s")
+        if not self.is_list:
+            return item
+        return f"{item} ..." if self.length is None else f"{self.length} x {item}"
+
+    @property
+    def default_text(self) -> str | None:
+        """The default as a user writes it; None if there is nothing to write."""
+        if self.default in (None, ()):
+            return None
+        return spoken(self.default)
+
+
+def spoken(value: Any) -> str:
+    """A value in words, as messages and docs say it."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return "the default" if value is None else str(value)
 
 
 def _unwrap(annotation: Any) -> tuple[Any, bool]:
@@ -83,15 +111,20 @@ def _unwrap(annotation: Any) -> tuple[Any, bool]:
             return annotation, optional
 
 
+_KINDS = types.MappingProxyType({int: Kind.INT, float: Kind.FLOAT, str: Kind.TEXT, bool: Kind.BOOL})
+_LIST_KINDS = types.MappingProxyType(
+    {Kind.INT: Kind.INTS, Kind.FLOAT: Kind.FLOATS, Kind.CHOICE: Kind.CHOICES, Kind.TEXT: Kind.TEXTS}
+)
+
+
 def _kind(annotation: Any) -> tuple[Kind, tuple[str, ...], int | None]:
     if get_origin(annotation) is Literal:
         return Kind.CHOICE, get_args(annotation), None
     if get_origin(annotation) is tuple:
         items = get_args(annotation)
-        if items[-1] is Ellipsis:
-            return Kind.TEXTS, (), None
-        return Kind.INTS, (), len(items)
-    return {int: Kind.INT, float: Kind.FLOAT, str: Kind.TEXT, bool: Kind.BOOL}[annotation], (), None
+        kind, choices, _ = _kind(_unwrap(items[0])[0])
+        return _LIST_KINDS[kind], choices, None if items[-1] is Ellipsis else len(items)
+    return _KINDS[annotation], (), None
 
 
 def _field_spec(section: str, name: str, annotation: Any, info: FieldInfo) -> FieldSpec:

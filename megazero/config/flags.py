@@ -14,7 +14,7 @@ from typing import Any
 
 from megazero.config.coerce import Unreadable, coerce, nearest
 from megazero.config.compat import FOREIGN_FLAGS, Ignored, verdict
-from megazero.config.fields import FIELD_BY_PATH, FIELDS, FieldSpec, Kind
+from megazero.config.fields import FIELD_BY_PATH, FIELDS, FieldSpec, Kind, spoken
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _flags_of(spec: FieldSpec) -> list[Flag]:
     if spec.kind is Kind.BOOL:
         own = [Flag(name, spec, is_switch=True, constant=spec.flag_value) for name in names]
     else:
-        own = [Flag(name, spec) for name in names]
+        own = [Flag(name, spec, yields=name in spec.yielding) for name in names]
     switches = [
         Flag(name, spec, is_switch=True, constant=constant, yields=name in spec.yielding)
         for name, constant in spec.switches.items()
@@ -205,18 +205,15 @@ def _read_file_name(result: Scan, name: str, values: list[str], earlier: str | N
 def _read_field(result: Scan, flag: Flag, inline: list[str], following: list[str]) -> int:
     spec = flag.spec
     if flag.is_switch:
-        value = _switch_value(result, flag, inline)
-        if value is not None:
-            result.settings.append(Setting(spec, value, flag.name))
+        _read_switch(result, flag, inline)
         return 0
-    many = spec.kind in (Kind.INTS, Kind.TEXTS)
-    values = inline or (following if many else following[:1])
+    values = inline or (following if spec.is_list else following[:1])
     if not values:
         result.problems.append(f"`{flag.name}` must be followed by a value ({spec.type_name}).")
         result.broken.add(spec.path)
         return 0
     try:
-        value = coerce(spec, values if many and not inline else values[0])
+        value = coerce(spec, values if spec.is_list and not inline else values[0])
         result.settings.append(Setting(spec, value, flag.name))
         if flag.name in spec.implies:
             sibling, implied = spec.implies[flag.name]
@@ -227,17 +224,16 @@ def _read_field(result: Scan, flag: Flag, inline: list[str], following: list[str
     return 0 if inline else len(values)
 
 
-def _switch_value(result: Scan, flag: Flag, inline: list[str]) -> Any:
-    """What a switch sets. `--switch=false` sets a boolean the other way, to override a YAML file."""
-    if not inline:
-        return flag.constant
-    text = inline[0].lower()
-    if flag.spec.kind is Kind.BOOL and text in ("true", "false"):
-        return flag.constant if text == "true" else not flag.constant
+def _read_switch(result: Scan, flag: Flag, inline: list[str]) -> None:
+    """Set what a switch sets. `--switch=false` sets a boolean the other way, to override a YAML file."""
+    text = inline[0].lower() if inline else "true"
+    if not inline or (flag.spec.kind is Kind.BOOL and text in ("true", "false")):
+        value = flag.constant if text == "true" else not flag.constant
+        result.settings.append(Setting(flag.spec, value, flag.name))
+        return
     allowed = "true or false" if flag.spec.kind is Kind.BOOL else "no value"
     result.problems.append(f"`{flag.name}` is a switch that takes {allowed}, but is `{inline[0]}`.")
     result.broken.add(flag.spec.path)
-    return None
 
 
 def _settle(result: Scan) -> list[Setting]:
@@ -253,12 +249,13 @@ def _settle(result: Scan) -> list[Setting]:
             earlier = next((s for s in given if s.source == name and s.value != last.value), None)
             if earlier:
                 result.warnings.append(
-                    f"`{name}` is given more than once (as {earlier.value}, then {last.value}); "
+                    f"`{name}` is given more than once (as {spoken(earlier.value)}, then "
+                    f"{spoken(last.value)}); "
                     "the last is used."
                 )
         rivals = list(last_of_flag.values())
         if any(setting.value != rivals[0].value for setting in rivals[1:]):
-            says = " and ".join(f"`{s.source}` says {s.value}" for s in rivals)
+            says = " and ".join(f"`{s.source}` says {spoken(s.value)}" for s in rivals)
             result.problems.append(f"`{path}` must be set one way, but {says}; keep one of these flags.")
             result.broken.add(path)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from megazero.config.fields import FIELDS, SECTIONS, FieldSpec, Kind, section_title
+from megazero.config.fields import FIELDS, SECTIONS, FieldSpec, Kind, section_title, spoken
 from megazero.config.flags import COMMANDS
 
 
@@ -44,8 +44,10 @@ def _usage(spec: FieldSpec) -> str:
         return spec.flag
     if spec.kind is Kind.CHOICE:
         return f"{spec.flag} {{{','.join(map(str, spec.choices))}}}"
-    if spec.kind is Kind.INTS:
-        return f"{spec.flag} {' '.join(['INT'] * (spec.length or 0))}"
+    if spec.kind is Kind.CHOICES:
+        return f"{spec.flag} {{{','.join(map(str, spec.choices))}}} ..."
+    if spec.length is not None:
+        return f"{spec.flag} {' '.join(['INT'] * spec.length)}"
     return f"{spec.flag} {spec.type_name.upper()}"
 
 
@@ -55,9 +57,9 @@ def _meaning(spec: FieldSpec) -> str:
         notes.append(f"unit: {spec.unit}")
     if spec.required:
         notes.append("required")
-    elif spec.kind is not Kind.BOOL and spec.default not in (None, ()):
-        notes.append(f"default: {spec.default}")
+    elif spec.kind is not Kind.BOOL and spec.default_text is not None:
+        notes.append(f"default: {spec.default_text}")
     if spec.aliases:
         notes.append("also " + ", ".join(spec.aliases))
-    notes += [f"{name} sets {constant}" for name, constant in spec.switches.items()]
+    notes += [f"{name} sets {spoken(constant)}" for name, constant in spec.switches.items()]
     return f"{spec.help} ({'; '.join(notes)})" if notes else spec.help

@@ -31,7 +31,7 @@ def option(
             the flag that turns it off (Megatron's ``store_false`` flags).
         aliases: other spellings of the same flag, such as an older name.
         switches: valueless flags that set this field to a constant, name -> constant.
-        yielding: the switches that give way to any other flag of this field, as they do in
+        yielding: the switches and aliases that give way to any other flag of this field, as they do in
             Megatron scripts: `--no-position-embedding` beside `--use-rotary-position-embeddings` is rotary.
         implies: flags that set another field of the section too, flag -> (that field, its value).
         beside: flags that count only beside another one, flag -> (the other one, what it means without that).

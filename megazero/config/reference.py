@@ -13,7 +13,7 @@ from megazero.config.compat import FOREIGN_FLAGS, Foreign
 from megazero.config.deepspeed.row import NOTHING, KeyRow
 from megazero.config.deepspeed.table import GROUPS
 from megazero.config.defaults import DECISIONS
-from megazero.config.fields import FIELDS, SECTIONS, FieldSpec, Kind, section_title
+from megazero.config.fields import FIELDS, SECTIONS, FieldSpec, Kind, section_title, spoken
 from megazero.config.flags import COMMANDS
 from megazero.config.rules import NOTES, RULES, Note, Rule
 
@@ -57,11 +57,15 @@ def configuration_page() -> str:
         "ranks in the environment's `WORLD_SIZE` (1 if unset). Names are Megatron-LM's wherever it has one.",
         "Rules across settings are in [compatibility.md](compatibility.md).",
         "",
+        "A YAML file may say `base: FILE`, relative to its own folder. It is then built on that file, whose",
+        "settings give way to its own, so it needs to say only what differs.",
+        "",
         "Choices are read in any case. An integer may be written as `1e6`, because that is exact. A switch",
-        "takes no value; `--switch=false` turns off what the file turns on. A flag given twice keeps its",
-        "last value, with a warning; two different flags that set the same thing differently are refused.",
-        "Settings that have no effect beside the others, such as `--save-interval` without `--save`, are",
-        "named in a line of the log.",
+        "takes no value; `--switch=false` turns off what the file turns on. The items of a list follow one",
+        "another; one of integers may also be written as in Python, such as `[32]*10+[64]*2`. A flag given",
+        "twice keeps its last value, with a warning; two different flags that set the same thing differently",
+        "are refused. Settings that have no effect beside the others, such as `--save-interval` without",
+        "`--save`, are named in a line of the log.",
         "",
         *_table(("Command", "Meaning"), ((f"`{name}`", text) for name, text in COMMANDS.items())),
     ]
@@ -152,7 +156,7 @@ def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]
 def _field_row(spec: FieldSpec) -> tuple[str, ...]:
     spellings = [f"`{name}`" for name in (spec.flag, *spec.aliases)]
     spellings += [
-        f"`{name}`" + ("" if spec.kind is Kind.BOOL else f" = {constant}")
+        f"`{name}`" + ("" if spec.kind is Kind.BOOL else f" = {spoken(constant)}")
         for name, constant in spec.switches.items()
     ]
     unit = f" ({spec.unit})" if spec.unit else ""
@@ -165,7 +169,7 @@ def _default(spec: FieldSpec) -> str:
         return "required"
     if isinstance(spec.default, bool):
         return "on" if spec.default else "off"
-    return "" if spec.default in (None, ()) else f"`{spec.default}`"
+    return "" if spec.default_text is None else f"`{spec.default_text}`"
 
 
 def _rule_row(rule: Rule) -> tuple[str, ...]:

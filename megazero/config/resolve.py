@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megazero.config.compat import Ignored, contradiction
+from megazero.config.compat import Ignored, contradiction, left_out
 from megazero.config.deepspeed import DeepSpeedSettings, conflicts, left_to_json, read_deepspeed
 from megazero.config.derive import DEFAULT_TOKENIZERS
 from megazero.config.document import Document, read_file
@@ -66,6 +66,7 @@ def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resol
     if problems:
         raise ConfigError(problems)
     said = [_overruled(each, deepspeed, config) for each in overruled]
+    said += _left_out(flags, config, settings)
     return Resolved(config, (*_warnings(flags, deepspeed), *said, *notes_on(config)), flags.check_only)
 
 
@@ -82,6 +83,13 @@ def _with_default_tokenizer(config: Config, broken: set[str]) -> Config:
         return config
     section = section.model_copy(update={"tokenizer_type": DEFAULT_TOKENIZERS[config.model.family]})
     return config.model_copy(update={"tokenizer": section})
+
+
+def _left_out(flags: Scan, config: Config, settings: dict[str, Setting]) -> list[str]:
+    names = {setting.source for setting in flags.settings} | {each.name for each in flags.ignored}
+    given = {path: setting.value for path, setting in settings.items()}
+    line = left_out(names, given) if config.model.num_experts else None
+    return [] if line is None else [line]
 
 
 def _overruled(flag: Setting, deepspeed: DeepSpeedSettings, config: Config) -> str:

@@ -7,144 +7,16 @@ what spans fields. Names are Megatron's wherever Megatron has one.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
+from megazero.config.experts import ModelConfig
 from megazero.config.finetuning import FinetuneConfig
 from megazero.config.optimization import OptimizerConfig
-from megazero.config.option import Probability, Section, option
+from megazero.config.option import Section, option
 from megazero.config.sources import DataConfig, TokenizerConfig
 from megazero.config.tree_output import CheckpointConfig, LoggingConfig
-
-
-class ModelConfig(Section):
-    """Model shape"""
-
-    family: Literal["gpt", "bert"] = option(
-        "gpt", "kind of model; pretrain_bert.py sets bert", flag="--model-family"
-    )
-    num_layers: PositiveInt = option(..., "number of transformer layers")
-    hidden_size: PositiveInt = option(..., "width of the residual stream")
-    num_attention_heads: PositiveInt = option(..., "number of query heads")
-    seq_length: PositiveInt = option(..., "training sequence length", unit="tokens")
-    max_position_embeddings: PositiveInt | None = option(
-        None, "rows of the position table and longest rotary range; default: the sequence length"
-    )
-    ffn_hidden_size: PositiveInt | None = option(
-        None, "inner width of the MLP; default: 4 x hidden, or 8/3 x hidden rounded to 64 with SwiGLU"
-    )
-    num_query_groups: PositiveInt | None = option(
-        None,
-        "key/value heads of grouped-query attention; default: one per query head. --num-query-groups goes "
-        "with --group-query-attention",
-        aliases=("--num-key-value-heads",),
-        beside={
-            "--num-query-groups": (
-                "--group-query-attention",
-                "Megatron-LM gives every query head its own key/value head",
-            )
-        },
-    )
-    kv_channels: PositiveInt | None = option(None, "width of one head; default: hidden / heads")
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
-        "learned_absolute",
-        "how tokens learn their position",
-        switches={"--use-rotary-position-embeddings": "rope", "--no-position-embedding": "none"},
-        yielding=("--no-position-embedding",),
-    )
-    rotary_percent: Annotated[float, Field(gt=0, le=1)] = option(
-        1.0, "share of each head's channels that is rotated"
-    )
-    rotary_base: PositiveFloat = option(
-        10000.0, "base of the rotary frequencies", aliases=("--rotary-position-embeddings-theta",)
-    )
-    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "kind of normalization")
-    norm_epsilon: PositiveFloat = option(1e-5, "added to the variance", aliases=("--layernorm-epsilon",))
-    activation: Literal["gelu", "gelu_exact", "swiglu", "squared_relu"] = option(
-        "gelu",
-        "MLP nonlinearity; gelu is the tanh form of GPT-2, gelu_exact the erf form, and the default where "
-        "linear layers have no biases",
-        switches={
-            "--swiglu": "swiglu",
-            "--squared-relu": "squared_relu",
-            "--openai-gelu": "gelu",
-            # Megatron's fused bias+GELU is the tanh form; unfused it takes torch's exact GELU.
-            "--no-bias-gelu-fusion": "gelu_exact",
-        },
-        yielding=("--no-bias-gelu-fusion",),
-        implies={"--openai-gelu": ("bert_head_activation", "gelu")},
-    )
-    add_bias_linear: bool = option(
-        True, "leave the biases out of linear layers", flag="--disable-bias-linear"
-    )
-    untie_embeddings_and_output_weights: bool = option(False, "give the output head a weight of its own")
-    hidden_dropout: Probability = option(0.1, "dropout on the residual branches and the embedding")
-    attention_dropout: Probability = option(0.1, "dropout on the attention probabilities")
-    init_method_std: PositiveFloat = option(0.02, "standard deviation of the initial weights")
-    vocab_size: PositiveInt | None = option(
-        None, "vocabulary entries before padding; default: the tokenizer's"
-    )
-    make_vocab_size_divisible_by: PositiveInt = option(
-        128, "pad the vocabulary to a multiple of this times the tensor-parallel size"
-    )
-    fp32_residual_connection: bool = option(False, "keep the residual stream in fp32")
-    apply_residual_connection_post_layernorm: bool = option(
-        False, "take the residual after the normalization instead of before"
-    )
-
-    bert_binary_head: bool = option(
-        True,
-        "leave out BERT's second task, which tells whether two segments are in order, and its token types",
-        flag="--bert-no-binary-head",
-    )
-    bert_token_types: bool = option(
-        False, "without the binary head, keep BERT's token types, as transformers' BertForMaskedLM does"
-    )
-    bert_head_activation: Literal["gelu", "gelu_exact"] = option(
-        "gelu_exact", "nonlinearity of BERT's masked-LM head; gelu is the tanh form, gelu_exact the erf form"
-    )
-
-    num_classes: PositiveInt | None = option(
-        None, "fine-tuning: classes of the task, or 1 if it is to choose; default: the number of labels"
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _gelu_without_bias(cls, data: Any) -> Any:
-        """Megatron's fused bias and GELU is the tanh form; without a bias it takes torch's exact GELU."""
-        if isinstance(data, dict) and data.get("add_bias_linear") is False:
-            return {"activation": "gelu_exact", **data}
-        return data
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of one attention head."""
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of key/value heads."""
-        return self.num_query_groups or self.num_attention_heads
-
-    @property
-    def ffn_size(self) -> int:
-        """Inner width of the MLP (of each of the two halves with SwiGLU)."""
-        if self.ffn_hidden_size is not None:
-            return self.ffn_hidden_size
-        if self.activation == "swiglu":
-            return max(64, int(4 * self.hidden_size * 2 / 3) // 64 * 64)
-        return 4 * self.hidden_size
-
-    @property
-    def has_token_types(self) -> bool:
-        """Whether a BERT has vectors for the segments of its samples."""
-        return self.bert_binary_head or self.bert_token_types
-
-    @property
-    def positions(self) -> int:
-        """Longest sequence that the model can be given."""
-        return self.max_position_embeddings or self.seq_length
 
 
 class ParallelConfig(Section):
@@ -175,6 +47,21 @@ class ParallelConfig(Section):
     )
     expert_model_parallel_size: PositiveInt = option(
         1, "ranks that share the experts of a layer", aliases=("--moe-expert-parallel-size",)
+    )
+    expert_tensor_parallel_size: PositiveInt | None = option(
+        None,
+        "ranks that share each expert's weights; for the experts a stage's ranks are expert-tensor x "
+        "expert-model x replicas, for all else tensor x context x data; default: the tensor-parallel size",
+        switches={"--enable-expert-tensor-parallelism": None},
+    )
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = option(
+        "alltoall",
+        "how tokens get to the ranks that hold their experts: alltoall sends each row where it is needed; "
+        "allgather sends all rows to all of them and adds up what comes back",
+        synonyms={"alltoall_seq": "alltoall"},
+        refused={
+            "flex": "calls kernels of other projects, which are not used here; alltoall moves the same rows"
+        },
     )
     sequence_parallel: bool = option(
         False, "shard norm and dropout regions over the tensor-parallel ranks along the sequence"

@@ -20,6 +20,11 @@ class CheckpointConfig(Section):
     load_hf: str | None = option(
         None, "folder of a Hugging Face model to take the weights from, where --load has no checkpoint yet"
     )
+    moe_use_upcycling: bool = option(
+        False,
+        "where --load or --load-hf has a dense model, begin experts from it: each is a copy of the MLP whose "
+        "place it takes",
+    )
     save_interval: PositiveInt | None = option(None, "iterations between checkpoints", unit="iterations")
     save_retain_interval: PositiveInt | None = option(
         None,

@@ -30,6 +30,7 @@ from megazero.checkpoint import (
     together,
 )
 from megazero.checkpoint.tensor_file import read_bytes
+from megazero.deepspeed.experts import with_all_experts
 from megazero.deepspeed.stepping import EngineCounters, SteppingEngine
 from megazero.errors import CheckpointError
 from megazero.optim import ScalerState
@@ -169,7 +170,7 @@ def module_state(engine: SteppingEngine, exclude_frozen: bool) -> dict[str, Tens
             with GatheredParameters(value):
                 copies[id(value)] = value.detach().clone().cpu()
         state[name] = copies[id(value)]
-    return state
+    return with_all_experts(state, engine.module, engine.context)
 
 
 def save_module(engine: SteppingEngine, path: Path, exclude_frozen: bool) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from megazero.config.deepspeed import read_deepspeed
 from megazero.deepspeed.data import build_dataloader
 from megazero.deepspeed.engine import UserEngine
+from megazero.deepspeed.experts import agreed_ep_size, check_ep_size, share_experts, without
 from megazero.deepspeed.optimizer import UserOptimizer, build_torch_optimizer
 from megazero.deepspeed.parallel import build_parallel, group_numbers, prepare
 from megazero.deepspeed.report import Reporter
@@ -74,7 +75,10 @@ def initialize(
         raise ConfigError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__}")
     source = choose_source(args, config, config_params)
     hpz = read_deepspeed(source).values.get("zero.hpz_partition_size", 1)
-    context = find_context(mpu, node_size=hpz, may_start=dist_init_required is not False)
+    context = find_context(
+        mpu, node_size=hpz, ep_size=agreed_ep_size(model), may_start=dist_init_required is not False
+    )
+    check_ep_size(model, context)
     settings = read_settings(source, context.data.size, model)
     _check(settings, context)
     if context.rank == 0:
@@ -124,7 +128,10 @@ def _shard(
     rule_of = choose_rule(client, allow_untested=extras.zero_allow_untested_optimizer)
     policy = ZeroPolicy.of(settings.zero)
     numbers = group_numbers(model, client.param_groups)
-    homes = prepare(model, context, DTYPES[settings.precision.dtype])
+    params = dict(model.named_parameters())
+    gone = share_experts(model, context)
+    without(client.param_groups, gone)
+    homes = prepare(model, params, gone, context, DTYPES[settings.precision.dtype])
     parallel = build_parallel(model, policy, context, homes, numbers)
     shards = Optimizer(parallel.store, rule_of(client.param_groups), context, settings.clip_grad)
     return UserOptimizer(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from megazero.errors import ConfigError, MegazeroError
-from megazero.mpu import Cut, InitialValues, ParallelContext, ParamSpec
+from megazero.mpu import Cut, Group, InitialValues, ParallelContext, ParamSpec, spec_of
 from megazero.zero import DataParallel, Store, Unit, ZeroPolicy, build_store, module_units
 from megazero.zero.init import Partition, external_parameters, is_partitioned
 
@@ -45,11 +47,24 @@ def group_numbers(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict
     return numbers
 
 
-def prepare(model: nn.Module, context: ParallelContext, dtype: torch.dtype) -> dict[int, Partition]:
+def prepare(
+    model: nn.Module,
+    params: Mapping[str, nn.Parameter],
+    gone: Container[int],
+    context: ParallelContext,
+    dtype: torch.dtype,
+) -> dict[int, Partition]:
     """Move the model to the device and its weights to `dtype`, with the values of the first replica.
 
     Buffers keep their types, as in DeepSpeed. Parameters that `zero.Init` has sharded move to the meta
     device.
+
+    Args:
+        model: the model.
+        params: its parameters by name, and those of experts that other ranks keep.
+        gone: the ``id`` of those.
+        context: this rank's groups and device.
+        dtype: of the weights.
 
     Returns:
         The holders of their values, by ``id`` of the parameter.
@@ -64,7 +79,7 @@ def prepare(model: nn.Module, context: ParallelContext, dtype: torch.dtype) -> d
             raise ConfigError(
                 f"`{name}` must have dense gradients, but is an embedding with sparse=True; leave that out"
             )
-    for name, param in model.named_parameters():
+    for name, param in params.items():
         param.grad = None
         wanted = dtype if param.is_floating_point() else param.dtype
         if dtype == torch.float32 and param.dtype in (torch.float16, torch.bfloat16, torch.float64):
@@ -73,16 +88,24 @@ def prepare(model: nn.Module, context: ParallelContext, dtype: torch.dtype) -> d
                 "one of them or convert the model"
             )
         if is_partitioned(param):
-            homes[id(param)] = param.zero_home
+            home: Partition = param.zero_home
+            if id(param) in gone:
+                home.whole()  # the other ranks need this rank's slice
+                continue
+            if hasattr(param, "spec") and param.spec.expert:
+                home.move(context.groups["expert_replica"])
+            homes[id(param)] = home
             del param.zero_home, param.__deepcopy__
-            empty = torch.empty(param.shape, dtype=wanted, device="meta")
-            torch.utils.swap_tensors(param, nn.Parameter(empty, param.requires_grad))
+            empty = nn.Parameter(torch.empty(param.shape, dtype=wanted, device="meta"), param.requires_grad)
+            empty.__dict__.update(param.__dict__)
+            torch.utils.swap_tensors(param, empty)
         elif param.is_meta:
             raise ConfigError(
                 f"`{name}` must have values, but is on the meta device; build the model within `zero.Init`"
             )
         else:
-            param.data = _spread(param.data.to(context.device, wanted), context)
+            value = _spread(param.data.to(context.device, wanted), context)
+            param.data = value.new_empty(0) if id(param) in gone else value
     for buffer in model.buffers():
         buffer.data = _spread(buffer.data.to(context.device), context)
     return homes
@@ -159,8 +182,9 @@ class UserParallel(DataParallel):
         self._forwards = 0
         self._in_backward = False
         self._external: dict[int, nn.Parameter] = {}
+        experts = ExpertHome(self, context.groups["expert_replica"])
         for param in model.parameters():
-            param.zero_home = self
+            param.zero_home = experts if spec_of(param).expert else self
         if any(bucket.layout.row.shard_params for bucket in store.buckets):
             self._watch(model, units)
 
@@ -221,6 +245,18 @@ class UserParallel(DataParallel):
             if torch.is_grad_enabled():  # otherwise no backward will need it
                 self._external[id(param)] = param
             self.need([param])
+
+
+@dataclass(frozen=True)
+class ExpertHome:
+    """The home of experts' parameters, whose replicas are other ranks than those of dense ones."""
+
+    parallel: UserParallel
+    group: Group
+
+    def gathered(self, params: Iterable[nn.Parameter], *, write_back: bool) -> AbstractContextManager[None]:
+        """See `DataParallel.gathered`."""
+        return self.parallel.gathered(params, write_back=write_back)
 
 
 class WatchedParameters(dict):

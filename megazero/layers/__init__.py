@@ -9,8 +9,14 @@ from megazero.layers.collectives import gather_sequence
 from megazero.layers.embedding import Embedding, output_weight, vocabulary_spec
 from megazero.layers.initialize import initialize, initialize_parameters
 from megazero.layers.inputs import Deferred, KeyValueStore, LayerInputs
-from megazero.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, column_linear
-from megazero.layers.mlp import MLP
+from megazero.layers.linear import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    column_linear,
+    residual_std,
+)
+from megazero.layers.mlp import MLP, MLPResult, activated
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
 from megazero.layers.recompute import InputKeeping, recompute_units, run_layers
@@ -24,18 +30,21 @@ __all__ = [
     "InputKeeping",
     "KeyValueStore",
     "LayerInputs",
+    "MLPResult",
     "Norm",
     "Placement",
     "ReplicatedLinear",
     "RowParallelLinear",
     "SelfAttention",
     "TransformerLayer",
+    "activated",
     "column_linear",
     "gather_sequence",
     "initialize",
     "initialize_parameters",
     "output_weight",
     "recompute_units",
+    "residual_std",
     "run_layers",
     "vocabulary_spec",
 ]

@@ -42,7 +42,7 @@ class SelfAttention(nn.Module):
             config.hidden_size,
             (config.kv_heads, self.queries_per_group + 2, config.head_dim),
             placement,
-            bias=config.add_bias_linear,
+            bias=config.qkv_bias,
             std=config.init_method_std,
         )
         self.out = RowParallelLinear(

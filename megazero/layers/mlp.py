@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from torch import Tensor, nn
 
 from megazero.config.tree import ModelConfig
@@ -12,41 +15,65 @@ from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
 
+MLPResult = tuple[Tensor, Tensor | None, Mapping[str, Tensor]]
+"""Hidden states, a bias still to be added to them, and what is added to loss terms and tallies."""
+
+_NO_SUMS: Mapping[str, Tensor] = MappingProxyType({})
+
+
+def activated(inner: Tensor, activation: str) -> Tensor:
+    """The nonlinearity `activation` of inner [..., f], or with SwiGLU of [..., 2 f]: [..., f]."""
+    if activation == "swiglu":
+        return swiglu(inner.unflatten(-1, (2, inner.shape[-1] // 2)))
+    if activation == "squared_relu":
+        return squared_relu(inner)
+    return bias_gelu(inner, None, exact=activation == "gelu_exact")
+
 
 class MLP(nn.Module):
-    """[s, b, h] -> ([s, b, h], bias still to be added), through an inner width f that is sliced over tp.
+    """[s, b, h] -> ([s, b, h], bias still to be added, no sums), through an inner width f, sliced over tp.
 
     With SwiGLU the up weight has logical shape [2, f, h] (gate, then value) and is sliced along f.
+
+    Args:
+        layer: number of the layer.
+        config: shape of the model.
+        placement: ranks, dtype and device.
+        name: global name; by default that of the layer's only MLP.
+        width: f; by default the model's.
     """
 
-    def __init__(self, layer: int, config: ModelConfig, placement: Placement):
+    def __init__(
+        self,
+        layer: int,
+        config: ModelConfig,
+        placement: Placement,
+        *,
+        name: str | None = None,
+        width: int | None = None,
+    ):
         super().__init__()
+        name, width = name or f"layers.{layer}.mlp", width or config.ffn_size
         self.activation = config.activation
         gated = config.activation == "swiglu"
         self.up = ColumnParallelLinear(
-            f"layers.{layer}.mlp.up",
+            f"{name}.up",
             config.hidden_size,
-            (2, config.ffn_size) if gated else (config.ffn_size,),
+            (2, width) if gated else (width,),
             placement,
             shard_dim=1 if gated else 0,
             bias=config.add_bias_linear,
             std=config.init_method_std,
         )
         self.down = RowParallelLinear(
-            f"layers.{layer}.mlp.down",
-            config.ffn_size,
+            f"{name}.down",
+            width,
             config.hidden_size,
             placement,
             bias=config.add_bias_linear,
             std=residual_std(config.init_method_std, config.num_layers),
         )
 
-    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
-        inner = self.up(x, inputs.deferred)
-        if self.activation == "swiglu":
-            inner = swiglu(inner.view(*inner.shape[:-1], 2, -1))
-        elif self.activation == "squared_relu":
-            inner = squared_relu(inner)
-        else:
-            inner = bias_gelu(inner, None, exact=self.activation == "gelu_exact")
-        return self.down(inner, inputs.deferred)
+    def forward(self, x: Tensor, inputs: LayerInputs) -> MLPResult:
+        inner = activated(self.up(x, inputs.deferred), self.activation)
+        return *self.down(inner, inputs.deferred), _NO_SUMS

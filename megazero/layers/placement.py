@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 
 from megazero.mpu import Group, ParallelContext, ParamSpec, Place
+
+TokenDispatcher = Literal["alltoall", "allgather"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class Placement:
     sequence_parallel: whether norm and dropout regions hold `s / tp` positions instead of all.
     dtype: the dtype of parameters and activations.
     device: the device of parameters; ``meta`` builds shapes only.
+    token_dispatcher: how tokens reach the ranks of their experts.
     """
 
     place: Place
@@ -26,14 +30,21 @@ class Placement:
     sequence_parallel: bool
     dtype: torch.dtype
     device: torch.device
+    token_dispatcher: TokenDispatcher = "alltoall"
 
     @classmethod
     def of(
-        cls, context: ParallelContext, dtype: torch.dtype, *, sequence_parallel: bool = False
+        cls,
+        context: ParallelContext,
+        dtype: torch.dtype,
+        *,
+        sequence_parallel: bool = False,
+        token_dispatcher: TokenDispatcher = "alltoall",
     ) -> Placement:
         """The placement of a rank's layers; sequence parallelism over a single rank is turned off."""
         sequence_parallel = sequence_parallel and context.tp.size > 1
-        return cls(context.place, context.groups, sequence_parallel, dtype, context.device)
+        device = context.device
+        return cls(context.place, context.groups, sequence_parallel, dtype, device, token_dispatcher)
 
     @property
     def tp(self) -> Group:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -88,8 +88,10 @@ def run_layers(
     units: list[tuple[range, bool]],
     keeping: InputKeeping | None = None,
     wanted: Tensor | None = None,
-) -> Tensor:
-    """Apply `layers` in order. Random streams are functions of place, so recompute needs no saved state.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Apply `layers` in order, and add up their sums by name.
+
+    Random streams are functions of place, so recompute needs no saved state.
 
     Args:
         layers: the layers of a pipeline chunk; units are numbered from its first layer.
@@ -99,16 +101,25 @@ def run_layers(
     keeping = keeping or InputKeeping()
     last_inputs = inputs if wanted is None else replace(inputs, wanted=wanted)
 
-    def run(x: Tensor, span: range) -> Tensor:
+    def run(x: Tensor, span: range) -> tuple[Tensor, dict[str, Tensor]]:
+        sums: dict[str, Tensor] = {}
         for i in span:
-            x = layers[i](x, last_inputs if i == len(layers) - 1 else inputs)
-        return x
+            x, more = layers[i](x, last_inputs if i == len(layers) - 1 else inputs)
+            _add_up(sums, more)
+        return x, sums
 
+    total: dict[str, Tensor] = {}
     for span, again in units:
         if again and torch.is_grad_enabled():
             # Everything that the unit itself saves is dropped, so the hooks see only its input.
             with keeping.hooks():
-                x = checkpoint(run, x, span, use_reentrant=False, preserve_rng_state=False)
+                x, sums = checkpoint(run, x, span, use_reentrant=False, preserve_rng_state=False)
         else:
-            x = run(x, span)
-    return x
+            x, sums = run(x, span)
+        _add_up(total, sums)
+    return x, total
+
+
+def _add_up(sums: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
+    for name, value in more.items():
+        sums[name] = sums[name] + value if name in sums else value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from megazero.config.tree import ModelConfig
@@ -12,13 +14,14 @@ from megazero.ops.bias_dropout_add import bias_dropout_add
 
 
 class TransformerLayer(nn.Module):
-    """[s, b, h] -> [s, b, h] ([s/tp, b, h] under sequence parallelism, [r, b, h] if the inputs name the
-    wanted rows).
+    """[s, b, h] -> ([s, b, h], sums): [s/tp, b, h] under sequence parallelism, [r, b, h] if the inputs name
+    the wanted rows. The sums are what the layer adds to loss terms and tallies, by name.
 
     The model passes each layer its two halves, so the layers of a model may differ.
 
     Args:
-        attention, mlp: (normed [s, b, h], inputs) -> ([s, b, h], bias still to be added or None).
+        attention: (normed [s, b, h], inputs) -> ([s, b, h], bias still to be added or None).
+        mlp: the same, and its sums.
     """
 
     def __init__(
@@ -35,15 +38,15 @@ class TransformerLayer(nn.Module):
         self.mlp_norm = Norm(f"layers.{layer}.mlp_norm", *norm)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
         normed = self.input_norm(x)
         out, bias = self.attention(normed.to(self.placement.dtype), inputs)
         residual = inputs.narrow(normed if self.residual_after_norm else x)
         inputs = inputs.narrowed()
         x = self._add(out, bias, residual, inputs, "attention_out")
         normed = self.mlp_norm(x)
-        out, bias = self.mlp(normed.to(self.placement.dtype), inputs)
-        return self._add(out, bias, normed if self.residual_after_norm else x, inputs, "mlp_out")
+        out, bias, sums = self.mlp(normed.to(self.placement.dtype), inputs)
+        return self._add(out, bias, normed if self.residual_after_norm else x, inputs, "mlp_out"), sums
 
     def _add(
         self, out: Tensor, bias: Tensor | None, residual: Tensor, inputs: LayerInputs, site: str

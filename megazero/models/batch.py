@@ -64,8 +64,14 @@ class Batch:
 
     @property
     def counts(self) -> dict[str, float]:
-        """For each loss term, the weighted number of positions that count."""
-        return {"lm": float(self.tokens.numel()) if self.counted is None else self.counted}
+        """The weighted number of positions that count, and how much there is to route."""
+        tokens = float(self.tokens.numel())
+        return {
+            "lm": tokens if self.counted is None else self.counted,
+            "tokens": tokens,
+            "sequences": float(len(self.tokens)),
+            "micro_batches": 1.0,
+        }
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megazero.config.derive import moe_layers
 from megazero.config.tree import Config, ModelConfig, RecomputeConfig
 from megazero.layers import (
     Deferred,
@@ -28,7 +29,7 @@ from megazero.layers import (
 from megazero.loss import PADDING, LossTerm
 from megazero.models.bert_batch import BertBatch
 from megazero.models.chunk import Block, ChunkSpan
-from megazero.models.flops import attention_flops, dense_flops, logits_flops, mlp_flops
+from megazero.models.flops import attention_flops, dense_flops, layer_mlp_flops, logits_flops
 from megazero.models.hits import vocab_parallel_hits
 from megazero.models.trunk import Trunk
 from megazero.mpu import Cut, InitialValues, ParamSpec
@@ -93,20 +94,21 @@ def bert_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
     """The blocks that a BERT of this shape consists of: embedding, layers, head.
 
     Only masked tokens reach the head, and the last layer computes no others beyond their queries, unless
-    sequence parallelism gives a rank its share of all rows.
+    sequence parallelism gives a rank its share of all rows, or routers have to see them.
     """
     model = config.model
-    wanted = 1.0 if config.parallel.sequence_parallel else config.data.mask_prob
+    every = config.parallel.sequence_parallel or bool(moe_layers(model))
+    wanted = 1.0 if every else config.data.mask_prob
 
-    def layer(share: float) -> Block:
-        flops = attention_flops(model, causal=False, queried=share) + share * mlp_flops(model)
+    def layer(number: int, share: float = 1.0) -> Block:
+        flops = attention_flops(model, causal=False, queried=share) + share * layer_mlp_flops(model, number)
         return Block(TransformerLayer.__name__, flops)
 
     head = config.data.mask_prob * (dense_flops(model) + logits_flops(model, padded_vocab))
     return (
         Block(Embedding.__name__, 0.0),
-        *(layer(1.0),) * (model.num_layers - 1),
-        layer(wanted),
+        *(layer(number) for number in range(model.num_layers - 1)),
+        layer(model.num_layers - 1, wanted),
         Block(BertHead.__name__, head),
     )
 
@@ -143,7 +145,7 @@ class BERT(Trunk):
             self.head = BertHead(config, vocab, placement, self.weight_for_head(tied))
 
     @property
-    def terms(self) -> tuple[LossTerm, ...]:
+    def own_terms(self) -> tuple[LossTerm, ...]:
         """The loss terms, the accuracies that are reported beside them, and the share of padding."""
         names = ("lm", "sop") if self.config.bert_binary_head else ("lm",)
         told = (*(f"{name}_accuracy" for name in names), PADDING)
@@ -153,7 +155,7 @@ class BERT(Trunk):
         self, batch: BertBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Logits as `BertHead` returns them, from the hidden states of the previous chunk."""
-        hidden = self.hidden(batch, hidden, deferred=deferred, wanted=batch.wanted)
+        hidden, _ = self.through(batch, hidden, deferred=deferred, wanted=batch.wanted)
         return self.head(hidden, batch, deferred)
 
     def run(
@@ -165,13 +167,15 @@ class BERT(Trunk):
         correct answers to their accuracies, and the positions that the samples leave empty to ``padding``;
         all are float32 scalars.
         """
+        wanted = None if self.head is None else batch.wanted
+        hidden, sums = self.through(batch, hidden, deferred=deferred, wanted=wanted)
         if self.head is None:
-            return self.hidden(batch, hidden, deferred=deferred), {}
-        logits, order = self(batch, hidden, deferred=deferred)
+            return hidden, sums
+        logits, order = self.head(hidden, batch, deferred)
         slice_of = (self.placement.tp, self.placement.tp.rank * logits.shape[-1], self.vocab_size)
         labels = batch.labels.unsqueeze(1)
         padding = torch.full((), float(batch.padding), device=logits.device)
-        sums = {
+        sums |= {
             "lm": vocab_parallel_cross_entropy(logits, labels, *slice_of).sum(),
             "lm_accuracy": vocab_parallel_hits(logits.detach(), labels, *slice_of),
             PADDING: padding,

@@ -81,6 +81,9 @@ class BertBatch:
             "sop": samples,
             "sop_accuracy": samples,
             PADDING: float(self.room),
+            "tokens": float(self.room - self.padding),
+            "sequences": samples,
+            "micro_batches": 1.0,
         }
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megazero.config.tree import ModelConfig
 from megazero.layers import KeyValueStore, Placement
 from megazero.models.batch import Batch
+from megazero.moe import Router
 from megazero.pipeline.executor import Chunk
 
 
@@ -53,6 +54,9 @@ class ModelChunk(Chunk, Protocol):
 
     def blocks(self) -> list[nn.Module]:
         """The blocks that it runs, in order; each gathers its parameters together where they are sharded."""
+
+    def routers(self) -> list[Router]:
+        """The routers of its layers, in order; none without experts."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """As `torch.nn.Module.parameters`."""

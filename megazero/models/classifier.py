@@ -24,7 +24,7 @@ from megazero.loss import LossTerm
 from megazero.models.bert import TOKEN_TYPES
 from megazero.models.chunk import Block, ChunkSpan
 from megazero.models.classifier_batch import LabelledBatch
-from megazero.models.flops import attention_flops, dense_flops, mlp_flops
+from megazero.models.flops import attention_flops, dense_flops, layer_mlp_flops
 from megazero.models.trunk import Trunk
 from megazero.mpu import site_key
 from megazero.ops.counter_random import derive
@@ -84,7 +84,7 @@ class Classifier(Trunk):
     """
 
     pooler: ClassVar[bool]
-    terms = (LossTerm("task"), LossTerm("accuracy", 0.0))
+    own_terms = (LossTerm("task"), LossTerm("accuracy", 0.0))
 
     def __init__(
         self,
@@ -109,11 +109,12 @@ class Classifier(Trunk):
     def blocks_of(cls, config: Config, padded_vocab: int) -> tuple[Block, ...]:
         """The blocks that such a classifier consists of; one token of each row reaches the head."""
         model = config.model
-        layer = attention_flops(model, causal=cls.causal) + mlp_flops(model)
+        attention = attention_flops(model, causal=cls.causal)
+        layers = (attention + layer_mlp_flops(model, number) for number in range(model.num_layers))
         head = 2 * model.hidden_size * model.num_classes + (dense_flops(model) if cls.pooler else 0.0)
         return (
             Block(Embedding.__name__, 0.0),
-            *(Block(TransformerLayer.__name__, layer),) * model.num_layers,
+            *(Block(TransformerLayer.__name__, flops) for flops in layers),
             Block(ClassifierHead.__name__, head / model.seq_length),
         )
 
@@ -121,8 +122,7 @@ class Classifier(Trunk):
         self, batch: LabelledBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> Tensor:
         """Scores, float32 [n, classes or choices], from the hidden states of the previous chunk."""
-        scores = self.head(self.hidden(batch, hidden, deferred=deferred), batch, deferred)
-        return scores.float().view(len(batch.labels), -1)
+        return self._scores(self.through(batch, hidden, deferred=deferred)[0], batch, deferred)
 
     def run(
         self, batch: LabelledBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
@@ -132,14 +132,18 @@ class Classifier(Trunk):
         The one with the head adds the sum of the cross-entropies in nats to ``task``, and the number of right
         answers to ``accuracy``; both are float32 scalars. It keeps its scores if the batch wants them.
         """
+        hidden, sums = self.through(batch, hidden, deferred=deferred)
         if self.head is None:
-            return self.hidden(batch, hidden, deferred=deferred), {}
-        scores = self(batch, hidden, deferred=deferred)
+            return hidden, sums
+        scores = self._scores(hidden, batch, deferred)
         if batch.answers is not None:
             batch.answers.append(scores.detach())
         loss = F.cross_entropy(scores, batch.labels, ignore_index=UNKNOWN_LABEL, reduction="sum")
         right = (scores.detach().argmax(-1) == batch.labels).sum().float()
-        return None, {"task": loss, "accuracy": right}
+        return None, {**sums, "task": loss, "accuracy": right}
+
+    def _scores(self, hidden: Tensor, batch: LabelledBatch, deferred: Deferred | None) -> Tensor:
+        return self.head(hidden, batch, deferred).float().view(len(batch.labels), -1)
 
 
 class FirstTokenClassifier(Classifier):

@@ -30,6 +30,7 @@ class LabelledBatch:
             whose first two dims are flattened.
         labels: int64 [n]; -1 where it is not known, which does not count.
         known: how many labels are known.
+        real: number of tokens, without padding.
         document_ids: int32 [b, s], -1 for padding, which no token may attend to; None where none could.
         sample_keys: int64 [b], the keys of the rows' random streams; None turns dropout off.
         answers: the last part of the model appends its scores, float32 [n, classes]; None keeps none.
@@ -41,6 +42,7 @@ class LabelledBatch:
     pooled: Tensor
     labels: Tensor
     known: int
+    real: int
     document_ids: Tensor | None = None
     sample_keys: Tensor | None = None
     answers: list[Tensor] | None = None
@@ -49,8 +51,14 @@ class LabelledBatch:
 
     @property
     def counts(self) -> dict[str, float]:
-        """How much counts for each loss term: the samples with a label."""
-        return {"task": float(self.known), "accuracy": float(self.known)}
+        """How much counts: the samples with a label, and what there is to route."""
+        return {
+            "task": float(self.known),
+            "accuracy": float(self.known),
+            "tokens": float(self.real),
+            "sequences": float(len(self.tokens)),
+            "micro_batches": 1.0,
+        }
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,7 @@ class ClassifierCollate:
         vocab_size: number of ids that tokens may have.
         device: the device of the tensors.
         causal: whether attention is, so that the last token of a row speaks for it; otherwise the first does.
+        marked: whether padding must be told from tokens; causal attention need not know, but experts must.
         multiple: what the number of columns must be a multiple of.
         seed: seed of the dropout streams; None for evaluation, which drops nothing and keeps the scores.
     """
@@ -68,6 +77,7 @@ class ClassifierCollate:
     vocab_size: int
     device: torch.device
     causal: bool
+    marked: bool
     multiple: int = _COLUMNS
     seed: int | None = None
 
@@ -78,7 +88,8 @@ class ClassifierCollate:
         """The collate function for a run's configuration."""
         parallel = config.parallel
         shared = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        return cls(vocab_size, device, causal, math.lcm(_COLUMNS, shared), seed)
+        marked = not causal or bool(config.model.num_experts)
+        return cls(vocab_size, device, causal, marked, math.lcm(_COLUMNS, shared), seed)
 
     def __call__(self, arrays: Mapping[str, Any], samples: tuple[int, ...]) -> LabelledBatch:
         """Make a batch of `tokens`, `token_types` [n, choices, T], `lengths` [n, choices] and `labels` [n].
@@ -98,7 +109,7 @@ class ClassifierCollate:
         rows, width = lengths.size, min(capacity, -(-int(lengths.max()) // self.multiple) * self.multiple)
         pooled = np.arange(rows) + (rows * (lengths - 1) if self.causal else 0)
         documents = None
-        if not self.causal and int(lengths.min()) < width:
+        if self.marked and int(lengths.min()) < width:
             documents = np.where(np.arange(width) < lengths[:, None], 0, -1).astype(np.int32)
         keys = None
         if self.seed is not None:
@@ -117,6 +128,7 @@ class ClassifierCollate:
             tensor(pooled),
             tensor(arrays["labels"]),
             known=int((arrays["labels"] != UNKNOWN_LABEL).sum()),
+            real=int(lengths.sum()),
             document_ids=tensor(documents),
             sample_keys=tensor(keys),
             answers=[] if self.seed is None else None,

@@ -7,6 +7,7 @@ refinements); norms, activations and embedding lookups count as none.
 
 from __future__ import annotations
 
+from megazero.config.derive import experts_of
 from megazero.config.tree import ModelConfig
 
 
@@ -28,6 +29,26 @@ def mlp_flops(model: ModelConfig) -> float:
     """FLOPs of one layer's MLP of inner width f: two matrices of size h f, or three with SwiGLU."""
     matrices = 3 if model.activation == "swiglu" else 2
     return matrices * 2 * model.hidden_size * model.ffn_size
+
+
+def layer_mlp_flops(model: ModelConfig, layer: int) -> float:
+    """FLOPs of one layer's MLP, or of all that a token goes through in the place of it.
+
+    With E experts of which a token is sent to k: 2 h E for the router, and k MLPs of the experts' width,
+    beside a shared or a residual one. Tokens that are dropped count, as their share is not known before.
+    """
+    experts = experts_of(model, layer)
+    if not experts:
+        return mlp_flops(model)
+    dense = mlp_flops(model) / model.ffn_size  # of an MLP, per inner channel
+    widths = model.moe_router_topk * model.expert_ffn_size
+    gates = experts
+    if model.moe_shared_expert_intermediate_size is not None:
+        widths += model.moe_shared_expert_intermediate_size
+        gates += int(model.moe_shared_expert_gate)
+    if model.mlp_type == "residual":
+        widths, gates = widths + model.expert_ffn_size, gates + 2
+    return dense * widths + 2 * model.hidden_size * gates
 
 
 def logits_flops(model: ModelConfig, padded_vocab: int) -> float:

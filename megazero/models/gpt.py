@@ -24,7 +24,7 @@ from megazero.layers import (
 from megazero.loss import LossTerm
 from megazero.models.batch import Batch
 from megazero.models.chunk import Block, ChunkSpan
-from megazero.models.flops import attention_flops, logits_flops, mlp_flops
+from megazero.models.flops import attention_flops, layer_mlp_flops, logits_flops
 from megazero.models.trunk import Trunk
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
 
@@ -54,8 +54,11 @@ class Head(nn.Module):
 def gpt_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
     """The blocks that a GPT of this shape consists of: embedding, layers, head."""
     model = config.model
-    layer = attention_flops(model, causal=True) + mlp_flops(model)
-    layers = (Block(TransformerLayer.__name__, layer),) * model.num_layers
+    attention = attention_flops(model, causal=True)
+    layers = tuple(
+        Block(TransformerLayer.__name__, attention + layer_mlp_flops(model, i))
+        for i in range(model.num_layers)
+    )
     head = Block(Head.__name__, logits_flops(model, padded_vocab))
     return (Block(Embedding.__name__, 0.0), *layers, head)
 
@@ -73,7 +76,7 @@ class GPT(Trunk):
     """
 
     causal = True
-    terms = (LossTerm("lm"),)
+    own_terms = (LossTerm("lm"),)
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class GPT(Trunk):
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> Tensor:
         """Logits of the next token, [s, b, v/tp], from the hidden states of the previous chunk."""
-        return self.head(self.hidden(batch, hidden, deferred=deferred), deferred)
+        return self.head(self.through(batch, hidden, deferred=deferred)[0], deferred)
 
     def run(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
@@ -101,12 +104,13 @@ class GPT(Trunk):
 
         The one with the head adds the sum of the masked cross-entropies in nats to ``lm``, a float32 scalar.
         """
+        hidden, sums = self.through(batch, hidden, deferred=deferred)
         if self.head is None:
-            return self.hidden(batch, hidden, deferred=deferred), {}
-        losses = self.token_losses(self(batch, hidden, deferred=deferred), batch.labels)
+            return hidden, sums
+        losses = self.token_losses(self.head(hidden, deferred), batch.labels)
         if batch.loss_mask is not None:
             losses = losses * batch.loss_mask.t()
-        return None, {"lm": losses.sum()}
+        return None, {**sums, "lm": losses.sum()}
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of each position, float32 [s, b], from logits [s, b, v/tp] and labels [b, s]."""
@@ -129,4 +133,6 @@ class GPT(Trunk):
         on_meta = replace(self.placement, sequence_parallel=False, device=torch.device("meta"))
         twin = GPT(self.config, (self.vocab_size, padded_size), on_meta, span=self.span)
         twin.load_state_dict(self.state_dict(), assign=True)
+        for mine, its in zip(self.routers(), twin.routers(), strict=True):
+            its.bias, its.load = mine.bias, mine.load
         return twin

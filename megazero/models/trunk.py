@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from megazero.config.derive import experts_of, moe_layers
 from megazero.config.tree import ModelConfig, RecomputeConfig
 from megazero.layers import (
     MLP,
@@ -22,7 +23,9 @@ from megazero.layers import (
     recompute_units,
     run_layers,
 )
+from megazero.loss import LossTerm
 from megazero.models.chunk import ChunkSpan
+from megazero.moe import MoEMLP, Router, terms_of
 from megazero.mpu import spec_of
 from megazero.ops.positions import Positions, position_tensor
 from megazero.ops.rotary import rotary_table
@@ -106,9 +109,23 @@ class Trunk(nn.Module):
         """Layer `i`: attention and an MLP."""
         selective = self.recompute.granularity == "selective"
         attention = SelfAttention(i, self.config, self.placement, causal=self.causal, recompute=selective)
-        return TransformerLayer(
-            i, self.config, self.placement, attention, MLP(i, self.config, self.placement)
-        )
+        kind = MoEMLP if experts_of(self.config, i) else MLP
+        mlp = kind(i, self.config, self.placement)
+        return TransformerLayer(i, self.config, self.placement, attention, mlp)
+
+    def routers(self) -> list[Router]:
+        """The routers of the chunk's layers, in order."""
+        return [layer.mlp.router for layer in self.layers if isinstance(layer.mlp, MoEMLP)]
+
+    @property
+    def own_terms(self) -> tuple[LossTerm, ...]:
+        """The loss terms of the family's own head."""
+        raise NotImplementedError
+
+    @property
+    def terms(self) -> tuple[LossTerm, ...]:
+        """The loss terms of the head, then those of the routers."""
+        return (*self.own_terms, *(terms_of(self.config) if moe_layers(self.config) else ()))
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
@@ -140,6 +157,12 @@ class Trunk(nn.Module):
         return [block for block in (self.embedding, *self.layers, self.head) if block is not None]
 
     def hidden(
+        self, batch: Sequences, hidden: Tensor | None = None, *, cache: KeyValueStore | None = None
+    ) -> Tensor:
+        """Hidden states after this chunk's layers, as `through` gives them."""
+        return self.through(batch, hidden, cache=cache)[0]
+
+    def through(
         self,
         batch: Sequences,
         hidden: Tensor | None = None,
@@ -147,8 +170,9 @@ class Trunk(nn.Module):
         cache: KeyValueStore | None = None,
         deferred: Deferred | None = None,
         wanted: Tensor | None = None,
-    ) -> Tensor:
-        """Hidden states after this chunk's layers, [s, b, h] ([s/tp, b, h] under sequence parallelism).
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Hidden states after this chunk's layers, [s, b, h] ([s/tp, b, h] under sequence parallelism), and
+        what the layers add to loss terms and tallies.
 
         Args:
             batch: the micro-batch.
@@ -172,8 +196,9 @@ class Trunk(nn.Module):
         )
         if self.embedding is not None:
             hidden = self.embedding(batch.tokens, embedded, inputs, batch.token_types)
-        if self.placement.sequence_parallel:
-            wanted = None  # a rank has its share of the rows, whichever are wanted
+        if self.placement.sequence_parallel or moe_layers(self.config):
+            # A rank has its share of the rows, whichever are wanted, and routers see whole sequences.
+            wanted = None
         return run_layers(self.layers, hidden, inputs, self.units, self.keeping, wanted)
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:

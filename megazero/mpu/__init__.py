@@ -10,7 +10,7 @@ from megazero.mpu.context import (
     solo_context,
     thread_context,
 )
-from megazero.mpu.grid import AXES, COMMUNICATORS, Axis, Place, ProcessGrid
+from megazero.mpu.grid import AXES, COMMUNICATORS, Axis, Place, ProcessGrid, slice_axes
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
 from megazero.mpu.host import read_values
 from megazero.mpu.launch import Launch, choose_device, join, leave, open_context, reporting
@@ -64,6 +64,7 @@ __all__ = [
     "reporting",
     "sample_keys",
     "site_key",
+    "slice_axes",
     "solo_context",
     "spec_of",
     "thread_context",

@@ -28,6 +28,7 @@ def find_context(
     backend: str | None = None,
     timeout: timedelta = TIMEOUT,
     node_size: int = 1,
+    ep_size: int = 1,
     may_start: bool = True,
 ) -> ParallelContext:
     """This rank's context, from the world that torch has joined, or else from the launcher's environment.
@@ -39,11 +40,13 @@ def find_context(
         backend: nccl or gloo; by default the device decides.
         timeout: the longest wait in one collective.
         node_size: the number of replicas that ``node`` spans.
+        ep_size: how many data-parallel ranks share the experts of a layer.
         may_start: whether to join the world if the script has not.
 
     Raises:
-        ConfigError: the layout of `mpu` is not the one used here (tensor-parallel ranks adjacent), or the
-            world has not been joined and `may_start` is false.
+        ConfigError: the layout of `mpu` is not the one used here (tensor-parallel ranks adjacent), `ep_size`
+            does not divide the data-parallel ranks, or the world has not been joined and `may_start` is
+            false.
         CommunicationError: the other ranks could not be reached.
     """
     if isinstance(mpu, ParallelContext):
@@ -57,7 +60,14 @@ def find_context(
         distributed_backend=backend or "auto",
         distributed_timeout_minutes=timeout.total_seconds() / 60,
     )
-    grid_of(config, launch.world_size)  # raises before anything is joined
+    dense = grid_of(config, launch.world_size)  # raises before anything is joined
+    replicas = dense.dp * dense.cp
+    if replicas % ep_size:
+        raise ConfigError(
+            f"`ep_size` must divide the number of data-parallel ranks ({replicas}), but is {ep_size}; choose "
+            "a divisor or start other ranks"
+        )
+    config = config.model_copy(update={"expert_model_parallel_size": ep_size})
     if launch.world_size > 1 and not _started():
         if not may_start:
             raise ConfigError(

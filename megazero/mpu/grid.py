@@ -1,16 +1,17 @@
 """Which rank sits where: pure coordinates over the mesh axes, no communication.
 
-The fields of `ProcessGrid` are the one list of axes; every other list of them is derived from it. Ranks are
-laid out row-major over the axes, the last one fastest, so tensor-parallel neighbours are adjacent ranks and
-land on one node. The experts' axis `ep` divides what a user calls data parallelism: each of its ranks reads
-different data and holds different experts.
+`AXES` is the one list of axes; every other list of them is derived from it. The ranks of a pipeline stage are
+numbered in two ways. Dense parameters, and the batch, see them as `dp` x `cp` x `tp`; experts see the same
+ranks as `edp` x `ep` x `etp`, so that their sizes are free of each other (the parallel folding of Liu et al.
+2025, arXiv:2504.14960). Both ways are row-major, the last axis fastest, so tensor-parallel neighbours are
+adjacent ranks and land on one node.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
 from typing import Literal
@@ -29,47 +30,86 @@ class Axis:
             that are cut over this axis; None if they hold the same parameters.
         batch: whether the ranks read different samples or different positions of the same samples; None if
             they read the same data.
+        experts: whether this is an axis of the numbering for experts. Their ranks share tokens, whoever read
+            them, so `batch` is None there.
     """
 
     setting: str | None = None
     model: Literal["stages", "slices"] | None = None
     batch: Literal["samples", "positions"] | None = None
+    experts: bool = False
 
 
-def _axis(axis: Axis) -> int:
-    return field(default=1, metadata={"axis": axis})
+AXES: Mapping[str, Axis] = MappingProxyType(
+    {
+        "pp": Axis("pipeline_model_parallel_size", model="stages"),
+        "dp": Axis(batch="samples"),
+        "cp": Axis("context_parallel_size", batch="positions"),
+        "tp": Axis("tensor_model_parallel_size", model="slices"),
+        "edp": Axis(experts=True),
+        "ep": Axis("expert_model_parallel_size", model="slices", experts=True),
+        "etp": Axis("expert_tensor_parallel_size", model="slices", experts=True),
+    }
+)
+
+
+def _names(wanted: Iterable[tuple[str, Axis]]) -> tuple[str, ...]:
+    return tuple(name for name, _ in wanted)
+
+
+# The two numberings of the ranks, slowest axis first.
+_DENSE = _names((n, a) for n, a in AXES.items() if not a.experts)
+_EXPERTS = _names((n, a) for n, a in AXES.items() if a.experts or a.model == "stages")
 
 
 @dataclass(frozen=True)
 class ProcessGrid:
-    """The sizes of the mesh axes.
+    """The sizes of the mesh axes. `edp` takes what `ep` and `etp` leave of a stage's ranks.
+
+    Attributes:
+        etp: by default, `tp`.
 
     Raises:
-        ConfigError: an axis is smaller than one.
+        ConfigError: an axis is smaller than one, or the experts' axes do not divide a stage.
     """
 
-    pp: int = _axis(Axis("pipeline_model_parallel_size", model="stages"))
-    dp: int = _axis(Axis(batch="samples"))
-    cp: int = _axis(Axis("context_parallel_size", batch="positions"))
-    ep: int = _axis(Axis("expert_model_parallel_size", model="slices", batch="samples"))
-    tp: int = _axis(Axis("tensor_model_parallel_size", model="slices"))
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 0
 
     def __post_init__(self) -> None:
-        bad = [f"`{axis}` must be at least 1, but is {self[axis]}" for axis in AXES if self[axis] < 1]
+        if self.etp == 0:
+            object.__setattr__(self, "etp", self.tp)
+        given = [axis for axis in AXES if axis != "edp"]
+        bad = [f"`{axis}` must be at least 1, but is {self[axis]}" for axis in given if self[axis] < 1]
         if bad:
             raise ConfigError(bad)
+        stage = self.dp * self.cp * self.tp
+        if stage % (self.ep * self.etp):
+            raise ConfigError(
+                f"`{AXES['ep'].setting}` ({self.ep}) x `{AXES['etp'].setting}` ({self.etp}) must divide the "
+                f"ranks of a pipeline stage, but there are {stage}; choose sizes whose product divides that"
+            )
 
     def __getitem__(self, axis: str) -> int:
         return getattr(self, axis)
 
     @property
+    def edp(self) -> int:
+        """How many ranks hold the same slices of the same experts."""
+        return self.dp * self.cp * self.tp // (self.ep * self.etp)
+
+    @property
     def world_size(self) -> int:
-        return math.prod(self[axis] for axis in AXES)
+        return math.prod(self[axis] for axis in _DENSE)
 
     @property
     def data_parallel_size(self) -> int:
         """How many ranks read different samples."""
-        return math.prod(self[axis] for axis in COMMUNICATORS["data"])
+        return self.dp
 
     @classmethod
     def factor(cls, world_size: int, **sizes: int) -> ProcessGrid:
@@ -79,32 +119,36 @@ class ProcessGrid:
             ConfigError: the sizes do not divide `world_size`.
         """
         assert "dp" not in sizes, "`dp` takes what the other axes leave"
+        experts = {axis: sizes.pop(axis) for axis in ("ep", "etp") if axis in sizes}
         grid = cls(**sizes)
-        taken = grid.world_size
+        taken = grid.pp * grid.cp * grid.tp
         if world_size % taken:
-            factors = " x ".join(f"`{AXES[a].setting}` ({grid[a]})" for a in AXES if grid[a] > 1)
+            factors = " x ".join(f"`{AXES[a].setting}` ({grid[a]})" for a in _DENSE if grid[a] > 1)
             raise ConfigError(
                 f"`world size` must be a multiple of {factors} = {taken}, but is {world_size}; start a "
                 f"multiple of {taken} ranks or choose sizes whose product divides {world_size}"
             )
-        return replace(grid, dp=world_size // taken)
+        return replace(grid, dp=world_size // taken, **experts)
 
     def place(self, rank: int) -> Place:
         """Where `rank` sits."""
         return Place(self, rank)
 
     def rank(self, indices: Mapping[str, int]) -> int:
-        """The rank that sits at this index along each axis; the inverse of `place`."""
+        """The rank that sits at this index along each axis of one numbering; the inverse of `place`."""
         rank = 0
-        for axis in AXES:
+        for axis in numbering(indices):
             rank = rank * self[axis] + indices[axis]
         return rank
 
     def members(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The ranks that share all of `rank`'s indices except those along `axes`, in rank order."""
-        place = self.place(rank)
-        spans = [range(self[axis]) if axis in axes else (place.index(axis),) for axis in AXES]
-        return tuple(self.rank(dict(zip(AXES, indices, strict=True))) for indices in product(*spans))
+        """The ranks that share all of `rank`'s indices except those along `axes`, in rank order.
+
+        The axes are of one numbering.
+        """
+        place, names = self.place(rank), numbering(axes)
+        spans = [range(self[axis]) if axis in axes else (place.index(axis),) for axis in names]
+        return tuple(self.rank(dict(zip(names, indices, strict=True))) for indices in product(*spans))
 
     def ends(self, rank: int) -> tuple[int, ...]:
         """The first and the last pipeline stage at `rank`'s other indices; `rank` alone if it is neither.
@@ -147,7 +191,7 @@ class Place:
 
     def index(self, axis: str) -> int:
         """This rank's index along an axis."""
-        names = tuple(AXES)
+        names = numbering((axis,))
         faster = math.prod(self.grid[name] for name in names[names.index(axis) + 1 :])
         return self.rank // faster % self.grid[axis]
 
@@ -156,26 +200,41 @@ class Place:
         return self.grid[axis]
 
 
-AXES: Mapping[str, Axis] = MappingProxyType({f.name: f.metadata["axis"] for f in fields(ProcessGrid)})
+def numbering(axes: Iterable[str]) -> tuple[str, ...]:
+    """The axes of the numbering that all of `axes` are part of, slowest first."""
+    wanted = set(axes)
+    names = next((names for names in (_DENSE, _EXPERTS) if wanted <= set(names)), None)
+    assert names is not None, f"{sorted(wanted)} are axes of two numberings"
+    return names
 
-# The axes whose ranks hold different slices of a parameter: a parameter may be cut over any of them.
-SLICE_AXES = tuple(name for name, axis in AXES.items() if axis.model == "slices")
-_MODEL_AXES = tuple(name for name, axis in AXES.items() if axis.model is not None)
-_BATCH_AXES = tuple(name for name, axis in AXES.items() if axis.batch is not None)
+
+# The axes whose ranks hold different slices of a parameter: a parameter may be cut over any of one numbering.
+SLICE_AXES = _names((n, a) for n, a in AXES.items() if a.model == "slices")
+_MODEL_AXES = _names((n, AXES[n]) for n in _DENSE if AXES[n].model is not None)
+_BATCH_AXES = _names((n, a) for n, a in AXES.items() if a.batch is not None)
 
 # Every communicator that megazero uses, and the axes that it spans.
 COMMUNICATORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        # Each axis by itself, except `dp`, which nothing is sent over alone.
+        # Each axis with a size of its own, by itself.
         **{name: (name,) for name, axis in AXES.items() if axis.setting is not None},
         # Ranks that read different samples.
-        "data": tuple(name for name, axis in AXES.items() if axis.batch == "samples"),
+        "data": _names((n, a) for n, a in AXES.items() if a.batch == "samples"),
         # Ranks that hold the same dense parameters, and the same parameters of experts.
         "replica": _BATCH_AXES,
-        "expert_replica": tuple(name for name in _BATCH_AXES if name not in SLICE_AXES),
-        # Ranks that together read one whole batch, and ranks that together hold one whole model.
+        "expert_replica": ("edp",),
+        # Ranks that hold all experts together, and therefore exchange tokens.
+        "expert": _names((n, a) for n, a in AXES.items() if a.experts and a.model == "slices"),
+        # Ranks that together read one whole batch, those of one stage, and those that hold a whole model.
         "batch": _BATCH_AXES,
+        "stage": tuple(name for name in _DENSE if AXES[name].model != "stages"),
         "model": _MODEL_AXES,
-        "world": tuple(AXES),
+        "world": _DENSE,
     }
 )
+
+
+def slice_axes(replicas: str) -> tuple[str, ...]:
+    """The axes over which parameters may be cut whose copies for other data are the ranks of `replicas`."""
+    names = numbering(COMMUNICATORS[replicas])
+    return tuple(name for name in SLICE_AXES if name in names)

@@ -114,6 +114,7 @@ def grid_of(config: ParallelConfig, world_size: int) -> ProcessGrid:
         ConfigError: their sizes do not divide `world_size`.
     """
     sizes = {name: getattr(config, axis.setting) for name, axis in AXES.items() if axis.setting is not None}
+    sizes["etp"] = sizes["etp"] or sizes["tp"]
     return ProcessGrid.factor(world_size, **sizes)
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from megazero.mpu.grid import COMMUNICATORS, SLICE_AXES, Place
+from megazero.mpu.grid import SLICE_AXES, Place, numbering, slice_axes
 from megazero.mpu.group import Group
 
 
@@ -32,7 +32,7 @@ class Cut:
 
     Attributes:
         dim: index of the dim.
-        axis: ``tp``, or ``ep`` for the dim that counts experts.
+        axis: ``tp``; for experts, ``ep`` for the dim that counts them, or ``etp``.
         padded_size: allocated size of the dim if it exceeds the logical one (a padded vocabulary).
     """
 
@@ -50,12 +50,14 @@ class ParamSpec:
         shape: logical shape of the whole parameter, without padding.
         init: initial values, a function of (seed, name) alone.
         cuts: the dims that are sliced, each over an axis of its own; expert weights [E, f, h] may have E
-            sliced over ``ep`` and f over ``tp``. A parameter that is cut over ``ep`` belongs to experts.
+            sliced over ``ep`` and f over ``etp``. A parameter that is cut over ``ep`` belongs to experts.
         weight_decay: whether the optimizer decays it.
         tied_with: global name of the parameter that this is a copy of on another pipeline stage.
         shared: whether another pipeline stage holds a copy (both are marked); their gradients are summed.
         partial_grad: each tensor-parallel rank's gradient covers its part of the sequence only (sequence
             parallelism), so the gradients must be summed over them.
+        expert: it belongs, whole, to one expert of its own name: ranks with another index along ``ep`` hold
+            other experts' parameters, and no part of it.
     """
 
     name: str
@@ -66,6 +68,7 @@ class ParamSpec:
     tied_with: str | None = None
     shared: bool = False
     partial_grad: bool = False
+    expert: bool = False
 
     def __post_init__(self) -> None:
         dims, told = [cut.dim for cut in self.cuts], f"{self.name} {self.shape} has {self.cuts}"
@@ -73,6 +76,8 @@ class ParamSpec:
         assert len(set(dims)) == len(dims), f"{told}, but a dim is cut over one axis"
         assert len(set(self.axes)) == len(self.axes), f"{told}, but an axis cuts one dim"
         assert set(self.axes) <= set(SLICE_AXES), f"{told}, but the axes that cut are {SLICE_AXES}"
+        numbering((*self.axes, *(("ep",) if self.expert else ())))
+        assert not (self.expert and "ep" in self.axes), f"{told}, but is of one expert"
         allocated = zip(self.padded_shape, self.shape, strict=True)
         assert all(padded >= size for padded, size in allocated), f"{told}, but holds more than that"
 
@@ -84,7 +89,7 @@ class ParamSpec:
     @property
     def replicas(self) -> str:
         """Name of the communicator over the ranks that hold the same slice for other parts of the batch."""
-        return "expert_replica" if "ep" in self.axes else "replica"
+        return "expert_replica" if self.expert or "ep" in self.axes else "replica"
 
     @property
     def traits(self) -> tuple:
@@ -170,8 +175,9 @@ class ParamSpec:
 
     @property
     def _copy_axes(self) -> tuple[str, ...]:
-        """Axes along which a model holds equal copies: neither cut over nor spanned by `replicas`."""
-        return tuple(a for a in SLICE_AXES if a not in self.axes and a not in COMMUNICATORS[self.replicas])
+        """Axes along which a model holds equal copies: it could be cut over them, but is not."""
+        different = (*self.axes, "ep") if self.expert else self.axes
+        return tuple(axis for axis in slice_axes(self.replicas) if axis not in different)
 
 
 def spec_of(parameter: nn.Parameter) -> ParamSpec:

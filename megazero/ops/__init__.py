@@ -18,6 +18,7 @@ from megazero.ops.bias_dropout_add import BIAS_DROPOUT_ADD
 from megazero.ops.bias_gelu import BIAS_GELU
 from megazero.ops.cross_entropy import CROSS_ENTROPY
 from megazero.ops.dispatch import CallFacts, Implementation, Operator, explain
+from megazero.ops.grouped_linear import GROUPED_LINEAR, GROUPED_OUTER
 from megazero.ops.lamb import LAMB_MOVE, LAMB_NORMS
 from megazero.ops.layer_norm import LAYER_NORM
 from megazero.ops.rms_norm import RMS_NORM
@@ -37,6 +38,8 @@ def operators() -> tuple[Operator, ...]:
         BIAS_DROPOUT_ADD,
         BIAS_GELU,
         CROSS_ENTROPY,
+        GROUPED_LINEAR,
+        GROUPED_OUTER,
         LAMB_MOVE,
         LAMB_NORMS,
         LAYER_NORM,

@@ -48,8 +48,9 @@ class Chunk(Protocol):
             deferred: collects the computation of weight gradients, which backward then leaves out.
 
         Returns:
-            The chunk's hidden states, or None from the last chunk; and what it adds to loss terms, by their
-            names: float32 scalars, sums over the micro-batch, equal on all tensor-parallel ranks.
+            The chunk's hidden states, or None from the last chunk; and what it adds up over the micro-batch,
+            by name. To loss terms it adds float32 scalars, equal on all tensor-parallel ranks. Other names
+            are tallies: tensors that are only added up, such as how many tokens each expert got here.
         """
 
 
@@ -90,6 +91,19 @@ class Sharding(Protocol):
 Observer = Callable[[Action, float], None]
 
 
+@dataclass(frozen=True)
+class StepSums:
+    """What one stage's chunks added up on this rank.
+
+    Attributes:
+        terms: float64 [terms], to each loss term.
+        tallies: to each tally, by name.
+    """
+
+    terms: Tensor
+    tallies: Mapping[str, Tensor]
+
+
 class Executor:
     """One stage of the pipeline.
 
@@ -118,7 +132,7 @@ class Executor:
         self.device = device
         self.observer = observer
 
-    def train(self, program: Program, batches: Sequence, factors: Tensor) -> Tensor:
+    def train(self, program: Program, batches: Sequence, factors: Tensor) -> StepSums:
         """Compute gradients of the terms' sums, each times its factor, summed over micro-batches and ranks.
 
         Args:
@@ -127,20 +141,20 @@ class Executor:
             factors: each term's factor, float32 [terms].
 
         Returns:
-            float64 [terms]: what this stage's chunks added to each term, before any factor is applied.
+            What this stage's chunks added to each term, before any factor is applied, and to tallies.
         """
         run = _Run(self, program, batches, factors.unbind())
         self.sharding.start()
         run.all()
         self.sharding.finish()
-        return run.totals
+        return StepSums(run.totals, run.tallies)
 
     @torch.no_grad()
-    def evaluate(self, program: Program, batches: Sequence) -> Tensor:
+    def evaluate(self, program: Program, batches: Sequence) -> StepSums:
         """Compute the same sums with a forward-only program."""
         run = _Run(self, program, batches, None)
         run.all()
-        return run.totals
+        return StepSums(run.totals, run.tallies)
 
 
 @dataclass
@@ -190,6 +204,7 @@ class _Run:
         self.split = any(isinstance(i, Action) and i.op is Op.WEIGHT for i in self.instructions)
         terms = self.executor.terms
         self.places = {term.name: i for i, term in enumerate(terms)}
+        self.tallies: dict[str, Tensor] = {}
         self.totals = torch.zeros(len(terms), dtype=torch.float64, device=self.executor.device)
 
     def all(self) -> None:
@@ -242,9 +257,14 @@ class _Run:
         if result is not None:
             self._hand_over("hidden", key, key[0] + 1, result.detach())
         for name, value in sums.items():
-            self.totals[self.places[name]].add_(value.detach())
+            if name in self.places:
+                self.totals[self.places[name]].add_(value.detach())
+            else:
+                tally = self.tallies.setdefault(name, torch.zeros_like(value, requires_grad=False))
+                tally.add_(value.detach())
         if training:
-            trained = [name for name in sums if self.executor.terms[self.places[name]].trained]
+            terms = self.executor.terms
+            trained = [name for name in sums if name in self.places and terms[self.places[name]].trained]
             # Keep only the edges, so that hidden states that were sent do not stay in memory.
             weighted = [sums[name] * self.factors[self.places[name]] for name in trained]
             starts = [*([] if last else [result]), *weighted]

@@ -11,6 +11,7 @@ from megazero.config.tree import Config
 from megazero.data import SamplerSpec
 from megazero.errors import ConfigError
 from megazero.layers import initialize_parameters
+from megazero.moe import RouterLoads
 from megazero.mpu import (
     Launch,
     ParallelContext,
@@ -70,6 +71,7 @@ def build_engine(config: Config, horizon: Horizon, chunks: Chunks, context: Para
             build_learning_rate(config.optimizer, horizon),
             build_weight_decay(config.optimizer, horizon),
         ),
+        RouterLoads([r for chunk in chunks.values() for r in chunk.routers()], config.model, context),
         context,
     )
 
@@ -132,6 +134,7 @@ def build_plan(config: Config, horizon: Horizon, vocabulary: Vocabulary, context
         log_params_norm=logging.log_params_norm,
         log_num_zeros=logging.log_num_zeros_in_grad,
         exact_timers=logging.log_timers_to_tensorboard,
+        log_interval=logging.log_interval,
     )
 
 

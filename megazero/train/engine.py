@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megazero.config.steps import Progress
+from megazero.moe import RouterLoads
 from megazero.mpu import ParallelContext, read_values
 from megazero.optim import LearningRate, LossScaler, WeightDecay
 from megazero.pipeline import Executor, Program
@@ -38,6 +39,8 @@ class StepResult:
         skipped: whether the update was left out: a gradient was not finite, or nothing in the global batch
             counted for a trained term, so that `losses.total` is None.
         first_bad_parameter: the first with a gradient that is not finite.
+        tokens: how many choices fell on each expert of this stage, by the names of the routers' tallies, on
+            the device.
     """
 
     losses: Losses
@@ -46,6 +49,7 @@ class StepResult:
     loss_scale: float
     skipped: bool
     first_bad_parameter: str | None = None
+    tokens: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Engine:
@@ -57,6 +61,7 @@ class Engine:
         optimizer: updates the weights.
         scaler: decides the loss scale.
         schedules: learning rate and weight decay over the training.
+        loads: what routers learn from a step besides gradients.
         context: for averaging over the ranks that hold other positions.
     """
 
@@ -67,6 +72,7 @@ class Engine:
         optimizer: Optimizer,
         scaler: LossScaler,
         schedules: tuple[LearningRate, WeightDecay],
+        loads: RouterLoads,
         context: ParallelContext,
     ):
         self.executor = executor
@@ -75,6 +81,7 @@ class Engine:
         self.scaler = scaler
         self.scaler_state = scaler.initial()
         self.learning_rate, self.weight_decay = schedules
+        self.loads = loads
         self.context = context
 
     def train_step(
@@ -99,16 +106,18 @@ class Engine:
             # Everything that counts weighs the same, on whichever rank and micro-batch it fell.
             factors = loss_factors(self.executor.terms, counts, scale)
             sums = self.executor.train(self.programs.train(len(batches)), batches, factors)
+            tokens = self.loads.update(sums.tallies)
         with timers("optimizer"):
             lr = self.learning_rate.at(progress)
-            losses, _ = self._losses(sums, counts)
+            losses, _ = self._losses(sums.terms, counts)
             if losses.total is None:
-                return StepResult(losses, 0.0, lr, scale, skipped=True)
+                return StepResult(losses, 0.0, lr, scale, skipped=True, tokens=tokens)
             if before_update is not None:
                 before_update()
             report = self.optimizer.step(lr, self.weight_decay.at(progress), 1.0 / scale)
             self.scaler_state = self.scaler.update(self.scaler_state, not report.applied)
-        return StepResult(losses, report.grad_norm, lr, scale, not report.applied, report.first_bad_parameter)
+        found = (losses, report.grad_norm, lr, scale, not report.applied, report.first_bad_parameter)
+        return StepResult(*found, tokens=tokens)
 
     def evaluate(self, global_batches: Iterable[Sequence[CountedBatch]]) -> tuple[Losses, int]:
         """The losses of all batches of all ranks, and how much counts for the first term.
@@ -120,7 +129,7 @@ class Engine:
         sums, counts = torch.zeros(2, len(terms), dtype=torch.float64, device=device).unbind()
         for batches in global_batches:
             counts += local_counts(terms, batches, device)
-            sums += self.executor.evaluate(self.programs.evaluate(len(batches)), batches)
+            sums += self.executor.evaluate(self.programs.evaluate(len(batches)), batches).terms
         self.context.batch.all_reduce(counts).wait()
         return self._losses(sums, counts)
 

@@ -36,6 +36,7 @@ class RunPlan:
         exit_seconds: stop after this many seconds, or None.
         log_params_norm, log_num_zeros: whether steps report these.
         exact_timers: whether to wait for the device at both ends of each timed phase.
+        log_interval: iterations between reports of what each expert got.
     """
 
     horizon: Horizon
@@ -47,6 +48,7 @@ class RunPlan:
     log_params_norm: bool = False
     log_num_zeros: bool = False
     exact_timers: bool = False
+    log_interval: int = 1
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,8 @@ class Loop:
             "params_norm": optimizer.params_norm() if self.plan.log_params_norm else None,
             "num_zeros": optimizer.count_zero_grads() if self.plan.log_num_zeros else None,
         }
+        if self._due(self.plan.log_interval, state):
+            extras["tokens_per_expert"] = self.engine.loads.report(result.tokens)
         seconds = time.perf_counter() - began
         self.monitor.step(self._metrics(state, result, step, seconds, extras))
         return state

@@ -17,13 +17,13 @@ class CountedBatch(Protocol):
 
     @property
     def counts(self) -> Mapping[str, float]:
-        """For each loss term, by name: what its sum over the micro-batch is to be divided by."""
+        """What sums over the micro-batch may be divided by, by the names in `LossTerm.over`."""
 
 
 def local_counts(terms: Sequence[LossTerm], batches: Iterable[CountedBatch], device: torch.device) -> Tensor:
     """How much these micro-batches count for each term: float64 [terms], on `device`, without a wait."""
     each = [batch.counts for batch in batches]
-    counts = [sum(counts[term.name] for counts in each) for term in terms]
+    counts = [sum(counts[term.over] for counts in each) for term in terms]
     return torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
@@ -35,6 +35,9 @@ class StepMetrics:
         num_zeros: zero elements of the gradient, if asked for.
         first_bad_parameter: global name of the first parameter with a non-finite gradient.
         phase_seconds: wall time of each named phase (`timers.py`).
+        tokens_per_expert: for each layer with experts, its number as ``layer``, and as ``tokens`` how often
+            each of its experts was chosen in this iteration, before any token was dropped. None in between
+            the iterations that are logged, and without experts.
     """
 
     iteration: int
@@ -55,10 +58,26 @@ class StepMetrics:
     num_zeros: int | None = None
     first_bad_parameter: str | None = None
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    tokens_per_expert: Sequence[Mapping] | None = None
+
+    @property
+    def expert_loads(self) -> tuple[float, float] | None:
+        """The loads of the idlest and the busiest expert of all, as multiples of an even share."""
+        if not self.tokens_per_expert:
+            return None
+        each = [layer["tokens"] for layer in self.tokens_per_expert]
+        loads = [count * len(tokens) / max(1, sum(tokens)) for tokens in each for count in tokens]
+        return min(loads), max(loads)
 
     def record(self) -> dict[str, object]:
-        """Name -> value of every field, with every loss term in place of `losses`."""
-        return _record(self)
+        """Name -> value of every field, with every loss term in place of `losses`.
+
+        What each expert got is there only where it is known.
+        """
+        found = _record(self)
+        if self.tokens_per_expert is None:
+            del found["tokens_per_expert"]
+        return found
 
 
 @dataclass(frozen=True)

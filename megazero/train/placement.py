@@ -17,5 +17,10 @@ DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16":
 def placement_of(config: Config, context: ParallelContext, device: torch.device) -> Placement:
     """Where this rank's layers live."""
     dtype = DTYPES[config.precision.dtype]
-    placement = Placement.of(context, dtype, sequence_parallel=config.parallel.sequence_parallel)
+    placement = Placement.of(
+        context,
+        dtype,
+        sequence_parallel=config.parallel.sequence_parallel,
+        token_dispatcher=config.parallel.moe_token_dispatcher_type,
+    )
     return replace(placement, device=device)

@@ -12,6 +12,7 @@ import torch
 
 from megazero.checkpoint import (
     RANDOM,
+    ROUTER,
     WEIGHT,
     Box,
     Candidates,
@@ -26,7 +27,8 @@ from megazero.checkpoint import (
     state_keys,
     together,
 )
-from megazero.config.derive import model_differences
+from megazero.checkpoint.upcycling import Upcycled, dense_model, router_names
+from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
 from megazero.config.horizon import Horizon, horizon_of
 from megazero.config.rules import check
 from megazero.config.tree import Config, ModelConfig
@@ -36,6 +38,7 @@ from megazero.mpu import ParallelContext, gather_values
 from megazero.optim import ScalerState
 from megazero.train.engine import Engine
 from megazero.train.random_state import random_state, set_random_state
+from megazero.train.router_state import router_parts_to_read
 from megazero.train.state import TrainState
 from megazero.train.state_json import RunFacts, SavedModel, saved_model, saved_run
 from megazero.zero import Optimizer
@@ -59,7 +62,7 @@ SCHEDULE_FIELDS = (
     "weight_decay_incr_style",
 )
 # Model settings that may change without changing which function the weights compute.
-FREE_MODEL_FIELDS = frozenset(
+FREE_MODEL_FIELDS = FREE_EXPERT_FIELDS | frozenset(
     {
         "seq_length",
         "hidden_dropout",
@@ -136,18 +139,20 @@ def resume(
     for folder in found.folders:
         try:
             reader = _open(folder, config, context)
-            run = saved_run(reader)
-            kept, changes = _fit(config, reader, run, vocab_size, context.world_size)
+            begins = _begins_experts(config, reader)
+            run = None if begins else saved_run(reader)
+            kept, changes = _fit(config, reader, run, vocab_size, context.world_size, begins)
             state = TrainState() if run is None or section.finetune else TrainState(**dict(run.state))
             horizon = horizon_of(kept, context.data.size, state.progress)
             engine = build(kept, horizon)
-            seed = _load(kept, engine, context, reader, run)
+            seed = _load(kept, engine, context, reader, run, begins)
         except DamagedCheckpointError as error:
             remarks.append(f"passed over {folder}: {error}")
             engine = None  # part of its state may come from the damaged checkpoint
             gc.collect()  # frees its memory before the next engine needs as much
             continue
-        return Resumed(engine, state, seed, kept, horizon, (*remarks, f"loaded {folder}", *changes))
+        loaded = f"{'began experts from the dense model' if begins else 'loaded'} {folder}"
+        return Resumed(engine, state, seed, kept, horizon, (*remarks, loaded, *changes))
     raise DamagedCheckpointError(
         f"`load` must hold a whole checkpoint, but {section.load} has none: " + "; ".join(remarks)
     )
@@ -176,8 +181,20 @@ def _open(folder: Path, config: Config, context: ParallelContext) -> CheckpointR
     return readers[0]
 
 
+def _begins_experts(config: Config, reader: CheckpointReader) -> bool:
+    """Whether the experts are to be copies of this checkpoint's MLPs; not once it has experts itself."""
+    if not config.checkpoint.moe_use_upcycling:
+        return False
+    return not saved_model(reader).settings(ModelConfig.model_fields).num_experts
+
+
 def _fit(
-    config: Config, reader: CheckpointReader, run: RunFacts | None, vocab_size: int, world_size: int
+    config: Config,
+    reader: CheckpointReader,
+    run: RunFacts | None,
+    vocab_size: int,
+    world_size: int,
+    begins_experts: bool,
 ) -> tuple[Config, list[str]]:
     """The configuration to continue with, and its differences from the saved one.
 
@@ -185,7 +202,8 @@ def _fit(
         CheckpointError: the checkpoint belongs to another model, or to another schedule.
         ConfigError: its global batch, which is kept, cannot be distributed over these ranks.
     """
-    check_model(config.model, vocab_size, saved_model(reader), reader.folder)
+    model = dense_model(config.model) if begins_experts else config.model
+    check_model(model, vocab_size, saved_model(reader), reader.folder)
     if run is None or config.checkpoint.finetune:  # converted weights, or counting anew
         return config, []
     _check_schedule(config, run.config, reader.folder)
@@ -212,6 +230,7 @@ def _load(
     context: ParallelContext,
     reader: CheckpointReader,
     run: RunFacts | None,
+    begins_experts: bool,
 ) -> int:
     """Load what the checkpoint holds, and return the seed of the dropout streams."""
     section, optimizer = config.checkpoint, engine.optimizer
@@ -221,14 +240,18 @@ def _load(
         raise CheckpointError(
             f"`{reader.folder}` was saved without optimizer state; set --no-load-optim or --finetune"
         )
-    parts = parts_to_read(optimizer, context, moments=moments)
-    unused = _unused(reader, optimizer, context, moments)
+    source = Upcycled(reader, config.model) if begins_experts else reader
+    seeded = router_names(config.model) if begins_experts else ()
+    parts = [
+        part for part in parts_to_read(optimizer, context, moments=moments) if part.key.name not in seeded
+    ]
+    unused = _unused(source, optimizer, context, moments)
     generators = random_state(context.device)
     rows = _random_rows(reader, context, generators) if progress and not section.no_load_rng else []
 
     def read() -> None:
-        check_tensors(reader, parts, reader.folder, unused)
-        reader.read([*parts, *rows])
+        check_tensors(source, parts, reader.folder, unused)
+        source.read([*parts, *rows, *router_parts_to_read(engine.loads, source)])
 
     together(context, read, f"load {reader.folder}")
     optimizer.publish()
@@ -254,13 +277,12 @@ def _random_rows(
     return rows
 
 
-def _unused(
-    reader: CheckpointReader, optimizer: Optimizer, context: ParallelContext, moments: bool
-) -> list[str]:
+def _unused(source: Source, optimizer: Optimizer, context: ParallelContext, moments: bool) -> list[str]:
     """What the checkpoint holds that no rank has a place for; moments count only if they are to be loaded."""
     mine = sorted(str(key) for key in state_keys(optimizer))
     asked = {name for names in gather_values(context.model, mine, context.device) for name in names}
-    held = [key for key in reader.shapes if key.kind == WEIGHT or (moments and key.kind != RANDOM)]
+    kinds = {key.kind for key in source.shapes} - {RANDOM, ROUTER} if moments else {WEIGHT}
+    held = [key for key in source.shapes if key.kind in kinds]
     return [str(key) for key in held if str(key) not in asked]
 
 

@@ -19,6 +19,7 @@ from megazero.config.tree import Config
 from megazero.mpu import ParallelContext
 from megazero.train.engine import Engine
 from megazero.train.random_state import random_state
+from megazero.train.router_state import router_parts_to_write
 from megazero.train.state import TrainState
 from megazero.train.state_json import PRETRAINING
 from megazero.version import VERSION
@@ -94,6 +95,7 @@ class Snapshots:
         section, engine = self.config.checkpoint, self.engine
         moments = not section.no_save_optim
         parts = parts_to_write(engine.optimizer, self.context, moments=moments)
+        parts += router_parts_to_write(engine.loads, self.context)
         if not section.no_save_rng:
             parts += random_parts(self.context)
         facts = {

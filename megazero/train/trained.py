@@ -9,12 +9,14 @@ from megazero.checkpoint import CheckpointReader, Part, candidates, parts_of_par
 from megazero.config.tree import Config, ParallelConfig, RecomputeConfig, ZeroConfig
 from megazero.data.tokenizers import Tokenizer
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from megazero.moe import RouterLoads
 from megazero.mpu import Launch, ParallelContext, join
 from megazero.train.chunks import Chunks, build_chunks
 from megazero.train.families import family_of
 from megazero.train.feed import Collate
 from megazero.train.programs import schedule_of
 from megazero.train.resume import check_tensors
+from megazero.train.router_state import router_parts_to_read
 from megazero.train.state_json import SavedModel, saved_model
 from megazero.train.vocabulary import build_vocabulary
 
@@ -77,6 +79,8 @@ def load_for_inference(
             vocabulary = build_vocabulary(config)
             chunks = build_chunks(config, vocabulary, context, context.device)
             parts = parts_of_parameters((p for c in chunks.values() for p in c.parameters()), context)
+            loads = RouterLoads([r for c in chunks.values() for r in c.routers()], config.model, context)
+            parts += router_parts_to_read(loads, reader)
             together(context, partial(_read, reader, parts), f"load {folder}")
         except DamagedCheckpointError as error:
             remarks.append(f"passed over {folder}: {error}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from megazero.checkpoint import WEIGHT, Source, parts_to_read, state_keys, together
 from megazero.checkpoint.hf import HFReader
-from megazero.config.tree import Config
+from megazero.checkpoint.upcycling import Upcycled, dense_model, router_names
+from megazero.config.tree import Config, ModelConfig
 from megazero.mpu import ParallelContext, gather_values
 from megazero.train.engine import Engine
 from megazero.train.resume import check_tensors
@@ -21,6 +22,8 @@ def take_foreign_weights(
 ) -> tuple[str, ...]:
     """Take the weights of the model that `--load-hf` names, if it names one; every rank calls this.
 
+    With `--moe-use-upcycling` it is a dense model, whose MLPs the experts are copies of.
+
     Returns:
         What a person should know about it.
 
@@ -30,8 +33,18 @@ def take_foreign_weights(
     path = config.checkpoint.load_hf
     if path is None:
         return ()
+    if config.checkpoint.moe_use_upcycling:
+        opener = partial(_upcycled, path, config.model, vocab_size)
+        take_weights(engine, context, path, opener, own=router_names(config.model), spare=())
+        return (f"began experts from the dense model {path}",)
     take_weights(engine, context, path, partial(HFReader.for_model, path, config.model, vocab_size))
     return (f"took the weights from {path}",)
+
+
+@contextmanager
+def _upcycled(path: str, model: ModelConfig, vocab_size: int) -> Iterator[Source]:
+    with HFReader.for_model(path, dense_model(model), vocab_size) as reader:
+        yield Upcycled(reader, model)
 
 
 def take_weights(

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from megazero.config.derive import data_parallel_size
+from megazero.config.derive import balanced_by_micro_batch, data_parallel_size
 from megazero.config.document import Document, read_file
 from megazero.config.flags import scan
 from megazero.config.resolve import parse_config
@@ -17,9 +17,10 @@ from megazero.config.tasks import task_of
 from megazero.config.tree import Config
 from megazero.errors import ConfigError, MegazeroError
 from megazero.verify.compare import Deviation, compare
-from megazero.verify.layouts import Layout, all_layouts, covering, encoder_layouts
+from megazero.verify.layouts import Layout
 from megazero.verify.record import STEPS, Record
 from megazero.verify.run import run_alone, run_in_processes, run_in_threads
+from megazero.verify.selection import all_layouts, covering, encoder_layouts
 from megazero.verify.shrink import shrink
 
 DATA_SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
@@ -73,7 +74,8 @@ def main(argv: Sequence[str]) -> int:
 def resolve(argv: Sequence[str], world_size: int | None) -> tuple[Config, int]:
     """The user's configuration and its data-parallel size.
 
-    Without a world size, there are two replicas, or one if the batch does not divide by two.
+    Without a world size, there are two replicas, or one if the batch does not divide by two; more if experts
+    need them.
     """
     given = _given(argv)
     if not {"finetune.task", *(f"data.{name}" for name in DATA_SOURCES)} & set(given):
@@ -83,10 +85,15 @@ def resolve(argv: Sequence[str], world_size: int | None) -> tuple[Config, int]:
         return config, data_parallel_size(config, world_size)
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     replica = math.prod(max(1, given.get(f"parallel.{name}", 1)) for name in names)
+    tensor = given.get("parallel.tensor_model_parallel_size", 1)
+    slices = given.get("parallel.expert_tensor_parallel_size") or tensor
+    sharing = given.get("parallel.expert_model_parallel_size", 1) * slices
+    least = max(1, sharing // math.gcd(sharing, tensor))
+    count = least if least > 1 else 2
     try:
-        return _without_files(parse_config(argv, world_size=2 * replica).config), 2
+        return _without_files(parse_config(argv, world_size=count * replica).config), count
     except ConfigError:
-        return _without_files(parse_config(argv, world_size=replica).config), 1
+        return _without_files(parse_config(argv, world_size=least * replica).config), least
 
 
 def _without_files(config: Config) -> Config:
@@ -111,8 +118,10 @@ def _verify_own(flags: argparse.Namespace, rest: list[str]) -> int:
     config, replicas = resolve(rest, flags.world_size)
     shrunk = shrink(config, replicas, flags.ranks)
     grid = shrunk.grid
+    experts = f", experts over {grid.ep} x {grid.etp} ranks" if config.model.num_experts else ""
     print(
-        f"layout     tensor {grid.tp} x pipeline {grid.pp} x data {grid.dp}, ZeRO stage {config.zero.stage}"
+        f"layout     tensor {grid.tp} x pipeline {grid.pp} x data {grid.dp}{experts}, "
+        f"ZeRO stage {config.zero.stage}"
     )
     for note in shrunk.notes:
         print(f"shrunk     {note}")
@@ -135,9 +144,11 @@ def _verify_own(flags: argparse.Namespace, rest: list[str]) -> int:
 def serial_of(config: Config) -> Config:
     """The same model and batch in one process: nothing sharded, nothing recomputed, sample by sample.
 
-    Samples that share rows do so here too, because they drop the same elements.
+    Samples that share rows do so here too, because they drop the same elements. So do those that share a
+    micro-batch where a router balances or limits what is in one.
     """
-    size = config.batch.micro_batch_size if config.data.bert_pack else 1
+    together = config.data.bert_pack or balanced_by_micro_batch(config.model)
+    size = config.batch.micro_batch_size if together else 1
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(
@@ -148,6 +159,8 @@ def serial_of(config: Config) -> Config:
                     "pipeline_schedule": "auto",
                     "pipeline_partition": "uniform",
                     "sequence_parallel": False,
+                    "expert_model_parallel_size": 1,
+                    "expert_tensor_parallel_size": None,
                 }
             ),
             "zero": type(config.zero)(),

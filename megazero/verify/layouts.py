@@ -1,11 +1,8 @@
-"""Layouts of small models: all that the rules allow, and a selection that covers all pairs of settings."""
+"""`Layout`: one way to train one small model."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from itertools import combinations, product
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from megazero.config.rules import broken_rules
@@ -63,6 +60,69 @@ SHAPES = MappingProxyType(
 )
 DECODERS, ENCODERS = ("gpt2", "llama"), ("bert", "bert-original")
 
+_EVEN = MappingProxyType({"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (0.02,)})
+_FIRST = MappingProxyType({"moe_router_topk": 1, "moe_router_pre_softmax": True})
+EXPERTS = MappingProxyType(
+    {
+        "": {},
+        "top2": {"num_experts": (4,), "moe_z_loss_coeff": 0.01, **_EVEN},
+        "first-come": {
+            "num_experts": (4,),
+            "moe_expert_capacity_factor": 1.0,
+            "moe_min_capacity": 1,
+            "moe_token_drop_policy": "position",
+            **_FIRST,
+            **_EVEN,
+        },
+        "best": {"num_experts": (8,), "moe_router_topk": 3, "moe_expert_capacity_factor": 0.8, **_EVEN},
+        "random": {
+            "num_experts": (4,),
+            "moe_expert_capacity_factor": 1.0,
+            "moe_token_drop_policy": "random",
+            "moe_pad_expert_input_to_capacity": True,
+            "moe_z_loss_coeff": 0.01,
+        },
+        "biased": {
+            "num_experts": (8,),
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.02,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+            "moe_router_topk_scaling_factor": 1.5,
+        },
+        "shared": {
+            "num_experts": (4,),
+            "moe_ffn_hidden_size": 24,
+            "moe_shared_expert_intermediate_size": 32,
+            "moe_shared_expert_gate": True,
+            "moe_router_load_balancing_type": ("global_aux_loss", "seq_aux_loss"),
+            "moe_aux_loss_coeff": (0.03, 0.01),
+        },
+        "residual": {"num_experts": (4,), "mlp_type": "residual", "expert_interval": 2, **_FIRST, **_EVEN},
+        "pyramid": {
+            "num_experts": (4, 8),
+            "moe_layer_freq": (1, 0, 1, 0),
+            "moe_ffn_hidden_size": 16,
+            **_EVEN,
+        },
+        "noisy": {
+            "num_experts": (4,),
+            "moe_input_jitter_eps": 0.1,
+            "moe_router_sampling": "second",
+            "moe_z_loss_coeff": 0.01,
+        },
+        "micro-batch": {
+            "num_experts": (4,),
+            "moe_expert_capacity_factor": 1.0,
+            "moe_capacity_scope": "micro_batch",
+            "moe_router_load_balancing_type": ("aux_loss",),
+            "moe_aux_loss_coeff": (0.02,),
+        },
+    }
+)
+"""Kinds of experts by name, as settings of the model; the empty name has none."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -81,6 +141,9 @@ class Layout:
         binary_head: whether an encoder has its second task too.
         packed: whether an encoder's samples share rows.
         optimizer, overlap, bucket_size, hpz, backend: as in the configuration.
+        experts: the kind of experts, a name in `EXPERTS`.
+        ep, etp: ranks that share the experts of a layer, and each of them; 0 is `tp`.
+        dispatcher: how tokens reach their experts.
     """
 
     tp: int = 1
@@ -105,6 +168,10 @@ class Layout:
     bucket_size: int = 3000  # gives several buckets, even for this small model
     hpz: int = 1
     backend: str = "auto"
+    experts: str = ""
+    ep: int = 1
+    etp: int = 0
+    dispatcher: str = "alltoall"
 
     @property
     def world_size(self) -> int:
@@ -114,13 +181,18 @@ class Layout:
     @property
     def grid(self) -> ProcessGrid:
         """The ranks' places."""
-        return ProcessGrid(pp=self.pp, dp=self.dp, tp=self.tp)
+        return ProcessGrid(pp=self.pp, dp=self.dp, tp=self.tp, ep=self.ep, etp=self.etp)
 
     @property
     def serial(self) -> Layout:
-        """The same model in one process with nothing recomputed: sample by sample, an encoder all at once."""
+        """The same model in one process with nothing recomputed: sample by sample, an encoder all at once.
+
+        Where results depend on what is in a micro-batch, they have the same micro-batches.
+        """
+        alone = GLOBAL_BATCH if self.shape in ENCODERS else 1
         return Layout(
-            micro_batch=GLOBAL_BATCH if self.shape in ENCODERS else 1,
+            micro_batch=self.micro_batch if self.experts == "micro-batch" else alone,
+            experts=self.experts,
             shape=self.shape,
             untied=self.untied,
             layers=self.layers,
@@ -147,6 +219,10 @@ class Layout:
         parts += [f"hpz{self.hpz}"] if self.hpz > 1 else []
         parts += ["dropout"] if self.dropout else []
         parts += [self.backend] if self.backend != "auto" else []
+        if self.experts:
+            parts += [self.experts, f"E{self.ep}"]
+            parts += [f"S{self.etp}"] if self.etp else []
+            parts += [self.dispatcher] if self.dispatcher != "alltoall" else []
         return "-".join(parts)
 
     def config(self, steps: int = 5) -> Config:
@@ -165,6 +241,7 @@ class Layout:
                 init_method_std=0.1,
                 bert_binary_head=self.binary_head,
                 **SHAPES[self.shape],
+                **EXPERTS[self.experts],
             ),
             parallel=ParallelConfig(
                 tensor_model_parallel_size=self.tp,
@@ -173,6 +250,9 @@ class Layout:
                 num_virtual_stages_per_pipeline_rank=self.virtual if self.virtual > 1 else None,
                 sequence_parallel=self.sequence_parallel,
                 distributed_backend=self.backend,
+                expert_model_parallel_size=self.ep,
+                expert_tensor_parallel_size=self.etp or None,
+                moe_token_dispatcher_type=self.dispatcher,
             ),
             zero=ZeroConfig(
                 stage=self.zero,
@@ -203,113 +283,3 @@ class Layout:
     def broken_rules(self) -> list[str]:
         """Names of the rules that it breaks."""
         return [rule.name for rule in broken_rules(self.config(), self.world_size)]
-
-
-def all_layouts(most_ranks: int = 8) -> Iterator[Layout]:
-    """Every distinct layout of a decoder on at most `most_ranks` ranks that the rules allow."""
-    sizes = [
-        (tp, pp, dp)
-        for tp, pp, dp in product((1, 2, 4, 8), repeat=3)
-        if pp < 8 and tp * pp * dp <= most_ranks
-    ]
-    schedules = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 1)]
-    for (tp, pp, dp), (schedule, virtual), zero in product(sizes, schedules, range(4)):
-        if pp == 1 and schedule in ("gpipe", "interleaved"):
-            continue
-        chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
-        for rest in product(
-            (False, True), ("none", "full", "selective"), (1, 2), (False, True), DECODERS, (False, True)
-        ):
-            sequence_parallel, recompute, micro_batch, keep, shape, untied = rest
-            if (sequence_parallel and tp == 1) or (keep and zero < 3):
-                continue
-            layout = Layout(
-                tp=tp,
-                pp=pp,
-                dp=dp,
-                schedule=schedule,
-                virtual=virtual,
-                zero=zero,
-                sequence_parallel=sequence_parallel,
-                recompute=recompute,
-                micro_batch=micro_batch,
-                keep=keep,
-                shape=shape,
-                untied=untied,
-                layers=max(2, chunks),
-            )
-            if not layout.broken_rules():
-                yield layout
-
-
-def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> list[Layout]:
-    """`count` distinct layouts of an encoder on at most `most_ranks` ranks, drawn from all that are allowed.
-
-    There are too many to list. Dropout and packing do not meet: which elements are dropped depends on
-    which samples share a row.
-    """
-    dice, found = random.Random(seed), {}
-    schedules = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 1))
-    while len(found) < count:
-        schedule, virtual = dice.choice(schedules)
-        pp = dice.choice((1, 2, 4))
-        chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
-        dropout, packed = dice.choice(((0.0, False), (0.1, False), (0.0, True)))
-        layout = Layout(
-            tp=dice.choice((1, 2, 4)),
-            pp=pp,
-            dp=dice.choice((1, 2)),
-            schedule=schedule,
-            virtual=virtual,
-            zero=dice.choice(range(4)),
-            sequence_parallel=dice.choice((False, True)),
-            recompute=dice.choice(("none", "full", "selective")),
-            micro_batch=dice.choice((1, 2, 4)),
-            shape=dice.choice(ENCODERS),
-            untied=dice.choice((False, True)),
-            binary_head=dice.choice((False, True)),
-            optimizer=dice.choice(("adam", "lamb")),
-            layers=max(2, chunks),
-            dropout=dropout,
-            packed=packed,
-        )
-        if pp == 1 and schedule in ("gpipe", "interleaved"):
-            continue
-        if layout.sequence_parallel and layout.tp == 1:
-            continue
-        # Many ranks and many micro-batches take long and show no more together.
-        needed = GLOBAL_BATCH if layout.world_size <= 2 else pp if schedule == "interleaved" else 2
-        quick = layout.dp * layout.micro_batch * needed >= GLOBAL_BATCH
-        if layout.world_size <= most_ranks and quick and not layout.broken_rules():
-            found[layout] = None
-    return list(found)
-
-
-def covering(layouts: Sequence[Layout], count: int, seed: int = 1, few_ranks: int = 4) -> list[Layout]:
-    """`count` of the `layouts` that cover every pair of values of two settings that occurs in `layouts`.
-
-    They are chosen greedily from a shuffled order (pairwise testing, Cohen et al. 1997), then filled up in
-    that order, starting with layouts of `few_ranks`, as four take a quarter of the time of eight.
-    """
-    shuffled = list(layouts)
-    random.Random(seed).shuffle(shuffled)
-    names = [f.name for f in fields(Layout) if len({getattr(x, f.name) for x in shuffled}) > 1]
-
-    def pairs(layout: Layout) -> set:
-        values = [(name, getattr(layout, name)) for name in names]
-        return set(combinations(values, 2))
-
-    wanted = set().union(*map(pairs, shuffled))
-    chosen: list[Layout] = []
-    while wanted:
-        best = max(shuffled[:400], key=lambda x: len(pairs(x) & wanted))
-        gained = pairs(best) & wanted
-        if not gained:
-            # Only rare pairs are left: take any layout that has one.
-            best = next(x for x in shuffled if pairs(x) & wanted)
-            gained = pairs(best) & wanted
-        chosen.append(best)
-        wanted -= gained
-    taken = set(chosen)
-    rest = sorted((x for x in shuffled if x not in taken), key=lambda x: x.world_size > few_ranks)
-    return [*chosen, *rest[: max(0, count - len(chosen))]]

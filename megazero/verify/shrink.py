@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megazero.config.derive import chunks_per_stage, schedule_kind
@@ -40,6 +41,9 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
         "pp": parallel.pipeline_model_parallel_size,
         "dp": min(data_parallel, 2 * config.zero.hpz_partition_size),
     }
+    if config.model.num_experts:
+        # Enough replicas for experts to be shared, if there are.
+        sizes["dp"] = min(data_parallel, max(sizes["dp"], parallel.expert_model_parallel_size))
     wanted = dict(sizes)
     while sizes["tp"] * sizes["pp"] * sizes["dp"] > most_ranks and max(sizes.values()) > 2:
         largest = max(sizes, key=lambda axis: sizes[axis])
@@ -47,9 +51,10 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
     words = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
     notes = [f"{words[a]} parallel size {wanted[a]} -> {sizes[a]}" for a in sizes if sizes[a] != wanted[a]]
     tp, pp, dp = sizes["tp"], sizes["pp"], sizes["dp"]
+    ep, etp = _expert_sizes(config, tp, dp)
     changes = {
-        "model": _model(config, tp, pp),
-        "parallel": _parallel(config, tp, pp),
+        "model": {**_model(config, tp, pp), **_experts(config, tp, ep, etp)},
+        "parallel": _parallel(config, tp, pp) | _shared_experts(config, ep, etp),
         "zero": {
             "bucket_size": 3000,
             "prefetch_size": 6000,
@@ -72,7 +77,50 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
         and name not in ("lr_decay_style", "lr_wsd_decay_style", "lr_warmup_init")
     }
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
-    return Shrunk(config.model_copy(update=sections), ProcessGrid(pp=pp, dp=dp, tp=tp), tuple(notes))
+    if ep != parallel.expert_model_parallel_size:
+        notes.append(f"expert parallel size {parallel.expert_model_parallel_size} -> {ep}")
+    grid = ProcessGrid(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp)
+    return Shrunk(config.model_copy(update=sections), grid, tuple(notes))
+
+
+def _expert_sizes(config: Config, tp: int, dp: int) -> tuple[int, int]:
+    """Ranks that share the experts, and each of them: halved until they divide the ranks of a stage."""
+    parallel = config.parallel
+    etp = min(parallel.expert_tensor_parallel_size or tp, tp * dp)
+    while tp * dp % etp:
+        etp -= 1
+    ep = parallel.expert_model_parallel_size
+    while ep > 1 and (ep > tp * dp // etp or tp * dp // etp % ep):
+        ep = max(1, ep // 2)
+    return ep, etp
+
+
+def _shared_experts(config: Config, ep: int, etp: int) -> dict:
+    given = config.parallel.expert_tensor_parallel_size
+    sizes = {"expert_model_parallel_size": ep}
+    return sizes if given is None else {**sizes, "expert_tensor_parallel_size": etp}
+
+
+def _experts(config: Config, tp: int, ep: int, etp: int) -> dict:
+    """Few and narrow experts of the same kind, in all layers that have them or in every N-th."""
+    model = config.model
+    if not model.num_experts:
+        return {}
+    k, groups = model.moe_router_topk, model.moe_router_num_groups
+    least = ep * -(-max(k, 2 * groups if groups else k, 4) // ep)
+    if groups:
+        least = math.lcm(least, groups)
+    pattern = model.moe_layer_freq
+    return {
+        "num_experts": (least,),
+        "moe_layer_freq": (1,) if pattern is not None and len(pattern) > 1 else pattern,
+        "expert_interval": None if model.expert_interval is None else min(2, model.expert_interval),
+        "moe_ffn_hidden_size": None if model.moe_ffn_hidden_size is None else 8 * etp,
+        "moe_min_capacity": min(1, model.moe_min_capacity),
+        "moe_shared_expert_intermediate_size": (
+            None if model.moe_shared_expert_intermediate_size is None else 16 * tp
+        ),
+    }
 
 
 def _model(config: Config, tp: int, pp: int) -> dict:

@@ -71,6 +71,13 @@ class Partition:
         mine = value.reshape(-1)[start : start + self.shard.numel()]
         self.shard[: mine.numel()].copy_(mine)
 
+    def move(self, group: Group) -> None:
+        """Shard the parameter over `group`, part of the present one, instead; all ranks of that call this."""
+        value = self.whole()
+        self.group = group
+        self.shard = value.new_zeros(max(1, -(-value.numel() // group.size)))
+        self.store(value)
+
     @contextmanager
     def gathered(self, params: Iterable[nn.Parameter], *, write_back: bool) -> Iterator[None]:
         """Context in which the parameter is whole; with `write_back`, what is written to it is kept."""

@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megazero.mpu import AXES, COMMUNICATORS, ParallelContext
+from megazero.mpu import ParallelContext, ParamSpec, slice_axes
 from megazero.optim import local_square_sum
 from megazero.zero.bucket import Bucket
 
@@ -56,11 +56,21 @@ class ParameterNorms:
             mine = self._norms[first : first + count]
             if any(bucket.layout.row.shard_state for bucket in buckets):
                 self.context.groups[replicas].all_reduce(mine).wait()
-            for axis, traits in AXES.items():
-                if traits.model == "slices" and axis not in COMMUNICATORS[replicas]:
-                    self.context.groups[axis].all_reduce(mine).wait()
+            specs = [spec for bucket in buckets for spec in bucket.layout.specs]
+            for axis in slice_axes(replicas):
+                self._sum_over(axis, mine, specs)
         self._agree_over_ends()
         self._norms.sqrt_()
+
+    def _sum_over(self, axis: str, norms: Tensor, specs: Sequence[ParamSpec]) -> None:
+        """Sum those of `specs` whose other parts, or copies, the ranks along `axis` hold."""
+        numbers = [i for i, spec in enumerate(specs) if axis != "ep" or not spec.expert]
+        if len(numbers) == len(specs):
+            self.context.groups[axis].all_reduce(norms).wait()
+        elif numbers:
+            chosen = norms[numbers]
+            self.context.groups[axis].all_reduce(chosen).wait()
+            norms[numbers] = chosen
 
     def _agree_over_ends(self) -> None:
         ends = self.context.ends

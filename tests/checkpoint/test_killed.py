@@ -230,5 +230,5 @@ def test_a_dozen_kills_of_real_ranks(tmp_path):
     results = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [result["number"] for result in results] == list(range(12))
     assert not any(result["problems"] for result in results)
-    assert {result["variant"]["layout"] for result in results} == {"t2d2", "p2d2", "bert"}
+    assert {result["variant"]["layout"] for result in results} == {"t2d2", "p2d2", "bert", "experts"}
     assert any(result["loaded"] for result in results)

@@ -12,7 +12,7 @@ from megazero.checkpoint.box import gaps_or_overlaps
 from megazero.checkpoint.hf.config_json import architecture_of
 from megazero.checkpoint.naming import Link, Table, TensorRule, cut, groups_of
 from tests.checkpoint.hf.samples import GPT2, LLAMA, MODELS, VOCAB, parameter_specs
-from tests.models.hf_weights import gpt2_model, llama_model
+from tests.models.hf_weights import decoder_model
 
 
 def table_of(name: str) -> Table:
@@ -71,10 +71,9 @@ def test_ours_are_the_parameters_of_our_model_each_element_once(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_theirs_are_the_parameters_of_transformers_model_each_once(name):
     pytest.importorskip("transformers")
-    make = gpt2_model if name.startswith("gpt2") else llama_model
     with torch.device("meta"):
         # Tied ones count once.
-        theirs = {n: tuple(p.shape) for n, p in make(MODELS[name], VOCAB).named_parameters()}
+        theirs = {n: tuple(p.shape) for n, p in decoder_model(MODELS[name], VOCAB).named_parameters()}
     links = table_of(name).links
     assert len({link.theirs for link in links}) == len(links)
     assert {link.theirs: link.their_shape for link in links} == theirs

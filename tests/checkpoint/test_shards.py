@@ -40,7 +40,7 @@ def specs(tp: int) -> list[ParamSpec]:
         ParamSpec("column", (8, 5), ANY, COLUMNS),
         ParamSpec("row", (3, 8), ANY, ROWS),
         ParamSpec("groups", (2, 4, 3), ANY, ROWS),
-        ParamSpec("experts", (4, 8, 3), ANY, (Cut(0, "ep"), Cut(1, "tp"))),
+        ParamSpec("experts", (4, 8, 3), ANY, (Cut(0, "ep"), Cut(1, "etp"))),
         ParamSpec("experts' bias", (4, 3), ANY, (Cut(0, "ep"),)),
         ParamSpec("norm", (7,), ANY, weight_decay=False),
         ParamSpec("bias", (4, 3), ANY),
@@ -99,7 +99,7 @@ def local(optimizer: Optimizer) -> Iterable[tuple[ParamSpec, str, slice, Tensor]
 
 
 LAYOUTS = [
-    SimpleNamespace(grid=ProcessGrid(tp=tp, dp=dp, ep=ep), stage=stage, bucket_size=bucket_size)
+    SimpleNamespace(grid=ProcessGrid(tp=tp, dp=dp * ep, ep=ep), stage=stage, bucket_size=bucket_size)
     for ep, tps, dps, sizes in ((1, (1, 2, 4), (1, 2, 4), (1, 20, 1000)), (2, (1, 2), (1, 2), (20,)))
     for tp, dp, stage, bucket_size in product(tps, dps, (0, 1, 3), sizes)
     if dp * ep > 1 or stage == 0
@@ -108,7 +108,7 @@ LAYOUTS = [
 
 def title(layout: SimpleNamespace) -> str:
     grid = layout.grid
-    return f"T{grid.tp}E{grid.ep}D{grid.dp}Z{layout.stage}b{layout.bucket_size}"
+    return f"T{grid.tp}E{grid.ep}D{grid.edp}Z{layout.stage}b{layout.bucket_size}"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=title)
@@ -156,7 +156,7 @@ def test_tensor_parallel_ranks_share_what_all_hold():
     for rank in range(2):
         optimizer, context = build(grid, rank, stage=0, bucket_size=1000)
         names.append({part.key.name for part in parts_to_write(optimizer, context)})
-    replicated = {spec.name for spec in specs(2) if "tp" not in spec.axes}
+    replicated = {spec.name for spec in specs(2) if not {"tp", "etp"} & set(spec.axes)}
     assert names[0] & names[1] & replicated == set()
     assert all(each & replicated for each in names)
     assert "head" not in names[0] | names[1], "a tied copy is its original"

@@ -30,6 +30,19 @@ from megazero.config.fields import FIELD_BY_PATH
         ("data.data_path", "0.3 a 0.7 b", ("0.3", "a", "0.7", "b")),
         ("batch.rampup_batch_size", ["16", "8", "1e6"], (16, 8, 1_000_000)),
         ("parallel.sequence_parallel", True, True),
+        ("model.num_experts", "64", (64,)),
+        ("model.num_experts", 64, (64,)),
+        ("model.num_experts", ["32", "1e2"], (32, 100)),
+        ("model.num_experts", [32, 64], (32, 64)),
+        ("model.num_experts", "[32]*2+[64]*2", (32, 32, 64, 64)),
+        ("model.moe_layer_freq", ["([0]*2+[1]*3)"], (0, 0, 1, 1, 1)),
+        ("model.moe_layer_freq", "([0] * 1 + [1, 0]*2)", (0, 1, 0, 1, 0)),
+        ("model.moe_layer_freq", ["[0]", "+", "2*[1]"], (0, 1, 1)),
+        ("model.moe_layer_freq", "[1]*0+[0,1]", (0, 1)),
+        ("model.moe_layer_freq", "[1]" + "+[0]" * 100, (1, *[0] * 100)),
+        ("model.moe_aux_loss_coeff", ["1e-2", "0"], (0.01, 0.0)),
+        ("model.moe_aux_loss_coeff", 0.5, (0.5,)),
+        ("model.moe_router_load_balancing_type", ["AUX_LOSS", "none"], ("aux_loss", "none")),
         ("checkpoint.save", None, None),
     ],
 )
@@ -59,11 +72,46 @@ def test_reads(path: str, written: object, read: object) -> None:
         ("parallel.sequence_parallel", 1, "must be true or false"),
         ("batch.rampup_batch_size", ["16", "8"], "must be 3 integers"),
         ("data.data_path", [{"a": 1}], "must be a list of texts"),
+        ("model.num_experts", ["8", "many"], "must be an integer"),
+        ("model.num_experts", [8.5], "must be an integer"),
+        ("model.moe_layer_freq", "[1]*9999999999", "must have at most 10000 items"),
+        ("model.moe_layer_freq", "[" + "1," * 2000 + "1]", "must be written in at most 2000 characters"),
+        ("model.moe_layer_freq", "[9223372036854775808]", "must be an integer of at most 64 bits"),
+        ("model.moe_aux_loss_coeff", ["0.1", "much"], "must be a number"),
+        (
+            "model.moe_router_load_balancing_type",
+            ["aux_los"],
+            r"must be one of aux_loss, seq_aux_loss, global_aux_loss, none \(did you mean aux_loss\?\)",
+        ),
     ],
 )
 def test_refuses(path: str, written: object, message: str) -> None:
     with pytest.raises(Unreadable, match=message):
         coerce(FIELD_BY_PATH[path], written)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "[0",
+        "[0]*[1]",
+        "[0]+1",
+        "[0]-[1]",
+        "2*3+[1][0]",
+        "[True]",
+        "[-1]",
+        "[0.5]",
+        "[[1]]",
+        "[x for x in [1]]",
+        "[__import__('os')]",
+        "list([1])",
+        "[1]*2**3",
+        "(" * 300 + "[1]" + ")" * 300,
+    ],
+)
+def test_a_pattern_of_layers_is_read_and_never_run(written: str) -> None:
+    with pytest.raises(Unreadable, match=r"must be integers, or a list such as \(\[0\]\*3\+\[1\]\*21\)"):
+        coerce(FIELD_BY_PATH["model.moe_layer_freq"], written)
 
 
 @pytest.mark.parametrize(

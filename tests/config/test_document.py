@@ -161,7 +161,9 @@ def _value(spec: FieldSpec, rng: random.Random) -> Any:
         Kind.TEXT: lambda: _text(rng),
         Kind.CHOICE: lambda: rng.choice(spec.choices),
         Kind.BOOL: lambda: rng.random() < 0.5,
-        Kind.INTS: lambda: tuple(rng.randrange(1, 10**9) for _ in range(spec.length or 0)),
+        Kind.INTS: lambda: tuple(rng.randrange(1, 10**9) for _ in range(spec.length or rng.randrange(1, 4))),
+        Kind.FLOATS: lambda: tuple(rng.choice(_FLOATS) for _ in range(rng.randrange(1, 4))),
+        Kind.CHOICES: lambda: tuple(rng.choices(spec.choices, k=rng.randrange(1, 4))),
         Kind.TEXTS: lambda: tuple(_text(rng) for _ in range(rng.randrange(4))),
     }[spec.kind]()
 
@@ -201,3 +203,65 @@ def test_the_whole_tree_is_written() -> None:
     text = to_yaml(make_config())
     for spec in FIELDS:
         assert f"\n  {spec.name}:" in text
+
+
+def written(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def test_a_document_is_built_on_its_base(tmp_path: Path) -> None:
+    """The base is looked for beside the file that names it; what stands in both is the upper one's."""
+    files = {
+        "common/root.yaml": "model: {num_layers: 2, hidden_size: 8}\noptimizer: {lr: 1}\n",
+        "base.yaml": "base: common/root.yaml\nmodel:\n  num_layers: 3\n  seq_length: 4\n",
+        "member.yaml": "model:\n  seq_length: 5\nbase: base.yaml\n",
+    }
+    written(tmp_path, files)
+    document = read_file(str(tmp_path / "member.yaml"))
+    assert document.problems == []
+    assert {s.spec.path: (s.value, Path(s.source).name) for s in document.settings} == {
+        "model.hidden_size": (8, "root.yaml:1"),
+        "optimizer.lr": (1.0, "root.yaml:2"),
+        "model.num_layers": (3, "base.yaml:3"),
+        "model.seq_length": (5, "member.yaml:2"),
+    }
+    assert len(document.settings) == 4
+
+
+def test_a_value_of_the_base_that_cannot_be_read_may_be_overridden_but_is_reported(tmp_path: Path) -> None:
+    files = {
+        "base.yaml": "model: {num_layers: two, hidden_size: two}\n",
+        "a.yaml": "base: base.yaml\nmodel: {num_layers: 2}",
+    }
+    written(tmp_path, files)
+    document = read_file(str(tmp_path / "a.yaml"))
+    assert len(document.problems) == 2
+    assert document.broken == {"model.hidden_size"}
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        (
+            {"a.yaml": "base: b.yaml"},
+            "a.yaml:1: `base` must name a readable file, but {}/b.yaml: No such file or directory.",
+        ),
+        ({"a.yaml": "\nbase: [b]"}, "a.yaml:2: `base` must be the name of a file, but is a sequence."),
+        ({"a.yaml": "base:"}, "a.yaml:1: `base` must be the name of a file, but is ``."),
+        ({"a.yaml": "basse: b.yaml"}, "a.yaml:1: unknown key `basse`; did you mean `base`?"),
+        (
+            {"a.yaml": "base: b.yaml", "b.yaml": "base: a.yaml"},
+            "b.yaml:1: `base` must not lead back to a file built on it, but is {}/a.yaml.",
+        ),
+        (
+            {"a.yaml": "base: b.yaml", "b.yaml": "model: {num_layer: 2}"},
+            "b.yaml:1: unknown key `model.num_layer`; did you mean `model.num_layers`?",
+        ),
+    ],
+)
+def test_problems_of_a_base(tmp_path: Path, files: dict[str, str], problem: str) -> None:
+    written(tmp_path, files)
+    assert read_file(str(tmp_path / "a.yaml")).problems == [f"{tmp_path}/{problem.format(tmp_path)}"]

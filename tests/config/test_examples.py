@@ -9,6 +9,7 @@ import pytest
 from megazero.config import parse_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples_3d"
+MOE = ("dense", "fine-grained-shared", "moe-top1", "moe-top2", "pr-moe", "pyramid", "residual")
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples_3d"
         ("bert_345m", 8, []),
         ("bert_3.9b_tp8_pp2", 64, []),
         ("bert_large_lamb_phase1", 1024, []),
+        *((f"moe/{name}", ranks, ["--mock-data"]) for name in MOE for ranks in (1, 2)),
     ],
 )
 def test_accepted(name: str, world_size: int, extra: list[str]) -> None:

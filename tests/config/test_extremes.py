@@ -23,7 +23,7 @@ from tests.config.samples import BASE_FLAGS
 
 ROOT = Path(__file__).parents[2]
 INTEGERS = [spec for spec in FIELDS if spec.kind in (Kind.INT, Kind.INTS)]
-NUMBERS = [spec for spec in FIELDS if spec.kind is Kind.FLOAT]
+NUMBERS = [spec for spec in FIELDS if spec.kind in (Kind.FLOAT, Kind.FLOATS)]
 BITS = "must be an integer of at most 64 bits, no larger than 9223372036854775807"
 
 

@@ -46,6 +46,17 @@ def values(*argv: str) -> dict[str, object]:
         ("--rampup-batch-size 16 8 1e6", {"batch.rampup_batch_size": (16, 8, 1_000_000)}),
         ("--data-path 0.3 a 0.7 b --lr 1", {"data.data_path": ("0.3", "a", "0.7", "b"), "optimizer.lr": 1.0}),
         ("--data-path=a", {"data.data_path": ("a",)}),
+        ("--num-experts 32 64 --lr 1", {"model.num_experts": (32, 64), "optimizer.lr": 1.0}),
+        ("--num-moe-experts 8", {"model.num_experts": (8,)}),
+        ("--moe-layer-freq=([0]*1+[1]*2)", {"model.moe_layer_freq": (0, 1, 1)}),
+        ("--topk 1", {"model.moe_router_topk": 1}),
+        ("--moe-loss-coeff 0.01", {"model.moe_aux_loss_coeff": (0.01,)}),
+        ("--moe-aux-loss-coeff 0.1 0.2", {"model.moe_aux_loss_coeff": (0.1, 0.2)}),
+        ("--moe-token-dispatcher-type alltoall_seq", {"parallel.moe_token_dispatcher_type": "alltoall"}),
+        ("--disable-moe-token-dropping", {"model.moe_expert_capacity_factor": None}),
+        ("--enable-expert-tensor-parallelism", {"parallel.expert_tensor_parallel_size": None}),
+        ("--moe-expert-parallel-size 2", {"parallel.expert_model_parallel_size": 2}),
+        ("--disable-moe-top2-2nd-expert-sampling", {"model.moe_router_sampling": "none"}),
     ],
 )
 def test_one_flag(argv: str, expected: dict[str, object]) -> None:
@@ -66,6 +77,17 @@ def test_one_flag(argv: str, expected: dict[str, object]) -> None:
         ("--no-bias-gelu-fusion", "model.activation", "gelu_exact"),
         ("--no-bias-gelu-fusion --swiglu", "model.activation", "swiglu"),
         ("--no-bias-gelu-fusion --openai-gelu", "model.activation", "gelu"),
+        # Megatron-DeepSpeed's switch overrules its factor, which its scripts always give.
+        (
+            "--disable-moe-token-dropping --moe-train-capacity-factor 1.0",
+            "model.moe_expert_capacity_factor",
+            None,
+        ),
+        (
+            "--moe-train-capacity-factor 1.0 --moe-expert-capacity-factor 2",
+            "model.moe_expert_capacity_factor",
+            2.0,
+        ),
         # Saying the same thing several ways is no clash.
         (
             "--checkpoint-activations --deepspeed-activation-checkpointing --recompute-granularity full",
@@ -109,6 +131,18 @@ def test_flags_that_go_together(argv: str, field: str, value: str) -> None:
             "every "
             "query head its own key/value head, but is 4; add it, or leave `--num-query-groups` out.",
         ),
+        (
+            "--enable-expert-tensor-parallelism --expert-tensor-parallel-size 1",
+            "`parallel.expert_tensor_parallel_size` must be set one way, but "
+            "`--enable-expert-tensor-parallelism` says the default and `--expert-tensor-parallel-size` says "
+            "1; keep one of these flags.",
+        ),
+        (
+            "--num-experts 8 16 --num-moe-experts 8",
+            "`model.num_experts` must be set one way, but `--num-experts` says 8 16 and `--num-moe-experts` "
+            "says 8; keep one of these flags.",
+        ),
+        ("--num-experts --fp16", "`--num-experts` must be followed by a value (int ...)."),
         ("--hiden-size 64", "unknown flag `--hiden-size`; did you mean `--hidden-size`?"),
         ("--hidden_size 64", "unknown flag `--hidden_size`; did you mean `--hidden-size`?"),
         ("--xyzzy", "unknown flag `--xyzzy`; see --help."),

@@ -15,9 +15,10 @@ from megazero.config.horizon import horizon_of
 from megazero.config.steps import Progress
 from megazero.mpu import solo_context
 from megazero.verify.compare import compare
-from megazero.verify.layouts import ENCODERS, Layout, covering, encoder_layouts
+from megazero.verify.layouts import ENCODERS, Layout
 from megazero.verify.record import Record, micro_batches
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
+from megazero.verify.selection import covering, encoder_layouts
 
 COUNT = 128
 

@@ -12,9 +12,10 @@ import pytest
 
 from megazero.config.tree import RecomputeConfig
 from megazero.verify.compare import compare
-from megazero.verify.layouts import DECODERS, Layout, all_layouts, covering
+from megazero.verify.layouts import DECODERS, Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
+from megazero.verify.selection import all_layouts, covering
 
 COUNT = 240
 

@@ -12,7 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.reshard_sweep import EXTRA, SMALL, Case, cases, check, difference, flat, pairs, run
+from benchmarks.reshard_sweep import (
+    EXTRA,
+    SMALL,
+    Case,
+    cases,
+    check,
+    difference,
+    expert_pairs,
+    flat,
+    logical,
+    pairs,
+    run,
+)
 from megazero.config.horizon import horizon_of
 from megazero.mpu import ThreadWorld, thread_context
 from megazero.train.snapshot import Snapshots
@@ -27,11 +39,42 @@ def pytest_generate_tests(metafunc):
     if "pair" in metafunc.fixturenames:
         nightly = metafunc.config.getoption("--all-layouts")
         chosen = pairs(400, 8) if nightly else pairs(COUNT, RANKS)
+        chosen += expert_pairs()
         metafunc.parametrize("pair", chosen, ids=lambda pair: f"{pair[0].name} to {pair[1].name}")
 
 
 def test_there_and_back(tmp_path, pair):
     assert check(*pair, tmp_path).wrong == ()
+
+
+def test_experts_change_their_ranks_with_every_other_setting():
+    chosen = expert_pairs()
+    assert len(chosen) >= 20
+    for first, second in chosen:
+        assert first.model == second.model
+        assert first != second
+        assert not first.layout.broken_rules()
+        assert first.layout.world_size <= RANKS
+    change_of_ep = [(a.layout, b.layout) for a, b in chosen if a.layout.ep != b.layout.ep]
+    assert len(change_of_ep) >= 15
+    for name in ("tp", "pp", "dp", "zero", "etp", "sequence_parallel", "dispatcher"):
+        assert any(getattr(a, name) != getattr(b, name) for a, b in change_of_ep), name
+    both = {(min(a.ep, b.ep), max(a.ep, b.ep)) for a, b in change_of_ep}
+    assert both == {(1, 2), (1, 4), (2, 4)}
+
+
+def test_what_routers_remember_is_saved_and_its_loss_is_seen(tmp_path, monkeypatch):
+    """Loads and biases are tensors of a checkpoint; one that is not loaded shows in what is saved next."""
+    first, second = expert_pairs()[1]
+    run(first, None, tmp_path / "seen", 0)
+    saved = {name: each for name, each in logical(tmp_path / "seen").items() if name.endswith("/router")}
+    assert sorted(saved) == [
+        f"layers.{layer}.mlp.router.{what}/router" for layer in (0, 1) for what in ("bias", "load")
+    ]
+    assert all(tensor.shape == (8,) and tensor.abs().max() > 0 for tensor in saved.values())
+    monkeypatch.setattr("megazero.train.resume.router_parts_to_read", lambda loads, source: [])
+    wrong = check(first, second, tmp_path).wrong
+    assert any(each.startswith("saved on B: layers.0.mlp.router.") for each in wrong)
 
 
 def test_every_value_of_every_setting_is_on_both_sides():

@@ -118,10 +118,10 @@ def test_a_copy_starts_with_the_values_of_its_original():
 
 
 def test_slices_cut_over_two_axes_are_those_of_the_whole():
-    """Experts [E, f, h] with E over ep and f over tp, both padded unevenly, and their bias over ep alone."""
-    normal, grid = InitialValues("normal", 1.0), ProcessGrid(ep=2, tp=2)
+    """Experts [E, f, h] with E over ep and f over etp, both padded unevenly, and their bias over ep alone."""
+    normal, grid = InitialValues("normal", 1.0), ProcessGrid(dp=2, ep=2, tp=2)
     up = ParamSpec(
-        "experts.up", (3, 5, 4), normal, (Cut(0, "ep", padded_size=4), Cut(1, "tp", padded_size=6))
+        "experts.up", (3, 5, 4), normal, (Cut(0, "ep", padded_size=4), Cut(1, "etp", padded_size=6))
     )
     bias = ParamSpec("experts.bias", (4, 5), normal, (Cut(0, "ep"),))
 

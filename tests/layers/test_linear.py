@@ -75,7 +75,8 @@ def step(context, case: Case, split: bool) -> tuple[dict[str, torch.Tensor], lis
     x = tensor(1, S, B, H, dtype=case.dtype)
     x = (own_rows(x, placement.tp) if placement.sequence_parallel else x).requires_grad_()
     deferred = [] if split else None
-    hidden = run_layers(layers, x, LayerInputs(range(S), deferred=deferred), recompute_units(3, recompute))
+    units = recompute_units(3, recompute)
+    hidden, _ = run_layers(layers, x, LayerInputs(range(S), deferred=deferred), units)
     logits = column_linear(
         hidden, model.head, None, placement.tp, placement.sequence_parallel, deferred=deferred
     )

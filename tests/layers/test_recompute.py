@@ -84,7 +84,7 @@ class Stack:
         self.keeping = InputKeeping.of(recompute, placement)
 
     def forward(self) -> torch.Tensor:
-        return run_layers(self.layers, self.x, self.inputs, self.units, self.keeping)
+        return run_layers(self.layers, self.x, self.inputs, self.units, self.keeping)[0]
 
     def gradients(self) -> list[torch.Tensor]:
         (self.forward() ** 2).sum().backward()

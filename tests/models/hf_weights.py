@@ -6,6 +6,7 @@ The rules of conversion are rearrangements, so they carry gradients as well as w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,33 +70,94 @@ def gpt2_model(config: ModelConfig, vocab_size: int) -> nn.Module:
     return GPT2LMHeadModel(theirs).eval()
 
 
-def llama_model(config: ModelConfig, vocab_size: int) -> nn.Module:
-    """LlamaForCausalLM of this shape."""
+def like_llama(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """What the configurations of Llama and its descendants have in common."""
     import transformers
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     rope = {"rope_theta": config.rotary_base}
     if int(transformers.__version__.split(".")[0]) >= 5:
         rope = {"rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base}}
-    theirs = LlamaConfig(
-        vocab_size=vocab_size,
-        max_position_embeddings=config.positions,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.ffn_size,
-        attention_bias=config.add_bias_linear,
-        mlp_bias=config.add_bias_linear,
-        hidden_act="silu",
-        rms_norm_eps=config.norm_epsilon,
-        tie_word_embeddings=not config.untie_embeddings_and_output_weights,
-        bos_token_id=None,
-        eos_token_id=None,
+    return {
+        "vocab_size": vocab_size,
+        "max_position_embeddings": config.positions,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_epsilon,
+        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+        "bos_token_id": None,
+        "eos_token_id": None,
         **rope,
-    )
-    return LlamaForCausalLM(theirs).eval()
+    }
+
+
+def llama_model(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """LlamaForCausalLM of this shape."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    biases = {"attention_bias": config.add_bias_linear, "mlp_bias": config.add_bias_linear}
+    return LlamaForCausalLM(LlamaConfig(**like_llama(config, vocab_size), **biases)).eval()
+
+
+def qwen2_model(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """Qwen2ForCausalLM of this shape."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**like_llama(config, vocab_size))).eval()
+
+
+def expert_by_expert(model: nn.Module) -> nn.Module:
+    """The model without grouped products, which version 5 would take: they ask for widths of 16 bytes."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model
+
+
+def mixtral_model(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """MixtralForCausalLM of this shape."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    fields = {
+        **like_llama(config, vocab_size),
+        "intermediate_size": config.expert_ffn_size,
+        "num_local_experts": config.num_experts[0],
+        "num_experts_per_tok": config.moe_router_topk,
+    }
+    return expert_by_expert(MixtralForCausalLM(MixtralConfig(**fields)).eval())
+
+
+def qwen2_moe_model(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """Qwen2MoeForCausalLM of this shape; of one channel of shared experts if the model has none."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    fields = {
+        **like_llama(config, vocab_size),
+        "qkv_bias": config.qkv_bias,
+        "num_experts": config.num_experts[0],
+        "num_experts_per_tok": config.moe_router_topk,
+        "norm_topk_prob": not config.moe_router_pre_softmax,
+        "moe_intermediate_size": config.expert_ffn_size,
+        "shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size or 1,
+        "decoder_sparse_step": config.expert_interval or 1,
+        "mlp_only_layers": [n for n, has in enumerate(config.moe_layer_freq or ()) if not has],
+    }
+    return expert_by_expert(Qwen2MoeForCausalLM(Qwen2MoeConfig(**fields)).eval())
+
+
+def decoder_model(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """transformers' decoder of this shape, of the class that `architecture_of` names."""
+    makers = {
+        "GPT2LMHeadModel": gpt2_model,
+        "LlamaForCausalLM": llama_model,
+        "Qwen2ForCausalLM": qwen2_model,
+        "MixtralForCausalLM": mixtral_model,
+        "Qwen2MoeForCausalLM": qwen2_moe_model,
+    }
+    return makers[architecture_of(config).name](config, vocab_size)
 
 
 def bert_model(config: ModelConfig, vocab_size: int) -> nn.Module:

@@ -35,12 +35,13 @@ def test_it_follows_the_configuration(reset):
 
 def test_a_mask_of_ones_is_left_out_and_any_other_kept():
     collate = TextCollate(8, CPU)
+    routed = {"tokens": 6.0, "sequences": 2.0, "micro_batches": 1.0}
     ones = collate(arrays(loss_mask=np.ones((2, 3), np.float32)), (0, 1))
-    assert (ones.loss_mask, ones.counted, ones.counts) == (None, None, {"lm": 6.0})
+    assert (ones.loss_mask, ones.counted, ones.counts) == (None, None, {"lm": 6.0, **routed})
     mask = np.array([[1, 0, 1], [1, 1, 0.5]], np.float32)
     some = collate(arrays(loss_mask=mask), (0, 1))
     assert some.loss_mask.tolist() == mask.tolist()
-    assert some.counts == {"lm": 4.5}
+    assert some.counts == {"lm": 4.5, **routed}
 
 
 def test_dropout_keys_are_those_of_the_seed_and_the_samples():

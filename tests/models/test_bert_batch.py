@@ -50,7 +50,8 @@ def test_a_batch_holds_what_someone_reads():
         "positions": None,
         "wanted": None,  # eight columns are all that there are
     }
-    assert batch.counts == {"lm": 3, "lm_accuracy": 3, "sop": 2, "sop_accuracy": 2, "padding": 24}
+    heads = {"lm": 3, "lm_accuracy": 3, "sop": 2, "sop_accuracy": 2, "padding": 24}
+    assert batch.counts == {**heads, "tokens": 9, "sequences": 2, "micro_batches": 1}
     assert {batch.tokens.dtype, batch.masked.dtype, batch.labels.dtype, batch.is_random.dtype} == {
         torch.int64
     }

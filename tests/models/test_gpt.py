@@ -57,8 +57,9 @@ def test_foreign_tokens_of_a_batch_made_by_hand_are_refused(tp, sequence_paralle
 
 
 def test_without_a_mask_every_position_counts():
-    assert Batch.from_arrays(arrays(), CPU, 13).counts == {"lm": 16.0}
-    assert Batch(torch.zeros(3, 5, dtype=torch.long)).counts == {"lm": 15.0}
+    each = {"sequences": 2.0, "micro_batches": 1.0}
+    assert Batch.from_arrays(arrays(), CPU, 13).counts == {"lm": 16.0, "tokens": 16.0, **each}
+    assert Batch(torch.zeros(3, 5, dtype=torch.long)).counts["lm"] == 15.0
 
 
 def test_a_mask_counts_by_its_weights():
@@ -66,7 +67,7 @@ def test_a_mask_counts_by_its_weights():
     mask[0, :3] = 1.0
     mask[1, 7] = 0.5
     batch = Batch.from_arrays(arrays(loss_mask=mask), CPU, 13)
-    assert (batch.counted, batch.counts) == (3.5, {"lm": 3.5})
+    assert (batch.counted, batch.counts["lm"]) == (3.5, 3.5)
 
 
 def test_a_mask_without_its_count_is_a_bug():

@@ -1,4 +1,4 @@
-"""megazero's GPT against `transformers`' own GPT-2 and Llama with the same weights: logits and gradients."""
+"""megazero's GPT against transformers' GPT-2, Llama and Qwen2 with the same weights: logits and gradients."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.models.hf_weights import (
     global_weights,
     gpt2_model,
     llama_model,
+    qwen2_model,
     to_theirs,
 )
 
@@ -59,6 +60,7 @@ SHAPES = {
     "gpt2-exact-gelu": (GPT2.model_copy(update={"activation": "gelu_exact"}), gpt2_model),
     "llama": (LLAMA.model_copy(update=UNTIED), llama_model),
     "llama-tied": (LLAMA, llama_model),
+    "qwen2": (LLAMA.model_copy(update={"kv_channels": None, "add_qkv_bias": True}), qwen2_model),
     "llama-one-group": (LLAMA.model_copy(update={"num_query_groups": 1}), llama_model),
     "llama-all-groups": (LLAMA.model_copy(update={"num_query_groups": 6}), llama_model),
 }
@@ -104,7 +106,7 @@ def run_ours(config: ModelConfig, tp: int) -> tuple:
 
 @pytest.mark.parametrize(
     ("shape", "tp"),
-    [(shape, 1) for shape in SHAPES] + [("gpt2", 2), ("llama", 2), ("llama-tied", 2)],
+    [(shape, 1) for shape in SHAPES] + [("gpt2", 2), ("llama", 2), ("llama-tied", 2), ("qwen2", 2)],
 )
 def test_logits_loss_gradients_and_greedy_tokens_agree(shape, tp):
     config, make = SHAPES[shape]

@@ -6,7 +6,7 @@ import pytest
 
 from megazero.config.tree import ParallelConfig
 from megazero.errors import ConfigError
-from megazero.mpu import AXES, COMMUNICATORS, ProcessGrid
+from megazero.mpu import AXES, COMMUNICATORS, ProcessGrid, slice_axes
 from megazero.mpu.launch import grid_of
 
 #           tp 0  tp 1
@@ -24,52 +24,93 @@ def test_pp2_dp2_tp2_is_the_drawn_grid():
     assert grid.world_size == 8
     for row, (pp, dp) in zip(DRAWN, [(0, 0), (0, 1), (1, 0), (1, 1)], strict=True):
         for tp, rank in enumerate(row):
-            indices = {"pp": pp, "dp": dp, "cp": 0, "ep": 0, "tp": tp}
-            assert {axis: grid.place(rank).index(axis) for axis in AXES} == indices
+            indices = {"pp": pp, "dp": dp, "cp": 0, "tp": tp}
+            assert {axis: grid.place(rank).index(axis) for axis in indices} == indices
             assert grid.rank(indices) == rank
     assert grid.partition(("tp",)) == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert grid.partition(("dp", "ep")) == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert grid.partition(("dp",)) == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert grid.partition(("pp",)) == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert grid.partition(("pp", "tp")) == ((0, 1, 4, 5), (2, 3, 6, 7))
 
 
-def test_expert_axis_divides_data_parallelism():
-    grid = ProcessGrid(dp=2, ep=2, tp=2)
+def test_by_default_experts_share_what_tensor_parallel_ranks_do():
+    grid = ProcessGrid(dp=4, ep=2, tp=2)
+    assert (grid.edp, grid.ep, grid.etp) == (2, 2, 2)
     assert grid.data_parallel_size == 4
     assert grid.partition(("ep",)) == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert grid.partition(("etp",)) == grid.partition(("tp",))
     assert grid.partition(COMMUNICATORS["data"]) == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert grid.partition(COMMUNICATORS["expert"]) == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert grid.partition(COMMUNICATORS["expert_replica"]) == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert grid.partition(COMMUNICATORS["replica"]) == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert grid.partition(COMMUNICATORS["model"]) == ((0, 1, 2, 3), (4, 5, 6, 7)), "with all its experts"
+
+
+def test_experts_number_the_ranks_their_own_way():
+    """Two replicas of two tensor-parallel ranks hold a quarter of the experts each: none are replicas."""
+    grid = ProcessGrid(pp=2, dp=2, tp=2, ep=4, etp=1)
+    assert grid.edp == 1
+    assert grid.partition(("ep",)) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert [grid.place(rank).index("ep") for rank in range(8)] == [0, 1, 2, 3] * 2
+    assert grid.partition(COMMUNICATORS["expert_replica"]) == tuple((rank,) for rank in range(8))
+    sliced = ProcessGrid(dp=4, ep=1, etp=2)
+    assert sliced.edp == 2
+    assert sliced.partition(("etp",)) == ((0, 1), (2, 3))
+    assert sliced.partition(COMMUNICATORS["expert_replica"]) == ((0, 2), (1, 3))
+
+
+def test_experts_that_do_not_divide_a_stage_are_refused():
+    told = (
+        r"^`expert_model_parallel_size` \(3\) x `expert_tensor_parallel_size` \(1\) must divide the ranks "
+        "of a pipeline stage, but there are 4; choose sizes whose product divides that$"
+    )
+    with pytest.raises(ConfigError, match=told):
+        ProcessGrid(pp=3, dp=4, ep=3)
 
 
 def test_what_the_communicators_span():
-    assert tuple(AXES) == ("pp", "dp", "cp", "ep", "tp")
+    assert tuple(AXES) == ("pp", "dp", "cp", "tp", "edp", "ep", "etp")
     assert dict(COMMUNICATORS) == {
         "pp": ("pp",),
         "cp": ("cp",),
-        "ep": ("ep",),
         "tp": ("tp",),
-        "data": ("dp", "ep"),
-        "replica": ("dp", "cp", "ep"),
-        "expert_replica": ("dp", "cp"),
-        "batch": ("dp", "cp", "ep"),
-        "model": ("pp", "ep", "tp"),
-        "world": ("pp", "dp", "cp", "ep", "tp"),
+        "ep": ("ep",),
+        "etp": ("etp",),
+        "data": ("dp",),
+        "replica": ("dp", "cp"),
+        "expert_replica": ("edp",),
+        "expert": ("ep", "etp"),
+        "batch": ("dp", "cp"),
+        "stage": ("dp", "cp", "tp"),
+        "model": ("pp", "tp"),
+        "world": ("pp", "dp", "cp", "tp"),
     }
+    assert slice_axes("replica") == ("tp",)
+    assert slice_axes("expert_replica") == ("ep", "etp")
 
 
 def test_who_reads_one_batch_and_who_holds_one_model():
-    grid = ProcessGrid(pp=2, dp=2, cp=2, ep=2, tp=2)
-    assert grid.members(5, COMMUNICATORS["batch"]) == (1, 3, 5, 7, 9, 11, 13, 15)
-    assert grid.members(5, COMMUNICATORS["model"]) == (4, 5, 6, 7, 20, 21, 22, 23)
+    grid = ProcessGrid(pp=2, dp=2, cp=2, tp=2)
+    assert grid.members(5, COMMUNICATORS["batch"]) == (1, 3, 5, 7)
+    assert grid.members(5, COMMUNICATORS["stage"]) == tuple(range(8))
+    assert grid.members(5, COMMUNICATORS["model"]) == (4, 5, 12, 13)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 3, 1, 1, 2), (3, 1, 2, 2, 1), (2, 2, 2, 2, 2)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 1, 1, 1, 1, 1),
+        (2, 3, 1, 2, 3, 2),
+        (3, 2, 2, 1, 2, 1),
+        (2, 2, 2, 2, 2, 2),
+        (1, 3, 1, 4, 6, 2),
+        (2, 4, 1, 2, 8, 1),
+    ],
+)
 def test_laws_of_every_grid(sizes):
-    grid = ProcessGrid(**dict(zip(AXES, sizes, strict=True)))
+    grid = ProcessGrid(**dict(zip(("pp", "dp", "cp", "tp", "ep", "etp"), sizes, strict=True)))
     ranks = range(grid.world_size)
-    assert [grid.rank({axis: grid.place(r).index(axis) for axis in AXES}) for r in ranks] == list(ranks)
+    for names in (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp")):
+        assert [grid.rank({axis: grid.place(r).index(axis) for axis in names}) for r in ranks] == list(ranks)
     for axes in COMMUNICATORS.values():
         groups = grid.partition(axes)
         assert sorted(r for g in groups for r in g) == list(ranks)
@@ -79,12 +120,15 @@ def test_laws_of_every_grid(sizes):
 
 
 def test_factor_leaves_the_rest_to_dp():
-    assert ProcessGrid.factor(16, tp=2, pp=2, ep=2) == ProcessGrid(pp=2, dp=2, ep=2, tp=2)
+    assert ProcessGrid.factor(16, tp=2, pp=2, ep=2) == ProcessGrid(pp=2, dp=4, ep=2, tp=2)
+    assert ProcessGrid.factor(8, tp=2, ep=8, etp=1) == ProcessGrid(dp=4, ep=8, tp=2, etp=1)
 
 
 def test_every_axis_has_its_setting():
     sizes = {axis.setting: 2 for axis in AXES.values() if axis.setting is not None}
-    assert grid_of(ParallelConfig(**sizes), 32) == ProcessGrid(pp=2, dp=2, cp=2, ep=2, tp=2)
+    assert grid_of(ParallelConfig(**sizes), 32) == ProcessGrid(pp=2, dp=4, cp=2, ep=2, tp=2, etp=2)
+    sizes["expert_tensor_parallel_size"] = None
+    assert grid_of(ParallelConfig(**sizes), 32).etp == 2
 
 
 def test_a_world_that_does_not_factor_is_refused():

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megazero.mpu import (
-    AXES,
     COMMUNICATORS,
     Cut,
     InitialValues,
@@ -59,8 +58,8 @@ def test_the_elements_of_a_slice_that_are_not_padding():
 @pytest.mark.parametrize(
     "each",
     [
-        spec((3, 5, 4), Cut(0, "ep", padded_size=4), Cut(1, "tp", padded_size=6)),
-        spec((3, 5, 7), Cut(0, "ep", padded_size=6), Cut(2, "tp", padded_size=12)),
+        spec((3, 5, 4), Cut(0, "ep", padded_size=4), Cut(1, "etp", padded_size=6)),
+        spec((3, 5, 7), Cut(0, "ep", padded_size=6), Cut(2, "etp", padded_size=12)),
         spec((4, 3), Cut(1, "tp", padded_size=8)),
         spec((4, 6), Cut(0, "tp")),
     ],
@@ -68,7 +67,7 @@ def test_the_elements_of_a_slice_that_are_not_padding():
 )
 def test_padding_is_what_a_slice_of_ones_lacks(each):
     for rank in range(4):
-        place = Place(ProcessGrid(ep=2, tp=2), rank)
+        place = Place(ProcessGrid(dp=2, ep=2, tp=2), rank)
         ones = each.shard(torch.ones(each.shape), place).flatten()
         present = [i for run in each.present_elements(place) for i in run]
         assert present == ones.nonzero().flatten().tolist()
@@ -81,7 +80,7 @@ def test_padding_is_what_a_slice_of_ones_lacks(each):
         ((Cut(1, "tp"),), (4, 3, 3), [(0, 0, 0), (0, 3, 0)] * 2),
         ((Cut(0, "ep"),), (2, 6, 3), [(0, 0, 0)] * 2 + [(2, 0, 0)] * 2),
         (
-            (Cut(0, "ep"), Cut(1, "tp", padded_size=8)),
+            (Cut(0, "ep"), Cut(1, "etp", padded_size=8)),
             (2, 4, 3),
             [(0, 0, 0), (0, 4, 0), (2, 0, 0), (2, 4, 0)],
         ),
@@ -89,16 +88,16 @@ def test_padding_is_what_a_slice_of_ones_lacks(each):
     ids=["whole", "tp", "ep", "both"],
 )
 def test_slices_of_experts_and_tensor_parallel_ranks(cuts, local, offsets):
-    each, places = spec((4, 6, 3), *cuts), [Place(ProcessGrid(ep=2, tp=2), rank) for rank in range(4)]
+    each, places = spec((4, 6, 3), *cuts), [Place(ProcessGrid(dp=2, ep=2, tp=2), rank) for rank in range(4)]
     assert [each.local_shape(place) for place in places] == [local] * 4
     assert [each.offset(place) for place in places] == offsets
     assert each.replicas == ("expert_replica" if "ep" in each.axes else "replica")
 
 
 def test_a_slice_cut_twice_by_hand():
-    experts = spec((2, 4), Cut(0, "ep"), Cut(1, "tp"))
+    experts = spec((2, 4), Cut(0, "ep"), Cut(1, "etp"))
     whole = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-    slices = [experts.shard(whole, Place(ProcessGrid(ep=2, tp=2), rank)).tolist() for rank in range(4)]
+    slices = [experts.shard(whole, Place(ProcessGrid(dp=2, ep=2, tp=2), rank)).tolist() for rank in range(4)]
     assert slices == [[[1, 2]], [[3, 4]], [[5, 6]], [[7, 8]]]
 
 
@@ -107,9 +106,9 @@ def test_a_slice_cut_twice_by_hand():
     [
         (),
         *((Cut(dim, axis),) for dim in range(3) for axis in ("tp", "ep")),
-        (Cut(0, "ep"), Cut(1, "tp")),
-        (Cut(2, "tp"), Cut(0, "ep")),
-        (Cut(0, "ep", padded_size=6), Cut(1, "tp", padded_size=12)),
+        (Cut(0, "ep"), Cut(1, "etp")),
+        (Cut(2, "etp"), Cut(0, "ep")),
+        (Cut(0, "ep", padded_size=6), Cut(1, "etp", padded_size=12)),
     ],
     ids=str,
 )
@@ -117,7 +116,7 @@ def test_unshard_undoes_shard(cuts):
     each, whole, world = spec((4, 8, 4), *cuts), torch.randn(4, 8, 4), ThreadWorld(8)
 
     def work(rank):
-        context = thread_context(world, ProcessGrid(dp=2, ep=2, tp=2), rank)
+        context = thread_context(world, ProcessGrid(dp=4, ep=2, tp=2), rank)
         return each.unshard(each.shard(whole, context.place), context.groups)
 
     for result in world.run(work):
@@ -125,15 +124,19 @@ def test_unshard_undoes_shard(cuts):
 
 
 def test_of_equal_copies_in_one_model_the_first_counts():
-    grid = ProcessGrid(dp=2, ep=2, tp=2)
+    grid = ProcessGrid(dp=4, ep=2, tp=2)
     first = [True, False] * 4
     # Dense parameters have replicas along `dp` and `ep`; along `tp` a bias has copies.
     assert [spec((4,)).counts_on(grid.place(r)) for r in range(8)] == first
     assert [spec((4,)).copy(grid.place(r)) for r in range(8)] == [(0, 2), (1, 2)] * 4
     assert [spec((4, 2), Cut(0, "ep")).counts_on(grid.place(r)) for r in range(8)] == first
-    for cuts in ((Cut(0, "tp"),), (Cut(0, "ep"), Cut(1, "tp"))):
+    for cuts in ((Cut(0, "tp"),), (Cut(0, "ep"), Cut(1, "etp"))):
         assert all(spec((4, 2), *cuts).counts_on(grid.place(r)) for r in range(8))
         assert {spec((4, 2), *cuts).copy(grid.place(r)) for r in range(8)} == {(0, 1)}
+    # One expert's whole parameter: ranks along `ep` hold others, those along `etp` copies.
+    assert [spec((4,), expert=True).copy(grid.place(r)) for r in range(8)] == [(0, 2), (1, 2)] * 4
+    assert {spec((4,), expert=True).copy(Place(ProcessGrid(dp=4, ep=4), r)) for r in range(4)} == {(0, 1)}
+    assert spec((4,), expert=True).replicas == "expert_replica"
     assert not any(spec((4,), tied_with="v").counts_on(grid.place(r)) for r in range(8))
 
 
@@ -141,7 +144,8 @@ def test_of_equal_copies_in_one_model_the_first_counts():
     ("shape", "cuts", "told"),
     [
         ((4, 4), (Cut(2, "tp"),), "not those dims"),
-        ((4, 4), (Cut(0, "tp"), Cut(0, "ep")), "cut over one axis"),
+        ((4, 4), (Cut(0, "etp"), Cut(0, "ep")), "cut over one axis"),
+        ((4, 4), (Cut(0, "tp"), Cut(1, "ep")), "two numberings"),
         ((4, 4), (Cut(0, "tp"), Cut(1, "tp")), "cuts one dim"),
         ((4, 4), (Cut(0, "dp"),), "the axes that cut are"),
         ((4, 4), (Cut(0, "tp", padded_size=2),), "holds more than that"),
@@ -152,6 +156,13 @@ def test_cuts_that_make_no_sense_are_refused(shape, cuts, told):
         spec(shape, *cuts)
 
 
+def test_one_experts_parameter_is_not_cut_over_experts():
+    with pytest.raises(AssertionError, match="but is of one expert"):
+        spec((4, 4), Cut(0, "ep"), expert=True)
+    with pytest.raises(AssertionError, match="two numberings"):
+        spec((4, 4), Cut(0, "tp"), expert=True)
+
+
 def test_a_dim_that_does_not_divide_is_refused():
     with pytest.raises(AssertionError, match=r"w \[6, 2\] does not divide by 4: Cut\(dim=0, axis='tp'"):
         spec((6, 2), Cut(0, "tp")).local_shape(Place(ProcessGrid(tp=4), 0))
@@ -160,17 +171,18 @@ def test_a_dim_that_does_not_divide_is_refused():
 def some_grid(draw: random.Random) -> ProcessGrid:
     """Any grid of at most 16 ranks."""
     while True:
-        grid = ProcessGrid(**{axis: draw.randint(1, 4) for axis in AXES})
-        if 1 < grid.world_size <= 16:
-            return grid
+        sizes = {axis: draw.randint(1, 4) for axis in ("pp", "dp", "cp", "tp", "ep", "etp")}
+        stage = sizes["dp"] * sizes["cp"] * sizes["tp"]
+        if stage % (sizes["ep"] * sizes["etp"]) == 0 and 1 < stage * sizes["pp"] <= 16:
+            return ProcessGrid(**sizes)
 
 
 def some_spec(draw: random.Random, grid: ProcessGrid) -> ParamSpec:
     """Any parameter that such a grid can cut, on a stage of its own."""
     dims = draw.sample(range(3), 3)
     shape, cuts = [draw.randint(1, 4) for _ in dims], []
-    for axis in ("ep", "tp"):
-        if draw.random() < 0.6:
+    for axis in draw.choice((("ep", "etp"), ("ep",), ("tp",), ())):
+        if axis != "etp" or draw.random() < 0.6:
             dim = dims.pop()
             padded = grid[axis] * draw.randint(1, 3)
             shape[dim] = draw.randint(1, padded)

@@ -31,6 +31,8 @@ class Case:
     slack: float = 1.0
     # The operator's own facts of this call.
     own: dict[str, Any] = field(default_factory=dict)
+    # Whether autograd goes through it; otherwise another operator is its backward.
+    backward: bool = True
 
     def facts(self, dtype: torch.dtype, device: str = "cpu") -> CallFacts:
         """Of this call with inputs of `dtype`."""
@@ -231,6 +233,32 @@ def cross_entropy_cases() -> list[Case]:
     return cases
 
 
+def grouped_cases() -> list[Case]:
+    """Groups of uneven sizes, empty ones first, last and among others, and one group of all rows."""
+    cases = []
+    for sizes in ((3, 1, 4), (0, 5, 0, 0, 2, 0), (7,), (0,), (0, 0, 0), (1,) * 9, (129, 0, 3)):
+        for n, k in ((5, 3), (8, 16), (1, 1), (67, 40)):
+            # Rows of an odd number of elements are whole multiples of 16 bytes in no dtype.
+            own = {"aligned": n % 8 == 0 and k % 8 == 0}
+            rows, label = sum(sizes), f"{sizes} {n=} {k=}"
+            x, weight, grad = _randn(rows, k), _randn(len(sizes), n, k), _randn(rows, n)
+            for transposed in (False, True):
+                given = weight.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weight
+                cases.append(
+                    Case(
+                        "grouped_linear",
+                        f"{label} {transposed=}",
+                        (x, given),
+                        lambda f, *a, s=sizes: f(*a, s),
+                        own=own,
+                        backward=False,
+                    )
+                )
+            call = lambda f, *a, s=sizes: f(*a, s)  # noqa: E731
+            cases.append(Case("grouped_outer", label, (grad, x), call, own=own, backward=False))
+    return cases
+
+
 def all_cases() -> list[Case]:
     families = (
         norm_cases,
@@ -240,6 +268,7 @@ def all_cases() -> list[Case]:
         rotary_cases,
         attention_cases,
         cross_entropy_cases,
+        grouped_cases,
     )
     return [case for family in families for case in family()]
 
@@ -251,6 +280,7 @@ def meta_cases() -> list[Case]:
     attention_dropout = AttentionDropout(0.1, keys, range(4), range(4))
     table = rotary_table(torch.arange(4, device="meta"), 8, 1e4)
     target = torch.zeros(4, 2, dtype=torch.int64, device="meta")
+    grouped, aligned = lambda f, *a: f(*a, (2, 0, 3)), {"aligned": True}
     x, wide, heads = _randn(4, 2, 16), _randn(16), tuple(_randn(4, 2, n, 8) for n in (4, 2, 2))
     return [
         Case("layer_norm", "meta", (x, wide, wide), lambda f, *a: f(*a, 1e-5)),
@@ -270,4 +300,8 @@ def meta_cases() -> list[Case]:
         _attention_case("meta", heads, None, True, None, False),
         _attention_case("meta dropout", heads, None, True, attention_dropout, False),
         Case("cross_entropy", "meta", (x,), lambda f, a: f(a, target, OneRank(), 0, 15)),
+        Case(
+            "grouped_linear", "meta", (_randn(5, 16), _randn(3, 8, 16)), grouped, own=aligned, backward=False
+        ),
+        Case("grouped_outer", "meta", (_randn(5, 8), _randn(5, 16)), grouped, own=aligned, backward=False),
     ]

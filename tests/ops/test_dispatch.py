@@ -20,6 +20,7 @@ from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
 from megazero.ops.dispatch import kinds_of_calls, where
 from megazero.ops.dropout import AttentionDropout, Dropout
+from megazero.ops.grouped_linear import grouped_linear, grouped_outer
 from megazero.ops.lamb import lamb_move, lamb_norms
 from megazero.ops.layer_norm import layer_norm
 from megazero.ops.rms_norm import rms_norm
@@ -131,6 +132,18 @@ def _run_adam(facts) -> None:
     adam_step(*lists, step=1, lr=0.1, beta1=0.9, beta2=0.9, eps=1e-3, weight_decay=0.0)
 
 
+def _run_grouped_linear(facts) -> None:
+    width = 8 if facts.aligned else 3  # three elements are never a multiple of 16 bytes
+    grouped_linear(
+        torch.ones(5, width, dtype=facts.dtype), torch.ones(2, 16, width, dtype=facts.dtype), (2, 3)
+    )
+
+
+def _run_grouped_outer(facts) -> None:
+    width = 8 if facts.aligned else 3
+    grouped_outer(torch.ones(5, width, dtype=facts.dtype), torch.ones(5, 16, dtype=facts.dtype), (2, 3))
+
+
 def _lamb_settings() -> dict[str, float]:
     return {"factor": 1.0, "eps": 1e-3, "weight_decay": 0.1}
 
@@ -156,6 +169,8 @@ RUNS: dict[str, Callable] = {
     "cross_entropy": lambda facts: vocab_parallel_cross_entropy(
         _randn(facts, 3, 2, 8), torch.ones(3, 2, dtype=torch.int64), OneRank(), 0, 8
     ),
+    "grouped_linear": _run_grouped_linear,
+    "grouped_outer": _run_grouped_outer,
     "lamb_move": _run_lamb_move,
     "lamb_norms": _run_lamb_norms,
     "layer_norm": lambda facts: layer_norm(*(_randn(facts, *s) for s in ((3, 8), (8,), (8,))), 1e-5),

@@ -256,7 +256,7 @@ SPECS = (
     ParamSpec("columns", (4, 6), InitialValues("zeros"), (Cut(0, "tp"),)),
     ParamSpec("words", (5, 3), InitialValues("zeros"), (Cut(0, "tp", padded_size=8),)),
     ParamSpec("rows", (5, 4), InitialValues("zeros"), (Cut(1, "tp"),)),
-    ParamSpec("experts", (2, 4, 3), InitialValues("zeros"), (Cut(0, "ep"), Cut(1, "tp"))),
+    ParamSpec("experts", (2, 4, 3), InitialValues("zeros"), (Cut(0, "ep"), Cut(1, "etp"))),
     ParamSpec("experts' bias", (2, 3), InitialValues("zeros"), (Cut(0, "ep"),)),
     ParamSpec("norm", (7,), InitialValues("zeros"), weight_decay=False),
     ParamSpec("bias", (11,), InitialValues("zeros")),
@@ -319,7 +319,7 @@ def whole(row: RuleRow) -> dict[str, Tensor]:
 
 @EVERY_ROW
 @pytest.mark.parametrize(
-    "grid", [{"dp": 2}, {"dp": 3}, {"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "ep": 2}], ids=str
+    "grid", [{"dp": 2}, {"dp": 3}, {"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 4, "ep": 2}], ids=str
 )
 def test_shards_and_slices_move_like_whole_parameters(row, grid):
     for stage in row.stages:

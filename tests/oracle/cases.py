@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from itertools import combinations
 from types import MappingProxyType
 
+from megazero.config.derive import EXPERT_FIELDS
 from tests.oracle.text import VOCABULARY
 
 STEPS = 20
@@ -139,7 +140,12 @@ OPTIMIZER = {
 SECTIONS = ("model", "data", "batch", "optimizer", "precision")
 NOT_STATED = MappingProxyType(
     {
+        "model.add_qkv_bias": "for models of transformers: tests/models/test_hf_parity.py",
         "model.bert_token_types": "for models of transformers: tests/checkpoint/hf/test_encoder.py",
+        **dict.fromkeys(
+            (f"model.{name}" for name in EXPERT_FIELDS),
+            "experts have cases of their own: tests/oracle/test_experts.py",
+        ),
         "model.num_classes": "fine-tuning has tests of its own: tests/equivalence/test_classifiers.py",
         "data.train_data_path": "another way to name the documents: tests/data/test_build.py",
         "data.valid_data_path": "no training reads it",

@@ -106,7 +106,11 @@ class Model:
         return torch.cat((a * cos - b * sin, a * sin + b * cos, rest), -1).to(x.dtype)
 
     def _mlp(self, w: Weights, i: int, x: Tensor, text: Text) -> Tensor:
-        inner = _linear(w, f"layers.{i}.mlp.up", x)
+        return self.mlp(w, f"layers.{i}.mlp", x)
+
+    def mlp(self, w: Weights, name: str, x: Tensor) -> Tensor:
+        """The MLP of this name."""
+        inner = _linear(w, f"{name}.up", x)
         kind = self.flags["activation"]
         if kind == "swiglu":
             gate, value = inner.chunk(2, -1)
@@ -115,7 +119,7 @@ class Model:
             inner = inner.relu() ** 2
         else:
             inner = F.gelu(inner, approximate={"gelu": "tanh", "gelu_exact": "none"}[kind])
-        return _linear(w, f"layers.{i}.mlp.down", inner)
+        return _linear(w, f"{name}.down", inner)
 
     def _norm(self, w: Weights, name: str, x: Tensor) -> Tensor:
         wide, weight = x.to(_wide(x)), w[f"{name}.weight"].to(_wide(x))
@@ -149,5 +153,5 @@ def initial_spread(flags: Flags, name: str) -> float | str:
         return "zeros"
     if "norm" in name:
         return "ones"
-    into_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+    into_residual = name.endswith(("attention.out.weight", ".down.weight"))
     return flags["init-method-std"] / (math.sqrt(2 * flags["num-layers"]) if into_residual else 1.0)

@@ -30,6 +30,9 @@ _LAYOUT = (
     "pipeline-model-parallel-size",
     "sequence-parallel",
     "zero-stage",
+    "expert-model-parallel-size",
+    "expert-tensor-parallel-size",
+    "moe-token-dispatcher-type",
 )
 
 
@@ -101,7 +104,9 @@ def train(flags: Flags, data: Path, out: Path, ranks: int) -> tuple[list[dict], 
         world = ThreadWorld(ranks)
         tp = flags.get("tensor-model-parallel-size", 1)
         pp = flags.get("pipeline-model-parallel-size", 1)
-        context_of = partial(thread_context, world, ProcessGrid(pp=pp, tp=tp, dp=ranks // (tp * pp)))
+        ep, etp = flags.get("expert-model-parallel-size", 1), flags.get("expert-tensor-parallel-size", 0)
+        grid = ProcessGrid(pp=pp, tp=tp, dp=ranks // (tp * pp), ep=ep, etp=etp)
+        context_of = partial(thread_context, world, grid)
         state = world.run(lambda rank: pretrain_on(config, context_of(rank)))[0]
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     tensors: dict[str, dict[str, Tensor]] = {}

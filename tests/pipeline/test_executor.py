@@ -142,7 +142,7 @@ def test_every_schedule_gives_the_serial_sums_of_terms_from_every_stage(kind, pe
         sums = Sums(pieces)
         group = world.group("pp", rank, tuple(range(stages))) if stages > 1 else SoloGroup("pp", 0)
         executor = Executor(pieces, group, sums, torch.device("cpu"))
-        return executor.train(program, BATCHES, FACTORS), sums.grads
+        return executor.train(program, BATCHES, FACTORS).terms, sums.grads
 
     total, grads = serial(len(stage_of))
     results = world.run(work)
@@ -160,8 +160,8 @@ def test_evaluation_sums_losses_and_leaves_no_gradient():
         pieces = {rank: Piece(rank, 1)}
         sums = Sums(pieces)
         group = world.group("pp", rank, (0, 1))
-        totals = Executor(pieces, group, sums, torch.device("cpu")).evaluate(program, BATCHES)
-        return totals, sums.told, pieces[rank].weight.grad
+        found = Executor(pieces, group, sums, torch.device("cpu")).evaluate(program, BATCHES)
+        return found.terms, sums.told, pieces[rank].weight.grad
 
     results = world.run(work)
     torch.testing.assert_close(results[0][0] + results[1][0], serial(2)[0])

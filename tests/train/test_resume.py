@@ -37,6 +37,12 @@ SMALL = (
     "--lr-decay-style cosine --train-iters 8 --eval-interval 4 --eval-iters 1 --log-interval 4"
 )
 
+EXPERTS = (
+    "--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-bias-update-rate 0.02 --moe-router-load-balancing-type global_aux_loss "
+    "--moe-aux-loss-coeff 0.05 --moe-expert-capacity-factor 1.0 --moe-token-drop-policy random"
+)
+
 
 def run(*flags: object, small: str = SMALL) -> list[dict]:
     """Train in this process; the metrics of every iteration."""
@@ -65,6 +71,7 @@ def tensors(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
         ("bf16", ""),
         ("fp16", "--initial-loss-scale 4096"),
         ("fp32", "--model-family bert --bert-pack --optimizer lamb --hidden-dropout 0.1"),
+        ("bf16", EXPERTS),
     ],
 )
 def test_resumed_training_is_bit_identical(tmp_path, dtype, more):
@@ -88,6 +95,9 @@ def test_resumed_training_is_bit_identical(tmp_path, dtype, more):
         Layout(pp=2, dp=2, zero=2, dtype="bf16"),
         Layout(tp=2, dp=2, zero=1, dtype="bf16", sequence_parallel=True),
         Layout(tp=2, pp=2, dp=2, zero=3, shape="bert", dropout=0.1, optimizer="lamb"),
+        Layout(dp=2, ep=2, zero=2, experts="biased", dtype="bf16", dropout=0.1),
+        Layout(tp=2, dp=2, ep=2, zero=3, experts="shared", sequence_parallel=True),
+        Layout(pp=2, tp=2, ep=2, etp=1, schedule="zb-h1", experts="noisy"),
     ],
     ids=lambda layout: layout.name,
 )
@@ -104,22 +114,27 @@ def test_a_sharded_pipeline_resumes_bit_for_bit(tmp_path, layout):
             result = engine.train_step(batches, state.progress, Timers())
             state = state.after(step, result.skipped)
         everything = engine.optimizer.full_state()
-        return state, [(s.name, {k: t.clone() for k, t in kinds.items()}) for s, kinds in everything]
+        found = [(s.name, {k: t.clone() for k, t in kinds.items()}) for s, kinds in everything]
+        remembered = {name: tensor.clone() for name, tensor in engine.loads.state().items()}
+        return state, found, remembered
 
     def work(rank):
         context = thread_context(world, layout.grid, rank)
         engine = verification_engine(config, horizon, context)
-        state, _ = train(engine, context, TrainState(), 2)
+        state, *_ = train(engine, context, TrainState(), 2)
         snapshots = Snapshots(config, horizon, engine, context, VOCABULARY, config.training.seed)
         snapshots.save(state)
         snapshots.saver.close()
-        _, straight = train(engine, context, state, 2)
+        _, *straight = train(engine, context, state, 2)
         build = partial(verification_engine, context=context)
         resumed = resume(config, context, VOCABULARY, build)
         assert resumed.state.iteration == 2
-        return straight, train(resumed.engine, context, resumed.state, 2)[1]
+        return straight, train(resumed.engine, context, resumed.state, 2)[1:]
 
-    for straight, resumed in world.run(work):
+    for (straight, loads), (resumed, loads_again) in world.run(work):
+        assert loads.keys() == loads_again.keys()
+        assert bool(loads) == bool(layout.experts)
+        assert all(torch.equal(each, loads_again[name]) for name, each in loads.items())
         assert [name for name, _ in straight] == [name for name, _ in resumed]
         for (name, want), (_, got) in zip(straight, resumed, strict=True):
             assert want.keys() == got.keys() == {"weight", "exp_avg", "exp_avg_sq"}

@@ -17,15 +17,15 @@ import torch
 from megazero.checkpoint import iteration_folder, parts_to_read, saved_iterations
 from megazero.checkpoint.manifest import STATE
 from megazero.config.horizon import horizon_of
-from megazero.config.tree import CheckpointConfig, Config
+from megazero.config.tree import CheckpointConfig, Config, ModelConfig
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.mpu import Launch, ThreadWorld, solo_context, thread_context
 from megazero.train import resume as module
 from megazero.train.engine import Engine
-from megazero.train.resume import Resumed, resume
+from megazero.train.resume import Resumed, check_model, resume
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
-from megazero.train.state_json import PRETRAINING
+from megazero.train.state_json import PRETRAINING, SavedModel
 from megazero.train.timers import Timers
 from megazero.train.trained import load_for_inference
 from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, VOCABULARY, Layout
@@ -400,3 +400,25 @@ def test_ill_formed_facts_keep_a_model_from_generating(run):
     with pytest.raises(DamagedCheckpointError, match=STATE):
         load_for_inference(str(run.folder), Launch())
     assert PRETRAINING in run.state.read_text()
+
+
+def test_experts_may_be_balanced_in_another_way_but_not_be_in_other_layers():
+    shape = {
+        "num_layers": 4,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "seq_length": 8,
+        "num_experts": (8,),
+    }
+    written = ModelConfig(**shape, moe_layer_freq=2).model_dump(mode="json")
+    saved = SavedModel(VOCABULARY, {"model": written}, Path("state.json"))
+    balanced = {"moe_aux_loss_coeff": (0.1,), "moe_expert_capacity_factor": 1.5}
+    same = ModelConfig(**shape, **balanced, moe_layer_freq=(1, 0, 1, 0), moe_ffn_hidden_size=32)
+    check_model(same, VOCABULARY, saved, Path("run"))
+    other = ModelConfig(**shape, expert_interval=2, moe_router_topk=1)
+    with pytest.raises(CheckpointError) as caught:
+        check_model(other, VOCABULARY, saved, Path("run"))
+    assert str(caught.value) == (
+        "`run` must be of this model, but has num_experts (8, 0, 8, 0) (now (0, 8, 0, 8)), moe_router_topk 2 "
+        "(now 1)"
+    )

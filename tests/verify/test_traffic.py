@@ -21,8 +21,9 @@ from megazero.mpu import (
 )
 from megazero.train.engine import StepResult
 from megazero.train.timers import Timers
-from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, Layout, all_layouts, covering
+from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, Layout
 from megazero.verify.record import micro_batches, verification_engine
+from megazero.verify.selection import all_layouts, covering
 
 FP32 = 4
 HIDDEN = 32

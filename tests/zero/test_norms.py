@@ -79,12 +79,12 @@ def test_experts_are_measured_as_one_parameter(stage):
     world = ThreadWorld(8, 20.0)
 
     def work(rank):
-        context = thread_context(world, ProcessGrid(dp=2, ep=2, tp=2), rank)
+        context = thread_context(world, ProcessGrid(dp=4, ep=2, tp=2), rank)
         value, slice_ = 3.0 * (context.groups["ep"].rank + 1), context.tp.rank
         params = [
             parameter("dense", [1.0] * 4),
             parameter("bias", [value] * 4, cuts=(Cut(0, "ep"),)),
-            parameter("weight", [[value + slice_] * 3], cuts=(Cut(0, "ep"), Cut(1, "tp"))),
+            parameter("weight", [[value + slice_] * 3], cuts=(Cut(0, "ep"), Cut(1, "etp"))),
         ]
         _, _, store = store_of(params, context, stage)
         return norms_of(store, context)

@@ -450,8 +450,8 @@ def test_a_gradient_outside_a_backward_is_refused():
 
 def test_experts_are_reduced_over_their_own_replicas():
     """Two slices x two expert ranks x two replicas: dense gradients sum over four ranks, experts' over 2."""
-    world, grid = ThreadWorld(8, 20.0), ProcessGrid(dp=2, ep=2, tp=2)
-    over_ep, over_both = (Cut(0, "ep"),), (Cut(0, "ep"), Cut(1, "tp"))
+    world, grid = ThreadWorld(8, 20.0), ProcessGrid(dp=4, ep=2, tp=2)
+    over_ep, over_both = (Cut(0, "ep"),), (Cut(0, "ep"), Cut(1, "etp"))
 
     def work(r, stage):
         context = thread_context(world, grid, r)
@@ -476,7 +476,7 @@ def test_experts_are_reduced_over_their_own_replicas():
             assert found == {
                 "dense": [10.0],
                 "bias": [total] * 3,
-                "weight": [[total * (1 + place.index("tp"))] * 5],
+                "weight": [[total * (1 + place.index("etp"))] * 5],
             }
             assert norm**2 == pytest.approx(100 + 3 * (16 + 36) + 5 * (16 + 36) * (1 + 4))
 

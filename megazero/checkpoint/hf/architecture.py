@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +13,11 @@ from megazero.checkpoint.naming import TensorRule
 from megazero.config.tree import ModelConfig
 
 Json = Mapping[str, Any]
+
+
+def same(value: Any) -> Any:
+    """The value itself."""
+    return value
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,9 @@ class FieldPair:
         default: what transformers assumes if ``config.json`` lacks the field; its type is the field's.
         kind: the field's type, if the default is None.
         words: (their value, ours), if the values differ; the first pair with our value is what is written.
-        resolved: the property of `ModelConfig` that is written, if ours may be left to a default.
+        resolved: the property of `ModelConfig` that is written, if ours may be left to a default, or a
+            function of the model that gives it.
+        taken: (their value) -> ours, if the values of a number or list differ in form.
     """
 
     theirs: str
@@ -32,7 +40,15 @@ class FieldPair:
     default: Any
     kind: type | None = None
     words: tuple[tuple[Any, Any], ...] = ()
-    resolved: str | None = None
+    resolved: str | Callable[[ModelConfig], Any] | None = None
+    taken: Callable[[Any], Any] = same
+
+    def written(self, model: ModelConfig) -> Any:
+        """The value of ``config.json`` for a model that the architecture can express."""
+        if callable(self.resolved):
+            return self.resolved(model)
+        value = getattr(model, self.resolved or self.ours)
+        return {ours: theirs for theirs, ours in reversed(self.words)}[value] if self.words else value
 
 
 class TensorLike(Protocol):
@@ -74,6 +90,7 @@ COMMON_LIMITS = (
         "the hidden size must be a multiple of the number of heads",
     ),
 )
+DENSE_LIMITS = (*COMMON_LIMITS, Limit(lambda m: not m.num_experts, "there must be no experts"))
 
 # Fields that change what a model computes in ways that nothing here supports, unless null, false or empty.
 NEVER = (
@@ -99,6 +116,8 @@ class Architecture:
         auto: the class that loads it without being told which one it is.
         prefix: what all tensor names but the head's start with; files of the bare model leave it out.
         rules: the tensors.
+        stacked: for tensors that files may also hold in another form, all experts in one: the rules of that
+            form. They take the place of the rules for the same tensors of ours where a file has their names.
         copies: (name, name of the tensor that it equals); files may leave either out, unless the first is a
             tensor of its own here.
         blank: tensors that theirs has and ours has not; they are written as zeros, and must be zeros.
@@ -107,7 +126,8 @@ class Architecture:
         settings: fields of ``config.json``.
         fixed: (their field, the only value that ours supports), which a missing field means too.
         ours_fixed: (our field, the only value that theirs supports).
-        training: (our field, value) that theirs always trains with; it changes no weight's meaning.
+        implied: (our field, value) that reading sets and writing does not ask for: theirs always trains so,
+            or it matters only beside another field.
         limits: conditions on the shape.
         plain: returns ``config.json`` with nested or renamed fields turned into those of `settings`; raises
             ValueError, in words, if it asks for something that ours does not support.
@@ -127,11 +147,31 @@ class Architecture:
     settings: tuple[FieldPair, ...]
     fixed: tuple[tuple[str, Any], ...] = ()
     ours_fixed: tuple[tuple[str, Any], ...] = ()
-    training: tuple[tuple[str, Any], ...] = ()
-    limits: tuple[Limit, ...] = COMMON_LIMITS
+    implied: tuple[tuple[str, Any], ...] = ()
+    limits: tuple[Limit, ...] = DENSE_LIMITS
     plain: Callable[[Json], dict[str, Any]] = dict
     complete: Callable[[Json], dict[str, Any]] = dict
+    stacked: tuple[TensorRule, ...] = ()
     blank: tuple[TensorRule, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     classifies: bool = False
     seen: Callable[[ModelConfig, Mapping[str, TensorLike]], ModelConfig] = as_told
+
+    def rules_for(self, names: Iterable[str]) -> tuple[TensorRule, ...]:
+        """The rules for a file that holds tensors of these names."""
+        found = tuple(names)
+        stacked = [rule for rule in self.stacked if _is_held(rule, found)]
+        replaced = {rule.ours for rule in stacked}
+        kept: list[TensorRule] = []
+        for rule in self.rules:
+            if rule.ours not in replaced:
+                kept.append(rule)
+            elif not any(each.ours == rule.ours for each in kept):
+                kept += [each for each in stacked if each.ours == rule.ours]
+        return tuple(kept)
+
+
+def _is_held(rule: TensorRule, names: Iterable[str]) -> bool:
+    """Whether a tensor of any layer by this rule is among the names."""
+    pattern = re.compile(re.escape(rule.theirs).replace(re.escape("{i}"), r"\d+"))
+    return any(pattern.fullmatch(name) for name in names)

@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Sequence
 
+from megazero.checkpoint.hf.approximation import APPROXIMATIONS
 from megazero.checkpoint.hf.convert import Imported, convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.writer import DTYPES, Exported
 from megazero.config.fields import FIELDS
@@ -43,12 +44,8 @@ def to_hf_parser() -> argparse.ArgumentParser:
     parser.add_argument("--merge-file", help="merges.txt for GPT2BPETokenizer")
     parser.add_argument("--tokenizer-model", help="file or folder for the other kinds")
     parser.add_argument("--no-tokenizer", action="store_true", help="write the model alone")
-    parser.add_argument(
-        "--approximate-gelu",
-        action="store_true",
-        help="write a BERT whose masked-LM head and MLPs have two forms of GELU, as Megatron's have by "
-        "default, with the MLPs' form in both; its outputs change slightly",
-    )
+    for each in APPROXIMATIONS:
+        parser.add_argument(each.flag, dest=each.flag, action="store_true", help=each.help)
     return parser
 
 
@@ -56,7 +53,8 @@ def from_hf_parser() -> argparse.ArgumentParser:
     """The flags of `from-hf`."""
     parser = argparse.ArgumentParser(
         prog="megazero checkpoint from-hf",
-        description="Write the weights of a local Hugging Face model (GPT-2, Llama or BERT) as a checkpoint.",
+        description="Write the weights of a local Hugging Face model (GPT-2, Llama, Qwen2, Mixtral, "
+        "Qwen2-MoE or BERT) as a checkpoint.",
     )
     parser.add_argument("hf", help="folder with config.json and model.safetensors or its shards")
     parser.add_argument("out", help="folder of the new run; it must hold no checkpoints")
@@ -139,23 +137,25 @@ def model_flags(model: ModelConfig) -> list[str]:
         if value == spec.default and (spec.name != "activation" or model.add_bias_linear):
             continue
         companion, _ = spec.beside.get(spec.flag, ("", ""))
-        words = spec.flag if isinstance(value, bool) else f"{spec.flag} {value}"
+        said = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        words = spec.flag if isinstance(value, bool) else f"{spec.flag} {said}"
         lines.append(f"{words} {companion}".rstrip())
     return lines
 
 
 def _to_hf(flags: argparse.Namespace) -> None:
+    asked = [each for each in APPROXIMATIONS if getattr(flags, each.flag)]
     exported, remark = convert_to_hf(
         flags.checkpoint,
         flags.out,
         dtype=DTYPES[dict(_SHORT_DTYPES).get(flags.dtype, flags.dtype)],
         max_shard_bytes=parse_size(flags.max_shard_size),
         tokenizer=_tokenizer(flags),
-        one_gelu=flags.approximate_gelu,
+        approximations=asked,
     )
     print(describe_export(exported, remark))
-    if flags.approximate_gelu:
-        print("its masked-LM head was trained with the other form of GELU: outputs differ slightly from here")
+    for each in asked:
+        print(each.remark)
 
 
 def _tokenizer(flags: argparse.Namespace) -> TokenizerConfig | None:

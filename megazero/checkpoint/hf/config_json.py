@@ -27,11 +27,14 @@ from megazero.checkpoint.hf.megatron_bert import (
     MEGATRON_BERT_MULTIPLE_CHOICE,
     MEGATRON_BERT_PRETRAINING,
 )
-from megazero.config.derive import model_differences
+from megazero.checkpoint.hf.mixtral import MIXTRAL
+from megazero.checkpoint.hf.qwen2 import QWEN2
+from megazero.checkpoint.hf.qwen2_moe import QWEN2_MOE
+from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
 from megazero.config.tree import ModelConfig
 from megazero.errors import CheckpointError
 
-DECODERS: tuple[Architecture, ...] = (GPT2, LLAMA)
+DECODERS: tuple[Architecture, ...] = (GPT2, LLAMA, QWEN2, MIXTRAL, QWEN2_MOE)
 ENCODERS: tuple[Architecture, ...] = (
     MEGATRON_BERT_PRETRAINING,
     MEGATRON_BERT_MASKED_LM,
@@ -213,7 +216,7 @@ def model_of(architecture: Architecture, config: Json) -> ModelConfig:
     for field, value in architecture.fixed:
         if config.get(field, value) != value:
             raise ValueError(f"`{field}` must be {value}, but is {config[field]!r:.40}; it is not supported")
-    fields: dict[str, Any] = {**dict(architecture.ours_fixed), **dict(architecture.training)}
+    fields: dict[str, Any] = {**dict(architecture.ours_fixed), **dict(architecture.implied)}
     origin: dict[str, str] = {}
     for setting in architecture.settings:
         value = _read(setting, config)
@@ -245,7 +248,7 @@ def _read(setting: FieldPair, config: Json) -> Any:
     if type(value) not in accepted:
         raise ValueError(f"`{setting.theirs}` must be a {kind.__name__}, but is {value!r:.40}")
     if not setting.words:
-        return value
+        return setting.taken(value)
     for theirs, ours in setting.words:
         if theirs == value:
             return ours
@@ -311,9 +314,7 @@ def config_of(
     """``config.json`` of a model that the architecture can express, and whose classes have these names."""
     fields: dict[str, Any] = {}
     for setting in architecture.settings:
-        value = getattr(model, setting.resolved or setting.ours)
-        words = {ours: theirs for theirs, ours in reversed(setting.words)}
-        fields[setting.theirs] = words[value] if words else value
+        fields[setting.theirs] = setting.written(model)
     return {
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
@@ -333,7 +334,14 @@ def differences(theirs: ModelConfig, ours: ModelConfig, free: Set[str] = frozens
         theirs, ours: the two models.
         free: fields that may differ all the same.
     """
-    fields = [field for field in ModelConfig.model_fields if field not in _FREE | free]
+    left_out = _FREE | FREE_EXPERT_FIELDS | free
+    if not (_has_dense_mlps(theirs) or _has_dense_mlps(ours)):
+        left_out |= {"ffn_hidden_size"}
+    fields = [field for field in ModelConfig.model_fields if field not in left_out]
     if theirs.position_embedding_type == "learned_absolute":
         fields.append("max_position_embeddings")
     return [f"`{field}` is {a}, not {b}" for field, a, b in model_differences(theirs, ours, fields)]
+
+
+def _has_dense_mlps(model: ModelConfig) -> bool:
+    return not model.num_experts or model.expert_places < model.num_layers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import saved_iterations
+from megazero.checkpoint.hf.approximation import Approximation
 from megazero.checkpoint.hf.config_json import TokenIds
-from megazero.checkpoint.hf.encoder import with_one_gelu
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.hf.tokenizer_files import tokenizer_files, tokenizer_settings
 from megazero.checkpoint.hf.writer import SHARD_BYTES, Exported, ModelFiles, write_hf
@@ -22,7 +22,7 @@ from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.writer import later_weights, write_checkpoint
 from megazero.config.tree import ModelConfig, TokenizerConfig
-from megazero.errors import CheckpointError, ConfigError, DataError
+from megazero.errors import CheckpointError, DataError
 
 KIND = "weights"
 """The kind of checkpoints that hold a model but no training."""
@@ -93,7 +93,7 @@ def convert_to_hf(
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = SHARD_BYTES,
     tokenizer: TokenizerConfig | None = None,
-    one_gelu: bool = False,
+    approximations: Iterable[Approximation] = (),
     disk: Disk | None = None,
 ) -> tuple[Exported, str | None]:
     """Write a checkpoint as a folder that transformers reads.
@@ -104,7 +104,7 @@ def convert_to_hf(
         dtype: the type of the tensors.
         max_shard_bytes: the size at which another file is begun.
         tokenizer: used instead of the run's own settings.
-        one_gelu: write a masked-LM head with the MLPs' form of GELU, although it was trained with the other.
+        approximations: what may be written otherwise than it was trained.
         disk: writes the files.
 
     Returns:
@@ -113,20 +113,15 @@ def convert_to_hf(
     Raises:
         CheckpointError: the checkpoint is missing, is damaged, or has a model that transformers does not
             support; see also `write_hf`.
-        ConfigError: `one_gelu` is set for a model that has one anyway.
+        ConfigError: there is nothing to approximate.
         DataError: the tokenizer's files are missing or unsuitable.
     """
     reader = CheckpointReader(one_checkpoint(Path(checkpoint)))
     facts = _facts_of(reader)
     section = tokenizer or facts.tokenizer
     model = facts.model
-    if one_gelu:
-        model = with_one_gelu(model)
-        if model == facts.model:
-            raise ConfigError(
-                f"`--approximate-gelu` must be given for a model with two forms of GELU, but {reader.folder} "
-                "has no masked-LM head whose form differs from the MLPs'; leave it out"
-            )
+    for each in approximations:
+        model = each.of(model, reader.folder)
     try:
         files = tokenizer_files(section, facts.model.vocab_size, facts.model.positions)
     except DataError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megazero.checkpoint.hf.architecture import COMMON_LIMITS, Architecture, FieldPair, Limit, TensorLike
+from megazero.checkpoint.hf.architecture import DENSE_LIMITS, Architecture, FieldPair, Limit, TensorLike
 from megazero.checkpoint.naming import TensorRule, untied
 from megazero.config.tree import ModelConfig
 
@@ -121,7 +121,7 @@ OURS_FIXED = (
     ("add_bias_linear", True),
 )
 TRUNK_LIMITS = (
-    *COMMON_LIMITS,
+    *DENSE_LIMITS,
     Limit(
         lambda m: m.kv_heads == m.num_attention_heads,
         "the number of key/value heads must equal the number of query heads",

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -33,6 +33,13 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
+
+    @property
+    def in_rows(self) -> Stored:
+        """The tensor seen as a matrix, whose rows run through all dims but its last."""
+        if len(self.shape) < 3:
+            return self
+        return replace(self, shape=(math.prod(self.shape[:-1]), self.shape[-1]))
 
     def rows(self, rows: slice) -> Tensor:
         """Some of its rows (indexes of the first dim), in new memory."""

@@ -5,7 +5,7 @@ Its linear layers are `Conv1D` and hold [in, out], the transpose of ours; one ma
 
 from __future__ import annotations
 
-from megazero.checkpoint.hf.architecture import COMMON_LIMITS, Architecture, FieldPair, Limit
+from megazero.checkpoint.hf.architecture import DENSE_LIMITS, Architecture, FieldPair, Limit
 from megazero.checkpoint.naming import TensorRule, untied
 
 _WORDS = "transformer.wte.weight"
@@ -83,7 +83,7 @@ GPT2 = Architecture(
         ("apply_residual_connection_post_layernorm", False),
     ),
     limits=(
-        *COMMON_LIMITS,
+        *DENSE_LIMITS,
         Limit(
             lambda m: m.kv_heads == m.num_attention_heads,
             "the number of key/value heads must equal the number of query heads",

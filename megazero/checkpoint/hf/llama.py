@@ -5,20 +5,21 @@ Both sides rotate the first half of a head's channels against the second, so wei
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from megazero.checkpoint.hf.architecture import COMMON_LIMITS, Architecture, FieldPair, Json, Limit
-from megazero.checkpoint.naming import TensorRule, biased, untied
+from megazero.checkpoint.hf.architecture import DENSE_LIMITS, Architecture, FieldPair, Json, Limit
+from megazero.checkpoint.naming import TensorRule, biased, qkv_biased, untied
 
 _WORDS = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
-_LAYER = "model.layers.{i}"
+LAYER = "model.layers.{i}"
 _QUERIES, _KEY, _VALUE = ("s", slice(0, -2)), ("s", slice(-2, -1)), ("s", slice(-1, None))
-_GATE, _UP = ("c", slice(0, 1)), ("c", slice(1, 2))
+GATE, UP = ("c", slice(0, 1)), ("c", slice(1, 2))
 
-RULES = (
-    TensorRule("embedding.word.weight", "v h", _WORDS, "v h"),
-    TensorRule("layers.{i}.input_norm.weight", "h", f"{_LAYER}.input_layernorm.weight", "h"),
+_EMBEDDING = (TensorRule("embedding.word.weight", "v h", _WORDS, "v h"),)
+_ATTENTION = (
+    TensorRule("layers.{i}.input_norm.weight", "h", f"{LAYER}.input_layernorm.weight", "h"),
     *(
         rule
         for name, take in (("q_proj", _QUERIES), ("k_proj", _KEY), ("v_proj", _VALUE))
@@ -26,36 +27,50 @@ RULES = (
             TensorRule(
                 "layers.{i}.attention.qkv.weight",
                 "g s d h",
-                f"{_LAYER}.self_attn.{name}.weight",
+                f"{LAYER}.self_attn.{name}.weight",
                 "(g s d) h",
                 take,
             ),
             TensorRule(
                 "layers.{i}.attention.qkv.bias",
                 "g s d",
-                f"{_LAYER}.self_attn.{name}.bias",
+                f"{LAYER}.self_attn.{name}.bias",
                 "(g s d)",
                 take,
-                biased,
+                qkv_biased,
             ),
         )
     ),
-    TensorRule("layers.{i}.attention.out.weight", "h a", f"{_LAYER}.self_attn.o_proj.weight", "h a"),
-    TensorRule("layers.{i}.attention.out.bias", "h", f"{_LAYER}.self_attn.o_proj.bias", "h", when=biased),
-    TensorRule("layers.{i}.mlp_norm.weight", "h", f"{_LAYER}.post_attention_layernorm.weight", "h"),
+    TensorRule("layers.{i}.attention.out.weight", "h a", f"{LAYER}.self_attn.o_proj.weight", "h a"),
+    TensorRule("layers.{i}.attention.out.bias", "h", f"{LAYER}.self_attn.o_proj.bias", "h", when=biased),
+    TensorRule("layers.{i}.mlp_norm.weight", "h", f"{LAYER}.post_attention_layernorm.weight", "h"),
+)
+MLP = (
     *(
         rule
-        for name, take in (("gate_proj", _GATE), ("up_proj", _UP))
+        for name, take in (("gate_proj", GATE), ("up_proj", UP))
         for rule in (
-            TensorRule("layers.{i}.mlp.up.weight", "c f h", f"{_LAYER}.mlp.{name}.weight", "(c f) h", take),
-            TensorRule("layers.{i}.mlp.up.bias", "c f", f"{_LAYER}.mlp.{name}.bias", "(c f)", take, biased),
+            TensorRule("layers.{i}.mlp.up.weight", "c f h", f"{LAYER}.mlp.{name}.weight", "(c f) h", take),
+            TensorRule("layers.{i}.mlp.up.bias", "c f", f"{LAYER}.mlp.{name}.bias", "(c f)", take, biased),
         )
     ),
-    TensorRule("layers.{i}.mlp.down.weight", "h f", f"{_LAYER}.mlp.down_proj.weight", "h f"),
-    TensorRule("layers.{i}.mlp.down.bias", "h", f"{_LAYER}.mlp.down_proj.bias", "h", when=biased),
+    TensorRule("layers.{i}.mlp.down.weight", "h f", f"{LAYER}.mlp.down_proj.weight", "h f"),
+    TensorRule("layers.{i}.mlp.down.bias", "h", f"{LAYER}.mlp.down_proj.bias", "h", when=biased),
+)
+_END = (
     TensorRule("final_norm.weight", "h", "model.norm.weight", "h"),
     TensorRule("head.weight", "v h", _HEAD, "v h", when=untied),
 )
+
+
+def rules_with(mlp: tuple[TensorRule, ...]) -> tuple[TensorRule, ...]:
+    """The tensors of a model of Llama's kind whose layers have these MLPs."""
+    return (*_EMBEDDING, *_ATTENTION, *mlp, *_END)
+
+
+def with_defaults(settings: tuple[FieldPair, ...], **defaults: Any) -> tuple[FieldPair, ...]:
+    """The settings of an architecture for which transformers assumes other values, by their names."""
+    return tuple(replace(each, default=defaults.get(each.theirs, each.default)) for each in settings)
 
 
 def plain_rope(config: Json) -> dict[str, Any]:
@@ -99,12 +114,14 @@ def with_rope_parameters(config: Json) -> dict[str, Any]:
     return {**config, "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}}
 
 
+EVEN_HEADS = Limit(lambda m: m.head_dim % 2 == 0, "the width of a head must be even to be rotated")
+
 LLAMA = Architecture(
     name="LlamaForCausalLM",
     model_type="llama",
     auto="AutoModelForCausalLM",
     prefix="model.",
-    rules=RULES,
+    rules=rules_with(MLP),
     copies=((_HEAD, _WORDS),),
     ignored=(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)",),
     settings=(
@@ -136,11 +153,18 @@ LLAMA = Architecture(
         ("normalization", "RMSNorm"),
         ("apply_residual_connection_post_layernorm", False),
     ),
-    training=(("hidden_dropout", 0.0),),
+    implied=(("hidden_dropout", 0.0),),
     limits=(
-        *COMMON_LIMITS,
-        Limit(lambda m: m.head_dim % 2 == 0, "the width of a head must be even to be rotated"),
+        *DENSE_LIMITS,
+        EVEN_HEADS,
+        Limit(
+            lambda m: m.qkv_bias == m.add_bias_linear,
+            "queries, keys and values must have biases where all linear layers have them, and only there",
+        ),
     ),
     plain=plain_rope,
     complete=with_rope_parameters,
 )
+
+UNBIASED_SETTINGS = tuple(each for each in LLAMA.settings if each.ours != "add_bias_linear")
+"""For descendants whose ``config.json`` says nothing of biases."""

@@ -15,6 +15,7 @@ from megazero.checkpoint.hf.config_json import CONFIG, Description, differences
 from megazero.checkpoint.hf.folder import FLOATS, Stored, TensorFolder, named
 from megazero.checkpoint.naming import Link, Table, TensorRule, cut
 from megazero.checkpoint.part import Key, Part
+from megazero.config.derive import experts_of
 from megazero.config.tree import ModelConfig
 from megazero.errors import CheckpointError
 
@@ -49,7 +50,9 @@ class HFReader:
                 raise self._misfit(f"{layers} layers cannot be in {tensors} tensors")
             present = self._named_as_today()
             self.description = self.description.given(present)
-            self.table = self._table(self.description.architecture.rules)
+            rules = self.description.architecture.rules_for(present)
+            self._check_experts(rules, tensors)
+            self.table = self._table(rules)
             self._stored = self._match(present)
         except BaseException:
             self.close()
@@ -113,9 +116,9 @@ class HFReader:
         for part in parts:
             assert self.shapes[part.key] == tuple(part.shape), f"{part.key}: {part.shape}"
             for link in self.table.by_key[part.key]:
-                box = link.box.overlap(part.box)
+                box, stored, link = link.box.overlap(part.box), self._stored[link.theirs], link.in_rows
                 for piece in () if box is None else cut(box, link.merged[0], CHUNK):
-                    _read(self._stored[link.theirs], link, piece, part.tensor[piece.within(part.box)])
+                    _read(stored.in_rows, link, piece, part.tensor[piece.within(part.box)])
 
     def tensor(self, key: Key) -> Tensor:
         """A whole logical tensor, in the dtype it is stored in."""
@@ -127,6 +130,13 @@ class HFReader:
     def close(self) -> None:
         """Give the files back."""
         self._tensors.close()
+
+    def _check_experts(self, rules: Iterable[TensorRule], tensors: int) -> None:
+        """Refuse more experts than there are tensors, before a table of them is made."""
+        model = self.description.model
+        experts = sum(experts_of(model, layer) for layer in range(model.num_layers))
+        if any("{x}" in rule.theirs for rule in rules) and experts > tensors:
+            raise self._misfit(f"{experts} experts cannot be in {tensors} tensors")
 
     def _table(self, rules: Iterable[TensorRule]) -> Table:
         return Table.of(rules, self.description.model, self.description.vocab_size)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.megatron.masked import with_binary_head, with_masked_head, with_types
-from megazero.checkpoint.naming import Link, Table, TensorRule, always, biased, untied
+from megazero.checkpoint.naming import Link, Table, TensorRule, always, biased, qkv_biased, untied
 from megazero.config.tree import ModelConfig
 
 WORD = "embedding.word_embeddings.weight"
@@ -220,7 +220,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
         ),
         *norm(f"{ours}.input_norm", f"{core}.input_layernorm"),
         row(f"{ours}.attention.qkv.weight", "g s d h", f"{attention}.linear_qkv.weight", f"{qkv} h", "g"),
-        row(f"{ours}.attention.qkv.bias", "g s d", f"{attention}.linear_qkv.bias", qkv, "g", biased),
+        row(f"{ours}.attention.qkv.bias", "g s d", f"{attention}.linear_qkv.bias", qkv, "g", qkv_biased),
         row(f"{ours}.attention.out.weight", "h a", f"{attention}.linear_proj.weight", "h a", "a"),
         row(f"{ours}.attention.out.bias", "h", f"{attention}.linear_proj.bias", "h", when=biased),
         *norm(f"{ours}.mlp_norm", f"{core}.pre_mlp_layernorm"),

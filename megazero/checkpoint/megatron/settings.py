@@ -44,7 +44,7 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 _SAME_NAME = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"),
     *("ffn_hidden_size", "kv_channels", "hidden_dropout", "attention_dropout", "init_method_std"),
-    *("make_vocab_size_divisible_by", "fp32_residual_connection", "add_bias_linear"),
+    *("make_vocab_size_divisible_by", "fp32_residual_connection", "add_bias_linear", "add_qkv_bias"),
     *("apply_residual_connection_post_layernorm", "untie_embeddings_and_output_weights"),
 )
 _POSITIONS = MappingProxyType(
@@ -88,8 +88,6 @@ def read_settings(arguments: Arguments, *, family: Mapping[str, Any], core: bool
         for name, fine, words in _REFUSED
         if name in arguments and _comparable(arguments[name]) not in fine
     ]
-    if arguments.get("add_qkv_bias") and not arguments.get("add_bias_linear", True):
-        wrong.append("`add_qkv_bias` is True (biases of queries, keys and values alone)")
     if core and arguments.get("apply_residual_connection_post_layernorm"):
         wrong.append(
             "`apply_residual_connection_post_layernorm` is True, which Core ignores (unset it with "

@@ -2,9 +2,10 @@
 
 `foreign.py` says what a row is. The rows are in `accepted.py`, in `dependent.py` (accepted because they
 tune something that is off or refused itself), in `refused.py` (said in another way here) and in `absent.py`
-(features that do not exist here).
+(features that do not exist here). `left_out.py` is about flags that a script does not give.
 """
 
 from megazero.config.compat.foreign import FOREIGN_FLAGS, Foreign, Ignored, contradiction, verdict
+from megazero.config.compat.left_out import left_out
 
-__all__ = ["FOREIGN_FLAGS", "Foreign", "Ignored", "contradiction", "verdict"]
+__all__ = ["FOREIGN_FLAGS", "Foreign", "Ignored", "contradiction", "left_out", "verdict"]

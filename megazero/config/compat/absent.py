@@ -12,9 +12,23 @@ from types import MappingProxyType
 
 ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "experts": (
-            "experts are not built yet; leave it out",
-            "--num-experts-switch=* --moe-use-upcycling",
+        "latent experts": (
+            "experts of a narrower space are not built; give them a small `--moe-ffn-hidden-size`",
+            "--moe-latent-size=",
+        ),
+        "forced routing": (
+            "the router's choice cannot be forced; leave it out, and balance with "
+            "`--moe-router-load-balancing-type` or `--moe-router-enable-expert-bias`",
+            "--moe-router-force-load-balancing --moe-router-force-biased=",
+        ),
+        "dispatchers of other projects": (
+            "DeepEP's kernels are not used; leave it out, and `--moe-token-dispatcher-type alltoall` moves "
+            "the same rows",
+            "--moe-enable-deepep",
+        ),
+        "recompute of other modules": (
+            "other modules are not recomputed alone; use `--recompute-granularity full`",
+            "--moe-layer-recompute",
         ),
         "multi-latent attention": (
             "multi-latent attention is not built; use `--num-query-groups` for smaller keys and values",
@@ -50,11 +64,12 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             """
             --init-method-xavier-uniform --apply-layernorm-1p --fp16-lm-cross-entropy
             --embedding-weights-in-fp32=* --head-lr-mult= --data-parallel-random-init --qk-layernorm
-            --qk-l2-norm --qk-clip --add-qkv-bias --rotary-interleaved --use-rope-scaling
+            --qk-l2-norm --qk-clip --rotary-interleaved --use-rope-scaling
             --rotary-seq-len-interpolation-factor= --decoupled-lr= --decoupled-min-lr=
             --activation-func-clamp-value= --glu-linear-offset= --quick-geglu --gated-linear-unit
             --use-te-activation-func --embedding-init-method-std= --softmax-scale= --no-rope-freq=
-            --mrope-section=* --use-mup --enable-mhc-connections --output-logit-dtype=
+            --moe-apply-probs-on-input --mrope-section=* --use-mup --enable-mhc-connections
+            --output-logit-dtype=
             --disable-bf16-reduced-precision-matmul --no-attention-softmax-in-fp32 --freeze-all-layers
             --enable-autocast --autocast-dtype= --batch-invariant-mode
             --ddp-reduce-scatter-with-fp32-accumulation
@@ -241,8 +256,9 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 ABSENT_VALUES: Mapping[str, str] = MappingProxyType(
     {
-        "--num-experts": "experts",
-        "--num-moe-experts": "experts",
+        "--moe-router-dtype": "model variants",
+        "--moe-dispatch-fwd-dtype": "FP8 and FP4",
+        "--moe-combine-bwd-dtype": "FP8 and FP4",
         "--remote-device": "offload",
         "--spec": "layers from code",
         "--softmax-type": "model variants",

@@ -26,7 +26,13 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
             --masked-softmax-fusion --persist-layer-norm --memory-efficient-layer-norm
             --gradient-accumulation-fusion --fused-residual-rmsnorm --fused-single-qkv-rope
             --use-transformer-engine-op-fuser --use-fused-weighted-squared-relu
-            --use-grouped-gemm-for-dense-mlp --disable-jit-fuser --disable-parameter-transpose-cache""",
+            --use-grouped-gemm-for-dense-mlp --disable-jit-fuser --disable-parameter-transpose-cache
+            --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --use-tutel
+            --use-grouped-gemm-for-shared-expert --moe-mlp-glu-interleave-size=
+            --moe-shared-expert-glu-interleave-size=""",
+        "the weights of a layer's experts are always one tensor": """
+            --moe-use-grouped-tensor --moe-single-grouped-bias --moe-single-grouped-weight""",
+        "parameters say themselves whether they are an expert's": "--create-moe-param-group",
         "steps are launched without CUDA graphs, which would change only the speed": """
             --cuda-graph-impl= --cuda-graph-scope=* --cuda-graph-modules=* --cuda-graph-warmup-steps=
             --cuda-graph-retain-backward-graph --enable-cuda-graph --external-cuda-graph
@@ -42,7 +48,10 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
             --no-batch-p2p-comm --no-batch-p2p-sync --microbatch-group-size-per-virtual-pipeline-stage=
             --overlap-param-gather-with-optimizer-step --high-priority-stream-groups=* --use-sharp
             --sharp-enabled-group= --use-nccl-ub --disable-symmetric-registration --symmetric-ar-type=
-            --train-sync-interval= --disable-gloo-process-groups --torch-fsdp2-no-reshard-after-forward""",
+            --train-sync-interval= --disable-gloo-process-groups --torch-fsdp2-no-reshard-after-forward
+            --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm
+            --overlap-dispatch-backward-with-experts-wgrad --high-priority-a2a-comm-stream
+            --ep-overlap-early-attn-memory-release""",
         "the order of ranks is fixed, tensor, data, pipeline, and does not change the numbers": """
             --use-tp-pp-dp-mapping""",
         "the loss is the mean over all tokens of the global batch that are not masked": """
@@ -98,7 +107,7 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
             --log-l2-norm-grad-to-tensorboard --log-max-attention-logit --log-memory-interval=
             --log-runtime-to-tensorboard --log-throughput-to-tensorboard --memory-keys=
             --runtime-time-unit= --throughput-window-size= --logging-level= --modules-to-filter=*
-            --set-level-for-all-loggers --no-filter-warnings""",
+            --set-level-for-all-loggers --no-filter-warnings --moe-per-layer-logging""",
         "gradients are always kept in flat buffers, and are reduce-scattered wherever they are sharded": """
             --zero-contigious-gradients --zero-reduce-scatter --no-align-grad-reduce
             --no-align-param-gather --no-gradient-reduce-div-fusion --ddp-average-in-collective
@@ -187,15 +196,25 @@ CONDITIONAL: Mapping[str, tuple[str, str, str]] = MappingProxyType(
             "pipeline stages communicate as `--distributed-backend` says",
             "use `--distributed-backend`",
         ),
-        "--num-experts=*": (
-            "1",
-            "one expert is the dense model",
-            "experts are not built yet; use `--num-experts 1` or leave it out",
+        "--moe-router-dtype=": (
+            "fp32",
+            "routers always compute in fp32",
+            "routers always compute in fp32; leave it out",
         ),
-        "--num-moe-experts=": (
+        "--moe-upcycling-granularity=": (
             "1",
-            "one expert is the dense model",
-            "experts are not built yet; use `--num-experts 1` or leave it out",
+            "with `--moe-use-upcycling` each expert is a copy of the whole MLP",
+            "with `--moe-use-upcycling` each expert is a copy of the whole MLP; leave it out",
+        ),
+        "--moe-dispatch-fwd-dtype=": (
+            "bf16",
+            "rows are sent to experts in the model's type",
+            "rows are sent to experts in the model's type; leave it out",
+        ),
+        "--moe-combine-bwd-dtype=": (
+            "bf16",
+            "rows are sent to experts in the model's type",
+            "rows are sent to experts in the model's type; leave it out",
         ),
         "--remote-device=": (
             "none",

@@ -11,36 +11,16 @@ from types import MappingProxyType
 
 DEPENDENT: Mapping[str, str] = MappingProxyType(
     {
-        "it matters only with experts, and there are none": """
-            --moe-loss-coeff= --moe-train-capacity-factor= --moe-eval-capacity-factor=
-            --moe-min-capacity= --create-moe-param-group --disable-moe-token-dropping
-            --disable-moe-top2-2nd-expert-sampling --enable-expert-tensor-parallelism --expert-interval=
-            --topk= --mlp-type= --use-tutel --moe-apply-probs-on-input --moe-combine-bwd-dtype=
-            --moe-deepep-num-sms= --moe-dispatch-fwd-dtype= --moe-enable-deepep
-            --moe-enable-routing-replay --moe-expert-capacity-factor= --moe-expert-rank-capacity-factor=
-            --moe-ffn-hidden-size= --moe-flex-dispatcher-backend= --moe-flex-dispatcher-num-sms=
-            --moe-grouped-gemm --moe-hybridep-num-blocks-permute= --moe-hybridep-num-blocks-unpermute=
-            --moe-hybridep-num-sms= --moe-hybridep-num-sms-preprocessing=
-            --moe-hybridep-pad-uneven-dispatch-inputs --moe-input-jitter-eps= --moe-latent-size=
-            --moe-layer-recompute --moe-mlp-glu-interleave-size= --moe-ncclep-zero-copy
-            --moe-pad-expert-input-to-capacity --moe-pad-experts-for-cuda-graph-inference
-            --moe-paged-stash --moe-paged-stash-buffer-size-factor-cpu=
+        "it matters only with `--moe-token-dispatcher-type flex`": """
+            --moe-deepep-num-sms= --moe-expert-rank-capacity-factor= --moe-flex-dispatcher-backend=
+            --moe-flex-dispatcher-num-sms= --moe-hybridep-num-blocks-permute=
+            --moe-hybridep-num-blocks-unpermute= --moe-hybridep-num-sms=
+            --moe-hybridep-num-sms-preprocessing= --moe-hybridep-pad-uneven-dispatch-inputs
+            --moe-ncclep-zero-copy --moe-paged-stash --moe-paged-stash-buffer-size-factor-cpu=
             --moe-paged-stash-buffer-size-factor-cuda= --moe-paged-stash-page-size=
-            --moe-per-layer-logging --moe-permute-fusion --moe-permute-fusion-into-hybridep
-            --moe-router-bias-update-rate= --moe-router-dtype= --moe-router-enable-expert-bias
-            --moe-router-force-biased= --moe-router-force-load-balancing --moe-router-fusion
-            --moe-router-group-topk= --moe-router-num-groups= --moe-router-padding-for-fp8
-            --moe-router-padding-for-quantization --moe-router-pre-softmax
-            --moe-router-quantile-balancing-ema= --moe-router-score-function= --moe-router-topk=
-            --moe-router-topk-limited-devices= --moe-router-topk-scaling-factor= --moe-shared-expert-gate
-            --moe-shared-expert-glu-interleave-size= --moe-shared-expert-intermediate-size=
-            --moe-shared-expert-overlap --moe-single-grouped-bias --moe-single-grouped-weight
-            --moe-token-dispatcher-type= --moe-token-drop-policy= --moe-token-dropping
-            --moe-use-grouped-tensor --moe-z-loss-coeff= --moe-aux-loss-coeff=* --moe-layer-freq=
-            --moe-router-load-balancing-type=* --moe-upcycling-granularity=
-            --expert-tensor-parallel-size= --ep-overlap-early-attn-memory-release
-            --overlap-moe-expert-parallel-comm --overlap-dispatch-backward-with-experts-wgrad
-            --high-priority-a2a-comm-stream --use-grouped-gemm-for-shared-expert""",
+            --moe-permute-fusion-into-hybridep""",
+        "it matters only with `--moe-router-load-balancing-type quantile_balancing`": """
+            --moe-router-quantile-balancing-ema=""",
         "it matters only with `--multi-latent-attention`": """
             --kv-lora-rank= --q-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim=
             --rotary-scaling-factor= --mscale= --mscale-all-dim= --cache-mla-latents
@@ -65,7 +45,8 @@ DEPENDENT: Mapping[str, str] = MappingProxyType(
             --fp8-recipe= --fp8-dot-product-attention --fp8-multi-head-attention --fp8-output-proj
             --fp8-param-gather --fp4-param-gather --fp4-recipe= --activation-func-fp8-input-store
             --num-layers-at-end-in-bf16= --num-layers-at-start-in-bf16= --tp-only-amax-red
-            --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag --kitchen-attention-backend=""",
+            --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag --kitchen-attention-backend=
+            --moe-router-padding-for-fp8 --moe-router-padding-for-quantization""",
         "it matters only with offload": """
             --optimizer-offload-fraction= --overlap-cpu-optimizer-d2h-h2d
             --use-torch-optimizer-for-cpu-offload --no-pin-cpu-grads --no-pin-cpu-params
@@ -124,13 +105,14 @@ DEPENDENT: Mapping[str, str] = MappingProxyType(
             --rl-sequence-packing-algo= --rl-sequence-packing-max-sequences-per-bin=
             --rl-skip-bos-token=? --rl-submission-granularity= --rl-training-cuda-graphs=?
             --rl-use-sequence-packing=? --rl-verify-model-weights-swap --refit-method=
-            --rl-sequence-packing-bin-size= --langrl-inference-server-type=
+            --moe-enable-routing-replay --rl-sequence-packing-bin-size= --langrl-inference-server-type=
             --langrl-inference-server-conversation-template=""",
         "it matters only where text is generated": """
             --inference-dynamic-batching-enable-prefix-caching --inference-cuda-graph-scope=
             --inference-disable-triton-nvls-kernels --inference-fuse-tp-communication
             --inference-grouped-gemm-backend= --inference-moe-disable-fused-quant-kernels
-            --inference-moe-token-dispatcher-type= --inference-sampling-seed=
+            --inference-moe-token-dispatcher-type= --moe-pad-experts-for-cuda-graph-inference
+            --inference-sampling-seed=
             --inference-coordinator-port= --inference-cuda-graph-all-prefills
             --inference-cuda-graph-max-tokens= --inference-disable-ep-consensus
             --inference-dynamic-batching-async-sched-mode= --inference-dynamic-batching-block-size=

@@ -14,6 +14,10 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "ranks find each other through the environment; start them with torchrun": "--deepspeed_mpi=*",
         "use `--micro-batch-size`": "--batch-size=",
         "use `--lr-warmup-fraction`": "--warmup=",
+        "use `--moe-expert-capacity-factor`": "--moe-token-dropping",
+        "use `--moe-router-num-groups` and `--moe-router-group-topk`, which depend on no layout": """
+            --moe-router-topk-limited-devices=""",
+        "use `--num-experts` with `--moe-router-topk 1 --moe-router-pre-softmax`": "--num-experts-switch=*",
         "use `--num-layers`": "--encoder-num-layers=",
         "use `--seq-length`": "--encoder-seq-length=",
         "use `--activation gelu_exact`": "--onnx-safe=?",

@@ -99,16 +99,6 @@ def _fitting_layouts(case: Case) -> str:
     return f"the world size is {world}: {layouts}"
 
 
-def _unavailable(axis: str, field: str, flag: str) -> Rule:
-    return Rule(
-        f"{axis}_parallel_unavailable",
-        (f"parallel.{field}",),
-        f"`{field}` must be 1 in this version",
-        f"leave out `{flag}` and raise `--tensor-model-parallel-size` or the number of ranks",
-        lambda c: getattr(c.config.parallel, field) == 1,
-    )
-
-
 PARALLEL_RULES: tuple[Rule, ...] = (
     Rule(
         "world_size_factors",
@@ -171,8 +161,13 @@ PARALLEL_RULES: tuple[Rule, ...] = (
             or c.config.model.seq_length % c.config.parallel.tensor_model_parallel_size == 0
         ),
     ),
-    _unavailable("context", "context_parallel_size", "--context-parallel-size"),
-    _unavailable("expert", "expert_model_parallel_size", "--expert-model-parallel-size"),
+    Rule(
+        "context_parallel_unavailable",
+        ("parallel.context_parallel_size",),
+        "`context_parallel_size` must be 1 in this version",
+        "leave out `--context-parallel-size` and raise `--tensor-model-parallel-size` or the number of ranks",
+        lambda c: c.config.parallel.context_parallel_size == 1,
+    ),
     Rule(
         "nccl_needs_cuda",
         ("parallel.distributed_backend", "parallel.device"),

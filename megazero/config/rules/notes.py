@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megazero.config.derive import EXPERT_FIELDS
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.rules.rule import display_name, value_at
 from megazero.config.tree import Config
@@ -31,6 +32,11 @@ _MASKED = (
     "data.mask_prob",
     "data.short_seq_prob",
     "data.bert_pack",
+)
+_OF_EXPERTS = (
+    *(f"model.{name}" for name in EXPERT_FIELDS if name != "num_experts"),
+    "parallel.expert_tensor_parallel_size",
+    "parallel.moe_token_dispatcher_type",
 )
 _WANDB = tuple(f"logging.wandb_{name}" for name in ("exp_name", "save_dir", "entity", "group"))
 
@@ -76,6 +82,27 @@ NOTES: tuple[Note, ...] = (
         "a BERT",
         lambda config: config.model.family == "bert",
         "`pretrain_bert.py` trains one",
+    ),
+    Note.without("model.num_experts", _OF_EXPERTS, "no layer has experts"),
+    Note(
+        ("model.moe_router_bias_update_rate",),
+        "`moe_router_enable_expert_bias`",
+        lambda config: not config.model.num_experts or config.model.moe_router_enable_expert_bias,
+        "the choice has no bias",
+    ),
+    Note(
+        ("model.moe_router_pre_softmax",),
+        "softmax scores",
+        lambda config: not config.model.num_experts or config.model.moe_router_score_function == "softmax",
+        "sigmoid scores are taken before the choice anyway",
+    ),
+    Note(
+        ("model.moe_aux_loss_coeff",),
+        "a `moe_router_load_balancing_type`",
+        lambda config: (
+            not config.model.num_experts or config.model.moe_router_load_balancing_type != ("none",)
+        ),
+        "no loss balances the experts",
     ),
 )
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from megazero.config.rules.experts import EXPERT_RULES
 from megazero.config.rules.files import DATA_RULES, OUTPUT_RULES, TOKENIZER_RULES
 from megazero.config.rules.finetuning import FINETUNING_RULES
 from megazero.config.rules.model import BATCH_RULES, MODEL_RULES, PARALLEL_RULES
 from megazero.config.rules.pipeline import PIPELINE_RULES
+from megazero.config.rules.routing import ROUTING_RULES
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.rules.training import (
     LENGTH_RULES,
@@ -15,12 +17,16 @@ from megazero.config.rules.training import (
     PRECISION_RULES,
     SCHEDULE_RULES,
 )
+from megazero.config.rules.upcycling import UPCYCLING_RULES
 from megazero.config.rules.zero import KEPT_ACTIVATION_RULES, ZERO_RULES
 from megazero.config.tree import Config
 
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *PARALLEL_RULES,
+    *EXPERT_RULES,
+    *ROUTING_RULES,
+    *UPCYCLING_RULES,
     *BATCH_RULES,
     *PIPELINE_RULES,
     *ZERO_RULES,

@@ -12,6 +12,7 @@ from megazero.config.horizon import Horizon
 from megazero.config.tree import Config
 from megazero.mpu import ParallelContext
 from megazero.train.engine import Engine
+from megazero.train.router_state import router_parts_to_read
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 
@@ -105,7 +106,8 @@ class BestModel:
 
         def read() -> None:
             reader = CheckpointReader(path)
-            reader.read(parts_to_read(self.engine.optimizer, self.context, moments=False))
+            weights = parts_to_read(self.engine.optimizer, self.context, moments=False)
+            reader.read([*weights, *router_parts_to_read(self.engine.loads, reader)])
 
         together(self.context, read, f"load {path}")
         self.engine.optimizer.publish()

@@ -124,6 +124,8 @@ def interval_line(interval: list[StepMetrics], total: int | None) -> str:
     ]
     parts += [f"{label}: {mean:.6E}" for label, mean in _interval_means(made).items()]
     parts += [f"loss scale: {last.loss_scale:.1f}", f"grad norm: {last.grad_norm:.3f}"]
+    if last.expert_loads is not None:
+        parts.append("expert loads (of an even share): {:.2f} to {:.2f}".format(*last.expert_loads))
     if last.num_zeros is not None:
         parts.append(f"num zeros: {last.num_zeros}")
     if last.params_norm is not None:

@@ -63,6 +63,7 @@ MODELS: Mapping[str, ModelConfig] = {
     "llama": LLAMA,
     "llama-tied": LLAMA.model_copy(update=TIED),
     "llama-biases": LLAMA.model_copy(update={"add_bias_linear": True}),
+    "qwen2": LLAMA.model_copy(update={"kv_channels": None, "add_qkv_bias": True}),
     "llama-one-group": LLAMA.model_copy(update={"num_query_groups": 1}),
     "llama-all-groups": LLAMA.model_copy(update={"num_query_groups": 6, "kv_channels": None}),
 }

@@ -18,7 +18,7 @@ from megazero.checkpoint.hf.config_json import (
 )
 from megazero.errors import CheckpointError
 from tests.checkpoint.hf.samples import GPT2, LLAMA, MODELS, VOCAB, config_for
-from tests.models.hf_weights import gpt2_model, llama_model
+from tests.models.hf_weights import decoder_model
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -33,8 +33,7 @@ def test_a_model_comes_back_from_its_config(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_config_is_what_transformers_makes_of_the_same_model(name):
     pytest.importorskip("transformers")
-    make = gpt2_model if name.startswith("gpt2") else llama_model
-    theirs = make(MODELS[name], VOCAB).config.to_dict()
+    theirs = decoder_model(MODELS[name], VOCAB).config.to_dict()
     ours = config_for(MODELS[name])
     told_otherwise = {"bos_token_id", "eos_token_id", "torch_dtype", "architectures", "initializer_range"}
     told_otherwise |= {"resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "rope_theta"}

@@ -9,6 +9,7 @@ import torch
 
 from megazero.checkpoint import Key
 from megazero.checkpoint.hf import HFReader, ModelFiles, TokenIds, convert_from_hf, convert_to_hf, write_hf
+from megazero.checkpoint.hf.approximation import ONE_GELU
 from megazero.checkpoint.hf.command import main_to_hf, model_flags
 from megazero.checkpoint.hf.config_json import architecture_of, model_of
 from megazero.config import parse_config
@@ -286,7 +287,7 @@ def test_an_approximation_of_what_is_exact_is_refused(model, tmp_path):
     write_folder(tmp_path / "hf", config_for(model), their_tensors(model))
     convert_from_hf(tmp_path / "hf", tmp_path / "run")
     with pytest.raises(ConfigError, match="`--approximate-gelu` must be given for a model with two forms"):
-        convert_to_hf(tmp_path / "run", tmp_path / "out", one_gelu=True)
+        convert_to_hf(tmp_path / "run", tmp_path / "out", approximations=[ONE_GELU])
 
 
 def test_the_padded_vocabulary_of_the_hub_keeps_its_size(tmp_path):

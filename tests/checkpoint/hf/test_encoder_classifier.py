@@ -18,6 +18,7 @@ from megazero.checkpoint.hf import (
     convert_to_hf,
     write_hf,
 )
+from megazero.checkpoint.hf.approximation import ONE_GELU
 from megazero.checkpoint.hf.command import main_from_hf, main_to_hf, model_flags
 from megazero.checkpoint.hf.config_json import architecture_of, objections
 from megazero.config import parse_config
@@ -73,7 +74,8 @@ def batch_of(model: ModelConfig):
     arrays = {"tokens": tokens.reshape(shape), "token_types": types.reshape(shape)}
     arrays["lengths"] = np.array(LENGTHS).reshape(shape[:2])
     arrays["labels"] = np.zeros(shape[0], dtype=np.int64)
-    return ClassifierCollate(VOCAB, torch.device("cpu"), causal=False)(arrays, tuple(range(shape[0])))
+    collate = ClassifierCollate(VOCAB, torch.device("cpu"), causal=False, marked=True)
+    return collate(arrays, tuple(range(shape[0])))
 
 
 def scores_of(source, model: ModelConfig, tp: int = 1) -> torch.Tensor:
@@ -260,7 +262,7 @@ def test_a_trained_checkpoint_is_exported_with_the_names_of_its_classes(tmp_path
         in said
     )
     with pytest.raises(ConfigError, match="`--approximate-gelu` must be given for a model with two forms"):
-        convert_to_hf(tmp_path / "run", tmp_path / "approximate", one_gelu=True)
+        convert_to_hf(tmp_path / "run", tmp_path / "approximate", approximations=[ONE_GELU])
     named["config"]["finetune"] = {"labels": NAMES[:3]}
     run = save_as_trained(tmp_path / "damaged", model, TokenizerConfig(), weights, **named)
     with pytest.raises(CheckpointError, match="names 3, and `num_classes` is 4"):

@@ -26,7 +26,7 @@ from tests.checkpoint.hf.samples import (
     their_tensors,
     write_folder,
 )
-from tests.models.hf_weights import gpt2_model, llama_model
+from tests.models.hf_weights import decoder_model
 
 TOKENS = torch.randint(VOCAB, (2, 17), generator=torch.Generator().manual_seed(5))
 
@@ -37,7 +37,7 @@ TOKENS = torch.randint(VOCAB, (2, 17), generator=torch.Generator().manual_seed(5
 )
 def test_what_transformers_saved_computes_the_same(name, tp, padded, tmp_path):
     pytest.importorskip("transformers")
-    theirs = (gpt2_model if name.startswith("gpt2") else llama_model)(MODELS[name], VOCAB)
+    theirs = decoder_model(MODELS[name], VOCAB)
     torch.manual_seed(3)
     for parameter in theirs.parameters():
         parameter.data += 0.15 * torch.randn_like(parameter)

@@ -47,6 +47,7 @@ GPT2 = {
     "swiglu": False,
     "bias_gelu_fusion": True,
     "add_bias_linear": True,
+    "add_qkv_bias": False,
     "untie_embeddings_and_output_weights": False,
 }
 LLAMA = {
@@ -64,12 +65,14 @@ LLAMA = {
     "swiglu": True,
     "bias_gelu_fusion": True,
     "add_bias_linear": False,
+    "add_qkv_bias": False,
     "untie_embeddings_and_output_weights": True,
 }
 MODELS = {
     "gpt2": GPT2,
     "gpt2-exact-gelu": {**GPT2, "bias_gelu_fusion": False, "untie_embeddings_and_output_weights": True},
     "llama": LLAMA,
+    "llama-qkv-biases": {**LLAMA, "add_qkv_bias": True},
     "llama-partly-rotated": {**LLAMA, "rotary_percent": 0.6, "untie_embeddings_and_output_weights": False},
 }
 BERTS = {
@@ -169,6 +172,7 @@ def core_config(args: argparse.Namespace):
         activation_func=F.silu if args.swiglu else F.gelu,
         bias_activation_fusion=args.bias_gelu_fusion and not args.swiglu,
         add_bias_linear=args.add_bias_linear,
+        add_qkv_bias=args.add_qkv_bias,
         use_cpu_initialization=True,
     )
 

@@ -215,9 +215,11 @@ def slice_of(model: ModelConfig, weights: Weights, tp: int, layout: Layout) -> W
             qkv = own(weights[f"{ours}.attention.qkv.{suffix}"], 0)  # [g/tp, s, d] or [g/tp, s, d, h]
             if order is not None:
                 qkv = qkv.permute(*order, *range(len(order), qkv.dim()))
-            up = own(weights[f"{ours}.mlp.up.{suffix}"], 1 if model.activation == "swiglu" else 0)
             columns = (model.hidden_size,) if suffix == "weight" else ()
             out[f"{core}.self_attention.linear_qkv.{suffix}"] = qkv.reshape(-1, *columns)
+            if f"{ours}.mlp.up.{suffix}" not in weights:
+                continue
+            up = own(weights[f"{ours}.mlp.up.{suffix}"], 1 if model.activation == "swiglu" else 0)
             out[f"{core}.mlp.linear_fc1.{suffix}"] = up.reshape(-1, *columns)
             for name, row in (
                 ("self_attention.linear_proj", "attention.out"),

@@ -60,6 +60,18 @@ def test_megatron(tmp_path, model, layout):
     assert ModelConfig.model_validate(reader.model_settings()) == model
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_biases_of_queries_keys_and_values_alone(tmp_path, tp):
+    model = LLAMA.model_copy(update={"add_qkv_bias": True})
+    weights = random_weights(model)
+    arguments = {**UNTIED, "add_qkv_bias": True}
+    save_megatron(tmp_path, model, weights, Layout(tp, arguments=arguments))
+    reader = MegatronReader(tmp_path, TRUSTED)
+    assert_same(read_all(reader), weights)
+    assert weights["layers.1.attention.qkv.bias"].shape == (2, 4, 8)
+    assert reader.model == model
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_versions_order_queries_keys_and_values_differently(tmp_path, version, tp):

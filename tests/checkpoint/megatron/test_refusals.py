@@ -62,7 +62,6 @@ def rank_file(run: Path, rank: str = "00") -> Path:
         ({"normalization": "ScaleNorm"}, "`normalization` is 'ScaleNorm'"),
         ({"glu_activation": "geglu"}, "other than SwiGLU"),
         ({"openai_gelu": True}, "`openai_gelu` is True, which Core ignores"),
-        ({"add_bias_linear": False, "add_qkv_bias": True}, "biases of queries, keys and values alone"),
         ({"hidden_size": None}, "`hidden_size`: Field required; add what is missing with --megatron-args"),
         ({"num_layers": "many"}, "`num_layers`"),
     ],

@@ -65,7 +65,6 @@ _PROGRAMS: Mapping[str, str] = MappingProxyType(
 _RULES: Mapping[str, str] = MappingProxyType(
     {
         "context_parallel_unavailable": "context parallelism",
-        "expert_parallel_unavailable": "experts",
         "interleaved_micro_batches": "micro-batch groups of other sizes",
     }
 )
@@ -86,6 +85,8 @@ _CHOICES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("--position-embedding-type", "relative"): "model variants",
         ("--dataloader-type", "external"): "data variants",
         ("--tokenizer-type", "SFTTokenizer"): "fine-tuning on conversations",
+        ("--moe-router-load-balancing-type", "sinkhorn"): "routing by assignment",
+        ("--moe-token-dispatcher-type", "flex"): "dispatchers of other projects",
     }
 )
 """Refusals that are not of foreign flags: the feature that they ask for."""

@@ -42,9 +42,9 @@ def test_each_foreign_flag_says_why(name: str) -> None:
         "--enable-zbh1-exact-semantics",
         "--zero-allgather-bucket-size 500000000",
         "--zero-contigious-gradients",
-        "--num-experts 1",
-        "--num-experts 1 1 1",
-        "--moe-loss-coeff 0.01",
+        "--create-moe-param-group",
+        "--use-tutel",
+        "--moe-router-dtype fp32",
         "--local_rank 3",
         "--local_rank=3",
         "--use-flash-attn-v2",
@@ -65,7 +65,8 @@ def test_accepted_without_effect(argv: str) -> None:
         ("--zero-stage 4", "`--zero-stage` must be one of 0, 1, 2, 3, but is `4`."),
         ("--zero-stage 1.5", "`--zero-stage` must be one of 0, 1, 2, 3, but is `1.5`."),
         ("--zero-stage", "`--zero-stage` must be followed by a value (0 | 1 | 2 | 3)."),
-        ("--num-experts 64 128", "`--num-experts 64 128` is not accepted: experts are not built yet"),
+        ("--num-experts 64 many", "`--num-experts` must be an integer, but is `64 many`."),
+        ("--num-experts-switch 8", "use `--num-experts` with `--moe-router-topk 1 --moe-router-pre-softmax`"),
         ("--DDP-impl FSDP", "`--DDP-impl FSDP` is not accepted"),
         ("--deepspeed", "`--deepspeed` must go with `--deepspeed_config FILE`, but no file is given"),
         ("--deepspeed_config ds.json", "`--deepspeed_config` must go with `--deepspeed`, but it is missing"),
@@ -155,5 +156,10 @@ def test_the_command_line_of_a_megatron_deepspeed_script_is_read() -> None:
     resolved = parse_config([*argv, "--tokenizer-type", "GPT2BPETokenizer"], world_size=64)
     assert resolved.config.model.hidden_size == 2048
     assert resolved.config.training.train_tokens == 300_000_000_000
-    assert len(resolved.warnings) == 1
-    assert "--no-pipeline-parallel" in resolved.warnings[0]
+    assert resolved.config.model.num_experts == ()
+    foreign, without_experts = resolved.warnings
+    assert "--no-pipeline-parallel" in foreign
+    assert without_experts == (
+        "`moe_aux_loss_coeff` and `moe_expert_capacity_factor` and `moe_eval_capacity_factor` and "
+        "`moe_min_capacity` have no effect without `num_experts`: no layer has experts."
+    )

@@ -8,7 +8,6 @@ import pytest
 
 from megazero.config.compat import FOREIGN_FLAGS
 from megazero.config.compat.absent import ABSENT, ABSENT_VALUES
-from megazero.config.fields import Kind
 from megazero.config.flags import FLAGS, scan
 
 ARITIES = dict(
@@ -17,13 +16,14 @@ ARITIES = dict(
 )
 """Flag -> how many values follow it: 0, 1, `?` (at most one) or `*`."""
 
-LISTS_IN_MEGATRON_DEEPSPEED = {"--num-experts"}
+# A pyramid is Megatron-DeepSpeed's; a pattern of layers is one text there, and may be several numbers here.
+LISTS_HERE = {"--num-experts", "--num-moe-experts", "--moe-layer-freq"}
 
 
 def ours(name: str) -> str:
     if name in FLAGS:
         flag = FLAGS[name]
-        return "0" if flag.is_switch else "*" if flag.spec.kind in (Kind.INTS, Kind.TEXTS) else "1"
+        return "0" if flag.is_switch else "*" if flag.spec.is_list else "1"
     row = FOREIGN_FLAGS[name]
     return {(0, 0): "0", (1, 1): "1", (0, 1): "?"}.get((row.least_values, row.most_values), "*")
 
@@ -34,7 +34,7 @@ def test_the_list_is_whole() -> None:
 
 @pytest.mark.parametrize("name", ARITIES)
 def test_each_takes_as_many_values_as_there(name: str) -> None:
-    expected = "*" if name in LISTS_IN_MEGATRON_DEEPSPEED else ARITIES[name]
+    expected = "*" if name in LISTS_HERE else ARITIES[name]
     assert ours(name) == expected
     values = {"0": [], "1": ["1"], "?": ["1"], "*": ["1", "2", "3"]}[expected]
     problems = scan([name, *values, "--num-layers", "7"]).problems
@@ -64,7 +64,32 @@ def test_what_is_absent_is_named() -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ("--num-experts 8", "`--num-experts 8` is not accepted: experts are not built yet"),
+        (
+            "--moe-token-dispatcher-type flex",
+            "must be one of alltoall, allgather (flex calls kernels of other",
+        ),
+        ("--moe-enable-deepep", "DeepEP's kernels are not used; leave it out"),
+        (
+            "--moe-router-dtype fp64",
+            "`--moe-router-dtype fp64` is not accepted: routers always compute in fp32",
+        ),
+        ("--moe-latent-size 64", "experts of a narrower space are not built"),
+        ("--moe-router-force-load-balancing", "the router's choice cannot be forced"),
+        ("--moe-router-load-balancing-type sinkhorn", "(sinkhorn chooses by an assignment that depends on"),
+        (
+            "--moe-router-load-balancing-type quantile_balancing",
+            "(quantile_balancing is not offered; take --moe",
+        ),
+        ("--moe-router-score-function sqrtsoftplus", "(sqrtsoftplus is not offered), but is `sqrtsoftplus`."),
+        ("--moe-apply-probs-on-input", "it would change the numbers"),
+        (
+            "--moe-router-topk-limited-devices 2",
+            "use `--moe-router-num-groups` and `--moe-router-group-topk`",
+        ),
+        ("--moe-token-dropping", "use `--moe-expert-capacity-factor`"),
+        ("--moe-upcycling-granularity 2", "each expert is a copy of the whole MLP; leave it out"),
+        ("--moe-layer-recompute", "other modules are not recomputed alone"),
+        ("--moe-dispatch-fwd-dtype mxfp8", "rows are sent to experts in the model's type"),
         ("--multi-latent-attention", "multi-latent attention is not built; use `--num-query-groups`"),
         ("--fp8-format hybrid", "fp8 and fp4 are not offered; use `--bf16`"),
         ("--hybrid-layer-pattern M*", "state-space and hybrid models are not built"),
@@ -96,8 +121,15 @@ def test_refused_by_family(argv: str, says: str) -> None:
         "--rerun-mode disabled",
         "--rerun-mode validate_results",
         "--use-checkpoint-opt_param-scheduler",
-        "--moe-aux-loss-coeff 0.01",
-        "--moe-router-topk 2",
+        "--moe-grouped-gemm",
+        "--moe-permute-fusion",
+        "--moe-router-fusion",
+        "--moe-router-dtype fp32",
+        "--moe-shared-expert-overlap",
+        "--overlap-moe-expert-parallel-comm",
+        "--moe-per-layer-logging",
+        "--moe-flex-dispatcher-backend deepep",
+        "--moe-upcycling-granularity 1",
         "--kv-lora-rank 64",
         "--fp8-recipe mxfp8",
     ],
@@ -112,6 +144,8 @@ def test_accepted_because_the_numbers_are_those_asked_for(argv: str) -> None:
     ("argv", "path", "value"),
     [
         ("--deterministic-mode", "training.deterministic_mode", True),
+        ("--add-qkv-bias", "model.add_qkv_bias", True),
+        ("--moe-use-upcycling", "checkpoint.moe_use_upcycling", True),
         ("--most-recent-k 2", "checkpoint.keep_last", 2),
         ("--exit-on-missing-checkpoint", "checkpoint.exit_on_missing_checkpoint", True),
     ],
@@ -125,7 +159,7 @@ def test_settings_of_ours(argv: str, path: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("typed", "close"),
     [
-        ("--moe-aux-loss-coef", None),  # nothing like --min-loss-scale
+        ("--moe-aux-loss-coef", "--moe-aux-loss-coeff"),
         ("--mtp-loss", None),
         ("--router-aux-loss", None),
         ("--train-iter", "--train-iters"),

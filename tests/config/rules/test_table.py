@@ -20,6 +20,10 @@ TASK = {
     "training.train_iters": None,
 }
 
+EXPERTS = {"model.num_experts": (8,)}
+GROUPED = {**EXPERTS, "model.moe_router_num_groups": 4, "model.moe_router_group_topk": 2}
+UPCYCLED = {**EXPERTS, "checkpoint.moe_use_upcycling": True, "checkpoint.load": "dense"}
+
 # rule -> the changes to the base configuration that break it alone, on 4 ranks
 EXAMPLES: dict[str, dict[str, Any]] = {
     "hidden_multiple_of_heads": {"model.hidden_size": 66},
@@ -40,8 +44,86 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "model.seq_length": 30,
     },
     "context_parallel_unavailable": {"parallel.context_parallel_size": 2},
-    "expert_parallel_unavailable": {"parallel.expert_model_parallel_size": 2},
     "nccl_needs_cuda": {"parallel.distributed_backend": "nccl", "parallel.device": "cpu"},
+    "expert_ranks_need_experts": {"parallel.expert_model_parallel_size": 2},
+    "experts_over_expert_ranks": {
+        "model.num_experts": (4, 4, 4, 6),
+        "parallel.expert_model_parallel_size": 4,
+    },
+    "expert_ranks_fill_stages": {
+        **EXPERTS,
+        "parallel.pipeline_model_parallel_size": 2,
+        "parallel.expert_model_parallel_size": 4,
+    },
+    "expert_width_over_expert_tensor_ranks": {
+        **EXPERTS,
+        "model.moe_ffn_hidden_size": 30,
+        "parallel.expert_tensor_parallel_size": 4,
+    },
+    "dense_width_over_tensor_ranks": {
+        **EXPERTS,
+        "model.moe_shared_expert_intermediate_size": 30,
+        "parallel.tensor_model_parallel_size": 4,
+    },
+    "one_way_to_place_experts": {**EXPERTS, "model.moe_layer_freq": (1,), "model.expert_interval": 1},
+    "layer_pattern_is_whole": {**EXPERTS, "model.moe_layer_freq": (1, 1, 0)},
+    "some_layer_has_experts": {**EXPERTS, "model.expert_interval": 5},
+    "pyramid_has_all_layers": {"model.num_experts": (8, 8, 8)},
+    "shared_gate_needs_shared_experts": {**EXPERTS, "model.moe_shared_expert_gate": True},
+    "residual_or_shared_experts": {
+        **EXPERTS,
+        "model.mlp_type": "residual",
+        "model.moe_shared_expert_intermediate_size": 32,
+    },
+    "packed_rows_have_no_experts": {**EXPERTS, "model.family": "bert", "data.bert_pack": True},
+    "topk_within_experts": {"model.num_experts": (8, 8, 8, 2), "model.moe_router_topk": 3},
+    "router_groups_complete": {**EXPERTS, "model.moe_router_num_groups": 4},
+    "router_groups_divide_experts": {**GROUPED, "model.num_experts": (8, 8, 8, 6)},
+    "group_choice_within_groups": {**GROUPED, "model.moe_router_num_groups": 1},
+    "group_choice_divides_topk": {**GROUPED, "model.moe_router_topk": 3},
+    "topk_within_groups": {**GROUPED, "model.moe_router_topk": 6},
+    "one_expert_needs_its_probability": {**EXPERTS, "model.moe_router_topk": 1},
+    "expert_bias_needs_sigmoid": {**EXPERTS, "model.moe_router_enable_expert_bias": True},
+    "sampling_fits_topk": {
+        **EXPERTS,
+        "model.moe_router_sampling": "second",
+        "model.moe_router_topk": 3,
+    },
+    "sampling_is_of_softmax_scores": {
+        **EXPERTS,
+        "model.moe_router_sampling": "second",
+        "model.moe_router_score_function": "sigmoid",
+    },
+    "balance_is_one": {
+        **EXPERTS,
+        "model.moe_router_load_balancing_type": ("aux_loss", "none"),
+        "model.moe_aux_loss_coeff": (0.1, 0.0),
+    },
+    "balance_has_coefficients": {
+        **EXPERTS,
+        "model.moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
+    },
+    "capacity_settings_need_a_factor": {**EXPERTS, "model.moe_token_drop_policy": "position"},
+    "padding_needs_a_factor": {**EXPERTS, "model.moe_pad_expert_input_to_capacity": True},
+    "padding_needs_alltoall": {
+        **EXPERTS,
+        "model.moe_pad_expert_input_to_capacity": True,
+        "model.moe_expert_capacity_factor": 2.0,
+        "parallel.moe_token_dispatcher_type": "allgather",
+    },
+    "capacity_above_floor": {
+        **EXPERTS,
+        "model.moe_expert_capacity_factor": 1.0,
+        "model.moe_min_capacity": 9,
+    },
+    "upcycling_makes_experts": {"checkpoint.moe_use_upcycling": True, "checkpoint.load": "dense"},
+    "upcycling_has_a_dense_model": {**EXPERTS, "checkpoint.moe_use_upcycling": True},
+    "upcycling_is_for_pretraining": {**UPCYCLED, **TASK},
+    "upcycled_weights_sum_to_one": {**UPCYCLED, "model.moe_router_pre_softmax": True},
+    "upcycled_weights_are_not_scaled": {**UPCYCLED, "model.moe_router_topk_scaling_factor": 2.5},
+    "upcycled_experts_are_alone": {**UPCYCLED, "model.mlp_type": "residual"},
+    "upcycled_experts_drop_nothing": {**UPCYCLED, "model.moe_expert_capacity_factor": 1.0},
+    "upcycled_experts_have_the_mlp_s_width": {**UPCYCLED, "model.moe_ffn_hidden_size": 32},
     "global_batch_multiple": {"batch.global_batch_size": 12},
     "ramp_needs_global_batch": {"batch.rampup_batch_size": (8, 8, 100)},
     "ramp_starts_below_global_batch": {
@@ -159,6 +241,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 # Combinations near a rule's border that must run.
 ACCEPTED: list[dict[str, Any]] = [
     {},
+    {**UPCYCLED, "model.moe_ffn_hidden_size": 256},
+    {**UPCYCLED, "model.moe_router_score_function": "sigmoid", "model.moe_router_topk_scaling_factor": 1.0},
     {"model.hidden_size": 66, "model.kv_channels": 16},
     {"model.num_query_groups": 1},
     {"data.data_sharding": True, "data.dataloader_type": "cyclic"},
@@ -214,6 +298,52 @@ ACCEPTED: list[dict[str, Any]] = [
     {"zero.prefetch_size": 0, "zero.max_live_parameters": 0, "zero.param_persistence_threshold": 0},
     {"precision.dtype": "fp16", "zero.main_params_dtype": "fp16", "zero.grad_reduce_dtype": "fp16"},
     {"precision.dtype": "fp16", "zero.grad_accumulation_dtype": "bf16"},
+    {"model.moe_router_topk": 1, "model.moe_shared_expert_gate": True, "model.moe_min_capacity": 9},
+    {"parallel.expert_tensor_parallel_size": 3, "model.moe_layer_freq": (0,)},
+    {**EXPERTS, "parallel.expert_model_parallel_size": 4},
+    {**EXPERTS, "parallel.tensor_model_parallel_size": 4, "parallel.expert_model_parallel_size": 1},
+    {
+        **EXPERTS,
+        "parallel.tensor_model_parallel_size": 4,
+        "parallel.expert_tensor_parallel_size": 1,
+        "parallel.expert_model_parallel_size": 4,
+    },
+    {**EXPERTS, "parallel.expert_tensor_parallel_size": 4, "model.moe_ffn_hidden_size": 4},
+    {"model.num_experts": (4, 8), "model.expert_interval": 2},
+    {"model.num_experts": (4, 8), "model.moe_layer_freq": (3,)},
+    {"model.num_experts": (4, 1, 8), "model.moe_layer_freq": (1, 0, 1, 1)},
+    {**GROUPED, "model.moe_router_topk": 4},
+    {**EXPERTS, "model.moe_router_topk": 1, "model.moe_router_pre_softmax": True},
+    {**EXPERTS, "model.moe_router_topk": 1, "model.moe_router_score_function": "sigmoid"},
+    {
+        **EXPERTS,
+        "model.moe_router_topk": 1,
+        "model.moe_router_pre_softmax": True,
+        "model.moe_router_sampling": "first",
+    },
+    {
+        **EXPERTS,
+        "model.moe_router_score_function": "sigmoid",
+        "model.moe_router_enable_expert_bias": True,
+        "model.moe_aux_loss_coeff": (0.01,),
+    },
+    {**EXPERTS, "model.moe_router_topk": 8},
+    {
+        **EXPERTS,
+        "model.moe_expert_capacity_factor": 1.0,
+        "model.moe_eval_capacity_factor": 0.5,
+        "model.moe_min_capacity": 8,
+        "model.moe_token_drop_policy": "random",
+        "model.moe_pad_expert_input_to_capacity": True,
+    },
+    {
+        **EXPERTS,
+        "model.moe_expert_capacity_factor": 1.0,
+        "model.moe_capacity_scope": "micro_batch",
+        "model.moe_min_capacity": 16,
+    },
+    {**EXPERTS, "model.mlp_type": "residual", "model.family": "bert"},
+    {**EXPERTS, **TASK},
     TASK,
     {**TASK, "finetune.epochs": 0, "finetune.train_data": (), "finetune.test_data": ("a", "b")},
     {**TASK, "finetune.valid_data": ("b",), "finetune.predictions": "p"},
@@ -258,6 +388,7 @@ def test_without_a_world_size_only_its_rules_are_silent() -> None:
         "tokens_countable",
         "interleaved_micro_batches",
         "hpz_divides_data_parallel",
+        "expert_ranks_fill_stages",
         "warmup_shorter_than_decay",
         "wsd_decay_fits",
     }

@@ -154,10 +154,18 @@ FEATURE_ROWS: tuple[KeyRow, ...] = (
         "tensor_parallel",
     ),
     *refuses(
-        "mixture of experts comes in a later version; leave it out", SECTION, DISABLED, "expert_parallel"
+        "MLPs of a given model are not replaced by experts; build them with `--num-experts` and share them "
+        "with `--expert-model-parallel-size`, and leave the section out",
+        SECTION,
+        DISABLED,
+        "expert_parallel",
     ),
     *refuses(
-        "it matters only with experts; leave it out", BOOL, only(False), "use_data_before_expert_parallelism"
+        "the ranks that share a layer's experts are neighbours, and replicas of them lie further apart; "
+        "leave it out",
+        BOOL,
+        only(False),
+        "use_data_before_expert_parallelism",
     ),
     *refuses("checkpoints are written to `--save`; leave the section out", SECTION, DISABLED, "nebula"),
     *ignores("nothing is offloaded to NVMe", SECTION, "aio"),

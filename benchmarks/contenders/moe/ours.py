@@ -1,0 +1,36 @@
+"""megazero's `MoEMLP`, the experts shared by all ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.contenders.moe import LayerShape, stepper
+from megazero.config.tree import ModelConfig, ParallelConfig
+from megazero.layers import LayerInputs, Placement, initialize
+from megazero.moe import MoEMLP
+from megazero.mpu import Launch, join
+
+
+def build(shape: LayerShape, rank: int, world_size: int, dispatcher: str = "alltoall"):
+    parallel = ParallelConfig(expert_model_parallel_size=world_size, device=shape.device)
+    context = join(parallel, Launch(rank, world_size, rank))
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        seq_length=shape.sequence,
+        activation="swiglu",
+        add_bias_linear=False,
+        num_experts=(shape.experts,),
+        moe_ffn_hidden_size=shape.width,
+        moe_router_topk=shape.topk,
+        moe_expert_capacity_factor=shape.capacity,
+        moe_router_load_balancing_type=("aux_loss",),
+        moe_aux_loss_coeff=(0.01,),
+    )
+    placement = Placement.of(context, shape.torch_dtype, token_dispatcher=dispatcher)
+    layer = MoEMLP(0, config, placement)
+    initialize(layer, 0, context.place)
+    keys = torch.arange(shape.micro_batch) + rank
+    inputs = LayerInputs(range(shape.sequence), sample_keys=keys.to(shape.device))
+    return stepper(layer, shape.hidden_states(rank), lambda x: layer(x, inputs)[0])

@@ -1,0 +1,133 @@
+"""The command `megazero ablate`: train a folder of configurations, and compare what they learned."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megazero.ablate.corpus import Corpus
+from megazero.ablate.progress import ProgressTable
+from megazero.ablate.runs import Command, Failure, run_all, training_command
+from megazero.ablate.study import Member, Wishes, chosen, read_study
+from megazero.ablate.trial import Trial, trials_of
+from megazero.errors import ConfigError, MegazeroError, exit_status
+
+_INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's own flags."""
+    parser = argparse.ArgumentParser(
+        prog="megazero ablate",
+        description="Train every configuration (*.yaml) of a folder, except those named base*.yaml, which "
+        "others are built on, and compare what they learned: results.jsonl has an object per run, results.md "
+        "a table, results.png the validation loss against tokens, FLOPs and time. Configurations that name "
+        "no data are trained on the quickstart's corpus, which is made if it is not there. When called "
+        "again, the command trains only what is not finished, from the last checkpoint on.",
+        epilog="Flags of pretrain_gpt.py may follow after `--`; they take precedence over all files, as in "
+        "`megazero ablate examples_3d/moe -- --bf16`. Status 0: all runs are finished; 1: some failed; 2: "
+        "refused; 130: interrupted.",
+    )
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="the configurations")
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="runs of each: its seed and the next (default 1)"
+    )
+    parser.add_argument("--nproc", type=int, default=1, help="ranks of each run (default 1)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="optimizer steps of each run, with as many evaluations (default: the files')",
+    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="train only these")
+    parser.add_argument(
+        "--baseline", metavar="NAME", help="the one that the others are compared with (default: the first)"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="where everything is written (default: out/ablate/ and the folder's name)"
+    )
+    return parser
+
+
+def main(argv: Sequence[str], command: Command = training_command) -> int:
+    """Run the command with its flags; returns the exit status.
+
+    Args:
+        argv: the command's flags; after ``--``, those of pretrain_gpt.py.
+        command: what trains one run.
+    """
+    own, passed = list(argv), []
+    if "--" in own:
+        cut = own.index("--")
+        own, passed = own[:cut], own[cut + 1 :]
+    flags = build_parser().parse_args(own)
+    failures: list[Failure] = []
+    try:
+        status = exit_status(lambda: failures.extend(_ablate(flags, tuple(passed), command)))
+    except KeyboardInterrupt:
+        print("interrupted; run the command again to go on", file=sys.stderr)
+        return _INTERRUPTED
+    if failures:
+        print(f"error: {len(failures)} of the runs did not get to their end:", file=sys.stderr)
+        print("\n".join(f"  {failure}" for failure in failures), file=sys.stderr)
+    return status or int(bool(failures))
+
+
+def _ablate(flags: argparse.Namespace, passed: tuple[str, ...], command: Command) -> list[Failure]:
+    _check(flags)
+    out = (flags.out or Path("out/ablate") / flags.folder.resolve().name).resolve()
+    corpus = Corpus(out / "corpus")
+    study = read_study(flags.folder, Wishes(flags.nproc, flags.steps, passed, corpus.flags))
+    members = study.members
+    baseline = chosen(members, [flags.baseline or members[0].name], "--baseline")[0]
+    wanted = chosen(members, flags.only, "--only")
+    for warning in study.warnings:
+        print(f"megazero ablate: {warning}", file=sys.stderr)
+    if any(member.takes_corpus for member in wanted):
+        corpus.prepare()
+    trials = trials_of(members, flags.seeds, flags.nproc, out)
+    mine = [trial for trial in trials if trial.member in wanted]
+    try:
+        with ProgressTable(mine) as board:
+            return run_all(mine, board, command)
+    finally:
+        _report(members, trials, baseline, out)
+
+
+def _check(flags: argparse.Namespace) -> None:
+    low = [
+        f"`--{name}` must be at least 1, but is {value}; raise it"
+        for name in ("seeds", "nproc", "steps")
+        if (value := getattr(flags, name)) is not None and value < 1
+    ]
+    if low:
+        raise ConfigError(low)
+
+
+def _report(members: Sequence[Member], trials: Sequence[Trial], baseline: Member, out: Path) -> None:
+    """Write what all finished runs of these configurations found, and print the table."""
+    from megazero.ablate.picture import draw
+    from megazero.ablate.results import grouped, outcome_of, write_lines
+    from megazero.ablate.sizes import size_of
+    from megazero.ablate.table import markdown
+
+    done = [trial for trial in trials if trial.finished()]
+    if not done:
+        return
+    names = {trial.member.name for trial in done}
+    sizes = {member.name: size_of(member.config) for member in members if member.name in names}
+    outcomes = [outcome_of(trial, sizes[trial.member.name]) for trial in done]
+    order = {member.name: number for number, member in enumerate(members)}
+    findings = sorted(grouped(outcomes), key=lambda found: order[found.name])
+    write_lines(outcomes, out / "results.jsonl")
+    table = markdown(findings, baseline.name)
+    (out / "results.md").write_text(table, encoding="utf-8")
+    print(f"\n{table}")
+    written = ["results.jsonl", "results.md"]
+    try:
+        draw(findings, baseline.name, out / "results.png")
+        written.append("results.png")
+    except MegazeroError as error:
+        print(f"no picture: {error}", file=sys.stderr)
+    print(f"{out}: {', '.join(written)}")

@@ -1,0 +1,84 @@
+"""The results as a picture: validation loss against tokens, FLOPs and time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from megazero.ablate.results import Findings
+from megazero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_PANELS = MappingProxyType({"tokens": "tokens", "flops": "training FLOPs", "seconds": "seconds of training"})
+_START = 0.1  # share of the training whose losses would flatten all others
+
+
+def draw(findings: Sequence[Findings], baseline: str, path: Path) -> None:
+    """Draw the curves into a file, in the format of its suffix. Needs matplotlib.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    figure_of(findings, baseline).savefig(path, dpi=120)
+
+
+def figure_of(findings: Sequence[Findings], baseline: str) -> Figure:
+    """The picture that `draw` writes: a line is a member's mean over its seeds, a band their range.
+
+    A dashed line is the loss that `baseline` ends with.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "matplotlib must be installed to draw a picture, but is not; run `pip install matplotlib`"
+        ) from error
+    figure = Figure(figsize=(15, 5.5), layout="constrained")
+    panels = figure.subplots(1, len(_PANELS), sharey=True)
+    colours = colormaps["tab10"].colors
+    for number, found in enumerate(findings):
+        for axes, quantity in zip(panels, _PANELS, strict=True):
+            _draw_curve(axes, found, quantity, colours[number % len(colours)])
+    for axes, label in zip(panels, _PANELS.values(), strict=True):
+        for found in findings:
+            if found.name == baseline:
+                axes.axhline(found.curve[-1].loss, color="black", linestyle="--", linewidth=0.8)
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("validation loss (nats per token)")
+    panels[0].set_ylim(top=_highest(findings))
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(8, len(findings)), frameon=False)
+    return figure
+
+
+def _draw_curve(axes: Axes, found: Findings, quantity: str, colour: tuple[float, float, float]) -> None:
+    curve = found.curve
+    spent, losses = [getattr(m, quantity) for m in curve], [m.loss for m in curve]
+    axes.plot(spent, losses, "o-", color=colour, markersize=3, linewidth=1.2, label=found.name)
+    if len(found.outcomes) > 1:
+        low, high = zip(*found.band(), strict=True)
+        axes.fill_between(spent, low, high, color=colour, alpha=0.2, linewidth=0)
+
+
+def _highest(findings: Sequence[Findings]) -> float | None:
+    """The top of the picture; None leaves it to the losses."""
+    later = [
+        high
+        for found in findings
+        for milestone, (_, high) in zip(found.curve, found.band(), strict=True)
+        if milestone.tokens > _START * found.curve[-1].tokens and high == high
+    ]
+    lowest = min((milestone.loss for found in findings for milestone in found.curve), default=0.0)
+    if not later or not max(later) > lowest:
+        return None
+    return max(later) + 0.05 * (max(later) - lowest)

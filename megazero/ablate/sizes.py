@@ -1,0 +1,52 @@
+"""What a model of a configuration consists of, in numbers: counted from specs on the meta device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megazero.config.tree import Config, ParallelConfig, RecomputeConfig, ZeroConfig
+from megazero.mpu import ParamSpec, solo_context
+from megazero.mpu.param_spec import spec_of
+from megazero.train.chunks import build_chunks
+from megazero.train.families import family_of
+from megazero.train.vocabulary import build_vocabulary
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The size of a model.
+
+    Attributes:
+        parameters: elements of all its parameters, without padding; a tied one counts once.
+        active_parameters: those of them that one token uses: of parameters that are stacked over experts, the
+            share of the experts that a token goes to.
+        flops_per_token: FLOPs of training on one token, forward and backward (`models/flops.py`).
+    """
+
+    parameters: int
+    active_parameters: int
+    flops_per_token: float
+
+
+def size_of(config: Config) -> ModelSize:
+    """The size of the model that a configuration trains; no memory is taken for it.
+
+    Raises:
+        ConfigError, DataError: its vocabulary is unknown or cannot be read.
+    """
+    vocabulary = build_vocabulary(config)
+    whole = {"parallel": ParallelConfig(), "zero": ZeroConfig(), "recompute": RecomputeConfig()}
+    chunks = build_chunks(config.model_copy(update=whole), vocabulary, solo_context())
+    specs = [spec_of(parameter) for chunk in chunks.values() for parameter in chunk.parameters()]
+    return ModelSize(
+        sum(math.prod(spec.shape) for spec in specs),
+        sum(used(spec, config.model.moe_router_topk) for spec in specs),
+        family_of(config.model).flops_per_token(config, vocabulary),
+    )
+
+
+def used(spec: ParamSpec, experts_per_token: int) -> int:
+    """How many elements of a parameter one token uses, if it goes to so many of the experts of a layer."""
+    stacked = next((spec.shape[cut.dim] for cut in spec.cuts if cut.axis == "ep"), 1)
+    return math.prod(spec.shape) // stacked * min(experts_per_token, stacked)

@@ -1,0 +1,163 @@
+"""One configuration with one seed: where it is trained, and how far it is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megazero.ablate.study import Member
+from megazero.config.derive import data_parallel_size
+from megazero.config.document import to_yaml
+from megazero.config.horizon import horizon_of
+from megazero.config.tree import Config
+from megazero.config.tree_output import CheckpointConfig, LoggingConfig
+
+_SAVES = 4  # checkpoints of a run that asks for no number of its own
+_CHARTS = ("tensorboard_dir", "csv_dir")
+_PATHS = MappingProxyType(
+    {
+        "data": ("data_path", "train_data_path", "valid_data_path", "test_data_path"),
+        "tokenizer": ("vocab_file", "merge_file", "tokenizer_model"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A member of a study with a seed.
+
+    Attributes:
+        member: the configuration.
+        seed: the seed that it is trained with.
+        ranks: the processes that train it.
+        fingerprint: of everything that decides the result but for the seed, as hexadecimal digits.
+        folder: where its files lie; named after the fingerprint, so another configuration has another folder.
+    """
+
+    member: Member
+    seed: int
+    ranks: int
+    fingerprint: str
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        return f"{self.member.name}, seed {self.seed}"
+
+    @property
+    def settings(self) -> Path:
+        """The file with its whole configuration."""
+        return self.folder / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """The file with a JSON object per step; that of the evaluations lies beside it."""
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """What its processes print."""
+        return self.folder / "log.txt"
+
+    @property
+    def steps(self) -> int:
+        """The length of its training in optimizer steps."""
+        config = self.member.config
+        return horizon_of(config, data_parallel_size(config, self.ranks)).end.iteration
+
+    def config(self) -> Config:
+        """Its whole configuration: seed, checkpoints, metrics and charts in folders of its own."""
+        config, saved = self.member.config, str(self.folder / "checkpoint")
+        interval = config.checkpoint.save_interval or max(1, self.steps // _SAVES)
+        last = config.checkpoint.keep_last or (None if config.checkpoint.save_retain_interval else 1)
+        charts = {
+            name: str(Path(folder, self.member.name, f"seed-{self.seed}"))
+            for name in _CHARTS
+            if (folder := getattr(config.logging, name)) is not None
+        }
+        changes = {
+            "training": {"seed": self.seed},
+            "checkpoint": {"save": saved, "load": saved, "save_interval": interval, "keep_last": last},
+            "logging": {"metrics_jsonl": str(self.metrics), **charts},
+        }
+        return _changed(config, changes)
+
+    def steps_done(self) -> int:
+        """How many steps its metrics tell of."""
+        return max((record["iteration"] for record in records(self.metrics)), default=0)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The records of its evaluations on validation data, in order."""
+        found = records(self.metrics.with_name("metrics.eval.jsonl"))
+        return [record for record in found if record["split"] == "validation"]
+
+    def finished(self) -> bool:
+        """Whether it has been trained to the end and evaluated there."""
+        steps = self.steps
+        return any(record["iteration"] == steps for record in self.evaluations())
+
+
+def trials_of(members: Sequence[Member], seeds: int, ranks: int, out: Path) -> tuple[Trial, ...]:
+    """Every member with its own seed and those that follow it.
+
+    Seed by seed, so that an early look compares all members.
+    """
+    prints = {member.name: fingerprint(member.config, ranks) for member in members}
+    return tuple(
+        Trial(
+            member,
+            seed := member.config.training.seed + number,
+            ranks,
+            prints[member.name],
+            out / "runs" / f"{member.name}-{prints[member.name]}" / f"seed-{seed}",
+        )
+        for number in range(seeds)
+        for member in members
+    )
+
+
+def fingerprint(config: Config, ranks: int) -> str:
+    """Eight hexadecimal digits that change with whatever decides a result, but for the seed and the code.
+
+    Files of data and of the tokenizer count by name and size, so that a folder of results can be moved. What
+    is saved and logged does not count.
+    """
+    neutral: dict[str, dict[str, Any]] = {"training": {"seed": 0}, "data": {"data_cache_path": None}}
+    for section, names in _PATHS.items():
+        values = {name: getattr(getattr(config, section), name) for name in names}
+        neutral.setdefault(section, {}).update({name: _told(value) for name, value in values.items()})
+    plain = config.model_copy(update={"checkpoint": CheckpointConfig(), "logging": LoggingConfig()})
+    text = f"{to_yaml(_changed(plain, neutral))}ranks: {ranks}\n"
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """The objects in a file of JSON lines, without a last one that is still being written."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def _changed(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+    return config.model_copy(update=sections)
+
+
+def _told(value: Any) -> Any:
+    """A path as its name and size; several of them one by one; anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(map(_told, value))
+    if value is None:
+        return None
+    for path in (Path(value), Path(f"{value}.bin")):
+        if path.is_file():
+            return f"{path.name}, {path.stat().st_size} bytes"
+    return value

@@ -1,0 +1,86 @@
+"""What architectures with a mixture of experts have in common: expert tensors, settings and conditions.
+
+Files hold the matrices of each expert one by one. transformers 5 stacks them in memory, and a state that was
+saved without its help has the stacked ones, so both are read; what is written is one by one, as it writes.
+The coefficients of transformers' balancing loss mean something else than ours (theirs pools all layers and
+counts each choice in full), so they are neither read nor written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megazero.checkpoint.hf.architecture import COMMON_LIMITS, FieldPair, Limit
+from megazero.checkpoint.hf.llama import EVEN_HEADS, GATE, LLAMA, UP
+from megazero.checkpoint.naming import TensorRule, with_experts
+
+_OURS = "layers.{i}.mlp"
+_UP, _DOWN = f"{_OURS}.experts.up.weight", f"{_OURS}.experts.down.weight"
+OURS_FIXED = (
+    *LLAMA.ours_fixed,
+    ("add_bias_linear", False),
+    ("mlp_type", "standard"),
+    ("moe_router_score_function", "softmax"),
+)
+LIMITS = (
+    *COMMON_LIMITS,
+    EVEN_HEADS,
+    Limit(lambda m: bool(m.num_experts), "there must be experts"),
+    Limit(
+        lambda m: len(set(m.num_experts)) <= 1, "all layers with experts must have the same number of them"
+    ),
+    Limit(
+        lambda m: not m.num_experts or m.moe_router_topk <= min(m.num_experts),
+        "a token must not be sent to more experts than there are",
+    ),
+    Limit(
+        lambda m: not m.moe_router_enable_expert_bias, "no bias of the experts may take part in their choice"
+    ),
+    Limit(lambda m: m.moe_router_num_groups in (None, 1), "experts must be chosen from all, not from groups"),
+    Limit(
+        lambda m: m.moe_router_topk_scaling_factor in (None, 1.0), "the experts' weights must not be scaled"
+    ),
+    Limit(
+        lambda m: m.moe_expert_capacity_factor is None and m.moe_eval_capacity_factor is None,
+        "nothing may limit how many tokens an expert takes, as transformers drops none; `--ignore-capacity` "
+        "writes it all the same",
+    ),
+)
+
+
+def number_of_experts(theirs: str, default: int) -> FieldPair:
+    """The setting for the number of experts, which ours gives for each layer."""
+    return FieldPair(
+        theirs,
+        "num_experts",
+        default,
+        resolved=lambda model: model.num_experts[0],
+        taken=lambda number: (number,),
+    )
+
+
+def expert_rules(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
+    """The router, and the three matrices of each expert.
+
+    Args:
+        block: what their names begin with.
+        gate, up, down: the names of an expert's matrices.
+    """
+    router = TensorRule(f"{_OURS}.router.weight", "x h", f"{block}.gate.weight", "x h")
+    expert = f"{block}.experts.{{x}}"
+    rules = (
+        router,
+        TensorRule(_UP, "x c m h", f"{expert}.{gate}.weight", "(x c m) h", GATE),
+        TensorRule(_UP, "x c m h", f"{expert}.{up}.weight", "(x c m) h", UP),
+        TensorRule(_DOWN, "x h m", f"{expert}.{down}.weight", "(x h) m"),
+    )
+    return tuple(replace(rule, layer=with_experts) for rule in rules)
+
+
+def stacked_rules(block: str) -> tuple[TensorRule, ...]:
+    """The same matrices of all experts in one tensor, first the gates and then the values of each."""
+    rules = (
+        TensorRule(_UP, "x c m h", f"{block}.experts.gate_up_proj", "x (c m) h"),
+        TensorRule(_DOWN, "x h m", f"{block}.experts.down_proj", "x h m"),
+    )
+    return tuple(replace(rule, layer=with_experts) for rule in rules)

@@ -1,0 +1,55 @@
+"""Mixtral (Jiang et al. 2024) as transformers' MixtralForCausalLM: Llama with experts in every layer.
+
+A token's weights are the softmax over the experts that it chose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megazero.checkpoint.hf.architecture import FieldPair, Limit
+from megazero.checkpoint.hf.experts import (
+    LIMITS,
+    OURS_FIXED,
+    expert_rules,
+    number_of_experts,
+    stacked_rules,
+)
+from megazero.checkpoint.hf.llama import LAYER, LLAMA, UNBIASED_SETTINGS, rules_with, with_defaults
+
+_BLOCK = f"{LAYER}.block_sparse_moe"
+_WIDTH = "intermediate_size"
+
+MIXTRAL = replace(
+    LLAMA,
+    name="MixtralForCausalLM",
+    model_type="mixtral",
+    rules=rules_with(expert_rules(_BLOCK, "w1", "w3", "w2")),
+    stacked=stacked_rules(_BLOCK),
+    # In memory, transformers 5 calls the block otherwise.
+    renamed=(
+        (
+            r"model\.layers\.(\d+)\.mlp\.(gate\.weight|experts\.gate_up_proj|experts\.down_proj)",
+            r"model.layers.\1.block_sparse_moe.\2",
+        ),
+    ),
+    settings=(
+        *with_defaults(
+            tuple(each for each in UNBIASED_SETTINGS if each.theirs != _WIDTH),
+            num_key_value_heads=8,
+            max_position_embeddings=4096 * 32,
+            rms_norm_eps=1e-5,
+            rope_theta=1e6,
+        ),
+        # Where all layers have experts, ours need no other width.
+        FieldPair(_WIDTH, "ffn_hidden_size", 14336, resolved="expert_ffn_size"),
+        number_of_experts("num_local_experts", 8),
+        FieldPair("num_experts_per_tok", "moe_router_topk", 2),
+    ),
+    ours_fixed=(*OURS_FIXED, ("add_qkv_bias", False), ("moe_router_pre_softmax", False)),
+    limits=(
+        *LIMITS,
+        Limit(lambda m: m.expert_places == m.num_layers, "all layers must have experts"),
+        Limit(lambda m: m.moe_shared_expert_intermediate_size is None, "there must be no shared experts"),
+    ),
+)

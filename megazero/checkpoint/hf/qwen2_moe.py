@@ -1,0 +1,163 @@
+"""Qwen2-MoE (Qwen Team 2024) as transformers' Qwen2MoeForCausalLM: many small experts, and shared ones.
+
+All tokens go through the shared experts, weighed by a sigmoid gate. Dense layers may stand anywhere between
+those with experts. A model without shared experts is written with one channel of them, all zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megazero.checkpoint.hf import qwen2
+from megazero.checkpoint.hf.architecture import FieldPair, Json, Limit, TensorLike
+from megazero.checkpoint.hf.experts import (
+    LIMITS,
+    OURS_FIXED,
+    expert_rules,
+    number_of_experts,
+    stacked_rules,
+)
+from megazero.checkpoint.hf.llama import (
+    GATE,
+    LAYER,
+    LLAMA,
+    MLP,
+    UNBIASED_SETTINGS,
+    UP,
+    rules_with,
+    with_defaults,
+)
+from megazero.checkpoint.naming import Table, TensorRule, with_experts, with_shared_experts, without_experts
+from megazero.config.derive import experts_of
+from megazero.config.tree import ModelConfig
+
+_BLOCK = f"{LAYER}.mlp"
+_SHARED = f"{_BLOCK}.shared_expert"
+_STEP, _DENSE = "decoder_sparse_step", "mlp_only_layers"
+_MOST_LAYERS = 10_000
+
+_SHARED_RULES = (
+    TensorRule("layers.{i}.mlp.shared.up.weight", "c w h", f"{_SHARED}.gate_proj.weight", "(c w) h", GATE),
+    TensorRule("layers.{i}.mlp.shared.up.weight", "c w h", f"{_SHARED}.up_proj.weight", "(c w) h", UP),
+    TensorRule("layers.{i}.mlp.shared.down.weight", "h w", f"{_SHARED}.down_proj.weight", "h w"),
+    TensorRule("layers.{i}.mlp.shared_gate.weight", "u h", f"{_SHARED}_gate.weight", "u h"),
+)
+
+
+def _without_shared_experts(model: ModelConfig, number: int) -> bool:
+    return with_experts(model, number) and not with_shared_experts(model, number)
+
+
+BLANK = tuple(replace(rule, layer=_without_shared_experts) for rule in _SHARED_RULES)
+
+
+def shared_seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfig:
+    """Without shared experts if these are one channel of zeros, as they are written for a model without."""
+    bare = model.model_copy(
+        update={"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False}
+    )
+    if model.moe_shared_expert_intermediate_size != 1:
+        return model
+    links = Table.of(BLANK, bare, vocab_size=1).links
+    return bare if all(_is_zero(tensors.get(link.theirs), link.their_shape) for link in links) else model
+
+
+def _is_zero(tensor: TensorLike | None, shape: tuple[int, ...]) -> bool:
+    return tensor is not None and tensor.shape == shape and not tensor.rows(slice(0, shape[0])).any()
+
+
+def plain(config: Json) -> dict[str, Any]:
+    """`config` with the places of the experts as ours says them: every how many layers, or one by one.
+
+    Raises:
+        ValueError: they are not given as numbers, or something else is not supported.
+    """
+    out = qwen2.plain(config)
+    step, dense = out.get(_STEP, 1), out.get(_DENSE) or []
+    if type(step) is not int or step < 1:
+        raise ValueError(f"`{_STEP}` must be a positive number, but is {step!r:.40}")
+    if not isinstance(dense, list) or not all(type(number) is int and number >= 0 for number in dense):
+        raise ValueError(f"`{_DENSE}` must be a list of layers, but is {dense!r:.100}")
+    out[_STEP], out[_DENSE] = step, None
+    if dense:
+        layers = out.get("num_hidden_layers", QWEN2_LAYERS)
+        if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:
+            raise ValueError(
+                f"`num_hidden_layers` must be 1 to {_MOST_LAYERS} with `{_DENSE}`, but is {layers!r:.40}"
+            )
+        out[_STEP] = None
+        out[_DENSE] = tuple(int(number not in dense and (number + 1) % step == 0) for number in range(layers))
+    return out
+
+
+def sparse_step(model: ModelConfig) -> int:
+    """Every how many layers there are experts, the last of each so many; 1 unless that says it all."""
+    first = next(number for number in range(model.num_layers) if experts_of(model, number))
+    regular = all(
+        (experts_of(model, number) > 0) == ((number + 1) % (first + 1) == 0)
+        for number in range(model.num_layers)
+    )
+    return first + 1 if regular else 1
+
+
+def dense_layers(model: ModelConfig) -> list[int]:
+    """The layers without experts, unless `sparse_step` says which they are."""
+    if sparse_step(model) > 1:
+        return []
+    return [number for number in range(model.num_layers) if not experts_of(model, number)]
+
+
+QWEN2_LAYERS = 24
+QWEN2_MOE = replace(
+    LLAMA,
+    name="Qwen2MoeForCausalLM",
+    model_type="qwen2_moe",
+    rules=rules_with(
+        (
+            *(replace(rule, layer=without_experts) for rule in MLP),
+            *expert_rules(_BLOCK, "gate_proj", "up_proj", "down_proj"),
+            *(replace(rule, layer=with_shared_experts) for rule in _SHARED_RULES),
+        )
+    ),
+    stacked=stacked_rules(_BLOCK),
+    blank=BLANK,
+    settings=(
+        *with_defaults(
+            UNBIASED_SETTINGS,
+            num_hidden_layers=QWEN2_LAYERS,
+            hidden_size=2048,
+            intermediate_size=5632,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            max_position_embeddings=32768,
+        ),
+        FieldPair("qkv_bias", "add_qkv_bias", True),
+        FieldPair(_STEP, "expert_interval", None, int, resolved=sparse_step),
+        FieldPair(_DENSE, "moe_layer_freq", None, tuple, resolved=dense_layers),
+        number_of_experts("num_experts", 60),
+        FieldPair("num_experts_per_tok", "moe_router_topk", 4),
+        FieldPair("norm_topk_prob", "moe_router_pre_softmax", False, words=((True, False), (False, True))),
+        FieldPair("moe_intermediate_size", "moe_ffn_hidden_size", 1408, resolved="expert_ffn_size"),
+        FieldPair(
+            "shared_expert_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+            5632,
+            resolved=lambda model: model.moe_shared_expert_intermediate_size or 1,
+        ),
+    ),
+    ours_fixed=OURS_FIXED,
+    implied=(*LLAMA.implied, ("moe_shared_expert_gate", True)),
+    limits=(
+        *LIMITS,
+        qwen2.PLAIN_HEADS,
+        Limit(lambda m: not m.num_experts or m.expert_places > 0, "at least one layer must have experts"),
+        Limit(
+            lambda m: m.moe_shared_expert_intermediate_size is None or m.moe_shared_expert_gate,
+            "shared experts must be weighed by a gate (`moe_shared_expert_gate`)",
+        ),
+    ),
+    plain=plain,
+    seen=shared_seen,
+)

@@ -1,0 +1,71 @@
+"""Upcycling (Komatsuzaki et al. 2023): a dense model's weights as those of a model with experts.
+
+Each expert is a copy of the MLP whose place it takes. As long as the weights of a token's experts sum to one,
+the new model computes what the dense one does, whatever its routers say; `config/rules/upcycling.py` holds
+the conditions. The routers are new, and so different experts see different tokens and grow apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from torch import Tensor
+
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.part import WEIGHT, Key, Part, Source
+from megazero.config.derive import EXPERT_FIELDS, experts_of, moe_layers
+from megazero.config.tree import ModelConfig
+
+_MATRICES = ("up", "down")
+_KINDS = ("weight", "bias")
+
+
+def dense_model(model: ModelConfig) -> ModelConfig:
+    """The model with an MLP in place of each layer's experts."""
+    defaults = {name: ModelConfig.model_fields[name].default for name in EXPERT_FIELDS}
+    return model.model_copy(update=defaults)
+
+
+def router_names(model: ModelConfig) -> tuple[str, ...]:
+    """The weights that a dense model has nothing for."""
+    return tuple(f"layers.{layer}.mlp.router.weight" for layer in moe_layers(model))
+
+
+class Upcycled:
+    """The weights of a model with experts but those of its routers, as a `Source`.
+
+    Args:
+        source: holds the weights of `dense_model(model)`; other kinds are left out.
+        model: the model with experts.
+
+    Attributes:
+        shapes: the shapes of everything that it holds.
+    """
+
+    def __init__(self, source: Source, model: ModelConfig):
+        self._source = source
+        self._copied: dict[Key, Key] = {}
+        shapes = {key: tuple(shape) for key, shape in source.shapes.items() if key.kind == WEIGHT}
+        for layer in moe_layers(model):
+            for name in (f"{matrix}.{kind}" for matrix in _MATRICES for kind in _KINDS):
+                dense, expert = Key(f"layers.{layer}.mlp.{name}"), Key(f"layers.{layer}.mlp.experts.{name}")
+                if dense in shapes:
+                    shapes[expert] = (experts_of(model, layer), *shapes.pop(dense))
+                    self._copied[expert] = dense
+        self.shapes: Mapping[Key, tuple[int, ...]] = MappingProxyType(shapes)
+
+    def read(self, parts: Iterable[Part]) -> None:
+        """Fill the memory of parts; see `Source`. What several experts of a part share is read once."""
+        wanted: list[Part] = []
+        stacked: list[Tensor] = []
+        for part in parts:
+            if part.key not in self._copied:
+                wanted.append(part)
+            elif part.box.numel:
+                box = Box(part.box.offset[1:], part.box.shape[1:])
+                wanted.append(Part(self._copied[part.key], part.shape[1:], box, part.tensor[0]))
+                stacked.append(part.tensor)
+        self._source.read(wanted)
+        for tensor in stacked:
+            tensor[1:] = tensor[0]

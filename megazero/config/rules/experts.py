@@ -1,0 +1,197 @@
+"""Rules about mixtures of experts: which layers have them, what is beside them, and which ranks hold them.
+
+Like those of `routing.py`, they hold for a model without experts, whose settings about them have no effect
+(`notes.py`).
+"""
+
+from __future__ import annotations
+
+from megazero.config.derive import expert_tensor_size
+from megazero.config.experts import is_frequency
+from megazero.config.rules.routing import expert_counts, with_experts
+from megazero.config.rules.rule import Case, Rule
+from megazero.config.tree import ModelConfig
+
+_EXPERTS = "model.num_experts"
+_PLACEMENT = ("model.moe_layer_freq", "model.expert_interval")
+_MLP_WIDTH = ("model.ffn_hidden_size", "model.hidden_size", "model.activation")
+_EXPERT_RANKS = "parallel.expert_model_parallel_size"
+_EXPERT_TENSOR_RANKS = "parallel.expert_tensor_parallel_size"
+_TENSOR_RANKS = "parallel.tensor_model_parallel_size"
+
+
+def _ranks_of_stage(case: Case) -> int | None:
+    """Ranks of a pipeline stage; None while the world size is unknown or does not factor."""
+    if case.world_size is None or case.data_parallel is None:
+        return None
+    return case.world_size // case.config.parallel.pipeline_model_parallel_size
+
+
+def _fill_stage(case: Case) -> bool:
+    ranks = _ranks_of_stage(case)
+    if ranks is None or not case.config.model.num_experts:
+        return True
+    return ranks % (case.config.parallel.expert_model_parallel_size * expert_tensor_size(case.config)) == 0
+
+
+def _stage_clause(case: Case) -> str:
+    of_experts = case.config.parallel.expert_model_parallel_size * expert_tensor_size(case.config)
+    return f"a stage has {_ranks_of_stage(case)} ranks, and a multiple of {of_experts} is needed"
+
+
+def _dense_widths_divide(case: Case) -> bool:
+    """Whether the MLPs through which all tokens go, beside the experts, can be cut."""
+    model, ranks = case.config.model, case.config.parallel.tensor_model_parallel_size
+    if not model.num_experts:
+        return True
+    residual = model.mlp_type == "residual" and model.expert_ffn_size % ranks
+    return (model.moe_shared_expert_intermediate_size or 0) % ranks == 0 and not residual
+
+
+LAYOUT_RULES: tuple[Rule, ...] = (
+    Rule(
+        "expert_ranks_need_experts",
+        (_EXPERT_RANKS, _EXPERTS),
+        "`num_experts` must be set with `expert_model_parallel_size` above 1",
+        "add `--num-experts`, or leave out `--expert-model-parallel-size`",
+        lambda c: c.config.parallel.expert_model_parallel_size == 1 or bool(c.config.model.num_experts),
+    ),
+    Rule(
+        "experts_over_expert_ranks",
+        (_EXPERTS, _EXPERT_RANKS),
+        "`num_experts` of every layer must be a multiple of `expert_model_parallel_size`",
+        "change one of the two",
+        lambda c: all(
+            count % c.config.parallel.expert_model_parallel_size == 0
+            for count in expert_counts(c.config.model)
+        ),
+    ),
+    Rule(
+        "expert_ranks_fill_stages",
+        (_EXPERT_RANKS, _EXPERT_TENSOR_RANKS, _TENSOR_RANKS),
+        "the ranks of a pipeline stage must be a multiple of `expert_model_parallel_size` x "
+        "`expert_tensor_parallel_size`, which is the tensor-parallel size if it is not set",
+        "lower one of the two, or start more ranks",
+        _fill_stage,
+        _stage_clause,
+        reads=(_EXPERTS, "parallel.pipeline_model_parallel_size", "parallel.context_parallel_size"),
+    ),
+    Rule(
+        "expert_width_over_expert_tensor_ranks",
+        ("model.moe_ffn_hidden_size", _EXPERT_TENSOR_RANKS, _TENSOR_RANKS),
+        "an expert's inner width must be a multiple of `expert_tensor_parallel_size`, which is the "
+        "tensor-parallel size if it is not set",
+        "set `--moe-ffn-hidden-size` to a multiple, or `--expert-tensor-parallel-size 1`",
+        lambda c: (
+            not c.config.model.num_experts
+            or c.config.model.expert_ffn_size % expert_tensor_size(c.config) == 0
+        ),
+        lambda c: f"the inner width is {c.config.model.expert_ffn_size}",
+        reads=(_EXPERTS, *_MLP_WIDTH),
+    ),
+    Rule(
+        "dense_width_over_tensor_ranks",
+        ("model.moe_shared_expert_intermediate_size", "model.mlp_type", _TENSOR_RANKS),
+        "the inner width of shared experts, and of the MLP beside residual experts, must be a multiple of "
+        "`tensor_model_parallel_size`",
+        "choose a multiple",
+        _dense_widths_divide,
+        reads=(_EXPERTS, "model.moe_ffn_hidden_size", *_MLP_WIDTH),
+    ),
+)
+
+
+def _pattern_fits(model: ModelConfig) -> bool:
+    pattern = model.moe_layer_freq
+    if pattern is None or is_frequency(pattern):
+        return True
+    return len(pattern) == model.num_layers and set(pattern) <= {0, 1}
+
+
+def _pattern_clause(case: Case) -> str:
+    pattern = case.config.model.moe_layer_freq or ()
+    return f"it has {len(pattern)} items, and there are {case.config.model.num_layers} layers"
+
+
+def _places_counted(model: ModelConfig) -> bool:
+    return not _pattern_fits(model) or len(model.num_experts) in (1, model.expert_places)
+
+
+def _places_clause(case: Case) -> str:
+    return f"layers with experts: {case.config.model.expert_places}"
+
+
+PLACEMENT_RULES: tuple[Rule, ...] = (
+    Rule(
+        "one_way_to_place_experts",
+        _PLACEMENT,
+        "`moe_layer_freq` and `expert_interval` must not both be set",
+        "keep one: of layers counted from 0, `--moe-layer-freq N` takes 0, N and so on, and "
+        "`--expert-interval N` takes N-1, 2N-1 and so on",
+        with_experts(lambda model: model.moe_layer_freq is None or model.expert_interval is None),
+        reads=(_EXPERTS,),
+    ),
+    Rule(
+        "layer_pattern_is_whole",
+        (_PLACEMENT[0], "model.num_layers"),
+        "`moe_layer_freq` must be one number above 0, or a 0 or 1 for each layer",
+        "correct it",
+        with_experts(_pattern_fits),
+        _pattern_clause,
+        reads=(_EXPERTS,),
+    ),
+    Rule(
+        "some_layer_has_experts",
+        ("model.num_layers", *_PLACEMENT),
+        "at least one layer must have experts with `num_experts`",
+        "place them in some layer, or leave out `--num-experts`",
+        with_experts(lambda model: not _pattern_fits(model) or model.expert_places > 0),
+        reads=(_EXPERTS,),
+    ),
+    Rule(
+        "pyramid_has_all_layers",
+        (_EXPERTS, *_PLACEMENT),
+        "`num_experts` must be one number, or one for each layer with experts",
+        "name as many, or place the experts otherwise (Megatron-DeepSpeed's default is "
+        "`--expert-interval 2`)",
+        with_experts(lambda model: model.expert_places == 0 or _places_counted(model)),
+        _places_clause,
+        reads=("model.num_layers",),
+    ),
+)
+
+
+MIXTURE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "shared_gate_needs_shared_experts",
+        ("model.moe_shared_expert_gate", "model.moe_shared_expert_intermediate_size"),
+        "`moe_shared_expert_intermediate_size` must be set with `moe_shared_expert_gate`",
+        "set it, or leave out the gate",
+        with_experts(
+            lambda model: (
+                not model.moe_shared_expert_gate or model.moe_shared_expert_intermediate_size is not None
+            )
+        ),
+        reads=(_EXPERTS,),
+    ),
+    Rule(
+        "residual_or_shared_experts",
+        ("model.mlp_type", "model.moe_shared_expert_intermediate_size"),
+        "`mlp_type` must be standard with shared experts, which are an MLP beside the experts already",
+        "keep one of the two",
+        with_experts(
+            lambda model: model.mlp_type == "standard" or model.moe_shared_expert_intermediate_size is None
+        ),
+        reads=(_EXPERTS,),
+    ),
+    Rule(
+        "packed_rows_have_no_experts",
+        ("data.bert_pack", _EXPERTS),
+        "`bert_pack` must be off with `num_experts`: the samples of a row would share one capacity and one "
+        "balance",
+        "leave out `--bert-pack`",
+        lambda c: not (c.config.data.bert_pack and c.config.model.num_experts),
+    ),
+)
+
+EXPERT_RULES: tuple[Rule, ...] = (*LAYOUT_RULES, *PLACEMENT_RULES, *MIXTURE_RULES)

@@ -1,0 +1,30 @@
+"""moe: mixture of experts (Shazeer et al. 2017; GShard, Lepikhin et al. 2020; Switch, Fedus et al. 2021).
+
+`mlp` puts the parts together, in the place of a layer's MLP: `tokens` says which tokens a rank routes,
+`router` chooses experts, `losses` keeps their loads even, `capacity` drops what an expert has no room for,
+`dispatch` brings tokens to the ranks of their experts and back, and `experts` computes. What a token gets
+does not depend on the layout: every decision is about one sequence.
+
+`layer.MoE` is DeepSpeed's layer for models of any kind, with `copies` of any module as experts; `utils` has
+what scripts call beside it.
+"""
+
+from megazero.moe import utils
+from megazero.moe.experts import Experts
+from megazero.moe.layer import MoE
+from megazero.moe.loads import RouterLoads
+from megazero.moe.losses import router_terms, terms_of
+from megazero.moe.mlp import MoEMLP
+from megazero.moe.router import Router, Routing
+
+__all__ = [
+    "Experts",
+    "MoE",
+    "MoEMLP",
+    "Router",
+    "RouterLoads",
+    "Routing",
+    "router_terms",
+    "terms_of",
+    "utils",
+]

@@ -1,0 +1,90 @@
+"""Capacity: how many tokens of a sequence an expert takes, and which ones it leaves (GShard, 2020)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megazero.config.tree import ModelConfig
+from megazero.layers import LayerInputs
+from megazero.moe.router import Routing, row_keys
+from megazero.moe.tokens import Tokens
+from megazero.ops.counter_random import hash_uniform
+
+_ROUNDING = 1e-9  # what a product of floats may exceed a whole number by
+
+
+def factor_of(config: ModelConfig, inputs: LayerInputs) -> float | None:
+    """The capacity factor; None if no token is dropped. Evaluation takes training's if it has none.
+
+    Generation drops nothing: it sees a sequence token by token, and none of them may depend on later ones.
+    """
+    if inputs.cache is not None:
+        return None
+    training = inputs.sample_keys is not None
+    if training or config.moe_eval_capacity_factor is None:
+        return config.moe_expert_capacity_factor
+    return config.moe_eval_capacity_factor
+
+
+def capacities(config: ModelConfig, lengths: Tensor, experts: int, factor: float) -> Tensor:
+    """int64 [b]: room of an expert for the choices of each sequence, ceil(length k / E factor), at least
+    `moe_min_capacity`.
+
+    Args:
+        lengths: int64 [b], tokens of each sequence.
+    """
+    room = (lengths.double() * (config.moe_router_topk * factor / experts) - _ROUNDING).ceil()
+    return room.long().clamp_min(config.moe_min_capacity)
+
+
+def kept_choices(
+    config: ModelConfig, layer: int, choice: Routing, tokens: Tokens, inputs: LayerInputs
+) -> Tensor | None:
+    """bool [n, k]: the choices that have room; None if no token is dropped.
+
+    An expert takes the choices of a sequence, or with `moe_capacity_scope` of the micro-batch, which makes
+    the result depend on its size, in the order of `moe_token_drop_policy`: ``probs`` takes those of the
+    highest weight first, ``random`` any (random token selection of DeepSpeed-MoE, Rajbhandari et al. 2022),
+    and ``position`` all first choices, then all second ones, each in order of position. Equal ones of the
+    other policies are in that order too.
+    """
+    experts = choice.probabilities.shape[1]
+    factor = factor_of(config, inputs)
+    if factor is None:
+        return None
+    every = tokens.everywhere()
+    chosen, sequence, lengths = tokens.whole(choice.experts), every.sequence, every.lengths
+    if config.moe_capacity_scope == "micro_batch":
+        sequence, lengths = torch.zeros_like(sequence), lengths.sum().view(1)
+    room = capacities(config, lengths, experts, factor)
+    # Choice j of token i is number j * N + i: all first choices come before all second ones.
+    cell = (sequence.unsqueeze(1) * experts + chosen).t().reshape(-1)
+    if every.real is not None:
+        nowhere = len(lengths) * experts
+        cell = torch.where(every.real.repeat(chosen.shape[1]), cell, nowhere)
+    order = torch.arange(len(cell), device=cell.device)
+    if config.moe_token_drop_policy != "position":
+        urgency = _urgency(config, layer, choice, tokens, inputs).t().reshape(-1)
+        order = urgency.argsort(descending=True, stable=True)
+    order = order[cell[order].argsort(stable=True)]
+    cells = len(lengths) * experts + 1
+    filled = torch.zeros(cells, dtype=torch.int64, device=cell.device).scatter_add_(
+        0, cell, torch.ones_like(cell)
+    )
+    place = torch.arange(len(cell), device=cell.device) - (filled.cumsum(0) - filled)[cell[order]]
+    rooms = torch.cat([room.repeat_interleave(experts), room.new_zeros(1)])
+    kept = torch.empty_like(cell, dtype=torch.bool).scatter_(0, order, place < rooms[cell[order]])
+    return tokens.own(kept.view(chosen.shape[1], -1).t().contiguous())
+
+
+@torch.no_grad()
+def _urgency(config: ModelConfig, layer: int, choice: Routing, tokens: Tokens, inputs: LayerInputs) -> Tensor:
+    """float32 [N, k]: the choices with more of it are taken first."""
+    if config.moe_token_drop_policy == "probs":
+        return tokens.whole(choice.weights.detach())
+    keys = inputs.sample_keys
+    if keys is None:
+        keys = torch.zeros_like(tokens.lengths)
+    rows = row_keys(keys, tokens, "router", layer, "selection")
+    return tokens.whole(hash_uniform(rows.unsqueeze(1), choice.experts))

@@ -1,0 +1,317 @@
+"""Brings each token to the experts that were chosen for it, on whichever rank, and their results back.
+
+Rows travel sorted by expert, equal ones in order of token. A result is the weighted sum over a token's
+choices in their own order, added in fp32 on the token's rank, so by `exchange` it has the same bits on any
+number of ranks. `share` (all-gather) adds up over ranks, so it agrees to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from megazero.layers.collectives import gather_rows, reduce_scatter_rows
+from megazero.mpu import Group
+
+
+class _Permute(Function):
+    """x [n, h] -> the rows of its choices [m, h]; backward adds up each token's, in the order of its choices.
+
+    Args:
+        token: int64 [m], the token of each row.
+        slots: int64 [n, k], the row of each choice, or m if it has none.
+        all_kept: whether every choice has one.
+    """
+
+    @staticmethod
+    def forward(ctx, x, token, slots, all_kept):
+        ctx.save_for_backward(slots)
+        ctx.all_kept = all_kept
+        return x[token]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (slots,) = ctx.saved_tensors
+        return _gathered_sum(grad, slots, None, ctx.all_kept).to(grad.dtype), None, None, None
+
+
+class _Combine(Function):
+    """rows [m, h] -> [n, h], the sums over each token's choices times `weights` [n, k], in fp32.
+
+    Undoes `_Permute`; backward is a gather too.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, weights, choice, slots, all_kept):
+        ctx.save_for_backward(rows, weights, choice, slots)
+        ctx.all_kept = all_kept
+        return _gathered_sum(rows, slots, weights, all_kept).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, weights, choice, slots = ctx.saved_tensors
+        k, number = weights.shape[1], choice.clamp_min(0)
+        scale = (weights.reshape(-1)[number] * (choice >= 0)).unsqueeze(1)
+        grad_rows = (grad[number // k] * scale).to(rows.dtype)
+        found = (_row(rows, slots[:, j], ctx.all_kept) for j in range(k))
+        grad_weights = torch.stack([(row * grad).sum(1) for row in found], 1)
+        return grad_rows, grad_weights.to(weights.dtype), None, None, None
+
+
+def _row(rows: Tensor, slot: Tensor, all_kept: bool) -> Tensor:
+    """float32 [n, h]: row slot[i] of rows [m, h], zeros where that is m."""
+    if all_kept:
+        return rows[slot].float()
+    if not len(rows):
+        return rows.new_zeros(len(slot), rows.shape[1], dtype=torch.float32)
+    return rows[slot.clamp_max(len(rows) - 1)].float() * (slot < len(rows)).unsqueeze(1)
+
+
+def _gathered_sum(rows: Tensor, slots: Tensor, weights: Tensor | None, all_kept: bool) -> Tensor:
+    """float32 [n, h]: the sum over j, in order, of rows[slots[:, j]], each times weights[:, j]."""
+    total = None
+    for j in range(slots.shape[1]):
+        row = _row(rows, slots[:, j], all_kept)
+        if weights is not None:
+            row = row * weights[:, j : j + 1]
+        total = row if total is None else total.add_(row)
+    return total
+
+
+class _Reorder(Function):
+    """x[order]; backward is x[inverse]."""
+
+    @staticmethod
+    def forward(ctx, x, order, inverse):
+        ctx.save_for_backward(inverse)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse], None, None
+
+
+class _AllToAll(Function):
+    """Rows in `sent` blocks to the members in turn -> the blocks of `received` rows from them."""
+
+    @staticmethod
+    def forward(ctx, x, group, sent, received):
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return _all_to_all(x, group, sent, received)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _all_to_all(grad, ctx.group, ctx.received, ctx.sent), None, None, None
+
+
+def _all_to_all(x: Tensor, group: Group, sent: list[int], received: list[int]) -> Tensor:
+    output = x.new_empty(sum(received), *x.shape[1:])
+    group.all_to_all(output, x.contiguous(), received, sent).wait()
+    return output
+
+
+class _GatherRows(Function):
+    """[n, ...] from each member -> [size * n, ...]; backward sums over the members and takes own rows."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return gather_rows(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter_rows(grad.contiguous(), ctx.group), None
+
+
+class _SumOwnRows(Function):
+    """[size * n, ...] from each member -> their sum's own rows [n, ...]; backward gathers."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return reduce_scatter_rows(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gather_rows(grad.contiguous(), ctx.group), None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that a rank's tokens make, sorted by expert.
+
+    Attributes:
+        choice: int64 [m], the number of the choice in [n, k] that each row is for; -1 for a blank one.
+        slots: int64 [n, k], the row of each choice; m if it has none.
+        counts: int64 [E], the rows of each expert.
+        all_kept: whether every choice has a row.
+    """
+
+    choice: Tensor
+    slots: Tensor
+    counts: Tensor
+    all_kept: bool
+
+    @classmethod
+    def sort(cls, chosen: Tensor, kept: Tensor | None, experts: int, room: int | None = None) -> Rows:
+        """The rows of the kept ones of chosen [n, k]; with `room`, that many of each expert, some blank.
+
+        Without, the rows of choices that are not kept come last, and `counts` does not count them.
+        """
+        cell = chosen if kept is None else torch.where(kept, chosen, experts)
+        cell = cell.reshape(-1)
+        order = cell.argsort(stable=True)
+        counts = torch.zeros(experts + 1, dtype=torch.int64, device=cell.device)
+        counts.scatter_add_(0, cell, torch.ones_like(cell))
+        slots = torch.empty_like(order)
+        slots[order] = torch.arange(len(order), device=order.device)
+        if room is None:
+            return cls(order, slots.view(chosen.shape), counts[:experts], kept is None)
+        starts = counts.cumsum(0) - counts
+        slots = torch.where(cell < experts, slots - starts[cell] + cell * room, experts * room)
+        choice = slots.new_full((experts * room + 1,), -1)
+        choice[slots] = torch.arange(len(slots), device=slots.device)
+        return cls(choice[:-1], slots.view(chosen.shape), torch.full_like(counts[:experts], room), False)
+
+    def first(self, count: int) -> Rows:
+        """The first `count` rows."""
+        if self.all_kept:
+            return self
+        return Rows(self.choice[:count], self.slots.clamp_max(count), self.counts, False)
+
+
+def _on_host(counts: Tensor, expected: int) -> list[list[int]]:
+    """`counts` [m, E] as lists, after a wait for the device; on meta, `expected` rows each, spread evenly."""
+    if counts.is_meta:
+        m, experts = counts.shape
+        return [[expected * (e + 1) // experts - expected * e // experts for e in range(experts)]] * m
+    return counts.tolist()
+
+
+def _local(x: Tensor, weights: Tensor, rows: Rows, through: Callable[[Tensor], Tensor]) -> Tensor:
+    """The weighted results for x [n, h] of `through`, which gets the rows."""
+    token = rows.choice.clamp_min(0) // weights.shape[1]
+    found = through(_Permute.apply(x, token, rows.slots, rows.all_kept))
+    return _Combine.apply(found, weights, rows.choice, rows.slots, rows.all_kept)
+
+
+@dataclass(frozen=True)
+class Party:
+    """Who computes the experts of a layer.
+
+    Attributes:
+        experts: E, on all ranks together.
+        apply: computes this rank's experts.
+        group: the ranks that hold all experts; those that share each part of them are neighbours.
+        slices: how many ranks share each expert; each gets the same rows.
+        room: rows that each expert gets from each rank, blank ones among them; None: as many as were chosen.
+    """
+
+    experts: int
+    apply: Callable[[Tensor, Sequence[int]], Tensor]
+    group: Group
+    slices: int
+    room: int | None = None
+
+    @property
+    def each(self) -> int:
+        """Number of experts on a rank."""
+        return self.experts // (self.group.size // self.slices)
+
+    @property
+    def first(self) -> int:
+        """The first of this rank's experts."""
+        return self.group.rank // self.slices * self.each
+
+
+Dispatch = Callable[[Party, Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
+"""(party, x [n, h], float32 weights [n, k], int64 chosen [n, k], bool kept [n, k] or None) -> [n, h]."""
+
+
+def exchange(party: Party, x: Tensor, weights: Tensor, chosen: Tensor, kept: Tensor | None) -> Tensor:
+    """A `Dispatch` that sends rows to the ranks of their experts and gets the results back (all-to-all)."""
+    group, slices, each = party.group, party.slices, party.each
+    rows = Rows.sort(chosen, kept, party.experts, party.room)
+    if party.room is None:
+        every = rows.counts.unsqueeze(0)
+        table = _on_host(gather_rows(every, group) if group.size > 1 else every, chosen.numel())
+    else:
+        table = [[party.room] * party.experts] * group.size
+    mine = table[group.rank]
+
+    def through(sorted_rows: Tensor) -> Tensor:
+        if group.size == 1:
+            return party.apply(sorted_rows, mine)
+        parts = [sum(mine[first : first + each]) for first in range(0, party.experts, each)]
+        sent_sizes = [part for part in parts for _ in range(slices)]
+        if slices > 1:
+            sorted_rows = torch.cat([block for block in sorted_rows.split(parts) for _ in range(slices)])
+        received = [source[party.first : party.first + each] for source in table]
+        sizes = [sum(column) for column in zip(*received, strict=True)]
+        totals = [sum(source) for source in received]
+        arrived = _AllToAll.apply(sorted_rows, group, sent_sizes, totals)
+        by_expert, inverse = _regrouping(received, arrived.device)
+        found = party.apply(_Reorder.apply(arrived, by_expert, inverse), sizes)
+        back = _AllToAll.apply(_Reorder.apply(found, inverse, by_expert), group, totals, sent_sizes)
+        return back if slices == 1 else _summed_slices(back, parts, slices)
+
+    return _local(x, weights, rows.first(sum(mine)), through)
+
+
+def _regrouping(received: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """From rows by source, then expert, to rows by expert, then source: the order, and its inverse."""
+    sizes = torch.tensor(received)
+    expert = torch.arange(sizes.shape[1]).repeat(sizes.shape[0]).repeat_interleave(sizes.reshape(-1))
+    order = expert.argsort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order))
+    return order.to(device, non_blocking=True), inverse.to(device, non_blocking=True)
+
+
+def _summed_slices(back: Tensor, parts: list[int], slices: int) -> Tensor:
+    """The sums over the slices of each part's blocks, in order."""
+    blocks = list(back.split([part for part in parts for _ in range(slices)]))
+    sums = []
+    for first in range(0, len(blocks), slices):
+        total = blocks[first]
+        for block in blocks[first + 1 : first + slices]:
+            total = total + block
+        sums.append(total)
+    return torch.cat(sums)
+
+
+def share(party: Party, x: Tensor, weights: Tensor, chosen: Tensor, kept: Tensor | None) -> Tensor:
+    """A `Dispatch` in which every rank gets all tokens, computes its experts, and the results are summed
+    (all-gather).
+    """
+    group = party.group
+    if group.size == 1:
+        return exchange(party, x, weights, chosen, kept)
+    n = len(x)
+    more = _most_rows(n, group, x.device) - n
+    if kept is None:
+        kept = torch.ones_like(chosen, dtype=torch.bool)
+    if more:
+        x, weights, chosen, kept = (F.pad(each, (0, 0, 0, more)) for each in (x, weights, chosen, kept))
+    chosen = gather_rows(chosen, group)
+    here = (chosen >= party.first) & (chosen < party.first + party.each) & gather_rows(kept, group)
+    rows = Rows.sort(chosen, here, party.experts)
+    mine = _on_host(rows.counts.unsqueeze(0), chosen.numel())[0][party.first : party.first + party.each]
+    everyone, weights = _GatherRows.apply(x, group), _GatherRows.apply(weights, group)
+    found = _local(everyone, weights, rows.first(sum(mine)), lambda rows: party.apply(rows, mine))
+    return _SumOwnRows.apply(found, group)[:n]
+
+
+def _most_rows(n: int, group: Group, device: torch.device) -> int:
+    """The largest number of rows on any member, as sequences may be trimmed to other lengths there."""
+    if device.type == "meta":
+        return n
+    most = torch.tensor([n], device=device)
+    group.all_reduce(most, "max").wait()
+    return int(most)

@@ -1,0 +1,135 @@
+"""`Experts`: MLPs side by side, each for the rows of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from megazero.config.tree import ModelConfig
+from megazero.layers import Deferred, Placement, activated, residual_std
+from megazero.mpu import Cut, InitialValues, ParamSpec
+from megazero.ops.grouped_linear import grouped_linear, grouped_outer
+
+
+class _GroupedLinear(Function):
+    """Rows of group e times weight[e].T, plus bias[e]; backward may leave the weight's gradient for later."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, sizes, defer):
+        assert defer is None or not weight.requires_grad, "the weight half computes this weight's gradient"
+        ctx.save_for_backward(x, weight)
+        ctx.sizes, ctx.defer, ctx.has_bias = sizes, defer, bias is not None
+        y = grouped_linear(x, weight, sizes)
+        if bias is not None:
+            for rows, vector in zip(y.split(sizes), bias, strict=True):
+                rows.add_(vector)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = grouped_linear(grad, weight.transpose(1, 2), ctx.sizes)
+        grad_weight = grad_bias = None
+        if ctx.defer is None:
+            grad_weight = grouped_outer(grad, x, ctx.sizes)
+        else:
+            ctx.defer(x.detach(), grad.detach())
+        if ctx.has_bias:
+            grad_bias = torch.stack([rows.sum(0) for rows in grad.split(ctx.sizes)])
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+class _GroupedWeightHalf:
+    """Adds a stacked weight's gradient to its `grad`, once, and releases the activations."""
+
+    def __init__(self, weight: nn.Parameter, x: Tensor, grad: Tensor, sizes: list[int]):
+        self.weight = weight
+        self._held: tuple[Tensor, Tensor, list[int]] | None = (x, grad, sizes)
+
+    def __call__(self) -> nn.Parameter:
+        assert self._held is not None, "this weight gradient has been computed already"
+        (x, grad, sizes), self._held = self._held, None
+        found = grouped_outer(grad, x, sizes).view_as(self.weight)
+        self.weight.grad = found if self.weight.grad is None else self.weight.grad.add_(found)
+        return self.weight
+
+
+def _linear(
+    x: Tensor, weight: nn.Parameter, bias: Tensor | None, sizes: list[int], deferred: Deferred | None
+) -> Tensor:
+    """x [R, K] -> [R, n], for weight [E, ..., K] whose middle dims are n when flattened."""
+    stack = weight.flatten(1, -2)
+    vectors = None if bias is None else bias.flatten(1)
+    if deferred is None or not x.requires_grad:
+        return _GroupedLinear.apply(x, stack, vectors, sizes, None)
+
+    def defer(x: Tensor, grad: Tensor) -> None:
+        deferred.append(_GroupedWeightHalf(weight, x, grad, sizes))
+
+    return _GroupedLinear.apply(x, stack.detach(), vectors, sizes, defer)
+
+
+class Experts(nn.Module):
+    """The experts of one layer that are on this rank, E/ep of them, each with 1/etp of its inner width f.
+
+    Weights are stacked: up [E, f, h], or [E, 2, f, h] (gate, then value) with SwiGLU, and down [E, h, f].
+
+    Args:
+        layer: number of the layer.
+        experts: E.
+        config: shape of the model.
+        placement: ranks, dtype and device.
+    """
+
+    def __init__(self, layer: int, experts: int, config: ModelConfig, placement: Placement):
+        super().__init__()
+        self.activation = config.activation
+        self.first_slice = placement.place.index("etp") == 0
+        width, hidden, name = config.expert_ffn_size, config.hidden_size, f"layers.{layer}.mlp.experts"
+        inner = (2, width) if config.activation == "swiglu" else (width,)
+        ep, zeros = Cut(0, "ep"), InitialValues("zeros")
+        cuts = (ep, Cut(len(inner), "etp"))
+        std = InitialValues("normal", config.init_method_std)
+        out_std = InitialValues("normal", residual_std(config.init_method_std, config.num_layers))
+
+        def parameter(which: str, shape: tuple[int, ...], init: InitialValues, cuts: tuple[Cut, ...]):
+            decay = which.endswith("weight")
+            return placement.parameter(ParamSpec(f"{name}.{which}", shape, init, cuts, decay))
+
+        self.up = parameter("up.weight", (experts, *inner, hidden), std, cuts)
+        self.down = parameter("down.weight", (experts, hidden, width), out_std, (ep, Cut(2, "etp")))
+        self.up_bias = self.down_bias = None
+        if config.add_bias_linear:
+            self.up_bias = parameter("up.bias", (experts, *inner), zeros, cuts)
+            self.down_bias = parameter("down.bias", (experts, hidden), zeros, (ep,))
+
+    @property
+    def count(self) -> int:
+        """Number of experts on this rank."""
+        return len(self.up)
+
+    def forward(self, rows: Tensor, sizes: Sequence[int], deferred: Deferred | None = None) -> Tensor:
+        """rows [R, h] -> [R, h], which is to be summed over `etp`.
+
+        Args:
+            rows: the rows of each expert here, one expert's after the other's.
+            sizes: how many rows each has.
+            deferred: where backward leaves the gradients of the weights; None if it computes them.
+        """
+        sizes = list(sizes)
+        inner = _linear(rows, self.up, self.up_bias, sizes, deferred)
+        inner = activated(inner, self.activation)
+        return _linear(inner, self.down, self._bias_once(), sizes, deferred)
+
+    def _bias_once(self) -> Tensor | None:
+        """The second bias for the first slice, zeros with the same gradient for the others.
+
+        So it is added once, and all its copies get whole gradients.
+        """
+        if self.down_bias is None or self.first_slice:
+            return self.down_bias
+        return self.down_bias - self.down_bias.detach()

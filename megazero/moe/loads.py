@@ -1,0 +1,86 @@
+"""`RouterLoads`: what routers learn from a step besides gradients: how often each expert was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megazero.config.tree import ModelConfig
+from megazero.moe.router import Router
+from megazero.mpu import ParallelContext, gather_values
+
+
+class RouterLoads:
+    """Keeps each router's load, and its bias if it has one, and moves them once a step.
+
+    The bias of an expert with fewer choices than the mean rises by `moe_router_bias_update_rate`, that of one
+    with more falls by it (Wang et al. 2024, arXiv:2408.15664). Steps count whether or not the optimizer
+    skips their update, and evaluation does not count.
+
+    Args:
+        routers: those of this stage, in order of layer.
+        config: the model.
+        context: this rank's groups and device.
+    """
+
+    def __init__(self, routers: Sequence[Router], config: ModelConfig, context: ParallelContext):
+        self.routers = tuple(routers)
+        self.config = config
+        self.context = context
+        for router in self.routers:
+            router.load = torch.full((router.experts,), 1.0 / router.experts, device=context.device)
+            if config.moe_router_enable_expert_bias:
+                router.bias = torch.zeros(router.experts, device=context.device)
+
+    def update(self, tallies: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Take in what this rank's micro-batches of a step chose.
+
+        Args:
+            tallies: float32 [E] by name, of all routers here.
+
+        Returns:
+            The same for the whole global batch; the same on all ranks of the stage.
+        """
+        if not self.routers:
+            return {}
+        names = [f"{router.name}.tokens" for router in self.routers]
+        counts = torch.cat([tallies[name] for name in names])
+        self.context.groups["stage"].all_reduce(counts).wait()
+        parts = counts.split([router.experts for router in self.routers])
+        for router, chosen in zip(self.routers, parts, strict=True):
+            router.load.copy_(chosen / chosen.sum().clamp_min(1))
+            if router.bias is not None:
+                missing = (
+                    chosen.sum() - router.experts * chosen
+                )  # times E, so that equal loads give 0 exactly
+                router.bias.add_(missing.sign(), alpha=self.config.moe_router_bias_update_rate)
+        return dict(zip(names, parts, strict=True))
+
+    def report(self, tokens: Mapping[str, Tensor]) -> list[dict] | None:
+        """How many choices fell on each expert of all stages, which every rank calls; None without experts.
+
+        Args:
+            tokens: what `update` returned.
+
+        Returns:
+            For each layer with experts, in order, its number as ``layer`` and the numbers as ``tokens``.
+        """
+        if not self.config.num_experts:
+            return None
+        mine = [
+            {"layer": router.layer, "tokens": [round(count) for count in tokens[name].tolist()]}
+            for router, name in zip(self.routers, tokens, strict=True)
+        ]
+        stages = gather_values(self.context.pp, mine, self.context.device)
+        return sorted((each for stage in stages for each in stage), key=lambda each: each["layer"])
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps, by global name; the same on all ranks of the stage."""
+        found = {}
+        for router in self.routers:
+            found[f"{router.name}.load"] = router.load
+            if router.bias is not None:
+                found[f"{router.name}.bias"] = router.bias
+        return found

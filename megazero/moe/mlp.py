@@ -1,0 +1,124 @@
+"""`MoEMLP`: a mixture of experts in the place of a layer's MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megazero.config.derive import experts_of, moe_layers
+from megazero.config.tree import ModelConfig
+from megazero.layers import MLP, LayerInputs, MLPResult, Placement
+from megazero.moe.capacity import capacities, factor_of, kept_choices
+from megazero.moe.dispatch import Dispatch, Party, exchange, share
+from megazero.moe.experts import Experts
+from megazero.moe.losses import router_terms
+from megazero.moe.router import Router, router_weight
+from megazero.moe.tokens import give_back, take_share
+from megazero.mpu import InitialValues, ParamSpec
+
+
+class MoEMLP(nn.Module):
+    """[s, b, h] -> ([s, b, h], None, what its router adds to the loss terms).
+
+    A token's result is the sum of its k experts' results, times their weights. Shared experts (DeepSeekMoE,
+    Dai et al. 2024) are an MLP that all tokens go through, added to it, by a sigmoid gate if there is one.
+    A residual mixture (Rajbhandari et al. 2022) instead mixes the experts with a dense MLP by a learned
+    softmax: out = w0 experts + w1 mlp.
+
+    Args:
+        layer: number of the layer.
+        config: shape of the model.
+        placement: ranks, dtype and device.
+    """
+
+    def __init__(self, layer: int, config: ModelConfig, placement: Placement):
+        super().__init__()
+        self.layer, self.config, self.placement = layer, config, placement
+        self.total = experts_of(config, layer)
+        self.routers = len(moe_layers(config))
+        self.dispatch: Dispatch = exchange if placement.token_dispatcher == "alltoall" else share
+        self.router = Router(layer, router_weight(layer, self.total, config, placement), config)
+        self.experts = Experts(layer, self.total, config, placement)
+        self.shared = self.shared_gate = self.dense = self.coefficient = None
+        name, width = f"layers.{layer}.mlp", config.moe_shared_expert_intermediate_size
+        if width is not None:
+            self.shared = MLP(layer, config, placement, name=f"{name}.shared", width=width)
+            if config.moe_shared_expert_gate:
+                self.shared_gate = _TokenLinear(f"{name}.shared_gate", 1, config, placement, bias=False)
+        if config.mlp_type == "residual":
+            self.dense = MLP(layer, config, placement, name=f"{name}.dense", width=config.expert_ffn_size)
+            self.coefficient = _TokenLinear(f"{name}.coefficient", 2, config, placement, bias=True)
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> MLPResult:
+        rows, tokens = take_share(x, inputs, self.placement)
+        choice = self.router(rows, tokens, inputs)
+        kept = kept_choices(self.config, self.layer, choice, tokens, inputs)
+        sums = router_terms(self.config, choice, tokens, kept, self.router.load, self.routers)
+        if tokens.real is not None:
+            real = tokens.real.unsqueeze(1).expand_as(choice.experts)
+            kept = real if kept is None else kept & real
+        party = self._party(x, inputs)
+        found = self.dispatch(party, rows, choice.weights, choice.experts, kept)
+        out = self._with_dense(give_back(found, x.shape, self.placement), x, inputs)
+        return out, None, {**sums.terms, f"{self.router.name}.tokens": sums.tokens}
+
+    def _party(self, x: Tensor, inputs: LayerInputs) -> Party:
+        groups = self.placement.groups
+
+        def apply(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+            return self.experts(rows, sizes, inputs.deferred)
+
+        room = self._room(x.shape[1], inputs)
+        return Party(self.total, apply, groups["expert"], groups["etp"].size, room)
+
+    def _room(self, b: int, inputs: LayerInputs) -> int | None:
+        """Rows that each expert is padded to, the capacity of `b` sequences of full length, or None.
+
+        It is the same on all ranks, though their sequences may be trimmed to other lengths.
+        """
+        config, factor = self.config, factor_of(self.config, inputs)
+        if not config.moe_pad_expert_input_to_capacity or factor is None:
+            return None
+        together = config.moe_capacity_scope == "micro_batch"
+        length = torch.tensor([config.seq_length * (b if together else 1)])
+        room = int(capacities(config, length, self.total, factor))
+        return room if together else b * room
+
+    def _with_dense(self, out: Tensor, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """The experts' result together with that of the MLP that all tokens go through."""
+        if self.shared is not None:
+            every = _biased(self.shared(x, inputs))
+            if self.shared_gate is not None:
+                every = every * self.shared_gate(x).sigmoid().to(every.dtype)
+            return out + every
+        if self.dense is not None:
+            weights = self.coefficient(x).softmax(-1).to(out.dtype)
+            return out * weights[..., :1] + _biased(self.dense(x, inputs)) * weights[..., 1:]
+        return out
+
+
+def _biased(result: MLPResult) -> Tensor:
+    out, bias, _ = result
+    return out if bias is None else out + bias
+
+
+class _TokenLinear(nn.Module):
+    """x [s, b, h] -> float32 [s, b, n], for each token by itself; each rank computes the rows that it has."""
+
+    def __init__(self, name: str, width: int, config: ModelConfig, placement: Placement, *, bias: bool):
+        super().__init__()
+        partial = placement.sequence_parallel
+        normal, zeros = InitialValues("normal", config.init_method_std), InitialValues("zeros")
+        shape = (width, config.hidden_size)
+        self.weight = placement.parameter(ParamSpec(f"{name}.weight", shape, normal, partial_grad=partial))
+        self.bias = None
+        if bias:
+            spec = ParamSpec(f"{name}.bias", (width,), zeros, weight_decay=False, partial_grad=partial)
+            self.bias = placement.parameter(spec)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(x.float(), self.weight.float(), bias)

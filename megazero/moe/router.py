@@ -1,0 +1,167 @@
+"""`Router`: which experts a token goes to, and how much each of them counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megazero.config.tree import ModelConfig
+from megazero.layers import LayerInputs, Placement
+from megazero.moe.tokens import Tokens
+from megazero.mpu import InitialValues, ParamSpec, site_key
+from megazero.ops.counter_random import derive, hash_uniform
+
+_TINY = 1e-20
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What a router decided for `n` tokens.
+
+    Attributes:
+        experts: int64 [n, k], the chosen experts, best first; of equal ones the lower number comes first.
+        weights: float32 [n, k], what each expert's result is multiplied by.
+        probabilities: float32 [n, E], the scores of all experts, which sum to 1.
+        logits: float32 [n, E].
+    """
+
+    experts: Tensor
+    weights: Tensor
+    probabilities: Tensor
+    logits: Tensor
+
+
+def router_name(layer: int) -> str:
+    """The global name of a layer's router."""
+    return f"layers.{layer}.mlp.router"
+
+
+def router_weight(layer: int, experts: int, config: ModelConfig, placement: Placement) -> nn.Parameter:
+    """The weight [E, h] of a layer's router."""
+    return placement.parameter(
+        ParamSpec(
+            f"{router_name(layer)}.weight",
+            (experts, config.hidden_size),
+            InitialValues("normal", config.init_method_std),
+            # Each tensor-parallel rank routes its own tokens.
+            partial_grad=placement.tp.size > 1,
+        )
+    )
+
+
+class Router(nn.Module):
+    """Scores E experts for each token and chooses k.
+
+    The logits are a product in fp32. With the softmax score, the weights are the softmax over the chosen
+    logits, or with `moe_router_pre_softmax` the chosen ones of the softmax over all. With the sigmoid score
+    they are the chosen scores, for k > 1 divided by their sum (DeepSeek-V3, arXiv:2412.19437). A bias, if
+    there is one, takes part in the choice alone; `RouterLoads` moves it so that loads become even (Wang et
+    al. 2024, arXiv:2408.15664). Group-limited choice keeps the groups whose best experts score highest.
+
+    Args:
+        layer: number of the layer.
+        weight: [E, h].
+        config: shape of the model.
+    """
+
+    def __init__(self, layer: int, weight: nn.Parameter, config: ModelConfig):
+        super().__init__()
+        self.layer = layer
+        self.experts = len(weight)
+        self.config = config
+        self.name = router_name(layer)
+        self.weight = weight
+        # Both float32 [E], the same on every rank: added to the scores for the choice, and each expert's
+        # share of the choices of the last step. None is zeros.
+        self.bias: Tensor | None = None
+        self.load: Tensor | None = None
+
+    def forward(self, x: Tensor, tokens: Tokens, inputs: LayerInputs) -> Routing:
+        """Choose for x [n, h]."""
+        config, noise = self.config, _Noise(self.layer, tokens, inputs)
+        x, weight = x.float(), self.weight.float()
+        if config.moe_input_jitter_eps and noise.on:
+            eps = config.moe_input_jitter_eps
+            x = x * (1 + eps * (2 * noise.uniform("jitter", x.shape[1]) - 1))
+        logits = F.linear(x, weight)
+        if config.moe_router_score_function == "sigmoid":
+            scores = logits.sigmoid()
+            probabilities = scores / (scores.sum(1, keepdim=True) + _TINY)
+        else:
+            scores = probabilities = logits.softmax(1)
+        ranking = logits if config.moe_router_score_function == "softmax" else scores
+        chosen = self._choose(ranking.detach(), noise)
+        weights = self._weights(logits, scores, chosen)
+        return Routing(chosen, weights, probabilities, logits)
+
+    def _choose(self, ranking: Tensor, noise: _Noise) -> Tensor:
+        """int64 [n, k]: the experts of the highest `ranking` [n, E]."""
+        config = self.config
+        if self.bias is not None:
+            ranking = ranking + self.bias
+        if config.moe_router_num_groups is not None:
+            ranking = self._within_groups(ranking)
+        k = config.moe_router_topk
+        sampling = config.moe_router_sampling if noise.on else "none"
+        if sampling == "first":
+            ranking = ranking + noise.gumbel(self.experts)
+        best = _ranked(ranking)[:, :k]
+        if sampling == "second":
+            others = ranking + noise.gumbel(self.experts)
+            others = others.scatter(1, best[:, :1], -torch.inf)
+            best = torch.cat([best[:, :1], _ranked(others)[:, :1]], 1)
+        return best
+
+    def _within_groups(self, ranking: Tensor) -> Tensor:
+        """`ranking` with -inf outside of the best groups; a group's score is the sum of its best experts."""
+        groups, kept = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        grouped = ranking.view(len(ranking), groups, -1)
+        best = grouped.sort(dim=2, descending=True).values[..., : self.config.moe_router_topk // kept].sum(2)
+        inside = torch.zeros_like(best, dtype=torch.bool).scatter(1, _ranked(best)[:, :kept], True)
+        return grouped.masked_fill(~inside.unsqueeze(2), -torch.inf).view_as(ranking)
+
+    def _weights(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        config = self.config
+        if config.moe_router_score_function == "sigmoid":
+            weights = scores.gather(1, chosen)
+            if chosen.shape[1] > 1:
+                weights = weights / (weights.sum(1, keepdim=True) + _TINY)
+        elif config.moe_router_pre_softmax:
+            weights = scores.gather(1, chosen)
+        else:
+            weights = logits.gather(1, chosen).softmax(1)
+        if config.moe_router_topk_scaling_factor is not None:
+            weights = weights * config.moe_router_topk_scaling_factor
+        return weights
+
+
+class _Noise:
+    """Random numbers that are functions of (seed, layer, sample, position, column) alone."""
+
+    def __init__(self, layer: int, tokens: Tokens, inputs: LayerInputs):
+        self.layer, self.tokens, self.keys = layer, tokens, inputs.sample_keys
+        self.on = inputs.sample_keys is not None
+
+    def uniform(self, site: str, columns: int) -> Tensor:
+        """float32 [n, columns], uniform in [0, 1)."""
+        rows = row_keys(self.keys, self.tokens, "router", self.layer, site)
+        return hash_uniform(rows.unsqueeze(1), torch.arange(columns, device=rows.device))
+
+    def gumbel(self, columns: int) -> Tensor:
+        """float32 [n, columns], of the standard Gumbel distribution."""
+        # The middle of each step of 2^-24, so never 0; that of the last one would be rounded to 1.
+        uniform = (self.uniform("sample", columns) + 2.0**-25).clamp_max(1 - 2.0**-24)
+        return -(-uniform.log()).log()
+
+
+def row_keys(sample_keys: Tensor, tokens: Tokens, *site: str | int) -> Tensor:
+    """int64 [n]: a key for each token at a site of the model."""
+    return derive(derive(site_key(*site), sample_keys)[tokens.sequence], tokens.position)
+
+
+def _ranked(values: Tensor) -> Tensor:
+    """int64 [n, E]: column numbers from the highest value to the lowest, equal ones in order."""
+    return values.sort(dim=1, descending=True, stable=True).indices

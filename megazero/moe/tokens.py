@@ -1,0 +1,111 @@
+"""`Tokens`: which tokens of a micro-batch a rank routes, and where they are in their sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from megazero.layers import LayerInputs, Placement
+from megazero.layers.collectives import gather_rows, gather_sequence, own_rows
+from megazero.mpu import Group
+from megazero.ops.positions import position_tensor
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A rank's share of the tokens of `b` sequences.
+
+    Tensor-parallel ranks share the tokens of a micro-batch evenly, with sequence parallelism or without, so
+    that none is routed twice. A share is a run of the rows of [s, b] when flattened; the last one may end in
+    rows that are no tokens.
+
+    Attributes:
+        sequence: int64 [n], the number of each token's sequence.
+        position: int64 [n], its position in that.
+        real: bool [n], False for padding, which no expert sees; None if there is none.
+        lengths: int64 [b], how many tokens each whole sequence has, without padding.
+        sharers: the ranks that have the other shares.
+    """
+
+    sequence: Tensor
+    position: Tensor
+    real: Tensor | None
+    lengths: Tensor
+    sharers: Group
+
+    @property
+    def count(self) -> int:
+        """Number of rows in the share."""
+        return len(self.sequence)
+
+    def masked(self, values: Tensor) -> Tensor:
+        """`values` [n, ...], zeros where there is no token."""
+        if self.real is None:
+            return values
+        return values * self.real.view(-1, *(1 for _ in values.shape[1:])).to(values.dtype)
+
+    def whole(self, values: Tensor) -> Tensor:
+        """The `values` [n, ...] of all shares, one after the other."""
+        return values if self.sharers.size == 1 else gather_rows(values, self.sharers)
+
+    def own(self, values: Tensor) -> Tensor:
+        """This rank's part of what `whole` gives."""
+        return own_rows(values, self.sharers)
+
+    def everywhere(self) -> Tokens:
+        """The tokens of all shares."""
+        if self.sharers.size == 1:
+            return self
+        real = None if self.real is None else self.whole(self.real)
+        return Tokens(self.whole(self.sequence), self.whole(self.position), real, self.lengths, self.sharers)
+
+
+class _TakeShare(Function):
+    """[n * size, h], the same on all members -> this member's [n, h]; backward gathers."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return own_rows(x, group).clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gather_rows(grad, ctx.group), None
+
+
+def take_share(x: Tensor, inputs: LayerInputs, placement: Placement) -> tuple[Tensor, Tokens]:
+    """This rank's share of the tokens of x [s, b, h] ([s/tp, b, h] under sequence parallelism): [n, h]."""
+    group, device = placement.tp, x.device
+    rows = x.reshape(-1, x.shape[-1])
+    b, split = x.shape[1], placement.sequence_parallel
+    total = len(rows) * (group.size if split else 1)
+    share = -(-total // group.size)
+    if not split and group.size > 1:
+        rows = _TakeShare.apply(F.pad(rows, (0, 0, 0, share * group.size - total)), group)
+    number = torch.arange(group.rank * share, (group.rank + 1) * share, device=device)
+    column, sequence = number.clamp_max(total - 1) // b, number % b
+    position = position_tensor(inputs.positions, device)
+    position = position[column] if position.dim() == 1 else position[column, sequence]
+    documents = inputs.document_ids
+    real = None
+    if documents is None:
+        lengths = torch.full((b,), total // b, device=device)
+    else:
+        tokens = documents >= 0
+        lengths = tokens.sum(1)
+        real = tokens[sequence, column]
+    if share * group.size > total:
+        inside = number < total
+        real = inside if real is None else real & inside
+    return rows, Tokens(sequence, position, real, lengths, group)
+
+
+def give_back(rows: Tensor, shape: torch.Size, placement: Placement) -> Tensor:
+    """The hidden states of this shape from this rank's share [n, h]: the inverse of `take_share`."""
+    if placement.sequence_parallel or placement.tp.size == 1:
+        return rows.view(shape)
+    return gather_sequence(rows, placement.tp)[: shape[0] * shape[1]].view(shape)

@@ -1,0 +1,160 @@
+"""Layouts of small models: all that the rules allow, and selections that cover all pairs of settings."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from itertools import combinations, product
+
+from megazero.verify.layouts import DECODERS, ENCODERS, EXPERTS, GLOBAL_BATCH, Layout
+
+
+def all_layouts(most_ranks: int = 8) -> Iterator[Layout]:
+    """Every distinct layout of a decoder on at most `most_ranks` ranks that the rules allow."""
+    sizes = [
+        (tp, pp, dp)
+        for tp, pp, dp in product((1, 2, 4, 8), repeat=3)
+        if pp < 8 and tp * pp * dp <= most_ranks
+    ]
+    schedules = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 1)]
+    for (tp, pp, dp), (schedule, virtual), zero in product(sizes, schedules, range(4)):
+        if pp == 1 and schedule in ("gpipe", "interleaved"):
+            continue
+        chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
+        for rest in product(
+            (False, True), ("none", "full", "selective"), (1, 2), (False, True), DECODERS, (False, True)
+        ):
+            sequence_parallel, recompute, micro_batch, keep, shape, untied = rest
+            if (sequence_parallel and tp == 1) or (keep and zero < 3):
+                continue
+            layout = Layout(
+                tp=tp,
+                pp=pp,
+                dp=dp,
+                schedule=schedule,
+                virtual=virtual,
+                zero=zero,
+                sequence_parallel=sequence_parallel,
+                recompute=recompute,
+                micro_batch=micro_batch,
+                keep=keep,
+                shape=shape,
+                untied=untied,
+                layers=max(2, chunks),
+            )
+            if not layout.broken_rules():
+                yield layout
+
+
+def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> list[Layout]:
+    """`count` distinct layouts of an encoder on at most `most_ranks` ranks, drawn from all that are allowed.
+
+    There are too many to list. Dropout and packing do not meet: which elements are dropped depends on
+    which samples share a row.
+    """
+    dice, found = random.Random(seed), {}
+    schedules = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 1))
+    while len(found) < count:
+        schedule, virtual = dice.choice(schedules)
+        pp = dice.choice((1, 2, 4))
+        chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
+        dropout, packed = dice.choice(((0.0, False), (0.1, False), (0.0, True)))
+        layout = Layout(
+            tp=dice.choice((1, 2, 4)),
+            pp=pp,
+            dp=dice.choice((1, 2)),
+            schedule=schedule,
+            virtual=virtual,
+            zero=dice.choice(range(4)),
+            sequence_parallel=dice.choice((False, True)),
+            recompute=dice.choice(("none", "full", "selective")),
+            micro_batch=dice.choice((1, 2, 4)),
+            shape=dice.choice(ENCODERS),
+            untied=dice.choice((False, True)),
+            binary_head=dice.choice((False, True)),
+            optimizer=dice.choice(("adam", "lamb")),
+            layers=max(2, chunks),
+            dropout=dropout,
+            packed=packed,
+        )
+        if pp == 1 and schedule in ("gpipe", "interleaved"):
+            continue
+        if layout.sequence_parallel and layout.tp == 1:
+            continue
+        # Many ranks and many micro-batches take long and show no more together.
+        needed = GLOBAL_BATCH if layout.world_size <= 2 else pp if schedule == "interleaved" else 2
+        quick = layout.dp * layout.micro_batch * needed >= GLOBAL_BATCH
+        if layout.world_size <= most_ranks and quick and not layout.broken_rules():
+            found[layout] = None
+    return list(found)
+
+
+def expert_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> list[Layout]:
+    """`count` distinct layouts with experts on at most `most_ranks` ranks, drawn from all allowed ones."""
+    dice, found = random.Random(seed), {}
+    schedules = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 1))
+    while len(found) < count:
+        schedule, virtual = dice.choice(schedules)
+        experts = dice.choice(tuple(EXPERTS)[1:])
+        pp = dice.choice((1, 1, 2)) if experts == "pyramid" else dice.choice((1, 1, 2, 4))
+        chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
+        tp = dice.choice((1, 2, 4))
+        layout = Layout(
+            tp=tp,
+            pp=pp,
+            dp=dice.choice((1, 2, 4)),
+            schedule=schedule,
+            virtual=virtual,
+            zero=dice.choice(range(4)),
+            sequence_parallel=dice.choice((False, True)),
+            recompute=dice.choice(("none", "full", "selective")),
+            micro_batch=dice.choice((1, 2)),
+            shape=dice.choice((*DECODERS, *DECODERS, *ENCODERS)),
+            layers=4 if experts == "pyramid" else max(2, chunks),
+            experts=experts,
+            ep=dice.choice((1, 2, 4)),
+            etp=dice.choice((0, 1, 2)),
+            dispatcher=dice.choice(("alltoall", "alltoall", "allgather")),
+        )
+        if pp == 1 and schedule in ("gpipe", "interleaved"):
+            continue
+        if layout.sequence_parallel and layout.tp == 1:
+            continue
+        if layout.tp * layout.dp % (layout.ep * (layout.etp or layout.tp)):
+            continue
+        needed = GLOBAL_BATCH if layout.world_size <= 2 else pp if schedule == "interleaved" else 2
+        quick = layout.dp * layout.micro_batch * needed >= GLOBAL_BATCH
+        if layout.world_size <= most_ranks and quick and not layout.broken_rules():
+            found[layout] = None
+    return list(found)
+
+
+def covering(layouts: Sequence[Layout], count: int, seed: int = 1, few_ranks: int = 4) -> list[Layout]:
+    """`count` of the `layouts` that cover every pair of values of two settings that occurs in `layouts`.
+
+    They are chosen greedily from a shuffled order (pairwise testing, Cohen et al. 1997), then filled up in
+    that order, starting with layouts of `few_ranks`, as four take a quarter of the time of eight.
+    """
+    shuffled = list(layouts)
+    random.Random(seed).shuffle(shuffled)
+    names = [f.name for f in fields(Layout) if len({getattr(x, f.name) for x in shuffled}) > 1]
+
+    def pairs(layout: Layout) -> set:
+        values = [(name, getattr(layout, name)) for name in names]
+        return set(combinations(values, 2))
+
+    wanted = set().union(*map(pairs, shuffled))
+    chosen: list[Layout] = []
+    while wanted:
+        best = max(shuffled[:400], key=lambda x: len(pairs(x) & wanted))
+        gained = pairs(best) & wanted
+        if not gained:
+            # Only rare pairs are left: take any layout that has one.
+            best = next(x for x in shuffled if pairs(x) & wanted)
+            gained = pairs(best) & wanted
+        chosen.append(best)
+        wanted -= gained
+    taken = set(chosen)
+    rest = sorted((x for x in shuffled if x not in taken), key=lambda x: x.world_size > few_ranks)
+    return [*chosen, *rest[: max(0, count - len(chosen))]]

@@ -1,0 +1,297 @@
+"""Which layers have experts, how many, and what a model with experts says of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from megazero.config import parse_config
+from megazero.config.derive import (
+    EXPERT_FIELDS,
+    FREE_EXPERT_FIELDS,
+    expert_tensor_size,
+    experts_of,
+    filled_model,
+    model_differences,
+    moe_layers,
+)
+from megazero.config.rules import check
+from megazero.config.shown import shown_config
+from megazero.config.tree import ModelConfig
+from megazero.errors import ConfigError
+from tests.config.samples import BASE_FLAGS, make_config
+
+
+def model(layers: int = 6, **settings: Any) -> ModelConfig:
+    return ModelConfig(num_layers=layers, hidden_size=64, num_attention_heads=4, seq_length=32, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "experts"),
+    [
+        ({}, (0, 0, 0, 0, 0, 0)),
+        ({"num_experts": 8}, (8, 8, 8, 8, 8, 8)),
+        ({"num_experts": (8,), "moe_layer_freq": 2}, (8, 0, 8, 0, 8, 0)),
+        ({"num_experts": (8,), "expert_interval": 2}, (0, 8, 0, 8, 0, 8)),
+        ({"num_experts": (8,), "moe_layer_freq": 4}, (8, 0, 0, 0, 8, 0)),
+        ({"num_experts": (8,), "expert_interval": 4}, (0, 0, 0, 8, 0, 0)),
+        ({"num_experts": (8,), "expert_interval": 1}, (8, 8, 8, 8, 8, 8)),
+        ({"num_experts": (8,), "moe_layer_freq": (0, 0, 1, 1, 0, 1)}, (0, 0, 8, 8, 0, 8)),
+        ({"num_experts": (4, 8), "moe_layer_freq": (3,)}, (4, 0, 0, 8, 0, 0)),
+        ({"num_experts": (4, 8, 16), "expert_interval": 2}, (0, 4, 0, 8, 0, 16)),
+        ({"num_experts": (4, 8, 16), "moe_layer_freq": (0, 0, 1, 1, 0, 1)}, (0, 0, 4, 8, 0, 16)),
+        # One expert is the dense MLP, in a pyramid too.
+        ({"num_experts": (4, 1, 16), "expert_interval": 2}, (0, 4, 0, 0, 0, 16)),
+        ({"num_experts": 1}, (0, 0, 0, 0, 0, 0)),
+        ({"num_experts": (1, 1, 1)}, (0, 0, 0, 0, 0, 0)),
+    ],
+)
+def test_experts_of_six_layers(settings: dict[str, Any], experts: tuple[int, ...]) -> None:
+    found = model(**settings)
+    assert tuple(experts_of(found, layer) for layer in range(6)) == experts
+    assert moe_layers(found) == tuple(layer for layer, count in enumerate(experts) if count)
+    assert found.experts_by_layer == (experts if found.num_experts else ())
+    placed = sum(found.expert_place(layer) is not None for layer in range(6))
+    assert found.expert_places == placed
+
+
+def test_an_interval_that_does_not_divide_leaves_the_last_layers_dense() -> None:
+    """DeepSpeed-MoE's student of 21 layers has ten with experts, as its list of ten says."""
+    student = model(21, num_experts=(64,) * 8 + (128,) * 2, expert_interval=2)
+    assert moe_layers(student) == (1, 3, 5, 7, 9, 11, 13, 15, 17, 19)
+    assert experts_of(student, 15) == 64
+    assert experts_of(student, 17) == 128
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_experts": 0},
+        {"num_experts": (8, -1)},
+        {"num_experts": True},
+        {"moe_layer_freq": ()},
+        {"moe_layer_freq": (-1,)},
+        {"expert_interval": 0},
+        {"moe_router_topk": 0},
+        {"moe_expert_capacity_factor": 0},
+        {"moe_aux_loss_coeff": ()},
+        {"moe_aux_loss_coeff": (-0.1,)},
+        {"moe_router_load_balancing_type": ()},
+        {"moe_router_load_balancing_type": ("sinkhorn",)},
+        {"moe_input_jitter_eps": 1.0},
+        {"moe_min_capacity": -1},
+    ],
+)
+def test_values_out_of_range(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        model(**settings)
+
+
+def test_a_negative_capacity_factor_is_none_as_in_megatron_lm() -> None:
+    assert model(moe_expert_capacity_factor=-1.0).moe_expert_capacity_factor is None
+    assert model(moe_eval_capacity_factor=-1).moe_eval_capacity_factor is None
+    assert model(moe_expert_capacity_factor=1.25).moe_expert_capacity_factor == 1.25
+    flags = ["--num-experts", "8", "--moe-expert-capacity-factor", "-1"]
+    assert parse_config([*BASE_FLAGS, *flags]).config.model.moe_expert_capacity_factor is None
+
+
+def test_sizes_that_follow() -> None:
+    assert model().expert_ffn_size == 256
+    assert model(activation="swiglu", moe_ffn_hidden_size=48).expert_ffn_size == 48
+    assert filled_model(model(num_experts=4)).moe_ffn_hidden_size == 256
+    assert filled_model(model()).moe_ffn_hidden_size is None
+    parallel = {"parallel.tensor_model_parallel_size": 4}
+    assert expert_tensor_size(make_config(parallel)) == 4
+    assert expert_tensor_size(make_config({**parallel, "parallel.expert_tensor_parallel_size": 1})) == 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "differences"),
+    [
+        ({"num_experts": 8}, {"num_experts": (8,) * 6}, []),
+        (
+            {"num_experts": 8, "moe_layer_freq": 6},
+            {"num_experts": 8, "moe_layer_freq": (1, 0, 0, 0, 0, 0)},
+            [],
+        ),
+        (
+            {"num_experts": 8, "moe_layer_freq": 3},
+            {"num_experts": 8, "expert_interval": 3},
+            [("num_experts", (8, 0, 0, 8, 0, 0), (0, 0, 8, 0, 0, 8))],
+        ),
+        ({"num_experts": 8}, {"num_experts": 8, "moe_ffn_hidden_size": 256}, []),
+        (
+            {"num_experts": 8},
+            {"num_experts": 8, "moe_ffn_hidden_size": 64},
+            [("moe_ffn_hidden_size", 256, 64)],
+        ),
+        # Without experts, settings about them say nothing.
+        ({"moe_router_topk": 1, "expert_interval": 2}, {"moe_ffn_hidden_size": 8}, []),
+        ({"num_experts": 8}, {}, [("num_experts", (8,) * 6, ())]),
+    ],
+)
+def test_models_differ_by_what_their_settings_mean(ours: dict, theirs: dict, differences: list) -> None:
+    fields = [name for name in ModelConfig.model_fields if name != "seq_length"]
+    found = model_differences(model(**ours), model(**theirs), fields)
+    assert found == differences
+
+
+def test_expert_fields_are_the_new_ones() -> None:
+    assert EXPERT_FIELDS[0] == "num_experts"
+    assert "num_layers" not in EXPERT_FIELDS
+    assert set(EXPERT_FIELDS) > FREE_EXPERT_FIELDS
+
+
+def launched(flags: str, world_size: int = 4) -> tuple[str, ...]:
+    return parse_config([*BASE_FLAGS, *flags.split()], world_size=world_size).warnings
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        (
+            "--moe-router-topk 1 --expert-interval 2",
+            "`expert_interval` and `moe_router_topk` have no effect without `num_experts`: no layer has "
+            "experts.",
+        ),
+        (
+            "--expert-tensor-parallel-size 2",
+            "`expert_tensor_parallel_size` has no effect without `num_experts`: no layer has experts.",
+        ),
+        (
+            "--num-experts 8 --moe-router-bias-update-rate 1e-2",
+            "`moe_router_bias_update_rate` has no effect without `moe_router_enable_expert_bias`: the choice "
+            "has no bias.",
+        ),
+        (
+            "--num-experts 8 --moe-router-score-function sigmoid --moe-router-pre-softmax",
+            "`moe_router_pre_softmax` has no effect without softmax scores: sigmoid scores are taken before "
+            "the choice anyway.",
+        ),
+        (
+            "--num-experts 8 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
+            "`moe_aux_loss_coeff` has no effect without a `moe_router_load_balancing_type`: no loss balances "
+            "the experts.",
+        ),
+        # A script for Megatron-DeepSpeed that leaves its defaults unsaid.
+        (
+            "--num-experts 8 --moe-loss-coeff 0.01 --moe-train-capacity-factor 1.0 --moe-min-capacity 4",
+            "`--moe-loss-coeff` is Megatron-DeepSpeed's, where what is left out here means "
+            "`--expert-interval 2` and `--topk 1 --moe-router-pre-softmax`; the defaults here are "
+            "Megatron-LM's, so write out what is meant.",
+        ),
+        (
+            "--num-experts 8 --topk 2 --expert-interval 2",
+            "`--topk` is Megatron-DeepSpeed's, where what is left out here means "
+            "`--moe-router-sampling second` and `--moe-train-capacity-factor 1` and `--moe-min-capacity 4` "
+            "and `--moe-loss-coeff 0.1`; the defaults here are Megatron-LM's, so write out what is meant.",
+        ),
+    ],
+)
+def test_what_has_no_effect_is_said(flags: str, note: str) -> None:
+    assert launched(flags) == (note,)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-experts 8",
+        "--num-experts 8 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3",
+        "--num-experts 8 --topk 2 --expert-interval 2 --moe-loss-coeff 0 --moe-train-capacity-factor 2 "
+        "--moe-min-capacity 4 --moe-router-sampling second",
+        "--num-experts 8 --topk 2 --moe-layer-freq 1 --moe-loss-coeff 0 --disable-moe-token-dropping "
+        "--disable-moe-top2-2nd-expert-sampling",
+        "--num-experts 8 --topk 3 --moe-layer-freq 1 --moe-loss-coeff 0 --disable-moe-token-dropping",
+        "--num-experts 1 --expert-model-parallel-size 1",
+    ],
+)
+def test_what_is_said_whole_is_not_remarked_on(flags: str) -> None:
+    assert launched(flags) == ()
+
+
+def test_bad_settings_of_experts_are_refused_together() -> None:
+    flags = (
+        "--num-experts 6 12 --expert-model-parallel-size 4 --moe-router-topk 7 --moe-router-num-groups 5 "
+        "--moe-router-enable-expert-bias --moe-router-load-balancing-type aux_loss none "
+        "--moe-pad-expert-input-to-capacity --moe-shared-expert-gate"
+    )
+    with pytest.raises(ConfigError) as caught:
+        launched(flags)
+    assert [line.rpartition("[rule ")[2].rstrip("].") for line in caught.value.violations] == [
+        "experts_over_expert_ranks",
+        "pyramid_has_all_layers",
+        "shared_gate_needs_shared_experts",
+        "topk_within_experts",
+        "router_groups_complete",
+        "router_groups_divide_experts",
+        "expert_bias_needs_sigmoid",
+        "balance_is_one",
+        "balance_has_coefficients",
+        "padding_needs_a_factor",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"model.num_experts": (8, 8, 8)},
+            "`num_experts` must be one number, or one for each layer with experts, but `num_experts` is 8 8 "
+            "8 and `moe_layer_freq` is not set and `expert_interval` is not set (layers with experts: 4); "
+            "name as many",
+        ),
+        (
+            {"model.num_experts": (8,), "model.moe_layer_freq": (1, 2, 1, 1)},
+            "a 0 or 1 for each layer, but `moe_layer_freq` is 1 2 1 1 and `model.num_layers` is 4",
+        ),
+        (
+            {
+                "model.num_experts": (8,),
+                "parallel.tensor_model_parallel_size": 2,
+                "parallel.expert_model_parallel_size": 4,
+            },
+            "(a stage has 4 ranks, and a multiple of 8 is needed)",
+        ),
+        (
+            {
+                "model.num_experts": (8,),
+                "model.moe_router_num_groups": 4,
+                "model.moe_router_group_topk": 2,
+                "model.moe_router_topk": 6,
+            },
+            "(they have 4 experts)",
+        ),
+        (
+            {
+                "model.num_experts": (8,),
+                "model.moe_expert_capacity_factor": 1.0,
+                "model.moe_min_capacity": 9,
+            },
+            "(the capacity is 8 of 32 tokens); lower `--moe-min-capacity`",
+        ),
+        (
+            {"model.num_experts": (8,), "model.mlp_type": "residual", "model.moe_ffn_hidden_size": 30}
+            | {"parallel.tensor_model_parallel_size": 4, "parallel.expert_tensor_parallel_size": 1},
+            "and of the MLP beside residual experts, must be a multiple",
+        ),
+    ],
+)
+def test_a_refusal_says_what_is_there(changes: dict[str, Any], says: str) -> None:
+    (sentence,) = check(make_config(changes), 4)
+    assert says in sentence
+
+
+def test_a_file_of_the_shown_settings_means_the_same(tmp_path: Any) -> None:
+    flags = (
+        "--num-experts 4 8 --moe-layer-freq ([0]*2+[1]*2) --moe-router-load-balancing-type aux_loss "
+        "seq_aux_loss --moe-aux-loss-coeff 0.1 0.01 --moe-expert-capacity-factor 1.5"
+    )
+    config = parse_config([*BASE_FLAGS, *flags.split()], world_size=2).config
+    file = tmp_path / "run.yaml"
+    file.write_text(shown_config(config, 2))
+    again = parse_config(["--config", str(file)], world_size=2)
+    assert again.warnings == ()
+    assert again.config.model == filled_model(config.model)
+    assert moe_layers(again.config.model) == (2, 3)

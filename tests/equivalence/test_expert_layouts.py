@@ -1,0 +1,106 @@
+"""Law 1 with experts: what a token gets depends neither on where its experts are nor on who else is there."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from torch import Tensor
+
+from megazero.verify.compare import compare
+from megazero.verify.layouts import DECODERS, ENCODERS, EXPERTS, Layout
+from megazero.verify.record import Record
+from megazero.verify.run import run_alone, run_in_threads, run_in_world
+from megazero.verify.selection import covering, expert_layouts
+
+COUNT = 152
+
+
+@cache
+def serial(layout: Layout) -> Record:
+    return run_alone(layout.config())
+
+
+def check(records: list[Record], layout: Layout) -> None:
+    bad = [str(d) for d in compare(records, serial(layout.serial)) if d.share > 1]
+    assert not bad, "\n".join(bad)
+
+
+def selection() -> list[Layout]:
+    return covering(expert_layouts(), COUNT, few_ranks=2)
+
+
+def pytest_generate_tests(metafunc):
+    if "selected" in metafunc.fixturenames:
+        whole = metafunc.config.getoption("--all-layouts")
+        layouts = expert_layouts() if whole else selection()
+        metafunc.parametrize("selected", layouts, ids=lambda layout: layout.name)
+
+
+def test_layout_equals_one_process(selected):
+    check(run_in_threads(selected.config(), selected.grid), selected)
+
+
+def test_the_selection_holds_every_pair_of_settings():
+    everything, chosen = expert_layouts(), selection()
+    assert len(chosen) == len(set(chosen)) == COUNT >= 150
+    expected = {
+        "tp": {1, 2, 4},
+        "pp": {1, 2, 4},
+        "dp": {1, 2, 4},
+        "ep": {1, 2, 4},
+        "etp": {0, 1, 2},
+        "schedule": {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"},
+        "zero": {0, 1, 2, 3},
+        "sequence_parallel": {False, True},
+        "recompute": {"none", "full", "selective"},
+        "micro_batch": {1, 2},
+        "shape": {*DECODERS, *ENCODERS},
+        "experts": set(EXPERTS) - {""},
+        "dispatcher": {"alltoall", "allgather"},
+    }
+    for name, values in expected.items():
+        assert {getattr(layout, name) for layout in chosen} == values
+        for other in expected:
+            pairs = [{(getattr(x, name), getattr(x, other)) for x in xs} for xs in (everything, chosen)]
+            assert pairs[0] == pairs[1]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EXPERTS if kind])
+def test_each_kind_trains_its_routers(kind):
+    """A router that nothing depends on, or whose gradient got lost, would stay where it was."""
+    record = serial(Layout(experts=kind, layers=4 if kind == "pyramid" else 2).serial)
+    routers = [name for name in record.weights[0] if name.endswith("router.weight")]
+    assert routers
+    for name in routers:
+        assert not record.weights[0][name].equal(record.weights[-1][name])
+        assert record.gradients[0][name].abs().max() > 0
+    plain = serial(Layout(layers=4 if kind == "pyramid" else 2).serial)
+    assert record.losses[-1]["lm loss"] != pytest.approx(plain.losses[-1]["lm loss"], rel=1e-4)
+    assert 0 < record.losses[0]["router_entropy"] < 2.1
+
+
+@pytest.mark.parametrize("name", ["layers.1.mlp.router.weight", "layers.0.mlp.experts.down.weight"])
+def test_a_difference_is_seen(name):
+    layout = Layout(experts="top2", dp=2, ep=2, zero=2)
+    records = run_in_threads(layout.config(), layout.grid)
+    wrong: Tensor = records[1].gradients[2][name]
+    wrong.view(-1)[3] += 1e-4
+    bad = [d for d in compare(records, serial(layout.serial)) if d.share > 1]
+    assert [(d.kind, d.where) for d in bad] == [("gradients", f"{name}, step 2")]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2, ep=2, zero=2, experts="top2", backend="gloo"),
+        Layout(dp=2, ep=2, zero=3, experts="best", shape="llama", dispatcher="allgather", micro_batch=2),
+        Layout(tp=2, dp=2, ep=4, etp=1, zero=1, experts="biased", sequence_parallel=True, recompute="full"),
+        Layout(pp=2, dp=2, ep=2, schedule="zb-h1", experts="shared", backend="gloo"),
+        Layout(tp=2, dp=2, ep=2, experts="random", micro_batch=2),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_processes_equal_one_process(pool, layout):
+    check(pool.run(run_in_world, layout.world_size, layout.config(), layout.grid), layout)
