@@ -140,6 +140,15 @@ def test_a_killed_run_is_named_with_its_signal_and_goes_on_when_called_again(tmp
     assert "starts after step 2" in todo[0].log.read_text()
 
 
+@pytest.fixture
+def hangups_count():
+    """A hangup ends this process, also where it was started to outlive its terminal (nohup)."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangups_count")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_the_run_and_the_call(tmp_path, number):
     todo = trials(write_study(tmp_path / "s", a="optimizer: {lr: 7}", b=""))

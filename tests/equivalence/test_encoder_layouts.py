@@ -20,7 +20,7 @@ from megazero.verify.record import Record, micro_batches
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
 from megazero.verify.selection import covering, encoder_layouts
 
-COUNT = 128
+COUNT = 120
 
 
 @cache
@@ -33,6 +33,7 @@ def check(records: list[Record], layout: Layout) -> None:
     assert not bad, "\n".join(bad)
 
 
+@cache
 def selection() -> list[Layout]:
     return covering(encoder_layouts(), COUNT, few_ranks=2)
 

@@ -17,7 +17,7 @@ from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
 from megazero.verify.selection import all_layouts, covering
 
-COUNT = 240
+COUNT = 200
 
 
 @cache

@@ -59,7 +59,7 @@ class ManyTerms:
         """Once ZeRO has put its hooks to the layer."""
         for layer in self.part.layers:
             if spec_of(next(layer.parameters())).name.startswith(f"layers.{self.at}."):
-                layer.register_forward_hook(lambda module, args, output: self.seen.append(output))
+                layer.register_forward_hook(lambda module, args, output: self.seen.append(output[0]))
 
     def run(self, batch: TermBatch, hidden=None, *, deferred=None):
         result, sums = self.part.run(batch, hidden, deferred=deferred)

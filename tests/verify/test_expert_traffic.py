@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megazero.mpu import TrafficLog, recording_context
-from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, Layout
+from megazero.verify.layouts import SEQUENCE, Layout
 from tests.verify.test_traffic import FP32, HIDDEN, few_micro_batches, step, traffic
 
-CHOICES = 2 * GLOBAL_BATCH * SEQUENCE  # of a whole step, two of each token
 LAYERS = 2
 PASSES = 4  # to the experts and back, in forward and in backward
 
@@ -33,31 +32,35 @@ def sent(logs: list[TrafficLog], kind: str) -> int:
 def test_all_to_all_sends_each_row_to_each_slice_and_back(layout, kind):
     """Padded to the capacity, each rank sends as many rows for each expert, whoever is chosen."""
     layout = Layout(**{**vars(layout), "experts": kind})
-    slices, ranks = layout.etp or layout.tp, layout.tp * layout.dp
-    rows = CHOICES
+    slices, ranks, config = layout.etp or layout.tp, layout.tp * layout.dp, few_micro_batches(layout)
+    batch = config.batch.global_batch_size
+    rows = 2 * batch * SEQUENCE  # two choices of each token
     if kind == "random":
         room, experts = SEQUENCE * 2 // 4, 4
         # Each rank has room for whole sequences, whose tokens tensor-parallel ranks share.
-        rows = layout.tp * GLOBAL_BATCH * experts * room
+        rows = layout.tp * batch * experts * room
     assert layout.ep * slices == ranks, "no replicas of experts"
-    assert sent(traffic(layout), "all_to_all") == PASSES * LAYERS * rows * slices * HIDDEN * FP32
+    assert sent(traffic(layout, config), "all_to_all") == PASSES * LAYERS * rows * slices * HIDDEN * FP32
 
 
 def test_recompute_sends_the_way_there_again():
     """It computes a layer's forward anew, the way to the experts and back included."""
     plain, again = Layout(dp=2, ep=2, experts="top2"), Layout(dp=2, ep=2, experts="top2", recompute="full")
-    assert sent(traffic(again), "all_to_all") * PASSES == sent(traffic(plain), "all_to_all") * (PASSES + 2)
+    bytes_plain, bytes_again = (sent(traffic(x, few_micro_batches(x)), "all_to_all") for x in (plain, again))
+    assert bytes_again * PASSES == bytes_plain * (PASSES + 2)
 
 
 def test_all_gather_brings_every_token_to_every_rank():
     layout = Layout(dp=2, ep=2, experts="top2", dispatcher="allgather")
-    hidden = 2 * GLOBAL_BATCH * SEQUENCE * HIDDEN * FP32  # of both ranks, on both
-    weights = 2 * CHOICES * FP32
-    found = traffic(layout)
+    config = few_micro_batches(layout)
+    tokens = config.batch.global_batch_size * SEQUENCE
+    hidden = 2 * tokens * HIDDEN * FP32  # of both ranks, on both
+    weights = 2 * 2 * tokens * FP32
+    found = traffic(layout, config)
     assert sent(found, "all_to_all") == 0
     # Forward gathers the tokens and their weights and scatters the results; backward does the opposite.
     assert sent(found, "reduce_scatter") == LAYERS * (2 * hidden + weights)
-    chosen = LAYERS * 2 * CHOICES * (8 + 1)  # experts as int64, and whether each choice counts
+    chosen = LAYERS * 2 * 2 * tokens * (8 + 1)  # experts as int64, and whether each choice counts
     assert sent(found, "all_gather") == LAYERS * (2 * hidden + weights) + chosen
 
 
