@@ -99,11 +99,8 @@ def balanced_by_micro_batch(model: ModelConfig) -> bool:
     """Whether what a token gets, or its loss, depends on which sequences share its micro-batch."""
     if not model.num_experts:
         return False
-    limited = model.moe_expert_capacity_factor is not None or model.moe_eval_capacity_factor is not None
-    pairs = zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, strict=False)
-    return (limited and model.moe_capacity_scope == "micro_batch") or any(
-        kind == "aux_loss" and coefficient for kind, coefficient in pairs
-    )
+    limited = model.drops_tokens and model.moe_capacity_scope == "micro_batch"
+    return limited or "aux_loss" in model.balance_losses
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:

@@ -160,6 +160,17 @@ class ModelConfig(TransformerConfig):
     )
 
     @property
+    def balance_losses(self) -> dict[str, float]:
+        """Kind of load-balancing loss -> its weight, of those that are in use."""
+        pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=True)
+        return {kind: weight for kind, weight in pairs if kind != "none" and weight}
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether experts have a capacity, in training or in evaluation."""
+        return self.moe_expert_capacity_factor is not None or self.moe_eval_capacity_factor is not None
+
+    @property
     def expert_ffn_size(self) -> int:
         """Inner width of an expert (of each of the two halves with SwiGLU)."""
         return self.moe_ffn_hidden_size or self.ffn_size

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from megazero.config.derive import experts_of, moe_layers
+from megazero.config.derive import experts_of
 from megazero.config.tree import ModelConfig, RecomputeConfig
 from megazero.layers import (
     MLP,
@@ -66,8 +66,8 @@ class MaskedBatch(Sequences, Protocol):
 class Trunk(nn.Module):
     """The part of a transformer below its head, or a contiguous piece of it.
 
-    A family derives from it, says whether attention is `causal` and how many `token_types` it knows, and sets
-    `head`.
+    A family derives from it, says whether attention is `causal`, which loss terms of its `own_terms` its head
+    adds to, and how many `token_types` it knows, and sets `head`.
 
     Args:
         config: shape of the whole model.
@@ -79,6 +79,7 @@ class Trunk(nn.Module):
     """
 
     causal: ClassVar[bool]
+    own_terms: tuple[LossTerm, ...]
 
     def __init__(
         self,
@@ -118,14 +119,9 @@ class Trunk(nn.Module):
         return [layer.mlp.router for layer in self.layers if isinstance(layer.mlp, MoEMLP)]
 
     @property
-    def own_terms(self) -> tuple[LossTerm, ...]:
-        """The loss terms of the family's own head."""
-        raise NotImplementedError
-
-    @property
     def terms(self) -> tuple[LossTerm, ...]:
         """The loss terms of the head, then those of the routers."""
-        return (*self.own_terms, *(terms_of(self.config) if moe_layers(self.config) else ()))
+        return (*self.own_terms, *(terms_of(self.config) if self.config.num_experts else ()))
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
@@ -196,7 +192,7 @@ class Trunk(nn.Module):
         )
         if self.embedding is not None:
             hidden = self.embedding(batch.tokens, embedded, inputs, batch.token_types)
-        if self.placement.sequence_parallel or moe_layers(self.config):
+        if self.placement.sequence_parallel or self.config.num_experts:
             # A rank has its share of the rows, whichever are wanted, and routers see whole sequences.
             wanted = None
         return run_layers(self.layers, hidden, inputs, self.units, self.keeping, wanted)

@@ -45,16 +45,15 @@ class RouterLoads:
         """
         if not self.routers:
             return {}
-        names = [f"{router.name}.tokens" for router in self.routers]
+        names = [router.tally for router in self.routers]
         counts = torch.cat([tallies[name] for name in names])
         self.context.groups["stage"].all_reduce(counts).wait()
         parts = counts.split([router.experts for router in self.routers])
         for router, chosen in zip(self.routers, parts, strict=True):
             router.load.copy_(chosen / chosen.sum().clamp_min(1))
             if router.bias is not None:
-                missing = (
-                    chosen.sum() - router.experts * chosen
-                )  # times E, so that equal loads give 0 exactly
+                # E times what is missing to the mean, so that equal loads give exactly 0.
+                missing = chosen.sum() - router.experts * chosen
                 router.bias.add_(missing.sign(), alpha=self.config.moe_router_bias_update_rate)
         return dict(zip(names, parts, strict=True))
 

@@ -29,20 +29,14 @@ def terms_of(config: ModelConfig) -> tuple[LossTerm, ...]:
     """The loss terms that routers of a model with these settings add to; those with 0 are only reported."""
     found = [
         LossTerm(_BALANCE[kind][0], coefficient, over=_BALANCE[kind][1])
-        for kind, coefficient in balances(config).items()
+        for kind, coefficient in config.balance_losses.items()
     ]
     if config.moe_z_loss_coeff:
         found.append(LossTerm(_Z, config.moe_z_loss_coeff, over="tokens"))
     found.append(LossTerm(_ENTROPY, 0.0, over="tokens"))
-    if config.moe_expert_capacity_factor is not None or config.moe_eval_capacity_factor is not None:
+    if config.drops_tokens:
         found.append(LossTerm(_DROPPED, 0.0, over="tokens"))
     return tuple(found)
-
-
-def balances(config: ModelConfig) -> dict[str, float]:
-    """Kind of balance loss -> its coefficient, of those that are in use."""
-    pairs = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=False)
-    return {kind: coefficient for kind, coefficient in pairs if kind != "none" and coefficient != 0}
 
 
 @dataclass(frozen=True)
@@ -89,7 +83,7 @@ def router_terms(
     counts = ones.new_zeros(sequences * experts).scatter_add_(0, cell, ones.reshape(-1))
     counts = counts.view(sequences, experts)
     own_tokens = counts.sum(0)
-    active, terms = balances(config), {}
+    active, terms = config.balance_losses, {}
     if active:
         blank = choice.probabilities.new_zeros(sequences, experts)
         spread = blank.index_add(0, tokens.sequence, tokens.masked(choice.probabilities))
@@ -110,7 +104,7 @@ def router_terms(
         squares = tokens.masked(choice.logits.logsumexp(1).square())
         terms[_Z] = reduce_from_slices(squares.sum(), group)
     reported = {_ENTROPY: _entropy(choice, tokens)}
-    if any(term.name == _DROPPED for term in terms_of(config)):
+    if config.drops_tokens:
         reported[_DROPPED] = ones.new_zeros(()) if kept is None else (ones * ~kept).sum() / k
     together = torch.stack(list(reported.values())) / layers
     group.all_reduce(together).wait()

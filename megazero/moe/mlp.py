@@ -63,7 +63,7 @@ class MoEMLP(nn.Module):
         party = self._party(x, inputs)
         found = self.dispatch(party, rows, choice.weights, choice.experts, kept)
         out = self._with_dense(give_back(found, x.shape, self.placement), x, inputs)
-        return out, None, {**sums.terms, f"{self.router.name}.tokens": sums.tokens}
+        return out, None, {**sums.terms, self.router.tally: sums.tokens}
 
     def _party(self, x: Tensor, inputs: LayerInputs) -> Party:
         groups = self.placement.groups

@@ -79,6 +79,11 @@ class Router(nn.Module):
         self.bias: Tensor | None = None
         self.load: Tensor | None = None
 
+    @property
+    def tally(self) -> str:
+        """Name of the tally of how often each expert was chosen."""
+        return f"{self.name}.tokens"
+
     def forward(self, x: Tensor, tokens: Tokens, inputs: LayerInputs) -> Routing:
         """Choose for x [n, h]."""
         config, noise = self.config, _Noise(self.layer, tokens, inputs)

@@ -106,11 +106,6 @@ class ProcessGrid:
     def world_size(self) -> int:
         return math.prod(self[axis] for axis in _DENSE)
 
-    @property
-    def data_parallel_size(self) -> int:
-        """How many ranks read different samples."""
-        return self.dp
-
     @classmethod
     def factor(cls, world_size: int, **sizes: int) -> ProcessGrid:
         """The grid of `world_size` ranks with axes of these sizes; `dp` takes what they leave.

@@ -36,7 +36,6 @@ def test_pp2_dp2_tp2_is_the_drawn_grid():
 def test_by_default_experts_share_what_tensor_parallel_ranks_do():
     grid = ProcessGrid(dp=4, ep=2, tp=2)
     assert (grid.edp, grid.ep, grid.etp) == (2, 2, 2)
-    assert grid.data_parallel_size == 4
     assert grid.partition(("ep",)) == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert grid.partition(("etp",)) == grid.partition(("tp",))
     assert grid.partition(COMMUNICATORS["data"]) == ((0, 2, 4, 6), (1, 3, 5, 7))
