@@ -33,6 +33,12 @@ def own_rows(x: Tensor, group: Group) -> Tensor:
     return x.narrow(0, group.rank * rows, rows)
 
 
+def _all_to_all_rows(x: Tensor, group: Group, sent: list[int], received: list[int]) -> Tensor:
+    output = x.new_empty(sum(received), *x.shape[1:])
+    group.all_to_all(output, x.contiguous(), received, sent).wait()
+    return output
+
+
 class _ReduceFromSlices(Function):
     @staticmethod
     def forward(ctx, x, group):
@@ -67,6 +73,39 @@ class _GatherSequence(Function):
         return own_rows(grad, ctx.group).contiguous(), None
 
 
+class _GatherForParts(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return gather_rows(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter_rows(grad, ctx.group), None
+
+
+class _SplitRows(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return own_rows(x, group).clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gather_rows(grad, ctx.group), None
+
+
+class _ExchangeRows(Function):
+    @staticmethod
+    def forward(ctx, x, group, sent, received):
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return _all_to_all_rows(x, group, sent, received)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _all_to_all_rows(grad, ctx.group, ctx.received, ctx.sent), None, None, None
+
+
 class _GatherFeatures(Function):
     @staticmethod
     def forward(ctx, x, group):
@@ -95,6 +134,27 @@ def gather_sequence(x: Tensor, group: Group) -> Tensor:
     The gradient of each member is then the whole gradient already.
     """
     return x if group.size == 1 else _GatherSequence.apply(x, group)
+
+
+def gather_for_parts(x: Tensor, group: Group) -> Tensor:
+    """[n, ...] -> [size * n, ...] for a computation of which each member does a part.
+
+    Backward sums the members' gradients and takes own rows.
+    """
+    return x if group.size == 1 else _GatherForParts.apply(x, group)
+
+
+def split_rows(x: Tensor, group: Group) -> Tensor:
+    """[size * n, ...], the same on all members -> this member's [n, ...]; backward gathers."""
+    return x if group.size == 1 else _SplitRows.apply(x, group)
+
+
+def exchange_rows(x: Tensor, group: Group, sent: list[int], received: list[int]) -> Tensor:
+    """Blocks of `sent` rows of x, one for each member in turn -> the blocks of `received` rows from them.
+
+    Backward sends them back.
+    """
+    return x if group.size == 1 else _ExchangeRows.apply(x, group, sent, received)
 
 
 def gather_features(x: Tensor, group: Group) -> Tensor:

@@ -15,7 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from megazero.layers.collectives import gather_rows, reduce_scatter_rows
+from megazero.layers.collectives import (
+    exchange_rows,
+    gather_for_parts,
+    gather_rows,
+    reduce_scatter_sequence,
+)
 from megazero.mpu import Group
 
 
@@ -95,51 +100,6 @@ class _Reorder(Function):
     def backward(ctx, grad):
         (inverse,) = ctx.saved_tensors
         return grad[inverse], None, None
-
-
-class _AllToAll(Function):
-    """Rows in `sent` blocks to the members in turn -> the blocks of `received` rows from them."""
-
-    @staticmethod
-    def forward(ctx, x, group, sent, received):
-        ctx.group, ctx.sent, ctx.received = group, sent, received
-        return _all_to_all(x, group, sent, received)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _all_to_all(grad, ctx.group, ctx.received, ctx.sent), None, None, None
-
-
-def _all_to_all(x: Tensor, group: Group, sent: list[int], received: list[int]) -> Tensor:
-    output = x.new_empty(sum(received), *x.shape[1:])
-    group.all_to_all(output, x.contiguous(), received, sent).wait()
-    return output
-
-
-class _GatherRows(Function):
-    """[n, ...] from each member -> [size * n, ...]; backward sums over the members and takes own rows."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return gather_rows(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return reduce_scatter_rows(grad.contiguous(), ctx.group), None
-
-
-class _SumOwnRows(Function):
-    """[size * n, ...] from each member -> their sum's own rows [n, ...]; backward gathers."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return reduce_scatter_rows(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return gather_rows(grad.contiguous(), ctx.group), None
 
 
 @dataclass(frozen=True)
@@ -255,10 +215,10 @@ def exchange(party: Party, x: Tensor, weights: Tensor, chosen: Tensor, kept: Ten
         received = [source[party.first : party.first + each] for source in table]
         sizes = [sum(column) for column in zip(*received, strict=True)]
         totals = [sum(source) for source in received]
-        arrived = _AllToAll.apply(sorted_rows, group, sent_sizes, totals)
+        arrived = exchange_rows(sorted_rows, group, sent_sizes, totals)
         by_expert, inverse = _regrouping(received, arrived.device)
         found = party.apply(_Reorder.apply(arrived, by_expert, inverse), sizes)
-        back = _AllToAll.apply(_Reorder.apply(found, inverse, by_expert), group, totals, sent_sizes)
+        back = exchange_rows(_Reorder.apply(found, inverse, by_expert), group, totals, sent_sizes)
         return back if slices == 1 else _summed_slices(back, parts, slices)
 
     return _local(x, weights, rows.first(sum(mine)), through)
@@ -303,9 +263,9 @@ def share(party: Party, x: Tensor, weights: Tensor, chosen: Tensor, kept: Tensor
     here = (chosen >= party.first) & (chosen < party.first + party.each) & gather_rows(kept, group)
     rows = Rows.sort(chosen, here, party.experts)
     mine = _on_host(rows.counts.unsqueeze(0), chosen.numel())[0][party.first : party.first + party.each]
-    everyone, weights = _GatherRows.apply(x, group), _GatherRows.apply(weights, group)
+    everyone, weights = gather_for_parts(x, group), gather_for_parts(weights, group)
     found = _local(everyone, weights, rows.first(sum(mine)), lambda rows: party.apply(rows, mine))
-    return _SumOwnRows.apply(found, group)[:n]
+    return reduce_scatter_sequence(found, group)[:n]
 
 
 def _most_rows(n: int, group: Group, device: torch.device) -> int:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from megazero.layers import LayerInputs, Placement
-from megazero.layers.collectives import gather_rows, gather_sequence, own_rows
+from megazero.layers.collectives import gather_rows, gather_sequence, own_rows, split_rows
 from megazero.mpu import Group
 from megazero.ops.positions import position_tensor
 
@@ -64,19 +63,6 @@ class Tokens:
         return Tokens(self.whole(self.sequence), self.whole(self.position), real, self.lengths, self.sharers)
 
 
-class _TakeShare(Function):
-    """[n * size, h], the same on all members -> this member's [n, h]; backward gathers."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return own_rows(x, group).clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return gather_rows(grad, ctx.group), None
-
-
 def take_share(x: Tensor, inputs: LayerInputs, placement: Placement) -> tuple[Tensor, Tokens]:
     """This rank's share of the tokens of x [s, b, h] ([s/tp, b, h] under sequence parallelism): [n, h]."""
     group, device = placement.tp, x.device
@@ -85,7 +71,7 @@ def take_share(x: Tensor, inputs: LayerInputs, placement: Placement) -> tuple[Te
     total = len(rows) * (group.size if split else 1)
     share = -(-total // group.size)
     if not split and group.size > 1:
-        rows = _TakeShare.apply(F.pad(rows, (0, 0, 0, share * group.size - total)), group)
+        rows = split_rows(F.pad(rows, (0, 0, 0, share * group.size - total)), group)
     number = torch.arange(group.rank * share, (group.rank + 1) * share, device=device)
     column, sequence = number.clamp_max(total - 1) // b, number % b
     position = position_tensor(inputs.positions, device)

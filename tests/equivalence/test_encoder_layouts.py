@@ -16,21 +16,12 @@ from megazero.config.steps import Progress
 from megazero.mpu import solo_context
 from megazero.verify.compare import compare
 from megazero.verify.layouts import ENCODERS, Layout
-from megazero.verify.record import Record, micro_batches
-from megazero.verify.run import run_alone, run_in_threads, run_in_world
+from megazero.verify.record import micro_batches
+from megazero.verify.run import run_in_threads, run_in_world
 from megazero.verify.selection import covering, encoder_layouts
+from tests.equivalence.one_process import check, serial
 
 COUNT = 120
-
-
-@cache
-def serial(layout: Layout) -> Record:
-    return run_alone(layout.config())
-
-
-def check(records: list[Record], layout: Layout) -> None:
-    bad = [str(d) for d in compare(records, serial(layout.serial)) if d.share > 1]
-    assert not bad, "\n".join(bad)
 
 
 @cache

@@ -9,21 +9,11 @@ from torch import Tensor
 
 from megazero.verify.compare import compare
 from megazero.verify.layouts import DECODERS, ENCODERS, EXPERTS, Layout
-from megazero.verify.record import Record
-from megazero.verify.run import run_alone, run_in_threads, run_in_world
+from megazero.verify.run import run_in_threads, run_in_world
 from megazero.verify.selection import covering, expert_layouts
+from tests.equivalence.one_process import check, serial
 
 COUNT = 150
-
-
-@cache
-def serial(layout: Layout) -> Record:
-    return run_alone(layout.config())
-
-
-def check(records: list[Record], layout: Layout) -> None:
-    bad = [str(d) for d in compare(records, serial(layout.serial)) if d.share > 1]
-    assert not bad, "\n".join(bad)
 
 
 @cache

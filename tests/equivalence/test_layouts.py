@@ -6,8 +6,6 @@ The default suite runs a selection of the layouts that the rules allow, in which
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
 from megazero.config.tree import RecomputeConfig
@@ -16,18 +14,9 @@ from megazero.verify.layouts import DECODERS, Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
 from megazero.verify.selection import all_layouts, covering
+from tests.equivalence.one_process import check, serial
 
 COUNT = 200
-
-
-@cache
-def serial(layout: Layout) -> Record:
-    return run_alone(layout.config())
-
-
-def check(records: list[Record], layout: Layout) -> None:
-    bad = [str(d) for d in compare(records, serial(layout.serial)) if d.share > 1]
-    assert not bad, "\n".join(bad)
 
 
 def run(layout: Layout) -> list[Record]:
