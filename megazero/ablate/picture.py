@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megazero.ablate.results import Findings
-from megazero.errors import ConfigError
+from megazero.pictures import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,14 +35,9 @@ def figure_of(findings: Sequence[Findings], baseline: str) -> Figure:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "matplotlib must be installed to draw a picture, but is not; run `pip install matplotlib`"
-        ) from error
-    figure = Figure(figsize=(15, 5.5), layout="constrained")
+    figure = new_figure(15, 5.5)
+    from matplotlib import colormaps
+
     panels = figure.subplots(1, len(_PANELS), sharey=True)
     colours = colormaps["tab10"].colors
     for number, found in enumerate(findings):

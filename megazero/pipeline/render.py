@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from megazero.errors import ConfigError
+from megazero.pictures import check_suffix, new_figure
 from megazero.pipeline.actions import Op
 from megazero.pipeline.simulate import Span, Timeline
 
@@ -38,7 +38,6 @@ NAMES = MappingProxyType(
         Op.REDUCE: "reduce",
     }
 )
-SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def render_text(timeline: Timeline) -> str:
@@ -100,13 +99,10 @@ def draw(timeline: Timeline, path: str | Path) -> None:
     A box is an action, its number the micro-batch. If a stage has several chunks, later ones are darker.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the suffix is not one of `SUFFIXES`.
+        ConfigError: matplotlib is not installed, or the suffix is not one of `pictures.SUFFIXES`.
     """
     path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(
-            f"The picture's file name must end in one of {', '.join(SUFFIXES)}, but is {path.name}; rename it"
-        )
+    check_suffix(path)
     figure_of(timeline).savefig(path, dpi=120)
 
 
@@ -116,15 +112,9 @@ def figure_of(timeline: Timeline) -> Figure:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "matplotlib must be installed to draw a picture, but is not; run `pip install matplotlib`"
-        ) from error
     shortest = _shortest(timeline)
     width = min(40.0, max(8.0, 2.0 + 0.3 * timeline.makespan / shortest))
-    figure = Figure(figsize=(width, 1.6 + 0.5 * timeline.schedule.stages), layout="constrained")
+    figure = new_figure(width, 1.6 + 0.5 * timeline.schedule.stages)
     axes = figure.add_subplot()
     # Either all numbers or none: if only some of them fit, they look like a pattern.
     room = (width - 1.5) * 72 / timeline.makespan * shortest

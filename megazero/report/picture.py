@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megazero.errors import ConfigError
+from megazero.pictures import check_suffix, new_figure
 from megazero.report.balance import dead_experts
 from megazero.report.loads import LayerLoad, LoadRecord
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.collections import QuadMesh
     from matplotlib.figure import Figure
 
-SUFFIXES = (".png", ".svg", ".pdf")
 _FURTHEST = 3  # colours end at 1/8 and 8 times an even share
 _INCHES_PER_ROW = 0.3
 
@@ -37,28 +36,22 @@ def draw(records: Sequence[LoadRecord], shown: LoadRecord, layer: int, threshold
         path: the file.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the suffix is not one of `SUFFIXES`.
+        ConfigError: matplotlib is not installed, or the suffix is not one of `pictures.SUFFIXES`.
     """
-    if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(
-            f"`--output` must end in one of {', '.join(SUFFIXES)}, but is {path.name}; rename it"
-        )
+    check_suffix(path)
     figure_of(records, shown, layer, threshold).savefig(path, dpi=120)
 
 
 def figure_of(records: Sequence[LoadRecord], shown: LoadRecord, layer: int, threshold: float) -> Figure:
     """The picture that `draw` writes; arguments and errors as there."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "matplotlib must be installed to draw a picture, but is not; run `pip install matplotlib`"
-        ) from error
     widest = max(len(load.tokens) for load in shown.layers)
     rows = max(len(shown.layers), widest if len(records) > 1 else 0)
     panels = 2 if len(records) > 1 else 1
-    size = (2 + panels * min(12.0, max(5.0, 0.35 * widest)), max(3.0, 1.6 + _INCHES_PER_ROW * min(rows, 40)))
-    figure = Figure(figsize=size, layout="constrained")
+    width, height = (
+        2 + panels * min(12.0, max(5.0, 0.35 * widest)),
+        max(3.0, 1.6 + _INCHES_PER_ROW * min(rows, 40)),
+    )
+    figure = new_figure(width, height)
     axes = figure.subplots(1, panels, squeeze=False)[0]
     mesh = _draw_layers(axes[0], shown, threshold)
     if panels == 2:
