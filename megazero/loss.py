@@ -22,6 +22,7 @@ class LossTerm:
         over: what counts, a key of the batches' counts; by default the term's name.
         coefficient: weight in the total. A term with 0 is reported but never differentiated, such as an
             accuracy.
+        evaluated: whether evaluations have it too.
 
     Raises:
         ConfigError: the name is not an identifier, or is ``total``, which names the sum of all terms.
@@ -30,6 +31,7 @@ class LossTerm:
     name: str
     coefficient: float = 1.0
     over: str = ""
+    evaluated: bool = True
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier() or self.name == "total":

@@ -10,7 +10,7 @@ from pathlib import Path
 from megazero.ablate.corpus import Corpus
 from megazero.ablate.progress import ProgressTable
 from megazero.ablate.runs import Command, Failure, run_all, training_command
-from megazero.ablate.study import Member, Wishes, chosen, read_study
+from megazero.ablate.study import Member, Wishes, chosen, read_study, with_teachers
 from megazero.ablate.trial import Trial, trials_of
 from megazero.errors import ConfigError, MegazeroError, exit_status
 
@@ -40,7 +40,9 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         help="optimizer steps of each run, with as many evaluations (default: the files')",
     )
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="train only these")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="train only these and those they learn from"
+    )
     parser.add_argument(
         "--baseline", metavar="NAME", help="the one that the others are compared with (default: the first)"
     )
@@ -81,7 +83,7 @@ def _ablate(flags: argparse.Namespace, passed: tuple[str, ...], command: Command
     study = read_study(flags.folder, Wishes(flags.nproc, flags.steps, passed, corpus.flags))
     members = study.members
     baseline = chosen(members, [flags.baseline or members[0].name], "--baseline")[0]
-    wanted = chosen(members, flags.only, "--only")
+    wanted = with_teachers(chosen(members, flags.only, "--only"), members)
     for warning in study.warnings:
         print(f"megazero ablate: {warning}", file=sys.stderr)
     if any(member.takes_corpus for member in wanted):

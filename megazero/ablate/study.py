@@ -42,12 +42,14 @@ class Member:
         title: the first comment of its file; empty without one.
         config: its settings, complete but for what tells its runs apart.
         takes_corpus: whether it names no data, so that it is trained on the prepared corpus.
+        teacher: the name of the member that it learns from; None if it has no teacher, or one from elsewhere.
     """
 
     name: str
     title: str
     config: Config
     takes_corpus: bool
+    teacher: str | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ def read_study(folder: Path, wishes: Wishes) -> Study:
     """
     members: list[Member] = []
     problems: dict[str, list[str]] = {}
+    names = {path.stem for path in _files(folder)}
     warnings: dict[str, None] = {}
     for path in _files(folder):
         document = read_file(str(path))
@@ -78,14 +81,49 @@ def read_study(folder: Path, wishes: Wishes) -> Study:
         except ConfigError as error:
             reasons = error.violations
         else:
-            members.append(Member(path.stem, _title(path), resolved.config, takes_corpus))
+            teacher = resolved.config.distillation.load_teacher
+            inside = teacher if teacher in names else None
+            members.append(Member(path.stem, _title(path), resolved.config, takes_corpus, inside))
             warnings |= dict.fromkeys(resolved.warnings)
             reasons = _unfit(members[-1])
         for reason in reasons:
             problems.setdefault(reason, []).append(path.stem)
+    for name in _circle(members):
+        problems.setdefault(
+            "`load_teacher` must name a member that does not learn from it; correct it.", []
+        ).append(name)
     if problems:
         raise ConfigError([f"{', '.join(names)}: {reason}" for reason, names in problems.items()])
     return Study(tuple(members), tuple(warnings))
+
+
+def with_teachers(wanted: Sequence[Member], members: Sequence[Member]) -> tuple[Member, ...]:
+    """The `wanted` members and those that they learn from: each after its teacher, else in their order."""
+    by_name = {member.name: member for member in members}
+    found: dict[str, Member] = {}
+
+    def add(member: Member) -> None:
+        if member.teacher is not None:
+            add(by_name[member.teacher])
+        found.setdefault(member.name, member)
+
+    for member in wanted:
+        add(member)
+    return tuple(found.values())
+
+
+def _circle(members: Sequence[Member]) -> list[str]:
+    """The names of members that learn from themselves, by way of others or not."""
+    teacher = {member.name: member.teacher for member in members}
+    found = []
+    for name in teacher:
+        at = teacher[name]
+        for _ in members:
+            if at == name:
+                found.append(name)
+                break
+            at = teacher.get(at)
+    return found
 
 
 def chosen(members: Sequence[Member], names: Sequence[str], flag: str) -> tuple[Member, ...]:
@@ -122,13 +160,20 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _length(given: dict[str, object], steps: int | None) -> list[str]:
-    """The flags that train for so many steps, with evaluations at the same shares of the training."""
+    """The flags that train for so many steps, with the evaluations and the end of a teacher's lessons at the
+    same shares of the training.
+    """
     if steps is None:
         return []
     flags = ["--train-iters", str(steps)]
-    whole, interval = given.get("training.train_iters"), given.get("training.eval_interval")
-    if isinstance(whole, int) and isinstance(interval, int) and whole > 0:
-        flags += ["--eval-interval", str(max(1, round(interval * steps / whole)))]
+    whole = given.get("training.train_iters")
+    for path, flag in (
+        ("training.eval_interval", "--eval-interval"),
+        ("distillation.kd_train_iters", "--kd-train-iters"),
+    ):
+        number = given.get(path)
+        if isinstance(whole, int) and isinstance(number, int) and whole > 0:
+            flags += [flag, str(max(1, round(number * steps / whole)))]
     return flags
 
 

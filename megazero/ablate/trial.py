@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megazero.ablate.study import Member
+from megazero.ablate.study import Member, with_teachers
 from megazero.config.derive import data_parallel_size
 from megazero.config.document import to_yaml
 from megazero.config.horizon import horizon_of
@@ -37,6 +37,7 @@ class Trial:
         ranks: the processes that train it.
         fingerprint: of everything that decides the result but for the seed, as hexadecimal digits.
         folder: where its files lie; named after the fingerprint, so another configuration has another folder.
+        teacher: the run of the member that it learns from, with the same seed; None without one.
     """
 
     member: Member
@@ -44,6 +45,7 @@ class Trial:
     ranks: int
     fingerprint: str
     folder: Path
+    teacher: Trial | None = None
 
     @property
     def name(self) -> str:
@@ -71,9 +73,14 @@ class Trial:
         config = self.member.config
         return horizon_of(config, data_parallel_size(config, self.ranks)).end.iteration
 
+    @property
+    def saved(self) -> str:
+        """The folder of its checkpoints."""
+        return str(self.folder / "checkpoint")
+
     def config(self) -> Config:
         """Its whole configuration: seed, checkpoints, metrics and charts in folders of its own."""
-        config, saved = self.member.config, str(self.folder / "checkpoint")
+        config, saved = self.member.config, self.saved
         interval = config.checkpoint.save_interval or max(1, self.steps // _SAVES)
         last = config.checkpoint.keep_last or (None if config.checkpoint.save_retain_interval else 1)
         charts = {
@@ -86,6 +93,8 @@ class Trial:
             "checkpoint": {"save": saved, "load": saved, "save_interval": interval, "keep_last": last},
             "logging": {"metrics_jsonl": str(self.metrics), **charts},
         }
+        if self.teacher is not None:
+            changes["distillation"] = {"load_teacher": self.teacher.saved}
         return _changed(config, changes)
 
     def steps_done(self) -> int:
@@ -106,24 +115,28 @@ class Trial:
 def trials_of(members: Sequence[Member], seeds: int, ranks: int, out: Path) -> tuple[Trial, ...]:
     """Every member with its own seed and those that follow it.
 
-    Seed by seed, so that an early look compares all members.
+    Seed by seed, so that an early look compares all members, and each after the one that it learns from.
     """
-    prints = {member.name: fingerprint(member.config, ranks) for member in members}
-    return tuple(
-        Trial(
-            member,
-            seed := member.config.training.seed + number,
-            ranks,
-            prints[member.name],
-            out / "runs" / f"{member.name}-{prints[member.name]}" / f"seed-{seed}",
-        )
-        for number in range(seeds)
-        for member in members
-    )
+    trials = []
+    for number in range(seeds):
+        found: dict[str, Trial] = {}
+        for member in with_teachers(members, members):
+            teacher = None if member.teacher is None else found[member.teacher]
+            digits = fingerprint(member.config, ranks, "" if teacher is None else teacher.fingerprint)
+            seed = member.config.training.seed + number
+            folder = out / "runs" / f"{member.name}-{digits}" / f"seed-{seed}"
+            found[member.name] = Trial(member, seed, ranks, digits, folder, teacher)
+        trials += found.values()
+    return tuple(trials)
 
 
-def fingerprint(config: Config, ranks: int) -> str:
+def fingerprint(config: Config, ranks: int, teacher: str = "") -> str:
     """Eight hexadecimal digits that change with whatever decides a result, but for the seed and the code.
+
+    Args:
+        config: the member's configuration.
+        ranks: the processes that train it.
+        teacher: the fingerprint of the member that it learns from.
 
     Files of data and of the tokenizer count by name and size, so that a folder of results can be moved. What
     is saved and logged does not count.
@@ -133,7 +146,8 @@ def fingerprint(config: Config, ranks: int) -> str:
         values = {name: getattr(getattr(config, section), name) for name in names}
         neutral.setdefault(section, {}).update({name: _told(value) for name, value in values.items()})
     plain = config.model_copy(update={"checkpoint": CheckpointConfig(), "logging": LoggingConfig()})
-    text = f"{to_yaml(_changed(plain, neutral))}ranks: {ranks}\n"
+    taught = f"teacher: {teacher}\n" if teacher else ""
+    text = f"{to_yaml(_changed(plain, neutral))}ranks: {ranks}\n{taught}"
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
+from megazero.config.distillation import DistillationConfig
 from megazero.config.experts import ModelConfig
 from megazero.config.finetuning import FinetuneConfig
 from megazero.config.optimization import OptimizerConfig
@@ -246,5 +247,6 @@ class Config(Section):
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
     finetune: FinetuneConfig = FinetuneConfig()
+    distillation: DistillationConfig = DistillationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

@@ -107,10 +107,14 @@ class GPT(Trunk):
         hidden, sums = self.through(batch, hidden, deferred=deferred)
         if self.head is None:
             return hidden, sums
-        losses = self.token_losses(self.head(hidden, deferred), batch.labels)
+        return None, {**sums, **self.losses(self.head(hidden, deferred), batch)}
+
+    def losses(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """What the head adds to the loss terms, from its logits [s, b, v/tp]."""
+        losses = self.token_losses(logits, batch.labels)
         if batch.loss_mask is not None:
             losses = losses * batch.loss_mask.t()
-        return None, {**sums, "lm": losses.sum()}
+        return {"lm": losses.sum()}
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of each position, float32 [s, b], from logits [s, b, v/tp] and labels [b, s]."""

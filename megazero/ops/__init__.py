@@ -19,6 +19,7 @@ from megazero.ops.bias_gelu import BIAS_GELU
 from megazero.ops.cross_entropy import CROSS_ENTROPY
 from megazero.ops.dispatch import CallFacts, Implementation, Operator, explain
 from megazero.ops.grouped_linear import GROUPED_LINEAR, GROUPED_OUTER
+from megazero.ops.kl_divergence import KL_DIVERGENCE
 from megazero.ops.lamb import LAMB_MOVE, LAMB_NORMS
 from megazero.ops.layer_norm import LAYER_NORM
 from megazero.ops.rms_norm import RMS_NORM
@@ -40,6 +41,7 @@ def operators() -> tuple[Operator, ...]:
         CROSS_ENTROPY,
         GROUPED_LINEAR,
         GROUPED_OUTER,
+        KL_DIVERGENCE,
         LAMB_MOVE,
         LAMB_NORMS,
         LAYER_NORM,

@@ -124,13 +124,17 @@ class Executor:
         observer: Observer | None = None,
     ):
         self.chunks = dict(chunks)
-        self.terms = next(iter(self.chunks.values())).terms
         names = [term.name for term in self.terms]
         assert len(set(names)) == len(names), f"loss terms must have names of their own: {names}"
         self.pp = pp
         self.sharding = sharding
         self.device = device
         self.observer = observer
+
+    @property
+    def terms(self) -> tuple[LossTerm, ...]:
+        """The loss terms of the whole model, which may change between steps."""
+        return next(iter(self.chunks.values())).terms
 
     def train(self, program: Program, batches: Sequence, factors: Tensor) -> StepSums:
         """Compute gradients of the terms' sums, each times its factor, summed over micro-batches and ranks.
@@ -202,7 +206,7 @@ class _Run:
         self.stage = self.executor.pp.rank
         self.instructions = self.program.stages[self.stage]
         self.split = any(isinstance(i, Action) and i.op is Op.WEIGHT for i in self.instructions)
-        terms = self.executor.terms
+        self.terms = terms = self.executor.terms
         self.places = {term.name: i for i, term in enumerate(terms)}
         self.tallies: dict[str, Tensor] = {}
         self.totals = torch.zeros(len(terms), dtype=torch.float64, device=self.executor.device)
@@ -263,8 +267,7 @@ class _Run:
                 tally = self.tallies.setdefault(name, torch.zeros_like(value, requires_grad=False))
                 tally.add_(value.detach())
         if training:
-            terms = self.executor.terms
-            trained = [name for name in sums if name in self.places and terms[self.places[name]].trained]
+            trained = [name for name in sums if name in self.places and self.terms[self.places[name]].trained]
             # Keep only the edges, so that hidden states that were sent do not stay in memory.
             weighted = [sums[name] * self.factors[self.places[name]] for name in trained]
             starts = [*([] if last else [result]), *weighted]

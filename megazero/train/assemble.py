@@ -31,9 +31,11 @@ from megazero.pipeline import Executor
 from megazero.train.allocator import keep_freed_memory
 from megazero.train.chunks import Chunks, build_chunks
 from megazero.train.determinism import compute_deterministically
+from megazero.train.distillation import load_teacher
 from megazero.train.engine import Engine, Programs
 from megazero.train.families import family_of
 from megazero.train.feed import Feed, make_feed
+from megazero.train.lessons import Lessons, Teacher
 from megazero.train.loop import Feeds, Loop, RunPlan
 from megazero.train.matmul_rate import measure_matmul_rate
 from megazero.train.monitors import build_monitors
@@ -47,11 +49,18 @@ from megazero.train.weights import take_foreign_weights
 from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store
 
 
-def build_engine(config: Config, horizon: Horizon, chunks: Chunks, context: ParallelContext) -> Engine:
+def build_engine(
+    config: Config,
+    horizon: Horizon,
+    chunks: Chunks,
+    context: ParallelContext,
+    teacher: Teacher | None = None,
+) -> Engine:
     """This rank's parts of the model with their optimizer, loss scale and schedules.
 
     Parameters on the meta device get memory and the seed's weights here, unit by unit.
     """
+    lessons = Lessons.of(config.distillation, chunks, teacher)
     rule = build_update_rule(config.optimizer)
     policy = ZeroPolicy.of(config.zero, rule_reduces=rule.needs.reduces)
     units = [
@@ -61,7 +70,8 @@ def build_engine(config: Config, horizon: Horizon, chunks: Chunks, context: Para
     ]
     fill = partial(initialize_parameters, seed=config.training.seed, place=context.place)
     store = build_store(units, policy, context, fill)
-    executor = Executor(chunks, context.pp, DataParallel(units, store, policy, context), context.device)
+    sharding = DataParallel(units, store, policy, context)
+    executor = Executor(lessons.beside(chunks), context.pp, sharding, context.device)
     return Engine(
         executor,
         Programs(cache(partial(train_program, config)), cache(partial(evaluation_program, config))),
@@ -73,12 +83,15 @@ def build_engine(config: Config, horizon: Horizon, chunks: Chunks, context: Para
         ),
         RouterLoads([r for chunk in chunks.values() for r in chunk.routers()], config.model, context),
         context,
+        lessons,
     )
 
 
 def build_model(vocabulary: Vocabulary, context: ParallelContext, config: Config, horizon: Horizon) -> Engine:
-    """`build_engine` of this rank's chunks of the configured model."""
-    return build_engine(config, horizon, build_chunks(config, vocabulary, context), context)
+    """`build_engine` of this rank's chunks of the configured model, and of its teacher's if it has one."""
+    chunks = build_chunks(config, vocabulary, context)
+    teacher = load_teacher(config, horizon, vocabulary, context)
+    return build_engine(config, horizon, chunks, context, teacher)
 
 
 def build_feeds(
@@ -192,7 +205,11 @@ def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     plan = build_plan(config, horizon, vocabulary, context)
     monitor = build_monitors(config, context.rank == 0, state.iteration, horizon.end.iteration)
     datasets = [feed.dataset for feed in (feeds.train, feeds.valid, feeds.test) if feed is not None]
-    for remark in (*resumed.remarks, *(note for dataset in datasets for note in dataset.notes)):
+    for remark in (
+        *resumed.remarks,
+        *engine.lessons.remarks,
+        *(note for dataset in datasets for note in dataset.notes),
+    ):
         monitor.message(remark)
     snapshots = None
     try:

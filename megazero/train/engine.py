@@ -14,6 +14,7 @@ from megazero.moe import RouterLoads
 from megazero.mpu import ParallelContext, read_values
 from megazero.optim import LearningRate, LossScaler, WeightDecay
 from megazero.pipeline import Executor, Program
+from megazero.train.lessons import Lessons
 from megazero.train.losses import CountedBatch, Losses, local_counts, loss_factors
 from megazero.train.timers import Timers
 from megazero.zero import Optimizer
@@ -63,6 +64,7 @@ class Engine:
         schedules: learning rate and weight decay over the training.
         loads: what routers learn from a step besides gradients.
         context: for averaging over the ranks that hold other positions.
+        lessons: what the model learns from a teacher; by default, it has none.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Engine:
         schedules: tuple[LearningRate, WeightDecay],
         loads: RouterLoads,
         context: ParallelContext,
+        lessons: Lessons | None = None,
     ):
         self.executor = executor
         self.programs = programs
@@ -83,6 +86,7 @@ class Engine:
         self.learning_rate, self.weight_decay = schedules
         self.loads = loads
         self.context = context
+        self.lessons = lessons or Lessons()
 
     def train_step(
         self,
@@ -100,6 +104,7 @@ class Engine:
             before_update: called when the state is about to change.
         """
         scale = self.scaler_state.scale
+        self.lessons.before(progress)
         with timers("forward-backward"):
             counts = local_counts(self.executor.terms, batches, self.context.device)
             self.context.batch.all_reduce(counts).wait()
@@ -131,7 +136,8 @@ class Engine:
             counts += local_counts(terms, batches, device)
             sums += self.executor.evaluate(self.programs.evaluate(len(batches)), batches).terms
         self.context.batch.all_reduce(counts).wait()
-        return self._losses(sums, counts)
+        losses, counted = self._losses(sums, counts)
+        return losses.evaluated(), counted
 
     def _losses(self, sums: Tensor, counts: Tensor) -> tuple[Losses, int]:
         """From this rank's sums and everyone's counts, both float64 [terms]. Waits for the device.

@@ -29,7 +29,7 @@ class RunPlan:
 
     Attributes:
         horizon: where training stops, the size of each step, and what evaluations read.
-        flops_per_token: FLOPs of forward and backward for one token.
+        flops_per_token: FLOPs of forward and backward for one token, without a teacher's.
         matmul_rate: this rank's measured matmul rate, FLOP/s.
         save_interval: iterations between checkpoints, or None.
         exit_interval: stop at multiples of this many iterations, or None.
@@ -172,7 +172,8 @@ class Loop:
         rate = step.tokens / seconds
         # Padding takes time only where it cannot be avoided, and is no use.
         useful = rate * (1.0 - result.losses.padding)
-        flops = useful * self.plan.flops_per_token / self.context.world_size
+        each = self.plan.flops_per_token + self.engine.lessons.flops_per_token
+        flops = useful * each / self.context.world_size
         return StepMetrics(
             iteration=state.iteration,
             consumed_samples=state.consumed_samples,

@@ -63,6 +63,11 @@ class Losses:
         """The mean of a term. Raises KeyError for an unknown one."""
         return {term.name: mean for term, mean in zip(self.terms, self.means, strict=True)}[name]
 
+    def evaluated(self) -> Losses:
+        """Without the terms that evaluations leave out."""
+        kept = [(term, mean) for term, mean in zip(self.terms, self.means, strict=True) if term.evaluated]
+        return Losses(*zip(*kept, strict=True))
+
     @property
     def main(self) -> float | None:
         """The first term's mean."""

@@ -18,7 +18,7 @@ from megazero.train.programs import schedule_of
 from megazero.train.resume import check_tensors
 from megazero.train.router_state import router_parts_to_read
 from megazero.train.state_json import SavedModel, saved_model
-from megazero.train.vocabulary import build_vocabulary
+from megazero.train.vocabulary import Vocabulary, build_vocabulary
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,7 @@ def load_for_inference(
             config = _config_of(saved_model(reader), launch, sizes or Sizes(), str(folder), verb)
             context = context or join(config.parallel, launch)
             vocabulary = build_vocabulary(config)
-            chunks = build_chunks(config, vocabulary, context, context.device)
-            parts = parts_of_parameters((p for c in chunks.values() for p in c.parameters()), context)
-            loads = RouterLoads([r for c in chunks.values() for r in c.routers()], config.model, context)
-            parts += router_parts_to_read(loads, reader)
-            together(context, partial(_read, reader, parts), f"load {folder}")
+            chunks = load_chunks(config, vocabulary, context, reader)
         except DamagedCheckpointError as error:
             remarks.append(f"passed over {folder}: {error}")
             continue
@@ -97,6 +93,22 @@ def load_for_inference(
     raise DamagedCheckpointError(
         f"`load` must hold a whole checkpoint, but {directory} has none: " + "; ".join(remarks)
     )
+
+
+def load_chunks(
+    config: Config, vocabulary: Vocabulary, context: ParallelContext, reader: CheckpointReader
+) -> Chunks:
+    """This rank's parts of the configured model with a checkpoint's weights; every rank calls this.
+
+    Raises:
+        CheckpointError: on every rank: tensors are missing or have another shape.
+    """
+    chunks = build_chunks(config, vocabulary, context, context.device)
+    parts = parts_of_parameters((p for c in chunks.values() for p in c.parameters()), context)
+    loads = RouterLoads([r for c in chunks.values() for r in c.routers()], config.model, context)
+    parts += router_parts_to_read(loads, reader)
+    together(context, partial(_read, reader, parts), f"load {reader.folder}")
+    return chunks
 
 
 def _read(reader: CheckpointReader, parts: list[Part]) -> None:

@@ -60,8 +60,9 @@ def compare(
 
 def _worst_loss(records: Sequence[Record], expected: Record, relative: float) -> Deviation:
     worst = Deviation("loss", 0.0, "step 0")
-    for label in dict.fromkeys(label for losses in expected.losses for label in losses):
-        got, want = ([[x[label] for x in r.losses] for r in each] for each in (records, [expected]))
+    everything = [losses for record in (expected, *records) for losses in record.losses]
+    for label in dict.fromkeys(label for losses in everything for label in losses):
+        got, want = ([[x.get(label) for x in r.losses] for r in each] for each in (records, [expected]))
         found = _worst_number(label, got, want[0], relative)
         if not found.share <= worst.share:
             worst = found

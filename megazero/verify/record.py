@@ -18,8 +18,7 @@ from megazero.config.horizon import Horizon, horizon_of
 from megazero.config.steps import Step
 from megazero.config.tree import Config
 from megazero.mpu import ParallelContext, ParamSpec
-from megazero.train.assemble import build_engine
-from megazero.train.chunks import build_chunks
+from megazero.train.assemble import build_model
 from megazero.train.engine import Engine
 from megazero.train.families import family_of
 from megazero.train.losses import CountedBatch
@@ -75,7 +74,7 @@ def verification_engine(config: Config, horizon: Horizon, context: ParallelConte
     size = config.model.vocab_size
     padded = padded_vocab_size(size, config.model.make_vocab_size_divisible_by, context.tp.size)
     vocabulary = Vocabulary(size, padded, None, None)
-    return build_engine(config, horizon, build_chunks(config, vocabulary, context), context)
+    return build_model(vocabulary, context, config, horizon)
 
 
 def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[CountedBatch]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.ablate.study import Wishes, chosen, read_study
+from megazero.ablate.study import Wishes, chosen, read_study, with_teachers
+from megazero.ablate.trial import trials_of
 from megazero.errors import ConfigError
 from tests.ablate.samples import write_study
 
@@ -120,3 +121,26 @@ def test_members_are_chosen_by_name(tmp_path):
         "`--only` must name members (dense, moe-top1, moe-top2), but is dens; did you mean dense?",
         "`--only` must name members (dense, moe-top1, moe-top2), but is xyzzy; correct it.",
     ]
+
+
+def test_a_member_may_learn_from_another(tmp_path):
+    taught = "distillation: {kd: true, load_teacher: %s}"
+    folder = write_study(tmp_path / "s", a=taught % "b", b="", c=taught % "a", d=taught % "elsewhere")
+    members = read_study(folder, Wishes()).members
+    assert [member.teacher for member in members] == ["b", None, "a", None]
+    assert [each.name for each in with_teachers(members[2:3], members)] == ["b", "a", "c"]
+    first = trials_of(members, 1, 1, tmp_path / "out")
+    assert [trial.member.name for trial in first] == ["b", "a", "c", "d"]
+    assert first[1].config().distillation.load_teacher == first[0].saved
+    assert first[3].config().distillation.load_teacher == "elsewhere"
+    (folder / "b.yaml").write_text("base: base.yaml\noptimizer: {lr: 0.5}\n")
+    again = trials_of(read_study(folder, Wishes()).members, 1, 1, tmp_path / "out")
+    changed = [x.folder != y.folder for x, y in zip(first, again, strict=True)]
+    assert changed == [True, True, True, False]  # a student of another teacher is another student
+
+
+def test_members_that_learn_from_each_other_are_refused(tmp_path):
+    taught = "distillation: {kd: true, load_teacher: %s}"
+    folder = write_study(tmp_path / "s", a=taught % "b", b=taught % "a", c=taught % "c", d="")
+    (said,) = refused(folder)
+    assert said.startswith("a, b, c: `load_teacher` must name a member that does not learn from it")

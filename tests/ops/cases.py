@@ -233,6 +233,27 @@ def cross_entropy_cases() -> list[Case]:
     return cases
 
 
+def divergence_cases() -> list[Case]:
+    cases = []
+    for s, b, padded, vocab in ((3, 2, 8, 8), (5, 1, 11, 7), (1, 1, 1, 1), (67, 3, 1030, 1021)):
+        for scale, temperature in ((1.0, 1.0), (1.0, 3.0), (200.0, 1.0)):
+            logits = _randn(s, b, padded, scale=scale), _randn(s, b, padded).roll(1, -1) * scale
+            for each in logits:
+                each[..., vocab:] += 1e4
+            label = f"{(s, b, padded)} {vocab=} x {scale} / {temperature}"
+            cases.append(
+                Case(
+                    "kl_divergence",
+                    label,
+                    logits[:1],
+                    lambda f, x, its=logits[1], v=vocab, t=temperature: f(x, its.to(x), OneRank(), 0, v, t),
+                    s <= 5 and scale == 1.0,
+                    slack=scale,
+                )
+            )
+    return cases
+
+
 def grouped_cases() -> list[Case]:
     """Groups of uneven sizes, empty ones first, last and among others, and one group of all rows."""
     cases = []
@@ -268,6 +289,7 @@ def all_cases() -> list[Case]:
         rotary_cases,
         attention_cases,
         cross_entropy_cases,
+        divergence_cases,
         grouped_cases,
     )
     return [case for family in families for case in family()]
@@ -300,6 +322,7 @@ def meta_cases() -> list[Case]:
         _attention_case("meta", heads, None, True, None, False),
         _attention_case("meta dropout", heads, None, True, attention_dropout, False),
         Case("cross_entropy", "meta", (x,), lambda f, a: f(a, target, OneRank(), 0, 15)),
+        Case("kl_divergence", "meta", (x,), lambda f, a: f(a, a.detach(), OneRank(), 0, 15, 1.0)),
         Case(
             "grouped_linear", "meta", (_randn(5, 16), _randn(3, 8, 16)), grouped, own=aligned, backward=False
         ),

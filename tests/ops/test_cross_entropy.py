@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,32 +9,7 @@ from torch import Tensor
 
 from megazero.ops import CallFacts, operators
 from megazero.ops.cross_entropy import CROSS_ENTROPY
-
-
-class _Room:
-    """Where the ranks of one group meet: a slot each and a barrier."""
-
-    def __init__(self, size: int):
-        self.slots: list[Tensor | None] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=20)
-
-
-class _Rank:
-    def __init__(self, room: _Room, rank: int):
-        self.room, self.rank, self.size = room, rank, len(room.slots)
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        self.room.slots[self.rank] = tensor.clone()
-        self.room.barrier.wait()
-        stacked = torch.stack([slot for slot in self.room.slots if slot is not None])
-        self.room.barrier.wait()
-        tensor.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0))
-
-
-def _on_ranks(tp: int, fn) -> list:
-    room = _Room(tp)
-    with ThreadPoolExecutor(tp) as pool:
-        return list(pool.map(lambda rank: fn(_Rank(room, rank)), range(tp)))
+from tests.ops.ranks import Rank, on_ranks
 
 
 def _sliced_loss(
@@ -47,14 +19,14 @@ def _sliced_loss(
     width = logits.shape[-1] // tp
     weights = torch.arange(1, target.numel() + 1).view(target.shape) / target.numel()
 
-    def one(group: _Rank) -> tuple[Tensor, Tensor]:
+    def one(group: Rank) -> tuple[Tensor, Tensor]:
         start = group.rank * width
         own = logits[..., start : start + width].clone().requires_grad_()
         loss = implementation.fn(own, target, group, start, vocab)
         (grad,) = torch.autograd.grad(loss, own, weights.to(loss.dtype))
         return loss.detach(), grad
 
-    results = _on_ranks(tp, one)
+    results = on_ranks(tp, one)
     assert all(torch.equal(loss, results[0][0]) for loss, _ in results)
     return results[0][0], torch.cat([grad for _, grad in results], -1)
 
@@ -113,12 +85,12 @@ def test_a_foreign_target_is_nan_and_spoils_no_other_row(implementation, tp: int
     target[1, 2] = bad
     width = 16 // tp
 
-    def one(group: _Rank) -> tuple[Tensor, Tensor]:
+    def one(group: Rank) -> tuple[Tensor, Tensor]:
         own = logits[..., group.rank * width : (group.rank + 1) * width].clone().requires_grad_()
         found = implementation.fn(own, target, group, group.rank * width, 13)
         return found.detach(), torch.autograd.grad(found, own, torch.ones(2, 3))[0]
 
-    results = _on_ranks(tp, one)
+    results = on_ranks(tp, one)
     for found, found_grad in results:
         assert found.isnan().nonzero().tolist() == [[1, 2]]
         assert torch.equal(found.view(-1)[:5], loss.view(-1)[:5])

@@ -21,6 +21,7 @@ from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
 from megazero.ops.dispatch import kinds_of_calls, where
 from megazero.ops.dropout import AttentionDropout, Dropout
 from megazero.ops.grouped_linear import grouped_linear, grouped_outer
+from megazero.ops.kl_divergence import vocab_parallel_kl_divergence
 from megazero.ops.lamb import lamb_move, lamb_norms
 from megazero.ops.layer_norm import layer_norm
 from megazero.ops.rms_norm import rms_norm
@@ -171,6 +172,9 @@ RUNS: dict[str, Callable] = {
     ),
     "grouped_linear": _run_grouped_linear,
     "grouped_outer": _run_grouped_outer,
+    "kl_divergence": lambda facts: vocab_parallel_kl_divergence(
+        _randn(facts, 3, 2, 8), _randn(facts, 3, 2, 8), OneRank(), 0, 8
+    ),
     "lamb_move": _run_lamb_move,
     "lamb_norms": _run_lamb_norms,
     "layer_norm": lambda facts: layer_norm(*(_randn(facts, *s) for s in ((3, 8), (8,), (8,))), 1e-5),

@@ -109,11 +109,13 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             "curriculum learning and token dropping come in a later version; leave it out",
             "--data-efficiency-curriculum-learning --random-ltd --return-data-index",
         ),
-        "distillation": (
-            "distillation is not offered; leave it out",
+        "a weight of distillation that nothing reads": (
+            "Megatron-DeepSpeed reads it and does not use it; leave it out",
+            "--kd-alpha-ce=*",
+        ),
+        "distillation by ModelOpt": (
+            "ModelOpt is not used; `--kd` with `--load-teacher` distils from a checkpoint",
             """
-            --kd --kd-beta-ce= --kd-alpha-ce=* --kd-temp=* --mos --load-teacher= --num-layers-teacher=
-            --hidden-size-teacher= --num-attention-heads-teacher= --num-experts-teacher=*
             --export-kd-teacher-load=* --export-model-type=* --export-te-mcore-model=*
             --export-force-local-attention=* --logits-save-dir= --logits-load-dir= --modelopt-enabled
             --export-kd-cfg= --export-default-te-spec""",

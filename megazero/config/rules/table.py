@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from megazero.config.rules.distillation import DISTILLATION_RULES
 from megazero.config.rules.experts import EXPERT_RULES
 from megazero.config.rules.files import DATA_RULES, OUTPUT_RULES, TOKENIZER_RULES
 from megazero.config.rules.finetuning import FINETUNING_RULES
@@ -39,6 +40,7 @@ RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     *OUTPUT_RULES,
     *FINETUNING_RULES,
+    *DISTILLATION_RULES,
 )
 
 

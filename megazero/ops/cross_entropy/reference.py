@@ -25,11 +25,16 @@ class _GatherVocabulary(torch.autograd.Function):
         return grad[..., ctx.slice].clone(), None, None
 
 
+def gather_vocabulary(logits: Tensor, group, vocab_start: int) -> Tensor:
+    """Logits [..., v] of the padded vocabulary from each rank's [..., v/tp]; differentiable."""
+    return _GatherVocabulary.apply(logits, group, vocab_start)
+
+
 def vocab_parallel_cross_entropy_reference(
     logits: Tensor, target: Tensor, group, vocab_start: int, vocab_size: int
 ) -> Tensor:
     """-log softmax(all ranks' logits, padding left out)[target]; NaN for a target outside the vocabulary."""
-    whole = _GatherVocabulary.apply(logits.to(compute_dtype(logits.dtype)), group, vocab_start)
+    whole = gather_vocabulary(logits.to(compute_dtype(logits.dtype)), group, vocab_start)
     foreign = (target < 0) | (target >= vocab_size)
     log_probs = torch.log_softmax(whole[..., :vocab_size], -1)
     found = log_probs.gather(-1, target.masked_fill(foreign, 0).unsqueeze(-1)).squeeze(-1)

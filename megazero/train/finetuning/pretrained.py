@@ -7,14 +7,13 @@ from pathlib import Path
 
 from megazero.checkpoint import CheckpointReader, Verify, together
 from megazero.checkpoint.hf import Description, HFReader
-from megazero.checkpoint.locate import one_checkpoint
 from megazero.config.tree import Config
 from megazero.errors import CheckpointError
 from megazero.models import OWN, PRETRAINING_ONLY
 from megazero.mpu import ParallelContext
 from megazero.train.engine import Engine
+from megazero.train.named_checkpoint import checkpoint_at, model_at
 from megazero.train.resume import FREE_MODEL_FIELDS, check_model
-from megazero.train.state_json import SavedModel, saved_model
 from megazero.train.weights import take_weights
 
 # Settings of the head that pretraining had and a classifier has not.
@@ -39,9 +38,9 @@ def take_pretrained(
     given, hugging_face = config.finetune.pretrained_checkpoint, config.checkpoint.load_hf
     without: tuple[str, ...] = ()
     if given is not None:
-        path = _checkpoint(given, context)
-        saved = _saved(path, context)
-        check_model(config.model, vocab_size, saved, Path(path), FREE_MODEL_FIELDS | _OF_THE_HEAD)
+        folder = checkpoint_at(given, context)
+        path, saved = str(folder), model_at(folder, context)
+        check_model(config.model, vocab_size, saved, folder, FREE_MODEL_FIELDS | _OF_THE_HEAD)
         opener = partial(CheckpointReader, path, verify=Verify(config.checkpoint.verify_checkpoint))
         labels = (saved.sections.get("finetune") or {}).get("labels") or ()
         same = _same_classes(saved.sections["model"].get("num_classes"), tuple(labels), config)
@@ -71,22 +70,6 @@ def take_pretrained(
     said += [f"initialized anew: {', '.join(fresh)}"] if fresh else []
     said += [f"left over there: {', '.join(left)}"] if left else []
     return tuple(said)
-
-
-def _checkpoint(given: str, context: ParallelContext) -> str:
-    """The one checkpoint that a path means, as the first rank sees it."""
-    look = (lambda: str(one_checkpoint(Path(given)))) if context.rank == 0 else None
-    return together(context, look, f"look into {given}")[0]
-
-
-def _saved(path: str, context: ParallelContext) -> SavedModel:
-    found: list[SavedModel] = []
-
-    def read() -> None:
-        found.append(saved_model(CheckpointReader(path, verify=Verify.SIZE)))
-
-    together(context, read, f"open {path}")
-    return found[0]
 
 
 def _described(path: str, context: ParallelContext) -> Description:

@@ -22,6 +22,7 @@ TASK = {
 
 EXPERTS = {"model.num_experts": (8,)}
 GROUPED = {**EXPERTS, "model.moe_router_num_groups": 4, "model.moe_router_group_topk": 2}
+TAUGHT = {"distillation.kd": True, "distillation.load_teacher": "teacher"}
 UPCYCLED = {**EXPERTS, "checkpoint.moe_use_upcycling": True, "checkpoint.load": "dense"}
 
 # rule -> the changes to the base configuration that break it alone, on 4 ranks
@@ -236,6 +237,10 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "labels_differ": {**TASK, "finetune.labels": ("a", "a")},
     "classes_are_the_labels": {**TASK, "model.num_classes": 2},
     "sequence_holds_marks_and_text": {**TASK, "model.seq_length": 4},
+    "distillation_has_a_teacher": {"distillation.kd": True},
+    "teacher_is_for_distillation": {"distillation.kd_temp": 2.0},
+    "distillation_is_for_gpt": {**TAUGHT, "model.family": "bert"},
+    "distillation_is_for_pretraining": {**TAUGHT, **TASK},
 }
 
 # Combinations near a rule's border that must run.

@@ -1,0 +1,44 @@
+"""The section of the tree about distillation: a teacher, and how much and how long a student learns from it.
+
+Flags are Megatron-DeepSpeed's for its mixture of students (Rajbhandari et al. 2022).
+"""
+
+from __future__ import annotations
+
+from pydantic import PositiveFloat, PositiveInt
+
+from megazero.config.experts import Counts
+from megazero.config.option import Section, option
+
+
+class DistillationConfig(Section):
+    """Distillation"""
+
+    kd: bool = option(
+        False,
+        "train the model to predict what a teacher predicts too: adds beta x temperature^2 x KL(teacher || "
+        "model), the mean over the positions that count, to the loss",
+        aliases=("--mos",),
+    )
+    load_teacher: str | None = option(
+        None, "folder of the teacher's run, or of one checkpoint; its shape is the checkpoint's"
+    )
+    kd_beta_ce: PositiveFloat = option(1.0, "weight of the divergence")
+    kd_temp: PositiveFloat = option(1.0, "temperature: divides the logits of both before the softmax")
+    kd_train_iters: PositiveInt | None = option(
+        None,
+        "learn from the teacher in the first so many steps, as it can hurt to the end; default: in all",
+        unit="iterations",
+    )
+    num_layers_teacher: PositiveInt | None = option(
+        None, "refuse a teacher with another number of layers; default: take any"
+    )
+    hidden_size_teacher: PositiveInt | None = option(
+        None, "refuse a teacher of another width; default: take any"
+    )
+    num_attention_heads_teacher: PositiveInt | None = option(
+        None, "refuse a teacher with another number of attention heads; default: take any"
+    )
+    num_experts_teacher: Counts = option(
+        (), "refuse a teacher with other numbers of experts; default, and 1: take any"
+    )

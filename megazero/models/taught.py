@@ -1,0 +1,104 @@
+"""`Taught`: a chunk of a model that learns from another one (Hinton et al. 2015)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megazero.layers import Deferred
+from megazero.loss import LossTerm
+from megazero.models.batch import Batch
+from megazero.models.gpt import GPT
+from megazero.ops.kl_divergence import vocab_parallel_kl_divergence
+
+TERM = "kd"
+
+
+@dataclass
+class Taught:
+    """A chunk of a student beside the chunk of its teacher that computes at the same place of the pipeline.
+
+    Both read the same micro-batch; their hidden states travel in one message, the student's columns first.
+    The last chunk adds the sum of KL(teacher || student) over the positions that count to the term ``kd``.
+    Its coefficient is beta times the square of the temperature, so that gradients keep their size whatever
+    the temperature is, as in Megatron-DeepSpeed's mixture of students (Rajbhandari et al. 2022).
+
+    The teacher gets no gradients and drops nothing. Evaluations do without it.
+
+    Attributes:
+        student: the chunk that is trained.
+        teacher: the other one; None once the lessons are over.
+        beta: weight of the divergence.
+        temperature: by which the logits of both are divided.
+    """
+
+    student: GPT
+    teacher: GPT | None
+    beta: float
+    temperature: float
+
+    @property
+    def terms(self) -> tuple[LossTerm, ...]:
+        """The student's loss terms, then the divergence."""
+        if self.teacher is None:
+            return self.student.terms
+        weight = self.beta * self.temperature**2
+        return (*self.student.terms, LossTerm(TERM, weight, over="lm", evaluated=False))
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """The dtype of the hidden states between chunks, which holds both exactly."""
+        mine = self.student.hidden_dtype
+        return mine if self.teacher is None else torch.promote_types(mine, self.teacher.hidden_dtype)
+
+    def hidden_shape(self, batch: Batch) -> tuple[int, int, int]:
+        """[s, b, h of the student + h of the teacher], the student's alone in evaluations; s/tp under
+        sequence parallelism.
+        """
+        rows, b, width = self.student.hidden_shape(batch)
+        return rows, b, width + (self.teacher.config.hidden_size if self._teaches() else 0)
+
+    def run(
+        self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """As `GPT.run`, with the teacher's part beside it."""
+        if not self._teaches():
+            return self.student.run(batch, hidden, deferred=deferred)
+        mine = its = None
+        if hidden is not None:
+            width = self.student.config.hidden_size
+            mine = hidden[..., :width].to(self.student.hidden_dtype)
+            its = hidden.detach()[..., width:].to(self.teacher.hidden_dtype)
+        mine, sums = self.student.through(batch, mine, deferred=deferred)
+        its = self._lesson(batch, its)
+        if self.student.head is None:
+            return torch.cat([mine.to(self.hidden_dtype), its.to(self.hidden_dtype)], -1), sums
+        logits = self.student.head(mine, deferred)
+        sums |= self.student.losses(logits, batch)
+        return None, {**sums, TERM: self._divergence(logits, its, batch)}
+
+    @torch.no_grad()
+    def _lesson(self, batch: Batch, hidden: Tensor | None) -> Tensor:
+        """The teacher's hidden states after its part here, or its logits."""
+        # Without keys of random streams, nothing is dropped.
+        quiet = replace(batch, sample_keys=None)
+        teacher = self.teacher
+        return teacher.hidden(quiet, hidden) if teacher.head is None else teacher(quiet, hidden)
+
+    def _divergence(self, logits: Tensor, wanted: Tensor, batch: Batch) -> Tensor:
+        """The sum over the positions that count, in nats."""
+        student = self.student
+        each = vocab_parallel_kl_divergence(
+            logits,
+            wanted,
+            student.placement.tp,
+            student.placement.tp.rank * logits.shape[-1],
+            student.vocab_size,
+            self.temperature,
+        )
+        return each.sum() if batch.loss_mask is None else (each * batch.loss_mask.t()).sum()
+
+    def _teaches(self) -> bool:
+        return self.teacher is not None and torch.is_grad_enabled()

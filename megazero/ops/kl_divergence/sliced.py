@@ -1,0 +1,87 @@
+"""Vocab-parallel KL divergence in two passes over a rank's logits, one forward and one backward.
+
+With z and t for the logits of student and teacher over the temperature, the divergence is
+E_p[t - z] - log sum exp t + log sum exp z with p = softmax(t), so a slice adds three sums, each over an
+exponential of which the largest is 1. Saved: both logits and two numbers per token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megazero.ops.chunks import compute_dtype, row_chunks
+
+
+def vocab_parallel_kl_divergence_chunked(
+    student: Tensor, teacher: Tensor, group, vocab_start: int, vocab_size: int, temperature: float
+) -> Tensor:
+    """Divergence of each row of logits [..., v/tp], chunk by chunk; fp32 [...]."""
+    return _SlicedDivergence.apply(student, teacher, group, vocab_start, vocab_size, temperature)
+
+
+class _SlicedDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, student: Tensor, teacher: Tensor, group, vocab_start: int, vocab_size: int, temperature: float
+    ):
+        padded = student.shape[-1]
+        columns = min(max(vocab_size - vocab_start, 0), padded)
+        mine, its = student.reshape(-1, padded), teacher.reshape(-1, padded)
+        maxima, sums = _statistics(mine, its, columns, temperature)
+        here = maxima.clone()
+        group.all_reduce(maxima, op="max")
+        shrink = torch.exp(here - maxima)
+        sums *= torch.stack((shrink[0], shrink[1], shrink[1]))
+        group.all_reduce(sums, op="sum")
+        normalizers = sums[:2].log().add_(maxima)
+        ctx.save_for_backward(mine, its, normalizers)
+        ctx.columns, ctx.shape, ctx.temperature = columns, student.shape, temperature
+        return (sums[2] / sums[1] - normalizers[1] + normalizers[0]).view(student.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        """d student = grad * (softmax of the student - softmax of the teacher) / temperature."""
+        mine, its, normalizers = ctx.saved_tensors
+        columns = ctx.columns
+        scale = (grad.reshape(-1).to(normalizers.dtype) / ctx.temperature).unsqueeze(1)
+        found = torch.empty_like(mine, memory_format=torch.contiguous_format)
+        found[:, columns:].zero_()
+        for chunk in row_chunks(mine, len(mine), columns):
+            probs, wanted = (
+                torch.sub(_scaled(x[chunk, :columns], ctx.temperature), normalizer[chunk].unsqueeze(1)).exp_()
+                for x, normalizer in zip((mine, its), normalizers, strict=True)
+            )
+            found[chunk, :columns] = probs.sub_(wanted).mul_(scale[chunk])
+        return found.view(ctx.shape), None, None, None, None, None
+
+
+def _statistics(mine: Tensor, its: Tensor, columns: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """Of rows of logits [rows, width], the first `columns` of which count.
+
+    Returns:
+        The maxima of student and teacher, at least the lowest number of their type, [2, rows]; and the sums
+        of exp(z - max z), exp(t - max t) and exp(t - max t) (t - z), [3, rows].
+    """
+    wide, rows = compute_dtype(mine.dtype), len(mine)
+    lowest = torch.finfo(wide).min
+    maxima = torch.full((2, rows), lowest, dtype=wide, device=mine.device)
+    sums = torch.zeros(3, rows, dtype=wide, device=mine.device)
+    if columns == 0:
+        return maxima, sums
+    for chunk in row_chunks(mine, rows, columns):
+        z, t = (_scaled(x[chunk, :columns], temperature) for x in (mine, its))
+        difference = t - z
+        for x, maximum, total in zip((z, t), maxima, sums, strict=False):
+            torch.amax(x, -1, out=maximum[chunk])
+            x.sub_(maximum[chunk].unsqueeze(1)).exp_()
+            torch.sum(x, -1, out=total[chunk])
+        torch.sum(difference.mul_(t), -1, out=sums[2][chunk])
+    return maxima, sums
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """A copy in which to compute."""
+    return torch.div(logits.to(compute_dtype(logits.dtype)), temperature)

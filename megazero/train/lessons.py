@@ -1,0 +1,70 @@
+"""What a model learns from a teacher, and when the lessons end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megazero.config.distillation import DistillationConfig
+from megazero.config.steps import Progress
+from megazero.models import ModelChunk, Taught
+from megazero.pipeline.executor import Chunk
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A trained model on this rank.
+
+    Attributes:
+        chunks: this rank's parts of it, by the numbers of the student's.
+        flops_per_token: FLOPs of its forward pass.
+        folder: its checkpoint.
+    """
+
+    chunks: Mapping[int, ModelChunk]
+    flops_per_token: float
+    folder: Path
+
+
+@dataclass
+class Lessons:
+    """What a step's chunks learn from a teacher, until the lessons end.
+
+    Attributes:
+        taught: the chunks that learn, by number; empty without a teacher or once the lessons are over.
+        until: the step before which they end; None for never.
+        flops_per_token: FLOPs that the teacher adds to the training on one token.
+        remarks: what a person should know about it.
+    """
+
+    taught: dict[int, Taught] = field(default_factory=dict)
+    until: int | None = None
+    flops_per_token: float = 0.0
+    remarks: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, settings: DistillationConfig, chunks: Mapping[int, ModelChunk], teacher: Teacher | None
+    ) -> Lessons:
+        """The lessons of these chunks; none without a teacher."""
+        if teacher is None:
+            return cls()
+        beta, temperature, until = settings.kd_beta_ce, settings.kd_temp, settings.kd_train_iters
+        taught = {
+            number: Taught(chunk, teacher.chunks[number], beta, temperature)
+            for number, chunk in chunks.items()
+        }
+        end = "" if until is None else f" until step {until}"
+        return cls(taught, until, teacher.flops_per_token, (f"learns from {teacher.folder}{end}",))
+
+    def before(self, progress: Progress) -> None:
+        """End the lessons if the step that follows is past them, and let go of the teacher's memory."""
+        if self.taught and self.until is not None and progress.iteration >= self.until:
+            for chunk in self.taught.values():
+                chunk.teacher = None
+            self.taught, self.flops_per_token = {}, 0.0
+
+    def beside(self, chunks: Mapping[int, ModelChunk]) -> Mapping[int, Chunk]:
+        """What the executor runs: the chunks that learn, or these if there is no teacher."""
+        return self.taught or chunks

@@ -1,0 +1,35 @@
+"""A checkpoint that a setting names, which all ranks open alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megazero.checkpoint import CheckpointReader, Verify, together
+from megazero.checkpoint.locate import one_checkpoint
+from megazero.mpu import ParallelContext
+from megazero.train.state_json import SavedModel, saved_model
+
+
+def checkpoint_at(given: str, context: ParallelContext) -> Path:
+    """The one checkpoint that a path means, as the first rank sees it; every rank calls this.
+
+    Raises:
+        CheckpointError: on every rank: there is none.
+    """
+    look = (lambda: str(one_checkpoint(Path(given)))) if context.rank == 0 else None
+    return Path(together(context, look, f"look into {given}")[0])
+
+
+def model_at(folder: Path, context: ParallelContext) -> SavedModel:
+    """What a checkpoint says about its model; every rank calls this.
+
+    Raises:
+        CheckpointError: on every rank: it cannot be read, or does not say.
+    """
+    found: list[SavedModel] = []
+
+    def read() -> None:
+        found.append(saved_model(CheckpointReader(folder, verify=Verify.SIZE)))
+
+    together(context, read, f"open {folder}")
+    return found[0]
