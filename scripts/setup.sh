@@ -117,6 +117,9 @@ setup_is_done() {
     done
 }
 
+# Every process imports torch: without its bytecode each compiles it again, which doubles the time to start.
+unset PYTHONDONTWRITEBYTECODE
+
 setup_main() {
     local started=$SECONDS stamps extra
     setup_activate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from megazero.config.rules import broken_rules
@@ -134,7 +134,8 @@ class Layout:
         virtual: chunks per stage.
         zero: ZeRO stage.
         sequence_parallel, recompute: as in the configuration.
-        micro_batch: sequences in a micro-batch; the global batch is 8, so 8 / (dp x micro_batch) are
+        micro_batch: sequences in a micro-batch.
+        samples: sequences in the global batch, so that samples / (dp x micro_batch) micro-batches are
             accumulated.
         keep: whether ZeRO stage 3 keeps gathered parameters for their next use in the step.
         shape, untied, layers, dropout, dtype: properties of the model.
@@ -172,6 +173,7 @@ class Layout:
     ep: int = 1
     etp: int = 0
     dispatcher: str = "alltoall"
+    samples: int = GLOBAL_BATCH
 
     @property
     def world_size(self) -> int:
@@ -189,7 +191,7 @@ class Layout:
 
         Where results depend on what is in a micro-batch, they have the same micro-batches.
         """
-        alone = GLOBAL_BATCH if self.shape in ENCODERS else 1
+        alone = self.samples if self.shape in ENCODERS else 1
         return Layout(
             micro_batch=self.micro_batch if self.experts == "micro-batch" else alone,
             experts=self.experts,
@@ -200,7 +202,15 @@ class Layout:
             dtype=self.dtype,
             binary_head=self.binary_head,
             optimizer=self.optimizer,
+            samples=self.samples,
         )
+
+    @property
+    def brief(self) -> Layout:
+        """The same with no more micro-batches than it takes to accumulate, and to fill the pipeline twice."""
+        replicas = self.dp * self.micro_batch
+        enough = 2 if self.pp == 1 else 2 * self.pp
+        return replace(self, samples=replicas * min(self.samples // replicas, enough))
 
     @property
     def name(self) -> str:
@@ -264,7 +274,7 @@ class Layout:
                 hpz_partition_size=self.hpz,
             ),
             data=DataConfig(mock_data=True, bert_pack=self.packed),
-            batch=BatchConfig(micro_batch_size=self.micro_batch, global_batch_size=GLOBAL_BATCH),
+            batch=BatchConfig(micro_batch_size=self.micro_batch, global_batch_size=self.samples),
             # Clipping is active. Epsilon is far above rounding noise: the key bias has no gradient except
             # noise (it cancels in the softmax), which Adam would otherwise amplify to full steps.
             optimizer=OptimizerConfig(

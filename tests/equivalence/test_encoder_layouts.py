@@ -26,7 +26,7 @@ COUNT = 120
 
 @cache
 def selection() -> list[Layout]:
-    return covering(encoder_layouts(), COUNT, few_ranks=2)
+    return [layout.brief for layout in covering(encoder_layouts(), COUNT, few_ranks=2)]
 
 
 def pytest_generate_tests(metafunc):

@@ -18,7 +18,7 @@ COUNT = 150
 
 @cache
 def selection() -> list[Layout]:
-    return covering(expert_layouts(), COUNT, few_ranks=2)
+    return [layout.brief for layout in covering(expert_layouts(), COUNT, few_ranks=2)]
 
 
 def pytest_generate_tests(metafunc):

@@ -6,6 +6,8 @@ The default suite runs a selection of the layouts that the rules allow, in which
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from megazero.config.tree import RecomputeConfig
@@ -19,15 +21,19 @@ from tests.equivalence.one_process import check, serial
 COUNT = 200
 
 
+@cache
+def selection() -> list[Layout]:
+    return [layout.brief for layout in covering(list(all_layouts()), COUNT)]
+
+
 def run(layout: Layout) -> list[Record]:
     return run_in_threads(layout.config(), layout.grid)
 
 
 def pytest_generate_tests(metafunc):
     if "selected" in metafunc.fixturenames:
-        layouts = list(all_layouts())
-        if not metafunc.config.getoption("--all-layouts"):
-            layouts = covering(layouts, COUNT)
+        whole = metafunc.config.getoption("--all-layouts")
+        layouts = all_layouts() if whole else selection()
         metafunc.parametrize("selected", layouts, ids=lambda layout: layout.name)
 
 
@@ -36,8 +42,7 @@ def test_layout_equals_one_process(selected):
 
 
 def test_the_selection_holds_every_pair_of_settings():
-    everything = list(all_layouts())
-    chosen = covering(everything, COUNT)
+    everything, chosen = list(all_layouts()), selection()
     assert len(chosen) == len(set(chosen)) == COUNT >= 200
     for name in ("tp", "pp", "dp", "schedule", "zero", "recompute"):
         for other in ("zero", "shape", "untied", "sequence_parallel", "micro_batch"):
