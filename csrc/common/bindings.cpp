@@ -13,6 +13,7 @@
 #include "bias_gelu/cpu.hpp"
 #include "common/parallel.hpp"
 #include "cross_entropy/cpu.hpp"
+#include "gathered_sum/cpu.hpp"
 #include "lamb/cpu.hpp"
 #include "layer_norm/cpu.hpp"
 #include "rms_norm/cpu.hpp"
@@ -63,6 +64,8 @@ PYBIND11_MODULE(_native, module) {
   bind(module, "bias_gelu_backward", megazero_bias_gelu_backward);
   bind(module, "cross_entropy_statistics", megazero_cross_entropy_statistics);
   bind(module, "cross_entropy_gradient", megazero_cross_entropy_gradient);
+  bind(module, "gathered_sum_forward", megazero_gathered_sum_forward);
+  bind(module, "gathered_sum_backward", megazero_gathered_sum_backward);
   bind(module, "lamb_norms", megazero_lamb_norms);
   bind(module, "lamb_move", megazero_lamb_move);
   bind(module, "layer_norm_forward", megazero_layer_norm_forward);

@@ -22,70 +22,21 @@ from megazero.layers.collectives import (
     reduce_scatter_sequence,
 )
 from megazero.mpu import Group
+from megazero.ops.gathered_sum import gathered_sum
 
 
 class _Permute(Function):
-    """x [n, h] -> the rows of its choices [m, h]; backward adds up each token's, in the order of its choices.
-
-    Args:
-        token: int64 [m], the token of each row.
-        slots: int64 [n, k], the row of each choice, or m if it has none.
-        all_kept: whether every choice has one.
-    """
+    """x [n, h] -> the rows of its choices [m, h]; backward adds up each token's, in the choices' order."""
 
     @staticmethod
-    def forward(ctx, x, token, slots, all_kept):
-        ctx.save_for_backward(slots)
-        ctx.all_kept = all_kept
-        return x[token]
+    def forward(ctx, x: Tensor, token: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
+        return x.index_select(0, token)
 
     @staticmethod
-    def backward(ctx, grad):
-        (slots,) = ctx.saved_tensors
-        return _gathered_sum(grad, slots, None, ctx.all_kept).to(grad.dtype), None, None, None
-
-
-class _Combine(Function):
-    """rows [m, h] -> [n, h], the sums over each token's choices times `weights` [n, k], in fp32.
-
-    Undoes `_Permute`; backward is a gather too.
-    """
-
-    @staticmethod
-    def forward(ctx, rows, weights, choice, slots, all_kept):
-        ctx.save_for_backward(rows, weights, choice, slots)
-        ctx.all_kept = all_kept
-        return _gathered_sum(rows, slots, weights, all_kept).to(rows.dtype)
-
-    @staticmethod
-    def backward(ctx, grad):
-        rows, weights, choice, slots = ctx.saved_tensors
-        k, number = weights.shape[1], choice.clamp_min(0)
-        scale = (weights.reshape(-1)[number] * (choice >= 0)).unsqueeze(1)
-        grad_rows = (grad[number // k] * scale).to(rows.dtype)
-        found = (_row(rows, slots[:, j], ctx.all_kept) for j in range(k))
-        grad_weights = torch.stack([(row * grad).sum(1) for row in found], 1)
-        return grad_rows, grad_weights.to(weights.dtype), None, None, None
-
-
-def _row(rows: Tensor, slot: Tensor, all_kept: bool) -> Tensor:
-    """float32 [n, h]: row slot[i] of rows [m, h], zeros where that is m."""
-    if all_kept:
-        return rows[slot].float()
-    if not len(rows):
-        return rows.new_zeros(len(slot), rows.shape[1], dtype=torch.float32)
-    return rows[slot.clamp_max(len(rows) - 1)].float() * (slot < len(rows)).unsqueeze(1)
-
-
-def _gathered_sum(rows: Tensor, slots: Tensor, weights: Tensor | None, all_kept: bool) -> Tensor:
-    """float32 [n, h]: the sum over j, in order, of rows[slots[:, j]], each times weights[:, j]."""
-    total = None
-    for j in range(slots.shape[1]):
-        row = _row(rows, slots[:, j], all_kept)
-        if weights is not None:
-            row = row * weights[:, j : j + 1]
-        total = row if total is None else total.add_(row)
-    return total
+    def backward(ctx, grad: Tensor):
+        rows: Rows = ctx.rows
+        return gathered_sum(grad, rows.slots, rows.choice, whole=rows.all_kept), None, None
 
 
 class _Reorder(Function):
@@ -94,12 +45,12 @@ class _Reorder(Function):
     @staticmethod
     def forward(ctx, x, order, inverse):
         ctx.save_for_backward(inverse)
-        return x[order]
+        return x.index_select(0, order)
 
     @staticmethod
     def backward(ctx, grad):
         (inverse,) = ctx.saved_tensors
-        return grad[inverse], None, None
+        return grad.index_select(0, inverse), None, None
 
 
 @dataclass(frozen=True)
@@ -146,6 +97,16 @@ class Rows:
         return Rows(self.choice[:count], self.slots.clamp_max(count), self.counts, False)
 
 
+def permute(x: Tensor, rows: Rows, topk: int) -> Tensor:
+    """x [n, h] -> its rows [m, h], sorted by expert; those of blank rows are any."""
+    return _Permute.apply(x, rows.choice.clamp_min(0) // topk, rows)
+
+
+def combine(found: Tensor, weights: Tensor, rows: Rows) -> Tensor:
+    """found [m, h], weights [n, k] -> [n, h]: the sums over a token's choices, each times its weight."""
+    return gathered_sum(found, rows.slots, rows.choice, weights, whole=rows.all_kept)
+
+
 def _on_host(counts: Tensor, expected: int) -> list[list[int]]:
     """`counts` [m, E] as lists, after a wait for the device; on meta, `expected` rows each, spread evenly."""
     if counts.is_meta:
@@ -156,9 +117,7 @@ def _on_host(counts: Tensor, expected: int) -> list[list[int]]:
 
 def _local(x: Tensor, weights: Tensor, rows: Rows, through: Callable[[Tensor], Tensor]) -> Tensor:
     """The weighted results for x [n, h] of `through`, which gets the rows."""
-    token = rows.choice.clamp_min(0) // weights.shape[1]
-    found = through(_Permute.apply(x, token, rows.slots, rows.all_kept))
-    return _Combine.apply(found, weights, rows.choice, rows.slots, rows.all_kept)
+    return combine(through(permute(x, rows, weights.shape[1])), weights, rows)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from megazero.ops.bias_dropout_add import BIAS_DROPOUT_ADD
 from megazero.ops.bias_gelu import BIAS_GELU
 from megazero.ops.cross_entropy import CROSS_ENTROPY
 from megazero.ops.dispatch import CallFacts, Implementation, Operator, explain
+from megazero.ops.gathered_sum import GATHERED_SUM
 from megazero.ops.grouped_linear import GROUPED_LINEAR, GROUPED_OUTER
 from megazero.ops.kl_divergence import KL_DIVERGENCE
 from megazero.ops.lamb import LAMB_MOVE, LAMB_NORMS
@@ -39,6 +40,7 @@ def operators() -> tuple[Operator, ...]:
         BIAS_DROPOUT_ADD,
         BIAS_GELU,
         CROSS_ENTROPY,
+        GATHERED_SUM,
         GROUPED_LINEAR,
         GROUPED_OUTER,
         KL_DIVERGENCE,

@@ -254,6 +254,42 @@ def divergence_cases() -> list[Case]:
     return cases
 
 
+def gathered_cases() -> list[Case]:
+    """Every slot with a row; slots without one; rows without a slot; none at all."""
+    cases = []
+    for n, k, m, h in (
+        (5, 2, 10, 8),
+        (7, 3, 15, 5),
+        (4, 2, 12, 67),
+        (3, 1, 0, 4),
+        (0, 2, 3, 4),
+        (257, 2, 400, 33),
+    ):
+        generator = torch.Generator().manual_seed(n + m)
+        kept = min(n * k, m) if (n, m) != (4, 12) else 5
+        places = torch.randperm(n * k, generator=generator)[:kept]
+        numbers = torch.randperm(m, generator=generator)[:kept]
+        slots, choice = torch.full((n * k,), m), torch.full((m,), -1)
+        slots[places], choice[numbers] = numbers, places
+        whole = kept == m == n * k
+        rows, weights = _randn(m, h), _randn(n, k)
+        given = {"slots": slots.view(n, k), "choice": choice, "whole": whole}
+        label = f"{(n, k)} of {(m, h)}"
+        cases += [
+            Case("gathered_sum", label, (rows, weights), _weighted(**given), n <= 7 and h < 60),
+            Case("gathered_sum", f"{label} unweighted", (rows,), _unweighted(**given)),
+        ]
+    return cases
+
+
+def _weighted(slots: Tensor, choice: Tensor, whole: bool) -> Callable[..., Tensor]:
+    return lambda f, rows, weights: f(rows, slots, choice, weights, whole)
+
+
+def _unweighted(slots: Tensor, choice: Tensor, whole: bool) -> Callable[..., Tensor]:
+    return lambda f, rows: f(rows, slots, choice, None, whole)
+
+
 def grouped_cases() -> list[Case]:
     """Groups of uneven sizes, empty ones first, last and among others, and one group of all rows."""
     cases = []
@@ -290,6 +326,7 @@ def all_cases() -> list[Case]:
         attention_cases,
         cross_entropy_cases,
         divergence_cases,
+        gathered_cases,
         grouped_cases,
     )
     return [case for family in families for case in family()]
@@ -323,6 +360,12 @@ def meta_cases() -> list[Case]:
         _attention_case("meta dropout", heads, None, True, attention_dropout, False),
         Case("cross_entropy", "meta", (x,), lambda f, a: f(a, target, OneRank(), 0, 15)),
         Case("kl_divergence", "meta", (x,), lambda f, a: f(a, a.detach(), OneRank(), 0, 15, 1.0)),
+        Case(
+            "gathered_sum",
+            "meta",
+            (_randn(4, 16), _randn(2, 2)),
+            _weighted(torch.arange(4, device="meta").view(2, 2), torch.arange(4, device="meta"), True),
+        ),
         Case(
             "grouped_linear", "meta", (_randn(5, 16), _randn(3, 8, 16)), grouped, own=aligned, backward=False
         ),

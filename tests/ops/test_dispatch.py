@@ -20,6 +20,7 @@ from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
 from megazero.ops.dispatch import kinds_of_calls, where
 from megazero.ops.dropout import AttentionDropout, Dropout
+from megazero.ops.gathered_sum import gathered_sum
 from megazero.ops.grouped_linear import grouped_linear, grouped_outer
 from megazero.ops.kl_divergence import vocab_parallel_kl_divergence
 from megazero.ops.lamb import lamb_move, lamb_norms
@@ -169,6 +170,9 @@ RUNS: dict[str, Callable] = {
     "bias_gelu": _run_gelu,
     "cross_entropy": lambda facts: vocab_parallel_cross_entropy(
         _randn(facts, 3, 2, 8), torch.ones(3, 2, dtype=torch.int64), OneRank(), 0, 8
+    ),
+    "gathered_sum": lambda facts: gathered_sum(
+        _randn(facts, 4, 8), torch.arange(4).view(2, 2), torch.arange(4), _randn(facts, 2, 2)
     ),
     "grouped_linear": _run_grouped_linear,
     "grouped_outer": _run_grouped_outer,

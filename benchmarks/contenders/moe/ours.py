@@ -9,9 +9,11 @@ from megazero.config.tree import ModelConfig, ParallelConfig
 from megazero.layers import LayerInputs, Placement, initialize
 from megazero.moe import MoEMLP
 from megazero.mpu import Launch, join
+from megazero.train.allocator import keep_freed_memory
 
 
 def build(shape: LayerShape, rank: int, world_size: int, dispatcher: str = "alltoall"):
+    keep_freed_memory()  # as a training does
     parallel = ParallelConfig(expert_model_parallel_size=world_size, device=shape.device)
     context = join(parallel, Launch(rank, world_size, rank))
     config = ModelConfig(

@@ -1,0 +1,105 @@
+"""Time of bringing tokens to their experts and back on one rank, against copying as many bytes, interleaved.
+
+    python benchmarks/permutation.py --threads 1 2
+
+2,048 tokens of width 512, 8 experts, 2 of them for each token, as in moe_layer.py. A step must read and write
+so many rows of that width, m = 4,096 for the choices and n = 2,048 for the tokens:
+
+    permute           read and write m
+    its backward      read m, write n: sums over a token's choices
+    combine           read m, write n: weighted sums
+    its backward      read m and n, write m; the weights' gradients are m inner products
+
+One JSON line per step, dtype and thread count gives the median over the rounds of the ratio of its time to
+that of a copy of as many bytes (1 is the speed of a copy).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megazero.moe.dispatch import Rows, combine, permute
+from megazero.train.allocator import keep_freed_memory
+
+TOKENS, WIDTH, EXPERTS, TOPK = 2048, 512, 8, 2
+REPEATS = 10  # per round, of which the median counts
+
+
+def steps(dtype: torch.dtype) -> dict[str, tuple[Callable[[], object], float]]:
+    """Name -> the step, and how many rows a copy of as many bytes has."""
+    generator = torch.Generator().manual_seed(0)
+    random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    chosen = torch.rand(TOKENS, EXPERTS, generator=generator).argsort(1)[:, :TOPK]
+    rows = Rows.sort(chosen, None, EXPERTS)
+    choices = TOKENS * TOPK
+    x, sorted_rows = random(TOKENS, WIDTH), random(choices, WIDTH)
+    weights = torch.rand(TOKENS, TOPK, generator=generator)
+    leaves = (
+        x.clone().requires_grad_(),
+        sorted_rows.clone().requires_grad_(),
+        weights.clone().requires_grad_(),
+    )
+    there, back = permute(leaves[0], rows, TOPK), combine(leaves[1], leaves[2], rows)
+    grads = random(choices, WIDTH), random(TOKENS, WIDTH)
+    half = (choices + TOKENS) / 2
+    return {
+        "permute": (lambda: permute(x, rows, TOPK), choices),
+        "permute backward": (
+            lambda: torch.autograd.grad(there, leaves[0], grads[0], retain_graph=True),
+            half,
+        ),
+        "combine": (lambda: combine(sorted_rows, weights, rows), half),
+        "combine backward": (
+            lambda: torch.autograd.grad(back, leaves[1:], grads[1], retain_graph=True),
+            choices + TOKENS / 2,
+        ),
+    }
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """The median of several calls."""
+    found = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    keep_freed_memory()  # as a training does
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        for dtype in (torch.float32, torch.bfloat16):
+            plain = torch.randn(TOKENS * (TOPK + 1), WIDTH).to(dtype)
+            ratios: dict[str, list[float]] = {}
+            for _ in range(args.rounds):
+                for name, (work, rows) in steps(dtype).items():
+                    source = plain[: round(rows)]
+                    copied = seconds(source.clone)
+                    ratios.setdefault(name, []).append(seconds(work) / copied)
+            for name, found in ratios.items():
+                line = {"step": name, "dtype": str(dtype).removeprefix("torch."), "threads": threads}
+                low, high = min(found), max(found)
+                print(json.dumps({**line, "ratio": statistics.median(found), "low": low, "high": high}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+#include "gathered_sum/cpu.hpp"
+
+#include "common/clones.hpp"
+#include "common/numbers.hpp"
+#include "common/thread_rows.hpp"
+
+namespace megazero {
+namespace {
+
+struct Slots {
+  std::int64_t available;
+  std::int64_t each;
+  const std::int64_t* numbers;
+  const float* weights;
+
+  MEGAZERO_INLINE bool holds(std::int64_t at) const { return numbers[at] >= 0 && numbers[at] < available; }
+  MEGAZERO_INLINE float weight(std::int64_t at) const { return weights == nullptr ? 1.0f : weights[at]; }
+};
+
+// The sum of exactly K rows, kept in registers.
+template <int K, typename T>
+MEGAZERO_INLINE void sum_of(const T* rows, Slots slots, T* to, std::int64_t first, std::int64_t width) {
+  const T* row[K];
+  float weight[K];
+  for (int j = 0; j < K; ++j) {
+    row[j] = rows + slots.numbers[first + j] * width;
+    weight[j] = slots.weight(first + j);
+  }
+#pragma omp simd
+  for (std::int64_t c = 0; c < width; ++c) {
+    float total = 0.0f;
+    for (int j = 0; j < K; ++j) total += weight[j] * load(row[j] + c);
+    store(total, to + c);
+  }
+}
+
+// Of any number of rows, of which some may be missing; total is one row of scratch memory.
+template <typename T>
+MEGAZERO_INLINE void sum_of_some(const T* rows, Slots slots, T* to, std::int64_t first, std::int64_t width,
+                                 float* total) {
+  for (std::int64_t c = 0; c < width; ++c) total[c] = 0.0f;
+  for (std::int64_t at = first; at < first + slots.each; ++at) {
+    if (!slots.holds(at)) continue;
+    const T* row = rows + slots.numbers[at] * width;
+    const float weight = slots.weight(at);
+#pragma omp simd
+    for (std::int64_t c = 0; c < width; ++c) total[c] += weight * load(row + c);
+  }
+#pragma omp simd
+  for (std::int64_t c = 0; c < width; ++c) store(total[c], to + c);
+}
+
+template <typename T>
+MEGAZERO_CLONES void forward(const T* rows, Slots slots, T* out, std::int64_t begin, std::int64_t end,
+                             std::int64_t width, float* total) {
+  for (std::int64_t i = begin; i < end; ++i) {
+    const std::int64_t first = i * slots.each;
+    bool all = true;
+    for (std::int64_t at = first; at < first + slots.each; ++at) all = all && slots.holds(at);
+    T* to = out + i * width;
+    if (all && slots.each == 1) {
+      sum_of<1>(rows, slots, to, first, width);
+    } else if (all && slots.each == 2) {
+      sum_of<2>(rows, slots, to, first, width);
+    } else if (all && slots.each == 4) {
+      sum_of<4>(rows, slots, to, first, width);
+    } else {
+      sum_of_some(rows, slots, to, first, width, total);
+    }
+  }
+}
+
+template <typename T>
+MEGAZERO_CLONES void backward(const T* rows, Slots slots, const T* grad, T* grad_rows, float* grad_weights,
+                              std::int64_t begin, std::int64_t end, std::int64_t width) {
+  for (std::int64_t i = begin; i < end; ++i) {
+    const T* from = grad + i * width;
+    for (std::int64_t at = i * slots.each; at < (i + 1) * slots.each; ++at) {
+      if (!slots.holds(at)) {
+        grad_weights[at] = 0.0f;
+        continue;
+      }
+      const T* row = rows + slots.numbers[at] * width;
+      T* to = grad_rows + slots.numbers[at] * width;
+      const float weight = slots.weight(at);
+      float product = 0.0f;
+#pragma omp simd reduction(+ : product)
+      for (std::int64_t c = 0; c < width; ++c) {
+        const float value = load(from + c);
+        product += value * load(row + c);
+        store(weight * value, to + c);
+      }
+      grad_weights[at] = product;
+    }
+  }
+}
+
+template <typename T>
+void clear_unused(const std::int64_t* choice, T* grad_rows, std::int64_t begin, std::int64_t end, std::int64_t width) {
+  for (std::int64_t row = begin; row < end; ++row) {
+    if (choice[row] < 0) std::memset(grad_rows + row * width, 0, static_cast<std::size_t>(width) * sizeof(T));
+  }
+}
+
+}  // namespace
+}  // namespace megazero
+
+void megazero_gathered_sum_forward(megazero::Rows shape, std::int64_t available, std::int64_t each, const void* rows,
+                                   const std::int64_t* slots, const float* weights, void* out) {
+  megazero::with_element(shape.narrow, [&](auto element) {
+    using T = decltype(element);
+    const int workers = megazero::workers_for(shape.count, shape.width * each, shape.threads);
+    megazero::ThreadRows totals(workers, shape.width);
+    megazero::parallel_for(shape.count, workers, [&](std::int64_t begin, std::int64_t end, std::int64_t worker) {
+      megazero::forward(static_cast<const T*>(rows), {available, each, slots, weights}, static_cast<T*>(out), begin,
+                        end, shape.width, totals.of(worker));
+    });
+  });
+}
+
+void megazero_gathered_sum_backward(megazero::Rows shape, std::int64_t available, std::int64_t each, const void* rows,
+                                    const std::int64_t* slots, const std::int64_t* choice, const float* weights,
+                                    const void* grad, void* grad_rows, float* grad_weights) {
+  megazero::with_element(shape.narrow, [&](auto element) {
+    using T = decltype(element);
+    const int workers = megazero::workers_for(shape.count, shape.width * each, shape.threads);
+    megazero::parallel_for(shape.count, workers, [&](std::int64_t begin, std::int64_t end, std::int64_t) {
+      megazero::backward(static_cast<const T*>(rows), {available, each, slots, weights}, static_cast<const T*>(grad),
+                         static_cast<T*>(grad_rows), grad_weights, begin, end, shape.width);
+    });
+    megazero::parallel_for(available, workers, [&](std::int64_t begin, std::int64_t end, std::int64_t) {
+      megazero::clear_unused(choice, static_cast<T*>(grad_rows), begin, end, shape.width);
+    });
+  });
+}
