@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 import torch
 
+from megazero.mpu import thread_group
 from tests.pool import WorkerPool
 
 
@@ -22,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    _share_out_cores()
     if threading.current_thread() is threading.main_thread():
         # A shell starts background jobs with interrupts ignored, and tests send some.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,6 +35,19 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("repeatable")
+
+
+def _share_out_cores() -> None:
+    """Give each of several test processes a core of its own for ranks that are threads.
+
+    They stay on one core, by default the one that they are started on, and two processes would often choose
+    the same one while the other is idle.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker.removeprefix("gw").isdecimal() and hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        core = cores[int(worker.removeprefix("gw")) % len(cores)]
+        thread_group.this_core = lambda: core
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

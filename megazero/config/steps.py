@@ -1,7 +1,8 @@
 """What each step of a training consumes: a pure function of what was consumed before it.
 
-The batch size follows the samples consumed so far (a ramp), the sequence length follows the number of steps
-done. Counts of a whole training are sums over stretches of equal steps, found by bisection, in integers.
+The batch size follows the samples consumed so far (a ramp), the sequence length the steps done or the tokens
+(a curriculum). Counts of a whole training are sums over stretches of equal steps, found by bisection, in
+integers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from megazero.config.pacing import pieces
 from megazero.config.tree import Config
 
 Unit = Literal["iters", "samples", "tokens"]
@@ -132,31 +134,51 @@ class BatchRamp:
 
 @dataclass(frozen=True)
 class SequenceLengths:
-    """The sequence length as a function of the number of steps done.
+    """The sequence length as a function of the steps done, or of the tokens.
 
     Attributes:
-        pieces: (number of the first step, tokens per sample from there on), in ascending order and starting
-            at step 0. A curriculum has several pieces; without one there is a single piece.
+        pieces: (count at which it begins, tokens per sample from there on), in ascending order and starting
+            at 0. A curriculum has several pieces; without one there is a single piece.
+        unit: what is counted.
     """
 
     pieces: tuple[tuple[int, int], ...]
+    unit: Unit = "iters"
 
     @classmethod
     def constant(cls, length: int) -> SequenceLengths:
         """The same length at every step."""
         return cls(((0, length),))
 
-    def at(self, iteration: int) -> int:
-        """Tokens per sample of the step that starts after `iteration` steps."""
-        return self.pieces[self._following(iteration) - 1][1]
+    @classmethod
+    def of(cls, config: Config) -> SequenceLengths:
+        """The lengths of a run's curriculum; without one, a constant length."""
+        length, settings = config.model.seq_length, config.curriculum
+        pacing = settings.seqlen(length)
+        return cls.constant(length) if pacing is None else cls(pieces(pacing), settings.seqlen_unit)
 
-    def steps_held(self, iteration: int) -> int | None:
-        """For how many steps after `iteration` the length stays what it is; None if for good."""
-        following = self._following(iteration)
-        return None if following == len(self.pieces) else self.pieces[following][0] - iteration
+    @property
+    def grow(self) -> bool:
+        """Whether there is more than one."""
+        return len(self.pieces) > 1
 
-    def _following(self, iteration: int) -> int:
-        return bisect_right(self.pieces, iteration, key=lambda piece: piece[0])
+    def at(self, progress: Progress) -> int:
+        """Tokens per sample of the step that follows `progress`."""
+        return self.pieces[self._following(progress) - 1][1]
+
+    def steps_held(self, progress: Progress, tokens: int) -> int | None:
+        """For how many steps after `progress` the length stays what it is; None if for good.
+
+        `tokens` is the number in each of these steps.
+        """
+        following = self._following(progress)
+        if following == len(self.pieces):
+            return None
+        missing = self.pieces[following][0] - progress.count(self.unit)
+        return missing if self.unit == "iters" else -(-missing // tokens)
+
+    def _following(self, progress: Progress) -> int:
+        return bisect_right(self.pieces, progress.count(self.unit), key=lambda piece: piece[0])
 
 
 @dataclass(frozen=True)
@@ -182,14 +204,14 @@ class Steps:
         return cls(
             BatchRamp.of(config, data_parallel_size),
             config.batch.micro_batch_size * data_parallel_size,
-            SequenceLengths.constant(config.model.seq_length),
+            SequenceLengths.of(config),
             start,
         )
 
     def at(self, progress: Progress) -> Step:
         """The step that follows `progress`."""
         size = self.ramp.at(progress.samples)
-        return Step(progress, size, size // self.unit, self.lengths.at(progress.iteration))
+        return Step(progress, size, size // self.unit, self.lengths.at(progress))
 
     def before(self, iteration: int) -> Progress:
         """What has been consumed when `iteration` steps are done, counted from the beginning of the training.
@@ -244,7 +266,7 @@ class Steps:
         while True:
             first = self.at(progress)
             yield first
-            held = (self.ramp.steps_held(progress.samples), self.lengths.steps_held(progress.iteration))
+            held = (self.ramp.steps_held(progress.samples), self.lengths.steps_held(progress, first.tokens))
             ends = [steps for steps in held if steps is not None]
             if not ends:
                 return

@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
+from megazero.config.curriculum import CurriculumConfig
 from megazero.config.distillation import DistillationConfig
 from megazero.config.experts import ModelConfig
 from megazero.config.finetuning import FinetuneConfig
@@ -248,5 +249,6 @@ class Config(Section):
     training: TrainingConfig = TrainingConfig()
     finetune: FinetuneConfig = FinetuneConfig()
     distillation: DistillationConfig = DistillationConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

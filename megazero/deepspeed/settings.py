@@ -83,6 +83,11 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module) -> U
             sections.append(build_section(name, [*read.defaults, *read.settings]))
         except ConfigError as error:
             problems += error.violations
+    if any(setting.spec.section == "curriculum" for setting in read.settings):
+        problems.append(
+            "`curriculum_learning` must be off here, where a script cuts its own batches, but is on; "
+            "pretrain_gpt.py and pretrain_bert.py take it"
+        )
     batch = read.batch
     if batch is None and not problems:
         # No batch size is given: this raises what DeepSpeed says in that case.

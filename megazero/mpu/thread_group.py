@@ -75,7 +75,7 @@ class ThreadWorld:
         """
         results: list[Any] = [None] * self.size
         failures: list[tuple[int, BaseException]] = []
-        core = _this_core()
+        core = this_core()
 
         def body(rank: int) -> None:
             # The ranks take turns holding the interpreter lock, and passing it between cores costs several
@@ -237,7 +237,7 @@ class _Receipt:
         self.come = True
 
 
-def _this_core() -> int | None:
+def this_core() -> int | None:
     """The core that this thread runs on, or None if that is unknown or threads cannot be pinned to a core."""
     stat = Path("/proc/thread-self/stat")
     if not hasattr(os, "sched_setaffinity") or not stat.exists():

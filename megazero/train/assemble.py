@@ -139,7 +139,7 @@ def build_plan(config: Config, horizon: Horizon, vocabulary: Vocabulary, context
     minutes = training.exit_duration_in_mins
     return RunPlan(
         horizon=horizon,
-        flops_per_token=family_of(config.model).flops_per_token(config, vocabulary),
+        flops_per_token=cache(partial(_flops_per_token, config, vocabulary)),
         matmul_rate=measure_matmul_rate(DTYPES[config.precision.dtype], context.device),
         save_interval=config.checkpoint.save_interval,
         exit_interval=training.exit_interval,
@@ -149,6 +149,11 @@ def build_plan(config: Config, horizon: Horizon, vocabulary: Vocabulary, context
         exact_timers=logging.log_timers_to_tensorboard,
         log_interval=logging.log_interval,
     )
+
+
+def _flops_per_token(config: Config, vocabulary: Vocabulary, sequence_length: int) -> float:
+    model = config.model.model_copy(update={"seq_length": sequence_length})
+    return family_of(model).flops_per_token(config.model_copy(update={"model": model}), vocabulary)
 
 
 def pretrain(config: Config, launch: Launch | None = None, disk: Disk | None = None) -> TrainState:

@@ -36,15 +36,20 @@ class Feed:
         """The fixed facts of the sampler."""
         return self.sampler.spec
 
-    def micro_batches(self, consumed_samples: int, count: int) -> list:
+    def micro_batches(self, consumed_samples: int, count: int, length: int | None = None) -> list:
         """The `count` micro-batches of the step that starts after `consumed_samples`.
+
+        Args:
+            consumed_samples: samples of all replicas before.
+            count: micro-batches of each replica.
+            length: tokens that each sample is cut to; None leaves it whole.
 
         Raises:
             DataError: the dataset is too short, or holds a token outside the vocabulary.
         """
         starts = [consumed_samples + i * self.spec.stride for i in range(count)]
         read = self._read if self.reader is None else self.reader.take
-        batches = [self.collate(read(start), self._samples(start)) for start in starts]
+        batches = [self.collate(_cut(read(start), length), self._samples(start)) for start in starts]
         if self.reader is not None:
             self.reader.expect(starts[-1] + self.spec.stride, self.spec.stride)
         return batches
@@ -60,6 +65,13 @@ class Feed:
 
     def _read(self, start: int) -> dict[str, np.ndarray]:
         return self.dataset.batch(self.sampler.at(start))
+
+
+def _cut(arrays: dict[str, np.ndarray], length: int | None) -> dict[str, np.ndarray]:
+    """The first `length` columns of every array [b, s]."""
+    if length is None:
+        return arrays
+    return {name: np.ascontiguousarray(a[:, :length]) if a.ndim == 2 else a for name, a in arrays.items()}
 
 
 class ReadAhead:

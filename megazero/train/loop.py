@@ -29,7 +29,8 @@ class RunPlan:
 
     Attributes:
         horizon: where training stops, the size of each step, and what evaluations read.
-        flops_per_token: FLOPs of forward and backward for one token, without a teacher's.
+        flops_per_token: (tokens of a sequence) -> FLOPs of forward and backward for one of them, without a
+            teacher's.
         matmul_rate: this rank's measured matmul rate, FLOP/s.
         save_interval: iterations between checkpoints, or None.
         exit_interval: stop at multiples of this many iterations, or None.
@@ -40,7 +41,7 @@ class RunPlan:
     """
 
     horizon: Horizon
-    flops_per_token: float
+    flops_per_token: Callable[[int], float]
     matmul_rate: float
     save_interval: int | None = None
     exit_interval: int | None = None
@@ -150,7 +151,9 @@ class Loop:
         began = time.perf_counter()
         step = self.plan.horizon.at(state.progress)
         with self.timers("data"):
-            batches = self.feeds.train.micro_batches(state.consumed_samples, step.micro_batches)
+            batches = self.feeds.train.micro_batches(
+                state.consumed_samples, step.micro_batches, step.sequence_length
+            )
         hold = self.checkpoints.saver.wait_for_copies if self.checkpoints is not None else None
         result = self.engine.train_step(batches, state.progress, self.timers, hold)
         state = state.after(step, result.skipped)
@@ -172,7 +175,7 @@ class Loop:
         rate = step.tokens / seconds
         # Padding takes time only where it cannot be avoided, and is no use.
         useful = rate * (1.0 - result.losses.padding)
-        each = self.plan.flops_per_token + self.engine.lessons.flops_per_token
+        each = self.plan.flops_per_token(step.sequence_length) + self.engine.lessons.flops_per_token
         flops = useful * each / self.context.world_size
         return StepMetrics(
             iteration=state.iteration,
@@ -191,6 +194,7 @@ class Loop:
             num_micro_batches=step.micro_batches,
             first_bad_parameter=result.first_bad_parameter,
             phase_seconds=self.timers.collect(),
+            sequence_length=step.sequence_length if self.plan.horizon.steps.lengths.grow else None,
             **extras,
         )
 

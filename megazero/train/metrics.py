@@ -35,6 +35,7 @@ class StepMetrics:
         num_zeros: zero elements of the gradient, if asked for.
         first_bad_parameter: global name of the first parameter with a non-finite gradient.
         phase_seconds: wall time of each named phase (`timers.py`).
+        sequence_length: tokens of a sequence in this iteration; None without a curriculum.
         tokens_per_expert: for each layer with experts, its number as ``layer``, and as ``tokens`` how often
             each of its experts was chosen in this iteration, before any token was dropped. None in between
             the iterations that are logged, and without experts.
@@ -58,6 +59,7 @@ class StepMetrics:
     num_zeros: int | None = None
     first_bad_parameter: str | None = None
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    sequence_length: int | None = None
     tokens_per_expert: Sequence[Mapping] | None = None
 
     @property
@@ -72,11 +74,12 @@ class StepMetrics:
     def record(self) -> dict[str, object]:
         """Name -> value of every field, with every loss term in place of `losses`.
 
-        What each expert got is there only where it is known.
+        What each expert got is there only where it is known, and the sequence length only where it changes.
         """
         found = _record(self)
-        if self.tokens_per_expert is None:
-            del found["tokens_per_expert"]
+        for name in ("tokens_per_expert", "sequence_length"):
+            if found[name] is None:
+                del found[name]
         return found
 
 

@@ -20,8 +20,8 @@ def test_a_token_costs_the_same_in_every_member():
     assert student.active_parameters < sizes["pr-moe"].active_parameters
     assert len(sizes) >= 6
     for name, size in sizes.items():
-        assert size.flops_per_token == pytest.approx(dense.flops_per_token, rel=0.01), name
-        assert size.active_parameters == pytest.approx(dense.active_parameters, rel=0.01), name
+        assert size.flops_per_token == pytest.approx(dense.flops_per_token, rel=0.03), name
+        assert size.active_parameters == pytest.approx(dense.active_parameters, rel=0.03), name
 
 
 def test_the_student_learns_from_the_member_of_that_name():

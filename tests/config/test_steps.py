@@ -46,8 +46,9 @@ def test_ramp_of_a_configuration() -> None:
 
 
 def test_sequence_lengths_by_hand() -> None:
-    assert [GROWING.at(n) for n in range(7)] == [10, 10, 10, 20, 20, 50, 50]
-    assert [GROWING.steps_held(n) for n in range(7)] == [3, 2, 1, 2, 1, None, None]
+    places = [Progress(iteration=n) for n in range(7)]
+    assert [GROWING.at(place) for place in places] == [10, 10, 10, 20, 20, 50, 50]
+    assert [GROWING.steps_held(place, 99) for place in places] == [3, 2, 1, 2, 1, None, None]
 
 
 def test_steps_by_hand() -> None:

@@ -106,7 +106,7 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             --hybrid-context-parallel --variable-seq-lengths""",
         ),
         "curriculum and token dropping": (
-            "curriculum learning and token dropping come in a later version; leave it out",
+            "curricula by an index of difficulties and token dropping come in a later version; leave it out",
             "--data-efficiency-curriculum-learning --random-ltd --return-data-index",
         ),
         "a weight of distillation that nothing reads": (

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from megazero.config.curriculum import CurriculumConfig
 from megazero.config.derive import model_ranks
 from megazero.config.fields import FIELD_BY_PATH, FIELDS
 from megazero.config.steps import BatchRamp, Steps
@@ -26,6 +27,9 @@ CHUNK_FIELDS = (
     "parallel.num_virtual_stages_per_pipeline_rank",
 )
 """The fields that determine the number of pipeline chunks."""
+
+SEQUENCE_FIELDS = ("model.seq_length", *(f"curriculum.{name}" for name in CurriculumConfig.model_fields))
+"""The fields that determine the sequence length of each step."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from megazero.config.rules.curriculum import CURRICULUM_RULES
 from megazero.config.rules.distillation import DISTILLATION_RULES
 from megazero.config.rules.experts import EXPERT_RULES
 from megazero.config.rules.files import DATA_RULES, OUTPUT_RULES, TOKENIZER_RULES
@@ -41,6 +42,7 @@ RULES: tuple[Rule, ...] = (
     *OUTPUT_RULES,
     *FINETUNING_RULES,
     *DISTILLATION_RULES,
+    *CURRICULUM_RULES,
 )
 
 

@@ -122,6 +122,8 @@ def interval_line(interval: list[StepMetrics], total: int | None) -> str:
         f"learning rate: {last.learning_rate:.6E}",
         f"global batch size: {last.global_batch_size:5d}",
     ]
+    if last.sequence_length is not None:
+        parts.append(f"sequence length: {last.sequence_length:5d}")
     parts += [f"{label}: {mean:.6E}" for label, mean in _interval_means(made).items()]
     parts += [f"loss scale: {last.loss_scale:.1f}", f"grad norm: {last.grad_norm:.3f}"]
     if last.expert_loads is not None:

@@ -22,6 +22,8 @@ def step_values(metrics: StepMetrics, *, with_timers: bool) -> dict[str, float]:
         values |= _known(metrics.losses.labelled())
     if metrics.num_zeros is not None:
         values["num-zeros"] = float(metrics.num_zeros)
+    if metrics.sequence_length is not None:
+        values["seqlen/curriculum_seqlen"] = metrics.sequence_length
     if metrics.expert_loads is not None:
         values["expert-load-min"], values["expert-load-max"] = metrics.expert_loads
     if metrics.params_norm is not None:

@@ -19,6 +19,7 @@ from megazero.config.deepspeed.row import (
     ANYTHING,
     BOOL,
     COUNT,
+    COUNTS,
     INTEGER,
     NUMBER,
     PAIR,
@@ -135,6 +136,46 @@ HONOURED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 # key -> its value, other keys that must stand beside it, and what the engine then reads
+RAMP = {
+    "curriculum_learning.enabled": True,
+    "curriculum_learning.schedule_type": "fixed_root",
+}
+HONOURED |= {
+    "curriculum_learning.enabled": (
+        True,
+        {"curriculum_learning.schedule_type": "fixed_linear"},
+        {"curriculum.seqlen_schedule": "fixed_linear"},
+    ),
+    "curriculum_learning.schedule_type": (
+        "fixed_linear",
+        {"curriculum_learning.enabled": True},
+        {"curriculum.seqlen_schedule": "fixed_linear"},
+    ),
+    "curriculum_learning.min_difficulty": (64, RAMP, {"curriculum.seqlen_min_difficulty": 64}),
+    "curriculum_learning.max_difficulty": (512, RAMP, {"curriculum.seqlen_max_difficulty": 512}),
+    "curriculum_learning.schedule_config.total_curriculum_step": (
+        900,
+        RAMP,
+        {"curriculum.seqlen_total_curriculum_step": 900},
+    ),
+    "curriculum_learning.schedule_config.difficulty_step": (
+        16,
+        RAMP,
+        {"curriculum.seqlen_difficulty_step": 16},
+    ),
+    "curriculum_learning.schedule_config.root_degree": (2, RAMP, {"curriculum.seqlen_root_degree": 2.0}),
+    "curriculum_learning.schedule_config.difficulty": (
+        [8, 16],
+        {**RAMP, "curriculum_learning.schedule_type": "fixed_discrete"},
+        {"curriculum.seqlen_difficulty": (8, 16)},
+    ),
+    "curriculum_learning.schedule_config.max_step": (
+        [10],
+        {**RAMP, "curriculum_learning.schedule_type": "fixed_discrete"},
+        {"curriculum.seqlen_max_step": (10,)},
+    ),
+}
+
 EXTRA: dict[str, tuple[Any, dict[str, Any], Extras]] = {
     "steps_per_print": (100, {}, Extras(steps_per_print=100)),
     "dump_state": (True, {}, Extras(dump_state=True)),
@@ -201,12 +242,14 @@ SAMPLES: dict[Any, tuple[Any, Any]] = {
     NUMBER: (0.5, "0.5"),
     AMOUNT: (0.5, -1),
     PAIR: ([0.5, 0.5], [0.5]),
+    COUNTS: ([8, 16], [8, 0]),
     TEXT: ("text", 3),
     SECTION: ({"enabled": True, "device": "cpu", "deepcompile": True}, True),
 }
 
 # refused key -> values that ask for nothing, where they are no booleans and no `enabled` false
 HARMLESS: dict[str, Any] = {
+    "curriculum_learning.curriculum_type": "seqlen",
     "optimizer.params.dampening": 0,
     "scheduler.params.last_batch_iteration": -1,
     "gradient_allreduce_op": "Mean",

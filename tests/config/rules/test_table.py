@@ -22,6 +22,11 @@ TASK = {
 
 EXPERTS = {"model.num_experts": (8,)}
 GROUPED = {**EXPERTS, "model.moe_router_num_groups": 4, "model.moe_router_group_topk": 2}
+RAMP = {
+    "curriculum.seqlen_schedule": "fixed_linear",
+    "curriculum.seqlen_min_difficulty": 8,
+    "curriculum.seqlen_total_curriculum_step": 5,
+}
 TAUGHT = {"distillation.kd": True, "distillation.load_teacher": "teacher"}
 UPCYCLED = {**EXPERTS, "checkpoint.moe_use_upcycling": True, "checkpoint.load": "dense"}
 
@@ -241,6 +246,24 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "teacher_is_for_distillation": {"distillation.kd_temp": 2.0},
     "distillation_is_for_gpt": {**TAUGHT, "model.family": "bert"},
     "distillation_is_for_pretraining": {**TAUGHT, **TASK},
+    "seqlen_ramp_has_its_numbers": {"curriculum.seqlen_schedule": "fixed_linear"},
+    "seqlen_root_has_a_degree": {**RAMP, "curriculum.seqlen_schedule": "fixed_root"},
+    "seqlen_ramp_is_one": {**RAMP, "curriculum.seqlen_schedule": "none"},
+    "seqlen_levels_fit": {
+        "curriculum.seqlen_schedule": "fixed_discrete",
+        "curriculum.seqlen_difficulty": (8, 16),
+    },
+    "seqlen_ramp_grows": {**RAMP, "curriculum.seqlen_max_difficulty": 4},
+    "seqlen_within_sequences": {**RAMP, "curriculum.seqlen_max_difficulty": 10**6},
+    "seqlen_divides_over_ranks": {
+        **RAMP,
+        "curriculum.seqlen_difficulty_step": 1,
+        "parallel.tensor_model_parallel_size": 2,
+        "parallel.sequence_parallel": True,
+    },
+    "seqlen_ramp_ends_in_time": {**RAMP, "curriculum.seqlen_total_curriculum_step": 10**6},
+    "seqlen_is_for_pretraining": {**RAMP, **TASK},
+    "seqlen_leaves_packed_rows": {**RAMP, "data.bert_pack": True},
 }
 
 # Combinations near a rule's border that must run.
@@ -396,6 +419,7 @@ def test_without_a_world_size_only_its_rules_are_silent() -> None:
         "expert_ranks_fill_stages",
         "warmup_shorter_than_decay",
         "wsd_decay_fits",
+        "seqlen_ramp_ends_in_time",
     }
 
 

@@ -106,7 +106,6 @@ LOGGING_ROWS: tuple[KeyRow, ...] = (
 )
 
 FEATURE_ROWS: tuple[KeyRow, ...] = (
-    *refuses(f"curriculum learning {_LATER}", SECTION, DISABLED, "curriculum_learning"),
     *refuses(
         f"data efficiency {_LATER}",
         SECTION,

@@ -1,0 +1,58 @@
+"""The section of the tree about curriculum learning over the sequence length."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from megazero.config.option import Section, option
+from megazero.config.pacing import Discrete, Pacing, Root
+
+
+class CurriculumConfig(Section):
+    """Curriculum"""
+
+    seqlen_schedule: Literal["none", "fixed_linear", "fixed_root", "fixed_discrete"] = option(
+        "none",
+        "how sequences grow: by a straight line, by a root of the training done, or by given levels; "
+        "training cuts each sample to the length of its step, evaluations do not",
+    )
+    seqlen_unit: Literal["iters", "tokens"] = option(
+        "iters", "what the schedule counts; tokens are those before the step"
+    )
+    seqlen_min_difficulty: PositiveInt | None = option(None, "length at the beginning", unit="tokens")
+    seqlen_max_difficulty: PositiveInt | None = option(
+        None, "length at the end; default: the sequence length", unit="tokens"
+    )
+    seqlen_total_curriculum_step: PositiveInt | None = option(
+        None, "fixed_linear, fixed_root: where the length gets to its end, in steps or tokens"
+    )
+    seqlen_difficulty_step: PositiveInt = option(
+        8, "lengths are rounded down to multiples of this", unit="tokens"
+    )
+    seqlen_root_degree: PositiveFloat | None = option(None, "fixed_root: which root; 2 is the square root")
+    seqlen_difficulty: tuple[PositiveInt, ...] = option(
+        (), "fixed_discrete: the lengths, one after the other"
+    )
+    seqlen_max_step: tuple[PositiveInt, ...] = option(
+        (), "fixed_discrete: the last step, or number of tokens, of each length but the last"
+    )
+
+    def seqlen(self, sequence_length: int) -> Pacing | None:
+        """The length as a function of steps or tokens.
+
+        None if it is always the same, or if the settings contradict each other, which rules refuse.
+        """
+        if self.seqlen_schedule == "fixed_discrete":
+            levels, ends = self.seqlen_difficulty, self.seqlen_max_step
+            grow = all(a < b for values in (levels, ends) for a, b in pairwise(values))
+            return Discrete(levels, ends) if grow and len(levels) == len(ends) + 1 else None
+        degrees = {"fixed_linear": 1.0, "fixed_root": self.seqlen_root_degree}
+        degree = degrees.get(self.seqlen_schedule)
+        first, last = self.seqlen_min_difficulty, self.seqlen_max_difficulty or sequence_length
+        total = self.seqlen_total_curriculum_step
+        if None in (degree, first, total) or first > last:
+            return None
+        return Root(first, last, total, self.seqlen_difficulty_step, degree)

@@ -1,0 +1,182 @@
+"""Rules about curricula over the sequence length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megazero.config.curriculum import CurriculumConfig
+from megazero.config.horizon import Limits
+from megazero.config.pacing import Pacing, pieces
+from megazero.config.rules.rule import SEQUENCE_FIELDS, Case, Rule
+
+_SCHEDULE = "curriculum.seqlen_schedule"
+_MIN = "curriculum.seqlen_min_difficulty"
+_MAX = "curriculum.seqlen_max_difficulty"
+_TOTAL = "curriculum.seqlen_total_curriculum_step"
+_STEP = "curriculum.seqlen_difficulty_step"
+_DEGREE = "curriculum.seqlen_root_degree"
+_LEVELS = "curriculum.seqlen_difficulty"
+_ENDS = "curriculum.seqlen_max_step"
+_LENGTH = "model.seq_length"
+_TRAINING = (
+    "training.train_iters",
+    "training.train_samples",
+    "training.train_tokens",
+    "batch.micro_batch_size",
+    "batch.global_batch_size",
+    "batch.rampup_batch_size",
+    "parallel.tensor_model_parallel_size",
+    "parallel.pipeline_model_parallel_size",
+    "parallel.context_parallel_size",
+)
+
+
+def _settings(case: Case) -> CurriculumConfig:
+    return case.config.curriculum
+
+
+def _is(case: Case, *schedules: str) -> bool:
+    return _settings(case).seqlen_schedule in schedules
+
+
+def _of_a_ramp_only(case: Case) -> bool:
+    given = _settings(case)
+    ramp = (given.seqlen_min_difficulty, given.seqlen_max_difficulty, given.seqlen_total_curriculum_step)
+    return _is(case, "fixed_linear", "fixed_root") or ramp == (None, None, None)
+
+
+def _levels_fit(case: Case) -> bool:
+    given = _settings(case)
+    if _is(case, "fixed_discrete"):
+        return _pacing(case) is not None
+    return not given.seqlen_difficulty and not given.seqlen_max_step
+
+
+def _pacing(case: Case) -> Pacing | None:
+    return _settings(case).seqlen(case.config.model.seq_length)
+
+
+def _grows(case: Case) -> bool:
+    given, length = _settings(case), case.config.model.seq_length
+    if not _is(case, "fixed_linear", "fixed_root") or given.seqlen_min_difficulty is None:
+        return True
+    return given.seqlen_min_difficulty <= (given.seqlen_max_difficulty or length)
+
+
+def _if_paced(holds: Callable[[Case, Pacing], bool]) -> Callable[[Case], bool]:
+    def judge(case: Case) -> bool:
+        pacing = _pacing(case)
+        return pacing is None or holds(case, pacing)
+
+    return judge
+
+
+def _divides(case: Case, pacing: Pacing) -> bool:
+    parallel = case.config.parallel
+    ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return all(length % ranks == 0 for _, length in pieces(pacing))
+
+
+def _ends_in_time(case: Case, pacing: Pacing) -> bool:
+    limits = Limits.of(case.config)
+    if case.steps is None or limits == Limits():
+        return True
+    end = limits.end(case.steps)
+    last = pieces(pacing)[-1][0]
+    return last < end.count(_settings(case).seqlen_unit) or last == 0
+
+
+def _when_it_ends(case: Case) -> str:
+    pacing, unit = _pacing(case), _settings(case).seqlen_unit
+    if pacing is None or case.steps is None or Limits.of(case.config) == Limits():
+        return ""
+    there, end = pieces(pacing)[-1][0], Limits.of(case.config).end(case.steps).count(unit)
+    return f"it does after {there} {unit}, and the training has {end}"
+
+
+CURRICULUM_RULES: tuple[Rule, ...] = (
+    Rule(
+        "seqlen_ramp_has_its_numbers",
+        (_MIN, _TOTAL),
+        "`seqlen_min_difficulty` and `seqlen_total_curriculum_step` must be set with a `seqlen_schedule` of "
+        "fixed_linear or fixed_root",
+        "say where it begins and how long it takes",
+        lambda c: (
+            not _is(c, "fixed_linear", "fixed_root")
+            or None not in (_settings(c).seqlen_min_difficulty, _settings(c).seqlen_total_curriculum_step)
+        ),
+        reads=(_SCHEDULE,),
+    ),
+    Rule(
+        "seqlen_root_has_a_degree",
+        (_DEGREE, _SCHEDULE),
+        "`seqlen_root_degree` must be set with a `seqlen_schedule` of fixed_root, and with no other",
+        "set it, or leave it out",
+        lambda c: _is(c, "fixed_root") == (_settings(c).seqlen_root_degree is not None),
+    ),
+    Rule(
+        "seqlen_ramp_is_one",
+        (_MIN, _MAX, _TOTAL, _SCHEDULE),
+        "`seqlen_min_difficulty`, `seqlen_max_difficulty` and `seqlen_total_curriculum_step` must be left "
+        "out without a `seqlen_schedule` of fixed_linear or fixed_root",
+        "leave them out, or name the schedule",
+        _of_a_ramp_only,
+    ),
+    Rule(
+        "seqlen_levels_fit",
+        (_LEVELS, _ENDS, _SCHEDULE),
+        "`seqlen_difficulty` and `seqlen_max_step` must grow, one level more than ends, with a "
+        "`seqlen_schedule` of fixed_discrete, and be left out with others",
+        "name a last step for each level but the last",
+        _levels_fit,
+        reads=SEQUENCE_FIELDS,
+    ),
+    Rule(
+        "seqlen_ramp_grows",
+        (_MIN, _MAX, _LENGTH),
+        "`seqlen_min_difficulty` must be at most `seqlen_max_difficulty`, which is `seq_length` if unset",
+        "let sequences grow",
+        _grows,
+        reads=(_SCHEDULE,),
+    ),
+    Rule(
+        "seqlen_within_sequences",
+        (_MAX, _LEVELS, _LENGTH),
+        "lengths of a `seqlen_schedule` must be at most `seq_length`",
+        "end there, or raise `--seq-length`",
+        _if_paced(lambda c, pacing: pacing.hardest <= c.config.model.seq_length),
+        reads=SEQUENCE_FIELDS,
+    ),
+    Rule(
+        "seqlen_divides_over_ranks",
+        (_STEP, _LEVELS, _MAX, "parallel.tensor_model_parallel_size"),
+        "all lengths of a `seqlen_schedule` must be multiples of `tensor_model_parallel_size` with "
+        "`sequence_parallel`",
+        "choose a `--seqlen-difficulty-step` and an end that are",
+        _if_paced(_divides),
+        reads=(*SEQUENCE_FIELDS, "parallel.sequence_parallel"),
+    ),
+    Rule(
+        "seqlen_ramp_ends_in_time",
+        (_TOTAL, _ENDS),
+        "a `seqlen_schedule` must get to its end within the training",
+        "shorten it, or train for longer",
+        _if_paced(_ends_in_time),
+        _when_it_ends,
+        reads=(*SEQUENCE_FIELDS, *_TRAINING),
+    ),
+    Rule(
+        "seqlen_is_for_pretraining",
+        (_SCHEDULE, "finetune.task"),
+        "`seqlen_schedule` must be none where a model is fine-tuned for a task",
+        "leave it out",
+        lambda c: _is(c, "none") or c.config.finetune.task is None,
+    ),
+    Rule(
+        "seqlen_leaves_packed_rows",
+        (_SCHEDULE, "data.bert_pack"),
+        "`seqlen_schedule` must be none with `bert_pack`, as a cut would take away whole samples",
+        "leave one of them out",
+        lambda c: _is(c, "none") or not c.config.data.bert_pack,
+    ),
+)

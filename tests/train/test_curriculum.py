@@ -1,0 +1,80 @@
+"""A real training with growing sequences: what it consumes, what it evaluates, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megazero.config import parse_config
+from megazero.config.horizon import horizon_of
+from megazero.mpu import Launch
+from megazero.train.assemble import pretrain
+
+SMALL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 64 --mock-data "
+    "--micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --train-iters 8 --eval-interval 4 --eval-iters 1"
+)
+GROWS = "--seqlen-schedule fixed_linear --seqlen-min-difficulty 8 --seqlen-total-curriculum-step 6"
+LENGTHS = [8, 16, 16, 24, 24, 32, 32, 32]
+
+
+def run(folder: Path, *flags: object) -> list[dict]:
+    """Train in this process; the metrics of every iteration."""
+    metrics = folder / "metrics.jsonl"
+    argv = [word for each in (SMALL, "--metrics-jsonl", metrics, *flags) for word in str(each).split()]
+    pretrain(parse_config(argv, world_size=1).config, Launch())
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def test_tokens_are_those_that_were_trained_on(tmp_path):
+    steps = run(tmp_path, GROWS)
+    assert [s["consumed_tokens"] for s in steps] == list(np.cumsum([4 * length for length in LENGTHS]))
+    assert [s["consumed_samples"] for s in steps] == [4 * n for n in range(1, 9)]
+    evaluations = [json.loads(x) for x in (tmp_path / "metrics.eval.jsonl").read_text().splitlines()]
+    assert {each["num_tokens"] for each in evaluations} == {4 * 32}  # whole sequences
+    # FLOPs of a token grow with what it attends to.
+    flops = [s["tflops"] * s["seconds"] / (4 * n) for s, n in zip(steps, LENGTHS, strict=True)]
+    assert flops[0] < flops[-1] < 1.5 * flops[0]
+    assert flops[1] == pytest.approx(flops[2], rel=1e-6)
+
+
+def test_a_run_that_stops_in_the_ramp_goes_on_bit_for_bit(tmp_path):
+    whole = run(tmp_path, GROWS)
+    for stop in (2, 3):
+        folder = tmp_path / str(stop)
+        folder.mkdir()
+        again = (GROWS, "--save", folder / "run", "--load", folder / "run")
+        run(folder, *again, "--exit-interval", stop)
+        found = run(folder, *again)
+        keys = ("iteration", "consumed_tokens", "lm_loss", "grad_norm", "learning_rate")
+        assert [[s[k] for k in keys] for s in found] == [[s[k] for k in keys] for s in whole]
+
+
+def test_a_training_in_tokens_takes_more_steps(tmp_path):
+    flags = f"{SMALL} {GROWS}".replace("--train-iters 8", "--train-tokens 1024 --lr-decay-tokens 1024")
+    config = parse_config(flags.split(), world_size=1).config
+    end = horizon_of(config, 1).end
+    before = sum(4 * n for n in LENGTHS)
+    steps = len(LENGTHS) + -(-(1024 - before) // (4 * 32))
+    assert (before, steps) == (736, 11)
+    assert (end.iteration, end.tokens) == (11, before + 3 * 4 * 32)
+
+
+def test_deepspeed_s_section_is_the_same_schedule(tmp_path):
+    section = {
+        "enabled": True,
+        "curriculum_type": "seqlen",
+        "min_difficulty": 8,
+        "max_difficulty": 32,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 6, "difficulty_step": 8},
+    }
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "curriculum_learning": section}))
+    flags = [*SMALL.split(), "--deepspeed", "--deepspeed_config", str(path)]
+    by_json = parse_config(flags, world_size=1).config.curriculum
+    by_flags = parse_config([*SMALL.split(), *GROWS.split(), "--seqlen-max-difficulty", "32"], world_size=1)
+    assert by_json == by_flags.config.curriculum
