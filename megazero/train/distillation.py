@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import MappingProxyType
 
-from megazero.checkpoint import CheckpointReader, Verify
+from megazero.checkpoint import Verify
 from megazero.config.derive import chunks_per_stage
 from megazero.config.distillation import DistillationConfig
 from megazero.config.horizon import Horizon
@@ -20,7 +20,7 @@ from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megazero.mpu import ParallelContext
 from megazero.train.families import family_of
 from megazero.train.lessons import Teacher
-from megazero.train.named_checkpoint import checkpoint_at, model_at
+from megazero.train.named_checkpoint import checkpoint_at, model_at, opened
 from megazero.train.state_json import SavedModel
 from megazero.train.trained import load_chunks
 from megazero.train.vocabulary import Vocabulary
@@ -49,7 +49,15 @@ def load_teacher(
     over = settings.kd_train_iters is not None and horizon.steps.start.iteration >= settings.kd_train_iters
     if not settings.kd or over or config.training.skip_train:
         return None
-    folder = checkpoint_at(settings.load_teacher, context)
+    try:
+        return _opened(config, vocabulary, context)
+    except DamagedCheckpointError as error:
+        # A resume would take it for the student's, and look for an older one.
+        raise CheckpointError(str(error)) from error
+
+
+def _opened(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Teacher:
+    folder = checkpoint_at(config.distillation.load_teacher, context)
     saved = model_at(folder, context)
     model = saved.settings(ModelConfig.model_fields)
     if wrong := _unfit(config, model, saved, vocabulary):
@@ -57,17 +65,12 @@ def load_teacher(
     beside = _beside(config, model)
     if problems := check(beside, context.world_size):
         raise ConfigError([f"the teacher {folder}: {problem}" for problem in problems])
-    reader = CheckpointReader(folder, verify=Verify(config.checkpoint.verify_checkpoint))
-    try:
-        chunks = load_chunks(beside, vocabulary, context, reader)
-    except DamagedCheckpointError as error:
-        # Not damaged in the sense of a resume, which would look for an older checkpoint of the student.
-        raise CheckpointError(str(error)) from error
+    reader = opened(folder, Verify(config.checkpoint.verify_checkpoint), context)
+    chunks = load_chunks(beside, vocabulary, context, reader)
     for chunk in chunks.values():
         for parameter in chunk.parameters():
             parameter.requires_grad_(False)
-    forward = family_of(model).flops_per_token(beside, vocabulary) / 3
-    return Teacher(chunks, forward, folder)
+    return Teacher(chunks, family_of(model).flops_per_token(beside, vocabulary) / 3, folder)
 
 
 def _unfit(config: Config, model: ModelConfig, saved: SavedModel, vocabulary: Vocabulary) -> Sequence[str]:

@@ -20,16 +20,23 @@ def checkpoint_at(given: str, context: ParallelContext) -> Path:
     return Path(together(context, look, f"look into {given}")[0])
 
 
+def opened(folder: Path, verify: Verify, context: ParallelContext) -> CheckpointReader:
+    """A checkpoint that all ranks could open; every rank calls this.
+
+    Raises:
+        CheckpointError: on every rank: it cannot be read.
+    """
+    readers: list[CheckpointReader] = []
+    together(context, lambda: readers.append(CheckpointReader(folder, verify=verify)), f"open {folder}")
+    return readers[0]
+
+
 def model_at(folder: Path, context: ParallelContext) -> SavedModel:
     """What a checkpoint says about its model; every rank calls this.
 
     Raises:
         CheckpointError: on every rank: it cannot be read, or does not say.
     """
-    found: list[SavedModel] = []
-
-    def read() -> None:
-        found.append(saved_model(CheckpointReader(folder, verify=Verify.SIZE)))
-
-    together(context, read, f"open {folder}")
+    reader, found = opened(folder, Verify.SIZE, context), []
+    together(context, lambda: found.append(saved_model(reader)), f"open {folder}")
     return found[0]

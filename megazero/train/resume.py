@@ -37,6 +37,7 @@ from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megazero.mpu import ParallelContext, gather_values
 from megazero.optim import ScalerState
 from megazero.train.engine import Engine
+from megazero.train.named_checkpoint import opened
 from megazero.train.random_state import random_state, set_random_state
 from megazero.train.router_state import router_parts_to_read
 from megazero.train.state import TrainState
@@ -138,7 +139,7 @@ def resume(
     remarks = list(found.remarks)
     for folder in found.folders:
         try:
-            reader = _open(folder, config, context)
+            reader = opened(folder, Verify(section.verify_checkpoint), context)
             begins = _begins_experts(config, reader)
             run = None if begins else saved_run(reader)
             kept, changes = _fit(config, reader, run, vocab_size, context.world_size, begins)
@@ -169,16 +170,6 @@ def _candidates(section: CheckpointConfig, context: ParallelContext) -> Candidat
 
     first = together(context, look if context.rank == 0 else None, f"look into {section.load}")[0]
     return Candidates(tuple(map(Path, first["folders"])), tuple(first["remarks"]))
-
-
-def _open(folder: Path, config: Config, context: ParallelContext) -> CheckpointReader:
-    readers: list[CheckpointReader] = []
-
-    def work() -> None:
-        readers.append(CheckpointReader(folder, verify=Verify(config.checkpoint.verify_checkpoint)))
-
-    together(context, work, f"open {folder}")
-    return readers[0]
 
 
 def _begins_experts(config: Config, reader: CheckpointReader) -> bool:

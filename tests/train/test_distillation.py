@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,15 @@ def test_flags_of_a_teacher_without_kd_are_refused(tmp_path):
     said = refusal(ConfigError, "--load-teacher somewhere", folder=tmp_path)
     assert "[rule teacher_is_for_distillation]" in said
     assert "[rule distillation_has_a_teacher]" in refusal(ConfigError, "--mos", folder=tmp_path)
+
+
+def test_a_damaged_teacher_is_not_taken_for_a_damaged_student(teacher, tmp_path):
+    """A resume passes over damaged checkpoints of the student, but must not do so for the teacher's sake."""
+    flags = ("--save", tmp_path / "run", "--load", tmp_path / "run", "--kd --load-teacher")
+    run(tmp_path, *flags, teacher, "--exit-interval 2")
+    broken = shutil.copytree(teacher, tmp_path / "broken")
+    (file,) = iteration_folder(broken, 2).glob("model-*.safetensors")
+    file.write_bytes(file.read_bytes()[:-8])
+    said = refusal(CheckpointError, *flags, broken, folder=tmp_path)
+    assert str(iteration_folder(broken, 2)) in said
+    assert "passed over" not in said
