@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megazero.config.curriculum import CurriculumConfig
 from megazero.config.horizon import Limits
 from megazero.config.pacing import Pacing, pieces
-from megazero.config.rules.rule import SEQUENCE_FIELDS, Case, Rule
+from megazero.config.rules.rule import SEQUENCE_FIELDS, STEP_FIELDS, Case, Rule
 
 _SCHEDULE = "curriculum.seqlen_schedule"
 _MIN = "curriculum.seqlen_min_difficulty"
@@ -18,17 +18,7 @@ _DEGREE = "curriculum.seqlen_root_degree"
 _LEVELS = "curriculum.seqlen_difficulty"
 _ENDS = "curriculum.seqlen_max_step"
 _LENGTH = "model.seq_length"
-_TRAINING = (
-    "training.train_iters",
-    "training.train_samples",
-    "training.train_tokens",
-    "batch.micro_batch_size",
-    "batch.global_batch_size",
-    "batch.rampup_batch_size",
-    "parallel.tensor_model_parallel_size",
-    "parallel.pipeline_model_parallel_size",
-    "parallel.context_parallel_size",
-)
+_LIMITS = ("training.train_iters", "training.train_samples", "training.train_tokens")
 
 
 def _settings(case: Case) -> CurriculumConfig:
@@ -163,7 +153,7 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
         "shorten it, or train for longer",
         _if_paced(_ends_in_time),
         _when_it_ends,
-        reads=(*SEQUENCE_FIELDS, *_TRAINING),
+        reads=(*STEP_FIELDS, *_LIMITS),
     ),
     Rule(
         "seqlen_is_for_pretraining",

@@ -31,6 +31,17 @@ CHUNK_FIELDS = (
 SEQUENCE_FIELDS = ("model.seq_length", *(f"curriculum.{name}" for name in CurriculumConfig.model_fields))
 """The fields that determine the sequence length of each step."""
 
+STEP_FIELDS = (
+    "batch.micro_batch_size",
+    "batch.global_batch_size",
+    "batch.rampup_batch_size",
+    *SEQUENCE_FIELDS,
+    "parallel.tensor_model_parallel_size",
+    "parallel.pipeline_model_parallel_size",
+    "parallel.context_parallel_size",
+)
+"""The fields that determine `Case.steps`."""
+
 
 @dataclass(frozen=True)
 class Case:

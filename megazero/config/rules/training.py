@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.horizon import Evaluations, Limits, LrLengths
-from megazero.config.rules.rule import SEQUENCE_FIELDS, Case, Rule, value_at
+from megazero.config.rules.rule import STEP_FIELDS, Case, Rule, value_at
 from megazero.config.steps import UNITS
 
 _LARGEST = 2**63 - 1  # what an integer of 64 bits holds, as positions in the data do
@@ -21,13 +21,7 @@ _LR_READS = (
     *_LR_DECAY,
     *_LR_WSD,
     *_LENGTHS,
-    "batch.micro_batch_size",
-    "batch.global_batch_size",
-    "batch.rampup_batch_size",
-    *SEQUENCE_FIELDS,
-    "parallel.tensor_model_parallel_size",
-    "parallel.pipeline_model_parallel_size",
-    "parallel.context_parallel_size",
+    *STEP_FIELDS,
 )
 
 
@@ -119,13 +113,7 @@ LENGTH_RULES: tuple[Rule, ...] = (
         reads=(
             "training.eval_interval",
             "training.eval_iters",
-            "batch.micro_batch_size",
-            "batch.global_batch_size",
-            "batch.rampup_batch_size",
-            *SEQUENCE_FIELDS,
-            "parallel.tensor_model_parallel_size",
-            "parallel.pipeline_model_parallel_size",
-            "parallel.context_parallel_size",
+            *STEP_FIELDS,
         ),
     ),
 )
