@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping
 from itertools import combinations
 from types import MappingProxyType
 
-from megazero.config.curriculum import CurriculumConfig
 from megazero.config.derive import EXPERT_FIELDS
-from megazero.config.distillation import DistillationConfig
 from tests.oracle.text import VOCABULARY
 
 STEPS = 20
@@ -147,14 +145,6 @@ NOT_STATED = MappingProxyType(
         **dict.fromkeys(
             (f"model.{name}" for name in EXPERT_FIELDS),
             "experts have cases of their own: tests/oracle/test_experts.py",
-        ),
-        **dict.fromkeys(
-            (f"distillation.{name}" for name in DistillationConfig.model_fields),
-            "a teacher has tests of its own: tests/models/test_taught.py",
-        ),
-        **dict.fromkeys(
-            (f"curriculum.{name}" for name in CurriculumConfig.model_fields),
-            "which samples are cut where: tests/train/test_curriculum.py",
         ),
         "model.num_classes": "fine-tuning has tests of its own: tests/equivalence/test_classifiers.py",
         "data.train_data_path": "another way to name the documents: tests/data/test_build.py",
