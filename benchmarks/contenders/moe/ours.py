@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 
 from benchmarks.contenders.moe import LayerShape, stepper
+from benchmarks.contenders.ours import join_context
 from megazero.config.tree import ModelConfig, ParallelConfig
 from megazero.layers import LayerInputs, Placement, initialize
 from megazero.moe import MoEMLP
-from megazero.mpu import Launch, join
 from megazero.train.allocator import keep_freed_memory
 
 
 def build(shape: LayerShape, rank: int, world_size: int, dispatcher: str = "alltoall"):
     keep_freed_memory()  # as a training does
     parallel = ParallelConfig(expert_model_parallel_size=world_size, device=shape.device)
-    context = join(parallel, Launch(rank, world_size, rank))
+    context = join_context(shape, rank, world_size, parallel)
     config = ModelConfig(
         num_layers=1,
         hidden_size=shape.hidden,
