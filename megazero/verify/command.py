@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from megazero.config.derive import balanced_by_micro_batch, data_parallel_size
@@ -22,6 +23,7 @@ from megazero.verify.record import STEPS, Record
 from megazero.verify.run import run_alone, run_in_processes, run_in_threads
 from megazero.verify.selection import all_layouts, covering, encoder_layouts
 from megazero.verify.shrink import shrink
+from megazero.verify.teacher import with_teacher
 
 DATA_SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
 
@@ -127,8 +129,10 @@ def _verify_own(flags: argparse.Namespace, rest: list[str]) -> int:
         print(f"shrunk     {note}")
     run = run_in_processes if flags.processes else run_in_threads
     began = time.perf_counter()
-    records = run(shrunk.config, grid, flags.steps)
-    expected = run_alone(serial_of(shrunk.config), flags.steps)
+    with TemporaryDirectory() as folder:
+        small = with_teacher(shrunk.config, folder) if config.distillation.kd else shrunk.config
+        records = run(small, grid, flags.steps)
+        expected = run_alone(serial_of(small), flags.steps)
     deviations = compare(records, expected)
     kind = "processes" if flags.processes else "threads"
     print(
@@ -172,7 +176,8 @@ def serial_of(config: Config) -> Config:
 
 def _show(expected: Record, deviations: list[Deviation]) -> None:
     for label in expected.losses[0]:
-        print(f"{label:<10} {' '.join(f'{losses[label]:.6f}' for losses in expected.losses)}")
+        values = (losses.get(label) for losses in expected.losses)
+        print(f"{label:<10} {' '.join('-' if value is None else f'{value:.6f}' for value in values)}")
     print(f"norm       {' '.join(f'{norm:.6f}' for norm in expected.grad_norms)}")
     for deviation in deviations:
         verdict = "ok " if deviation.share <= 1 else "BAD"

@@ -67,6 +67,8 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
         "batch": _batch(config, data_parallel, pp, dp),
         "optimizer": {"lr": 1e-2, "adam_eps": 1e-4, "clip_grad": 0.5, "lr_decay_style": "constant"},
         "precision": {"dtype": "fp32"},
+        "curriculum": _curriculum(config, tp),
+        "distillation": {"kd_train_iters": None if config.distillation.kd_train_iters is None else 3},
         "training": {"train_iters": 100, "train_samples": None, "train_tokens": None},
     }
     # Lengths of the learning rate schedule are removed in every unit: the run is only a few steps long.
@@ -79,8 +81,22 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
     if ep != parallel.expert_model_parallel_size:
         notes.append(f"expert parallel size {parallel.expert_model_parallel_size} -> {ep}")
+    if config.distillation.kd:
+        notes.append("the teacher is a new one, of twice the student's layers")
     grid = ProcessGrid(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp)
     return Shrunk(config.model_copy(update=sections), grid, tuple(notes))
+
+
+def _curriculum(config: Config, tp: int) -> dict:
+    """Half of the sequence for two steps, if it is to grow at all."""
+    if config.curriculum.seqlen_schedule == "none":
+        return {}
+    return {
+        **{name: field.default for name, field in type(config.curriculum).model_fields.items()},
+        "seqlen_schedule": "fixed_discrete",
+        "seqlen_difficulty": (4 * tp, 8 * tp),
+        "seqlen_max_step": (2,),
+    }
 
 
 def _expert_sizes(config: Config, tp: int, dp: int) -> tuple[int, int]:

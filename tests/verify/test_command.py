@@ -6,6 +6,7 @@ import pytest
 
 from megazero.config.resolve import parse_config
 from megazero.config.rules import check
+from megazero.config.steps import SequenceLengths
 from megazero.verify import command, compare
 from megazero.verify.command import main, serial_of
 from megazero.verify.shrink import shrink
@@ -30,6 +31,30 @@ def test_a_pipeline_with_zero_is_the_same_training(capsys):
     out = capsys.readouterr().out
     assert "tensor 1 x pipeline 2 x data 2, ZeRO stage 3" in out
     assert out.count("ok  ") == 5
+    assert out.endswith("the same training as one process\n")
+
+
+def test_a_curriculum_still_grows_when_it_is_shrunk(capsys):
+    grows = "--seqlen-schedule fixed_linear --seqlen-min-difficulty 32 --seqlen-total-curriculum-step 8"
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel --world-size 2 --steps 3"
+    assert main([*BASE, *grows.split(), *layout.split()]) == 0
+    assert capsys.readouterr().out.endswith("the same training as one process\n")
+    config = parse_config([*BASE, *grows.split(), *layout.split()[:3]], world_size=2).config
+    small = shrink(config, 1).config
+    assert [length for _, length in SequenceLengths.of(small).pieces] == [8, 16]
+    assert small.model.seq_length == 16
+
+
+def test_a_student_gets_a_teacher_of_its_own_and_the_lessons_end(capsys):
+    """The one that it names need not be there, and would not fit a shrunk student."""
+    lessons = ["--mos", "--load-teacher", "nowhere", "--kd-train-iters", "7", "--num-layers-teacher", "24"]
+    assert main([*BASE, *lessons, "--pipeline-model-parallel-size", "2", "--steps", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "shrunk     the teacher is a new one, of twice the student's layers" in out
+    (line,) = [line for line in out.splitlines() if line.startswith("kd loss")]
+    values = line.removeprefix("kd loss").split()
+    assert values[3] == "-"
+    assert all(float(value) > 0.01 for value in values[:3])
     assert out.endswith("the same training as one process\n")
 
 

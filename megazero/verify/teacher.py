@@ -1,0 +1,46 @@
+"""A teacher for a shrunk student: a model of the same kind, twice as deep, with weights of another seed."""
+
+from __future__ import annotations
+
+from megazero.config.curriculum import CurriculumConfig
+from megazero.config.distillation import DistillationConfig
+from megazero.config.horizon import horizon_of
+from megazero.config.tree import Config, ParallelConfig, RecomputeConfig, ZeroConfig
+from megazero.config.tree_output import CheckpointConfig
+from megazero.mpu import solo_context
+from megazero.train.snapshot import Snapshots
+from megazero.train.state import TrainState
+from megazero.verify.record import verification_engine
+
+
+def with_teacher(config: Config, folder: str) -> Config:
+    """The configuration of a student with a teacher that is saved in `folder` for it.
+
+    Raises:
+        CheckpointError: it cannot be saved there.
+    """
+    model = config.model.model_copy(update={"num_layers": 2 * config.model.num_layers})
+    changes = {
+        "model": model,
+        "parallel": ParallelConfig(),
+        "zero": ZeroConfig(),
+        "recompute": RecomputeConfig(),
+        "training": config.training.model_copy(update={"seed": config.training.seed + 1}),
+        "checkpoint": CheckpointConfig(save=folder),
+        "distillation": DistillationConfig(),
+        "curriculum": CurriculumConfig(),
+    }
+    teacher, context = config.model_copy(update=changes), solo_context()
+    horizon = horizon_of(teacher, 1)
+    engine = verification_engine(teacher, horizon, context)
+    snapshots = Snapshots(teacher, horizon, engine, context, model.vocab_size, teacher.training.seed)
+    try:
+        snapshots.save(TrainState(iteration=1))
+    finally:
+        snapshots.saver.close()
+    lessons = {
+        "load_teacher": folder,
+        **dict.fromkeys(("num_layers_teacher", "hidden_size_teacher", "num_attention_heads_teacher")),
+        "num_experts_teacher": (),
+    }
+    return config.model_copy(update={"distillation": config.distillation.model_copy(update=lessons)})
