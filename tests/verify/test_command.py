@@ -39,7 +39,8 @@ def test_a_curriculum_still_grows_when_it_is_shrunk(capsys):
     layout = "--tensor-model-parallel-size 2 --sequence-parallel --world-size 2 --steps 3"
     assert main([*BASE, *grows.split(), *layout.split()]) == 0
     assert capsys.readouterr().out.endswith("the same training as one process\n")
-    config = parse_config([*BASE, *grows.split(), *layout.split()[:3]], world_size=2).config
+    argv = [*BASE, *grows.split(), *layout.split()[:3], "--mock-data"]
+    config = parse_config(argv, world_size=2).config
     small = shrink(config, 1).config
     assert [length for _, length in SequenceLengths.of(small).pieces] == [8, 16]
     assert small.model.seq_length == 16
