@@ -69,9 +69,10 @@ def read_study(folder: Path, wishes: Wishes) -> Study:
     """
     members: list[Member] = []
     problems: dict[str, list[str]] = {}
-    names = {path.stem for path in _files(folder)}
     warnings: dict[str, None] = {}
-    for path in _files(folder):
+    files = _files(folder)
+    named = {path.stem for path in files}
+    for path in files:
         document = read_file(str(path))
         given = {s.spec.path: s.value for s in [*document.settings, *scan(wishes.flags).settings]}
         takes_corpus = not {f"data.{name}" for name in _SOURCES} & set(given)
@@ -82,7 +83,7 @@ def read_study(folder: Path, wishes: Wishes) -> Study:
             reasons = error.violations
         else:
             teacher = resolved.config.distillation.load_teacher
-            inside = teacher if teacher in names else None
+            inside = teacher if teacher in named else None
             members.append(Member(path.stem, _title(path), resolved.config, takes_corpus, inside))
             warnings |= dict.fromkeys(resolved.warnings)
             reasons = _unfit(members[-1])

@@ -16,14 +16,11 @@ _LAST = 2**62
 
 
 class Pacing(Protocol):
-    """A difficulty that never falls.
-
-    Attributes:
-        hardest: what it grows to.
-    """
+    """A difficulty that never falls."""
 
     @property
-    def hardest(self) -> int: ...
+    def hardest(self) -> int:
+        """What it grows to."""
 
     def at(self, count: int) -> int:
         """The difficulty when `count` have been reached, counted from 1."""

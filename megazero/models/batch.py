@@ -47,6 +47,10 @@ class Batch:
     def __post_init__(self) -> None:
         assert (self.loss_mask is None) == (self.counted is None), "a mask goes with what it counts"
 
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of values [s, b] over the positions, each times its weight in the loss."""
+        return values.sum() if self.loss_mask is None else (values * self.loss_mask.t()).sum()
+
     @classmethod
     def from_arrays(cls, arrays: Mapping, device: torch.device, vocab_size: int) -> Batch:
         """Make a batch from a dataset's arrays (keys are the tensor attributes; others are ignored).

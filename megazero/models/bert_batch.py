@@ -123,9 +123,10 @@ class BertCollate:
         Raises:
             DataError: a token or label lies outside the vocabulary.
         """
-        lengths, mask = arrays["lengths"], arrays["loss_mask"] != 0
+        mask, capacity = arrays["loss_mask"] != 0, arrays["tokens"].shape[1]
         check_token_ids({"tokens": arrays["tokens"], "labels": arrays["labels"][mask]}, self.vocab_size)
-        capacity = arrays["tokens"].shape[1]
+        # Of samples that were cut, as many tokens as there are columns.
+        lengths = np.minimum(arrays["lengths"], capacity)
         if self.packed:
             slots = pack(lengths.tolist(), capacity)
         else:
@@ -134,7 +135,7 @@ class BertCollate:
         fill = np.zeros(rows, dtype=np.int64)
         np.add.at(fill, [slot.row for slot in slots], lengths)
         width = min(capacity, -(-int(fill.max()) // self.multiple) * self.multiple)
-        return self._lay_out(arrays, samples, slots, (rows, width))
+        return self._lay_out({**arrays, "lengths": lengths}, samples, slots, (rows, width))
 
     def _lay_out(
         self, arrays: Mapping[str, Any], samples: tuple[int, ...], slots: list[Slot], shape: tuple[int, int]

@@ -111,10 +111,7 @@ class GPT(Trunk):
 
     def losses(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         """What the head adds to the loss terms, from its logits [s, b, v/tp]."""
-        losses = self.token_losses(logits, batch.labels)
-        if batch.loss_mask is not None:
-            losses = losses * batch.loss_mask.t()
-        return {"lm": losses.sum()}
+        return {"lm": batch.total(self.token_losses(logits, batch.labels))}
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of each position, float32 [s, b], from logits [s, b, v/tp] and labels [b, s]."""

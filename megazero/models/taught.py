@@ -98,7 +98,7 @@ class Taught:
             student.vocab_size,
             self.temperature,
         )
-        return each.sum() if batch.loss_mask is None else (each * batch.loss_mask.t()).sum()
+        return batch.total(each)
 
     def _teaches(self) -> bool:
         return self.teacher is not None and torch.is_grad_enabled()

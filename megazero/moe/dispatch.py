@@ -30,13 +30,14 @@ class _Permute(Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, token: Tensor, rows: Rows) -> Tensor:
-        ctx.rows = rows
+        # Not kept on ctx itself, where recompute could not drop it.
+        ctx.save_for_backward(rows.slots, rows.choice)
+        ctx.whole = rows.all_kept
         return x.index_select(0, token)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        rows: Rows = ctx.rows
-        return gathered_sum(grad, rows.slots, rows.choice, whole=rows.all_kept), None, None
+        return gathered_sum(grad, *ctx.saved_tensors, whole=ctx.whole), None, None
 
 
 class _Reorder(Function):

@@ -180,3 +180,19 @@ def test_random_samples_are_uneven_and_sound():
     assert (np.diff(found["token_types"][0]) >= 0).all()
     assert set(np.unique(found["token_types"])) == set(np.unique(found["is_random"])) == {0, 1}
     assert np.unique(found["tokens"]).tolist() == list(range(7))
+
+
+def test_samples_that_are_cut_are_shorter_ones():
+    """Cutting the arrays is the same as a dataset of samples that end there."""
+    arrays = random_samples(np.random.default_rng(0), 5, 32, 61)
+    cut = {name: a[:, :16] if a.ndim == 2 else a for name, a in arrays.items()}
+    shorter = {**cut, "lengths": np.minimum(arrays["lengths"], 16)}
+    assert (arrays["lengths"] > 16).any()
+    found, expected = (
+        BertCollate(61, torch.device("cpu"), seed=1)(each, tuple(range(5))) for each in (cut, shorter)
+    )
+    for each in fields(expected):
+        ours, theirs = getattr(found, each.name), getattr(expected, each.name)
+        assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs, each.name
+    assert found.tokens.shape == (5, 16)
+    assert found.padding == 5 * 16 - shorter["lengths"].sum()

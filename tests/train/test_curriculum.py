@@ -78,3 +78,25 @@ def test_deepspeed_s_section_is_the_same_schedule(tmp_path):
     by_json = parse_config(flags, world_size=1).config.curriculum
     by_flags = parse_config([*SMALL.split(), *GROWS.split(), "--seqlen-max-difficulty", "32"], world_size=1)
     assert by_json == by_flags.config.curriculum
+
+
+def test_a_bert_s_samples_are_cut_with_all_that_belongs_to_them(tmp_path):
+    steps = run(tmp_path, "--model-family bert", GROWS)
+    assert [s["consumed_tokens"] for s in steps] == list(np.cumsum([4 * length for length in LENGTHS]))
+    assert [s["sequence_length"] for s in steps] == LENGTHS
+    assert all(s["lm_loss"] > 3 for s in steps)
+
+
+def test_levels_beside_another_schedule_are_not_read(tmp_path):
+    """As in DeepSpeed: a ramp does not look at them."""
+    section = {
+        "enabled": True,
+        "min_difficulty": 8,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 6, "difficulty": [8, 32], "max_step": [3]},
+    }
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "curriculum_learning": section}))
+    flags = [*SMALL.split(), "--deepspeed", "--deepspeed_config", str(path)]
+    found = parse_config(flags, world_size=1).config.curriculum
+    assert found == parse_config([*SMALL.split(), *GROWS.split()], world_size=1).config.curriculum

@@ -52,6 +52,6 @@ CURRICULUM_ROWS: tuple[KeyRow, ...] = (
     _row("schedule_config.total_curriculum_step", "seqlen_total_curriculum_step", convert=_with(*_RAMPS)),
     _row("schedule_config.difficulty_step", "seqlen_difficulty_step", convert=_with(*_RAMPS)),
     _row("schedule_config.root_degree", "seqlen_root_degree", convert=_with("fixed_root")),
-    _row("schedule_config.difficulty", "seqlen_difficulty", COUNTS),
-    _row("schedule_config.max_step", "seqlen_max_step", COUNTS),
+    _row("schedule_config.difficulty", "seqlen_difficulty", COUNTS, convert=_with("fixed_discrete")),
+    _row("schedule_config.max_step", "seqlen_max_step", COUNTS, convert=_with("fixed_discrete")),
 )
