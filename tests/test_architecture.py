@@ -32,7 +32,7 @@ LEVELS = {
 }
 FACADE = 7  # megazero itself, whose names are those of a DeepSpeed script; nothing below may use them.
 SAME_LEVEL = {("moe", "layers"), ("zero", "optim")}
-TOOLS_MAY_IMPORT = {"errors", "config", "data"}
+TOOLS_MAY_IMPORT = {"errors", "config", "data", "data_efficiency"}
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 75
 MOST_METHODS = 12
