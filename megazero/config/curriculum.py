@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
 from megazero.config.option import Section, option
-from megazero.config.pacing import Discrete, Pacing, Root
+from megazero.config.pacing import Pacing, levels_of, root_of
 
 
 class CurriculumConfig(Section):
@@ -46,13 +45,12 @@ class CurriculumConfig(Section):
         None if it is always the same, or if the settings contradict each other, which rules refuse.
         """
         if self.seqlen_schedule == "fixed_discrete":
-            levels, ends = self.seqlen_difficulty, self.seqlen_max_step
-            grow = all(a < b for values in (levels, ends) for a, b in pairwise(values))
-            return Discrete(levels, ends) if grow and len(levels) == len(ends) + 1 else None
+            return levels_of(self.seqlen_difficulty, self.seqlen_max_step)
         degrees = {"fixed_linear": 1.0, "fixed_root": self.seqlen_root_degree}
-        degree = degrees.get(self.seqlen_schedule)
-        first, last = self.seqlen_min_difficulty, self.seqlen_max_difficulty or sequence_length
-        total = self.seqlen_total_curriculum_step
-        if None in (degree, first, total) or first > last:
-            return None
-        return Root(first, last, total, self.seqlen_difficulty_step, degree)
+        return root_of(
+            self.seqlen_min_difficulty,
+            self.seqlen_max_difficulty or sequence_length,
+            self.seqlen_total_curriculum_step,
+            self.seqlen_difficulty_step,
+            degrees.get(self.seqlen_schedule),
+        )

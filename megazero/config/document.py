@@ -14,8 +14,9 @@ from typing import Any
 import yaml
 
 from megazero.config.coerce import Unreadable, coerce, nearest
-from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec
+from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec, Kind
 from megazero.config.flags import Setting
+from megazero.config.metric_text import as_mapping, repeated_key
 from megazero.config.tree import Config
 
 BASE = "base"
@@ -170,6 +171,9 @@ def _construct(loader: yaml.SafeLoader, spec: FieldSpec, node: yaml.Node) -> Any
     PyYAML refuses what does not fit a tag, such as the date 2026-99-99 or an empty `!!int`, with whatever
     Python raises for it; all of these are Unreadable here.
     """
+    again = repeated_key(node)
+    if again is not None:
+        raise Unreadable(f"must have each key once (`{again}` is given again)")
     try:
         return loader.construct_object(node, deep=True)
     except (ValueError, LookupError, ArithmeticError, TypeError, AttributeError) as error:
@@ -195,11 +199,18 @@ def to_yaml(config: Config) -> str:
     """The whole tree as YAML; reading it back gives an equal `Config`."""
     tree = {
         section: {
-            key: list(value) if isinstance(value, tuple) else value for key, value in getattr(config, section)
+            key: _plain(FIELD_BY_PATH[f"{section}.{key}"], value) for key, value in getattr(config, section)
         }
         for section in SECTIONS
     }
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _plain(spec: FieldSpec, value: Any) -> Any:
+    """A value as YAML writes it."""
+    if spec.kind is Kind.METRICS:
+        return as_mapping(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 class _Dumper(yaml.SafeDumper):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic.fields import FieldInfo
 
+from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.tree import Config, Section
 
 
@@ -25,6 +26,7 @@ class Kind(Enum):
     FLOATS = "floats"
     CHOICES = "choices"
     TEXTS = "texts"
+    METRICS = "metrics"
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class FieldSpec:
         """The type in words, for help and docs."""
         if self.kind is Kind.BOOL:
             return "switch"
+        if self.kind is Kind.METRICS:
+            return "JSON or file"
         if self.kind in (Kind.CHOICE, Kind.CHOICES):
             item = " | ".join(map(str, self.choices))
         else:
@@ -122,6 +126,8 @@ def _kind(annotation: Any) -> tuple[Kind, tuple[str, ...], int | None]:
         return Kind.CHOICE, get_args(annotation), None
     if get_origin(annotation) is tuple:
         items = get_args(annotation)
+        if items[0] is CurriculumMetric:
+            return Kind.METRICS, (), None
         kind, choices, _ = _kind(_unwrap(items[0])[0])
         return _LIST_KINDS[kind], choices, None if items[-1] is Ellipsis else len(items)
     return _KINDS[annotation], (), None

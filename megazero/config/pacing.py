@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 _LAST = 2**62
@@ -63,6 +64,31 @@ class Discrete:
     def at(self, count: int) -> int:
         """The difficulty at `count`."""
         return self.levels[sum(end < count for end in self.ends)]
+
+
+def root_of(
+    first: int | None, last: int | None, total: int | None, step: int, degree: float | None
+) -> Root | None:
+    """The ramp of settings that may be missing; None if one is, or if it would not grow."""
+    if None in (first, last, total, degree) or first > last:
+        return None
+    return Root(first, last, total, step, degree)
+
+
+def levels_of(levels: tuple[int, ...], ends: tuple[int, ...]) -> Discrete | None:
+    """The levels of settings that may contradict each other; None if they do."""
+    grow = all(a < b for values in (levels, ends) for a, b in pairwise(values))
+    return Discrete(levels, ends) if grow and len(levels) == len(ends) + 1 else None
+
+
+def reached(pacing: Pacing) -> int:
+    """The count after which the difficulty is at its hardest: 0 if from the beginning.
+
+    The same as where the last of `pieces` begins, without looking at those before.
+    """
+    if pacing.at(1) >= pacing.hardest:
+        return 0
+    return _first_above(pacing, pacing.hardest - 1, 0)
 
 
 def pieces(pacing: Pacing) -> tuple[tuple[int, int], ...]:

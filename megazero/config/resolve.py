@@ -115,10 +115,9 @@ def _read_deepspeed(flags: Scan, given: list[Setting], ranks: int | None) -> Dee
 
 
 def _contradiction(ignored: Ignored, config: Config, broken: set[str]) -> str | None:
-    where = ignored.foreign.where
-    if where is None or where[0] in broken:
+    if any(each.path in broken for each in ignored.foreign.where):
         return None
-    return contradiction(ignored, value_at(config, where[0]))
+    return contradiction(ignored, lambda path: value_at(config, path))
 
 
 def resolve_or_exit(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Config:

@@ -208,6 +208,11 @@ class Steps:
             start,
         )
 
+    @property
+    def from_beginning(self) -> Steps:
+        """The steps of a training that has had these settings from the beginning on."""
+        return self if self.start == BEGINNING else replace(self, start=BEGINNING)
+
     def at(self, progress: Progress) -> Step:
         """The step that follows `progress`."""
         size = self.ramp.at(progress.samples)
@@ -238,7 +243,7 @@ class Steps:
 
         Steps before `start` that were others than these are taken to be alike.
         """
-        whole = replace(self, start=BEGINNING)
+        whole = self.from_beginning
         if self.start != BEGINNING and whole.before(self.start.iteration) == self.start:
             return whole.convert(length, unit, into)
         if length <= self.start.count(unit):

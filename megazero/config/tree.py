@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from megazero.config.curriculum import CurriculumConfig
+from megazero.config.data_sampling import DataSamplingConfig
 from megazero.config.distillation import DistillationConfig
 from megazero.config.experts import ModelConfig
 from megazero.config.finetuning import FinetuneConfig
@@ -250,5 +251,6 @@ class Config(Section):
     finetune: FinetuneConfig = FinetuneConfig()
     distillation: DistillationConfig = DistillationConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
+    data_sampling: DataSamplingConfig = DataSamplingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

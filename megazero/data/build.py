@@ -136,7 +136,7 @@ def gpt_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Da
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
     )
-    return build_datasets(_request(data, GPTBuilder(settings), sizes))
+    return build_datasets(_request(config, GPTBuilder(settings), sizes))
 
 
 def bert_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Datasets:
@@ -156,7 +156,7 @@ def bert_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> D
         short_seq_prob=data.short_seq_prob,
         binary_head=config.model.bert_binary_head,
     )
-    return build_datasets(_request(data, BERTBuilder(settings), sizes))
+    return build_datasets(_request(config, BERTBuilder(settings), sizes))
 
 
 def _word_pieces(vocabulary: TextVocabulary, mock: bool) -> WordPieces:
@@ -172,10 +172,11 @@ def _word_pieces(vocabulary: TextVocabulary, mock: bool) -> WordPieces:
     return WordPieces.of(tokenizer)
 
 
-def _request(data: DataConfig, builder: DatasetBuilder, sizes: Sizes) -> DatasetRequest:
+def _request(config: Config, builder: DatasetBuilder, sizes: Sizes) -> DatasetRequest:
+    data = config.data
     return DatasetRequest(
         builder=builder,
-        num_samples=(_train_size(data, sizes[0]), *sizes[1:]),
+        num_samples=(_train_size(config, sizes[0]), *sizes[1:]),
         data_path=data.data_path,
         split=data.split,
         train_data_path=data.train_data_path,
@@ -190,13 +191,15 @@ def _cache_of(data: DataConfig) -> str | None:
     return data.data_cache_path or default_cache(data.data_path or data.train_data_path)
 
 
-def _train_size(data: DataConfig, wanted: int | None) -> int | None:
-    """How many samples to build for training: one epoch (None) for a cyclic order.
+def _train_size(config: Config, wanted: int | None) -> int | None:
+    """How many samples to build for training: one epoch (None) for a cyclic order and for a curriculum.
 
     An epoch is then the data, whatever the batch size and the length of the training. A weighted blend, which
     gives what its weights say, has no epoch; and Megatron's own order is over what Megatron builds.
     """
-    if not wanted or data.dataloader_type != "cyclic" or data.data_sharding:
+    data = config.data
+    endless = data.dataloader_type == "cyclic" or config.data_sampling.curriculum_metrics
+    if not wanted or not endless or data.data_sharding:
         return wanted
     source = data.train_data_path or data.data_path
     weighted = bool(source) and parse_blend(source, must_exist=False)[0][0] is not None

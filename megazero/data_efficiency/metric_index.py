@@ -49,6 +49,19 @@ class MetricIndex:
             raise DataError(f"`{rows.path_idx}` must list samples, but is empty; analyze the dataset again.")
         return cls(_values(metric), np.cumsum(rows.lengths, dtype=np.int64), rows.elements)
 
+    @classmethod
+    def of_order(cls, index_to_sample: str | Path) -> MetricIndex:
+        """The order alone, which is all that percentiles need: `values` are the numbers of the file's rows.
+
+        The percentile-merged file will do too, as it has the same samples in the same order. Raises DataError
+        as `open` does.
+        """
+        rows = RowFile(index_to_sample)
+        if not rows.elements.size:
+            raise DataError(f"`{rows.path_idx}` must list samples, but is empty; analyze the dataset again.")
+        ends = np.cumsum(rows.lengths, dtype=np.int64)
+        return cls(np.arange(len(rows), dtype=np.int64), ends, rows.elements)
+
     def __len__(self) -> int:
         """The number of samples."""
         return self.samples.size

@@ -88,6 +88,11 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module) -> U
             "`curriculum_learning` must be off here, where a script cuts its own batches, but is on; "
             "pretrain_gpt.py and pretrain_bert.py take it"
         )
+    if any(setting.spec.section == "data_sampling" for setting in read.settings):
+        problems.append(
+            "`data_efficiency.data_sampling` must be off here, where a script draws its own samples, but is "
+            "on; pretrain_gpt.py and pretrain_bert.py take it"
+        )
     batch = read.batch
     if batch is None and not problems:
         # No batch size is given: this raises what DeepSpeed says in that case.

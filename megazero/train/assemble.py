@@ -6,9 +6,11 @@ from collections.abc import Callable
 from functools import cache, partial
 
 from megazero.checkpoint import Disk
+from megazero.config.difficulties import Difficulties
 from megazero.config.horizon import Horizon
 from megazero.config.tree import Config
-from megazero.data import SamplerSpec
+from megazero.data import BatchSampler, SamplerSpec
+from megazero.data_efficiency.curriculum import curriculum_sampler
 from megazero.errors import ConfigError
 from megazero.layers import initialize_parameters
 from megazero.moe import RouterLoads
@@ -111,7 +113,7 @@ def build_feeds(
     )
     train, valid, test = family.datasets(config, vocabulary, sizes)
 
-    def feed(dataset, ahead: int, seed: int | None) -> Feed | None:
+    def feed(dataset, ahead: int = 0, seed: int | None = None) -> Feed | None:
         if dataset is None:
             return None
         spec = SamplerSpec(
@@ -123,14 +125,11 @@ def build_feeds(
             seed=training.seed,
             data_sharding=data.data_sharding,
         )
+        sampler = curriculum_sampler(config, horizon.steps, dataset, spec) if dataset is train else None
         collate = family.collate(config, vocabulary.size, context.device, seed)
-        return make_feed(dataset, spec, collate, ahead)
+        return make_feed(dataset, sampler or BatchSampler(spec), collate, ahead)
 
-    return Feeds(
-        feed(train, data.num_workers, stream_seed),
-        feed(valid, 0, None),
-        feed(test, 0, None),
-    )
+    return Feeds(feed(train, data.num_workers, stream_seed), feed(valid), feed(test))
 
 
 def build_plan(config: Config, horizon: Horizon, vocabulary: Vocabulary, context: ParallelContext) -> RunPlan:
@@ -148,6 +147,7 @@ def build_plan(config: Config, horizon: Horizon, vocabulary: Vocabulary, context
         log_num_zeros=logging.log_num_zeros_in_grad,
         exact_timers=logging.log_timers_to_tensorboard,
         log_interval=logging.log_interval,
+        difficulties=Difficulties.of(config.data_sampling),
     )
 
 

@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
-from megazero.data import BatchSampler, SamplerSpec
+from megazero.data import SamplerSpec
 from megazero.data.blended import SampleDataset
 
 # From a micro-batch's arrays and the positions of its samples in the training order to the model's input.
 Collate = Callable[[dict[str, np.ndarray], tuple[int, ...]], object]
+
+
+class Sampler(Protocol):
+    """Decides which samples are whose: a function of the samples consumed, which threads may call at once."""
+
+    spec: SamplerSpec
+
+    def at(self, consumed_samples: int) -> np.ndarray:
+        """Sample numbers of this rank's micro-batch after so many samples of all replicas, int64."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,7 @@ class Feed:
     """
 
     dataset: SampleDataset
-    sampler: BatchSampler
+    sampler: Sampler
     collate: Collate
     reader: ReadAhead | None = None
 
@@ -105,7 +115,7 @@ class ReadAhead:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
 
-def make_feed(dataset: SampleDataset, spec: SamplerSpec, collate: Collate, ahead: int) -> Feed:
+def make_feed(dataset: SampleDataset, sampler: Sampler, collate: Collate, ahead: int) -> Feed:
     """A feed that reads `ahead` micro-batches in the background; with 0 it reads them when needed."""
-    feed = Feed(dataset, BatchSampler(spec), collate)
+    feed = Feed(dataset, sampler, collate)
     return replace(feed, reader=ReadAhead(feed._read, ahead)) if ahead else feed

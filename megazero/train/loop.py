@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megazero.config.difficulties import Difficulties
 from megazero.config.horizon import Horizon
 from megazero.config.steps import Step
 from megazero.errors import CheckpointError
@@ -38,6 +39,7 @@ class RunPlan:
         log_params_norm, log_num_zeros: whether steps report these.
         exact_timers: whether to wait for the device at both ends of each timed phase.
         log_interval: iterations between reports of what each expert got.
+        difficulties: how difficult the samples of each step may be; None without a curriculum over samples.
     """
 
     horizon: Horizon
@@ -50,6 +52,7 @@ class RunPlan:
     log_num_zeros: bool = False
     exact_timers: bool = False
     log_interval: int = 1
+    difficulties: Difficulties | None = None
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,7 @@ class Loop:
             first_bad_parameter=result.first_bad_parameter,
             phase_seconds=self.timers.collect(),
             sequence_length=step.sequence_length if self.plan.horizon.steps.lengths.grow else None,
+            difficulties=self.plan.difficulties.at(step.before) if self.plan.difficulties else {},
             **extras,
         )
 

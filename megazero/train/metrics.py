@@ -36,6 +36,8 @@ class StepMetrics:
         first_bad_parameter: global name of the first parameter with a non-finite gradient.
         phase_seconds: wall time of each named phase (`timers.py`).
         sequence_length: tokens of a sequence in this iteration; None without a curriculum.
+        difficulties: for each metric of a curriculum over samples, how difficult those of this iteration
+            may be; empty without one.
         tokens_per_expert: for each layer with experts, its number as ``layer``, and as ``tokens`` how often
             each of its experts was chosen in this iteration, before any token was dropped. None in between
             the iterations that are logged, and without experts.
@@ -60,6 +62,7 @@ class StepMetrics:
     first_bad_parameter: str | None = None
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     sequence_length: int | None = None
+    difficulties: Mapping[str, int] = field(default_factory=dict)
     tokens_per_expert: Sequence[Mapping] | None = None
 
     @property
@@ -74,9 +77,12 @@ class StepMetrics:
     def record(self) -> dict[str, object]:
         """Name -> value of every field, with every loss term in place of `losses`.
 
-        What each expert got is there only where it is known, and the sequence length only where it changes.
+        What each expert got is there only where it is known, the sequence length only where it changes, and
+        difficulties only with a curriculum.
         """
         found = _record(self)
+        if not self.difficulties:
+            del found["difficulties"]
         for name in ("tokens_per_expert", "sequence_length"):
             if found[name] is None:
                 del found[name]

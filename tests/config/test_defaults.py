@@ -211,7 +211,7 @@ OURS = {
     "finetune.labels",
     "finetune.predictions",
     "distillation.kd_train_iters",
-    *(spec.path for spec in FIELDS if spec.section == "curriculum"),
+    *(spec.path for spec in FIELDS if spec.section in ("curriculum", "data_sampling")),
     "model.bert_head_activation",
     "model.bert_token_types",
     "data.bert_pack",

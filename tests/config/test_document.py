@@ -165,7 +165,26 @@ def _value(spec: FieldSpec, rng: random.Random) -> Any:
         Kind.FLOATS: lambda: tuple(rng.choice(_FLOATS) for _ in range(rng.randrange(1, 4))),
         Kind.CHOICES: lambda: tuple(rng.choices(spec.choices, k=rng.randrange(1, 4))),
         Kind.TEXTS: lambda: tuple(_text(rng) for _ in range(rng.randrange(4))),
+        Kind.METRICS: lambda: tuple(
+            _metric(name, rng) for name in rng.choices([(), ("a",), ("b", "c.d")])[0]
+        ),
     }[spec.kind]()
+
+
+def _metric(name: str, rng: random.Random) -> dict[str, Any]:
+    settings = {
+        "index_to_sample_path": _text(rng),
+        "difficulty_type": rng.choice(["value", "percentile"]),
+        "clustering_type": rng.choice(["schedule_based", "single_cluster"]),
+        "min_difficulty": rng.randrange(-9, 9),
+        "total_curriculum_step": rng.randrange(1, 10**9),
+        "difficulty_step": rng.randrange(1, 9),
+        "root_degree": rng.choice([0.5, 2.0, 1 / 3]),
+        "difficulty": (-3, 8),
+        "max_step": (10**6,),
+    }
+    kept = {key: value for key, value in settings.items() if rng.random() < 0.7}
+    return {"name": name, "schedule_type": rng.choice(["fixed_linear", "fixed_discrete"]), **kept}
 
 
 def _random_config(seed: int) -> Config:

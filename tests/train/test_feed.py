@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megazero.data import SamplerSpec, batch_indices, sampler
+from megazero.data import BatchSampler, SamplerSpec, batch_indices, sampler
 from megazero.errors import DataError
 from megazero.train.feed import make_feed
 
@@ -25,7 +25,7 @@ def collate(arrays, samples):
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
 def test_a_feed_is_a_function_of_the_consumed_samples(kind, ahead):
     spec = SamplerSpec(24, 2, 1, 2, kind, seed=3)
-    feed = make_feed(Counting(), spec, collate, ahead)
+    feed = make_feed(Counting(), BatchSampler(spec), collate, ahead)
     for consumed in (0, 8, 8, 0, 16):  # in order, again, and back
         found = feed.micro_batches(consumed, 2)
         starts = (consumed, consumed + 4)
@@ -43,14 +43,14 @@ def test_an_epoch_is_shuffled_once(monkeypatch):
     real = sampler.part_permutation
     monkeypatch.setattr(sampler, "part_permutation", lambda spec, n: epochs.append(n) or real(spec, n))
     spec = SamplerSpec(24, 2, 0, 2, "cyclic", seed=3, data_sharding=True)
-    feed = make_feed(Counting(), spec, collate, 0)
+    feed = make_feed(Counting(), BatchSampler(spec), collate, 0)
     for consumed in range(0, 72, 8):
         feed.micro_batches(consumed, 2)
     assert epochs == [0, 1, 2]
 
 
 def test_the_end_of_the_data_is_an_error_when_it_is_reached():
-    feed = make_feed(Counting(), SamplerSpec(8, 2, 0, 2), collate, 4)
+    feed = make_feed(Counting(), BatchSampler(SamplerSpec(8, 2, 0, 2)), collate, 4)
     feed.micro_batches(0, 2)
     with pytest.raises(DataError, match="must leave a micro-batch"):
         feed.micro_batches(8, 1)

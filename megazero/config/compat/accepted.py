@@ -3,7 +3,8 @@
 `ACCEPTED`: reason -> flags. A mark at a flag's end says how many values follow it: none without a mark,
 `=` one, `=?` at most one, `=*` any number.
 `CONDITIONAL`: flag -> (when, the reason, what to do otherwise). `when` lists values, or names a
-flag that must be given too, or states `section.field=value` of the tree.
+flag that must be given too, or states `section.field=value` or `section.field!=value` of the tree; of several
+of these, with `or` between them, one must hold.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
             --use-mcore-models --use-legacy-models --no-contiguous-buffers-in-local-ddp
             --enable-experimental --no-scatter-gather-tensors-in-pipeline --overlap-p2p-communication
             --use-ring-exchange-p2p""",
+        "a sample's number is always known": "--return-data-index",
         "the fastest kernel that is built is used, and all kernels compute the same": """
             --use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton
             --use-flash-attn-builder --no-masked-softmax-fusion --no-bias-dropout-fusion
@@ -195,6 +197,12 @@ CONDITIONAL: Mapping[str, tuple[str, str, str]] = MappingProxyType(
             "nccl",
             "pipeline stages communicate as `--distributed-backend` says",
             "use `--distributed-backend`",
+        ),
+        "--data-efficiency-curriculum-learning": (
+            "data_sampling.curriculum_metrics!=() or curriculum.seqlen_schedule!=none",
+            "metrics and lengths alone say what to do",
+            "say what makes samples difficult: give `--curriculum-metrics`, or a DeepSpeed JSON whose "
+            "`data_efficiency` turns on `curriculum_learning`",
         ),
         "--moe-router-dtype=": (
             "fp32",

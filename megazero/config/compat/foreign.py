@@ -6,7 +6,7 @@ refused, with what to do instead, where the run would not be the one that was as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -22,6 +22,31 @@ _ARITIES = MappingProxyType({"": (0, 0), "=": (1, 1), "=?": (0, 1), "=*": (0, _U
 
 
 @dataclass(frozen=True)
+class Condition:
+    """That a field of the tree, at `path`, has the value that `text` writes; or, if not `equal`, another."""
+
+    path: str
+    text: str
+    equal: bool
+
+    @classmethod
+    def read(cls, text: str) -> Condition:
+        """Of ``section.field=value`` or ``section.field!=value``."""
+        path, _, value = text.partition("=")
+        return cls(path.removesuffix("!"), value, not path.endswith("!"))
+
+    def holds(self, value: Any) -> bool:
+        """Whether it does for this value of the field."""
+        return (str(value) == self.text) is self.equal
+
+    @property
+    def says(self) -> str:
+        """The condition in words."""
+        given = "is set" if self.text in ("()", "None", "none") else f"is not {self.text}"
+        return f"`{self.path}` {f'is {self.text}' if self.equal else given}"
+
+
+@dataclass(frozen=True)
 class Foreign:
     """One foreign flag.
 
@@ -33,7 +58,7 @@ class Foreign:
         least_values: how many values must follow it.
         most_values: how many of the arguments after it can be its values.
         beside: the flag without which it is refused.
-        where: a field of the tree and the value that it must have once everything is resolved.
+        where: conditions on the tree once everything is resolved, of which one must hold.
         feature: the feature that it asks for where it is refused, if that feature does not exist here.
     """
 
@@ -44,7 +69,7 @@ class Foreign:
     least_values: int = 0
     most_values: int = 0
     beside: str | None = None
-    where: tuple[str, str] | None = None
+    where: tuple[Condition, ...] = ()
     feature: str | None = None
 
 
@@ -57,10 +82,10 @@ class Ignored:
     foreign: Foreign
 
 
-def contradiction(ignored: Ignored, value: Any) -> str | None:
-    """Why the flag is refused after all, now that its row's field has `value`; None if it is not refused."""
+def contradiction(ignored: Ignored, value_of: Callable[[str], Any]) -> str | None:
+    """Why the flag is refused after all, now that fields have values; None if it is not refused."""
     foreign = ignored.foreign
-    if foreign.where is None or str(value) == foreign.where[1]:
+    if not foreign.where or any(each.holds(value_of(each.path)) for each in foreign.where):
         return None
     return f"`{foreign.name}` is not accepted: {foreign.refused}."
 
@@ -101,8 +126,7 @@ def _conditional() -> Iterable[Foreign]:
         if when.startswith("--"):
             yield row(beside=when)
         elif "=" in when:
-            path, _, value = when.partition("=")
-            yield row(where=(path, value))
+            yield row(where=tuple(map(Condition.read, when.split(" or "))))
         else:
             yield row(values=tuple(when.split()))
 

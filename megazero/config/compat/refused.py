@@ -37,7 +37,9 @@ REFUSED: Mapping[str, str] = MappingProxyType(
             --num-layers-in-first-pipeline-stage= --num-layers-in-last-pipeline-stage=""",
         "use `--recompute-granularity full` with `--recompute-method block`, which recomputes "
         "only some layers": "--num-microbatches-with-partial-activation-checkpoints=",
-        "index files are found by their content; leave it out": """
+        "the order of samples follows from data, split, seed, length and "
+        "`--train-data-exact-num-epochs`, and its files are found by their content; leave it out, and "
+        "analyze difficulties with the same settings": """
             --train-idx-path= --train-doc-idx-path= --train-sample-idx-path= --train-shuffle-idx-path=
             --train-desc-path=*""",
         "give the blend with `--data-path`": "--data-path2=* --data-args-path= --per-split-data-args-path=",

@@ -225,21 +225,22 @@ def _leaves(
 
 
 def _read_value(result: DeepSpeedSettings, row: KeyRow, value: Any, values: dict[str, Any]) -> None:
-    shown = _shown(value)
     found = row.shape.read(value)
     if found is NOTHING:
-        also = ' or "auto"' if row.auto else ""
-        result.problems.append(
-            f"{result.name}: `{row.key}` must be {row.shape.says}{_limit(row, value)}{also}, but is {shown}."
-        )
+        must = f"{row.shape.says}{_limit(row, value)}" + (' or "auto"' if row.auto else "")
+        result.problems.append(f"{result.name}: `{row.key}` must be {must}, but is {_shown(value)}.")
         result.broken.update(row.fields)
         return
-    if not row.takes(found):
-        as_this = "" if row.shape is SECTION else f" as {shown}"
-        result.problems.append(f"{result.name}: `{row.key}` is not accepted{as_this}: {row.refused}.")
-        result.broken.update(row.fields)
+    if not row.takes(found) and not row.is_of_another:
+        _refuse(result, row, value)
         return
     values[row.key] = found
+
+
+def _refuse(result: DeepSpeedSettings, row: KeyRow, value: Any) -> None:
+    as_this = "" if row.shape is SECTION else f" as {_shown(value)}"
+    result.problems.append(f"{result.name}: `{row.key}` is not accepted{as_this}: {row.refused}.")
+    result.broken.update(row.fields)
 
 
 def _limit(row: KeyRow, value: Any) -> str:
@@ -267,9 +268,10 @@ def _apply(
     extras: dict[str, Any],
 ) -> None:
     """Note what one row's value, or its absence, means."""
-    if row.when is not None and values.get(row.when, False) in (False, AUTO):
+    off = _off(row, values)
+    if off is not None:
         if row.key in values:
-            result.ignored.append(IgnoredKey(row.key, f"`{row.when}` is {_off(row.when, values)}"))
+            result.ignored.append(IgnoredKey(row.key, off))
         return
     if row.key not in values:
         if row.absent is not NOTHING:
@@ -277,6 +279,13 @@ def _apply(
             _set_fields(row, row.absent, values, source, result.defaults)
         return
     value, source = values[row.key], f"{result.name}: `{row.key}`"
+    if row.is_of_another and not row.takes(value):
+        _refuse(result, row, value)
+        return
+    if row.faults is not None and (faults := row.faults(value, values)):
+        result.problems += [f"{result.name}: {each}." for each in faults]
+        result.broken.update(row.fields)
+        return
     if value == AUTO and row.key in resolved:
         if row.extra:
             extras[row.extra] = None
@@ -293,11 +302,16 @@ def _apply(
         ignored.append(IgnoredKey(row.key, row.accepted))
 
 
-def _off(key: str, values: Mapping[str, Any]) -> str:
-    """Why the key that others depend on does not count."""
-    if key not in values:
-        return "missing"
-    return "false" if values[key] is False else "auto, and nothing turns it on"
+def _off(row: KeyRow, values: Mapping[str, Any]) -> str | None:
+    """Why a key does not count because of others; None if it counts."""
+    key = row.when
+    while key is not None:
+        if key not in values:
+            return f"`{key}` is missing"
+        if values[key] in (False, AUTO):
+            return f"`{key}` is {'false' if values[key] is False else 'auto, and nothing turns it on'}"
+        key = ROWS[key].when
+    return None
 
 
 def _set_fields(row: KeyRow, value: Any, values: Mapping[str, Any], source: str, into: list[Setting]) -> Any:
@@ -307,7 +321,8 @@ def _set_fields(row: KeyRow, value: Any, values: Mapping[str, Any], source: str,
     found = row.convert(value, values)
     if found is not NOTHING:
         each = found if len(row.fields) > 1 else (found,)
-        into += [Setting(FIELD_BY_PATH[path], v, source) for path, v in zip(row.fields, each, strict=True)]
+        pairs = zip(row.fields, each, strict=True)
+        into += [Setting(FIELD_BY_PATH[path], v, source) for path, v in pairs if v is not NOTHING]
     return found
 
 

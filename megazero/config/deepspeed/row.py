@@ -125,13 +125,15 @@ class KeyRow:
         shape: what it must hold.
         fields: paths of the tree that it sets.
         convert: turns the value and those of all keys into the field's value, or into one for each of several
-            fields, or into NOTHING; None if another key sets the fields from both.
+            fields, or into NOTHING, also for one of several; None if another key sets the fields from both.
         extra: the attribute of `Extras` that it sets; without `fields`, only `megazero.initialize` reads it.
         accepted: why it has no effect; together with `extra`, why it has none in a training script.
         refused: what to do instead.
         only: the values with which it is accepted; with others it is `refused`.
         script_refused: what to do instead in a training script, if only `megazero.initialize` reads it.
-        when: the key that must be on for this one to count.
+        when: the key that must be on for this one to count, as must be the one that it counts beside.
+        faults: what is wrong with the value, or with all values because of it, as sentences without their
+            period; for what is looked at below a key of shape SECTION.
         absent: what DeepSpeed assumes if `when` is on and the key is missing; flags and YAML override it.
         auto: how "auto" is resolved from what flags and YAML give (path -> value); NOTHING leaves it to
             them. None if the key cannot be "auto".
@@ -149,6 +151,12 @@ class KeyRow:
     when: str | None = None
     absent: Any = NOTHING
     auto: Callable[[Mapping[str, Any]], Any] | None = None
+    faults: Callable[[Any, Values], list[str]] | None = None
+
+    @property
+    def is_of_another(self) -> bool:
+        """Whether it only ever refuses something of what another key turns on."""
+        return self.when is not None and not (self.fields or self.extra)
 
     def takes(self, value: Any) -> bool:
         """Whether the key may have this value of its shape."""

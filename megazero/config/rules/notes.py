@@ -83,6 +83,11 @@ NOTES: tuple[Note, ...] = (
         lambda config: config.model.family == "bert",
         "`pretrain_bert.py` trains one",
     ),
+    Note.without(
+        "data_sampling.curriculum_metrics",
+        ("data_sampling.curriculum_unit", "data_sampling.curriculum_seed"),
+        "samples are not drawn by difficulty",
+    ),
     Note.without("model.num_experts", _OF_EXPERTS, "no layer has experts"),
     Note(
         ("model.moe_router_bias_update_rate",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 from megazero.config.rules.curriculum import CURRICULUM_RULES
+from megazero.config.rules.data_sampling import DATA_SAMPLING_RULES
 from megazero.config.rules.distillation import DISTILLATION_RULES
 from megazero.config.rules.experts import EXPERT_RULES
 from megazero.config.rules.files import DATA_RULES, OUTPUT_RULES, TOKENIZER_RULES
@@ -43,6 +44,7 @@ RULES: tuple[Rule, ...] = (
     *FINETUNING_RULES,
     *DISTILLATION_RULES,
     *CURRICULUM_RULES,
+    *DATA_SAMPLING_RULES,
 )
 
 

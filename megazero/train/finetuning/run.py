@@ -7,7 +7,7 @@ from functools import partial
 
 from megazero.checkpoint import Disk
 from megazero.config.tree import Config
-from megazero.data import EpochOrder, SamplerSpec
+from megazero.data import BatchSampler, EpochOrder, SamplerSpec
 from megazero.errors import CheckpointError, ConfigError, DataError
 from megazero.mpu import Launch, ParallelContext, TrafficLog, count_traffic, gather_values
 from megazero.train.assemble import build_model, build_plan, in_job
@@ -156,7 +156,7 @@ def _feed(
         data_parallel_size=context.data.size,
     )
     collate = family_of(config.model).collate(config, vocabulary.size, context.device, stream_seed)
-    return make_feed(order, spec, collate, config.data.num_workers if trains else 0)
+    return make_feed(order, BatchSampler(spec), collate, config.data.num_workers if trains else 0)
 
 
 def _check_epochs(resumed: Resumed, config: Config) -> None:

@@ -24,6 +24,7 @@ def step_values(metrics: StepMetrics, *, with_timers: bool) -> dict[str, float]:
         values["num-zeros"] = float(metrics.num_zeros)
     if metrics.sequence_length is not None:
         values["seqlen/curriculum_seqlen"] = metrics.sequence_length
+    values |= {f"curriculum/{name}": float(level) for name, level in metrics.difficulties.items()}
     if metrics.expert_loads is not None:
         values["expert-load-min"], values["expert-load-max"] = metrics.expert_loads
     if metrics.params_norm is not None:

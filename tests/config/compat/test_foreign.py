@@ -85,7 +85,7 @@ def test_accepted_without_effect(argv: str) -> None:
         ("--group-query-attention", "say how many key/value heads"),
         (
             "--random-ltd",
-            "`--random-ltd` is not accepted: curricula by an index of difficulties and token dropping",
+            "`--random-ltd` is not accepted: random layer-wise token dropping comes in a later version",
         ),
         ("--master_port 6000", "it belongs to the launcher"),
         ("--task STS-B", "has scores instead of labels, and regression is not offered"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.deepspeed import (
     DeepSpeedSettings,
     Extras,
@@ -176,6 +177,64 @@ HONOURED |= {
     ),
 }
 
+RARITY = {
+    "index_to_sample_path": "clusters/rarity_index_to_sample_percentile_merged",
+    "index_to_metric_path": "clusters/rarity_index_to_metric",
+    "difficulty_type": "percentile",
+    "clustering_type": "schedule_based",
+    "min_difficulty": 1,
+    "max_difficulty": 100,
+    "schedule_type": "fixed_root",
+    "schedule_config": {"total_curriculum_step": 110000, "difficulty_step": 1, "root_degree": 2},
+}
+TRUNCATE = {
+    "index_to_sample_path": "dummy",
+    "index_to_metric_path": "dummy",
+    "difficulty_type": "value",
+    "clustering_type": "single_cluster",
+    "min_difficulty": 80,
+    "max_difficulty": 2048,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 110000, "difficulty_step": 8},
+}
+BY_RARITY = (
+    CurriculumMetric(
+        name="vocabularyrarity",
+        **{key: value for key, value in RARITY.items() if key != "schedule_config"},
+        **RARITY["schedule_config"],
+    ),
+)
+TO_2048 = {
+    "curriculum.seqlen_schedule": "fixed_linear",
+    "curriculum.seqlen_min_difficulty": 80,
+    "curriculum.seqlen_max_difficulty": 2048,
+    "curriculum.seqlen_total_curriculum_step": 110000,
+    "curriculum.seqlen_difficulty_step": 8,
+}
+SAMPLING = "data_efficiency.data_sampling"
+LEARNING = f"{SAMPLING}.curriculum_learning"
+METRICS = f"{LEARNING}.curriculum_metrics"
+SWITCHES = {f"{section}.enabled": True for section in ("data_efficiency", SAMPLING, LEARNING)}
+SAMPLED = {**SWITCHES, METRICS: {"vocabularyrarity": RARITY}}
+
+
+def without(values: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in keys}
+
+
+HONOURED |= {
+    **{
+        key: (True, without(SAMPLED, key), {"data_sampling.curriculum_metrics": BY_RARITY})
+        for key in SWITCHES
+    },
+    METRICS: (
+        {"seqlen_truncate": TRUNCATE, "vocabularyrarity": RARITY},
+        SWITCHES,
+        {"data_sampling.curriculum_metrics": BY_RARITY, **TO_2048},
+    ),
+    "data_efficiency.seed": (7, SAMPLED, {"data_sampling.curriculum_seed": 7}),
+}
+
 EXTRA: dict[str, tuple[Any, dict[str, Any], Extras]] = {
     "steps_per_print": (100, {}, Extras(steps_per_print=100)),
     "dump_state": (True, {}, Extras(dump_state=True)),
@@ -301,9 +360,9 @@ def test_every_row_has_an_example() -> None:
 @pytest.mark.parametrize("key", HONOURED)
 def test_honoured(key: str) -> None:
     value, beside, expected = HONOURED[key]
-    without, result = read(beside), read({**beside, key: value})
+    before, result = read(beside), read({**beside, key: value})
     assert [*result.problems, *result.script_problems, *result.ignored, *result.script_ignored] == []
-    changed = result.values.items() - without.values.items()
+    changed = result.values.items() - before.values.items()
     assert changed <= expected.items() <= result.values.items()
     assert set(ROWS[key].fields) & {path for path, _ in changed} or key == "gradient_accumulation_steps"
     if ROWS[key].convert is not None:
@@ -334,12 +393,13 @@ def test_accepted_with_the_reason(key: str) -> None:
 def test_refused_unless_it_asks_for_nothing(key: str) -> None:
     row = ROWS[key]
     asked = False if HARMLESS.get(key) is True else SAMPLES[row.shape][0]
-    (problem,) = read({key: asked}).problems
+    on = SAMPLED if row.when else {}
+    (problem,) = read({**on, key: asked}).problems
     assert problem.startswith(f"the DeepSpeed configuration: `{key}` is not accepted")
     assert problem.endswith(f": {row.refused}.")
     if row.only:
-        result = read({key: HARMLESS.get(key, {"enabled": False} if row.shape is SECTION else False)})
-        assert (result.problems, result.ignored, result.values) == ([], [], {})
+        result = read({**on, key: HARMLESS.get(key, {"enabled": False} if row.shape is SECTION else False)})
+        assert (result.problems, result.ignored, result.values) == ([], [], read(on).values)
 
 
 @pytest.mark.parametrize("key", ROWS)

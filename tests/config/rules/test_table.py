@@ -27,6 +27,27 @@ RAMP = {
     "curriculum.seqlen_min_difficulty": 8,
     "curriculum.seqlen_total_curriculum_step": 5,
 }
+METRIC = {
+    "name": "rarity",
+    "index_to_sample_path": "samples",
+    "index_to_metric_path": "values",
+    "min_difficulty": 10,
+    "max_difficulty": 500,
+    "schedule_type": "fixed_linear",
+    "total_curriculum_step": 50,
+}
+
+
+def metric(**changes: Any) -> dict[str, Any]:
+    return {"data_sampling.curriculum_metrics": ({**METRIC, **changes},)}
+
+
+LEVELS = {
+    "schedule_type": "fixed_discrete",
+    "total_curriculum_step": None,
+    "difficulty": (10, 20),
+    "max_step": (3,),
+}
 TAUGHT = {"distillation.kd": True, "distillation.load_teacher": "teacher"}
 UPCYCLED = {**EXPERTS, "checkpoint.moe_use_upcycling": True, "checkpoint.load": "dense"}
 
@@ -264,11 +285,33 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "seqlen_ramp_ends_in_time": {**RAMP, "curriculum.seqlen_total_curriculum_step": 10**6},
     "seqlen_is_for_pretraining": {**RAMP, **TASK},
     "seqlen_leaves_packed_rows": {**RAMP, "data.bert_pack": True},
+    "metric_has_its_index": metric(index_to_metric_path=""),
+    "metric_is_sampled_by": metric(clustering_type="single_cluster"),
+    "metric_ramp_has_its_numbers": metric(max_difficulty=None),
+    "metric_root_has_a_degree": metric(schedule_type="fixed_root"),
+    "metric_levels_fit": metric(**{**LEVELS, "max_step": (3, 4)}),
+    "metric_difficulty_grows": metric(min_difficulty=501),
+    "percentile_within_hundred": metric(difficulty_type="percentile"),
+    "metric_changes_countable": metric(max_difficulty=10**9),
+    "metric_ramp_ends_in_time": metric(total_curriculum_step=101),
+    "metrics_are_for_pretraining": {**metric(), **TASK},
+    "metrics_or_data_sharding": {
+        **metric(),
+        "data.data_sharding": True,
+        "data.dataloader_type": "cyclic",
+    },
 }
 
 # Combinations near a rule's border that must run.
 ACCEPTED: list[dict[str, Any]] = [
     {},
+    metric(),
+    metric(difficulty_type="percentile", index_to_metric_path="", min_difficulty=1, max_difficulty=None),
+    metric(**LEVELS),
+    metric(**LEVELS, min_difficulty=10, max_difficulty=20),
+    metric(schedule_type="fixed_root", root_degree=2.0, min_difficulty=-500),
+    {**metric(), **RAMP, "data.train_data_exact_num_epochs": 5},
+    {**metric(), "data_sampling.curriculum_unit": "tokens", "training.train_tokens": 10**6},
     {**UPCYCLED, "model.moe_ffn_hidden_size": 256},
     {**UPCYCLED, "model.moe_router_score_function": "sigmoid", "model.moe_router_topk_scaling_factor": 1.0},
     {"model.hidden_size": 66, "model.kv_channels": 16},
@@ -420,6 +463,7 @@ def test_without_a_world_size_only_its_rules_are_silent() -> None:
         "warmup_shorter_than_decay",
         "wsd_decay_fits",
         "seqlen_ramp_ends_in_time",
+        "metric_ramp_ends_in_time",
     }
 
 

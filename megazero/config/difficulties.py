@@ -1,0 +1,62 @@
+"""The difficulty that each step of a training has, by every metric of its curriculum over samples."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from megazero.config.data_sampling import CurriculumMetric, DataSamplingConfig
+from megazero.config.pacing import pieces
+from megazero.config.steps import Progress, Steps, Unit
+
+
+@dataclass(frozen=True)
+class Difficulties:
+    """The difficulties of all metrics as a function of the steps done, or of the tokens.
+
+    Attributes:
+        metrics: what is measured.
+        starts: counts at which pieces of constant difficulty begin, ascending from 0.
+        levels: the difficulty of every metric in each piece.
+        unit: what is counted.
+    """
+
+    metrics: tuple[CurriculumMetric, ...]
+    starts: tuple[int, ...]
+    levels: tuple[tuple[int, ...], ...]
+    unit: Unit
+
+    @classmethod
+    def of(cls, settings: DataSamplingConfig) -> Difficulties | None:
+        """Those of a run; None without a curriculum. Its metrics must keep the rules of `rules/`."""
+        metrics = settings.curriculum_metrics
+        if not metrics:
+            return None
+        ramps = [pieces(metric.pacing) for metric in metrics]
+        starts = sorted({count for ramp in ramps for count, _ in ramp})
+        columns = []
+        for ramp in ramps:
+            counts = [count for count, _ in ramp]
+            columns.append([ramp[bisect_right(counts, start) - 1][1] for start in starts])
+        return cls(metrics, tuple(starts), tuple(zip(*columns, strict=True)), settings.curriculum_unit)
+
+    def piece(self, progress: Progress) -> int:
+        """The number of the piece that the step after `progress` lies in."""
+        return bisect_right(self.starts, progress.count(self.unit)) - 1
+
+    def at(self, progress: Progress) -> dict[str, int]:
+        """Name of each metric -> its difficulty in the step after `progress`."""
+        levels = self.levels[self.piece(progress)]
+        return {metric.name: level for metric, level in zip(self.metrics, levels, strict=True)}
+
+    def first_samples(self, steps: Steps) -> tuple[int, ...]:
+        """The number of samples consumed when each piece begins, in whole steps.
+
+        A piece that began before `steps.start` is taken to begin there: nothing is known of the steps before.
+        """
+        return tuple(self._before(start, steps).samples for start in self.starts)
+
+    def _before(self, start: int, steps: Steps) -> Progress:
+        """What is consumed before the first step of the piece that begins at the count `start`."""
+        reached = start if self.unit == "iters" else steps.reaching(start)
+        return steps.before(max(reached, steps.start.iteration))

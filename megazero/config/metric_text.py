@@ -1,0 +1,234 @@
+"""Metrics of a curriculum over samples as users write them: mappings by name, as in DeepSpeed's JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from megazero.config.data_sampling import CurriculumMetric
+from megazero.config.lists import Unreadable
+from megazero.config.numbers import read_float, read_int
+from megazero.config.words import nearest
+
+_SCHEDULE = "schedule_config"
+_SHOWN = 80  # characters of a value in a message
+
+
+def read_metrics(given: Any) -> tuple[CurriculumMetric, ...]:
+    """The metrics of a mapping, of its JSON, or of a JSON or YAML file that is named.
+
+    Raises:
+        Unreadable: names everything that is wrong with them.
+    """
+    mapping = _load(given) if isinstance(given, str) else given
+    if not isinstance(mapping, Mapping):
+        raise Unreadable("must be a mapping of metrics' names to their settings, JSON, or a file that has it")
+    metrics, problems = metrics_of(mapping)
+    if problems:
+        raise Unreadable(f"must be metrics without a fault ({'; '.join(problems)})")
+    return metrics
+
+
+def metrics_of(given: Mapping[Any, Any], where: str = "") -> tuple[tuple[CurriculumMetric, ...], list[str]]:
+    """The metrics of a mapping that are sound, and what is wrong with the others, as clauses.
+
+    where: what stands before a metric's name in these, such as ``a.b.``.
+    """
+    metrics, problems = [], []
+    for name, settings in given.items():
+        if settings is None:
+            continue
+        path = f"{where}{name}"
+        faults: list[str] = []
+        if not re.fullmatch(r"[\w.-]+", str(name)):
+            faults.append(f"`{path}` must be named with letters, digits, `_`, `.` and `-` alone")
+        values = _values(settings, path, _READERS, faults)
+        schedule = values.pop(_SCHEDULE, {})
+        if "schedule_type" not in values and not faults:
+            faults.append(f"`{path}.schedule_type` must be given, but is missing")
+        problems += faults
+        if not faults:
+            metrics.append(CurriculumMetric(name=str(name), **values, **schedule))
+    return tuple(metrics), problems
+
+
+def as_mapping(metrics: tuple[CurriculumMetric, ...]) -> dict[str, dict[str, Any]]:
+    """The inverse of `metrics_of`; settings that are not given are left out."""
+    found = {}
+    for metric in metrics:
+        plain = {key: list(v) if isinstance(v, tuple) else v for key, v in metric if v not in (None, (), "")}
+        schedule = {key: plain.pop(key) for key in _SCHEDULE_READERS if key in plain}
+        del plain["name"]
+        found[metric.name] = {**plain, _SCHEDULE: schedule}
+    return found
+
+
+def repeated_key(node: yaml.Node) -> str | None:
+    """A key that a mapping of a YAML document, or one within it, has twice; None if there is none."""
+    seen, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            again = next((key for key, count in keys.items() if count > 1), None)
+            if again is not None:
+                return again
+            waiting += [value for _, value in node.value]
+        else:
+            waiting += node.value
+    return None
+
+
+def _load(text: str) -> Any:
+    if text.lstrip().startswith("{"):
+        return _json(text)
+    try:
+        content = Path(text).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise Unreadable(f"must be JSON or the name of a file that can be read ({reason})") from error
+    return _json(content) if content.lstrip().startswith("{") else _yaml(content)
+
+
+def _json(text: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        again = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        if again:
+            raise Unreadable(f"must have each key once (`{again[0]}` is given again)")
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except Unreadable:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"must be valid JSON ({error})") from error
+
+
+def _yaml(text: str) -> Any:
+    try:
+        again = repeated_key(yaml.compose(text, Loader=yaml.SafeLoader) or yaml.ScalarNode("", ""))
+        if again is not None:
+            raise Unreadable(f"must have each key once (`{again}` is given again)")
+        return yaml.safe_load(text)
+    except Unreadable:
+        raise
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise Unreadable(f"must be valid YAML ({' '.join(str(error).split())[:_SHOWN]})") from error
+
+
+def _values(
+    given: Any, path: str, readers: Mapping[str, Callable[[Any], Any]], faults: list[str]
+) -> dict[str, Any]:
+    """The settings of a mapping, read; what is wrong with them is added to `faults`."""
+    if not isinstance(given, Mapping):
+        faults.append(f"`{path}` must be a mapping of names to values, but is {_shown(given)}")
+        return {}
+    found = {}
+    for key, value in given.items():
+        where = f"{path}.{key}"
+        if key == _SCHEDULE and key in readers:
+            found[key] = _values({} if value is None else value, where, _SCHEDULE_READERS, faults)
+        elif key not in readers:
+            faults.append(_unknown(where, str(key), readers))
+        elif value is not None:
+            try:
+                found[key] = readers[key](value)
+            except Unreadable as error:
+                faults.append(f"`{where}` {error}, but is {_shown(value)}")
+    return found
+
+
+def _unknown(where: str, key: str, readers: Mapping[str, Any]) -> str:
+    if key in _SCHEDULE_READERS:
+        return f"unknown key `{where}`, which belongs in `{_SCHEDULE}`"
+    if key in _READERS:
+        return f"unknown key `{where}`, which belongs beside `{_SCHEDULE}`"
+    close = nearest(key, readers)
+    return f"unknown key `{where}`" + (f"; did you mean `{close}`?" if close else "")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "a mapping"
+    text = json.dumps(value, default=str) if not isinstance(value, int) or abs(value) < 2**64 else "too large"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise Unreadable("must be text")
+    return value
+
+
+def _choice(field: str, refused: Mapping[str, str] = MappingProxyType({})) -> Callable[[Any], str]:
+    """Reads one of a metric's choices; those that are refused are told why."""
+    choices = CurriculumMetric.model_fields[field].annotation.__args__
+
+    def read(value: Any) -> str:
+        if value in choices:
+            return value
+        why = f" ({value} {refused[value]})" if isinstance(value, str) and value in refused else ""
+        raise Unreadable(f"must be one of {', '.join(choices)}{why}")
+
+    return read
+
+
+def _positive(value: Any) -> int:
+    number = read_int(value)
+    if number < 1:
+        raise Unreadable("must be a positive integer")
+    return number
+
+
+def _degree(value: Any) -> float:
+    number = read_float(value)
+    if not (math.isfinite(number) and number > 0):
+        raise Unreadable("must be a positive number")
+    return number
+
+
+def _each(read: Callable[[Any], int]) -> Callable[[Any], tuple[int, ...]]:
+    def items(value: Any) -> tuple[int, ...]:
+        if not isinstance(value, list | tuple):
+            raise Unreadable("must be a list of integers")
+        return tuple(read(each) for each in value)
+
+    return items
+
+
+_SCHEDULE_READERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+    {
+        "total_curriculum_step": _positive,
+        "difficulty_step": _positive,
+        "root_degree": _degree,
+        "difficulty": _each(read_int),
+        "max_step": _each(_positive),
+    }
+)
+_READERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+    {
+        "index_to_sample_path": _text,
+        "index_to_metric_path": _text,
+        "difficulty_type": _choice("difficulty_type"),
+        "clustering_type": _choice("clustering_type"),
+        "min_difficulty": read_int,
+        "max_difficulty": read_int,
+        "schedule_type": _choice(
+            "schedule_type",
+            {"custom": "is a schedule of one's own, which is not offered: give its values to fixed_discrete"},
+        ),
+        _SCHEDULE: _text,  # has readers of its own
+    }
+)

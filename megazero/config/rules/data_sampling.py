@@ -1,0 +1,201 @@
+"""Rules about curricula over samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megazero.config.data_sampling import CurriculumMetric
+from megazero.config.horizon import Limits
+from megazero.config.pacing import reached
+from megazero.config.rules.rule import STEP_FIELDS, Case, Rule
+
+_METRICS = "data_sampling.curriculum_metrics"
+_UNIT = "data_sampling.curriculum_unit"
+_LIMITS = ("training.train_iters", "training.train_samples", "training.train_tokens")
+_MOST_CHANGES = 100_000
+
+
+def _metrics(case: Case) -> tuple[CurriculumMetric, ...]:
+    return case.config.data_sampling.curriculum_metrics
+
+
+def _has_index(metric: CurriculumMetric) -> bool:
+    by_value = metric.difficulty_type == "value"
+    return bool(metric.index_to_sample_path and (metric.index_to_metric_path or not by_value))
+
+
+def _has_its_numbers(metric: CurriculumMetric) -> bool:
+    if metric.schedule_type == "fixed_discrete":
+        return metric.total_curriculum_step is None and metric.difficulty_step == 1
+    return None not in (metric.min_difficulty, metric.end, metric.total_curriculum_step)
+
+
+def _levels_fit(metric: CurriculumMetric) -> bool:
+    if metric.schedule_type == "fixed_discrete":
+        return metric.pacing is not None
+    return not metric.difficulty and not metric.max_step
+
+
+def _grows(metric: CurriculumMetric) -> bool:
+    """Its difficulties lie from the first to the last, where these are given."""
+    found = [each for each in (metric.min_difficulty, *metric.difficulty, metric.end) if each is not None]
+    return found == sorted(found)
+
+
+def _within_hundred(metric: CurriculumMetric) -> bool:
+    if metric.difficulty_type == "value":
+        return True
+    found = (metric.min_difficulty, *metric.difficulty, metric.end)
+    return all(1 <= each <= 100 for each in found if each is not None)
+
+
+def _changes_rarely(metric: CurriculumMetric) -> bool:
+    pacing = metric.pacing
+    if pacing is None or metric.schedule_type == "fixed_discrete":
+        return True
+    return (metric.end - metric.min_difficulty) // metric.difficulty_step <= _MOST_CHANGES
+
+
+def _last_change(case: Case) -> dict[str, int]:
+    """Name -> the count at which it changes for the last time, of metrics that change within reason."""
+    sound = [m for m in _metrics(case) if m.pacing is not None]
+    return {metric.name: reached(metric.pacing) for metric in sound}
+
+
+def _end(case: Case) -> int | None:
+    """The length of the training in the unit of the schedules; None while it is unknown."""
+    limits = Limits.of(case.config)
+    if not _metrics(case) or case.steps is None or limits == Limits():
+        return None
+    return limits.end(case.steps).count(case.config.data_sampling.curriculum_unit)
+
+
+def _late(case: Case) -> dict[str, int]:
+    end = _end(case)
+    return {} if end is None else {name: last for name, last in _last_change(case).items() if last >= end > 0}
+
+
+def _each(
+    name: str, message: str, remedy: str, holds: Callable[[CurriculumMetric], bool], *shown: str
+) -> Rule:
+    """A rule for every metric by itself; a violation names those that break it, with these settings."""
+
+    def detail(case: Case) -> str:
+        return "; ".join(
+            f"{metric.name} has " + ", ".join(f"{each} {_said(getattr(metric, each))}" for each in shown)
+            for metric in _metrics(case)
+            if not holds(metric)
+        )
+
+    return Rule(name, (), message, remedy, lambda c: all(map(holds, _metrics(c))), detail, reads=(_METRICS,))
+
+
+def _said(value: object) -> str:
+    return "unset" if value in (None, (), "") else str(value)
+
+
+DATA_SAMPLING_RULES: tuple[Rule, ...] = (
+    _each(
+        "metric_has_its_index",
+        "`index_to_sample_path` of each of `curriculum_metrics` must be set, and `index_to_metric_path` with "
+        "a `difficulty_type` of value",
+        "name the analyzer's files",
+        _has_index,
+        "index_to_sample_path",
+        "index_to_metric_path",
+    ),
+    _each(
+        "metric_is_sampled_by",
+        "`clustering_type` of each of `curriculum_metrics` must be schedule_based",
+        "set `--seqlen-schedule` to cut samples after they are drawn",
+        lambda metric: metric.clustering_type == "schedule_based",
+        "clustering_type",
+    ),
+    _each(
+        "metric_ramp_has_its_numbers",
+        "`min_difficulty`, `max_difficulty` and `total_curriculum_step` of `curriculum_metrics` must be set "
+        "with a `schedule_type` of fixed_linear or fixed_root, and the last of these, as `difficulty_step`, "
+        "with no other",
+        "say where the ramp begins and ends and how long it takes",
+        _has_its_numbers,
+        "schedule_type",
+        "min_difficulty",
+        "max_difficulty",
+        "total_curriculum_step",
+        "difficulty_step",
+    ),
+    _each(
+        "metric_root_has_a_degree",
+        "`root_degree` of `curriculum_metrics` must be set with a `schedule_type` of fixed_root, and with no "
+        "other",
+        "set it, or leave it out",
+        lambda metric: (metric.schedule_type == "fixed_root") == (metric.root_degree is not None),
+        "schedule_type",
+        "root_degree",
+    ),
+    _each(
+        "metric_levels_fit",
+        "`difficulty` and `max_step` of `curriculum_metrics` must grow, one difficulty more than steps, with "
+        "a `schedule_type` of fixed_discrete, and be left out with others",
+        "name a last step for each difficulty but the last",
+        _levels_fit,
+        "schedule_type",
+        "difficulty",
+        "max_step",
+    ),
+    _each(
+        "metric_difficulty_grows",
+        "difficulties of `curriculum_metrics` must lie from `min_difficulty` to `max_difficulty`, which is "
+        "100 for percentiles if unset",
+        "let them grow",
+        _grows,
+        "min_difficulty",
+        "difficulty",
+        "max_difficulty",
+    ),
+    _each(
+        "percentile_within_hundred",
+        "difficulties of `curriculum_metrics` must be from 1 to 100 with a `difficulty_type` of percentile",
+        "give shares of the samples in percent, or the type `value`",
+        _within_hundred,
+        "min_difficulty",
+        "difficulty",
+        "max_difficulty",
+    ),
+    _each(
+        "metric_changes_countable",
+        f"a ramp of `curriculum_metrics` must have at most {_MOST_CHANGES} steps of difficulty",
+        "raise `difficulty_step`",
+        _changes_rarely,
+        "min_difficulty",
+        "max_difficulty",
+        "difficulty_step",
+    ),
+    Rule(
+        "metric_ramp_ends_in_time",
+        (),
+        "each of `curriculum_metrics` must get to its end within the training",
+        "shorten its schedule, or train for longer",
+        lambda c: not _late(c),
+        lambda c: "; ".join(
+            f"{name} does after {last} {c.config.data_sampling.curriculum_unit}, and the training has "
+            f"{_end(c)}"
+            for name, last in _late(c).items()
+        ),
+        reads=(_METRICS, _UNIT, *STEP_FIELDS, *_LIMITS),
+    ),
+    Rule(
+        "metrics_are_for_pretraining",
+        (_METRICS, "finetune.task"),
+        "`curriculum_metrics` must be left out where a model is fine-tuned for a task",
+        "leave them out",
+        lambda c: not _metrics(c) or c.config.finetune.task is None,
+    ),
+    Rule(
+        "metrics_or_data_sharding",
+        (_METRICS, "data.data_sharding"),
+        "`curriculum_metrics` must be left out with `data_sharding`, whose order depends on the ranks",
+        "leave out one of the two",
+        lambda c: not _metrics(c) or not c.config.data.data_sharding,
+    ),
+)

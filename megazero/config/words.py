@@ -1,0 +1,41 @@
+"""Which known word a user may have meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that `word` may stand for, ignoring case and `_` versus `-`; None if there is none.
+
+    It is the shortest word that starts with `word`, or else the one that is the fewest edits away, if that
+    is no more than one edit for every four letters.
+    """
+    given = _plain(word)
+    words = list(known)
+    longer = sorted((len(each), each) for each in words if len(given) > 3 and _plain(each).startswith(given))
+    if longer:
+        return longer[0][1]
+    near = sorted((distance, each) for each in words if (distance := _edits(given, _plain(each))) is not None)
+    return near[0][1] if near else None
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("_", "-").lstrip("-")
+
+
+def _edits(word: str, other: str) -> int | None:
+    """How many letters must be changed, added, left out or swapped; None if too many."""
+    most = max(1, len(word) // 4)
+    if abs(len(word) - len(other)) > most:
+        return None
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(word):
+        earlier, before, row = before, row, [i + 1]
+        for j, theirs in enumerate(other):
+            cheapest = min(before[j] + (letter != theirs), before[j + 1] + 1, row[j] + 1)
+            if i and j and letter == other[j - 1] and word[i - 1] == theirs:
+                cheapest = min(cheapest, earlier[j - 1] + 1)
+            row.append(cheapest)
+    return row[-1] if row[-1] <= most else None

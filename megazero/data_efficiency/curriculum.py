@@ -1,0 +1,64 @@
+"""A run's curriculum over samples: its metrics' indexes, checked against the dataset, and its sampler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megazero.config.data_sampling import CurriculumMetric
+from megazero.config.difficulties import Difficulties
+from megazero.config.steps import Steps
+from megazero.config.tree import Config
+from megazero.data.blended import SampleDataset
+from megazero.data.sampler import SamplerKind, SamplerSpec
+from megazero.data_efficiency.analyzed import AnalyzedDataset, dataset_of
+from megazero.data_efficiency.eligibility import EligibilityOrder
+from megazero.data_efficiency.metric_index import MetricIndex
+from megazero.data_efficiency.sampler import CurriculumSampler
+from megazero.errors import DataError
+
+
+def curriculum_sampler(
+    config: Config, steps: Steps, dataset: SampleDataset, spec: SamplerSpec
+) -> CurriculumSampler | None:
+    """The sampler of a run's training data; None without a curriculum.
+
+    Args:
+        config: the run's configuration, which keeps all rules.
+        steps: the run's steps.
+        dataset: what is trained on, as built.
+        spec: this rank's share of each micro-batch of it.
+
+    Raises:
+        DataError: an index is missing, damaged or of another dataset, or no sample is easy enough to begin.
+    """
+    difficulties, seed = Difficulties.of(config.data_sampling), config.data_sampling.curriculum_seed
+    if difficulties is None:
+        return None
+    indexes = [_index(metric, dataset) for metric in difficulties.metrics]
+    order = EligibilityOrder.of(difficulties, indexes)
+    whole = replace(
+        spec,
+        kind=SamplerKind.CYCLIC,
+        data_sharding=False,
+        seed=config.training.seed if seed is None else seed,
+    )
+    return CurriculumSampler.of(whole, order, difficulties, steps)
+
+
+def _index(metric: CurriculumMetric, dataset: SampleDataset) -> MetricIndex:
+    """One metric's index. Raises DataError unless it is of this dataset, as far as its files tell."""
+    samples = metric.index_to_sample_path
+    if metric.difficulty_type == "percentile":
+        index = MetricIndex.of_order(samples)
+    else:
+        index = MetricIndex.open(samples, metric.index_to_metric_path)
+    analyzed = dataset_of(samples)
+    if analyzed is not None:
+        analyzed.check(AnalyzedDataset.of(dataset), samples)
+    if len(index) != len(dataset):
+        raise DataError(
+            f"`{samples}` must list the {len(dataset)} samples of the {dataset.name} dataset, but lists "
+            f"{len(index)}; analyze it with the training's data, split, seed, sequence length and "
+            "--train-data-exact-num-epochs, or give training those of the analysis."
+        )
+    return index
