@@ -70,14 +70,14 @@ class EligibilityOrder:
 
 
 def eligible(index: MetricIndex, metric: CurriculumMetric, level: int) -> int:
-    """How many of the first samples of an index are within a difficulty, as DeepSpeed counts them.
+    """How many of the first samples of an index are within a difficulty.
 
-    By value: those whose value is not above it. By percentile: so many parts of as many as the metric's
-    largest difficulty says, in whole samples; at the largest, all of them.
+    By value: those whose value is not above it. By percentile: that share of the samples, rounded down, where
+    the metric's largest difficulty is all of them, as in DeepSpeed (which rounds a single percent down and
+    multiplies, so that it has up to 99 samples fewer).
     """
     if metric.difficulty_type == "percentile":
-        parts = metric.end
-        return len(index) if level >= parts else len(index) // parts * max(level, 0)
+        return len(index) * level // metric.end
     below = int(np.searchsorted(index.values, level, side="right"))
     return int(index.ends[below - 1]) if below else 0
 

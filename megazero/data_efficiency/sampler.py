@@ -19,10 +19,10 @@ from megazero.config.steps import Steps
 from megazero.data.sampler import SamplerSpec
 from megazero.data.shuffle import cyclic_sample
 from megazero.data_efficiency.eligibility import EligibilityOrder
-from megazero.data_efficiency.turns import owner, shares
+from megazero.data_efficiency.turns import owners, shares
 from megazero.errors import DataError
 
-_MIXED = 256  # draws that are shuffled among each other, so that clusters do not take turns in a pattern
+_BLOCK = 256  # draws that are shuffled among each other, so that clusters take turns in no pattern
 
 
 class CurriculumSampler:
@@ -31,7 +31,7 @@ class CurriculumSampler:
     spec: this rank's share of each micro-batch; its `num_samples` are those of the dataset. order: what may
     be drawn when. begins: for each piece of `order`, how many samples are consumed when it begins, in this
     run. planned: the same in a training with these settings from the beginning on; the two differ only where
-    the batch size was changed on the way. Nothing here is state: `at` is a function of its argument.
+    the batch size was changed on the way. What it keeps saves time; `at` is a function of its argument.
     """
 
     def __init__(
@@ -43,9 +43,10 @@ class CurriculumSampler:
         kept = [k for k, end in enumerate(order.ends) if k == 0 or end > order.ends[k - 1]]
         self._begins = [begins[k] for k in kept]
         self._planned = [planned[k] for k in kept]
-        self._bounds = [0, *(int(order.ends[k]) for k in kept)]
-        # One value, so that threads see the number of a piece with its own counts.
-        self._before: tuple[int, np.ndarray] = (0, np.zeros(len(kept), dtype=np.int64))
+        self._bounds = np.array([0, *(order.ends[k] for k in kept)], dtype=np.int64)
+        # Each is one value, so that threads see what is kept with what it is of.
+        self._turns: tuple[int, np.ndarray] = (0, np.zeros(len(kept), dtype=np.int64))
+        self._dealt: tuple[tuple[int, int], np.ndarray, np.ndarray] = ((-1, 0), np.empty(0), np.empty(0))
 
     @classmethod
     def of(
@@ -74,39 +75,65 @@ class CurriculumSampler:
     def _drawn(self, place: int) -> int:
         """The sample at a place of the training order."""
         piece = max(0, bisect_right(self._begins, place) - 1)
-        cluster, turn = owner(self._mixed(piece, place - self._planned[piece]), self._bounds[: piece + 2])
-        begin, end = self._bounds[cluster : cluster + 2]
-        turn += int(self._turns_before(piece)[cluster])
-        return int(self._samples[begin + cyclic_sample(turn, end - begin, self._key("cluster", cluster))])
+        draw = place - self._planned[piece]
+        begin, end = self._block(piece, draw)
+        clusters, turns = self._deal(piece, begin, end)
+        cluster, turn = int(clusters[draw - begin]), int(turns[draw - begin])
+        low, high = self._bounds[cluster : cluster + 2].tolist()
+        return int(self._samples[low + cyclic_sample(turn, high - low, self._key("cluster", cluster))])
 
-    def _mixed(self, piece: int, draw: int) -> int:
-        """Another draw of the same piece, close by."""
-        block, within = divmod(draw, _MIXED)
-        size = _MIXED
-        if piece + 1 < len(self._planned):
-            left = self._draws(piece) - block * _MIXED
-            # Nothing is left where a run with other batch sizes than planned stays longer in the piece.
-            size = min(size, left) if left > within else size
-        return block * _MIXED + cyclic_sample(block * size + within, size, self._key("order", piece))
+    def _block(self, piece: int, draw: int) -> tuple[int, int]:
+        """The draws of a piece, from and to, that are shuffled among each other and hold this one.
+
+        A block does not reach beyond the planned end of its piece, so that it is as if the piece went on.
+        """
+        begin = draw // _BLOCK * _BLOCK
+        if piece + 1 == len(self._planned):
+            return begin, begin + _BLOCK
+        last = self._draws(piece)
+        return (begin, min(begin + _BLOCK, last)) if draw < last else (max(begin, last), begin + _BLOCK)
+
+    def _deal(self, piece: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """(cluster, turn of this cluster since the training began) of each draw of a block, int64."""
+        key, clusters, turns = self._dealt
+        if key != (piece, begin):
+            key, phase, bounds = (piece, begin), self._phase(piece), self._bounds[: piece + 2]
+            found, counts = owners(np.arange(begin, end) + phase, bounds)
+            counts += (self._turns_before(piece)[: piece + 1] - shares(phase, bounds))[found]
+            clusters, turns = found[shuffled(end - begin, self._key(f"block {begin}", piece))], counts.copy()
+            # A cluster's turns keep their order.
+            turns[np.argsort(clusters, kind="stable")] = counts[np.argsort(found, kind="stable")]
+            self._dealt = (key, clusters, turns)
+        return clusters, turns
+
+    def _phase(self, piece: int) -> int:
+        """Where a piece begins to deal: always at the same cluster, it would have more turns than others."""
+        return self._key("phase", piece) % int(self._bounds[piece + 1])
 
     def _draws(self, piece: int) -> int:
-        """How many draws a piece has, if another one follows."""
+        """How many draws a piece has as planned, if another one follows."""
         return self._planned[piece + 1] - self._planned[piece]
 
     def _turns_before(self, piece: int) -> np.ndarray:
         """How often each cluster is drawn from before a piece, int64 [clusters]."""
-        known, turns = self._before
+        known, turns = self._turns
         if known != piece:
-            if known > piece:
-                known, turns = 0, np.zeros_like(turns)
-            turns = turns.copy()
+            known, turns = (known, turns.copy()) if known < piece else (0, np.zeros_like(turns))
             for earlier in range(known, piece):
-                bounds = np.array(self._bounds[: earlier + 2], dtype=np.int64)
-                turns[: earlier + 1] += shares(self._draws(earlier), bounds)
-            self._before = (piece, turns)
+                phase, bounds = self._phase(earlier), self._bounds[: earlier + 2]
+                turns[: earlier + 1] += shares(phase + self._draws(earlier), bounds) - shares(phase, bounds)
+            self._turns = (piece, turns)
         return turns
 
     def _key(self, what: str, number: int) -> int:
-        """A seed of its own for each permutation."""
+        """64 bits of its own for each random choice."""
         digest = hashlib.blake2b(f"{self.spec.seed} {what} {number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little")
+
+
+def shuffled(size: int, key: int) -> np.ndarray:
+    """A random order of the numbers below `size`, int64: that of SplitMix64's numbers from `key` on."""
+    steps = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
+    steps = (steps ^ (steps >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    steps = (steps ^ (steps >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.argsort(steps ^ (steps >> np.uint64(31)), kind="stable")

@@ -3,52 +3,46 @@
 Of any number of first draws each half of the clusters gets its share, rounded down for the first half, and so
 on within each half down to single clusters. In as many draws as there are samples each cluster has exactly as
 many turns as it has samples; in others it is off by less than the logarithm of the number of clusters.
+
+Clusters are given by `bounds`, int64: cluster i holds the samples bounds[i] to bounds[i + 1] - 1, at least
+one and together fewer than 3 * 10^9; bounds[0] is 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 
-def owner(draw: int, bounds: Sequence[int]) -> tuple[int, int]:
-    """(the cluster whose turn the draw is, how many turns it had before).
-
-    bounds: cluster i holds the samples bounds[i] to bounds[i + 1] - 1, and at least one; bounds[0] is 0.
-    """
-    low, high = 0, len(bounds) - 1
-    while high - low > 1:
-        middle = (low + high) // 2
+def owners(draws: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(the cluster whose turn each draw is, how many turns it had before), int64 like `draws`."""
+    low, high = np.zeros_like(draws), np.full_like(draws, len(bounds) - 1)
+    while (open_ := high - low > 1).any():
+        middle = np.where(open_, (low + high) // 2, high)
         part, whole = bounds[middle] - bounds[low], bounds[high] - bounds[low]
-        first = draw * part // whole
-        if (draw + 1) * part // whole > first:
-            high, draw = middle, first
-        else:
-            low, draw = middle, draw - first
-    return low, draw
+        first = _share(draws, part, whole)
+        mine = _share(draws + 1, part, whole) > first  # always where there is nothing to halve
+        low, high = np.where(mine, low, middle), np.where(mine, middle, high)
+        draws = np.where(mine, first, draws - first)
+    return low, draws
 
 
 def shares(draws: int, bounds: np.ndarray) -> np.ndarray:
-    """How many of the first `draws` each cluster has as its turns, int64 [clusters].
-
-    bounds: as for `owner`, int64; up to 3 * 10^9 samples.
-    """
+    """How many of the first `draws` each cluster has as its turns, int64 [clusters]."""
     low, high = np.array([0]), np.array([len(bounds) - 1])
     turns = np.array([draws], dtype=np.int64)
-    while (high - low > 1).any():
-        middle = np.where(high - low > 1, (low + high) // 2, high)
-        part, whole = bounds[middle] - bounds[low], bounds[high] - bounds[low]
-        # As turns * part // whole, but within 64 bits.
-        first = turns // whole * part + turns % whole * part // whole
-        split = middle < high
-        low, high = _pairs(low, middle, split), _pairs(middle, high, split)
-        turns = _pairs(first, turns - first, split)
+    while (open_ := high - low > 1).any():
+        middle = np.where(open_, (low + high) // 2, high)
+        first = _share(turns, bounds[middle] - bounds[low], bounds[high] - bounds[low])
+        low, high = _both(low, middle, open_), _both(middle, high, open_)
+        turns = _both(first, turns - first, open_)
     return turns
 
 
-def _pairs(first: np.ndarray, second: np.ndarray, split: np.ndarray) -> np.ndarray:
-    """Both values where a range was split, side by side; the first where it was not."""
-    both = np.stack([first, second], axis=1)
-    keep = np.stack([np.ones_like(split), split], axis=1)
-    return both[keep]
+def _share(draws: np.ndarray, part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """draws * part // whole, within 64 bits."""
+    return draws // whole * part + draws % whole * part // whole
+
+
+def _both(first: np.ndarray, second: np.ndarray, open_: np.ndarray) -> np.ndarray:
+    """Both values side by side where there are two halves, else the first."""
+    return np.stack([first, second], axis=1)[np.stack([np.ones_like(open_), open_], axis=1)]

@@ -83,15 +83,10 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module) -> U
             sections.append(build_section(name, [*read.defaults, *read.settings]))
         except ConfigError as error:
             problems += error.violations
-    if any(setting.spec.section == "curriculum" for setting in read.settings):
+    if any(setting.spec.section in ("curriculum", "data_sampling") for setting in read.settings):
         problems.append(
-            "`curriculum_learning` must be off here, where a script cuts its own batches, but is on; "
+            "`curriculum_learning` must be off here, where a script draws and cuts its own batches, but is on; "
             "pretrain_gpt.py and pretrain_bert.py take it"
-        )
-    if any(setting.spec.section == "data_sampling" for setting in read.settings):
-        problems.append(
-            "`data_efficiency.data_sampling` must be off here, where a script draws its own samples, but is "
-            "on; pretrain_gpt.py and pretrain_bert.py take it"
         )
     batch = read.batch
     if batch is None and not problems:

@@ -21,10 +21,12 @@ from megazero.mpu import ParallelContext, ParamSpec
 from megazero.train.assemble import build_model
 from megazero.train.engine import Engine
 from megazero.train.families import family_of
+from megazero.train.feed import Collate
 from megazero.train.losses import CountedBatch
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
 from megazero.train.vocabulary import Vocabulary
+from megazero.verify.sampling import drawn_micro_batches, made_up_sampler
 
 STEPS = 5
 _STREAM_SEED = 3
@@ -48,7 +50,11 @@ def record_training(config: Config, context: ParallelContext, steps: int = STEPS
     """Train `steps` steps on this rank, on random tokens with uneven loss masks."""
     horizon = horizon_of(config, context.data.size)
     engine = verification_engine(config, horizon, context)
-    return record_steps(engine, horizon, steps, partial(micro_batches, config, context))
+    sampler = made_up_sampler(config, horizon.steps, context)
+    if sampler is None:
+        return record_steps(engine, horizon, steps, partial(micro_batches, config, context))
+    collate = collate_of(config, context)
+    return record_steps(engine, horizon, steps, partial(drawn_micro_batches, config, sampler, collate))
 
 
 def record_steps(
@@ -86,13 +92,18 @@ def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[
     family, vocab_size = family_of(config.model), config.model.vocab_size
     rng = np.random.default_rng(100 + number)
     arrays = family.random_arrays(rng, total, step.sequence_length, vocab_size)
-    collate = family.collate(config, vocab_size, context.device, _STREAM_SEED)
+    collate = collate_of(config, context)
     batches = []
     for first in range(context.data.rank * size, total, context.data.size * size):
         rows = slice(first, first + size)
         samples = tuple(number * total + i for i in range(first, first + size))
         batches.append(collate({name: array[rows] for name, array in arrays.items()}, samples))
     return batches
+
+
+def collate_of(config: Config, context: ParallelContext) -> Collate:
+    """What makes micro-batches of arrays."""
+    return family_of(config.model).collate(config, config.model.vocab_size, context.device, _STREAM_SEED)
 
 
 def _whole(

@@ -10,6 +10,7 @@ from megazero.config.horizon import horizon_of
 from megazero.config.steps import Progress
 from megazero.config.tree import Config
 from megazero.mpu import ProcessGrid
+from megazero.verify.sampling import SAMPLES, shrunk_metric
 
 _WIDTH_OF_HEAD = 4
 
@@ -68,6 +69,10 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
         "optimizer": {"lr": 1e-2, "adam_eps": 1e-4, "clip_grad": 0.5, "lr_decay_style": "constant"},
         "precision": {"dtype": "fp32"},
         "curriculum": _curriculum(config, tp),
+        "data_sampling": {
+            "curriculum_metrics": tuple(map(shrunk_metric, config.data_sampling.curriculum_metrics)),
+            "curriculum_unit": "iters",
+        },
         "distillation": {"kd_train_iters": None if config.distillation.kd_train_iters is None else 3},
         "training": {"train_iters": 100, "train_samples": None, "train_tokens": None},
     }
@@ -81,6 +86,8 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
     if ep != parallel.expert_model_parallel_size:
         notes.append(f"expert parallel size {parallel.expert_model_parallel_size} -> {ep}")
+    if config.data_sampling.curriculum_metrics:
+        notes.append(f"samples are drawn by difficulty from {SAMPLES} random ones, with made-up indexes")
     if config.distillation.kd:
         notes.append("the teacher is a new one, of twice the student's layers")
     grid = ProcessGrid(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp)

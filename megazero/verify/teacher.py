@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megazero.config.curriculum import CurriculumConfig
+from megazero.config.data_sampling import DataSamplingConfig
 from megazero.config.distillation import DistillationConfig
 from megazero.config.horizon import horizon_of
 from megazero.config.tree import Config, ParallelConfig, RecomputeConfig, ZeroConfig
@@ -29,6 +30,7 @@ def with_teacher(config: Config, folder: str) -> Config:
         "checkpoint": CheckpointConfig(save=folder),
         "distillation": DistillationConfig(),
         "curriculum": CurriculumConfig(),
+        "data_sampling": DataSamplingConfig(),
     }
     teacher, context = config.model_copy(update=changes), solo_context()
     horizon = horizon_of(teacher, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from megazero.config.resolve import parse_config
@@ -44,6 +46,25 @@ def test_a_curriculum_still_grows_when_it_is_shrunk(capsys):
     small = shrink(config, 1).config
     assert [length for _, length in SequenceLengths.of(small).pieces] == [8, 16]
     assert small.model.seq_length == 16
+
+
+def test_samples_are_drawn_by_difficulty_from_made_up_indexes(capsys):
+    """Those that it names need not be there."""
+    metric = {
+        "index_to_sample_path": "nowhere",
+        "difficulty_type": "percentile",
+        "min_difficulty": 1,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 9},
+    }
+    given = ["--curriculum-metrics", json.dumps({"rarity": metric, "length": metric})]
+    assert main([*BASE, *given, "--pipeline-model-parallel-size", "2", "--steps", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "shrunk     samples are drawn by difficulty from 97 random ones, with made-up indexes" in out
+    assert out.endswith("the same training as one process\n")
+    plain = ["--pipeline-model-parallel-size", "2", "--steps", "4"]
+    assert main([*BASE, *plain]) == 0
+    assert capsys.readouterr().out.split("lm loss")[1] != out.split("lm loss")[1]
 
 
 def test_a_student_gets_a_teacher_of_its_own_and_the_lessons_end(capsys):

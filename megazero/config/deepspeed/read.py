@@ -283,7 +283,7 @@ def _apply(
         _refuse(result, row, value)
         return
     if row.faults is not None and (faults := row.faults(value, values)):
-        result.problems += [f"{result.name}: {each}." for each in faults]
+        result.problems += [f"{result.name}: {each}{'' if each.endswith('?') else '.'}" for each in faults]
         result.broken.update(row.fields)
         return
     if value == AUTO and row.key in resolved:

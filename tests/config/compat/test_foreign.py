@@ -166,3 +166,32 @@ def test_the_command_line_of_a_megatron_deepspeed_script_is_read() -> None:
         "`moe_aux_loss_coeff` and `moe_expert_capacity_factor` and `moe_eval_capacity_factor` and "
         "`moe_min_capacity` have no effect without `num_experts`: no layer has experts."
     )
+
+
+METRIC = '{"rarity": {"index_to_sample_path": "s", "index_to_metric_path": "m", "min_difficulty": 1, \
+"max_difficulty": 9, "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 5}}}'
+
+
+def test_a_curriculum_that_nothing_describes_is_refused() -> None:
+    """The flag turns on in Megatron-DeepSpeed what its JSON describes."""
+    flag = "--data-efficiency-curriculum-learning"
+    with pytest.raises(ConfigError, match="say what makes samples difficult") as caught:
+        parse_config([*BASE_FLAGS, flag])
+    assert len(caught.value.violations) == 1
+    lengths = [
+        "--seqlen-schedule",
+        "fixed_discrete",
+        "--seqlen-difficulty",
+        "16",
+        "32",
+        "--seqlen-max-step",
+        "9",
+    ]
+    for described in (["--curriculum-metrics", METRIC], [*lengths, "--seqlen-max-step", "9"]):
+        (line,) = parse_config([*BASE_FLAGS, flag, *described]).warnings
+        assert line.startswith(f"flags without effect here: {flag} (metrics and lengths alone say")
+
+
+def test_settings_of_a_curriculum_without_one_are_named() -> None:
+    (line,) = parse_config([*BASE_FLAGS, "--curriculum-seed", "3"]).warnings
+    assert line.startswith("`curriculum_seed` has no effect without `curriculum_metrics`")

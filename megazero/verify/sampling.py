@@ -1,0 +1,70 @@
+"""Micro-batches drawn by a curriculum over samples, on data and indexes that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from megazero.config.data_sampling import CurriculumMetric
+from megazero.config.difficulties import Difficulties
+from megazero.config.steps import Step, Steps
+from megazero.config.tree import Config
+from megazero.data import SamplerKind, SamplerSpec
+from megazero.data_efficiency.eligibility import EligibilityOrder
+from megazero.data_efficiency.metric_index import MetricIndex
+from megazero.data_efficiency.sampler import CurriculumSampler
+from megazero.mpu import ParallelContext
+from megazero.train.families import family_of
+from megazero.train.losses import CountedBatch
+
+SAMPLES = 97  # a prime, so that no batch fills an epoch
+
+
+def shrunk_metric(metric: CurriculumMetric) -> CurriculumMetric:
+    """Another one of its name: seven tenths of the samples for two steps, and then all."""
+    return CurriculumMetric(
+        name=metric.name,
+        difficulty_type="percentile",
+        schedule_type="fixed_discrete",
+        difficulty=(70, 100),
+        max_step=(2,),
+    )
+
+
+def made_up_sampler(config: Config, steps: Steps, context: ParallelContext) -> CurriculumSampler | None:
+    """This rank's sampler of `SAMPLES` samples, each metric with its own order; None without metrics."""
+    difficulties = Difficulties.of(config.data_sampling)
+    if difficulties is None:
+        return None
+    spec = SamplerSpec(
+        SAMPLES,
+        config.batch.micro_batch_size,
+        context.data.rank,
+        context.data.size,
+        SamplerKind.CYCLIC,
+        config.training.seed,
+    )
+    orders = (np.random.default_rng(i).permutation(SAMPLES) for i in range(len(difficulties.metrics)))
+    places = np.arange(SAMPLES)
+    indexes = [MetricIndex(places, places + 1, order) for order in orders]
+    return CurriculumSampler.of(spec, EligibilityOrder.of(difficulties, indexes), difficulties, steps)
+
+
+def drawn_micro_batches(
+    config: Config, sampler: CurriculumSampler, collate: Callable, step: Step
+) -> list[CountedBatch]:
+    """This rank's micro-batches for a step, of random samples that follow from their numbers alone."""
+    family, spec = family_of(config.model), sampler.spec
+    batches = []
+    for begin in range(step.before.samples, step.after.samples, spec.stride):
+        rows = [
+            family.random_arrays(
+                np.random.default_rng(number), 1, step.sequence_length, config.model.vocab_size
+            )
+            for number in sampler.at(begin).tolist()
+        ]
+        arrays = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+        first = begin + spec.data_parallel_rank * spec.micro_batch_size
+        batches.append(collate(arrays, tuple(range(first, first + spec.micro_batch_size))))
+    return batches

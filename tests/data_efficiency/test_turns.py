@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from megazero.data_efficiency.turns import owners, shares
+
+
+def test_turns_by_hand():
+    """Two of three samples are the second cluster's, so two of three turns."""
+    clusters, turns = owners(np.arange(6), np.array([0, 1, 3]))
+    assert clusters.tolist() == [1, 1, 0, 1, 1, 0]
+    assert turns.tolist() == [0, 1, 0, 2, 3, 1]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_turns_are_counted_without_a_gap(seed):
+    rng = random.Random(seed)
+    bounds = np.cumsum([0, *(rng.randrange(1, 9) for _ in range(rng.randrange(1, 14)))])
+    draws, size = rng.randrange(200), int(bounds[-1])
+    turns: list[list[int]] = [[] for _ in bounds[1:]]
+    for cluster, before in zip(*owners(np.arange(draws), bounds), strict=True):
+        turns[cluster].append(before)
+    assert turns == [list(range(len(each))) for each in turns]
+    assert shares(draws, bounds).tolist() == list(map(len, turns))
+    fair = draws * np.diff(bounds) / size
+    assert np.abs(shares(draws, bounds) - fair).max() <= 1 + np.log2(len(bounds))
+    assert shares(7 * size, bounds).tolist() == (7 * np.diff(bounds)).tolist()
+
+
+def test_counts_beyond_32_bits():
+    bounds = np.array([0, 10**9, 3 * 10**9])
+    assert shares(6 * 10**11, bounds).tolist() == [2 * 10**11, 4 * 10**11]
+    cluster, before = owners(np.array([6 * 10**11]), bounds)
+    assert (cluster[0], before[0]) == (1, 4 * 10**11)
