@@ -57,9 +57,9 @@ class AnalyzedDataset:
             "the flags of the training (data, split, seed, sequence length, epochs), or correct those."
         )
 
-    def to_json(self) -> str:
-        """The text of the JSON file; see `facts_path` for its name."""
-        return json.dumps({"format": FORMAT, **vars(self)}, indent=1)
+    def to_json(self, metric: Mapping[str, object] | None = None) -> str:
+        """The text of the JSON file; see `facts_path` for its name. metric: what else to note for people."""
+        return json.dumps({"format": FORMAT, **vars(self), "metric": metric}, indent=1)
 
 
 def facts_path(prefix: str | Path) -> Path:
