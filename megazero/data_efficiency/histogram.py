@@ -69,5 +69,10 @@ def draw_sum(values: np.ndarray, name: str, path: Path) -> None:
     _save(figure, path)
 
 
+def check_drawing() -> None:
+    """Raises ConfigError if pictures cannot be drawn because matplotlib is not installed."""
+    new_figure(1.0, 1.0)
+
+
 def _save(figure: Figure, path: Path) -> None:
     figure.savefig(path, dpi=120)
