@@ -52,8 +52,8 @@ def test_version(capsys, flag):
 def test_an_unknown_verb_is_answered_with_the_nearest(capsys, word, answer):
     assert cli.main([word]) == 2
     assert capsys.readouterr().err == (
-        "error: the verb must be one of ablate, checkpoint, config, fill-mask, generate, moe-report, plan, "
-        f"verify, version, but is `{word}`; {answer}\n"
+        "error: the verb must be one of ablate, analyze-loss, checkpoint, config, fill-mask, generate, "
+        f"moe-report, plan, verify, version, but is `{word}`; {answer}\n"
     )
 
 
