@@ -16,8 +16,9 @@ TRAINING = ["--micro-batch-size=1", "--lr=1", "--train-iters=1", "--mock-data", 
 
 def test_help_names_every_verb_and_exits_0(capsys):
     assert cli.main(["--help"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:11]] == [
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:12]] == [
         "ablate",
+        "analyze-loss",
         "checkpoint",
         "config",
         "fill-mask",

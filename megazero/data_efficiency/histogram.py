@@ -32,7 +32,7 @@ def bars(index: MetricIndex, count: int = _BARS) -> tuple[np.ndarray, np.ndarray
     """
     low, high = float(index.values[0]), float(index.values[-1])
     width = max(1.0, (high - low + 1) / count)
-    number = max(1, int(np.ceil((high - low + 1) / width)))
+    number = min(count, round((high - low + 1) / width))
     edges = low - 0.5 + width * np.arange(number + 1)
     place = np.minimum(((index.values - low) / width).astype(np.int64), number - 1)
     samples = np.bincount(place, weights=np.diff(index.ends, prepend=0), minlength=number)

@@ -19,6 +19,7 @@ from megazero.errors import DataError
 
 _INT32 = np.iinfo(np.int32)
 _LONGEST = int(_INT32.max)
+_BLOCK = 1 << 18  # bytes of lengths at a time
 
 
 def neutral_dtype(low: int, high: int) -> np.dtype:
@@ -80,5 +81,5 @@ def write_rows(prefix: str | Path, dtype: np.dtype, rows: Iterable[tuple[np.ndar
 
 def _blocks(file: IO[bytes]) -> Iterator[np.ndarray]:
     file.seek(0)
-    while part := file.read(4 << 20):
+    while part := file.read(_BLOCK):
         yield np.frombuffer(part, dtype="<i4")

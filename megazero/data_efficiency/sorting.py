@@ -18,7 +18,7 @@ from megazero.data_efficiency.crew import run_tasks
 from megazero.data_efficiency.map import ChunkGrid
 from megazero.data_efficiency.row_writer import neutral_dtype
 
-_RANGE = 1 << 18  # samples of a range of values, about: 16 bytes each, several times over
+_RANGE = 1 << 20  # samples of a range of values, about; each takes some 50 bytes while it is sorted
 _THIN = 1 << 18  # values of all runs together that boundaries are chosen from
 _LARGEST = int(np.iinfo(np.int64).max)
 

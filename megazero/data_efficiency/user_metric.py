@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
@@ -34,11 +34,17 @@ class UserMetric:
     accumulates: bool = False
     name: str = field(init=False)
     source_hash: str = field(init=False)
+    function: Callable[[dict[str, np.ndarray]], object] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         function = load_function(self.spec)
         object.__setattr__(self, "name", self.spec.rpartition(":")[2])
         object.__setattr__(self, "source_hash", _source_hash(function))
+        object.__setattr__(self, "function", function)
+
+    def __reduce__(self) -> tuple[type, tuple[str, bool]]:
+        """Pickles as the function's name: a process that is started afresh looks it up itself."""
+        return type(self), (self.spec, self.accumulates)
 
     @property
     def identity(self) -> Mapping[str, object]:
@@ -46,7 +52,7 @@ class UserMetric:
         return {"metric": self.name, "accumulates": self.accumulates, "source": self.source_hash}
 
     def measure(self, samples: Samples) -> np.ndarray:
-        return load_function(self.spec)(samples.as_dict())
+        return self.function(samples.as_dict())
 
 
 def load_function(spec: str) -> Callable[[dict[str, np.ndarray]], object]:
@@ -68,19 +74,17 @@ def load_function(spec: str) -> Callable[[dict[str, np.ndarray]], object]:
     return function
 
 
-def _module_of_file(path: Path):
-    """The module of a file, imported once for each content."""
-    text = path.resolve().read_bytes()
-    name = f"megazero_user_metric_{hashlib.blake2b(str(path.resolve()).encode() + text).hexdigest()[:16]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+def _module_of_file(path: Path) -> ModuleType:
+    """The module of a file, with what stands there now: Python's own cache misses a quick edit."""
+    text = path.read_bytes()
+    where = str(path.resolve())
+    module = ModuleType(f"megazero_user_metric_{hashlib.blake2b(where.encode() + text).hexdigest()[:16]}")
+    module.__file__ = where
+    sys.modules[module.__name__] = module  # where dataclasses and pickles of the module look for it
     try:
-        spec.loader.exec_module(module)
+        exec(compile(text, where, "exec"), module.__dict__)
     except BaseException:
-        del sys.modules[name]
+        del sys.modules[module.__name__]
         raise
     return module
 

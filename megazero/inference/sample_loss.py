@@ -43,7 +43,7 @@ METRIC = "loss"
 _CHUNK = 1024  # samples between two saves
 
 
-class _Resident:
+class _NothingToGather:
     """Parameters that are whole on their ranks, so that there is nothing to gather."""
 
     def gather(self, chunk: int, *, backward: bool) -> None:
@@ -207,7 +207,7 @@ def _loss_meter(
     stages = config.parallel.pipeline_model_parallel_size
     meter = LossMeter(
         dataset,
-        Executor(chunks, context.pp, _Resident(), context.device),
+        Executor(chunks, context.pp, _NothingToGather(), context.device),
         cache(partial(evaluation_program, config)),
         family.collate(config, vocabulary.size, context.device, None),
         context,
