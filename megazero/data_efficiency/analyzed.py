@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megazero.data.blended import SampleDataset
 from megazero.data.cache import cache_key
-from megazero.data.indexed.reader import IndexedDataset
+from megazero.data.indexed.reader import IndexedDataset, content_hash
 from megazero.errors import DataError
 
 FORMAT = "megazero-analyzed-1"
@@ -41,7 +41,7 @@ class AnalyzedDataset:
     @classmethod
     def of(cls, dataset: SampleDataset) -> AnalyzedDataset:
         """The facts of a run's built dataset: a split of `megazero.data.build.build_datasets`."""
-        copies = {indexed.fingerprint: indexed.content_hash for indexed in _sources(dataset)}
+        copies = {indexed.fingerprint: content_hash(indexed) for indexed in _sources(dataset)}
         description = _plain(dataset.description, copies)
         return cls(cache_key(description), len(dataset), description)
 
@@ -57,9 +57,9 @@ class AnalyzedDataset:
             "the flags of the training (data, split, seed, sequence length, epochs), or correct those."
         )
 
-    def to_json(self) -> str:
-        """The text of the JSON file; see `facts_path` for its name."""
-        return json.dumps({"format": FORMAT, **vars(self)}, indent=1)
+    def to_json(self, metric: Mapping[str, object] | None = None) -> str:
+        """The text of the JSON file; see `facts_path` for its name. metric: what else to note for people."""
+        return json.dumps({"format": FORMAT, **vars(self), "metric": metric}, indent=1)
 
 
 def facts_path(prefix: str | Path) -> Path:

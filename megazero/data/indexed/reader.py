@@ -182,11 +182,6 @@ class IndexedDataset:
         """
         return self._digest(with_time=True)
 
-    @cached_property
-    def content_hash(self) -> str:
-        """The same without the modification time: equal for every copy of the dataset, wherever it is."""
-        return self._digest(with_time=False)
-
     def _digest(self, with_time: bool) -> str:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{type(self).__name__} {self._idx_hash} {self._bytes.size} ".encode())
@@ -235,6 +230,11 @@ class LegacyIndexedDataset(IndexedDataset):
 
     def _parse(self) -> IndexTables:
         return parse_tntidx(self.path_idx, self._index, self._bytes.size)
+
+
+def content_hash(dataset: IndexedDataset) -> str:
+    """The dataset's `fingerprint` without the modification time: equal for every copy, wherever it is."""
+    return dataset._digest(with_time=False)
 
 
 def open_indexed(prefix: str | Path, multimodal: bool = False, verify: bool = False) -> IndexedDataset:
