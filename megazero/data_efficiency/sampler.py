@@ -23,6 +23,7 @@ from megazero.data_efficiency.turns import owners, shares
 from megazero.errors import DataError
 
 _BLOCK = 256  # draws that are shuffled among each other, so that clusters take turns in no pattern
+_AT_A_TIME = 1 << 20  # turns that are counted at once, to bound memory
 
 
 class CurriculumSampler:
@@ -90,40 +91,45 @@ class CurriculumSampler:
         begin = draw // _BLOCK * _BLOCK
         if piece + 1 == len(self._planned):
             return begin, begin + _BLOCK
-        last = self._draws(piece)
+        last = self._planned[piece + 1] - self._planned[piece]
         return (begin, min(begin + _BLOCK, last)) if draw < last else (max(begin, last), begin + _BLOCK)
 
     def _deal(self, piece: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """(cluster, turn of this cluster since the training began) of each draw of a block, int64."""
         key, clusters, turns = self._dealt
         if key != (piece, begin):
-            key, phase, bounds = (piece, begin), self._phase(piece), self._bounds[: piece + 2]
-            found, counts = owners(np.arange(begin, end) + phase, bounds)
-            counts += (self._turns_before(piece)[: piece + 1] - shares(phase, bounds))[found]
+            key = (piece, begin)
+            phase, bounds = self._phases(piece, piece + 1), self._bounds_of(piece, piece + 1)
+            found, counts = owners(np.arange(begin, end) + phase, bounds[0])
+            counts += (self._turns_before(piece) - shares(phase, bounds)[0])[found]
             clusters, turns = found[shuffled(end - begin, self._key(f"block {begin}", piece))], counts.copy()
             # A cluster's turns keep their order.
             turns[np.argsort(clusters, kind="stable")] = counts[np.argsort(found, kind="stable")]
             self._dealt = (key, clusters, turns)
         return clusters, turns
 
-    def _phase(self, piece: int) -> int:
-        """Where a piece begins to deal: always at the same cluster, it would have more turns than others."""
-        return self._key("phase", piece) % int(self._bounds[piece + 1])
-
-    def _draws(self, piece: int) -> int:
-        """How many draws a piece has as planned, if another one follows."""
-        return self._planned[piece + 1] - self._planned[piece]
-
     def _turns_before(self, piece: int) -> np.ndarray:
         """How often each cluster is drawn from before a piece, int64 [clusters]."""
         known, turns = self._turns
         if known != piece:
             known, turns = (known, turns.copy()) if known < piece else (0, np.zeros_like(turns))
-            for earlier in range(known, piece):
-                phase, bounds = self._phase(earlier), self._bounds[: earlier + 2]
-                turns[: earlier + 1] += shares(phase + self._draws(earlier), bounds) - shares(phase, bounds)
+            while known < piece:
+                end = min(piece, known + max(1, _AT_A_TIME // turns.size))
+                phases, bounds = self._phases(known, end), self._bounds_of(known, end)
+                draws = np.diff(self._planned[known : end + 1])
+                turns += (shares(phases + draws, bounds) - shares(phases, bounds)).sum(axis=0)
+                known = end
             self._turns = (piece, turns)
         return turns
+
+    def _phases(self, begin: int, end: int) -> np.ndarray:
+        """Where pieces begin to deal, int64: always at the same cluster, that would have more turns."""
+        ends = self._bounds[begin + 1 : end + 1].tolist()
+        return np.array([self._key("phase", k) % size for k, size in enumerate(ends, begin)], dtype=np.int64)
+
+    def _bounds_of(self, begin: int, end: int) -> np.ndarray:
+        """The bounds of clusters in pieces, where later clusters are empty, int64 [pieces, clusters + 1]."""
+        return np.minimum(self._bounds, self._bounds[begin + 1 : end + 1, None])
 
     def _key(self, what: str, number: int) -> int:
         """64 bits of its own for each random choice."""

@@ -85,7 +85,7 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module) -> U
             problems += error.violations
     if any(setting.spec.section in ("curriculum", "data_sampling") for setting in read.settings):
         problems.append(
-            "`curriculum_learning` must be off here, where a script draws and cuts its own batches, but is on; "
+            "`curriculum_learning` must be off here, where a script makes its own batches, but is on; "
             "pretrain_gpt.py and pretrain_bert.py take it"
         )
     batch = read.batch

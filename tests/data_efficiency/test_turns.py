@@ -24,14 +24,21 @@ def test_turns_are_counted_without_a_gap(seed):
     for cluster, before in zip(*owners(np.arange(draws), bounds), strict=True):
         turns[cluster].append(before)
     assert turns == [list(range(len(each))) for each in turns]
-    assert shares(draws, bounds).tolist() == list(map(len, turns))
-    fair = draws * np.diff(bounds) / size
-    assert np.abs(shares(draws, bounds) - fair).max() <= 1 + np.log2(len(bounds))
-    assert shares(7 * size, bounds).tolist() == (7 * np.diff(bounds)).tolist()
+    found, laps = shares(np.array([draws, 7 * size]), np.stack([bounds, bounds]))
+    assert found.tolist() == list(map(len, turns))
+    assert np.abs(found - draws * np.diff(bounds) / size).max() <= 1 + np.log2(len(bounds))
+    assert laps.tolist() == (7 * np.diff(bounds)).tolist()
+
+
+def test_empty_clusters_at_the_end_have_no_turns():
+    bounds = np.array([0, 2, 3, 3, 3, 3])
+    clusters, _ = owners(np.arange(60), bounds)
+    assert np.bincount(clusters).tolist() == [40, 20]
+    assert shares(np.array([60]), bounds[None]).tolist() == [[40, 20, 0, 0, 0]]
 
 
 def test_counts_beyond_32_bits():
     bounds = np.array([0, 10**9, 3 * 10**9])
-    assert shares(6 * 10**11, bounds).tolist() == [2 * 10**11, 4 * 10**11]
+    assert shares(np.array([6 * 10**11]), bounds[None]).tolist() == [[2 * 10**11, 4 * 10**11]]
     cluster, before = owners(np.array([6 * 10**11]), bounds)
     assert (cluster[0], before[0]) == (1, 4 * 10**11)

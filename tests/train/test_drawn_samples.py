@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_tools.analyze_dataset import main as analyze
 from megazero.config import parse_config
 from megazero.config.pacing import Root
 from megazero.data import IndexedDatasetWriter
 from megazero.data_efficiency.analyzed import AnalyzedDataset, facts_path
+from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.errors import DataError
 from megazero.mpu import Launch
 from megazero.train.assemble import pretrain
@@ -197,3 +199,38 @@ def test_a_difficulty_is_a_line_in_charts(prefix, tmp_path):
     run(tmp_path, f"--data-path {prefix} --split 8,1,1 --csv-dir {tmp_path / 'csv'}", metrics(tmp_path))
     rows = (tmp_path / "csv" / "curriculum_easy.csv").read_text().splitlines()
     assert rows == ["iteration,curriculum/easy", *(f"{i},{float(n)}" for i, n in enumerate(LEVELS, 1))]
+
+
+@pytest.mark.parametrize("kind", ["value", "percentile"])
+def test_from_text_to_a_curriculum(prefix, tmp_path, kind):
+    """Our analyzer's files, as it writes them: the rarest words come last."""
+    argv = (
+        f"--data-path {prefix} --split 8,1,1 --seq-length 8 --seed 1234 --vocab-size 64 --output {tmp_path}"
+    )
+    assert analyze([*argv.split(), "--metric", "total_vocab_freq", "vocab_rarity"]) == 0
+    folder = tmp_path / "vocab_rarity"
+    values = np.empty(EPOCH, dtype=np.int64)
+    index = MetricIndex.open(folder / "vocab_rarity_index_to_sample", folder / "vocab_rarity_index_to_metric")
+    values[index.samples] = np.repeat(index.values, np.diff(index.ends, prepend=0))
+    easiest, hardest = int(np.median(values)), int(values.max())
+    settings = {
+        "index_to_sample_path": str(folder / "vocab_rarity_index_to_sample"),
+        "index_to_metric_path": str(folder / "vocab_rarity_index_to_metric"),
+        "difficulty_type": kind,
+        "schedule_type": "fixed_discrete",
+        "schedule_config": {
+            "difficulty": [easiest, hardest] if kind == "value" else [50, 100],
+            "max_step": [3],
+        },
+    }
+    if kind == "percentile":
+        settings["index_to_sample_path"] += "_percentile_merged"
+    (tmp_path / "metrics.json").write_text(json.dumps({"vocabularyrarity": settings}))
+    more = f"--curriculum-metrics {tmp_path / 'metrics.json'}"
+    (seen,) = train([prefix], 1, BATCH, more=more)
+    samples = order([seen])
+    bound = easiest if kind == "value" else np.sort(values)[EPOCH // 2 - 1]
+    assert values[samples[: 3 * BATCH]].max() == bound
+    assert values[samples].max() == hardest
+    with pytest.raises(DataError, match=r"another dataset .*: seed was 1234 and is 5"):
+        train([prefix], 1, BATCH, 1, more=f"{more} --seed 5")
