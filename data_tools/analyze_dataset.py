@@ -96,7 +96,8 @@ def analyze_dataset(args: argparse.Namespace) -> None:
     from megazero.data_efficiency.histogram import check_drawing
     from megazero.data_efficiency.map import ChunkGrid, MapJob, MetricFolder, Share
 
-    sys.path.append(os.getcwd())  # where a user's modules are
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where a user's modules are
     if args.analyzing_task is None and (args.analyzing_num_workers > 1 or args.analyzing_specific_threads):
         raise DataError(
             "`--analyzing-task` must be map or reduce where only a part is mapped here, but is neither; map "
@@ -104,7 +105,7 @@ def analyze_dataset(args: argparse.Namespace) -> None:
         )
     if args.histogram is not None:
         check_drawing()
-    split, wanted = TrainSplit.of(args), Wanted.of(args)
+    split, wanted = TrainSplit(args), Wanted.of(args)
     share = Share(
         args.analyzing_num_workers,
         args.analyzing_worker_id,
