@@ -65,6 +65,22 @@ class Discrete:
         return self.levels[sum(end < count for end in self.ends)]
 
 
+@dataclass(frozen=True)
+class FromZero:
+    """The same pacing, counted from 0: what it says of the first step is what `pacing` says of none."""
+
+    pacing: Pacing
+
+    @property
+    def hardest(self) -> int:
+        """What it grows to."""
+        return self.pacing.hardest
+
+    def at(self, count: int) -> int:
+        """The difficulty at `count`."""
+        return self.pacing.at(count - 1)
+
+
 def pieces(pacing: Pacing) -> tuple[tuple[int, int], ...]:
     """(count done before, difficulty from there on), ascending, the first with a count of 0.
 

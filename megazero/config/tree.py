@@ -17,6 +17,7 @@ from megazero.config.experts import ModelConfig
 from megazero.config.finetuning import FinetuneConfig
 from megazero.config.optimization import OptimizerConfig
 from megazero.config.option import Section, option
+from megazero.config.skipping import SkippingConfig
 from megazero.config.sources import DataConfig, TokenizerConfig
 from megazero.config.tree_output import CheckpointConfig, LoggingConfig
 
@@ -250,5 +251,6 @@ class Config(Section):
     finetune: FinetuneConfig = FinetuneConfig()
     distillation: DistillationConfig = DistillationConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
+    skipping: SkippingConfig = SkippingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

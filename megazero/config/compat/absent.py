@@ -106,8 +106,8 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             --hybrid-context-parallel --variable-seq-lengths""",
         ),
         "curriculum and token dropping": (
-            "curricula by an index of difficulties and token dropping come in a later version; leave it out",
-            "--data-efficiency-curriculum-learning --random-ltd --return-data-index",
+            "curricula by an index of difficulties come in a later version; leave it out",
+            "--data-efficiency-curriculum-learning --return-data-index",
         ),
         "a weight of distillation that nothing reads": (
             "Megatron-DeepSpeed reads it and does not use it; leave it out",

@@ -84,8 +84,8 @@ def test_accepted_without_effect(argv: str) -> None:
         ("--cpu-optimizer", "offload of the optimizer"),
         ("--group-query-attention", "say how many key/value heads"),
         (
-            "--random-ltd",
-            "`--random-ltd` is not accepted: curricula by an index of difficulties and token dropping",
+            "--return-data-index",
+            "`--return-data-index` is not accepted: curricula by an index of difficulties come",
         ),
         ("--master_port 6000", "it belongs to the launcher"),
         ("--task STS-B", "has scores instead of labels, and regression is not offered"),

@@ -27,6 +27,12 @@ RAMP = {
     "curriculum.seqlen_min_difficulty": 8,
     "curriculum.seqlen_total_curriculum_step": 5,
 }
+DROPS = {
+    "model.num_layers": 4,
+    "skipping.random_ltd": True,
+    "skipping.random_ltd_min_value": 16,
+    "skipping.random_ltd_require_steps": 5,
+}
 TAUGHT = {"distillation.kd": True, "distillation.load_teacher": "teacher"}
 UPCYCLED = {**EXPERTS, "checkpoint.moe_use_upcycling": True, "checkpoint.load": "dense"}
 
@@ -264,6 +270,21 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "seqlen_ramp_ends_in_time": {**RAMP, "curriculum.seqlen_total_curriculum_step": 10**6},
     "seqlen_is_for_pretraining": {**RAMP, **TASK},
     "seqlen_leaves_packed_rows": {**RAMP, "data.bert_pack": True},
+    "random_ltd_has_its_numbers": {"skipping.random_ltd": True},
+    "random_ltd_settings_need_it": {"skipping.random_ltd_min_value": 8},
+    "random_ltd_grows": {**DROPS, "skipping.random_ltd_max_value": 8},
+    "random_ltd_layers_exist": {**DROPS, "skipping.random_ltd_layer_id": (1, 1)},
+    "random_ltd_counts_fit": {**DROPS, "skipping.random_ltd_layer_num": 3},
+    "random_ltd_divides_over_ranks": {
+        **DROPS,
+        "skipping.random_ltd_seq_per_step": 1,
+        "parallel.tensor_model_parallel_size": 2,
+        "parallel.sequence_parallel": True,
+    },
+    "random_ltd_leaves_packed_rows": {**DROPS, "data.bert_pack": True},
+    "random_ltd_ramp_ends_in_time": {**DROPS, "skipping.random_ltd_require_steps": 10**6},
+    "skipping_is_for_pretraining": {"skipping.progressive_layer_drop": True, **TASK},
+    "layer_drop_settings_need_it": {"skipping.pld_theta": 0.25},
 }
 
 # Combinations near a rule's border that must run.
