@@ -143,7 +143,14 @@ DROPS = {
     f"{LTD}.enabled": True,
 }
 HONOURED |= {
-    f"{LTD}.enabled": (True, DROPS, {"skipping.random_ltd": True}),
+    **{
+        switch: (
+            True,
+            {other: True for other in DROPS if other != switch},
+            {"skipping.random_ltd": True},
+        )
+        for switch in DROPS
+    },
     f"{LTD}.total_layer_num": (24, DROPS, {"skipping.random_ltd_total_layer_num": 24}),
     f"{LTD}.random_ltd_layer_num": (22, DROPS, {"skipping.random_ltd_layer_num": 22}),
     f"{LTD}.random_ltd_layer_id": ([0, 1], DROPS, {"skipping.random_ltd_layer_id": (0, 1)}),
