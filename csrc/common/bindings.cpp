@@ -11,6 +11,7 @@
 
 #include "attention/cpu.hpp"
 #include "bias_gelu/cpu.hpp"
+#include "chosen_rows/cpu.hpp"
 #include "common/parallel.hpp"
 #include "cross_entropy/cpu.hpp"
 #include "gathered_sum/cpu.hpp"
@@ -62,6 +63,7 @@ PYBIND11_MODULE(_native, module) {
   bind(module, "attention_probabilities", megazero_attention_probabilities);
   bind(module, "bias_gelu_forward", megazero_bias_gelu_forward);
   bind(module, "bias_gelu_backward", megazero_bias_gelu_backward);
+  bind(module, "chosen_rows", megazero_chosen_rows);
   bind(module, "cross_entropy_statistics", megazero_cross_entropy_statistics);
   bind(module, "cross_entropy_gradient", megazero_cross_entropy_gradient);
   bind(module, "gathered_sum_forward", megazero_gathered_sum_forward);

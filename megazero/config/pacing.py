@@ -66,6 +66,22 @@ class Discrete:
         return self.levels[sum(end < count for end in self.ends)]
 
 
+@dataclass(frozen=True)
+class FromZero:
+    """The same pacing, counted from 0: what it says of the first step is what `pacing` says of none."""
+
+    pacing: Pacing
+
+    @property
+    def hardest(self) -> int:
+        """What it grows to."""
+        return self.pacing.hardest
+
+    def at(self, count: int) -> int:
+        """The difficulty at `count`."""
+        return self.pacing.at(count - 1)
+
+
 def root_of(
     first: int | None, last: int | None, total: int | None, step: int, degree: float | None
 ) -> Root | None:

@@ -1,8 +1,8 @@
 """What each step of a training consumes: a pure function of what was consumed before it.
 
 The batch size follows the samples consumed so far (a ramp), the sequence length the steps done or the tokens
-(a curriculum). Counts of a whole training are sums over stretches of equal steps, found by bisection, in
-integers.
+(a curriculum), and what layers see of a sequence the steps done (random-LTD). Counts of a whole training are
+sums over stretches of equal steps, found by bisection, in integers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Progress:
     Attributes:
         iteration: steps done.
         samples: sequences trained on, over all replicas.
-        tokens: positions in these sequences, at the sequence length of their step, before any mask.
+        tokens: positions in these sequences, at the sequence length of their step, before any mask. Where
+            some layers see only a part of them, it is the mean over the layers.
     """
 
     iteration: int = 0
@@ -54,15 +55,27 @@ class Step:
         batch_size: samples in the global batch.
         micro_batches: micro-batches that each replica accumulates.
         sequence_length: tokens per sample.
+        kept_tokens: those of them that layers with random-LTD see; None if these see all.
+        layer_tokens: those that a layer sees, the mean over the layers, rounded down; None for all.
     """
 
     before: Progress
     batch_size: int
     micro_batches: int
     sequence_length: int
+    kept_tokens: int | None = None
+    layer_tokens: int | None = None
 
     @property
     def tokens(self) -> int:
+        """What the global batch consumes: its positions, before any mask, that a layer sees on average.
+
+        Layers with random-LTD see fewer. This is what Megatron-DeepSpeed counts.
+        """
+        return self.batch_size * (self.sequence_length if self.layer_tokens is None else self.layer_tokens)
+
+    @property
+    def positions(self) -> int:
         """Positions in the global batch, before any mask."""
         return self.batch_size * self.sequence_length
 
@@ -182,6 +195,42 @@ class SequenceLengths:
 
 
 @dataclass(frozen=True)
+class KeptTokens:
+    """How many tokens of each sample the layers with random-LTD see, as a function of the steps done.
+
+    Attributes:
+        lengths: that number.
+        dropping: how many layers these are.
+        layers: how many the model has.
+    """
+
+    lengths: SequenceLengths
+    dropping: int
+    layers: int
+
+    @classmethod
+    def of(cls, config: Config) -> KeptTokens | None:
+        """Those of a run; None without random-LTD."""
+        model, settings = config.model, config.skipping
+        pacing = settings.kept_tokens(model.seq_length)
+        if pacing is None:
+            return None
+        dropping = len(settings.dropping_layers(model.num_layers))
+        return cls(SequenceLengths(pieces(pacing)), dropping, model.num_layers)
+
+    def at(self, progress: Progress, length: int) -> tuple[int, int] | tuple[None, None]:
+        """Of samples of `length` tokens: what these layers see, and the mean over all layers, rounded down.
+
+        None for both where no layer drops any.
+        """
+        kept = self.lengths.at(progress)
+        if kept >= length:
+            return None, None
+        seen = length * (self.layers - self.dropping) + kept * self.dropping
+        return kept, seen // self.layers
+
+
+@dataclass(frozen=True)
 class Steps:
     """The endless sequence of a training's steps, from `start` on.
 
@@ -191,12 +240,14 @@ class Steps:
         lengths: their sequence lengths.
         start: what has been consumed before the first of them. A run resumed with other batch sizes may
             start between two of the steps that it would have taken with them from the beginning.
+        kept: how many tokens layers with random-LTD see; None without.
     """
 
     ramp: BatchRamp
     unit: int
     lengths: SequenceLengths
     start: Progress = BEGINNING
+    kept: KeptTokens | None = None
 
     @classmethod
     def of(cls, config: Config, data_parallel_size: int, start: Progress = BEGINNING) -> Steps:
@@ -206,6 +257,7 @@ class Steps:
             config.batch.micro_batch_size * data_parallel_size,
             SequenceLengths.of(config),
             start,
+            KeptTokens.of(config),
         )
 
     @property
@@ -215,8 +267,9 @@ class Steps:
 
     def at(self, progress: Progress) -> Step:
         """The step that follows `progress`."""
-        size = self.ramp.at(progress.samples)
-        return Step(progress, size, size // self.unit, self.lengths.at(progress))
+        size, length = self.ramp.at(progress.samples), self.lengths.at(progress)
+        seen = (None, None) if self.kept is None else self.kept.at(progress, length)
+        return Step(progress, size, size // self.unit, length, *seen)
 
     def before(self, iteration: int) -> Progress:
         """What has been consumed when `iteration` steps are done, counted from the beginning of the training.
@@ -271,7 +324,9 @@ class Steps:
         while True:
             first = self.at(progress)
             yield first
-            held = (self.ramp.steps_held(progress.samples), self.lengths.steps_held(progress, first.tokens))
+            held = [self.ramp.steps_held(progress.samples), self.lengths.steps_held(progress, first.tokens)]
+            if self.kept is not None:
+                held.append(self.kept.lengths.steps_held(progress, first.tokens))
             ends = [steps for steps in held if steps is not None]
             if not ends:
                 return

@@ -18,6 +18,7 @@ from megazero.config.experts import ModelConfig
 from megazero.config.finetuning import FinetuneConfig
 from megazero.config.optimization import OptimizerConfig
 from megazero.config.option import Section, option
+from megazero.config.skipping import SkippingConfig
 from megazero.config.sources import DataConfig, TokenizerConfig
 from megazero.config.tree_output import CheckpointConfig, LoggingConfig
 
@@ -252,5 +253,6 @@ class Config(Section):
     distillation: DistillationConfig = DistillationConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     data_sampling: DataSamplingConfig = DataSamplingConfig()
+    skipping: SkippingConfig = SkippingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

@@ -8,7 +8,7 @@ from megazero.layers.attention import SelfAttention
 from megazero.layers.collectives import gather_sequence
 from megazero.layers.embedding import Embedding, output_weight, vocabulary_spec
 from megazero.layers.initialize import initialize, initialize_parameters
-from megazero.layers.inputs import Deferred, KeyValueStore, LayerInputs
+from megazero.layers.inputs import NOTHING_SKIPPED, Deferred, KeyValueStore, LayerInputs, Skipping
 from megazero.layers.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
@@ -24,6 +24,7 @@ from megazero.layers.transformer import TransformerLayer
 
 __all__ = [
     "MLP",
+    "NOTHING_SKIPPED",
     "ColumnParallelLinear",
     "Deferred",
     "Embedding",
@@ -36,6 +37,7 @@ __all__ = [
     "ReplicatedLinear",
     "RowParallelLinear",
     "SelfAttention",
+    "Skipping",
     "TransformerLayer",
     "activated",
     "column_linear",

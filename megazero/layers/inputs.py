@@ -27,6 +27,43 @@ class KeyValueStore(Protocol):
 
 
 @dataclass(frozen=True)
+class Skipping:
+    """What a step leaves out of its layers; by default nothing.
+
+    Attributes:
+        kept: tokens of each sequence that the layers in `dropping` see; None for all.
+        dropping: those layers, by their numbers along the model.
+        scales: of each layer of the model, what multiplies that which it adds to the hidden states: 0 leaves
+            it out. None for 1.
+    """
+
+    kept: int | None = None
+    dropping: frozenset[int] = frozenset()
+    scales: tuple[float, ...] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left out."""
+        return self.kept is None and self.scales is None
+
+    @property
+    def layers_run(self) -> int | None:
+        """How many layers are not left out; None where none could be."""
+        return None if self.scales is None else sum(scale != 0.0 for scale in self.scales)
+
+    def scale_of(self, layer: int) -> float:
+        """What multiplies that which the layer adds."""
+        return 1.0 if self.scales is None else self.scales[layer]
+
+    def kept_by(self, layer: int, length: int) -> int:
+        """How many tokens of each sequence of `length` the layer sees."""
+        return length if self.kept is None or layer not in self.dropping else min(self.kept, length)
+
+
+NOTHING_SKIPPED = Skipping()
+
+
+@dataclass(frozen=True)
 class LayerInputs:
     """Attributes:
     positions: the places of the hidden states' rows in their sequences: a range, or int64 [s], or [s, b]
@@ -39,6 +76,8 @@ class LayerInputs:
         weight half of a split backward, Qi et al. 2023); None: backward computes them.
     wanted: int64 [r, b], the rows to which a layer narrows each sequence: every row is attended to, but no
         other is computed any further. Set for the last layer only; None: all rows.
+    skipping: what the step leaves out of its layers.
+    branch_scale: what multiplies that which a layer adds to the hidden states.
     """
 
     positions: Positions
@@ -48,6 +87,8 @@ class LayerInputs:
     cache: KeyValueStore | None = None
     deferred: Deferred | None = None
     wanted: Tensor | None = None
+    skipping: Skipping = NOTHING_SKIPPED
+    branch_scale: float = 1.0
 
     @property
     def wanted_positions(self) -> Positions:
@@ -66,6 +107,19 @@ class LayerInputs:
     def narrowed(self) -> LayerInputs:
         """The inputs that belong to the wanted rows alone."""
         return self if self.wanted is None else replace(self, positions=self.wanted_positions, wanted=None)
+
+    def of(self, columns: Tensor) -> LayerInputs:
+        """The inputs of some rows of each sequence, int64 [r, b], all of which are computed."""
+        positions = position_tensor(self.positions, columns.device)
+        positions = positions[columns] if positions.dim() == 1 else positions.gather(0, columns)
+        rotary, documents = self.rotary, self.document_ids
+        if rotary is not None:
+            sample = torch.arange(columns.shape[1], device=columns.device)
+            cos, sin = (t[columns, sample if t.shape[1] > 1 else 0] for t in rotary)
+            rotary = cos, sin
+        if documents is not None:
+            documents = documents.gather(1, columns.t())
+        return replace(self, positions=positions, rotary=rotary, document_ids=documents, wanted=None)
 
     def dropout(self, p: float, placement: Placement, *site: str | int) -> Dropout | None:
         """The dropout of hidden states [s or s/tp, b, h] at `site` of the model."""

@@ -15,6 +15,7 @@ from megazero.config.tree import RecomputeConfig
 from megazero.layers.collectives import gather_rows
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.placement import Placement
+from megazero.layers.skipping import run_layer
 from megazero.mpu import Group
 
 
@@ -88,8 +89,9 @@ def run_layers(
     units: list[tuple[range, bool]],
     keeping: InputKeeping | None = None,
     wanted: Tensor | None = None,
+    per_token: frozenset[str] = frozenset(),
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Apply `layers` in order, and add up their sums by name.
+    """Apply `layers` in order, as far as the step wants them, and add up their sums by name.
 
     Random streams are functions of place, so recompute needs no saved state.
 
@@ -97,6 +99,7 @@ def run_layers(
         layers: the layers of a pipeline chunk; units are numbered from its first layer.
         keeping: how the inputs of recomputed units are kept; None keeps them whole and where they are.
         wanted: int64 [r, b], the rows of the last layer's result to compute; None for all.
+        per_token: names of the sums that run over tokens.
     """
     keeping = keeping or InputKeeping()
     last_inputs = inputs if wanted is None else replace(inputs, wanted=wanted)
@@ -104,7 +107,7 @@ def run_layers(
     def run(x: Tensor, span: range) -> tuple[Tensor, dict[str, Tensor]]:
         sums: dict[str, Tensor] = {}
         for i in span:
-            x, more = layers[i](x, last_inputs if i == len(layers) - 1 else inputs)
+            x, more = run_layer(layers[i], x, last_inputs if i == len(layers) - 1 else inputs, per_token)
             _add_up(sums, more)
         return x, sums
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megazero.config.tree import Config
 from megazero.data import check_token_ids
+from megazero.layers import NOTHING_SKIPPED, Skipping
 from megazero.mpu import sample_keys
 from megazero.ops.positions import Positions
 
@@ -30,6 +31,7 @@ class Batch:
         sample_keys: int64 [b], the keys of the samples' random streams; None turns dropout off.
         positions: positions of the columns in their sequences: a range, or int64 [s] or [b, s]; None means
             from 0.
+        skipping: what the step leaves out of its layers.
         token_types: None, as all tokens are of one kind.
     """
 
@@ -41,6 +43,7 @@ class Batch:
     document_ids: Tensor | None = None
     sample_keys: Tensor | None = None
     positions: Positions | None = None
+    skipping: Skipping = NOTHING_SKIPPED
 
     token_types: ClassVar[None] = None
 

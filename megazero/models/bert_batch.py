@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megazero.config.tree import Config
 from megazero.data import check_token_ids
+from megazero.layers import NOTHING_SKIPPED, Skipping
 from megazero.loss import PADDING
 from megazero.models.packing import Slot, pack
 from megazero.mpu import sample_keys
@@ -43,6 +44,7 @@ class BertBatch:
         positions: None, since columns count from 0.
         wanted: int64 [r, b], the columns of each row that the heads read, those of its masked tokens and of
             its samples' first ones, and others where a row has fewer than r; None: all.
+        skipping: what the step leaves out of its layers.
     """
 
     tokens: Tensor
@@ -58,6 +60,7 @@ class BertBatch:
     sample_keys: Tensor | None = None
     positions: Positions | None = None
     wanted: Tensor | None = None
+    skipping: Skipping = NOTHING_SKIPPED
 
     def places_among_wanted(self, places: Tensor) -> Tensor:
         """The places in hidden states [r, b, h] of wanted columns, given those in [s, b, h]."""
@@ -100,6 +103,8 @@ class BertCollate:
         multiple: what the number of columns must be a multiple of.
         packed: whether samples share rows.
         seed: seed of the dropout streams; None for evaluation, which drops nothing.
+        whole: whether all columns stay in training, since random-LTD chooses among them, and what it chooses
+            for a sample must not depend on who shares its micro-batch.
     """
 
     vocab_size: int
@@ -107,13 +112,15 @@ class BertCollate:
     multiple: int = _COLUMNS
     packed: bool = False
     seed: int | None = None
+    whole: bool = False
 
     @classmethod
     def of(cls, config: Config, vocab_size: int, device: torch.device, seed: int | None) -> BertCollate:
         """The collate function for a run's configuration."""
         parallel = config.parallel
         shared = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        return cls(vocab_size, device, math.lcm(_COLUMNS, shared), config.data.bert_pack, seed)
+        multiple, whole = math.lcm(_COLUMNS, shared), config.skipping.random_ltd and seed is not None
+        return cls(vocab_size, device, multiple, config.data.bert_pack, seed, whole)
 
     def __call__(self, arrays: Mapping[str, Any], samples: tuple[int, ...]) -> BertBatch:
         """Make a batch; `samples` are the positions of the samples in the training order, one per row.
@@ -134,7 +141,8 @@ class BertCollate:
         rows = 1 + max(slot.row for slot in slots)
         fill = np.zeros(rows, dtype=np.int64)
         np.add.at(fill, [slot.row for slot in slots], lengths)
-        width = min(capacity, -(-int(fill.max()) // self.multiple) * self.multiple)
+        needed = -(-int(fill.max()) // self.multiple) * self.multiple
+        width = capacity if self.whole else min(capacity, needed)
         return self._lay_out({**arrays, "lengths": lengths}, samples, slots, (rows, width))
 
     def _lay_out(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megazero.config.tree import Config
 from megazero.data import UNKNOWN_LABEL, check_token_ids
+from megazero.layers import NOTHING_SKIPPED, Skipping
 from megazero.mpu import sample_keys
 from megazero.ops.positions import Positions
 
@@ -35,6 +36,7 @@ class LabelledBatch:
         sample_keys: int64 [b], the keys of the rows' random streams; None turns dropout off.
         answers: the last part of the model appends its scores, float32 [n, classes]; None keeps none.
         position_ids, positions: None, since columns count from 0.
+        skipping: nothing, as fine-tuning runs the whole model.
     """
 
     tokens: Tensor
@@ -48,6 +50,8 @@ class LabelledBatch:
     answers: list[Tensor] | None = None
     position_ids: Tensor | None = None
     positions: Positions | None = None
+
+    skipping: ClassVar[Skipping] = NOTHING_SKIPPED
 
     @property
     def counts(self) -> dict[str, float]:

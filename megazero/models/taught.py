@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megazero.layers import Deferred
+from megazero.layers import NOTHING_SKIPPED, Deferred
 from megazero.loss import LossTerm
 from megazero.models.batch import Batch
 from megazero.models.gpt import GPT
@@ -83,7 +83,7 @@ class Taught:
     def _lesson(self, batch: Batch, hidden: Tensor | None) -> Tensor:
         """The teacher's hidden states after its part here, or its logits."""
         # Without keys of random streams, nothing is dropped.
-        quiet = replace(batch, sample_keys=None)
+        quiet = replace(batch, sample_keys=None, skipping=NOTHING_SKIPPED)
         teacher = self.teacher
         return teacher.hidden(quiet, hidden) if teacher.head is None else teacher(quiet, hidden)
 

@@ -19,6 +19,7 @@ from megazero.layers import (
     LayerInputs,
     Placement,
     SelfAttention,
+    Skipping,
     TransformerLayer,
     recompute_units,
     run_layers,
@@ -42,6 +43,7 @@ class Sequences(Protocol):
         sample_keys: int64 [b], the keys of the samples' random streams; None turns dropout off.
         positions: positions of the columns in their sequences: a range, or int64 [s] or [b, s]; None means
             from 0.
+        skipping: what the step leaves out of its layers.
     """
 
     tokens: Tensor
@@ -50,6 +52,7 @@ class Sequences(Protocol):
     document_ids: Tensor | None
     sample_keys: Tensor | None
     positions: Positions | None
+    skipping: Skipping
 
 
 class MaskedBatch(Sequences, Protocol):
@@ -189,13 +192,15 @@ class Trunk(nn.Module):
             batch.sample_keys,
             cache,
             deferred,
+            skipping=batch.skipping,
         )
         if self.embedding is not None:
             hidden = self.embedding(batch.tokens, embedded, inputs, batch.token_types)
         if self.placement.sequence_parallel or self.config.num_experts:
             # A rank has its share of the rows, whichever are wanted, and routers see whole sequences.
             wanted = None
-        return run_layers(self.layers, hidden, inputs, self.units, self.keeping, wanted)
+        per_token = frozenset(term.name for term in self.terms if term.over == "tokens")
+        return run_layers(self.layers, hidden, inputs, self.units, self.keeping, wanted, per_token)
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
         if self.config.position_embedding_type != "rope":

@@ -38,7 +38,7 @@ class RouterLoads:
         """Take in what this rank's micro-batches of a step chose.
 
         Args:
-            tallies: float32 [E] by name, of all routers here.
+            tallies: float32 [E] by name, of all routers here that the step ran.
 
         Returns:
             The same for the whole global batch; the same on all ranks of the stage.
@@ -46,11 +46,14 @@ class RouterLoads:
         if not self.routers:
             return {}
         names = [router.tally for router in self.routers]
-        counts = torch.cat([tallies[name] for name in names])
+        counts = torch.cat(
+            [tallies.get(router.tally, torch.zeros_like(router.load)) for router in self.routers]
+        )
         self.context.groups["stage"].all_reduce(counts).wait()
         parts = counts.split([router.experts for router in self.routers])
         for router, chosen in zip(self.routers, parts, strict=True):
-            router.load.copy_(chosen / chosen.sum().clamp_min(1))
+            # Without choices, as in a step that left the layer out, the load stays what it was.
+            router.load.copy_(torch.where(chosen.sum() > 0, chosen / chosen.sum().clamp_min(1), router.load))
             if router.bias is not None:
                 # E times what is missing to the mean, so that equal loads give exactly 0.
                 missing = chosen.sum() - router.experts * chosen

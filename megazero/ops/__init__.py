@@ -16,6 +16,7 @@ from megazero.ops.adam import ADAM
 from megazero.ops.attention import ATTENTION
 from megazero.ops.bias_dropout_add import BIAS_DROPOUT_ADD
 from megazero.ops.bias_gelu import BIAS_GELU
+from megazero.ops.chosen_rows import CHOSEN_ROWS
 from megazero.ops.cross_entropy import CROSS_ENTROPY
 from megazero.ops.dispatch import CallFacts, Implementation, Operator, explain
 from megazero.ops.gathered_sum import GATHERED_SUM
@@ -39,6 +40,7 @@ def operators() -> tuple[Operator, ...]:
         ATTENTION,
         BIAS_DROPOUT_ADD,
         BIAS_GELU,
+        CHOSEN_ROWS,
         CROSS_ENTROPY,
         GATHERED_SUM,
         GROUPED_LINEAR,

@@ -12,7 +12,7 @@ from megazero.config.tree import Config
 from megazero.data import BatchSampler, SamplerSpec
 from megazero.data_efficiency.curriculum import curriculum_sampler
 from megazero.errors import ConfigError
-from megazero.layers import initialize_parameters
+from megazero.layers import Skipping, initialize_parameters
 from megazero.moe import RouterLoads
 from megazero.mpu import (
     Launch,
@@ -34,7 +34,7 @@ from megazero.train.allocator import keep_freed_memory
 from megazero.train.chunks import Chunks, build_chunks
 from megazero.train.determinism import compute_deterministically
 from megazero.train.distillation import load_teacher
-from megazero.train.engine import Engine, Programs
+from megazero.train.engine import Engine, Programs, Schedules
 from megazero.train.families import family_of
 from megazero.train.feed import Feed, make_feed
 from megazero.train.lessons import Lessons, Teacher
@@ -44,6 +44,7 @@ from megazero.train.monitors import build_monitors
 from megazero.train.placement import DTYPES
 from megazero.train.programs import evaluation_program, train_program
 from megazero.train.resume import resume
+from megazero.train.skipping import SkippingPlan
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.vocabulary import Vocabulary, build_vocabulary
@@ -79,9 +80,10 @@ def build_engine(
         Programs(cache(partial(train_program, config)), cache(partial(evaluation_program, config))),
         Optimizer(store, rule, context, config.optimizer.clip_grad),
         build_loss_scaler(config.precision),
-        (
+        Schedules(
             build_learning_rate(config.optimizer, horizon),
             build_weight_decay(config.optimizer, horizon),
+            SkippingPlan.of(config, horizon),
         ),
         RouterLoads([r for chunk in chunks.values() for r in chunk.routers()], config.model, context),
         context,
@@ -151,9 +153,25 @@ def build_plan(config: Config, horizon: Horizon, vocabulary: Vocabulary, context
     )
 
 
-def _flops_per_token(config: Config, vocabulary: Vocabulary, sequence_length: int) -> float:
-    model = config.model.model_copy(update={"seq_length": sequence_length})
-    return family_of(model).flops_per_token(config.model_copy(update={"model": model}), vocabulary)
+def _flops_per_token(
+    config: Config, vocabulary: Vocabulary, sequence_length: int, skipping: Skipping
+) -> float:
+    """What a step leaves out is not counted."""
+    family = family_of(config.model)
+
+    def blocks(length: int) -> list[float]:
+        model = config.model.model_copy(update={"seq_length": length})
+        whole = config.model_copy(update={"model": model})
+        return [block.flops for block in family.blocks(whole, vocabulary.padded)]
+
+    embedding, *layers, head = blocks(sequence_length)
+    total = embedding + head
+    for layer, flops in enumerate(layers):
+        kept = skipping.kept_by(layer, sequence_length)
+        if kept < sequence_length:
+            flops = blocks(kept)[1 + layer] * kept / sequence_length
+        total += flops * (skipping.scale_of(layer) != 0.0)
+    return 3.0 * total
 
 
 def pretrain(config: Config, launch: Launch | None = None, disk: Disk | None = None) -> TrainState:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from megazero.config.steps import Progress
+from megazero.layers import NOTHING_SKIPPED
 from megazero.moe import RouterLoads
 from megazero.mpu import ParallelContext, read_values
 from megazero.optim import LearningRate, LossScaler, WeightDecay
 from megazero.pipeline import Executor, Program
 from megazero.train.lessons import Lessons
 from megazero.train.losses import CountedBatch, Losses, local_counts, loss_factors
+from megazero.train.skipping import SkippingPlan
 from megazero.train.timers import Timers
 from megazero.zero import Optimizer
 
@@ -26,6 +28,20 @@ class Programs:
 
     train: Callable[[int], Program]
     evaluate: Callable[[int], Program]
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """What follows from where the training stands.
+
+    Attributes:
+        learning_rate, weight_decay: of each update.
+        skipping: what each step leaves out of the model's layers.
+    """
+
+    learning_rate: LearningRate
+    weight_decay: WeightDecay
+    skipping: SkippingPlan
 
 
 @dataclass(frozen=True)
@@ -61,7 +77,7 @@ class Engine:
         programs: what it runs.
         optimizer: updates the weights.
         scaler: decides the loss scale.
-        schedules: learning rate and weight decay over the training.
+        schedules: learning rate, weight decay and what is skipped, over the training.
         loads: what routers learn from a step besides gradients.
         context: for averaging over the ranks that hold other positions.
         lessons: what the model learns from a teacher; by default, it has none.
@@ -73,7 +89,7 @@ class Engine:
         programs: Programs,
         optimizer: Optimizer,
         scaler: LossScaler,
-        schedules: tuple[LearningRate, WeightDecay],
+        schedules: Schedules,
         loads: RouterLoads,
         context: ParallelContext,
         lessons: Lessons | None = None,
@@ -83,7 +99,7 @@ class Engine:
         self.optimizer = optimizer
         self.scaler = scaler
         self.scaler_state = scaler.initial()
-        self.learning_rate, self.weight_decay = schedules
+        self.schedules = schedules
         self.loads = loads
         self.context = context
         self.lessons = lessons or Lessons()
@@ -98,13 +114,16 @@ class Engine:
         """Train on one global batch. Where nothing in it counts, nothing changes, the loss scale neither.
 
         Args:
-            batches: this rank's micro-batches.
+            batches: this rank's micro-batches, whole.
             progress: where the training stands before this step; schedules read it.
             timers: collects how long each phase takes.
             before_update: called when the state is about to change.
         """
         scale = self.scaler_state.scale
         self.lessons.before(progress)
+        skipping = self.schedules.skipping.at(progress)
+        if skipping is not NOTHING_SKIPPED:
+            batches = [replace(batch, skipping=skipping) for batch in batches]
         with timers("forward-backward"):
             counts = local_counts(self.executor.terms, batches, self.context.device)
             self.context.batch.all_reduce(counts).wait()
@@ -113,13 +132,13 @@ class Engine:
             sums = self.executor.train(self.programs.train(len(batches)), batches, factors)
             tokens = self.loads.update(sums.tallies)
         with timers("optimizer"):
-            lr = self.learning_rate.at(progress)
+            lr = self.schedules.learning_rate.at(progress)
             losses, _ = self._losses(sums.terms, counts)
             if losses.total is None:
                 return StepResult(losses, 0.0, lr, scale, skipped=True, tokens=tokens)
             if before_update is not None:
                 before_update()
-            report = self.optimizer.step(lr, self.weight_decay.at(progress), 1.0 / scale)
+            report = self.optimizer.step(lr, self.schedules.weight_decay.at(progress), 1.0 / scale)
             self.scaler_state = self.scaler.update(self.scaler_state, not report.applied)
         found = (losses, report.grad_norm, lr, scale, not report.applied, report.first_bad_parameter)
         return StepResult(*found, tokens=tokens)

@@ -13,6 +13,7 @@ from megazero.config.difficulties import Difficulties
 from megazero.config.horizon import Horizon
 from megazero.config.steps import Step
 from megazero.errors import CheckpointError
+from megazero.layers import Skipping
 from megazero.mpu import ParallelContext
 from megazero.train.engine import Engine, StepResult
 from megazero.train.feed import Feed
@@ -30,8 +31,8 @@ class RunPlan:
 
     Attributes:
         horizon: where training stops, the size of each step, and what evaluations read.
-        flops_per_token: (tokens of a sequence) -> FLOPs of forward and backward for one of them, without a
-            teacher's.
+        flops_per_token: (tokens of a sequence, what the step skips) -> FLOPs of forward and backward for one
+            of them, without a teacher's.
         matmul_rate: this rank's measured matmul rate, FLOP/s.
         save_interval: iterations between checkpoints, or None.
         exit_interval: stop at multiples of this many iterations, or None.
@@ -43,7 +44,7 @@ class RunPlan:
     """
 
     horizon: Horizon
-    flops_per_token: Callable[[int], float]
+    flops_per_token: Callable[[int, Skipping], float]
     matmul_rate: float
     save_interval: int | None = None
     exit_interval: int | None = None
@@ -175,10 +176,12 @@ class Loop:
     def _metrics(
         self, state: TrainState, result: StepResult, step: Step, seconds: float, extras: dict
     ) -> StepMetrics:
-        rate = step.tokens / seconds
+        rate = step.positions / seconds
         # Padding takes time only where it cannot be avoided, and is no use.
         useful = rate * (1.0 - result.losses.padding)
-        each = self.plan.flops_per_token(step.sequence_length) + self.engine.lessons.flops_per_token
+        skipping = self.engine.schedules.skipping.at(step.before)
+        each = self.plan.flops_per_token(step.sequence_length, skipping)
+        each += self.engine.lessons.flops_per_token
         flops = useful * each / self.context.world_size
         return StepMetrics(
             iteration=state.iteration,
@@ -199,6 +202,8 @@ class Loop:
             phase_seconds=self.timers.collect(),
             sequence_length=step.sequence_length if self.plan.horizon.steps.lengths.grow else None,
             difficulties=self.plan.difficulties.at(step.before) if self.plan.difficulties else {},
+            kept_tokens=step.kept_tokens,
+            layers_run=skipping.layers_run,
             **extras,
         )
 

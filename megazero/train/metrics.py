@@ -26,8 +26,9 @@ class StepMetrics:
         skipped: whether the update was skipped: because of non-finite gradients, or because nothing in the
             global batch counted (`losses.total` is None).
         seconds: wall time of the iteration.
-        tokens_per_second: throughput of all ranks together, padding included, as in `consumed_tokens`.
-        tflops: model TFLOP/s of one rank, padding left out; `models/flops.py` says what counts.
+        tokens_per_second: throughput of all ranks together, padding and what layers skip included.
+        tflops: model TFLOP/s of one rank, padding and what was skipped left out; `models/flops.py` says what
+            counts.
         matmul_share: `tflops` as a share of the rank's measured matmul rate, 0 to 1.
         global_batch_size: number of sequences in this iteration.
         num_micro_batches: forward passes per replica.
@@ -38,6 +39,8 @@ class StepMetrics:
         sequence_length: tokens of a sequence in this iteration; None without a curriculum.
         difficulties: for each metric of a curriculum over samples, how difficult those of this iteration
             may be; empty without one.
+        kept_tokens: those of them that layers with random-LTD saw; None where they saw all.
+        layers_run: how many layers ran; None without progressive layer dropping.
         tokens_per_expert: for each layer with experts, its number as ``layer``, and as ``tokens`` how often
             each of its experts was chosen in this iteration, before any token was dropped. None in between
             the iterations that are logged, and without experts.
@@ -63,6 +66,8 @@ class StepMetrics:
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     sequence_length: int | None = None
     difficulties: Mapping[str, int] = field(default_factory=dict)
+    kept_tokens: int | None = None
+    layers_run: int | None = None
     tokens_per_expert: Sequence[Mapping] | None = None
 
     @property
@@ -78,12 +83,12 @@ class StepMetrics:
         """Name -> value of every field, with every loss term in place of `losses`.
 
         What each expert got is there only where it is known, the sequence length only where it changes, and
-        difficulties only with a curriculum.
+        difficulties only with a curriculum, and what was skipped only where something was or could be.
         """
         found = _record(self)
         if not self.difficulties:
             del found["difficulties"]
-        for name in ("tokens_per_expert", "sequence_length"):
+        for name in ("tokens_per_expert", "sequence_length", "kept_tokens", "layers_run"):
             if found[name] is None:
                 del found[name]
         return found

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from megazero.config.curriculum import CurriculumConfig
 from megazero.config.rules import broken_rules
+from megazero.config.skipping import SkippingConfig
 from megazero.config.tree import (
     BatchConfig,
     Config,
@@ -123,6 +125,37 @@ EXPERTS = MappingProxyType(
 )
 """Kinds of experts by name, as settings of the model; the empty name has none."""
 
+_GROWING = CurriculumConfig(
+    seqlen_schedule="fixed_linear",
+    seqlen_min_difficulty=8,
+    seqlen_total_curriculum_step=3,
+    seqlen_difficulty_step=8,
+)
+_DROPPING = MappingProxyType(
+    {
+        "random_ltd": True,
+        "random_ltd_layer_id": (1,),
+        "random_ltd_min_value": 8,
+        "random_ltd_seq_per_step": 8,
+    }
+)
+METHODS = MappingProxyType(
+    {
+        "": {},
+        "curriculum": {"curriculum": _GROWING},
+        "random-ltd": {"skipping": SkippingConfig(**_DROPPING, random_ltd_require_steps=4)},
+        "both": {
+            "curriculum": _GROWING,
+            "skipping": SkippingConfig(**_DROPPING, random_ltd_require_steps=5),
+        },
+        "layer-drop": {"skipping": SkippingConfig(progressive_layer_drop=True, pld_theta=0.1, pld_gamma=1.0)},
+    }
+)
+"""Ways to spend less on a step by name, as sections of the configuration; the empty name is none of them.
+
+What they change, they change within five steps.
+"""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -145,6 +178,7 @@ class Layout:
         experts: the kind of experts, a name in `EXPERTS`.
         ep, etp: ranks that share the experts of a layer, and each of them; 0 is `tp`.
         dispatcher: how tokens reach their experts.
+        method: how steps get cheaper, a name in `METHODS`.
     """
 
     tp: int = 1
@@ -174,6 +208,7 @@ class Layout:
     etp: int = 0
     dispatcher: str = "alltoall"
     samples: int = GLOBAL_BATCH
+    method: str = ""
 
     @property
     def world_size(self) -> int:
@@ -203,6 +238,7 @@ class Layout:
             binary_head=self.binary_head,
             optimizer=self.optimizer,
             samples=self.samples,
+            method=self.method,
         )
 
     @property
@@ -233,6 +269,7 @@ class Layout:
             parts += [self.experts, f"E{self.ep}"]
             parts += [f"S{self.etp}"] if self.etp else []
             parts += [self.dispatcher] if self.dispatcher != "alltoall" else []
+        parts += [self.method] if self.method else []
         return "-".join(parts)
 
     def config(self, steps: int = 5) -> Config:
@@ -288,6 +325,7 @@ class Layout:
             recompute=RecomputeConfig(granularity=self.recompute),
             precision=PrecisionConfig(dtype=self.dtype),
             training=TrainingConfig(train_iters=steps, seed=7, eval_iters=0),
+            **METHODS[self.method],
         )
 
     def broken_rules(self) -> list[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import combinations, product
 
-from megazero.verify.layouts import DECODERS, ENCODERS, EXPERTS, GLOBAL_BATCH, Layout
+from megazero.verify.layouts import DECODERS, ENCODERS, EXPERTS, GLOBAL_BATCH, METHODS, Layout
 
 
 def all_layouts(most_ranks: int = 8) -> Iterator[Layout]:
@@ -128,6 +128,16 @@ def expert_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> lis
         if layout.world_size <= most_ranks and quick and not layout.broken_rules():
             found[layout] = None
     return list(found)
+
+
+def with_methods(layouts: Sequence[Layout], every: int = 4) -> list[Layout]:
+    """The layouts, of which one in `every` also trains by one of the methods that the rules allow it."""
+    methods, found = [name for name in METHODS if name], list(layouts)
+    for turn, place in enumerate(range(0, len(found), every)):
+        order = methods[turn % len(methods) :] + methods[: turn % len(methods)]
+        tried = (replace(found[place], method=method) for method in order)
+        found[place] = next(layout for layout in tried if not layout.broken_rules())
+    return found
 
 
 def covering(layouts: Sequence[Layout], count: int, seed: int = 1, few_ranks: int = 4) -> list[Layout]:

@@ -73,6 +73,7 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
             "curriculum_metrics": tuple(map(shrunk_metric, config.data_sampling.curriculum_metrics)),
             "curriculum_unit": "iters",
         },
+        "skipping": _skipping(config, tp),
         "distillation": {"kd_train_iters": None if config.distillation.kd_train_iters is None else 3},
         "training": {"train_iters": 100, "train_samples": None, "train_tokens": None},
     }
@@ -104,6 +105,25 @@ def _curriculum(config: Config, tp: int) -> dict:
         "seqlen_difficulty": (4 * tp, 8 * tp),
         "seqlen_max_step": (2,),
     }
+
+
+def _skipping(config: Config, tp: int) -> dict:
+    """The second layer sees half of the tokens for three steps, and layers are left out soon, if at all."""
+    settings = config.skipping
+    changes = {}
+    if settings.random_ltd:
+        changes |= {
+            "random_ltd_layer_id": (1,),
+            "random_ltd_min_value": 4 * tp,
+            "random_ltd_max_value": None,
+            "random_ltd_require_steps": 4,
+            "random_ltd_seq_per_step": 4 * tp,
+            "random_ltd_layer_num": None,
+            "random_ltd_total_layer_num": None,
+        }
+    if settings.progressive_layer_drop:
+        changes |= {"pld_theta": min(0.5, settings.pld_theta), "pld_gamma": 1.0}
+    return changes
 
 
 def _expert_sizes(config: Config, tp: int, dp: int) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from megazero.verify.compare import compare
 from megazero.verify.layouts import DECODERS, Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
-from megazero.verify.selection import all_layouts, covering
+from megazero.verify.selection import all_layouts, covering, with_methods
 from tests.equivalence.one_process import check, serial
 
 COUNT = 200
@@ -23,7 +23,7 @@ COUNT = 200
 
 @cache
 def selection() -> list[Layout]:
-    return [layout.brief for layout in covering(list(all_layouts()), COUNT)]
+    return [layout.brief for layout in with_methods(covering(list(all_layouts()), COUNT))]
 
 
 def run(layout: Layout) -> list[Record]:

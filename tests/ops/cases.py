@@ -290,6 +290,32 @@ def _unweighted(slots: Tensor, choice: Tensor, whole: bool) -> Callable[..., Ten
     return lambda f, rows: f(rows, slots, choice, None, whole)
 
 
+def chosen_cases() -> list[Case]:
+    """All rows chosen, none, some, from none, and rows of one channel."""
+    cases = []
+    for n, m, taken, h in (
+        (5, 5, 5, 4),
+        (7, 12, 3, 5),
+        (12, 7, 7, 67),
+        (0, 3, 0, 4),
+        (3, 0, 0, 4),
+        (301, 400, 257, 1),
+    ):
+        generator = torch.Generator().manual_seed(n + m)
+        places = torch.randperm(m, generator=generator)[:taken]
+        rows = torch.randperm(n, generator=generator)[:taken]
+        numbers, inverse = torch.full((m,), -1), torch.full((n,), -1)
+        numbers[places], inverse[rows] = rows, places
+        source, otherwise = _randn(n, h), _randn(m, h)
+        label, small = f"{taken} of {(n, h)} among {m}", n <= 7 and m <= 12
+        call = lambda f, *a, x=numbers, i=inverse: f(a[0], x, i, a[1] if len(a) > 1 else None)  # noqa: E731
+        cases += [
+            Case("chosen_rows", label, (source, otherwise), call, small),
+            Case("chosen_rows", f"{label}, zeros otherwise", (source,), call, small),
+        ]
+    return cases
+
+
 def grouped_cases() -> list[Case]:
     """Groups of uneven sizes, empty ones first, last and among others, and one group of all rows."""
     cases = []
@@ -327,6 +353,7 @@ def all_cases() -> list[Case]:
         cross_entropy_cases,
         divergence_cases,
         gathered_cases,
+        chosen_cases,
         grouped_cases,
     )
     return [case for family in families for case in family()]
@@ -365,6 +392,12 @@ def meta_cases() -> list[Case]:
             "meta",
             (_randn(4, 16), _randn(2, 2)),
             _weighted(torch.arange(4, device="meta").view(2, 2), torch.arange(4, device="meta"), True),
+        ),
+        Case(
+            "chosen_rows",
+            "meta",
+            (_randn(4, 16), _randn(2, 16)),
+            lambda f, *a: f(a[0], torch.arange(2, device="meta"), torch.arange(4, device="meta"), a[1]),
         ),
         Case(
             "grouped_linear", "meta", (_randn(5, 16), _randn(3, 8, 16)), grouped, own=aligned, backward=False

@@ -17,6 +17,7 @@ from megazero.ops.adam import adam_step
 from megazero.ops.attention import ATTENTION, MaskKind, attention, attention_with_lse
 from megazero.ops.bias_dropout_add import bias_dropout_add
 from megazero.ops.bias_gelu import bias_gelu
+from megazero.ops.chosen_rows import chosen_rows
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
 from megazero.ops.dispatch import kinds_of_calls, where
 from megazero.ops.dropout import AttentionDropout, Dropout
@@ -170,6 +171,9 @@ RUNS: dict[str, Callable] = {
     "bias_gelu": _run_gelu,
     "cross_entropy": lambda facts: vocab_parallel_cross_entropy(
         _randn(facts, 3, 2, 8), torch.ones(3, 2, dtype=torch.int64), OneRank(), 0, 8
+    ),
+    "chosen_rows": lambda facts: chosen_rows(
+        _randn(facts, 3, 8), torch.tensor([2, -1]), torch.tensor([-1, -1, 0]), _randn(facts, 2, 8)
     ),
     "gathered_sum": lambda facts: gathered_sum(
         _randn(facts, 4, 8), torch.arange(4).view(2, 2), torch.arange(4), _randn(facts, 2, 2)

@@ -105,10 +105,6 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             --ds-sequence-parallel-fpdt-offloading --force-ds-sequence-parallel=*
             --hybrid-context-parallel --variable-seq-lengths""",
         ),
-        "token dropping and the analysis of data": (
-            "random layer-wise token dropping comes in a later version; leave it out",
-            "--random-ltd",
-        ),
         "a weight of distillation that nothing reads": (
             "Megatron-DeepSpeed reads it and does not use it; leave it out",
             "--kd-alpha-ce=*",

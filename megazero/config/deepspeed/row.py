@@ -63,10 +63,12 @@ def _numbers(value: Any) -> Any:
     return NOTHING if NOTHING in items or len(items) != 2 else tuple(items)
 
 
-def _counts(value: Any) -> Any:
-    read = _at_least(1, _integer)
-    items = [read(item) for item in value] if isinstance(value, list | tuple) else [NOTHING]
-    return NOTHING if NOTHING in items else tuple(items)
+def _list_of(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def each(value: Any) -> Any:
+        items = [read(item) for item in value] if isinstance(value, list | tuple) else [NOTHING]
+        return NOTHING if NOTHING in items else tuple(items)
+
+    return each
 
 
 def _of(*types: type) -> Callable[[Any], Any]:
@@ -80,7 +82,8 @@ SIZE = ValueShape("an integer, at least 0", _at_least(0, _integer))
 NUMBER = ValueShape("a number", _number)
 AMOUNT = ValueShape("a number, at least 0", _at_least(0, _number))
 PAIR = ValueShape("a list of two numbers", _numbers)
-COUNTS = ValueShape("a list of positive integers", _counts)
+COUNTS = ValueShape("a list of positive integers", _list_of(_at_least(1, _integer)))
+INDICES = ValueShape("a list of integers, at least 0", _list_of(_at_least(0, _integer)))
 TEXT = ValueShape("text", _of(str))
 SECTION = ValueShape("an object", _of(Mapping))
 ANYTHING = ValueShape("any value", lambda value: value)

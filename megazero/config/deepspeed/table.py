@@ -9,6 +9,7 @@ from megazero.config.coerce import nearest
 from megazero.config.deepspeed.row import KeyRow
 from megazero.config.deepspeed.rows.curriculum import CURRICULUM_ROWS
 from megazero.config.deepspeed.rows.data_efficiency import DATA_EFFICIENCY_ROWS
+from megazero.config.deepspeed.rows.skipping import SKIPPING_ROWS
 from megazero.config.deepspeed.rows.tools import FEATURE_ROWS, LOGGING_ROWS
 from megazero.config.deepspeed.rows.train import BATCH_ROWS, OPTIMIZER_ROWS, PRECISION_ROWS, SCHEDULER_ROWS
 from megazero.config.deepspeed.rows.zero import ACTIVATION_ROWS, PIPELINE_ROWS, ZERO_ROWS
@@ -24,6 +25,7 @@ GROUPS: Mapping[str, tuple[KeyRow, ...]] = MappingProxyType(
         "Pipeline": PIPELINE_ROWS,
         "Curriculum": CURRICULUM_ROWS,
         "Data efficiency": DATA_EFFICIENCY_ROWS,
+        "Token and layer dropping": SKIPPING_ROWS,
         "Logging": LOGGING_ROWS,
         "Other features": FEATURE_ROWS,
     }

@@ -11,6 +11,7 @@ from typing import Any
 from megazero.config.curriculum import CurriculumConfig
 from megazero.config.derive import model_ranks
 from megazero.config.fields import FIELD_BY_PATH, FIELDS
+from megazero.config.skipping import SkippingConfig
 from megazero.config.steps import BatchRamp, Steps
 from megazero.config.tree import Config
 
@@ -36,6 +37,8 @@ STEP_FIELDS = (
     "batch.global_batch_size",
     "batch.rampup_batch_size",
     *SEQUENCE_FIELDS,
+    *(f"skipping.{name}" for name in SkippingConfig.model_fields),
+    "model.num_layers",
     "parallel.tensor_model_parallel_size",
     "parallel.pipeline_model_parallel_size",
     "parallel.context_parallel_size",

@@ -14,6 +14,7 @@ from megazero.config.rules.model import BATCH_RULES, MODEL_RULES, PARALLEL_RULES
 from megazero.config.rules.pipeline import PIPELINE_RULES
 from megazero.config.rules.routing import ROUTING_RULES
 from megazero.config.rules.rule import Case, Rule
+from megazero.config.rules.skipping import SKIPPING_RULES
 from megazero.config.rules.training import (
     LENGTH_RULES,
     OPTIMIZER_RULES,
@@ -45,6 +46,7 @@ RULES: tuple[Rule, ...] = (
     *DISTILLATION_RULES,
     *CURRICULUM_RULES,
     *DATA_SAMPLING_RULES,
+    *SKIPPING_RULES,
 )
 
 

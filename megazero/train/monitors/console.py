@@ -125,6 +125,10 @@ def interval_line(interval: list[StepMetrics], total: int | None) -> str:
     if last.sequence_length is not None:
         parts.append(f"sequence length: {last.sequence_length:5d}")
     parts += [f"{name} difficulty: {level}" for name, level in last.difficulties.items()]
+    if last.kept_tokens is not None:
+        parts.append(f"tokens kept by random-LTD: {last.kept_tokens:5d}")
+    if last.layers_run is not None:
+        parts.append(f"layers run: {last.layers_run:3d}")
     parts += [f"{label}: {mean:.6E}" for label, mean in _interval_means(made).items()]
     parts += [f"loss scale: {last.loss_scale:.1f}", f"grad norm: {last.grad_norm:.3f}"]
     if last.expert_loads is not None:

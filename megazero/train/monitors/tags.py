@@ -25,6 +25,10 @@ def step_values(metrics: StepMetrics, *, with_timers: bool) -> dict[str, float]:
     if metrics.sequence_length is not None:
         values["seqlen/curriculum_seqlen"] = metrics.sequence_length
     values |= {f"curriculum/{name}": float(level) for name, level in metrics.difficulties.items()}
+    if metrics.kept_tokens is not None:
+        values["seqlen/random_ltd_reserved_length"] = metrics.kept_tokens
+    if metrics.layers_run is not None:
+        values["layers-run"] = metrics.layers_run
     if metrics.expert_loads is not None:
         values["expert-load-min"], values["expert-load-max"] = metrics.expert_loads
     if metrics.params_norm is not None:

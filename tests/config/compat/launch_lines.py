@@ -40,7 +40,7 @@ TITLES: Mapping[str, str] = MappingProxyType(
 
 _PROGRAMS: Mapping[str, str] = MappingProxyType(
     {
-        "analyze_data.py": "token dropping and the analysis of data",
+        "analyze_data.py": "analysis of data by another program",
         "examples/inference/gpt/gpt_dynamic_inference.py": "text generation",
         "examples/mimo/train.py": "vision",
         "examples/multimodal/train.py": "vision",
@@ -71,8 +71,6 @@ _RULES: Mapping[str, str] = MappingProxyType(
 _JSON_SECTIONS: Mapping[str, str] = MappingProxyType(
     {
         "compression_training": "compression",
-        "curriculum_learning": "token dropping and the analysis of data",
-        "data_efficiency.data_routing": "token dropping and the analysis of data",
         "zero_optimization.offload_optimizer": "offload",
         "zero_optimization.offload_param": "offload",
     }

@@ -83,10 +83,6 @@ def test_accepted_without_effect(argv: str) -> None:
         ("--batch-size 8", "`--batch-size 8` is not accepted: use `--micro-batch-size`."),
         ("--cpu-optimizer", "offload of the optimizer"),
         ("--group-query-attention", "say how many key/value heads"),
-        (
-            "--random-ltd",
-            "`--random-ltd` is not accepted: random layer-wise token dropping comes in a later version",
-        ),
         ("--master_port 6000", "it belongs to the launcher"),
         ("--task STS-B", "has scores instead of labels, and regression is not offered"),
         ("--guess-file g", "belongs to scoring tasks"),

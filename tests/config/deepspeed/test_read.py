@@ -21,6 +21,7 @@ from megazero.config.deepspeed.row import (
     BOOL,
     COUNT,
     COUNTS,
+    INDICES,
     INTEGER,
     NUMBER,
     PAIR,
@@ -134,6 +135,54 @@ HONOURED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "wandb.group": ("g", {"wandb.enabled": True}, {"logging.wandb_group": "g"}),
     "wandb.team": ("t", {"wandb.enabled": True}, {"logging.wandb_entity": "t"}),
     "comms_logger.enabled": (True, {}, {"logging.comms_logger": True}),
+}
+
+LTD = "data_efficiency.data_routing.random_ltd"
+DROPS = {
+    "data_efficiency.enabled": True,
+    "data_efficiency.data_routing.enabled": True,
+    f"{LTD}.enabled": True,
+}
+HONOURED |= {
+    **{
+        switch: (
+            True,
+            {other: True for other in DROPS if other != switch},
+            {"skipping.random_ltd": True},
+        )
+        for switch in DROPS
+    },
+    f"{LTD}.total_layer_num": (24, DROPS, {"skipping.random_ltd_total_layer_num": 24}),
+    f"{LTD}.random_ltd_layer_num": (22, DROPS, {"skipping.random_ltd_layer_num": 22}),
+    f"{LTD}.random_ltd_layer_id": ([0, 1], DROPS, {"skipping.random_ltd_layer_id": (0, 1)}),
+    f"{LTD}.random_ltd_schedule.min_value": (128, DROPS, {"skipping.random_ltd_min_value": 128}),
+    f"{LTD}.random_ltd_schedule.max_value": (512, DROPS, {"skipping.random_ltd_max_value": 512}),
+    f"{LTD}.random_ltd_schedule.schedule_config.require_steps": (
+        9000,
+        DROPS,
+        {"skipping.random_ltd_require_steps": 9000},
+    ),
+    f"{LTD}.random_ltd_schedule.schedule_config.seq_per_step": (
+        8,
+        DROPS,
+        {"skipping.random_ltd_seq_per_step": 8},
+    ),
+    "progressive_layer_drop.enabled": (
+        True,
+        {},
+        # DeepSpeed's own share is 1 unless the JSON names one: no layer is ever left out.
+        {"skipping.progressive_layer_drop": True, "skipping.pld_theta": 1.0, "skipping.pld_gamma": 0.001},
+    ),
+    "progressive_layer_drop.theta": (
+        0.25,
+        {"progressive_layer_drop.enabled": True},
+        {"skipping.pld_theta": 0.25},
+    ),
+    "progressive_layer_drop.gamma": (
+        0.01,
+        {"progressive_layer_drop.enabled": True},
+        {"skipping.pld_gamma": 0.01},
+    ),
 }
 
 # key -> its value, other keys that must stand beside it, and what the engine then reads
@@ -302,6 +351,7 @@ SAMPLES: dict[Any, tuple[Any, Any]] = {
     AMOUNT: (0.5, -1),
     PAIR: ([0.5, 0.5], [0.5]),
     COUNTS: ([8, 16], [8, 0]),
+    INDICES: ([0, 16], [8, -1]),
     TEXT: ("text", 3),
     SECTION: ({"enabled": True, "device": "cpu", "deepcompile": True}, True),
 }
@@ -309,6 +359,7 @@ SAMPLES: dict[Any, tuple[Any, Any]] = {
 # refused key -> values that ask for nothing, where they are no booleans and no `enabled` false
 HARMLESS: dict[str, Any] = {
     "curriculum_learning.curriculum_type": "seqlen",
+    f"{LTD}.random_ltd_schedule.schedule_type": "fixed_linear",
     "optimizer.params.dampening": 0,
     "scheduler.params.last_batch_iteration": -1,
     "gradient_allreduce_op": "Mean",
@@ -699,9 +750,7 @@ def test_every_fault_of_metrics_is_reported() -> None:
 def test_what_a_switch_is_off_for_has_no_effect(off: str) -> None:
     """Megatron-DeepSpeed's scripts write the whole section and turn parts of it off."""
     rest = {"data_efficiency.seed": 1, f"{SAMPLING}.dynamic_batching": {"enabled": True}}
-    if off == "data_efficiency.enabled":
-        rest["data_efficiency.data_routing"] = {"enabled": True}
-    elif off == f"{LEARNING}.enabled":
+    if off == f"{LEARNING}.enabled":
         del rest[f"{SAMPLING}.dynamic_batching"]
     result = read({**SAMPLED, **rest, off: False})
     assert (result.problems, result.values) == ([], {})

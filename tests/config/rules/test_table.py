@@ -48,6 +48,12 @@ LEVELS = {
     "difficulty": (10, 20),
     "max_step": (3,),
 }
+DROPS = {
+    "model.num_layers": 4,
+    "skipping.random_ltd": True,
+    "skipping.random_ltd_min_value": 16,
+    "skipping.random_ltd_require_steps": 5,
+}
 TAUGHT = {"distillation.kd": True, "distillation.load_teacher": "teacher"}
 UPCYCLED = {**EXPERTS, "checkpoint.moe_use_upcycling": True, "checkpoint.load": "dense"}
 
@@ -300,6 +306,21 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "data.data_sharding": True,
         "data.dataloader_type": "cyclic",
     },
+    "random_ltd_has_its_numbers": {"skipping.random_ltd": True},
+    "random_ltd_settings_need_it": {"skipping.random_ltd_min_value": 8},
+    "random_ltd_grows": {**DROPS, "skipping.random_ltd_max_value": 8},
+    "random_ltd_layers_exist": {**DROPS, "skipping.random_ltd_layer_id": (1, 1)},
+    "random_ltd_counts_fit": {**DROPS, "skipping.random_ltd_layer_num": 3},
+    "random_ltd_divides_over_ranks": {
+        **DROPS,
+        "skipping.random_ltd_seq_per_step": 1,
+        "parallel.tensor_model_parallel_size": 2,
+        "parallel.sequence_parallel": True,
+    },
+    "random_ltd_leaves_packed_rows": {**DROPS, "data.bert_pack": True},
+    "random_ltd_ramp_ends_in_time": {**DROPS, "skipping.random_ltd_require_steps": 10**6},
+    "skipping_is_for_pretraining": {"skipping.progressive_layer_drop": True, **TASK},
+    "layer_drop_settings_need_it": {"skipping.pld_theta": 0.25},
 }
 
 # Combinations near a rule's border that must run.

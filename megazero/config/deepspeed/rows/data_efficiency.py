@@ -98,8 +98,8 @@ def _needs_metrics(on: bool, values: Values) -> list[str]:
 
 
 DATA_EFFICIENCY_ROWS: tuple[KeyRow, ...] = (
-    # Parts of what the metrics say: they count if all three switches are on.
-    KeyRow(f"{_ROOT}.enabled", BOOL, (_FIELD,)),
+    # Parts of what the metrics say: they count if all three switches are on. The first is random-LTD's too.
+    KeyRow(f"{_ROOT}.enabled", BOOL, (_FIELD, "skipping.random_ltd")),
     KeyRow(f"{_SAMPLING}.enabled", BOOL, (_FIELD,), when=f"{_ROOT}.enabled"),
     KeyRow(f"{_LEARNING}.enabled", BOOL, (_FIELD,), when=f"{_SAMPLING}.enabled", faults=_needs_metrics),
     KeyRow(
@@ -125,13 +125,5 @@ DATA_EFFICIENCY_ROWS: tuple[KeyRow, ...] = (
         refused="all batches of a step have as many samples; leave the section out or set `enabled` to false",
         only=DISABLED,
         when=f"{_SAMPLING}.enabled",
-    ),
-    KeyRow(
-        f"{_ROOT}.data_routing",
-        SECTION,
-        refused="random layer-wise token dropping comes in a later version; leave the section out or set "
-        "`enabled` to false",
-        only=DISABLED,
-        when=f"{_ROOT}.enabled",
     ),
 )

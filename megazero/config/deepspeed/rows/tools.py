@@ -106,7 +106,6 @@ LOGGING_ROWS: tuple[KeyRow, ...] = (
 )
 
 FEATURE_ROWS: tuple[KeyRow, ...] = (
-    *refuses(f"progressive layer drop {_LATER}", SECTION, DISABLED, "progressive_layer_drop"),
     *refuses(
         "compression is not offered; leave the section out",
         SECTION,

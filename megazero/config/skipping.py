@@ -1,0 +1,70 @@
+"""The section of the tree about what a step leaves out of its layers: tokens, and whole layers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megazero.config.option import Section, option
+from megazero.config.pacing import FromZero, Pacing, Root
+
+Share = Annotated[float, Field(gt=0, le=1)]
+"""Above 0, up to 1."""
+
+
+class SkippingConfig(Section):
+    """Token and layer dropping"""
+
+    random_ltd: bool = option(
+        False,
+        "random layer-wise token dropping: layers see some tokens of each sequence, others bypass them; "
+        "evaluations and generation see all",
+    )
+    random_ltd_layer_id: tuple[NonNegativeInt, ...] = option(
+        (), "layers that drop tokens, counted from 0; default: all but the first and the last"
+    )
+    random_ltd_min_value: PositiveInt | None = option(
+        None, "tokens that these layers see at the beginning", unit="tokens"
+    )
+    random_ltd_max_value: PositiveInt | None = option(
+        None, "tokens that they see at the end; default: the sequence length, which drops none", unit="tokens"
+    )
+    random_ltd_require_steps: PositiveInt | None = option(
+        None, "steps from the one to the other, along a straight line", unit="iterations"
+    )
+    random_ltd_seq_per_step: PositiveInt = option(
+        16, "numbers in between are rounded down to multiples of this", unit="tokens"
+    )
+    random_ltd_layer_num: PositiveInt | None = option(
+        None, "refuse another number of layers that drop tokens; default: take any"
+    )
+    random_ltd_total_layer_num: PositiveInt | None = option(
+        None, "refuse a model with another number of layers; default: take any"
+    )
+    progressive_layer_drop: bool = option(
+        False,
+        "leave out whole layers, more of them the longer training lasts and the deeper they are; "
+        "evaluations and generation run all",
+    )
+    pld_theta: Share = option(
+        0.5, "in the end, layer l of L, from 0, runs in 1 - l / L x (1 - theta) of the steps"
+    )
+    pld_gamma: PositiveFloat = option(
+        0.001, "how fast they come to that: 1 stands for theta at first, and falls by exp(-gamma x steps)"
+    )
+
+    def dropping_layers(self, layers: int) -> frozenset[int]:
+        """The layers that drop tokens, in a model of so many."""
+        return frozenset(self.random_ltd_layer_id or range(1, layers - 1))
+
+    def kept_tokens(self, sequence_length: int) -> Pacing | None:
+        """How many tokens they see, as a function of steps.
+
+        None if it is all, or if the settings contradict each other, which rules refuse.
+        """
+        first, total = self.random_ltd_min_value, self.random_ltd_require_steps
+        last = self.random_ltd_max_value or sequence_length
+        if not self.random_ltd or None in (first, total) or first > last:
+            return None
+        return FromZero(Root(first, last, total, self.random_ltd_seq_per_step))

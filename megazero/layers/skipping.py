@@ -1,0 +1,99 @@
+"""What a step leaves out of its layers: tokens (random-LTD) and whole layers (progressive layer dropping)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megazero.layers.collectives import gather_for_parts, own_rows
+from megazero.layers.inputs import LayerInputs
+from megazero.mpu import Group, site_key
+from megazero.ops.chosen_rows import chosen_rows
+from megazero.ops.counter_random import derive
+
+Layers = tuple[Tensor, Mapping[str, Tensor]]
+
+
+def kept_columns(sample_keys: Tensor, layer: int, length: int, kept: int) -> Tensor:
+    """Which tokens of each sequence a layer sees: int64 [kept, b], ascending in each column.
+
+    Each set of `kept` of the `length` tokens is equally likely. The choice is a function of the sample's key
+    and the layer, so all ranks that hold a part of the sequence agree on it and recompute repeats it.
+
+    Args:
+        sample_keys: int64 [b].
+    """
+    numbers = torch.arange(length, device=sample_keys.device).unsqueeze(1)
+    bits = derive(derive(site_key("kept", layer), sample_keys), numbers)  # [s, b]
+    # The lowest bits give way to the token's number, so that no two tokens are equal.
+    low = max(1, (length - 1).bit_length())
+    order = (bits >> low << low) | numbers
+    least = order.topk(kept, dim=0, largest=False, sorted=False).values
+    return (least & ((1 << low) - 1)).sort(dim=0).values
+
+
+def run_layer(
+    layer: nn.Module, x: Tensor, inputs: LayerInputs, per_token: frozenset[str] = frozenset()
+) -> Layers:
+    """Apply a layer as far as the step's `inputs.skipping` wants it.
+
+    Tokens that it does not see bypass it unchanged (random-LTD, Yao et al. 2022), and so do all if it is left
+    out (progressive layer drop, Zhang & He 2020). The others keep their positions: rotary angles, dropout
+    masks and document masks are those that they have among all tokens.
+
+    Args:
+        layer: a layer with a `layer` number and a `placement`.
+        x: [s, b, h], or [s/tp, b, h] under sequence parallelism.
+        inputs: of all tokens.
+        per_token: names of the sums that run over tokens. Those of a layer that sees r of s tokens are
+            multiplied by s / r, as they will be divided by the number of all tokens.
+    """
+    skipping = inputs.skipping
+    if skipping.idle:
+        return layer(x, inputs)
+    scale = skipping.scale_of(layer.layer)
+    if scale == 0.0:
+        return inputs.narrow(x), {}
+    inputs = replace(inputs, branch_scale=scale)
+    length = len(inputs.positions)
+    kept = skipping.kept_by(layer.layer, length)
+    if kept == length:
+        return layer(x, inputs)
+    columns = kept_columns(inputs.sample_keys, layer.layer, length, kept)
+    group = layer.placement.tp if layer.placement.sequence_parallel else None
+    out, sums = layer(_taken(x, columns, length, group), inputs.of(columns))
+    x = _put_back(x, out.to(x.dtype), columns, length, group)
+    sums = {name: value * (length / kept) if name in per_token else value for name, value in sums.items()}
+    return inputs.narrow(x), sums
+
+
+def _taken(x: Tensor, columns: Tensor, length: int, group: Group | None) -> Tensor:
+    """The rows of x in `columns` [r, b]: [r, b, h], or a rank's share of them, [r/tp, b, h]."""
+    b, mine = x.shape[1], columns
+    if group is not None:
+        x, mine = gather_for_parts(x, group), own_rows(columns, group)
+    numbers = _numbers(mine)
+    inverse = numbers.new_full((length * b,), -1)
+    inverse[numbers] = torch.arange(len(numbers), device=x.device)
+    return chosen_rows(x.flatten(0, 1), numbers, inverse).view(len(mine), b, -1)
+
+
+def _put_back(x: Tensor, out: Tensor, columns: Tensor, length: int, group: Group | None) -> Tensor:
+    """x with what came of the rows in `columns`."""
+    b, numbers = x.shape[1], _numbers(columns)
+    places = numbers.new_full((length * b,), -1)
+    places[numbers] = torch.arange(len(numbers), device=x.device)
+    if group is not None:
+        out, first, size = gather_for_parts(out, group), group.rank * len(x) * b, len(x) * b
+        places = places[first : first + size]
+        numbers = torch.where((numbers >= first) & (numbers < first + size), numbers - first, -1)
+    return chosen_rows(out.flatten(0, 1), places, numbers, x.flatten(0, 1)).view(x.shape)
+
+
+def _numbers(columns: Tensor) -> Tensor:
+    """The numbers of [r, b] columns among the rows of [s, b, h] when flattened: int64 [r b]."""
+    b = columns.shape[1]
+    return (columns * b + torch.arange(b, device=columns.device)).flatten()

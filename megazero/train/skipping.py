@@ -1,0 +1,80 @@
+"""What each step leaves out of the model's layers: a function of where the training stands."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megazero.config.horizon import Horizon
+from megazero.config.steps import Progress
+from megazero.config.tree import Config
+from megazero.layers import NOTHING_SKIPPED, Skipping
+from megazero.mpu import derive_key
+
+
+@dataclass(frozen=True)
+class LayerDrop:
+    """Progressive layer dropping (Zhang & He 2020): which layers a step runs.
+
+    In the step after t others, layer l of L, both from 0, runs with probability
+    p = 1 - l / L (1 - keep), where keep = (1 - theta) exp(-gamma t) + theta. What it then adds to the hidden
+    states is divided by p. All samples of a step share the draw, on every rank, so a layer left out costs
+    nothing anywhere.
+
+    Attributes:
+        layers: L.
+        theta: what `keep` falls to.
+        gamma: how fast it does.
+        seed: of the draws.
+    """
+
+    layers: int
+    theta: float
+    gamma: float
+    seed: int
+
+    def keep(self, iteration: int) -> float:
+        """The share of steps that would run a layer L, at this step."""
+        return (1.0 - self.theta) * math.exp(-self.gamma * iteration) + self.theta
+
+    def scales(self, iteration: int) -> tuple[float, ...]:
+        """For each layer, 1 / p if the step runs it, and 0 if not."""
+        drop = (1.0 - self.keep(iteration)) / self.layers
+        shares = [1.0 - layer * drop for layer in range(self.layers)]
+        return tuple(1.0 / p if self._drawn(iteration, i) < p else 0.0 for i, p in enumerate(shares))
+
+    def _drawn(self, iteration: int, layer: int) -> float:
+        """Uniform in [0, 1)."""
+        return derive_key(self.seed, "layer drop", iteration, layer) / 2.0**63
+
+
+@dataclass(frozen=True)
+class SkippingPlan:
+    """What the steps of a training leave out.
+
+    Attributes:
+        horizon: says how many tokens layers with random-LTD see.
+        dropping: these layers.
+        drop: progressive layer dropping; None without it.
+    """
+
+    horizon: Horizon
+    dropping: frozenset[int]
+    drop: LayerDrop | None
+
+    @classmethod
+    def of(cls, config: Config, horizon: Horizon) -> SkippingPlan:
+        """That of a run."""
+        settings, layers = config.skipping, config.model.num_layers
+        drop = None
+        if settings.progressive_layer_drop:
+            drop = LayerDrop(layers, settings.pld_theta, settings.pld_gamma, config.training.seed)
+        return cls(horizon, settings.dropping_layers(layers), drop)
+
+    def at(self, progress: Progress) -> Skipping:
+        """What the step that follows `progress` leaves out."""
+        kept = self.horizon.at(progress).kept_tokens
+        if kept is None and self.drop is None:
+            return NOTHING_SKIPPED
+        scales = None if self.drop is None else self.drop.scales(progress.iteration)
+        return Skipping(kept, self.dropping, scales)
