@@ -21,8 +21,13 @@ class Terminated(BaseException):
     """SIGTERM arrived; unwinds like KeyboardInterrupt so that temporary files and workers are cleaned up."""
 
 
-def run(tool: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
-    """Runs the tool; exit status 0, the error's own code, 1 for disk errors, 130/143 for signals."""
+def run(
+    tool: Callable[[argparse.Namespace], None],
+    args: argparse.Namespace,
+    left: str = "nothing was left behind",
+) -> int:
+    """Runs the tool; exit status 0, the error's own code, 1 for disk errors, 130/143 for signals, after which
+    `left` says what there is."""
     previous = _on_sigterm()
     try:
         tool(args)
@@ -31,9 +36,9 @@ def run(tool: Callable[[argparse.Namespace], None], args: argparse.Namespace) ->
     except OSError as error:
         return _fail(f"the operating system refused: {error}.", 1)
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing was left behind.", 130)
+        return _fail(f"interrupted; {left}.", 130)
     except Terminated:
-        return _fail("terminated; nothing was left behind.", 143)
+        return _fail(f"terminated; {left}.", 143)
     finally:
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)

@@ -26,6 +26,12 @@ def _ablate(arguments: list[str]) -> int:
     return ablate(arguments)
 
 
+def _analyze_loss(arguments: list[str]) -> int:
+    from megazero.inference.loss_command import main as analyze_loss
+
+    return analyze_loss(arguments)
+
+
 def _checkpoint(arguments: list[str]) -> int:
     from megazero.checkpoint.command import main as checkpoint
 
@@ -76,6 +82,7 @@ def _version(arguments: list[str]) -> int:
 
 VERBS = (
     Verb("ablate", "train a folder of configurations and compare what they learned", _ablate),
+    Verb("analyze-loss", "order training samples by their loss under a checkpoint", _analyze_loss),
     Verb("checkpoint", "inspect, verify, compare, convert and prune checkpoints", _checkpoint),
     Verb("config", "resolve pretrain_gpt.py's flags; print the tree, or every reason to refuse it", _config),
     Verb("fill-mask", "show what a model expects at the masked places of a text", _fill_mask),

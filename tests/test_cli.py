@@ -16,8 +16,9 @@ TRAINING = ["--micro-batch-size=1", "--lr=1", "--train-iters=1", "--mock-data", 
 
 def test_help_names_every_verb_and_exits_0(capsys):
     assert cli.main(["--help"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:11]] == [
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:12]] == [
         "ablate",
+        "analyze-loss",
         "checkpoint",
         "config",
         "fill-mask",
@@ -52,8 +53,8 @@ def test_version(capsys, flag):
 def test_an_unknown_verb_is_answered_with_the_nearest(capsys, word, answer):
     assert cli.main([word]) == 2
     assert capsys.readouterr().err == (
-        "error: the verb must be one of ablate, checkpoint, config, fill-mask, generate, moe-report, plan, "
-        f"verify, version, but is `{word}`; {answer}\n"
+        "error: the verb must be one of ablate, analyze-loss, checkpoint, config, fill-mask, generate, "
+        f"moe-report, plan, verify, version, but is `{word}`; {answer}\n"
     )
 
 

@@ -1,1 +1,1 @@
-"""Data efficiency: how hard each sample is, and which samples a step trains on because of it."""
+"""data_efficiency: how difficult samples are (the analyzer and its files), and what to train on when."""

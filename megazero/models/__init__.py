@@ -1,8 +1,9 @@
 """models: each of them short enough to read in one go. `gpt.py` is GPT in all its shapes, `bert.py` BERT.
 
-`classifier.py` puts a classifier on either, and `taught.py` a teacher beside a GPT. `trunk.py` is what all
-share: embedding and layers. `chunk.py` says what the trainer needs from a model, `batch.py`, `bert_batch.py`
-and `classifier_batch.py` what a micro-batch is, and `flops.py` what blocks cost.
+`classifier.py` puts a classifier on either, `taught.py` a teacher beside a GPT, and `sample_losses.py` tells
+a GPT's losses sample by sample. `trunk.py` is what all share: embedding and layers. `chunk.py` says what the
+trainer needs from a model, `batch.py`, `bert_batch.py` and `classifier_batch.py` what a micro-batch is, and
+`flops.py` what blocks cost.
 """
 
 from megazero.models.batch import Batch, TextCollate, random_text
@@ -18,6 +19,7 @@ from megazero.models.classifier import (
 )
 from megazero.models.classifier_batch import ClassifierCollate, LabelledBatch, random_labelled
 from megazero.models.gpt import GPT, gpt_blocks
+from megazero.models.sample_losses import NumberedBatch, SampleLosses
 from megazero.models.taught import Taught
 from megazero.models.trunk import MaskedBatch, Sequences, Trunk
 
@@ -39,6 +41,8 @@ __all__ = [
     "LastTokenClassifier",
     "MaskedBatch",
     "ModelChunk",
+    "NumberedBatch",
+    "SampleLosses",
     "Sequences",
     "Taught",
     "TextCollate",

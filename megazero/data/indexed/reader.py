@@ -180,12 +180,16 @@ class IndexedDataset:
         minutes and rebuilding an index takes milliseconds, so a key that changes too often (a large file
         copied without its times) is a cheap mistake; one that stays the same after an edit is a costly one.
         """
+        return self._digest(with_time=True)
+
+    def _digest(self, with_time: bool) -> str:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{type(self).__name__} {self._idx_hash} {self._bytes.size} ".encode())
         if self._bytes.size <= _FULL_HASH_LIMIT:
             digest.update(hash_bytes(self._bytes).encode())
         else:
-            digest.update(str(os.stat(self.path_bin).st_mtime_ns).encode())
+            if with_time:
+                digest.update(str(os.stat(self.path_bin).st_mtime_ns).encode())
             last = self._bytes.size - _SAMPLE_BYTES
             for number in range(_SAMPLE_BLOCKS):
                 begin = last * number // (_SAMPLE_BLOCKS - 1)
@@ -226,6 +230,11 @@ class LegacyIndexedDataset(IndexedDataset):
 
     def _parse(self) -> IndexTables:
         return parse_tntidx(self.path_idx, self._index, self._bytes.size)
+
+
+def content_hash(dataset: IndexedDataset) -> str:
+    """The dataset's `fingerprint` without the modification time: equal for every copy, wherever it is."""
+    return dataset._digest(with_time=False)
 
 
 def open_indexed(prefix: str | Path, multimodal: bool = False, verify: bool = False) -> IndexedDataset:

@@ -1,0 +1,121 @@
+"""Which dataset an index was made of: `{metric}_dataset.json` beside the analyzer's files.
+
+An index lists samples by number, and numbers mean something only for one dataset with one sequence length,
+seed, split and number of epochs. So our analyzer writes down what it looked at, and a training compares that
+with what it has built. DeepSpeed writes no such file, so nothing can be said of its indexes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megazero.data.blended import SampleDataset
+from megazero.data.cache import cache_key
+from megazero.data.indexed.reader import IndexedDataset, content_hash
+from megazero.errors import DataError
+
+FORMAT = "megazero-analyzed-1"
+_NOT_OF_SAMPLES = frozenset({"mask_prob"})  # text is analyzed unmasked
+_SUFFIX = re.compile(
+    r"_(index_to_sample(_percentile_merged)?|index_to_metric|sample_to_metric|metric_value)$"
+)
+
+
+@dataclass(frozen=True)
+class AnalyzedDataset:
+    """What sample numbers refer to.
+
+    key: hex hash of `description`. samples: how many there are. description: everything that the samples and
+    their order depend on, as JSON values: hashes of the datasets (the same for copies elsewhere), sequence
+    length, seed, split, number of epochs.
+    """
+
+    key: str
+    samples: int
+    description: Mapping[str, object]
+
+    @classmethod
+    def of(cls, dataset: SampleDataset) -> AnalyzedDataset:
+        """The facts of a run's built dataset: a split of `megazero.data.build.build_datasets`."""
+        copies = {indexed.fingerprint: content_hash(indexed) for indexed in _sources(dataset)}
+        description = _plain(dataset.description, copies)
+        return cls(cache_key(description), len(dataset), description)
+
+    def check(self, other: AnalyzedDataset, name: str) -> None:
+        """Raises DataError unless `other`, a run's dataset, is this one. name: of the index, for messages."""
+        if self.key == other.key and self.samples == other.samples:
+            return
+        differing = _differences("", self.description, other.description)
+        shown = "; ".join(f"{what} was {then} and is {now}" for what, then, now in differing[:3])
+        raise DataError(
+            f"`{name}` must be of the dataset that is trained on ({other.key}), but is an index of another "
+            f"dataset ({self.key}): {shown or f'{self.samples} samples and {other.samples}'}; analyze with "
+            "the flags of the training (data, split, seed, sequence length, epochs), or correct those."
+        )
+
+    def to_json(self, metric: Mapping[str, object] | None = None) -> str:
+        """The text of the JSON file; see `facts_path` for its name. metric: what else to note for people."""
+        return json.dumps({"format": FORMAT, **vars(self), "metric": metric}, indent=1)
+
+
+def facts_path(prefix: str | Path) -> Path:
+    """The JSON beside an index file: `a/m_index_to_sample` has `a/m_dataset.json`. prefix: without suffix."""
+    prefix = Path(prefix)
+    return prefix.with_name(_SUFFIX.sub("", prefix.name) + "_dataset.json")
+
+
+def dataset_of(prefix: str | Path) -> AnalyzedDataset | None:
+    """What dataset an index is of; None if nothing beside it says so, as for DeepSpeed's own files.
+
+    prefix: path of an index file without .bin or .idx. Raises DataError for a file that cannot be read.
+    """
+    path = facts_path(prefix)
+    try:
+        content = json.loads(path.read_bytes())
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']}")
+        return AnalyzedDataset(str(content["key"]), int(content["samples"]), dict(content["description"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"`{path}` must say in format {FORMAT} which dataset was analyzed, but does not ({error}); "
+            "analyze the dataset again."
+        ) from error
+
+
+def _sources(dataset: SampleDataset) -> Iterator[IndexedDataset]:
+    """The indexed datasets under a built one; none under random data."""
+    for part in getattr(dataset, "datasets", ()):
+        yield from _sources(part)
+    indexed = getattr(dataset, "indexed", None)
+    if indexed is not None:
+        yield indexed
+
+
+def _plain(value: object, copies: Mapping[str, str]) -> object:
+    """A description with hashes that hold for copies, and without what does not change the text."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each, copies) for key, each in value.items() if key not in _NOT_OF_SAMPLES}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each, copies) for each in value]
+    return copies.get(value, value) if isinstance(value, str) else value
+
+
+def _differences(where: str, then: object, now: object) -> list[tuple[str, object, object]]:
+    """(what, value then, value now) of the leaves in which two descriptions differ."""
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        keys = sorted({*then, *now})
+        return [
+            found
+            for key in keys
+            for found in _differences(f"{where}.{key}" if where else key, then.get(key), now.get(key))
+        ]
+    if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
+        pairs = enumerate(zip(then, now, strict=True))
+        return [found for i, (a, b) in pairs for found in _differences(f"{where}[{i}]", a, b)]
+    return [] if then == now else [(where, then, now)]

@@ -1,0 +1,88 @@
+"""Files that appear whole, and disk errors that say which file and what to do."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from megazero.errors import DataError
+
+
+@contextmanager
+def disk(path: str | Path) -> Iterator[None]:
+    """Turns an OSError of the block, such as a full disk, into a DataError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"`{path}` must be writable, but is not ({error.strerror or error}); free space or choose "
+            "another folder. What is finished is kept."
+        ) from error
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file that appears under its name, replacing an old one, only when the block ends without an error.
+
+    Raises DataError if the disk refuses.
+    """
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    with disk(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(temporary, "xb") as file:
+                yield file
+                flush(file)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A scratch folder for files that belong together; they move to `folder` when the block ends well.
+
+    Old files of the same names are replaced. Those ending in .idx or .json go first and come last, so that
+    whoever finds them finds all that they speak of. What a killed process left is removed by the next one.
+    Raises DataError if the disk refuses.
+    """
+    prefix = f".{folder.name}.tmp-"
+    scratch = folder.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
+    with disk(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.parent.glob(f"{prefix}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        scratch.mkdir()
+        try:
+            yield scratch
+            _move(scratch, folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def flush(file: IO[bytes]) -> None:
+    """Until the bytes are on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _move(scratch: Path, folder: Path) -> None:
+    order = {".json": 2, ".idx": 1}
+    files = sorted(
+        (path for path in scratch.iterdir() if path.is_file()), key=lambda p: order.get(p.suffix, 0)
+    )
+    for path in reversed(files):
+        if path.suffix in order:
+            (folder / path.name).unlink(missing_ok=True)
+    for path in files:
+        os.replace(path, folder / path.name)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,146 @@
+"""Sorts samples by value where there are too many for memory: sorted runs, then ranges of values.
+
+Each chunk of values is sorted on its own. From a thin sample of all runs, boundaries are chosen that cut the
+values into ranges of about equally many samples; every range is then gathered from all runs, sorted and
+written to its place. Within a value, samples stay in the order of their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from megazero.data_efficiency.crew import run_tasks
+from megazero.data_efficiency.map import ChunkGrid
+from megazero.data_efficiency.row_writer import neutral_dtype
+
+_RANGE = 1 << 20  # samples of a range of values, about; each takes some 50 bytes while it is sorted
+_THIN = 1 << 18  # values of all runs together that boundaries are chosen from
+_LARGEST = int(np.iinfo(np.int64).max)
+
+
+@dataclass(frozen=True)
+class SortedSamples:
+    """Where sorted samples are.
+
+    samples: file of sample numbers, `dtype` [n]. pieces: files of (value, how many have it), int64 [d, 2],
+    which together are ascending.
+    """
+
+    samples: Path
+    dtype: np.dtype
+    pieces: tuple[Path, ...]
+
+    def counts(self) -> Iterator[np.ndarray]:
+        """The pieces one after the other."""
+        for path in self.pieces:
+            yield np.fromfile(path, dtype=np.int64).reshape(-1, 2)
+
+
+@dataclass(frozen=True)
+class ExternalSort:
+    """Sorts the samples of a grid.
+
+    grid: the chunks. values: chunk -> its values, int64. scratch: an empty folder for runs, 12 bytes for each
+    sample. target: file to write the sorted sample numbers to. processes: how many do it.
+    """
+
+    grid: ChunkGrid
+    values: Callable[[int], np.ndarray]
+    scratch: Path
+    target: Path
+    processes: int = 1
+    dtype: np.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", neutral_dtype(0, self.grid.samples - 1))
+
+    def run(self) -> Iterator[int]:
+        """Does it, and yields the samples handled: each is counted twice. OSError if the disk refuses."""
+        chunks = range(len(self.grid))
+        yield from run_tasks(self.sort_chunk, chunks, self.processes)
+        boundaries = self._boundaries()
+        starts = np.zeros(len(boundaries), dtype=np.int64)
+        for chunk in chunks:
+            starts += np.searchsorted(self._run(chunk)[0], boundaries)
+        with open(self.target, "wb") as file:
+            file.truncate(self.grid.samples * self.dtype.itemsize)
+        work = partial(self.write_range, boundaries, starts)
+        yield from run_tasks(work, range(len(starts)), self.processes)
+
+    def result(self) -> SortedSamples:
+        """What `run` made."""
+        pieces = sorted(self.scratch.glob("piece-*"))
+        return SortedSamples(self.target, self.dtype, tuple(pieces))
+
+    def sort_chunk(self, chunk: int) -> int:
+        """Writes the sorted run of a chunk: its values, and where in the chunk they were."""
+        values = self.values(chunk)
+        order = np.argsort(values, kind="stable")
+        values[order].tofile(self._path("values", chunk))
+        order.astype(np.uint32).tofile(self._path("order", chunk))
+        return values.size
+
+    def write_range(self, boundaries: np.ndarray, starts: np.ndarray, number: int) -> int:
+        """Writes the samples of a range of values to their place, and its distinct values with counts.
+
+        boundaries: int64 [ranges], their first values; starts: int64 [ranges], samples before them.
+        """
+        written = 0
+        with open(self.target, "r+b") as file:
+            file.seek(int(starts[number]) * self.dtype.itemsize)
+            if _is_one_value(boundaries, number):
+                # It may have any number of samples, which are in order already.
+                for _, samples in self._of_range(boundaries, number):
+                    file.write(samples.tobytes())
+                    written += samples.size
+                counts = np.array([[boundaries[number], written]], dtype=np.int64)
+            else:
+                parts = list(self._of_range(boundaries, number))
+                values = np.concatenate([value for value, _ in parts])
+                samples = np.concatenate([sample for _, sample in parts])
+                file.write(samples[np.argsort(values, kind="stable")].tobytes())
+                written = values.size
+                counts = np.stack(np.unique(values, return_counts=True), axis=1)
+        if written:
+            counts.tofile(self._path("piece", number))
+        return written
+
+    def _of_range(self, boundaries: np.ndarray, number: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Of each run, the values of a range and their samples."""
+        for chunk in range(len(self.grid)):
+            run, order = self._run(chunk)
+            begin = np.searchsorted(run, boundaries[number])
+            last = number + 1 == len(boundaries)
+            end = run.size if last else np.searchsorted(run, boundaries[number + 1])
+            first = self.dtype.type(self.grid[chunk].start)
+            yield np.array(run[begin:end]), order[begin:end].astype(self.dtype) + first
+
+    def _boundaries(self) -> np.ndarray:
+        """The first values of all ranges, int64, ascending; the first is the least of all."""
+        step = max(1, self.grid.samples // _THIN)
+        thin = np.sort(np.concatenate([self._thinned(chunk, step) for chunk in range(len(self.grid))]))
+        picked = thin[:: max(1, thin.size * _RANGE // self.grid.samples)]
+        # A value that was picked twice fills ranges by itself, so the next one begins a range of its own.
+        heavy = np.unique(picked[1:][picked[1:] == picked[:-1]])
+        return np.unique(np.concatenate([picked, heavy[heavy < _LARGEST] + 1]))
+
+    def _thinned(self, chunk: int, step: int) -> np.ndarray:
+        """Every `step`-th value of a run, the first and least among them."""
+        return np.array(self._run(chunk)[0][::step])
+
+    def _run(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+        """The sorted values of a chunk and where in it they were, mapped."""
+        kinds = (("values", np.int64), ("order", np.uint32))
+        return tuple(np.memmap(self._path(name, chunk), dtype, mode="r") for name, dtype in kinds)
+
+    def _path(self, kind: str, number: int) -> Path:
+        return self.scratch / f"{kind}-{number:08d}"
+
+
+def _is_one_value(boundaries: np.ndarray, number: int) -> bool:
+    return number + 1 < len(boundaries) and int(boundaries[number + 1]) - int(boundaries[number]) == 1

@@ -1,0 +1,218 @@
+"""The loss of each training sample under a trained model, as a metric of the analyzer.
+
+Every rank of the job works on it: replicas take different samples, stages and slices the parts of the model
+that they hold in training. All ranks get all values; the first one keeps them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megazero.checkpoint import CheckpointReader, Verify, candidates, together
+from megazero.checkpoint.manifest import MANIFEST
+from megazero.config.horizon import horizon_of
+from megazero.config.tree import Config, RecomputeConfig, ZeroConfig
+from megazero.data import SampleDataset
+from megazero.data_efficiency.analyzed import AnalyzedDataset
+from megazero.data_efficiency.map import ChunkGrid, MetricFolder
+from megazero.data_efficiency.reduce import is_reduced, reduce_metric
+from megazero.errors import CheckpointError, ConfigError, NumericsError
+from megazero.models import NumberedBatch, SampleLosses
+from megazero.mpu import ParallelContext, gather_values
+from megazero.pipeline import Executor
+from megazero.train.families import family_of
+from megazero.train.feed import Collate
+from megazero.train.named_checkpoint import opened
+from megazero.train.programs import evaluation_program
+from megazero.train.resume import check_model
+from megazero.train.state_json import saved_model
+from megazero.train.trained import load_chunks
+from megazero.train.vocabulary import Vocabulary, build_vocabulary
+
+SCALE = 1000
+"""A value is so many times the mean loss in nats, rounded."""
+
+METRIC = "loss"
+_CHUNK = 1024  # samples between two saves
+
+
+class _NothingToGather:
+    """Parameters that are whole on their ranks, so that there is nothing to gather."""
+
+    def gather(self, chunk: int, *, backward: bool) -> None:
+        """Nothing to do."""
+
+    def release(self, chunk: int) -> None:
+        """Nothing to do."""
+
+
+@dataclass(frozen=True)
+class LossMeter:
+    """Losses of samples of a dataset under the chunks of a model.
+
+    Attributes:
+        dataset: where the samples are.
+        executor: runs this rank's stage of `SampleLosses` chunks.
+        program: (micro-batches) -> what the stage does.
+        collate: turns arrays into batches, without dropout.
+        context: this rank's place.
+        shape: micro-batches of a step, and samples of each.
+    """
+
+    dataset: SampleDataset
+    executor: Executor
+    program: Callable
+    collate: Collate
+    context: ParallelContext
+    shape: tuple[int, int]
+
+    @property
+    def samples_per_step(self) -> int:
+        """Of all replicas together."""
+        return self.shape[0] * self.shape[1] * self.context.data.size
+
+    def losses(self, samples: range) -> np.ndarray:
+        """The mean loss of each sample in nats, float64 [n], on every rank; every rank calls this.
+
+        The mean is over the positions that count; a sample of which none does has 0.
+        """
+        found = [self._step(samples[i : i + self.samples_per_step]) for i in self._starts(samples)]
+        return np.concatenate(found)
+
+    def _starts(self, samples: range) -> range:
+        return range(0, len(samples), self.samples_per_step)
+
+    def _step(self, samples: range) -> np.ndarray:
+        # A step that is not full repeats its last sample, as all ranks have to take part.
+        numbers = np.minimum(np.arange(self.samples_per_step), len(samples) - 1) + samples.start
+        slots = self._own_slots()
+        arrays = [self.dataset.batch(numbers[slot]) for slot in slots]
+        batches = [
+            NumberedBatch(i, self.collate(each, tuple(numbers[slot].tolist())))
+            for i, (each, slot) in enumerate(zip(arrays, slots, strict=True))
+        ]
+        tallies = self.executor.evaluate(self.program(len(batches)), batches).tallies
+        totals = torch.zeros(2, self.samples_per_step, dtype=torch.float64, device=self.context.device)
+        for each, slot, batch in zip(arrays, slots, batches, strict=True):
+            if batch.tally in tallies:  # on the last stage
+                totals[0, slot] = tallies[batch.tally].double()
+                totals[1, slot] = torch.from_numpy(each["loss_mask"].sum(1, dtype=np.float64)).to(totals)
+        self.context.pp.all_reduce(totals).wait()
+        self.context.batch.all_reduce(totals).wait()
+        sums, counts = totals.cpu().numpy()
+        return (sums / np.maximum(counts, 1.0))[: len(samples)]
+
+    def _own_slots(self) -> list[slice]:
+        """Where in a step this replica's micro-batches are."""
+        count, size = self.shape
+        first = self.context.data.rank * count * size
+        return [slice(first + i * size, first + (i + 1) * size) for i in range(count)]
+
+
+def measure_loss(config: Config, context: ParallelContext, output: Path) -> Iterator[tuple[int, int]]:
+    """Measure the training samples of a configured run under its `--load`, and write the index files.
+
+    Every rank calls this. Yields (samples done, all samples) after every piece, of which the first is what an
+    earlier run did. Files are those of `reduce_metric`, in ``output/loss``.
+
+    Args:
+        config: the run's configuration.
+        context: this rank's place.
+        output: the folder of the analysis, which the first rank can write.
+
+    Raises:
+        MegazeroError: the checkpoint or the data cannot be read, or a loss is not finite.
+    """
+    config = config.model_copy(update={"zero": ZeroConfig(), "recompute": RecomputeConfig()})
+    vocabulary = build_vocabulary(config)
+    dataset = _training_samples(config, vocabulary, context)
+    meter, model = _loss_meter(config, vocabulary, context, dataset)
+    facts = AnalyzedDataset.of(dataset)
+    grid = ChunkGrid(len(dataset), _CHUNK)
+    identity = {"dataset": facts.key, "samples": facts.samples, "chunk": grid.size, "model": model}
+    folder = MetricFolder(output, METRIC, False, grid, {"metric": METRIC, "scale": SCALE, **identity})
+    first = context.rank == 0
+    found = (is_reduced(folder), folder.missing(range(len(grid)))) if first else None
+    finished, missing = gather_values(context.world, found, context.device)[0]
+    if finished:
+        yield len(dataset), len(dataset)
+        return
+    done = len(dataset) - sum(len(grid[chunk]) for chunk in missing)
+    yield done, len(dataset)
+    for chunk in missing:
+        values = whole_numbers(meter.losses(grid[chunk]), grid[chunk])
+        if first:
+            folder.write(chunk, values)
+        done += len(values)
+        yield done, len(dataset)
+    if first:
+        for _ in reduce_metric(folder, facts):
+            pass
+    context.world.barrier()
+
+
+def whole_numbers(losses: np.ndarray, samples: range) -> np.ndarray:
+    """round(SCALE x loss) of each sample, int64. Raises NumericsError for losses that are not finite."""
+    if not np.isfinite(losses).all():
+        sample = samples[int(np.argmin(np.isfinite(losses)))]
+        raise NumericsError(
+            f"`loss` of sample {sample} must be finite, but is {losses[sample - samples.start]}; the "
+            "model is damaged, or its precision is too low."
+        )
+    return np.rint(SCALE * losses).astype(np.int64)
+
+
+def _training_samples(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> SampleDataset:
+    size = config.training.train_samples or horizon_of(config, context.data.size).end.samples
+    dataset = family_of(config.model).datasets(config, vocabulary, (size, 0, 0))[0]
+    if dataset is None:
+        raise ConfigError("`split` must give the training some data, but gives none; correct it")
+    return dataset
+
+
+def _loss_meter(
+    config: Config, vocabulary: Vocabulary, context: ParallelContext, dataset: SampleDataset
+) -> tuple[LossMeter, str]:
+    """What measures, and a hash of the checkpoint."""
+    family = family_of(config.model)
+    if family.verb != "generate":
+        raise ConfigError(
+            "the model must predict every next token to give each sample a loss of its own, but one of the "
+            f"family {family.name} does not; analyze with another metric"
+        )
+    section = config.checkpoint
+    if section.load is None:
+        raise ConfigError("`load` must name the checkpoint of the model, but is not given; set --load")
+
+    def look() -> str:
+        found = candidates(section.load, section.ckpt_step)
+        if not found.folders:
+            raise CheckpointError(
+                f"`load` must hold a checkpoint, but {section.load} has none; check the path"
+            )
+        return str(found.folders[0])
+
+    where = Path(together(context, look if context.rank == 0 else None, f"look into {section.load}")[0])
+    reader: CheckpointReader = opened(where, Verify(section.verify_checkpoint), context)
+    check_model(config.model, vocabulary.size, saved_model(reader), where)
+    chunks = {
+        number: SampleLosses(chunk)
+        for number, chunk in load_chunks(config, vocabulary, context, reader).items()
+    }
+    stages = config.parallel.pipeline_model_parallel_size
+    meter = LossMeter(
+        dataset,
+        Executor(chunks, context.pp, _NothingToGather(), context.device),
+        cache(partial(evaluation_program, config)),
+        family.collate(config, vocabulary.size, context.device, None),
+        context,
+        (1 if stages == 1 else 2 * stages, config.batch.micro_batch_size),
+    )
+    return meter, hashlib.blake2b((where / MANIFEST).read_bytes(), digest_size=16).hexdigest()
