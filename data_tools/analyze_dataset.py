@@ -95,6 +95,7 @@ def analyze_dataset(args: argparse.Namespace) -> None:
     from megazero.data_efficiency.analyzed import AnalyzedDataset
     from megazero.data_efficiency.histogram import check_drawing
     from megazero.data_efficiency.map import ChunkGrid, MapJob, MetricFolder, Share
+    from megazero.data_efficiency.reduce import is_reduced
 
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where a user's modules are
@@ -118,10 +119,11 @@ def analyze_dataset(args: argparse.Namespace) -> None:
     for wave in wanted.waves:
         metrics = wave.metrics(split, args.output, facts)
         pairs = tuple((metric, MetricFolder.of(args.output, metric, facts, grid)) for metric in metrics)
-        if args.analyzing_task != "reduce":
-            _map(MapJob(split, pairs), share, dataset)
+        todo = tuple((metric, folder) for metric, folder in pairs if not is_reduced(folder))
+        if args.analyzing_task != "reduce" and todo:
+            _map(MapJob(split, todo), share, dataset)
         if args.analyzing_task != "map":
-            _reduce([folder for _, folder in pairs], facts, args)
+            _reduce([folder for _, folder in pairs], [folder for _, folder in todo], facts, args)
 
 
 def _map(job, share, dataset) -> None:
@@ -137,11 +139,15 @@ def _map(job, share, dataset) -> None:
             meter.show(done)
 
 
-def _reduce(folders, facts, args: argparse.Namespace) -> None:
+def _reduce(folders, todo, facts, args: argparse.Namespace) -> None:
     from data_tools.analysis import metered, report
     from megazero.data_efficiency.reduce import reduce_metric, reduce_steps
 
     for folder in folders:
+        if folder not in todo:
+            print(f"{folder.name} was analyzed before; delete {folder.home} to do it again", file=sys.stderr)
+            report(folder, args.histogram)
+            continue
         with metered(f"reduce {folder.name}", reduce_steps(folder)) as meter:
             for done in reduce_metric(folder, facts, args.analyzing_num_threads_reduce):
                 meter.show(done)

@@ -65,7 +65,13 @@ def draw_sum(values: np.ndarray, name: str, path: Path) -> None:
     axes.plot(ranks, ordered[ranks - 1], drawstyle="steps-mid")
     axes.set_xscale("log")
     axes.set_yscale("symlog")
-    axes.set(xlabel="rank of the entry", ylabel=name, title=f"{values.size:,} entries, sum {values.sum():,}")
+    if ordered[-1] >= 0:
+        axes.set_ylim(bottom=0)
+    axes.set(
+        xlabel="rank of the entry",
+        ylabel=name,
+        title=f"{values.size:,} entries, sum {sum(values.tolist()):,}",
+    )
     _save(figure, path)
 
 

@@ -7,6 +7,7 @@ They are DeepSpeed's: `{metric}_sample_to_metric`, `_index_to_metric`, `_index_t
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,13 +17,14 @@ import numpy as np
 from megazero.data_efficiency.analyzed import AnalyzedDataset, facts_path
 from megazero.data_efficiency.disk import flush, whole_folder
 from megazero.data_efficiency.map import MetricFolder
+from megazero.data_efficiency.row_file import RowFile
 from megazero.data_efficiency.row_writer import RowIndexWriter, neutral_dtype, write_rows
 from megazero.data_efficiency.sorting import ExternalSort, SortedSamples
 from megazero.data_efficiency.user_metric import added
 from megazero.errors import DataError
 
 _PERCENTILES = 100
-ROWS, VALUES = "index_to_sample", "index_to_metric"
+ROWS, VALUES, MERGED = "index_to_sample", "index_to_metric", "index_to_sample_percentile_merged"
 
 
 def reduce_metric(folder: MetricFolder, dataset: AnalyzedDataset, processes: int = 1) -> Iterator[int]:
@@ -49,6 +51,19 @@ def reduce_metric(folder: MetricFolder, dataset: AnalyzedDataset, processes: int
             file.write(dataset.to_json(metric=folder.identity).encode())
             flush(file)
     shutil.rmtree(folder.chunks, ignore_errors=True)
+
+
+def is_reduced(folder: MetricFolder) -> bool:
+    """Whether the metric's files are there, whole, and of the same data and settings."""
+    prefix = folder.home / folder.name
+    kinds = ("metric_value",) if folder.accumulates else (ROWS, VALUES, "sample_to_metric", MERGED)
+    try:
+        said = json.loads(facts_path(prefix).read_bytes())["metric"]
+        for kind in kinds:
+            RowFile(f"{prefix}_{kind}")
+    except (OSError, ValueError, KeyError, TypeError, DataError):
+        return False  # missing or damaged, so it is to be made again
+    return said == folder.identity
 
 
 def reduce_steps(folder: MetricFolder) -> int:
@@ -81,7 +96,7 @@ def _write_order(folder: MetricFolder, scratch: Path, processes: int) -> Iterato
     write_rows(_named(scratch, folder, VALUES), values, _one_each(c[:, 0] for c in found.counts()))
     write_rows(_named(scratch, folder, "sample_to_metric"), values, _one_each(_in_order(folder)))
     _write_index(prefix, found, 1)
-    merged = _named(scratch, folder, "index_to_sample_percentile_merged")
+    merged = _named(scratch, folder, MERGED)
     shutil.copyfile(f"{prefix}.bin", f"{merged}.bin")
     _write_index(merged, found, max(1, distinct // _PERCENTILES))
     for path in (f"{prefix}.bin", f"{merged}.bin"):

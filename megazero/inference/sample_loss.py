@@ -22,7 +22,7 @@ from megazero.config.tree import Config, RecomputeConfig, ZeroConfig
 from megazero.data import SampleDataset
 from megazero.data_efficiency.analyzed import AnalyzedDataset
 from megazero.data_efficiency.map import ChunkGrid, MetricFolder
-from megazero.data_efficiency.reduce import reduce_metric
+from megazero.data_efficiency.reduce import is_reduced, reduce_metric
 from megazero.errors import CheckpointError, ConfigError, NumericsError
 from megazero.models import NumberedBatch, SampleLosses
 from megazero.mpu import ParallelContext, gather_values
@@ -139,9 +139,11 @@ def measure_loss(config: Config, context: ParallelContext, output: Path) -> Iter
     identity = {"dataset": facts.key, "samples": facts.samples, "chunk": grid.size, "model": model}
     folder = MetricFolder(output, METRIC, False, grid, {"metric": METRIC, "scale": SCALE, **identity})
     first = context.rank == 0
-    missing = gather_values(
-        context.world, folder.missing(range(len(grid))) if first else None, context.device
-    )[0]
+    found = (is_reduced(folder), folder.missing(range(len(grid)))) if first else None
+    finished, missing = gather_values(context.world, found, context.device)[0]
+    if finished:
+        yield len(dataset), len(dataset)
+        return
     done = len(dataset) - sum(len(grid[chunk]) for chunk in missing)
     yield done, len(dataset)
     for chunk in missing:

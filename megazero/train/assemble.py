@@ -140,7 +140,7 @@ def build_plan(config: Config, horizon: Horizon, vocabulary: Vocabulary, context
     minutes = training.exit_duration_in_mins
     return RunPlan(
         horizon=horizon,
-        flops_per_token=cache(partial(_flops_per_token, config, vocabulary)),
+        flops_per_token=cache(partial(flops_per_token, config, vocabulary)),
         matmul_rate=measure_matmul_rate(DTYPES[config.precision.dtype], context.device),
         save_interval=config.checkpoint.save_interval,
         exit_interval=training.exit_interval,
@@ -153,10 +153,10 @@ def build_plan(config: Config, horizon: Horizon, vocabulary: Vocabulary, context
     )
 
 
-def _flops_per_token(
+def flops_per_token(
     config: Config, vocabulary: Vocabulary, sequence_length: int, skipping: Skipping
 ) -> float:
-    """What a step leaves out is not counted."""
+    """FLOPs of training on one token, forward and backward, without what the step leaves out."""
     family = family_of(config.model)
 
     def blocks(length: int) -> list[float]:

@@ -97,6 +97,29 @@ def test_both_metrics_in_one_command(text, tmp_path, capsys):
     assert f'"index_to_metric_path": "{prefix}_index_to_metric"' in said
 
 
+def test_processes_that_cannot_be_forked_open_everything_again(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("megazero.data_efficiency.crew.can_fork", lambda: False)
+    (tmp_path / "mine.py").write_text("def first(samples):\n    return samples['text'][:, 0]\n")
+    flags = ("--metric", f"{tmp_path / 'mine.py'}:first", "--analyzing-num-threads", "2")
+    assert main(gpt(text, tmp_path, *flags)) == 0
+    np.testing.assert_array_equal(values_of(tmp_path, "first"), whole_text(text)[:, 0])
+
+
+def test_what_is_done_is_not_done_again(text, tmp_path, capsys):
+    flags = gpt(text, tmp_path, "--metric", "total_vocab_freq", "vocab_rarity")
+    path = tmp_path / "total_vocab_freq/total_vocab_freq_metric_value.bin"
+    assert main(flags) == 0
+    before = path.stat().st_mtime_ns
+    assert main(flags) == 0
+    assert "total_vocab_freq was analyzed before; delete" in capsys.readouterr().err
+    assert path.stat().st_mtime_ns == before
+    path.write_bytes(path.read_bytes()[:-4])  # what is damaged is done again
+    assert main([*flags, "--analyzing-num-threads", "2"]) == 0
+    assert "total_vocab_freq was analyzed before" not in capsys.readouterr().err
+    assert main([*flags, "--seed", "3"]) == 0
+    assert "analyzed before" not in capsys.readouterr().err
+
+
 def test_the_facts_are_those_of_the_training(text, tmp_path):
     """A training with the same flags finds its own dataset in the index, and another one does not."""
     assert main(gpt(text, tmp_path, "--metric", "total_vocab_freq")) == 0

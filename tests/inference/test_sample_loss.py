@@ -122,6 +122,7 @@ def test_what_was_stopped_goes_on(trained, alone, tmp_path, monkeypatch):
     assert next(measure_loss(config, solo_context(), tmp_path)) == (20, 37)
     assert list(measure_loss(config, solo_context(), tmp_path))[-1] == (37, 37)
     np.testing.assert_array_equal(values_of(tmp_path), alone)
+    assert list(measure_loss(config, solo_context(), tmp_path)) == [(37, 37)]
 
 
 def test_another_checkpoint_begins_anew(trained, tmp_path, monkeypatch):

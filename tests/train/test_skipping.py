@@ -99,7 +99,8 @@ class TestLayerDrop:
     def test_steps_and_layers_and_seeds_differ(self):
         drops = [LayerDrop(8, 0.2, 1.0, seed) for seed in (1, 2)]
         draws = [tuple(drop.scales(t)) for drop in drops for t in range(50, 80)]
-        assert len(set(draws)) > 40  # of 60, among 128 that occur
+        assert draws[:30] != draws[30:]
+        assert len(set(draws)) > 25
 
 
 def test_layers_that_ran_are_reported(tmp_path):

@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+from megazero.config.horizon import horizon_of
 from megazero.config.resolve import parse_config
 from megazero.config.rules import check
 from megazero.config.steps import SequenceLengths
+from megazero.train.skipping import SkippingPlan
 from megazero.verify import command, compare
 from megazero.verify.command import main, serial_of
 from megazero.verify.shrink import shrink
@@ -34,6 +36,19 @@ def test_a_pipeline_with_zero_is_the_same_training(capsys):
     assert "tensor 1 x pipeline 2 x data 2, ZeRO stage 3" in out
     assert out.count("ok  ") == 5
     assert out.endswith("the same training as one process\n")
+
+
+def test_tokens_and_layers_are_still_left_out_when_shrunk(capsys):
+    skips = "--random-ltd --random-ltd-min-value 16 --random-ltd-require-steps 9 --random-ltd-layer-num 10"
+    argv = [*BASE, *skips.split(), "--progressive-layer-drop", "--tensor-model-parallel-size", "2"]
+    assert main([*argv, "--world-size", "2", "--steps", "4"]) == 0
+    assert capsys.readouterr().out.endswith("the same training as one process\n")
+    small = shrink(parse_config([*argv, "--mock-data"], world_size=2).config, 1).config
+    horizon = horizon_of(small, 1)
+    plan = SkippingPlan.of(small, horizon)
+    found = [plan.at(horizon.before(n)) for n in range(5)]
+    assert [each.kept for each in found] == [small.model.seq_length // 2] * 4 + [None]
+    assert min(each.layers_run for each in found) < small.model.num_layers
 
 
 def test_a_curriculum_still_grows_when_it_is_shrunk(capsys):
