@@ -170,6 +170,7 @@ FACTS: dict[str, tuple[Any, Any]] = {
     "distillation.hidden_size_teacher": (NO, None),
     "distillation.num_attention_heads_teacher": (NO, None),
     "distillation.num_experts_teacher": (NO, ()),
+    "skipping.random_ltd": (NO, False),
     "checkpoint.save": (None, None),
     "checkpoint.load": (None, None),
     "checkpoint.ckpt_step": (None, NO),

@@ -6,7 +6,7 @@ import math
 
 from megazero.config.derive import chunks_per_stage
 from megazero.config.horizon import Limits
-from megazero.config.rules.rule import CHUNK_FIELDS, MOST_INCREMENTS, SEQUENCE_FIELDS, Case, Rule
+from megazero.config.rules.rule import CHUNK_FIELDS, MOST_INCREMENTS, STEP_FIELDS, Case, Rule
 from megazero.config.steps import BatchRamp
 
 _HEAD_SHAPE = ("model.hidden_size", "model.num_attention_heads", "model.kv_channels")
@@ -278,6 +278,6 @@ BATCH_RULES: tuple[Rule, ...] = (
         "`train_samples` must suffice for one global batch",
         "train on more samples or lower the batch size",
         _samples_fill_a_batch,
-        reads=("training.train_iters", "training.train_tokens", *SEQUENCE_FIELDS, *_LAYOUT),
+        reads=("training.train_iters", "training.train_tokens", *STEP_FIELDS),
     ),
 )

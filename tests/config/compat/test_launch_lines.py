@@ -58,8 +58,8 @@ def test_a_line_is_refused_only_for_a_feature_or_a_reason_that_is_listed() -> No
 
 
 def test_a_flag_that_is_said_another_way_is_rare() -> None:
-    """Alone it stops only two lines that place layers on stages by hand, one that shards otherwise, and one that
-    names index files of another program beside a curriculum.
+    """Alone it stops only two lines that place layers on stages by hand, one that shards otherwise, and
+    one that has index files of another program.
     """
     alone = [line.origin for line, outcome in judged() if outcome.rewrites and not outcome.features]
     assert alone.pop(0).endswith("1.3B_dense_base_script.sh (curriculum and random-LTD)")

@@ -485,6 +485,7 @@ def test_without_a_world_size_only_its_rules_are_silent() -> None:
         "wsd_decay_fits",
         "seqlen_ramp_ends_in_time",
         "metric_ramp_ends_in_time",
+        "random_ltd_ramp_ends_in_time",
     }
 
 
