@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import megazero
+from megazero.deepspeed.settings import read_settings
 from megazero.errors import ConfigError, DataError, MegazeroError
 from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
 from tests.deepspeed.user_models import ADAMW, Tied, batch, build, settings, start
@@ -224,3 +225,16 @@ def test_a_file_is_read_as_its_content(tmp_path):
     path.write_text(json.dumps(TRAINED))
     engine, *_ = attempt(str(path))
     assert engine.train_batch_size() == 4
+
+
+@pytest.mark.parametrize("name", ["seqlen_truncate", "rarity"])
+def test_a_curriculum_is_left_to_the_training_scripts(name):
+    """A user's script makes its own batches, so nothing here could draw or cut them."""
+    on, schedule = {"enabled": True}, {"total_curriculum_step": 9}
+    kind = "single_cluster" if name.startswith("seqlen") else "schedule_based"
+    metric = {"schedule_type": "fixed_linear", "clustering_type": kind, "min_difficulty": 8}
+    learning = {**on, "curriculum_metrics": {name: {**metric, "schedule_config": schedule}}}
+    section = {**on, "data_sampling": {**on, "curriculum_learning": learning}}
+    config = {"train_micro_batch_size_per_gpu": 1, "data_efficiency": section}
+    with pytest.raises(ConfigError, match="`curriculum_learning` must be off here"):
+        read_settings(config, 1, nn.Linear(1, 1))
