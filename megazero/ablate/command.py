@@ -24,8 +24,9 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train every configuration (*.yaml) of a folder, except those named base*.yaml, which "
         "others are built on, and compare what they learned: results.jsonl has an object per run, results.md "
         "a table, results.png the validation loss against tokens, FLOPs and time. Configurations that name "
-        "no data are trained on the quickstart's corpus, which is made if it is not there. When called "
-        "again, the command trains only what is not finished, from the last checkpoint on.",
+        "no data are trained on the quickstart's corpus, which is made if it is not there, and analyzed for "
+        "curricula that name no index. When called again, the command trains only what is not finished, from "
+        "the last checkpoint on.",
         epilog="Flags of pretrain_gpt.py may follow after `--`; they take precedence over all files, as in "
         "`megazero ablate examples_3d/moe -- --bf16`. Status 0: all runs are finished; 1: some failed; 2: "
         "refused; 130: interrupted.",
@@ -90,6 +91,9 @@ def _ablate(flags: argparse.Namespace, passed: tuple[str, ...], command: Command
         corpus.prepare()
     trials = trials_of(members, flags.seeds, flags.nproc, out)
     mine = [trial for trial in trials if trial.member in wanted]
+    for trial in mine:
+        if trial.to_analyze and not trial.finished():
+            corpus.analyze(trial.to_analyze, trial.config())
     try:
         with ProgressTable(mine) as board:
             return run_all(mine, board, command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 from megazero.config.coerce import nearest
 from megazero.config.document import BASE, read_file
 from megazero.config.flags import scan
+from megazero.config.metric_text import as_mapping
 from megazero.config.resolve import parse_config
 from megazero.config.tree import Config
 from megazero.errors import ConfigError
 
+_METRICS = "data_sampling.curriculum_metrics"
 _SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
 
 
@@ -43,6 +46,7 @@ class Member:
         config: its settings, complete but for what tells its runs apart.
         takes_corpus: whether it names no data, so that it is trained on the prepared corpus.
         teacher: the name of the member that it learns from; None if it has no teacher, or one from elsewhere.
+        analyzed: names of its curriculum's metrics that name no index, so that the corpus is analyzed.
     """
 
     name: str
@@ -50,6 +54,7 @@ class Member:
     config: Config
     takes_corpus: bool
     teacher: str | None = None
+    analyzed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,9 @@ def read_study(folder: Path, wishes: Wishes) -> Study:
         document = read_file(str(path))
         given = {s.spec.path: s.value for s in [*document.settings, *scan(wishes.flags).settings]}
         takes_corpus = not {f"data.{name}" for name in _SOURCES} & set(given)
-        flags = [*wishes.flags, *(wishes.corpus if takes_corpus else ()), *_length(given, wishes.steps)]
+        analyzed, indexes = _indexes(given) if takes_corpus else ((), [])
+        corpus = (*wishes.corpus, *indexes) if takes_corpus else ()
+        flags = [*wishes.flags, *corpus, *_length(given, wishes.steps)]
         try:
             resolved = parse_config(["--config", str(path), *flags], world_size=wishes.ranks)
         except ConfigError as error:
@@ -84,7 +91,8 @@ def read_study(folder: Path, wishes: Wishes) -> Study:
         else:
             teacher = resolved.config.distillation.load_teacher
             inside = teacher if teacher in named else None
-            members.append(Member(path.stem, _title(path), resolved.config, takes_corpus, inside))
+            told = (_title(path), resolved.config, takes_corpus, inside, analyzed)
+            members.append(Member(path.stem, *told))
             warnings |= dict.fromkeys(resolved.warnings)
             reasons = _unfit(members[-1])
         for reason in reasons:
@@ -176,6 +184,17 @@ def _length(given: dict[str, object], steps: int | None) -> list[str]:
         if isinstance(whole, int) and isinstance(number, int) and whole > 0:
             flags += [flag, str(max(1, round(number * steps / whole)))]
     return flags
+
+
+def _indexes(given: dict[str, object]) -> tuple[tuple[str, ...], list[str]]:
+    """The names of the metrics without an index, and the flags that say of these that there will be one."""
+    metrics = given.get(_METRICS) or ()
+    names = tuple(metric.name for metric in metrics if not metric.index_to_sample_path)
+    if not names:
+        return (), []
+    later = dict.fromkeys(("index_to_sample_path", "index_to_metric_path"), "made by the analyzer")
+    found = tuple(m.model_copy(update=later) if m.name in names else m for m in metrics)
+    return names, ["--curriculum-metrics", json.dumps(as_mapping(found))]
 
 
 def _title(path: Path) -> str:

@@ -10,7 +10,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megazero.ablate.corpus import Corpus
 from megazero.ablate.study import Member, with_teachers
+from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.derive import data_parallel_size
 from megazero.config.document import to_yaml
 from megazero.config.horizon import horizon_of
@@ -38,6 +40,7 @@ class Trial:
         fingerprint: of everything that decides the result but for the seed, as hexadecimal digits.
         folder: where its files lie; named after the fingerprint, so another configuration has another folder.
         teacher: the run of the member that it learns from, with the same seed; None without one.
+        corpus: what it is trained on if its member names no data.
     """
 
     member: Member
@@ -46,6 +49,7 @@ class Trial:
     fingerprint: str
     folder: Path
     teacher: Trial | None = None
+    corpus: Corpus | None = None
 
     @property
     def name(self) -> str:
@@ -95,7 +99,18 @@ class Trial:
         }
         if self.teacher is not None:
             changes["distillation"] = {"load_teacher": self.teacher.saved}
-        return _changed(config, changes)
+        whole = _changed(config, changes)
+        indexed = tuple(
+            self.corpus.indexed(metric, whole) if metric.name in self.member.analyzed else metric
+            for metric in config.data_sampling.curriculum_metrics
+        )
+        return _changed(whole, {"data_sampling": {"curriculum_metrics": indexed}})
+
+    @property
+    def to_analyze(self) -> tuple[CurriculumMetric, ...]:
+        """The metrics that the corpus must be analyzed for."""
+        metrics = self.member.config.data_sampling.curriculum_metrics
+        return tuple(metric for metric in metrics if metric.name in self.member.analyzed)
 
     def steps_done(self) -> int:
         """How many steps its metrics tell of."""
@@ -125,7 +140,8 @@ def trials_of(members: Sequence[Member], seeds: int, ranks: int, out: Path) -> t
             digits = fingerprint(member.config, ranks, "" if teacher is None else teacher.fingerprint)
             seed = member.config.training.seed + number
             folder = out / "runs" / f"{member.name}-{digits}" / f"seed-{seed}"
-            found[member.name] = Trial(member, seed, ranks, digits, folder, teacher)
+            where = (folder, teacher, Corpus(out / "corpus"))
+            found[member.name] = Trial(member, seed, ranks, digits, *where)
         trials += found.values()
     return tuple(trials)
 

@@ -9,13 +9,17 @@ import pytest
 
 from megazero.ablate import corpus
 from megazero.ablate.corpus import Corpus
+from megazero.ablate.study import Wishes, read_study
+from megazero.ablate.trial import trials_of
 from megazero.errors import DataError
+from tests.ablate.samples import write_study
 from tests.source_tree import ROOT
 
 FILES = {
     "make_corpus": ("corpus.jsonl",),
     "train_tokenizer": ("tokenizer/tokenizer.json",),
     "preprocess_data": ("stdlib_text_document.bin", "stdlib_text_document.idx"),
+    "analyze_dataset": (),
 }
 
 
@@ -67,3 +71,38 @@ def test_a_tool_that_fails_is_named(capfd):
     with pytest.raises(DataError, match="`data_tools/make_corpus.py` must make the corpus, but ended with"):
         corpus._run("make_corpus", "--output", "x", "--nonsense")
     assert "--nonsense" in capfd.readouterr().err
+
+
+def rarity_study(folder: Path) -> Path:
+    """A member by the rarity of its words, which names no index."""
+    metric = """
+data: {train_data_exact_num_epochs: 1, split: '96,4,0'}
+data_sampling:
+  curriculum_metrics:
+    vocab_rarity:
+      difficulty_type: percentile
+      min_difficulty: 50
+      schedule_type: fixed_linear
+      schedule_config: {total_curriculum_step: 2}
+"""
+    study = write_study(folder, rare=metric)
+    base = study / "base.yaml"
+    base.write_text(base.read_text(encoding="utf-8").replace("mock_data: true, ", ""), encoding="utf-8")
+    return study
+
+
+def test_a_curriculum_without_an_index_gets_that_of_its_seed(tools, tmp_path):
+    """Numbers of samples mean something for one order of the documents only."""
+    study = read_study(rarity_study(tmp_path / "s"), Wishes(corpus=Corpus(tmp_path / "corpus").flags))
+    trials = trials_of(study.members, 2, 1, tmp_path)
+    found = []
+    for trial in trials:
+        (metric,) = trial.config().data_sampling.curriculum_metrics
+        found.append(metric.index_to_sample_path)
+        assert metric.difficulty_type == "percentile"
+        trial.corpus.analyze(trial.to_analyze, trial.config())
+    name = "analysis/length-8-split-96-4-0-seed-{}-epochs-1/vocab_rarity/vocab_rarity_index_to_sample"
+    assert found == [str(tmp_path / "corpus" / name.format(seed)) for seed in (1234, 1235)]
+    for call, seed in zip(tools, ("1234", "1235"), strict=True):
+        assert call[:4] == ["analyze_dataset", "--metric", "total_vocab_freq", "vocab_rarity"]
+        assert call[call.index("--seed") + 1] == seed
