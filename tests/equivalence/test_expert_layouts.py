@@ -11,14 +11,14 @@ from megazero.verify.compare import compare
 from megazero.verify.layouts import DECODERS, ENCODERS, EXPERTS, Layout
 from megazero.verify.run import run_in_threads, run_in_world
 from megazero.verify.selection import covering, expert_layouts
-from tests.equivalence.one_process import check, serial
+from tests.equivalence.one_process import check, in_order, serial
 
 COUNT = 150
 
 
 @cache
 def selection() -> list[Layout]:
-    return [layout.brief for layout in covering(expert_layouts(), COUNT, few_ranks=2)]
+    return in_order(covering(expert_layouts(), COUNT, few_ranks=2))
 
 
 def pytest_generate_tests(metafunc):
