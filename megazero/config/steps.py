@@ -53,18 +53,20 @@ class Step:
         before: what the steps before it consumed.
         batch_size: samples in the global batch.
         micro_batches: micro-batches that each replica accumulates.
-        sequence_length: tokens per sample.
+        sequence_length: tokens per row.
+        rows: rows that each sample is cut into; what does not fill one is dropped.
     """
 
     before: Progress
     batch_size: int
     micro_batches: int
     sequence_length: int
+    rows: int = 1
 
     @property
     def tokens(self) -> int:
         """Positions in the global batch, before any mask."""
-        return self.batch_size * self.sequence_length
+        return self.batch_size * self.rows * self.sequence_length
 
     @property
     def after(self) -> Progress:
@@ -140,10 +142,13 @@ class SequenceLengths:
         pieces: (count at which it begins, tokens per sample from there on), in ascending order and starting
             at 0. A curriculum has several pieces; without one there is a single piece.
         unit: what is counted.
+        reshaped: tokens of a whole sample, if it is cut into as many rows as it fills; None if a sample is
+            one row.
     """
 
     pieces: tuple[tuple[int, int], ...]
     unit: Unit = "iters"
+    reshaped: int | None = None
 
     @classmethod
     def constant(cls, length: int) -> SequenceLengths:
@@ -155,7 +160,11 @@ class SequenceLengths:
         """The lengths of a run's curriculum; without one, a constant length."""
         length, settings = config.model.seq_length, config.curriculum
         pacing = settings.seqlen(length)
-        return cls.constant(length) if pacing is None else cls(pieces(pacing), settings.seqlen_unit)
+        if pacing is None:
+            return cls.constant(length)
+        return cls(
+            pieces(pacing), settings.seqlen_unit, length if settings.seqlen_kind == "reshape" else None
+        )
 
     @property
     def grow(self) -> bool:
@@ -165,6 +174,10 @@ class SequenceLengths:
     def at(self, progress: Progress) -> int:
         """Tokens per sample of the step that follows `progress`."""
         return self.pieces[self._following(progress) - 1][1]
+
+    def rows(self, length: int) -> int:
+        """Rows of this length that a sample gives."""
+        return 1 if self.reshaped is None else self.reshaped // length
 
     def steps_held(self, progress: Progress, tokens: int) -> int | None:
         """For how many steps after `progress` the length stays what it is; None if for good.
@@ -211,7 +224,8 @@ class Steps:
     def at(self, progress: Progress) -> Step:
         """The step that follows `progress`."""
         size = self.ramp.at(progress.samples)
-        return Step(progress, size, size // self.unit, self.lengths.at(progress))
+        length = self.lengths.at(progress)
+        return Step(progress, size, size // self.unit, length, self.lengths.rows(length))
 
     def before(self, iteration: int) -> Progress:
         """What has been consumed when `iteration` steps are done, counted from the beginning of the training.

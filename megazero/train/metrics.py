@@ -9,6 +9,9 @@ from typing import ClassVar
 
 from megazero.train.losses import Losses
 
+STABILITY = ("loss_ratio", "loss_deviation", "grad_norm_deviation")
+"""The fields of `StepMetrics` that say how steady the training is."""
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -36,6 +39,9 @@ class StepMetrics:
         first_bad_parameter: global name of the first parameter with a non-finite gradient.
         phase_seconds: wall time of each named phase (`timers.py`).
         sequence_length: tokens of a sequence in this iteration; None without a curriculum.
+        loss_ratio: the total loss as a multiple of the lowest of the updates before (`stability.py`); like
+            the next two, None unless asked for, and in a skipped step.
+        loss_deviation, grad_norm_deviation: standard deviation over recent updates, this one included.
         tokens_per_expert: for each layer with experts, its number as ``layer``, and as ``tokens`` how often
             each of its experts was chosen in this iteration, before any token was dropped. None in between
             the iterations that are logged, and without experts.
@@ -60,6 +66,9 @@ class StepMetrics:
     first_bad_parameter: str | None = None
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     sequence_length: int | None = None
+    loss_ratio: float | None = None
+    loss_deviation: float | None = None
+    grad_norm_deviation: float | None = None
     tokens_per_expert: Sequence[Mapping] | None = None
 
     @property
@@ -74,10 +83,11 @@ class StepMetrics:
     def record(self) -> dict[str, object]:
         """Name -> value of every field, with every loss term in place of `losses`.
 
-        What each expert got is there only where it is known, and the sequence length only where it changes.
+        What each expert got and how steady the training is are there only where they are known, and the
+        sequence length only where it changes.
         """
         found = _record(self)
-        for name in ("tokens_per_expert", "sequence_length"):
+        for name in ("tokens_per_expert", "sequence_length", *STABILITY):
             if found[name] is None:
                 del found[name]
         return found

@@ -212,6 +212,7 @@ OURS = {
     "finetune.predictions",
     "distillation.kd_train_iters",
     *(spec.path for spec in FIELDS if spec.section == "curriculum"),
+    "logging.log_stability",
     "model.bert_head_activation",
     "model.bert_token_types",
     "data.bert_pack",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megazero.train.metrics import EvalMetrics, StepMetrics
+from megazero.train.metrics import STABILITY, EvalMetrics, StepMetrics
 
 
 def step_values(metrics: StepMetrics, *, with_timers: bool) -> dict[str, float]:
@@ -24,6 +24,9 @@ def step_values(metrics: StepMetrics, *, with_timers: bool) -> dict[str, float]:
         values["num-zeros"] = float(metrics.num_zeros)
     if metrics.sequence_length is not None:
         values["seqlen/curriculum_seqlen"] = metrics.sequence_length
+    for name in STABILITY:
+        if getattr(metrics, name) is not None:
+            values[f"stability/{name.replace('_', '-')}"] = getattr(metrics, name)
     if metrics.expert_loads is not None:
         values["expert-load-min"], values["expert-load-max"] = metrics.expert_loads
     if metrics.params_norm is not None:

@@ -263,7 +263,13 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
     "seqlen_ramp_ends_in_time": {**RAMP, "curriculum.seqlen_total_curriculum_step": 10**6},
     "seqlen_is_for_pretraining": {**RAMP, **TASK},
-    "seqlen_leaves_packed_rows": {**RAMP, "data.bert_pack": True},
+    "seqlen_custom_has_a_function": {"curriculum.seqlen_schedule": "custom"},
+    "seqlen_custom_is_a_pacing": {
+        "curriculum.seqlen_schedule": "custom",
+        "curriculum.seqlen_custom_schedule": "math:no_such_function",
+    },
+    "seqlen_kind_has_a_schedule": {"curriculum.seqlen_kind": "reshape"},
+    "seqlen_reshape_is_for_text": {**RAMP, "curriculum.seqlen_kind": "reshape", "model.family": "bert"},
 }
 
 # Combinations near a rule's border that must run.
