@@ -39,7 +39,7 @@ from megazero.train.timers import Timers
 from megazero.verify.compare import Tolerance, compare
 from megazero.verify.layouts import Layout
 from megazero.verify.record import Record, micro_batches, verification_engine
-from megazero.verify.selection import all_layouts, covering
+from megazero.verify.selection import allowed, candidates, covering
 
 # With the padding to a multiple of four per rank: 36 rows on one tensor-parallel rank, 40 on two, and 48 on
 # four, where the last has nothing but padding.
@@ -245,9 +245,9 @@ def cases(most_ranks: int) -> tuple[Case, ...]:
     """Allowed cases that differ for a checkpoint: axes, stages, chunks, ZeRO, model and dtype."""
     return tuple(
         Case(replace(layout, layers=4, dtype=dtype))
-        for layout in all_layouts(most_ranks)
+        for layout in candidates(most_ranks)
         if layout.recompute == "none" and layout.micro_batch == 2 and not layout.keep
-        if layout.layers <= 4 and max(layout.tp, layout.pp, layout.dp) <= 4
+        if layout.layers <= 4 and max(layout.tp, layout.pp, layout.dp) <= 4 and allowed(layout)
         for dtype in ("fp32", "bf16")
     )
 

@@ -6,17 +6,24 @@ from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
+from megazero.config.custom_pacing import custom_pacing
 from megazero.config.option import Section, option
 from megazero.config.pacing import Pacing, levels_of, root_of
+from megazero.errors import ConfigError
 
 
 class CurriculumConfig(Section):
     """Curriculum"""
 
-    seqlen_schedule: Literal["none", "fixed_linear", "fixed_root", "fixed_discrete"] = option(
+    seqlen_schedule: Literal["none", "fixed_linear", "fixed_root", "fixed_discrete", "custom"] = option(
         "none",
-        "how sequences grow: by a straight line, by a root of the training done, or by given levels; "
-        "training cuts each sample to the length of its step, evaluations do not",
+        "how sequences grow: by a straight line, by a root of the training done, by given levels, or by a "
+        "function of your own; training cuts each sample to the length of its step, evaluations do not",
+    )
+    seqlen_kind: Literal["truncate", "reshape"] = option(
+        "truncate",
+        "what becomes of the rest of a sample: truncate drops it; reshape cuts it into further rows of that "
+        "length, and drops what does not fill one",
     )
     seqlen_unit: Literal["iters", "tokens"] = option(
         "iters", "what the schedule counts; tokens are those before the step"
@@ -39,18 +46,44 @@ class CurriculumConfig(Section):
         (), "fixed_discrete: the last step, or number of tokens, of each length but the last"
     )
 
+    seqlen_custom_schedule: str | None = option(
+        None,
+        "custom: the function from steps or tokens, counted from 1, to a length, as module:function or "
+        "path.py:function; the same on every host",
+    )
+
     def seqlen(self, sequence_length: int) -> Pacing | None:
         """The length as a function of steps or tokens.
 
         None if it is always the same, or if the settings contradict each other, which rules refuse.
         """
+        last = self.seqlen_max_difficulty or sequence_length
+        if self.seqlen_schedule == "custom":
+            found = self._custom(last)
+            return None if isinstance(found, str) else found
         if self.seqlen_schedule == "fixed_discrete":
             return levels_of(self.seqlen_difficulty, self.seqlen_max_step)
         degrees = {"fixed_linear": 1.0, "fixed_root": self.seqlen_root_degree}
         return root_of(
             self.seqlen_min_difficulty,
-            self.seqlen_max_difficulty or sequence_length,
+            last,
             self.seqlen_total_curriculum_step,
             self.seqlen_difficulty_step,
             degrees.get(self.seqlen_schedule),
         )
+
+    def fault_of_custom(self, sequence_length: int) -> str | None:
+        """What is wrong with the user's function, in a sentence; None if nothing is, or there is none."""
+        if self.seqlen_schedule != "custom":
+            return None
+        found = self._custom(self.seqlen_max_difficulty or sequence_length)
+        return found if isinstance(found, str) else None
+
+    def _custom(self, last: int) -> Pacing | str | None:
+        """The user's pacing up to `last`, or what is wrong with it; None if there is none."""
+        if self.seqlen_custom_schedule is None:
+            return None
+        try:
+            return custom_pacing(self.seqlen_custom_schedule, last)
+        except ConfigError as error:
+            return str(error)

@@ -54,8 +54,9 @@ class Step:
         before: what the steps before it consumed.
         batch_size: samples in the global batch.
         micro_batches: micro-batches that each replica accumulates.
-        sequence_length: tokens per sample.
-        kept_tokens: those of them that layers with random-LTD see; None if these see all.
+        sequence_length: tokens per row.
+        rows: rows that each sample is cut into; what does not fill one is dropped.
+        kept_tokens: those of a row that layers with random-LTD see; None if these see all.
         layer_tokens: those that a layer sees, the mean over the layers, rounded down; None for all.
     """
 
@@ -63,6 +64,7 @@ class Step:
     batch_size: int
     micro_batches: int
     sequence_length: int
+    rows: int = 1
     kept_tokens: int | None = None
     layer_tokens: int | None = None
 
@@ -72,12 +74,13 @@ class Step:
 
         Layers with random-LTD see fewer. This is what Megatron-DeepSpeed counts.
         """
-        return self.batch_size * (self.sequence_length if self.layer_tokens is None else self.layer_tokens)
+        each = self.sequence_length if self.layer_tokens is None else self.layer_tokens
+        return self.batch_size * self.rows * each
 
     @property
     def positions(self) -> int:
         """Positions in the global batch, before any mask."""
-        return self.batch_size * self.sequence_length
+        return self.batch_size * self.rows * self.sequence_length
 
     @property
     def after(self) -> Progress:
@@ -153,10 +156,13 @@ class SequenceLengths:
         pieces: (count at which it begins, tokens per sample from there on), in ascending order and starting
             at 0. A curriculum has several pieces; without one there is a single piece.
         unit: what is counted.
+        reshaped: tokens of a whole sample, if it is cut into as many rows as it fills; None if a sample is
+            one row.
     """
 
     pieces: tuple[tuple[int, int], ...]
     unit: Unit = "iters"
+    reshaped: int | None = None
 
     @classmethod
     def constant(cls, length: int) -> SequenceLengths:
@@ -168,7 +174,11 @@ class SequenceLengths:
         """The lengths of a run's curriculum; without one, a constant length."""
         length, settings = config.model.seq_length, config.curriculum
         pacing = settings.seqlen(length)
-        return cls.constant(length) if pacing is None else cls(pieces(pacing), settings.seqlen_unit)
+        if pacing is None:
+            return cls.constant(length)
+        return cls(
+            pieces(pacing), settings.seqlen_unit, length if settings.seqlen_kind == "reshape" else None
+        )
 
     @property
     def grow(self) -> bool:
@@ -178,6 +188,10 @@ class SequenceLengths:
     def at(self, progress: Progress) -> int:
         """Tokens per sample of the step that follows `progress`."""
         return self.pieces[self._following(progress) - 1][1]
+
+    def rows(self, length: int) -> int:
+        """Rows of this length that a sample gives."""
+        return 1 if self.reshaped is None else self.reshaped // length
 
     def steps_held(self, progress: Progress, tokens: int) -> int | None:
         """For how many steps after `progress` the length stays what it is; None if for good.
@@ -196,7 +210,7 @@ class SequenceLengths:
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """How many tokens of each sample the layers with random-LTD see, as a function of the steps done.
+    """How many tokens of each row the layers with random-LTD see, as a function of the steps done.
 
     Attributes:
         lengths: that number.
@@ -219,7 +233,7 @@ class KeptTokens:
         return cls(SequenceLengths(pieces(pacing)), dropping, model.num_layers)
 
     def at(self, progress: Progress, length: int) -> tuple[int, int] | tuple[None, None]:
-        """Of samples of `length` tokens: what these layers see, and the mean over all layers, rounded down.
+        """Of rows of `length` tokens: what these layers see, and the mean over all layers, rounded down.
 
         None for both where no layer drops any.
         """
@@ -269,7 +283,7 @@ class Steps:
         """The step that follows `progress`."""
         size, length = self.ramp.at(progress.samples), self.lengths.at(progress)
         seen = (None, None) if self.kept is None else self.kept.at(progress, length)
-        return Step(progress, size, size // self.unit, length, *seen)
+        return Step(progress, size, size // self.unit, length, self.lengths.rows(length), *seen)
 
     def before(self, iteration: int) -> Progress:
         """What has been consumed when `iteration` steps are done, counted from the beginning of the training.

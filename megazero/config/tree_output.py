@@ -80,6 +80,12 @@ class LoggingConfig(Section):
     )
     csv_dir: str | None = option(None, "folder for one CSV file per metric")
     log_params_norm: bool = option(False, "also record the norm of the parameters")
+    log_stability: PositiveInt | None = option(
+        None,
+        "also record how steady the training is: the standard deviation of loss and gradient norm over so "
+        "many updates, and the loss as a multiple of the lowest so far",
+        unit="updates",
+    )
     log_num_zeros_in_grad: bool = option(False, "also record how many gradient elements are zero")
     wandb_project: str | None = option(None, "Weights & Biases project; needs the wandb package")
     wandb_exp_name: str | None = option(None, "Weights & Biases run name")

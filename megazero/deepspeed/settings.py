@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from megazero.config.curriculum import CurriculumConfig
 from megazero.config.deepspeed import BatchTriangle, DeepSpeedSettings, Extras, read_deepspeed, resolve_batch
+from megazero.config.pacing import Pacing
 from megazero.config.resolve import build_section
 from megazero.config.tree import PrecisionConfig, ZeroConfig
 from megazero.config.tree_output import LoggingConfig
@@ -17,7 +19,8 @@ from megazero.errors import ConfigError
 
 JsonSource = str | Path | Mapping[str, Any]
 
-_USED = ("zero", "precision", "logging", "optimizer", "batch")
+_FOR_SCRIPTS_OF_OURS = ("data_efficiency", "progressive_layer_drop")
+_USED = ("zero", "precision", "logging", "optimizer", "batch", "curriculum")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class UserSettings:
         batch: the three batch sizes.
         clip_grad: the largest gradient norm; 0 is off.
         notes: warnings to print, about keys that have no effect.
+        seqlen: the sequence length of each step, counted from 1, which the engine tells the module; None
+            without a curriculum.
     """
 
     zero: ZeroConfig
@@ -41,6 +46,7 @@ class UserSettings:
     batch: BatchTriangle
     clip_grad: float
     notes: tuple[str, ...]
+    seqlen: Pacing | None = None
 
 
 def choose_source(args: Any, config: JsonSource | None, config_params: JsonSource | None) -> JsonSource:
@@ -83,11 +89,16 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module) -> U
             sections.append(build_section(name, [*read.defaults, *read.settings]))
         except ConfigError as error:
             problems += error.violations
-    if any(setting.spec.section in ("curriculum", "data_sampling") for setting in read.settings):
-        problems.append(
-            "`curriculum_learning` must be off here, where a script makes its own batches, but is on; "
-            "pretrain_gpt.py and pretrain_bert.py take it"
-        )
+    for name in _FOR_SCRIPTS_OF_OURS:
+        if any(name in setting.source and setting.value is not False for setting in read.settings):
+            problems.append(
+                f"`{name}` must be off here, where a script has its own batches and layers, but is on; "
+                "pretrain_gpt.py and pretrain_bert.py take it"
+            )
+    try:
+        seqlen = _seqlen(build_section("curriculum", [*read.defaults, *read.settings]))
+    except ConfigError as error:
+        problems += error.violations
     batch = read.batch
     if batch is None and not problems:
         # No batch size is given: this raises what DeepSpeed says in that case.
@@ -100,7 +111,32 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module) -> U
         batch=batch,
         clip_grad=read.values.get("optimizer.clip_grad", 0.0),
         notes=_without_effect(read),
+        seqlen=seqlen,
     )
+
+
+def _seqlen(section: CurriculumConfig) -> Pacing | None:
+    """The lengths that a curriculum says; None if there is none.
+
+    Raises:
+        ConfigError: it does not say where it begins and ends, or it needs a flag.
+    """
+    if section.seqlen_schedule == "none":
+        return None
+    if section.seqlen_schedule == "custom":
+        raise ConfigError(
+            "`curriculum_learning.schedule_type` must be fixed_linear, fixed_root or fixed_discrete here, "
+            "but is custom; pass the lengths that your function gives to the model yourself"
+        )
+    last = section.seqlen_max_difficulty or max(section.seqlen_difficulty, default=None)
+    found = None if last is None else section.seqlen(last)
+    if found is None:
+        raise ConfigError(
+            "`curriculum_learning` must say how lengths grow, but does not; give `min_difficulty`, "
+            "`max_difficulty` and `total_curriculum_step`, with `root_degree` for fixed_root, or for "
+            "fixed_discrete growing levels in `difficulty` and the last steps of all but one in `max_step`"
+        )
+    return found
 
 
 def _without_effect(read: DeepSpeedSettings) -> tuple[str, ...]:

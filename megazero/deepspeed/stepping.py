@@ -88,7 +88,13 @@ class SteppingEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, nn.Module)
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; with `fp16.auto_cast`, inputs are cast to fp16."""
+        """The module's forward; with `fp16.auto_cast`, inputs are cast to fp16.
+
+        With a curriculum, the module is told in training how many tokens of its batch to use, as
+        ``curriculum_seqlen``; the number is that of the step in progress, counted from 1.
+        """
+        if self.settings.seqlen is not None and self.module.training:
+            kwargs = {**kwargs, "curriculum_seqlen": self.settings.seqlen.at(self.global_steps + 1)}
         if self.settings.extras.auto_cast:
             args, kwargs = to_half(args), to_half(kwargs)
         with self._reporter.timers("forward"), self._reporter.counting():

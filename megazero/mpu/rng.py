@@ -24,12 +24,13 @@ def derive_key(seed: int, *path: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def sample_keys(seed: int, samples: Iterable[int]) -> np.ndarray:
-    """int64 [b], a key for each of `samples`, which are places in the training order.
+def sample_keys(seed: int, samples: Iterable[int | tuple[int, ...]]) -> np.ndarray:
+    """int64 [b], a key for each of `samples`, which are places in the training order, or further rows of one.
 
     A sample keeps its key wherever it is computed, so dropout is the same on every layout.
     """
-    return np.array([derive_key(seed, "sample", sample) for sample in samples], dtype=np.int64)
+    paths = ((each,) if isinstance(each, int) else each for each in samples)
+    return np.array([derive_key(seed, "sample", *path) for path in paths], dtype=np.int64)
 
 
 def site_key(*site: str | int) -> int:

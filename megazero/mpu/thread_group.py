@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,27 +20,107 @@ from torch import Tensor
 
 from megazero.errors import CommunicationError
 from megazero.mpu.group import DONE, Reduction, Transfer, Work
+from megazero.mpu.thread_turns import RankThread, Ticket, Turns
+
+
+class _Round:
+    """One call of all members of a group: what each brings, and what each gets."""
+
+    def __init__(self, size: int):
+        self.calls: list[str] = [""] * size
+        self.brought: list[Any] = [None] * size
+        self.arrived = 0
+        self.waiting: list[Ticket] = []
+        self.results: Sequence[Any] | None = None
+        self.difference: list[str] | None = None
+        self.error: Exception | None = None
+
+    def settle(self, combine: Callable[[list[Any]], Sequence[Any]]) -> None:
+        """Work out everyone's result, while all other members sleep: they read what nobody changes."""
+        if any(call != self.calls[0] for call in self.calls):
+            self.difference = self.calls
+            return
+        try:
+            self.results = combine(self.brought)
+        except Exception as error:  # raised by every member
+            self.error = error
 
 
 class ThreadMeeting:
-    """What the threads of one group share: a slot per member, a barrier, and mailboxes."""
+    """What the threads of one group share: the round that they gather for, and mailboxes.
+
+    All members come together once for each call. The last one to come works out the results of all, and what
+    the others brought stays as it is until then, as they sleep.
+    """
 
     def __init__(self, ranks: tuple[int, ...], timeout: float):
         self.ranks = ranks
         self.timeout = timeout
-        self.barrier = threading.Barrier(len(ranks))
-        self.calls: list[Any] = [None] * len(ranks)
-        self.tensors: list[Any] = [None] * len(ranks)
+        self.lock = threading.Lock()
+        self.round = _Round(len(ranks))
         self.mail: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
-        self.arrived = threading.Condition()
+        self.receivers: dict[tuple[int, int, int], deque[Ticket]] = defaultdict(deque)
         self.broken = False
 
     def abort(self) -> None:
         """Wake everyone who is waiting here; their calls fail."""
-        with self.arrived:
+        with self.lock:
             self.broken = True
-            self.arrived.notify_all()
-        self.barrier.abort()
+            tickets = [*self.round.waiting, *(t for each in self.receivers.values() for t in each)]
+        for ticket in tickets:
+            ticket.call()
+
+    def gather(self, rank: int, call: str, brought: Any, combine: Callable) -> _Round | None:
+        """Come to this round as member `rank`; the round when all have come, or None if they did not.
+
+        Every member brings something and says how results follow from what all have brought.
+        """
+        with self.lock:
+            if self.broken:
+                return None
+            here = self.round
+            here.calls[rank], here.brought[rank] = call, brought
+            here.arrived += 1
+            last = here.arrived == len(self.ranks)
+            if last:
+                self.round = _Round(len(self.ranks))
+            else:
+                ticket = Ticket()
+                here.waiting.append(ticket)
+        if not last:
+            if not ticket.wait(self.timeout):
+                self.abort()
+            settled = here.results is not None or here.difference is not None or here.error is not None
+            return here if settled else None
+        here.settle(combine)
+        for ticket in here.waiting:
+            ticket.call()
+        return here
+
+    def post(self, box: tuple[int, int, int], message: Tensor) -> None:
+        """Leave a message in a box, which is (from, to, tag)."""
+        with self.lock:
+            self.mail[box].append(message)
+            receiver = self.receivers[box].popleft() if self.receivers[box] else None
+        if receiver is not None:
+            receiver.call()
+
+    def receive(self, box: tuple[int, int, int]) -> Tensor | None:
+        """The next message in a box; None if there is none after the timeout, or this meeting was aborted."""
+        end = time.monotonic() + self.timeout
+        while True:
+            with self.lock:
+                if self.mail[box]:
+                    return self.mail[box].popleft()
+                left = end - time.monotonic()
+                if self.broken or left <= 0:
+                    return None
+                ticket = Ticket()
+                self.receivers[box].append(ticket)
+            if not ticket.wait(left):
+                with self.lock:
+                    if ticket in self.receivers[box]:
+                        self.receivers[box].remove(ticket)
 
 
 class ThreadWorld:
@@ -78,8 +159,7 @@ class ThreadWorld:
         core = this_core()
 
         def body(rank: int) -> None:
-            # The ranks take turns holding the interpreter lock, and passing it between cores costs several
-            # times as much as their work does: 21.6 s against 5.2 s for five steps of eight ranks.
+            # Ranks take turns, and passing a turn between cores costs more than it takes to use it.
             if core is not None:
                 os.sched_setaffinity(0, {core})
             try:
@@ -88,7 +168,8 @@ class ThreadWorld:
                 failures.append((rank, error))
                 self.abort()
 
-        threads = [threading.Thread(target=body, args=(r,), name=f"rank {r}") for r in range(self.size)]
+        turns = Turns()
+        threads = [RankThread(turns, target=body, args=(r,), name=f"rank {r}") for r in range(self.size)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -114,26 +195,23 @@ class ThreadGroup:
         return len(self.ranks)
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum", *, async_op: bool = False) -> Work:
-        total = self._meet(f"all_reduce({op})", tensor, lambda all_: _reduce(all_, op))
-        tensor.copy_(total)
+        tensor.copy_(self._meet(f"all_reduce({op})", tensor, lambda all_: self._alike(_reduce(all_, op))))
         return DONE
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, async_op: bool = False) -> Work:
-        output.copy_(
-            self._meet(
-                "all_gather", tensor, lambda all_: torch.cat([t.flatten() for t in all_]).view(output.shape)
-            )
-        )
+        def joined(all_: list[Tensor]) -> Sequence[Tensor]:
+            return self._alike(torch.cat([t.flatten() for t in all_]))
+
+        output.copy_(self._meet("all_gather", tensor, joined).view(output.shape))
         return DONE
 
     def reduce_scatter(
         self, output: Tensor, tensor: Tensor, op: Reduction = "sum", *, async_op: bool = False
     ) -> Work:
-        def mine(all_: list[Tensor]) -> Tensor:
-            pieces = [t.reshape(self.size, -1)[self.rank] for t in all_]
-            return _reduce(pieces, op).view(output.shape)
+        def rows(all_: list[Tensor]) -> Sequence[Tensor]:
+            return _reduce([t.reshape(self.size, -1) for t in all_], op)
 
-        output.copy_(self._meet(f"reduce_scatter({op})", tensor, mine))
+        output.copy_(self._meet(f"reduce_scatter({op})", tensor, rows).view(output.shape))
         return DONE
 
     def all_to_all(
@@ -148,10 +226,11 @@ class ThreadGroup:
         even = tensor.shape[0] // self.size
         sizes = list(input_splits) if input_splits is not None else [even] * self.size
 
-        def mine(all_: list[tuple[Tensor, ...]]) -> Tensor:
-            return torch.cat([pieces[self.rank] for pieces in all_])
+        def dealt(all_: list[tuple[Tensor, ...]]) -> Sequence[Tensor]:
+            return [torch.cat([pieces[rank] for pieces in all_]) for rank in range(self.size)]
 
-        received = self._meet("all_to_all", tensor.split(sizes), mine, signature=str(tensor.dtype))
+        pieces = tensor.detach().split(sizes)
+        received = self._meet("all_to_all", pieces, dealt, signature=str(tensor.dtype))
         if received.shape != output.shape:
             raise CommunicationError(
                 f"`all_to_all` over group `{self.name}` brought {tuple(received.shape)} to rank "
@@ -161,49 +240,46 @@ class ThreadGroup:
         return DONE
 
     def broadcast(self, tensor: Tensor, source: int, *, async_op: bool = False) -> Work:
-        value = self._meet(f"broadcast(from {source})", tensor, lambda all_: all_[source].clone())
-        tensor.copy_(value)
+        def value(all_: list[Tensor]) -> Sequence[Tensor]:
+            return self._alike(all_[source].clone())
+
+        tensor.copy_(self._meet(f"broadcast(from {source})", tensor, value))
         return DONE
 
     def exchange(self, transfers: Sequence[Transfer]) -> list[Work]:
-        meeting = self._meeting
-        with meeting.arrived:
-            for t in transfers:
-                if t.kind == "send":
-                    meeting.mail[self.rank, t.peer, t.tag].append(t.tensor.detach().clone())
-            meeting.arrived.notify_all()
+        for t in transfers:
+            if t.kind == "send":
+                self._meeting.post((self.rank, t.peer, t.tag), t.tensor.detach().clone())
         return [DONE if t.kind == "send" else _Receipt(self, t) for t in transfers]
 
     def barrier(self) -> None:
-        self._meet("barrier", None, lambda all_: None)
+        self._meet("barrier", None, lambda all_: all_)
 
-    def _meet(self, call: str, mine: Any, combine: Callable[[list[Any]], Any], signature: str = "") -> Any:
-        """Show `mine` to all members and return `combine` of everyone's."""
+    def _alike(self, result: Tensor) -> Sequence[Tensor]:
+        """The same result for every member, which all of them copy from and none changes."""
+        return [result] * self.size
+
+    def _meet(
+        self, call: str, mine: Any, combine: Callable[[list[Any]], Sequence[Any]], signature: str = ""
+    ) -> Any:
+        """Bring `mine`, and return this member's part of `combine` of what all brought, in rank order."""
         if isinstance(mine, Tensor):
             mine = mine.detach()
             signature = f"{tuple(mine.shape)} {mine.dtype}"
-        meeting = self._meeting
-        meeting.calls[self.rank] = f"{call} {signature}".strip()
-        meeting.tensors[self.rank] = mine
-        self._wait(call)
-        calls = list(meeting.calls)
-        differ = any(other != calls[0] for other in calls)
-        result = None if differ else combine(list(meeting.tensors))
-        self._wait(call)
-        meeting.tensors[self.rank] = None  # so that no tensor is kept alive until the next call
-        if differ:
-            listing = "; ".join(f"rank {r}: {c}" for r, c in zip(self.ranks, calls, strict=True))
-            raise CommunicationError(f"the members of group `{self.name}` made different calls: {listing}")
-        return result
-
-    def _wait(self, call: str) -> None:
-        try:
-            self._meeting.barrier.wait(self._meeting.timeout)
-        except threading.BrokenBarrierError as error:
+        found = self._meeting.gather(self.rank, f"{call} {signature}".strip(), mine, combine)
+        if found is None:
             raise CommunicationError(
                 f"`{call}` over group `{self.name}` on rank {self.ranks[self.rank]}: another member failed "
                 f"or did not arrive within {self._meeting.timeout} s"
-            ) from error
+            )
+        if found.difference is not None:
+            listing = "; ".join(f"rank {r}: {c}" for r, c in zip(self.ranks, found.difference, strict=True))
+            raise CommunicationError(f"the members of group `{self.name}` made different calls: {listing}")
+        if found.error is not None:
+            raise CommunicationError(
+                f"`{call}` over group `{self.name}` on rank {self.ranks[self.rank]}: {found.error}"
+            ) from found.error
+        return found.results[self.rank]
 
 
 class _Receipt:
@@ -217,17 +293,15 @@ class _Receipt:
     def wait(self) -> None:
         if self.come:
             return
-        group, t, meeting = self.group, self.transfer, self.group._meeting
-        with meeting.arrived:
-            box = meeting.mail[t.peer, group.rank, t.tag]
-            awake = meeting.arrived.wait_for(lambda: box or meeting.broken, meeting.timeout)
-            if not box:
-                why = "another member failed" if awake else f"nothing came within {meeting.timeout} s"
-                raise CommunicationError(
-                    f"receive from rank {t.peer} (tag {t.tag}) over group `{group.name}` on rank "
-                    f"{group.rank}: {why}"
-                )
-            message = box.popleft()
+        group, t = self.group, self.transfer
+        message = group._meeting.receive((t.peer, group.rank, t.tag))
+        if message is None:
+            meeting = group._meeting
+            why = "another member failed" if meeting.broken else f"nothing came within {meeting.timeout} s"
+            raise CommunicationError(
+                f"receive from rank {t.peer} (tag {t.tag}) over group `{group.name}` on rank "
+                f"{group.rank}: {why}"
+            )
         if message.shape != t.tensor.shape or message.dtype != t.tensor.dtype:
             raise CommunicationError(
                 f"receive from rank {t.peer} (tag {t.tag}) over group `{group.name}`: expected "

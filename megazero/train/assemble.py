@@ -145,6 +145,7 @@ def build_plan(config: Config, horizon: Horizon, vocabulary: Vocabulary, context
         save_interval=config.checkpoint.save_interval,
         exit_interval=training.exit_interval,
         exit_seconds=None if minutes is None else minutes * 60,
+        stability=logging.log_stability,
         log_params_norm=logging.log_params_norm,
         log_num_zeros=logging.log_num_zeros_in_grad,
         exact_timers=logging.log_timers_to_tensorboard,

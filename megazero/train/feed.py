@@ -12,8 +12,10 @@ import numpy as np
 from megazero.data import SamplerSpec
 from megazero.data.blended import SampleDataset
 
-# From a micro-batch's arrays and the positions of its samples in the training order to the model's input.
-Collate = Callable[[dict[str, np.ndarray], tuple[int, ...]], object]
+# A row's sample, by its position in the training order; with the row's number in it, if it is not the first.
+Place = int | tuple[int, int]
+# From a micro-batch's arrays and the places of its rows to the model's input.
+Collate = Callable[[dict[str, np.ndarray], tuple[Place, ...]], object]
 
 
 class Sampler(Protocol):
@@ -46,20 +48,23 @@ class Feed:
         """The fixed facts of the sampler."""
         return self.sampler.spec
 
-    def micro_batches(self, consumed_samples: int, count: int, length: int | None = None) -> list:
+    def micro_batches(
+        self, consumed_samples: int, count: int, length: int | None = None, rows: int = 1
+    ) -> list:
         """The `count` micro-batches of the step that starts after `consumed_samples`.
 
         Args:
             consumed_samples: samples of all replicas before.
             count: micro-batches of each replica.
             length: tokens that each sample is cut to; None leaves it whole.
+            rows: rows of this length that each sample gives, its first `rows` x `length` tokens.
 
         Raises:
             DataError: the dataset is too short, or holds a token outside the vocabulary.
         """
         starts = [consumed_samples + i * self.spec.stride for i in range(count)]
         read = self._read if self.reader is None else self.reader.take
-        batches = [self.collate(_cut(read(start), length), self._samples(start)) for start in starts]
+        batches = [self.collate(*cut(read(start), self._samples(start), length, rows)) for start in starts]
         if self.reader is not None:
             self.reader.expect(starts[-1] + self.spec.stride, self.spec.stride)
         return batches
@@ -77,11 +82,35 @@ class Feed:
         return self.dataset.batch(self.sampler.at(start))
 
 
-def _cut(arrays: dict[str, np.ndarray], length: int | None) -> dict[str, np.ndarray]:
-    """The first `length` columns of every array [b, s]."""
+def cut(
+    arrays: dict[str, np.ndarray], samples: tuple[int, ...], length: int | None, rows: int = 1
+) -> tuple[dict[str, np.ndarray], tuple[Place, ...]]:
+    """Arrays of b samples as those of b x `rows` rows of `length` tokens, and the places of these rows.
+
+    Row j of a sample has its columns from j x `length` on; the rows of one sample follow each other. Arrays
+    [b, s] are cut, and what there is once per sample is there once per row. In a row that begins within a
+    document, positions count from the row's beginning, as in a sample that does.
+
+    Args:
+        arrays: [b, s] or [b], a dataset's.
+        samples: the positions of the b samples in the training order.
+        length: tokens of a row; None leaves samples whole.
+        rows: rows of a sample.
+    """
     if length is None:
-        return arrays
-    return {name: np.ascontiguousarray(a[:, :length]) if a.ndim == 2 else a for name, a in arrays.items()}
+        return arrays, samples
+    if rows == 1:  # of arrays that are narrower, such as short texts to classify, all columns
+        cut_arrays = {n: np.ascontiguousarray(a[:, :length]) if a.ndim == 2 else a for n, a in arrays.items()}
+        return cut_arrays, samples
+
+    def of(name: str, array: np.ndarray) -> np.ndarray:
+        if array.ndim != 2:
+            return np.repeat(array, rows, axis=0)
+        found = np.ascontiguousarray(array[:, : rows * length]).reshape(-1, length)
+        return np.minimum(found, np.arange(length, dtype=found.dtype)) if name == "position_ids" else found
+
+    places = [sample if row == 0 else (sample, row) for sample in samples for row in range(rows)]
+    return {name: of(name, array) for name, array in arrays.items()}, tuple(places)
 
 
 class ReadAhead:

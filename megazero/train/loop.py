@@ -21,6 +21,7 @@ from megazero.train.metrics import EvalMetrics, StepMetrics
 from megazero.train.monitors import Monitor
 from megazero.train.signals import StopRequest
 from megazero.train.snapshot import Snapshots
+from megazero.train.stability import Stability
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
 
@@ -37,6 +38,7 @@ class RunPlan:
         save_interval: iterations between checkpoints, or None.
         exit_interval: stop at multiples of this many iterations, or None.
         exit_seconds: stop after this many seconds, or None.
+        stability: updates over which it is reported how steady the training is, or None.
         log_params_norm, log_num_zeros: whether steps report these.
         exact_timers: whether to wait for the device at both ends of each timed phase.
         log_interval: iterations between reports of what each expert got.
@@ -49,6 +51,7 @@ class RunPlan:
     save_interval: int | None = None
     exit_interval: int | None = None
     exit_seconds: float | None = None
+    stability: int | None = None
     log_params_norm: bool = False
     log_num_zeros: bool = False
     exact_timers: bool = False
@@ -156,11 +159,11 @@ class Loop:
         step = self.plan.horizon.at(state.progress)
         with self.timers("data"):
             batches = self.feeds.train.micro_batches(
-                state.consumed_samples, step.micro_batches, step.sequence_length
+                state.consumed_samples, step.micro_batches, step.sequence_length, step.rows
             )
         hold = self.checkpoints.saver.wait_for_copies if self.checkpoints is not None else None
         result = self.engine.train_step(batches, state.progress, self.timers, hold)
-        state = state.after(step, result.skipped)
+        state = state.after(step, result.skipped, self._stability(state, result))
         # These take communication, so every rank computes them; the monitor only shows them.
         optimizer = self.engine.optimizer
         extras = {
@@ -172,6 +175,15 @@ class Loop:
         seconds = time.perf_counter() - began
         self.monitor.step(self._metrics(state, result, step, seconds, extras))
         return state
+
+    def _stability(self, state: TrainState, result: StepResult) -> Stability | None:
+        """How steady the training is after this step; every rank knows the same."""
+        if self.plan.stability is None:
+            return None
+        known = state.stability or Stability()
+        if result.skipped:
+            return known
+        return known.after(result.losses.total, result.grad_norm, self.plan.stability)
 
     def _metrics(
         self, state: TrainState, result: StepResult, step: Step, seconds: float, extras: dict
@@ -204,6 +216,7 @@ class Loop:
             difficulties=self.plan.difficulties.at(step.before) if self.plan.difficulties else {},
             kept_tokens=step.kept_tokens,
             layers_run=skipping.layers_run,
+            **_steadiness(state, result),
             **extras,
         )
 
@@ -268,3 +281,15 @@ class Loop:
         if self._due(self.plan.exit_interval, state):
             return f"--exit-interval {self.plan.exit_interval}"
         return None
+
+
+def _steadiness(state: TrainState, result: StepResult) -> dict[str, float | None]:
+    """The metrics of `state.stability` after a step that made an update."""
+    found = state.stability
+    if found is None or result.skipped or not found.updates:
+        return {}
+    return {
+        "loss_ratio": found.loss_ratio,
+        "loss_deviation": found.loss.deviation,
+        "grad_norm_deviation": found.grad_norm.deviation,
+    }

@@ -9,6 +9,9 @@ from typing import ClassVar
 
 from megazero.train.losses import Losses
 
+STABILITY = ("loss_ratio", "loss_deviation", "grad_norm_deviation")
+"""The fields of `StepMetrics` that say how steady the training is."""
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -41,6 +44,9 @@ class StepMetrics:
             may be; empty without one.
         kept_tokens: those of them that layers with random-LTD saw; None where they saw all.
         layers_run: how many layers ran; None without progressive layer dropping.
+        loss_ratio: the total loss as a multiple of the lowest of the updates before (`stability.py`); like
+            the next two, None unless asked for, and in a skipped step.
+        loss_deviation, grad_norm_deviation: standard deviation over recent updates, this one included.
         tokens_per_expert: for each layer with experts, its number as ``layer``, and as ``tokens`` how often
             each of its experts was chosen in this iteration, before any token was dropped. None in between
             the iterations that are logged, and without experts.
@@ -68,6 +74,9 @@ class StepMetrics:
     difficulties: Mapping[str, int] = field(default_factory=dict)
     kept_tokens: int | None = None
     layers_run: int | None = None
+    loss_ratio: float | None = None
+    loss_deviation: float | None = None
+    grad_norm_deviation: float | None = None
     tokens_per_expert: Sequence[Mapping] | None = None
 
     @property
@@ -82,13 +91,14 @@ class StepMetrics:
     def record(self) -> dict[str, object]:
         """Name -> value of every field, with every loss term in place of `losses`.
 
-        What each expert got is there only where it is known, the sequence length only where it changes, and
-        difficulties only with a curriculum, and what was skipped only where something was or could be.
+        What each expert got and how steady the training is are there only where they are known, the sequence
+        length only where it changes, difficulties only with a curriculum, and what was skipped only where
+        something was or could be.
         """
         found = _record(self)
         if not self.difficulties:
             del found["difficulties"]
-        for name in ("tokens_per_expert", "sequence_length", "kept_tokens", "layers_run"):
+        for name in ("tokens_per_expert", "sequence_length", "kept_tokens", "layers_run", *STABILITY):
             if found[name] is None:
                 del found[name]
         return found

@@ -143,7 +143,7 @@ def resume(
             begins = _begins_experts(config, reader)
             run = None if begins else saved_run(reader)
             kept, changes = _fit(config, reader, run, vocab_size, context.world_size, begins)
-            state = TrainState() if run is None or section.finetune else TrainState(**dict(run.state))
+            state = TrainState() if run is None or section.finetune else run.state.train_state()
             horizon = horizon_of(kept, context.data.size, state.progress)
             engine = build(kept, horizon)
             seed = _load(kept, engine, context, reader, run, begins)

@@ -9,13 +9,23 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 from megazero.checkpoint import CheckpointReader
 from megazero.checkpoint.manifest import STATE, parse
 from megazero.config.option import Section
 from megazero.config.tree import Config, ModelConfig
 from megazero.errors import CheckpointError
+from megazero.train.stability import Spread, Stability
+from megazero.train.state import TrainState
 
 PRETRAINING = "pretraining"
 """The kind of checkpoint that `snapshot` saves. Others hold only weights, or a user's own module."""
@@ -34,6 +44,23 @@ class _FactsModel(BaseModel):
     )
 
 
+class SpreadFacts(_FactsModel):
+    """The fields of `Spread`."""
+
+    mean: float
+    variance: NonNegativeFloat
+
+
+class StabilityFacts(_FactsModel):
+    """The fields of `Stability`."""
+
+    updates: NonNegativeInt
+    lowest: float | None
+    last: float | None
+    loss: SpreadFacts
+    grad_norm: SpreadFacts
+
+
 class StateFacts(_FactsModel):
     """The fields of `TrainState`."""
 
@@ -41,6 +68,16 @@ class StateFacts(_FactsModel):
     consumed_samples: NonNegativeInt
     consumed_tokens: NonNegativeInt
     skipped: NonNegativeInt
+    stability: StabilityFacts | None = None  # checkpoints of earlier versions have none
+
+    def train_state(self) -> TrainState:
+        """The state itself."""
+        facts, stability = dict(self), None
+        if self.stability is not None:
+            found = dict(self.stability)
+            spreads = {name: Spread(**dict(found[name])) for name in ("loss", "grad_norm")}
+            stability = Stability(**{**found, **spreads})
+        return TrainState(**{**facts, "stability": stability})
 
 
 class ScalerFacts(_FactsModel):

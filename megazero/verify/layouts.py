@@ -222,13 +222,12 @@ class Layout:
 
     @property
     def serial(self) -> Layout:
-        """The same model in one process with nothing recomputed: sample by sample, an encoder all at once.
+        """The same model in one process with nothing recomputed or accumulated: all samples at once.
 
         Where results depend on what is in a micro-batch, they have the same micro-batches.
         """
-        alone = self.samples if self.shape in ENCODERS else 1
         return Layout(
-            micro_batch=self.micro_batch if self.experts == "micro-batch" else alone,
+            micro_batch=self.micro_batch if self.experts == "micro-batch" else self.samples,
             experts=self.experts,
             shape=self.shape,
             untied=self.untied,

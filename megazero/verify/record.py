@@ -21,7 +21,7 @@ from megazero.mpu import ParallelContext, ParamSpec
 from megazero.train.assemble import build_model
 from megazero.train.engine import Engine
 from megazero.train.families import family_of
-from megazero.train.feed import Collate
+from megazero.train.feed import Collate, cut
 from megazero.train.losses import CountedBatch
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
@@ -91,13 +91,16 @@ def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[
     number, total, size = step.before.iteration, step.batch_size, config.batch.micro_batch_size
     family, vocab_size = family_of(config.model), config.model.vocab_size
     rng = np.random.default_rng(100 + number)
-    arrays = family.random_arrays(rng, total, step.sequence_length, vocab_size)
+    # A step with several rows per sample cuts them from whole samples, as in a training.
+    length = step.sequence_length if step.rows == 1 else config.model.seq_length
+    arrays = family.random_arrays(rng, total, length, vocab_size)
     collate = collate_of(config, context)
     batches = []
     for first in range(context.data.rank * size, total, context.data.size * size):
         rows = slice(first, first + size)
         samples = tuple(number * total + i for i in range(first, first + size))
-        batches.append(collate({name: array[rows] for name, array in arrays.items()}, samples))
+        mine = {name: array[rows] for name, array in arrays.items()}
+        batches.append(collate(*cut(mine, samples, step.sequence_length, step.rows)))
     return batches
 
 

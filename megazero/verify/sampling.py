@@ -16,6 +16,7 @@ from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.data_efficiency.sampler import CurriculumSampler
 from megazero.mpu import ParallelContext
 from megazero.train.families import family_of
+from megazero.train.feed import cut
 from megazero.train.losses import CountedBatch
 
 SAMPLES = 97  # a prime, so that no batch fills an epoch
@@ -56,15 +57,16 @@ def drawn_micro_batches(
 ) -> list[CountedBatch]:
     """This rank's micro-batches for a step, of random samples that follow from their numbers alone."""
     family, spec = family_of(config.model), sampler.spec
+    # A step with several rows per sample cuts them from whole samples, as in a training.
+    length = step.sequence_length if step.rows == 1 else config.model.seq_length
     batches = []
     for begin in range(step.before.samples, step.after.samples, spec.stride):
-        rows = [
-            family.random_arrays(
-                np.random.default_rng(number), 1, step.sequence_length, config.model.vocab_size
-            )
+        drawn = [
+            family.random_arrays(np.random.default_rng(number), 1, length, config.model.vocab_size)
             for number in sampler.at(begin).tolist()
         ]
-        arrays = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+        arrays = {name: np.concatenate([sample[name] for sample in drawn]) for name in drawn[0]}
         first = begin + spec.data_parallel_rank * spec.micro_batch_size
-        batches.append(collate(arrays, tuple(range(first, first + spec.micro_batch_size))))
+        places = tuple(range(first, first + spec.micro_batch_size))
+        batches.append(collate(*cut(arrays, places, step.sequence_length, step.rows)))
     return batches

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
-from itertools import combinations, product
+from functools import cache
+from itertools import combinations, islice, product
 
 from megazero.verify.layouts import DECODERS, ENCODERS, EXPERTS, GLOBAL_BATCH, METHODS, Layout
 
 
 def all_layouts(most_ranks: int = 8) -> Iterator[Layout]:
     """Every distinct layout of a decoder on at most `most_ranks` ranks that the rules allow."""
+    return filter(allowed, candidates(most_ranks))
+
+
+def allowed(layout: Layout) -> bool:
+    """Whether it breaks no rule."""
+    return not layout.broken_rules()
+
+
+def candidates(most_ranks: int = 8) -> Iterator[Layout]:
+    """Every distinct layout of a decoder on at most `most_ranks` ranks, whether the rules allow it or not."""
     sizes = [
         (tp, pp, dp)
         for tp, pp, dp in product((1, 2, 4, 8), repeat=3)
@@ -28,7 +39,7 @@ def all_layouts(most_ranks: int = 8) -> Iterator[Layout]:
             sequence_parallel, recompute, micro_batch, keep, shape, untied = rest
             if (sequence_parallel and tp == 1) or (keep and zero < 3):
                 continue
-            layout = Layout(
+            yield Layout(
                 tp=tp,
                 pp=pp,
                 dp=dp,
@@ -43,8 +54,6 @@ def all_layouts(most_ranks: int = 8) -> Iterator[Layout]:
                 untied=untied,
                 layers=max(2, chunks),
             )
-            if not layout.broken_rules():
-                yield layout
 
 
 def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> list[Layout]:
@@ -85,7 +94,7 @@ def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> li
         # Many ranks and many micro-batches take long and show no more together.
         needed = GLOBAL_BATCH if layout.world_size <= 2 else pp if schedule == "interleaved" else 2
         quick = layout.dp * layout.micro_batch * needed >= GLOBAL_BATCH
-        if layout.world_size <= most_ranks and quick and not layout.broken_rules():
+        if layout.world_size <= most_ranks and quick and allowed(layout):
             found[layout] = None
     return list(found)
 
@@ -125,7 +134,7 @@ def expert_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> lis
             continue
         needed = GLOBAL_BATCH if layout.world_size <= 2 else pp if schedule == "interleaved" else 2
         quick = layout.dp * layout.micro_batch * needed >= GLOBAL_BATCH
-        if layout.world_size <= most_ranks and quick and not layout.broken_rules():
+        if layout.world_size <= most_ranks and quick and allowed(layout):
             found[layout] = None
     return list(found)
 
@@ -140,31 +149,40 @@ def with_methods(layouts: Sequence[Layout], every: int = 4) -> list[Layout]:
     return found
 
 
-def covering(layouts: Sequence[Layout], count: int, seed: int = 1, few_ranks: int = 4) -> list[Layout]:
+def covering(
+    layouts: Iterable[Layout],
+    count: int,
+    seed: int = 1,
+    few_ranks: int = 4,
+    allowed: Callable[[Layout], bool] = lambda layout: True,
+) -> list[Layout]:
     """`count` of the `layouts` that cover every pair of values of two settings that occurs in `layouts`.
 
     They are chosen greedily from a shuffled order (pairwise testing, Cohen et al. 1997), then filled up in
-    that order, starting with layouts of `few_ranks`, as four take a quarter of the time of eight.
+    that order, starting with layouts of `few_ranks`, as four take a quarter of the time of eight. Those that
+    are not `allowed` are left out; most of them are never asked for, as that takes longer than to choose.
     """
     shuffled = list(layouts)
     random.Random(seed).shuffle(shuffled)
     names = [f.name for f in fields(Layout) if len({getattr(x, f.name) for x in shuffled}) > 1]
+    allowed = cache(allowed)
 
-    def pairs(layout: Layout) -> set:
-        values = [(name, getattr(layout, name)) for name in names]
-        return set(combinations(values, 2))
+    @cache
+    def pairs(layout: Layout) -> frozenset:
+        return frozenset(combinations([(name, getattr(layout, name)) for name in names], 2))
 
+    first = list(islice(filter(allowed, shuffled), 400))
     wanted = set().union(*map(pairs, shuffled))
     chosen: list[Layout] = []
     while wanted:
-        best = max(shuffled[:400], key=lambda x: len(pairs(x) & wanted))
-        gained = pairs(best) & wanted
-        if not gained:
+        best = max(first, key=lambda x: len(pairs(x) & wanted))
+        if not pairs(best) & wanted:
             # Only rare pairs are left: take any layout that has one.
-            best = next(x for x in shuffled if pairs(x) & wanted)
-            gained = pairs(best) & wanted
+            best = next((x for x in shuffled if pairs(x) & wanted and allowed(x)), None)
+            if best is None:
+                break  # what is left is in no layout that is allowed
         chosen.append(best)
-        wanted -= gained
+        wanted -= pairs(best)
     taken = set(chosen)
     rest = sorted((x for x in shuffled if x not in taken), key=lambda x: x.world_size > few_ranks)
-    return [*chosen, *rest[: max(0, count - len(chosen))]]
+    return [*chosen, *islice(filter(allowed, rest), max(0, count - len(chosen)))]

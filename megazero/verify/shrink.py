@@ -104,6 +104,7 @@ def _curriculum(config: Config, tp: int) -> dict:
         "seqlen_schedule": "fixed_discrete",
         "seqlen_difficulty": (4 * tp, 8 * tp),
         "seqlen_max_step": (2,),
+        "seqlen_kind": config.curriculum.seqlen_kind,
     }
 
 

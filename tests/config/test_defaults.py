@@ -214,6 +214,7 @@ OURS = {
     "distillation.kd_train_iters",
     *(spec.path for spec in FIELDS if spec.section in ("curriculum", "data_sampling")),
     *(spec.path for spec in FIELDS if spec.section == "skipping" and spec.name != "random_ltd"),
+    "logging.log_stability",
     "model.bert_head_activation",
     "model.bert_token_types",
     "data.bert_pack",

@@ -16,6 +16,11 @@ def serial(layout: Layout) -> Record:
     return run_alone(layout.config())
 
 
+def in_order(layouts: list[Layout]) -> list[Layout]:
+    """Brief forms of the layouts, one model's together: a worker gets neighbours, and trains it once."""
+    return sorted((layout.brief for layout in layouts), key=lambda layout: str(layout.serial))
+
+
 def check(records: list[Record], layout: Layout) -> None:
     """Fail with every deviation that is too large."""
     bad = [str(d) for d in compare(records, serial(layout.serial)) if d.share > 1]

@@ -13,7 +13,8 @@ from megazero.verify.layouts import SEQUENCE, Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
 
-# 8, 8, 12, 16, 16 tokens in the five steps; by tokens, with 8 samples in a step: 4, 4, 8, 8, 16.
+# 8, 8, 12, 16, 16 tokens in the five steps; by tokens, with 8 samples in a step: 4, 4, 8, 8, 16. In rows: 4
+# of 4 tokens of each sample, twice; then 2 of 6, twice, which leave 4 tokens out; and 1 of 16.
 SCHEDULES = {
     "steps": CurriculumConfig(
         seqlen_schedule="fixed_linear",
@@ -26,6 +27,12 @@ SCHEDULES = {
         seqlen_unit="tokens",
         seqlen_difficulty=(4, 8, 16),
         seqlen_max_step=(64, 160),
+    ),
+    "rows": CurriculumConfig(
+        seqlen_schedule="fixed_discrete",
+        seqlen_kind="reshape",
+        seqlen_difficulty=(4, 6, 16),
+        seqlen_max_step=(2, 4),
     ),
 }
 
@@ -62,6 +69,13 @@ LAYOUTS = [
     (Layout(pp=2, dp=2, shape="bert", dropout=0.1), "steps"),
     (Layout(tp=2, shape="bert-original", optimizer="lamb", zero=1), "steps"),
     (Layout(tp=2, dropout=0.1, recompute="full", sequence_parallel=True), "tokens"),
+    (Layout(shape="bert", packed=True, micro_batch=4), "steps"),
+    (Layout(pp=2, shape="bert-original", packed=True, micro_batch=4), "tokens"),
+    (Layout(micro_batch=2, dropout=0.1), "rows"),
+    (Layout(tp=2, dp=2, zero=3, micro_batch=2, dropout=0.1, recompute="full"), "rows"),
+    (Layout(pp=2, tp=2, sequence_parallel=True, shape="llama", schedule="zb-h1"), "rows"),
+    (Layout(pp=2, schedule="interleaved", virtual=2, layers=4, micro_batch=2, zero=1), "rows"),
+    (Layout(dp=2, ep=2, experts="top2", zero=2), "rows"),
 ]
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from scripts import compare_loss, plot_loss
+from scripts import compare_loss, plot_loss, plot_pacing
 from scripts.loss_curves import read_curves, smoothed
 
 
@@ -74,3 +74,10 @@ def test_the_picture_is_a_png(metrics, tmp_path):
     output = tmp_path / "loss.png"
     assert plot_loss.main([str(metrics(5.5)), "--output", str(output), "--unigram-entropy", "6.58"]) == 0
     assert output.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_schedules_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "pacing.svg"
+    plot_pacing.draw(output)
+    assert "<svg" in output.read_text()

@@ -10,8 +10,9 @@ import pytest
 
 from megazero.config import parse_config
 from megazero.config.horizon import horizon_of
-from megazero.mpu import Launch
-from megazero.train.assemble import pretrain
+from megazero.mpu import Launch, solo_context
+from megazero.train.assemble import build_feeds, pretrain
+from megazero.train.vocabulary import build_vocabulary
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 64 --mock-data "
@@ -100,3 +101,48 @@ def test_levels_beside_another_schedule_are_not_read(tmp_path):
     flags = [*SMALL.split(), "--deepspeed", "--deepspeed_config", str(path)]
     found = parse_config(flags, world_size=1).config.curriculum
     assert found == parse_config([*SMALL.split(), *GROWS.split()], world_size=1).config.curriculum
+
+
+def test_reshaped_samples_are_trained_on_whole(tmp_path):
+    """24 does not divide 32, so those steps leave 8 tokens of each sample out; the others take all of it."""
+    steps = run(tmp_path, GROWS, "--seqlen-kind reshape")
+    used = [4 * (32 // length) * length for length in LENGTHS]
+    assert used == [128, 128, 128, 96, 96, 128, 128, 128]
+    assert [s["consumed_tokens"] for s in steps] == list(np.cumsum(used))
+    assert [s["consumed_samples"] for s in steps] == [4 * n for n in range(1, 9)]
+    assert [s["sequence_length"] for s in steps] == LENGTHS
+    folder = tmp_path / "again"
+    again = (GROWS, "--seqlen-kind reshape --save", folder / "run", "--load", folder / "run")
+    folder.mkdir()
+    run(folder, *again, "--exit-interval", 3)
+    found = run(folder, *again)
+    keys = ("iteration", "consumed_tokens", "lm_loss", "grad_norm", "learning_rate")
+    assert [[s[k] for k in keys] for s in found] == [[s[k] for k in keys] for s in steps]
+
+
+def test_what_is_consumed_is_the_labels_that_count():
+    """Tokens counted, positions that the loss counts, and positions of the batches are the same number."""
+    argv = [*SMALL.split(), *GROWS.split(), "--seqlen-kind", "reshape"]
+    config, context = parse_config(argv, world_size=1).config, solo_context()
+    vocabulary = build_vocabulary(config)
+    horizon = horizon_of(config, 1)
+    feed = build_feeds(config, horizon, vocabulary, context, 3).train
+    for done in range(8):
+        step = horizon.at(horizon.before(done))
+        batches = feed.micro_batches(step.before.samples, step.micro_batches, step.sequence_length, step.rows)
+        assert sum(batch.counts["lm"] for batch in batches) == step.tokens
+        assert {tuple(batch.tokens.shape) for batch in batches} == {(2 * step.rows, step.sequence_length)}
+    feed.close()
+
+
+def test_tokens_decide_the_end_of_a_reshaped_training_too():
+    flags = f"{SMALL} {GROWS} --seqlen-kind reshape".replace("--train-iters 8", "--train-tokens 900")
+    end = horizon_of(parse_config(flags.split(), world_size=1).config, 1).end
+    assert (end.iteration, end.tokens) == (8, 960)
+
+
+def test_a_schedule_of_one_s_own_trains(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def grow(count):\n    return min(32, 8 * count)\n")
+    steps = run(tmp_path, f"--seqlen-schedule custom --seqlen-custom-schedule {path}:grow")
+    assert [s["sequence_length"] for s in steps] == [8, 16, 24, 32, 32, 32, 32, 32]

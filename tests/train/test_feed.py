@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megazero.data import BatchSampler, SamplerSpec, batch_indices, sampler
+from megazero.data import BatchSampler, GPTSettings, SamplerSpec, batch_indices, sampler
+from megazero.data.gpt_dataset import finish_batch
 from megazero.errors import DataError
-from megazero.train.feed import make_feed
+from megazero.mpu import sample_keys
+from megazero.train.feed import cut, make_feed
 
 
 class Counting:
@@ -55,3 +57,48 @@ def test_the_end_of_the_data_is_an_error_when_it_is_reached():
     with pytest.raises(DataError, match="must leave a micro-batch"):
         feed.micro_batches(8, 1)
     feed.close()
+
+
+def test_rows_of_samples_are_their_columns_in_order():
+    arrays = {"tokens": np.arange(20).reshape(2, 10), "index": np.array([7, 9])}
+    whole = {name: array.tolist() for name, array in arrays.items()}
+    found, places = cut(arrays, (4, 5), None)
+    assert ({name: array.tolist() for name, array in found.items()}, places) == (whole, (4, 5))
+    found, places = cut(arrays, (4, 5), 6)
+    assert found["tokens"].tolist() == [[0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15]]
+    assert (found["index"].tolist(), places) == ([7, 9], (4, 5))
+    assert cut(arrays, (4, 5), 99)[0]["tokens"].tolist() == whole["tokens"]  # narrower than that
+    found, places = cut(arrays, (4, 5), 3, 3)  # the last column of each sample fills no row
+    assert found["tokens"].tolist() == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7, 8],
+        [10, 11, 12],
+        [13, 14, 15],
+        [16, 17, 18],
+    ]
+    assert found["index"].tolist() == [7, 7, 7, 9, 9, 9]
+    assert places == (4, (4, 1), (4, 2), 5, (5, 1), (5, 2))
+    assert all(array.flags.c_contiguous for array in found.values())
+    keys = sample_keys(3, places)
+    assert len(set(keys.tolist())) == 6
+    assert keys[[0, 3]].tolist() == sample_keys(3, (4, 5)).tolist()
+
+
+@pytest.mark.parametrize(("length", "rows"), [(16, 1), (7, 1), (8, 2), (5, 3), (1, 16)])
+def test_documents_in_a_row_are_those_of_a_row_of_its_own(length, rows):
+    """Positions, masks and the bounds of documents follow a cut as if the text had been cut before."""
+    rng = np.random.default_rng(5)
+    text = rng.integers(0, 5, (3, 17))  # many ends of documents, which are 0
+    settings = GPTSettings(
+        16, eod_token=0, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True
+    )
+    tokens, labels = text[:, :-1].copy(), text[:, 1:].copy()
+    found, _ = cut(finish_batch(tokens, labels, settings), (0, 1, 2), length, rows)
+    short = [np.ascontiguousarray(a[:, : rows * length].reshape(-1, length)) for a in (tokens, labels)]
+    wanted = finish_batch(*short, settings)
+    assert found.keys() == wanted.keys()
+    for arrays in (found, wanted):
+        arrays["document_ids"] = arrays["document_ids"] - arrays["document_ids"][:, :1]
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)

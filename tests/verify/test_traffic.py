@@ -23,7 +23,7 @@ from megazero.train.engine import StepResult
 from megazero.train.timers import Timers
 from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, Layout
 from megazero.verify.record import micro_batches, verification_engine
-from megazero.verify.selection import all_layouts, covering
+from megazero.verify.selection import all_layouts, allowed, candidates, covering
 
 FP32 = 4
 HIDDEN = 32
@@ -61,7 +61,7 @@ def selection() -> list[Layout]:
         Layout(**eight, zero=2, schedule="interleaved", virtual=2, untied=True, overlap=False),
         Layout(dp=4, zero=3, hpz=2, untied=True),
     ]
-    return [*special, *covering(list(all_layouts(4)), 40 - len(special))]
+    return [*special, *covering(candidates(4), 40 - len(special), allowed=allowed)]
 
 
 def test_the_selection_holds_every_pair_of_settings():

@@ -17,6 +17,8 @@ _STEP = "curriculum.seqlen_difficulty_step"
 _DEGREE = "curriculum.seqlen_root_degree"
 _LEVELS = "curriculum.seqlen_difficulty"
 _ENDS = "curriculum.seqlen_max_step"
+_CUSTOM = "curriculum.seqlen_custom_schedule"
+_KIND = "curriculum.seqlen_kind"
 _LENGTH = "model.seq_length"
 _LIMITS = ("training.train_iters", "training.train_samples", "training.train_tokens")
 
@@ -31,7 +33,8 @@ def _is(case: Case, *schedules: str) -> bool:
 
 def _of_a_ramp_only(case: Case) -> bool:
     given = _settings(case)
-    ramp = (given.seqlen_min_difficulty, given.seqlen_max_difficulty, given.seqlen_total_curriculum_step)
+    ends = None if _is(case, "custom") else given.seqlen_max_difficulty
+    ramp = (given.seqlen_min_difficulty, ends, given.seqlen_total_curriculum_step)
     return _is(case, "fixed_linear", "fixed_root") or ramp == (None, None, None)
 
 
@@ -44,6 +47,10 @@ def _levels_fit(case: Case) -> bool:
 
 def _pacing(case: Case) -> Pacing | None:
     return _settings(case).seqlen(case.config.model.seq_length)
+
+
+def _fault(case: Case) -> str | None:
+    return _settings(case).fault_of_custom(case.config.model.seq_length)
 
 
 def _grows(case: Case) -> bool:
@@ -108,7 +115,7 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
         "seqlen_ramp_is_one",
         (_MIN, _MAX, _TOTAL, _SCHEDULE),
         "`seqlen_min_difficulty`, `seqlen_max_difficulty` and `seqlen_total_curriculum_step` must be left "
-        "out without a `seqlen_schedule` of fixed_linear or fixed_root",
+        "out without a `seqlen_schedule` of fixed_linear or fixed_root, but for the maximum of custom",
         "leave them out, or name the schedule",
         _of_a_ramp_only,
     ),
@@ -163,10 +170,34 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
         lambda c: _is(c, "none") or c.config.finetune.task is None,
     ),
     Rule(
-        "seqlen_leaves_packed_rows",
-        (_SCHEDULE, "data.bert_pack"),
-        "`seqlen_schedule` must be none with `bert_pack`, as a cut would take away whole samples",
-        "leave one of them out",
-        lambda c: _is(c, "none") or not c.config.data.bert_pack,
+        "seqlen_custom_has_a_function",
+        (_CUSTOM, _SCHEDULE),
+        "`seqlen_custom_schedule` must be set with a `seqlen_schedule` of custom, and with no other",
+        "name a function with `--seqlen-custom-schedule`, or leave it out",
+        lambda c: _is(c, "custom") == (_settings(c).seqlen_custom_schedule is not None),
+    ),
+    Rule(
+        "seqlen_custom_is_a_pacing",
+        (_CUSTOM,),
+        "the function of `seqlen_custom_schedule` must be one from counts to lengths that never fall",
+        "correct it",
+        lambda c: _fault(c) is None,
+        lambda c: _fault(c) or "",
+        reads=SEQUENCE_FIELDS,
+    ),
+    Rule(
+        "seqlen_kind_has_a_schedule",
+        (_KIND, _SCHEDULE),
+        "`seqlen_kind` must be truncate without a `seqlen_schedule`, as nothing is cut",
+        "name the schedule, or leave it out",
+        lambda c: not _is(c, "none") or _settings(c).seqlen_kind == "truncate",
+    ),
+    Rule(
+        "seqlen_reshape_is_for_text",
+        (_KIND, "model.family"),
+        "`seqlen_kind` must be truncate for BERT, whose sample is one pair of sentences with its marks: a "
+        "further row of it would have neither",
+        "leave it out",
+        lambda c: _settings(c).seqlen_kind == "truncate" or c.config.model.family == "gpt",
     ),
 )

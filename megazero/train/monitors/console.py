@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megazero.train.losses import Losses
-from megazero.train.metrics import EvalMetrics, StepMetrics
+from megazero.train.metrics import STABILITY, EvalMetrics, StepMetrics
 from megazero.train.monitors.base import Monitor
 
 
@@ -131,6 +131,11 @@ def interval_line(interval: list[StepMetrics], total: int | None) -> str:
         parts.append(f"layers run: {last.layers_run:3d}")
     parts += [f"{label}: {mean:.6E}" for label, mean in _interval_means(made).items()]
     parts += [f"loss scale: {last.loss_scale:.1f}", f"grad norm: {last.grad_norm:.3f}"]
+    parts += [
+        f"{name.replace('_', ' ')}: {getattr(last, name):.3E}"
+        for name in STABILITY
+        if getattr(last, name) is not None
+    ]
     if last.expert_loads is not None:
         parts.append("expert loads (of an even share): {:.2f} to {:.2f}".format(*last.expert_loads))
     if last.num_zeros is not None:

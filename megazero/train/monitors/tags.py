@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megazero.train.metrics import EvalMetrics, StepMetrics
+from megazero.train.metrics import STABILITY, EvalMetrics, StepMetrics
 
 
 def step_values(metrics: StepMetrics, *, with_timers: bool) -> dict[str, float]:
@@ -29,6 +29,9 @@ def step_values(metrics: StepMetrics, *, with_timers: bool) -> dict[str, float]:
         values["seqlen/random_ltd_reserved_length"] = metrics.kept_tokens
     if metrics.layers_run is not None:
         values["layers-run"] = metrics.layers_run
+    for name in STABILITY:
+        if getattr(metrics, name) is not None:
+            values[f"stability/{name.replace('_', '-')}"] = getattr(metrics, name)
     if metrics.expert_loads is not None:
         values["expert-load-min"], values["expert-load-max"] = metrics.expert_loads
     if metrics.params_norm is not None:

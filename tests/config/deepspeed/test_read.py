@@ -279,7 +279,11 @@ HONOURED |= {
     METRICS: (
         {"seqlen_truncate": TRUNCATE, "vocabularyrarity": RARITY},
         SWITCHES,
-        {"data_sampling.curriculum_metrics": BY_RARITY, **TO_2048},
+        {
+            "data_sampling.curriculum_metrics": BY_RARITY,
+            "curriculum.seqlen_kind": "truncate",
+            **TO_2048,
+        },
     ),
     "data_efficiency.seed": (7, SAMPLED, {"data_sampling.curriculum_seed": 7}),
 }
@@ -665,15 +669,17 @@ def metric(name: str, **changes: Any) -> dict[str, Any]:
     return {**SWITCHES, METRICS: {name: {**base, **changes}}}
 
 
-@pytest.mark.parametrize("name", ["seqlen", "seqlen_truncate"])
+@pytest.mark.parametrize("name", ["seqlen", "seqlen_truncate", "seqlen_reshape"])
 def test_a_single_cluster_of_lengths_cuts_and_draws_nothing(name: str) -> None:
     """A published example's; its index paths are placeholders."""
     result = read(metric(name))
+    kind = {"curriculum.seqlen_kind": "reshape" if name == "seqlen_reshape" else "truncate"}
     assert result.problems == []
-    assert result.values == TO_2048
+    assert result.values == {**TO_2048, **kind}
     levels = {"difficulty": [80, 2048], "max_step": [9]}
     discrete = read(metric(name, schedule_type="fixed_discrete", schedule_config=levels))
     assert discrete.values == {
+        **kind,
         "curriculum.seqlen_schedule": "fixed_discrete",
         "curriculum.seqlen_difficulty": (80, 2048),
         "curriculum.seqlen_max_step": (9,),
@@ -690,8 +696,8 @@ def test_by_length_samples_are_drawn_as_by_any_metric() -> None:
     ("values", "says"),
     [
         (
-            metric("seqlen_reshape"),
-            f"`{METRICS}.seqlen_reshape` is not accepted: cutting samples into several",
+            metric("seqlen_reshape", clustering_type="schedule_based"),
+            f"`{METRICS}.seqlen_reshape.clustering_type` must be single_cluster, as samples are cut after",
         ),
         (
             metric("vocabularyrarity", clustering_type="single_cluster"),
@@ -740,7 +746,8 @@ def test_data_efficiency_that_cannot_be(values: dict[str, Any], says: str) -> No
 
 
 def test_every_fault_of_metrics_is_reported() -> None:
-    both = {**metric("seqlen_reshape")[METRICS], **metric("voc", max_difficulty="all")[METRICS], "x": 3}
+    wrong = metric("seqlen_reshape", difficulty_type="percentile")
+    both = {**wrong[METRICS], **metric("voc", max_difficulty="all")[METRICS], "x": 3}
     problems = read({**SWITCHES, METRICS: both}).problems
     assert len(problems) == 3
     assert all(METRICS in line for line in problems)

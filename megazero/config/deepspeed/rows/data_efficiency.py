@@ -27,11 +27,10 @@ _LEARNING = f"{_SAMPLING}.curriculum_learning"
 _METRICS = f"{_LEARNING}.curriculum_metrics"
 _FIELD = "data_sampling.curriculum_metrics"
 
-LENGTHS = ("seqlen", "seqlen_truncate")
-"""Metrics that, as a single cluster, are lengths that drawn samples are cut to."""
-_REFUSED: Mapping[str, str] = MappingProxyType(
-    {"seqlen_reshape": "cutting samples into several rows comes in a later version; take seqlen_truncate"}
+LENGTHS: Mapping[str, str] = MappingProxyType(
+    {"seqlen": "truncate", "seqlen_truncate": "truncate", "seqlen_reshape": "reshape"}
 )
+"""Metrics that, as a single cluster, are lengths that drawn samples are cut to -> how they are."""
 _OF_LENGTHS: Mapping[str, str] = MappingProxyType(
     {
         "schedule_type": "seqlen_schedule",
@@ -57,7 +56,8 @@ def _convert(given: Mapping[str, Any], values: Values) -> tuple[Any, ...]:
     metrics, _ = metrics_of(given)
     sampled = tuple(metric for metric in metrics if not _cuts(metric))
     cut = next((metric for metric in metrics if _cuts(metric)), None)
-    return (sampled or NOTHING, *(NOTHING if cut is None else _length(cut, name) for name in _OF_LENGTHS))
+    lengths = (NOTHING if cut is None else _length(cut, name) for name in _OF_LENGTHS)
+    return (sampled or NOTHING, NOTHING if cut is None else LENGTHS[cut.name], *lengths)
 
 
 def _length(metric: CurriculumMetric, name: str) -> Any:
@@ -74,11 +74,9 @@ def _faults(given: Mapping[str, Any], values: Values) -> list[str]:
         faults.append(f"`{_METRICS}` must have one length at most, but has {' and '.join(cuts)}; keep one")
     for metric in metrics:
         path = f"{_METRICS}.{metric.name}"
-        if metric.name in _REFUSED:
-            faults.append(f"`{path}` is not accepted: {_REFUSED[metric.name]}")
-        elif _cuts(metric) and metric.difficulty_type != "value":
+        if _cuts(metric) and metric.difficulty_type != "value":
             faults.append(f"`{path}.difficulty_type` must be value for a length, but is percentile")
-        elif metric.name == "seqlen_truncate" and not _cuts(metric):
+        elif metric.name in ("seqlen_truncate", "seqlen_reshape") and not _cuts(metric):
             faults.append(
                 f"`{path}.clustering_type` must be single_cluster, as samples are cut after they are drawn, "
                 "but is schedule_based; sample by the metric `seqlen`"
@@ -105,7 +103,7 @@ DATA_EFFICIENCY_ROWS: tuple[KeyRow, ...] = (
     KeyRow(
         _METRICS,
         SECTION,
-        (_FIELD, *(f"curriculum.{name}" for name in _OF_LENGTHS.values())),
+        (_FIELD, "curriculum.seqlen_kind", *(f"curriculum.{name}" for name in _OF_LENGTHS.values())),
         _convert,
         when=f"{_LEARNING}.enabled",
         faults=_faults,

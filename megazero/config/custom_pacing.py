@@ -1,0 +1,138 @@
+"""A user's own pacing: a function from a count to a difficulty, named on the command line."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import operator
+import sys
+from bisect import bisect_left
+from collections.abc import Callable
+from pathlib import Path
+
+from megazero.config.pacing import pieces
+from megazero.errors import ConfigError
+
+_FLAG = "seqlen_custom_schedule"
+_LOOKS = 1000
+"""At so many counts more than its changes need, a function is asked whether it falls."""
+
+
+class Custom:
+    """What `function` says, and never more than `hardest`; once that is reached, it stays.
+
+    Args:
+        name: what messages call the function.
+        function: the difficulty, a positive whole number, for every count from 1 on. It must depend on
+            nothing else, as every rank asks its own, and must never fall.
+        hardest: the end.
+    """
+
+    def __init__(self, name: str, function: Callable[[int], int], hardest: int):
+        self.name = name
+        self.hardest = hardest
+        self._function = function
+        self._counts: list[int] = []
+        self._values: list[int] = []
+
+    def at(self, count: int) -> int:
+        """The difficulty at `count`.
+
+        Raises:
+            ConfigError: the function fails, gives something else than a positive whole number, or falls.
+        """
+        place = bisect_left(self._counts, count)
+        if place < len(self._counts) and self._counts[place] == count:
+            return min(self._values[place], self.hardest)
+        value = self.ask(count)
+        self._counts.insert(place, count)
+        self._values.insert(place, value)
+        for first in (place - 1, place):
+            if first >= 0 and first + 1 < len(self._counts):
+                self._compare(first, first + 1)
+        return min(value, self.hardest)
+
+    def ask(self, count: int) -> int:
+        """What the function itself says."""
+        try:
+            found = self._function(count)
+        except Exception as error:
+            raise ConfigError(
+                f"`{_FLAG}` must take every count from 1 on, but {self.name} fails at {count} with "
+                f"{type(error).__name__}: {error}; let it"
+            ) from error
+        try:
+            value = operator.index(found)
+        except TypeError:
+            value = 0
+        if value < 1 or isinstance(found, bool):
+            raise ConfigError(
+                f"`{_FLAG}` must give positive whole numbers, but {self.name} gives {found!r} at {count}; "
+                f"round it"
+            )
+        return value
+
+    def _compare(self, first: int, second: int) -> None:
+        before, after = (min(self._values[i], self.hardest) for i in (first, second))
+        if after < before:
+            raise ConfigError(
+                f"`{_FLAG}` must never fall, but {self.name} gives {before} at {self._counts[first]} and "
+                f"{after} at {self._counts[second]}; let it grow or stay"
+            )
+
+
+def custom_pacing(name: str, hardest: int) -> Custom:
+    """The pacing by a function named ``module:function`` or ``path.py:function``.
+
+    Where it changes is found by bisection, which would not see every fall, so it is asked at further counts
+    up to the last change, and once more at some that it was asked before.
+
+    Raises:
+        ConfigError: there is no such function, or it is no pacing.
+    """
+    pacing = Custom(name, _function(name), hardest)
+    last = pieces(pacing)[-1][0] + 1
+    for count in sorted({*range(1, min(last, _LOOKS) + 1), *(last * i // _LOOKS + 1 for i in range(_LOOKS))}):
+        pacing.at(count)
+    for count in (1, last):
+        if min(pacing.ask(count), hardest) != pacing.at(count):
+            raise ConfigError(
+                f"`{_FLAG}` must always give the same for the same count, but {name} does not at {count}; "
+                f"let it depend on the count alone"
+            )
+    return pacing
+
+
+def _function(name: str) -> Callable[[int], int]:
+    where, colon, what = name.rpartition(":")
+    if not (where and colon and what):
+        raise ConfigError(
+            f"`{_FLAG}` must be module:function or path.py:function, but is {name!r}; name the function"
+        )
+    try:
+        module = _module_of_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except Exception as error:  # whatever the user's file does
+        raise ConfigError(
+            f"`{_FLAG}` must name a module that can be imported, but {where} cannot: "
+            f"{type(error).__name__}: {error}; check the path"
+        ) from error
+    found = getattr(module, what, None)
+    if not callable(found):
+        raise ConfigError(
+            f"`{_FLAG}` must name a function of {where}, but it has no function {what}; define it"
+        )
+    return found
+
+
+def _module_of_file(path: Path):
+    """The module that a file makes; made once for each state of the file, as Python does for imports."""
+    content = path.read_bytes()
+    state = hashlib.blake2b(str(path.resolve()).encode() + content, digest_size=8).hexdigest()
+    name = f"pacing_of_a_user_{state}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
+    return sys.modules[name]
