@@ -133,7 +133,7 @@ def train(
         record.losses.append(result.losses.labelled())
         record.grad_norms.append(result.grad_norm)
         optimizer = engine.optimizer
-        weights = ((spec, kinds["weight"]) for spec, kinds in optimizer.full_state())
+        weights = ((spec, kinds["weight"]) for spec, kinds in optimizer.full_state(("weight",)))
         for found, kept in ((optimizer.full_gradients(), record.gradients), (weights, record.weights)):
             kept.append({name_of(s): s.unshard(t.float(), context.groups).clone() for s, t in found})
     return state

@@ -70,7 +70,7 @@ def record_steps(
         record.losses.append(result.losses.labelled())
         record.grad_norms.append(result.grad_norm)
         record.gradients.append(dict(_whole(engine.optimizer.full_gradients(), context)))
-        weights = ((spec, state["weight"]) for spec, state in engine.optimizer.full_state())
+        weights = ((spec, state["weight"]) for spec, state in engine.optimizer.full_state(("weight",)))
         record.weights.append(dict(_whole(weights, context)))
     return record
 

@@ -130,16 +130,20 @@ class Optimizer:
         return round(self._total(GRADIENT, zeros, present))
 
     @torch.no_grad()
-    def full_state(self) -> Iterator[tuple[ParamSpec, dict[str, Tensor]]]:
+    def full_state(self, kinds: Sequence[str] | None = None) -> Iterator[tuple[ParamSpec, dict[str, Tensor]]]:
         """Each parameter's master weight and moments, whole over the data-parallel ranks.
 
         All ranks iterate to the end. One bucket at a time is whole; tensors may be views of live state.
+
+        Args:
+            kinds: of ``weight`` and the rule's state names, which alone are gathered; None for all.
 
         Yields:
             ``spec, {"weight": ..., "exp_avg": ...}``, tensors in the shape of this tensor-parallel slice;
             of a parameter that is not trained the weight alone.
         """
-        for residents in self.store.visits((WEIGHT, *self.rule.state_names), self.store.buckets):
+        kinds = (WEIGHT, *self.rule.state_names) if kinds is None else kinds
+        for residents in self.store.visits(kinds, self.store.buckets):
             for each in residents:
                 layout = each.bucket.layout
                 views = {kind: layout.views(_whole(each.bucket, flat)) for kind, flat in each.flats.items()}

@@ -75,7 +75,7 @@ def initial_weights(flags: Flags, data: Path) -> dict[str, Tensor]:
     config, context = parse_config(argv_of(_serial(flags), data), world_size=1).config, solo_context()
     chunks = build_chunks(config, build_vocabulary(config), context)
     engine = build_engine(config, horizon_of(config, 1), chunks, context)
-    weights = ((spec, state["weight"]) for spec, state in engine.optimizer.full_state())
+    weights = ((spec, state["weight"]) for spec, state in engine.optimizer.full_state(("weight",)))
     return {spec.name: spec.unshard(weight, context.groups).clone() for spec, weight in weights}
 
 

@@ -54,7 +54,7 @@ def sums_of(layout: Layout, context: ParallelContext) -> Sums:
         result = engine.train_step(micro_batches(config, context, step), state.progress, Timers())
         state = state.after(step, result.skipped)
     optimizer, zeros, squares = engine.optimizer, 0, [0.0, 0.0]
-    weights = ((spec, kinds["weight"]) for spec, kinds in optimizer.full_state())
+    weights = ((spec, kinds["weight"]) for spec, kinds in optimizer.full_state(("weight",)))
     for i, tensors in enumerate((optimizer.full_gradients(), weights)):
         for spec, local in tensors:
             whole = spec.unshard(local, context.groups)
