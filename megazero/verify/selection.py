@@ -140,12 +140,18 @@ def expert_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> lis
 
 
 def with_methods(layouts: Sequence[Layout], every: int = 4) -> list[Layout]:
-    """The layouts, of which one in `every` also trains by one of the methods that the rules allow it."""
-    methods, found = [name for name in METHODS if name], list(layouts)
-    for turn, place in enumerate(range(0, len(found), every)):
-        order = methods[turn % len(methods) :] + methods[: turn % len(methods)]
-        tried = (replace(found[place], method=method) for method in order)
-        found[place] = next(layout for layout in tried if not layout.broken_rules())
+    """The layouts, of which one in `every` also trains by one of the methods that the rules allow it: the one
+    that has met the fewest of its settings so far.
+    """
+    found, met = list(layouts), {name: set() for name in METHODS if name}
+    for place in range(0, len(found), every):
+        settings = set(vars(found[place]).items())
+        for method in sorted(met, key=lambda name: len(met[name] & settings)):
+            layout = replace(found[place], method=method)
+            if not layout.broken_rules():
+                found[place] = layout
+                met[method] |= settings
+                break
     return found
 
 
