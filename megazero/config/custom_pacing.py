@@ -60,7 +60,7 @@ class Custom:
         except Exception as error:
             raise ConfigError(
                 f"`{_FLAG}` must take every count from 1 on, but {self.name} fails at {count} with "
-                f"{type(error).__name__}: {error}; let it"
+                f"{type(error).__name__}: {error}; correct it"
             ) from error
         try:
             value = operator.index(found)
