@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
 import operator
-import sys
 from bisect import bisect_left
 from collections.abc import Callable
-from pathlib import Path
 
 from megazero.config.pacing import pieces
+from megazero.config.user_function import user_function
 from megazero.errors import ConfigError
 
 _FLAG = "seqlen_custom_schedule"
@@ -91,7 +87,7 @@ def custom_pacing(name: str, hardest: int) -> Custom:
     Raises:
         ConfigError: there is no such function, or it is no pacing.
     """
-    pacing = Custom(name, _function(name), hardest)
+    pacing = Custom(name, user_function(name, _FLAG, ConfigError), hardest)
     last = pieces(pacing)[-1][0] + 1
     for count in sorted({*range(1, min(last, _LOOKS) + 1), *(last * i // _LOOKS + 1 for i in range(_LOOKS))}):
         pacing.at(count)
@@ -102,37 +98,3 @@ def custom_pacing(name: str, hardest: int) -> Custom:
                 f"let it depend on the count alone"
             )
     return pacing
-
-
-def _function(name: str) -> Callable[[int], int]:
-    where, colon, what = name.rpartition(":")
-    if not (where and colon and what):
-        raise ConfigError(
-            f"`{_FLAG}` must be module:function or path.py:function, but is {name!r}; name the function"
-        )
-    try:
-        module = _module_of_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except Exception as error:  # whatever the user's file does
-        raise ConfigError(
-            f"`{_FLAG}` must name a module that can be imported, but {where} cannot: "
-            f"{type(error).__name__}: {error}; check the path"
-        ) from error
-    found = getattr(module, what, None)
-    if not callable(found):
-        raise ConfigError(
-            f"`{_FLAG}` must name a function of {where}, but it has no function {what}; define it"
-        )
-    return found
-
-
-def _module_of_file(path: Path):
-    """The module that a file makes; made once for each state of the file, as Python does for imports."""
-    content = path.read_bytes()
-    state = hashlib.blake2b(str(path.resolve()).encode() + content, digest_size=8).hexdigest()
-    name = f"pacing_of_a_user_{state}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        sys.modules[name] = module
-    return sys.modules[name]

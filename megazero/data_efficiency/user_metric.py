@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import inspect
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 
+from megazero.config.user_function import user_function
 from megazero.data_efficiency.metrics import Metric
 from megazero.data_efficiency.samples import Samples
 from megazero.errors import DataError
@@ -37,7 +35,7 @@ class UserMetric:
     function: Callable[[dict[str, np.ndarray]], object] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        function = load_function(self.spec)
+        function = user_function(self.spec, "metric", DataError)
         object.__setattr__(self, "name", self.spec.rpartition(":")[2])
         object.__setattr__(self, "source_hash", _source_hash(function))
         object.__setattr__(self, "function", function)
@@ -53,40 +51,6 @@ class UserMetric:
 
     def measure(self, samples: Samples) -> np.ndarray:
         return self.function(samples.as_dict())
-
-
-def load_function(spec: str) -> Callable[[dict[str, np.ndarray]], object]:
-    """The function that `module:function` or `file.py:function` names. DataError if there is none."""
-    place, _, name = spec.rpartition(":")
-    if not place or not name.isidentifier():
-        raise DataError(f"`metric` must be module:function or file.py:function, but is {spec}; correct it.")
-    try:
-        module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:
-        # A user's module may raise anything while it is imported.
-        raise DataError(
-            f"`metric` {spec} must be of a module that can be imported, but {place} cannot be "
-            f"({type(error).__name__}: {error}); correct the path or the module."
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise DataError(f"`metric` {spec} must name a function, but {place} has no function {name}.")
-    return function
-
-
-def _module_of_file(path: Path) -> ModuleType:
-    """The module of a file, with what stands there now: Python's own cache misses a quick edit."""
-    text = path.read_bytes()
-    where = str(path.resolve())
-    module = ModuleType(f"megazero_user_metric_{hashlib.blake2b(where.encode() + text).hexdigest()[:16]}")
-    module.__file__ = where
-    sys.modules[module.__name__] = module  # where dataclasses and pickles of the module look for it
-    try:
-        exec(compile(text, where, "exec"), module.__dict__)
-    except BaseException:
-        del sys.modules[module.__name__]
-        raise
-    return module
 
 
 def _source_hash(function: Callable) -> str:

@@ -77,7 +77,7 @@ def test_pieces_are_those_of_a_walk(function):
         ("def grow(count):\n    return count - 1\n", "positive whole numbers, but .* gives 0 at 1"),
         ("def grow(count):\n    return True\n", "positive whole numbers, but .* gives True at 1"),
         ("def grow(count):\n    return [8, 32][count - 1]\n", "fails at 3 with IndexError"),
-        ("def other(count):\n    return 8\n", "it has no function grow"),
+        ("def other(count):\n    return 8\n", "has no function grow"),
         ("def grow(count)\n", "cannot: SyntaxError"),
         (
             "seen = []\n\ndef grow(count):\n    seen.append(count)\n    return 8 + 8 * (len(seen) % 3)\n",

@@ -76,11 +76,11 @@ def test_what_is_no_vector_is_refused(tmp_path, body):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("f", "module:function or file.py:function, but is f"),
-        ("a:b-c", "but is a:b-c"),
-        (":f", "but is :f"),
-        ("no_such_module_at_all:f", "cannot be .ModuleNotFoundError"),
-        ("/no/such.py:f", "cannot be .FileNotFoundError"),
+        ("f", "module:function or path.py:function, but is 'f'"),
+        ("a:b-c", "but is 'a:b-c'"),
+        (":f", "but is ':f'"),
+        ("no_such_module_at_all:f", "cannot: ModuleNotFoundError"),
+        ("/no/such.py:f", "cannot: FileNotFoundError"),
         ("math:nothing", "math has no function nothing"),
         ("math:pi", "has no function pi"),
     ],
@@ -92,5 +92,5 @@ def test_a_function_that_there_is_not_is_refused(spec, message):
 
 def test_a_file_that_cannot_be_imported_is_refused(tmp_path):
     (tmp_path / "broken.py").write_text("def f(:\n")
-    with pytest.raises(DataError, match=r"broken.py cannot be \(SyntaxError"):
+    with pytest.raises(DataError, match=r"broken.py cannot: SyntaxError"):
         UserMetric(f"{tmp_path}/broken.py:f")

@@ -1,0 +1,56 @@
+"""A user's own function, named as ``module:function`` or ``path/to/file.py:function``."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megazero.errors import MegazeroError
+
+
+def user_function(spec: str, what: str, error: type[MegazeroError]) -> Callable[..., Any]:
+    """The function that `spec` names.
+
+    Args:
+        spec: ``module:function`` or ``path.py:function``.
+        what: the setting that names it, for messages.
+        error: what to raise.
+
+    Raises:
+        error: `spec` has another form, its module cannot be imported, or there is no such function in it.
+    """
+    place, _, name = spec.rpartition(":")
+    if not place or not name.isidentifier():
+        raise error(f"`{what}` must be module:function or path.py:function, but is {spec!r}; correct it")
+    try:
+        module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as fault:  # a user's module may raise anything while it is imported
+        raise error(
+            f"`{what}` must name a module that can be imported, but {place} cannot: {type(fault).__name__}: "
+            f"{fault}; correct the path or the module"
+        ) from fault
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise error(f"`{what}` must name a function, but {place} has no function {name}; define it")
+    return function
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    """The module of a file with what stands there now, made once: Python's own cache misses a quick edit."""
+    text, where = path.read_bytes(), str(path.resolve())
+    name = f"megazero_user_{hashlib.blake2b(where.encode() + text, digest_size=8).hexdigest()}"
+    if name not in sys.modules:
+        module = ModuleType(name)
+        module.__file__ = where
+        sys.modules[name] = module  # where dataclasses and pickles of the module look for it
+        try:
+            exec(compile(text, where, "exec"), module.__dict__)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
