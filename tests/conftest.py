@@ -60,10 +60,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Search less for garbage: what is imported and collected stays, and steps make thousands of objects."""
+    """Leave what is imported and collected out of the search for garbage, which then costs little.
+
+    It must not be rarer than usual: steps leave cycles that hold few objects and gigabytes of tensors.
+    """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session")
