@@ -8,7 +8,7 @@ from pydantic import PositiveFloat, PositiveInt
 
 from megazero.config.custom_pacing import custom_pacing
 from megazero.config.option import Section, option
-from megazero.config.pacing import Pacing, levels_of, root_of
+from megazero.config.pacing import MOST_CHANGES, Pacing, levels_of, root_of
 from megazero.errors import ConfigError
 
 
@@ -63,6 +63,8 @@ class CurriculumConfig(Section):
             return None if isinstance(found, str) else found
         if self.seqlen_schedule == "fixed_discrete":
             return levels_of(self.seqlen_difficulty, self.seqlen_max_step)
+        if self.too_many_changes(sequence_length):
+            return None
         degrees = {"fixed_linear": 1.0, "fixed_root": self.seqlen_root_degree}
         return root_of(
             self.seqlen_min_difficulty,
@@ -71,6 +73,12 @@ class CurriculumConfig(Section):
             self.seqlen_difficulty_step,
             degrees.get(self.seqlen_schedule),
         )
+
+    def too_many_changes(self, sequence_length: int) -> bool:
+        """Whether a ramp's length changes more often than can be looked at one by one."""
+        grown = (self.seqlen_max_difficulty or sequence_length) - (self.seqlen_min_difficulty or 1)
+        ramp = self.seqlen_schedule in ("fixed_linear", "fixed_root")
+        return ramp and grown // self.seqlen_difficulty_step > MOST_CHANGES
 
     def fault_of_custom(self, sequence_length: int) -> str | None:
         """What is wrong with the user's function, in a sentence; None if nothing is, or there is none."""

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+MOST_CHANGES = 100_000
+"""Of a difficulty: each begins a stretch of the training that is looked at by itself."""
+
 _LAST = 2**62
 """Beyond any training: where the search for the end of a ramp gives up."""
 

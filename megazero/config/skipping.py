@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megazero.config.option import Section, option
-from megazero.config.pacing import FromZero, Pacing, Root
+from megazero.config.pacing import MOST_CHANGES, FromZero, Pacing, root_of
 
 Share = Annotated[float, Field(gt=0, le=1)]
 """Above 0, up to 1."""
@@ -54,9 +54,9 @@ class SkippingConfig(Section):
         0.001, "how fast they come to that: 1 stands for theta at first, and falls by exp(-gamma x steps)"
     )
 
-    def dropping_layers(self, layers: int) -> frozenset[int]:
+    def dropping_layers(self, layers: int) -> tuple[int, ...] | range:
         """The layers that drop tokens, in a model of so many."""
-        return frozenset(self.random_ltd_layer_id or range(1, layers - 1))
+        return self.random_ltd_layer_id or range(1, layers - 1)
 
     def kept_tokens(self, sequence_length: int) -> Pacing | None:
         """How many tokens they see, as a function of steps.
@@ -65,6 +65,12 @@ class SkippingConfig(Section):
         """
         first, total = self.random_ltd_min_value, self.random_ltd_require_steps
         last = self.random_ltd_max_value or sequence_length
-        if not self.random_ltd or None in (first, total) or first > last:
+        ramp = root_of(first, last, total, self.random_ltd_seq_per_step, 1.0)
+        if not self.random_ltd or ramp is None or self.too_many_changes(sequence_length):
             return None
-        return FromZero(Root(first, last, total, self.random_ltd_seq_per_step))
+        return FromZero(ramp)
+
+    def too_many_changes(self, sequence_length: int) -> bool:
+        """Whether the number changes more often than can be looked at one by one."""
+        grown = (self.random_ltd_max_value or sequence_length) - (self.random_ltd_min_value or 1)
+        return self.random_ltd and grown // self.random_ltd_seq_per_step > MOST_CHANGES

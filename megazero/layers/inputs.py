@@ -38,7 +38,7 @@ class Skipping:
     """
 
     kept: int | None = None
-    dropping: frozenset[int] = frozenset()
+    dropping: tuple[int, ...] | range = ()
     scales: tuple[float, ...] | None = None
 
     @property

@@ -59,7 +59,7 @@ class SkippingPlan:
     """
 
     horizon: Horizon
-    dropping: frozenset[int]
+    dropping: tuple[int, ...] | range
     drop: LayerDrop | None
 
     @classmethod

@@ -48,7 +48,7 @@ def make_x() -> torch.Tensor:
 
 
 def make_inputs(kept: int | None = KEPT, scales=None, **rest) -> LayerInputs:
-    skipping = Skipping(kept, frozenset({1}), scales)
+    skipping = Skipping(kept, (1,), scales)
     return LayerInputs(range(S), sample_keys=KEYS, skipping=skipping, **rest)
 
 
@@ -134,7 +134,7 @@ def test_equals_a_loop_over_samples(positions):
 def test_dropout_of_kept_tokens_is_what_they_have_among_all():
     layer, x = make_layer(hidden_dropout=0.5), make_x()
     some, _ = run_layer(layer, x, make_inputs())
-    all_kept = replace(make_inputs(kept=None), skipping=Skipping(S, frozenset({1})))
+    all_kept = replace(make_inputs(kept=None), skipping=Skipping(S, (1,)))
     whole, _ = run_layer(layer, x, all_kept)
     columns = kept_columns(KEYS, 1, S, KEPT)
     # A first token that is kept attends to nothing else in either, and so has the same result.

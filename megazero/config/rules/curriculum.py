@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from megazero.config.curriculum import CurriculumConfig
 from megazero.config.horizon import Limits
-from megazero.config.pacing import Pacing, pieces
+from megazero.config.pacing import MOST_CHANGES, Pacing, pieces
 from megazero.config.rules.rule import SEQUENCE_FIELDS, STEP_FIELDS, Case, Rule
 
 _SCHEDULE = "curriculum.seqlen_schedule"
@@ -134,6 +134,14 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
         "`seqlen_min_difficulty` must be at most `seqlen_max_difficulty`, which is `seq_length` if unset",
         "let sequences grow",
         _grows,
+        reads=(_SCHEDULE,),
+    ),
+    Rule(
+        "seqlen_changes_countable",
+        (_STEP, _MIN, _MAX, _LENGTH),
+        f"a `seqlen_schedule` must have at most {MOST_CHANGES} different lengths",
+        "raise `--seqlen-difficulty-step`",
+        lambda c: not _settings(c).too_many_changes(c.config.model.seq_length),
         reads=(_SCHEDULE,),
     ),
     Rule(

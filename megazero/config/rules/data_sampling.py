@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.horizon import Limits
-from megazero.config.pacing import reached
+from megazero.config.pacing import MOST_CHANGES, reached
 from megazero.config.rules.rule import STEP_FIELDS, Case, Rule
 
 _METRICS = "data_sampling.curriculum_metrics"
 _UNIT = "data_sampling.curriculum_unit"
 _LIMITS = ("training.train_iters", "training.train_samples", "training.train_tokens")
-_MOST_CHANGES = 100_000
 
 
 def _metrics(case: Case) -> tuple[CurriculumMetric, ...]:
@@ -53,7 +52,7 @@ def _changes_rarely(metric: CurriculumMetric) -> bool:
     pacing = metric.pacing
     if pacing is None or metric.schedule_type == "fixed_discrete":
         return True
-    return (metric.end - metric.min_difficulty) // metric.difficulty_step <= _MOST_CHANGES
+    return (metric.end - metric.min_difficulty) // metric.difficulty_step <= MOST_CHANGES
 
 
 def _last_change(case: Case) -> dict[str, int]:
@@ -164,7 +163,7 @@ DATA_SAMPLING_RULES: tuple[Rule, ...] = (
     ),
     _each(
         "metric_changes_countable",
-        f"a ramp of `curriculum_metrics` must have at most {_MOST_CHANGES} steps of difficulty",
+        f"a ramp of `curriculum_metrics` must have at most {MOST_CHANGES} steps of difficulty",
         "raise `difficulty_step`",
         _changes_rarely,
         "min_difficulty",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megazero.config.horizon import Limits
-from megazero.config.pacing import pieces
+from megazero.config.pacing import MOST_CHANGES, pieces
 from megazero.config.rules.rule import STEP_FIELDS, Case, Rule
 from megazero.config.skipping import SkippingConfig
 
@@ -35,7 +35,7 @@ def _given_for_a_reason(case: Case) -> bool:
     return _settings(case).random_ltd or _default(case, *names)
 
 
-def _layers(case: Case) -> frozenset[int]:
+def _layers(case: Case) -> tuple[int, ...] | range:
     return _settings(case).dropping_layers(case.config.model.num_layers)
 
 
@@ -43,7 +43,7 @@ def _layers_exist(case: Case) -> bool:
     if not _settings(case).random_ltd:
         return True
     given, depth = _settings(case).random_ltd_layer_id, case.config.model.num_layers
-    return len(set(given)) == len(given) and bool(_layers(case)) and max(_layers(case)) < depth
+    return len(set(given)) == len(given) and max(given) < depth if given else depth > 2
 
 
 def _counts_fit(case: Case) -> bool:
@@ -108,6 +108,14 @@ SKIPPING_RULES: tuple[Rule, ...] = (
             <= (_settings(c).random_ltd_max_value or c.config.model.seq_length)
             <= c.config.model.seq_length
         ),
+        reads=(_LTD,),
+    ),
+    Rule(
+        "random_ltd_changes_countable",
+        (_ROUNDED, _MIN, _MAX, _LENGTH),
+        f"`random_ltd` must keep at most {MOST_CHANGES} different numbers of tokens",
+        "raise `--random-ltd-seq-per-step`",
+        lambda c: not _settings(c).too_many_changes(c.config.model.seq_length),
         reads=(_LTD,),
     ),
     Rule(

@@ -281,7 +281,13 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "curriculum.seqlen_difficulty": (8, 16),
     },
     "seqlen_ramp_grows": {**RAMP, "curriculum.seqlen_max_difficulty": 4},
-    "seqlen_within_sequences": {**RAMP, "curriculum.seqlen_max_difficulty": 10**6},
+    "seqlen_changes_countable": {
+        **RAMP,
+        "curriculum.seqlen_difficulty_step": 1,
+        "model.seq_length": 10**6,
+        "model.position_embedding_type": "rope",
+    },
+    "seqlen_within_sequences": {**RAMP, "curriculum.seqlen_max_difficulty": 10**5},
     "seqlen_divides_over_ranks": {
         **RAMP,
         "curriculum.seqlen_difficulty_step": 1,
@@ -315,6 +321,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "random_ltd_has_its_numbers": {"skipping.random_ltd": True},
     "random_ltd_settings_need_it": {"skipping.random_ltd_min_value": 8},
     "random_ltd_grows": {**DROPS, "skipping.random_ltd_max_value": 8},
+    "random_ltd_changes_countable": {
+        **DROPS,
+        "skipping.random_ltd_seq_per_step": 1,
+        "model.seq_length": 10**6,
+    },
     "random_ltd_layers_exist": {**DROPS, "skipping.random_ltd_layer_id": (1, 1)},
     "random_ltd_counts_fit": {**DROPS, "skipping.random_ltd_layer_num": 3},
     "random_ltd_divides_over_ranks": {
