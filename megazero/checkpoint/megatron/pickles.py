@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import re
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -121,6 +122,8 @@ def _allowed(inert: Iterable[str]) -> list[Callable | tuple[Callable, str]]:
         argparse.Namespace,
         *((Inert, name) for name in (*INERT, *inert)),
         *((PositionEmbedding, name) for name in positions),
+        # Some versions of Python 3.11 store signals by their own names.
+        *((Inert(), f"signal.{each.name}") for each in signal.Signals),
         (_member, "builtins.getattr"),
     ]
 

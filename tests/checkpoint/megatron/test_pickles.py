@@ -84,6 +84,12 @@ def test_what_checkpoints_have_beside_weights_is_read_as_inert(tmp_path):
     assert [type(found[name]) for name in ("extra", "space", "signal", "path")] == [Inert] * 4
 
 
+def test_a_signal_that_is_stored_by_its_own_name(tmp_path):
+    """As Python 3.11.2 does, and 3.11.7 does not."""
+    data = b"\x80\x02}X\x01\0\0\0scsignal\nSIGTERM\ns."
+    assert type(load_pickle(_save_pickle(tmp_path / "a.pt", data))["s"]) is Inert
+
+
 def test_classes_that_are_not_installed(tmp_path):
     """Stand-ins take their place. Enums are stored by value, or by `getattr` of their name."""
     names = ["megatron.core.transformer.enums.AttnBackend", "megatron.enums.PositionEmbeddingType"]
