@@ -90,7 +90,7 @@ def _findings(folder: Path, contents: Mapping[str, bytes]) -> dict[str, Finding]
         for seed in range(10**6)
         if all(make_case(samples, seed, count + i).files["f"] == c for i, c in enumerate(contents.values()))
     )
-    found = list(run(kind, range(2 * count), seed, folder, limit=0.1))
+    found = list(run(kind, range(2 * count), seed, folder, limit=0.5))
     assert [each.outcome for each in found[:count]] == ["accepted, same meaning"] * count
     return {each.sample: each for each in found[count:]}
 
@@ -104,8 +104,8 @@ def _findings(folder: Path, contents: Mapping[str, bytes]) -> dict[str, Finding]
         (b"unreadable", "accepted, changed meaning", "the other reader refuses"),
         (b"traceback", "traceback", "ZeroDivisionError"),
         (b"exit", "traceback", "SystemExit"),
-        (b"hang", "hang", "no answer after 0.1 s"),
-        (b"wait", "hang", "no answer after 0.1 s"),
+        (b"hang", "hang", "no answer after 0.5 s"),
+        (b"wait", "hang", "no answer after 0.5 s"),
         (b"crash", "crash", "status -9"),
         (b"unprintable", "unfit message", "it is not printable"),
         (b"long", "unfit message", "a line of 3000 characters"),

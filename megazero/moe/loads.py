@@ -52,8 +52,8 @@ class RouterLoads:
         self.context.groups["stage"].all_reduce(counts).wait()
         parts = counts.split([router.experts for router in self.routers])
         for router, chosen in zip(self.routers, parts, strict=True):
-            # Without choices, as in a step that left the layer out, the load stays what it was.
-            router.load.copy_(torch.where(chosen.sum() > 0, chosen / chosen.sum().clamp_min(1), router.load))
+            if router.tally in tallies:  # else the load stays what it was
+                router.load.copy_(chosen / chosen.sum().clamp_min(1))
             if router.bias is not None:
                 # E times what is missing to the mean, so that equal loads give exactly 0.
                 missing = chosen.sum() - router.experts * chosen
