@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megazero.ablate.corpus import Corpus
+from megazero.ablate.corpus import FAMILIES, Corpus
 from megazero.ablate.progress import ProgressTable
 from megazero.ablate.runs import Command, Failure, run_all, training_command
 from megazero.ablate.study import Member, Wishes, chosen, read_study, with_teachers
@@ -24,11 +25,11 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train every configuration (*.yaml) of a folder, except those named base*.yaml, which "
         "others are built on, and compare what they learned: results.jsonl has an object per run, results.md "
         "a table, results.png the validation loss against tokens, FLOPs and time. Configurations that name "
-        "no data are trained on the quickstart's corpus, which is made if it is not there, and analyzed for "
-        "curricula that name no index. When called again, the command trains only what is not finished, from "
-        "the last checkpoint on.",
-        epilog="Flags of pretrain_gpt.py may follow after `--`; they take precedence over all files, as in "
-        "`megazero ablate examples_3d/moe -- --bf16`. Status 0: all runs are finished; 1: some failed; 2: "
+        "no data are trained on the quickstart's corpus, Python's standard library for a GPT and the King James "
+        "Bible for a BERT; it is made if it is not there, and analyzed for curricula that name no index. When "
+        "called again, the command trains only what is not finished, from the last checkpoint on.",
+        epilog="Flags of pretrain_gpt.py or pretrain_bert.py may follow after `--`; they take precedence over "
+        "all files, as in `megazero ablate examples_3d/moe -- --bf16`. Status 0: all runs are finished; 1: some failed; 2: "
         "refused; 130: interrupted.",
     )
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="the configurations")
@@ -39,7 +40,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steps",
         type=int,
-        help="optimizer steps of each run, with as many evaluations (default: the files')",
+        help="optimizer steps of each run, with everything in it at the same places (default: the files')",
+    )
+    parser.add_argument(
+        "--shares",
+        type=float,
+        nargs="+",
+        default=[1.0],
+        metavar="S",
+        help="train each at these multiples of its length, with everything in it at the same places: "
+        "learning rate, schedules, evaluations (default 1); NAME@S is NAME at S times its length",
     )
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="NAME", help="train only these and those they learn from"
@@ -57,7 +67,7 @@ def main(argv: Sequence[str], command: Command = training_command) -> int:
     """Run the command with its flags; returns the exit status.
 
     Args:
-        argv: the command's flags; after ``--``, those of pretrain_gpt.py.
+        argv: the command's flags; after ``--``, those of the training.
         command: what trains one run.
     """
     own, passed = list(argv), []
@@ -80,20 +90,20 @@ def main(argv: Sequence[str], command: Command = training_command) -> int:
 def _ablate(flags: argparse.Namespace, passed: tuple[str, ...], command: Command) -> list[Failure]:
     _check(flags)
     out = (flags.out or Path("out/ablate") / flags.folder.resolve().name).resolve()
-    corpus = Corpus(out / "corpus")
-    study = read_study(flags.folder, Wishes(flags.nproc, flags.steps, passed, corpus.flags))
+    corpora = {family: Corpus(out / "corpus", family) for family in FAMILIES}
+    named = {family: corpus.flags for family, corpus in corpora.items()}
+    wishes = Wishes(flags.nproc, flags.steps, tuple(dict.fromkeys(flags.shares)), passed, named)
+    study = read_study(flags.folder, wishes)
     members = study.members
     baseline = chosen(members, [flags.baseline or members[0].name], "--baseline")[0]
     wanted = with_teachers(chosen(members, flags.only, "--only"), members)
     for warning in study.warnings:
         print(f"megazero ablate: {warning}", file=sys.stderr)
-    if any(member.takes_corpus for member in wanted):
-        corpus.prepare()
+    for family in {member.config.model.family: None for member in wanted if member.takes_corpus}:
+        corpora[family].prepare()
     trials = trials_of(members, flags.seeds, flags.nproc, out)
     mine = [trial for trial in trials if trial.member in wanted]
-    for trial in mine:
-        if trial.to_analyze and not trial.finished():
-            corpus.analyze(trial.to_analyze, trial.config())
+    _analyze([trial for trial in mine if trial.to_analyze and not trial.finished()])
     try:
         with ProgressTable(mine) as board:
             return run_all(mine, board, command)
@@ -101,11 +111,27 @@ def _ablate(flags: argparse.Namespace, passed: tuple[str, ...], command: Command
         _report(members, trials, baseline, out)
 
 
+def _analyze(trials: Sequence[Trial]) -> None:
+    """Measure the samples for these trials' curricula, once where they share them."""
+    done = set()
+    for trial in trials:
+        metrics, config = trial.to_analyze, trial.config()
+        wanted = {(trial.corpus.analysis(config), metric.name) for metric in metrics}
+        if not wanted <= done:
+            trial.corpus.analyze(metrics, config)
+            done |= wanted
+
+
 def _check(flags: argparse.Namespace) -> None:
     low = [
         f"`--{name}` must be at least 1, but is {value}; raise it"
         for name in ("seeds", "nproc", "steps")
         if (value := getattr(flags, name)) is not None and value < 1
+    ]
+    low += [
+        f"`--shares` must be greater than 0 and finite, but one is {share:g}; correct it"
+        for share in flags.shares
+        if not 0 < share < math.inf
     ]
     if low:
         raise ConfigError(low)

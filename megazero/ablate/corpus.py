@@ -1,5 +1,6 @@
-"""The quickstart's corpus: the standard library's sources, a tokenizer trained on them, token ids, and what
-curricula need to know of its samples.
+"""The quickstart's corpora: text, a tokenizer trained on it, token ids, and what curricula need to know.
+
+A GPT learns from the standard library's sources, a BERT from the King James Bible.
 
 The tools and their settings are those of scripts/quickstart.sh. What exists already is used again.
 """
@@ -9,27 +10,82 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.tree import Config
+from megazero.data_efficiency.metrics import NEED_COUNTS
 from megazero.errors import DataError
 
 _TOOLS = Path(__file__).resolve().parents[2] / "data_tools"
-_VOCABULARY = 8192
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """What the corpus of a family is made with; files are relative to the corpus's folder.
+
+    Attributes:
+        tool: makes the text.
+        text: the file of it.
+        train: flags of the tokenizer's training.
+        tokenizer: the tokenizer's file.
+        tokenize: the flags that name it, but for the file, which follows them.
+        prefix: the dataset, without ``.bin`` or ``.idx``.
+        suffix: the part of it that the encoder adds.
+        encode: flags of the encoder.
+    """
+
+    tool: str
+    text: str
+    train: tuple[str, ...]
+    tokenizer: str
+    tokenize: tuple[str, ...]
+    prefix: str
+    suffix: str
+    encode: str
+
+
+_RECIPES: Mapping[str, _Recipe] = MappingProxyType(
+    {
+        "gpt": _Recipe(
+            tool="make_corpus",
+            text="corpus.jsonl",
+            train=("--vocab-size", "8192"),
+            tokenizer="tokenizer/tokenizer.json",
+            tokenize=("--tokenizer-type", "HFTokenizer", "--tokenizer-model"),
+            prefix="stdlib_text_document",
+            suffix="_text_document",
+            encode="--append-eod",
+        ),
+        "bert": _Recipe(
+            tool="make_prose",
+            text="prose.jsonl",
+            train=("--type", "wordpiece", "--vocab-size", "4096"),
+            tokenizer="wordpiece/vocab.txt",
+            tokenize=("--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file"),
+            prefix="kjv_text_sentence",
+            suffix="_text_sentence",
+            encode="--split-sentences",
+        ),
+    }
+)
+FAMILIES = tuple(_RECIPES)
+"""The families of models that there is a corpus for."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The prepared corpus in a folder, which need not exist yet."""
+    """The prepared corpus of a family of models in a folder, which need not exist yet."""
 
     folder: Path
+    family: str
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flags of pretrain_gpt.py that name it."""
+        """The flags of a training that name it."""
         return "--data-path", str(self._prefix), *self._tokenizer_flags
 
     def prepare(self) -> None:
@@ -38,23 +94,21 @@ class Corpus:
         Raises:
             DataError: a tool failed; it has said why.
         """
-        text, tokenizer, index = self._text, self._tokenizer, self._prefix.with_suffix(".idx")
+        recipe, text, index = self._recipe, self.folder / self._recipe.text, self._prefix.with_suffix(".idx")
         if not text.exists():
-            _run("make_corpus", "--output", text)
-        if not _newer(tokenizer, text):
-            _run(
-                "train_tokenizer", "--input", text, "--output", tokenizer.parent, "--vocab-size", _VOCABULARY
-            )
-        if not (_newer(index, tokenizer) and self._prefix.with_suffix(".bin").exists()):
-            prefix = str(self._prefix).removesuffix("_text_document")
-            encode = ("--append-eod", "--workers", os.cpu_count() or 1)
+            _run(recipe.tool, "--output", text)
+        if not _newer(self._tokenizer, text):
+            _run("train_tokenizer", "--input", text, "--output", self._tokenizer.parent, *recipe.train)
+        if not (_newer(index, self._tokenizer) and self._prefix.with_suffix(".bin").exists()):
+            prefix = str(self._prefix).removesuffix(recipe.suffix)
+            encode = (recipe.encode, "--workers", os.cpu_count() or 1)
             _run(
                 "preprocess_data", "--input", text, "--output-prefix", prefix, *self._tokenizer_flags, *encode
             )
 
     def indexed(self, metric: CurriculumMetric, config: Config) -> CurriculumMetric:
         """The metric with the index files that `analyze` makes for this configuration's samples."""
-        prefix = self._analysis(config) / metric.name / metric.name
+        prefix = self.analysis(config) / metric.name / metric.name
         found = {f"index_to_{what}_path": f"{prefix}_index_to_{what}" for what in ("sample", "metric")}
         return metric.model_copy(update=found)
 
@@ -65,36 +119,48 @@ class Corpus:
             DataError: the tool failed, such as for a metric that it does not know; it has said why.
         """
         names = [metric.name for metric in metrics]
-        counts = ["total_vocab_freq"] if any("vocab_rarity" in name for name in names) else []
+        counts = ["total_vocab_freq"] if NEED_COUNTS & set(names) else []
         epochs = config.data.train_data_exact_num_epochs or 1
         _run(
             "analyze_dataset",
-            *("--metric", *counts, *names, "--output", self._analysis(config), *self.flags),
+            *("--metric", *counts, *names, "--output", self.analysis(config), *self.flags),
             *("--seq-length", config.model.seq_length, "--split", config.data.split),
             *("--seed", config.training.seed, "--train-data-exact-num-epochs", epochs),
+            *("--analyzing-data-type", self.family.upper()),
+            *_bert_flags(config),
         )
 
-    def _analysis(self, config: Config) -> Path:
+    def analysis(self, config: Config) -> Path:
         """A folder for each dataset, since numbers of samples mean nothing in another one."""
         epochs, split = config.data.train_data_exact_num_epochs or 1, config.data.split.replace(",", "-")
         seed, length = config.training.seed, config.model.seq_length
-        return self.folder / "analysis" / f"length-{length}-split-{split}-seed-{seed}-epochs-{epochs}"
+        kind = "".join(_bert_flags(config)).replace("--", "-")
+        name = f"{self.family}{kind}-length-{length}-split-{split}-seed-{seed}-epochs-{epochs}"
+        return self.folder / "analysis" / name
 
     @property
-    def _text(self) -> Path:
-        return self.folder / "corpus.jsonl"
+    def _recipe(self) -> _Recipe:
+        return _RECIPES[self.family]
 
     @property
     def _tokenizer(self) -> Path:
-        return self.folder / "tokenizer" / "tokenizer.json"
+        return self.folder / self._recipe.tokenizer
 
     @property
     def _prefix(self) -> Path:
-        return self.folder / "stdlib_text_document"
+        return self.folder / self._recipe.prefix
 
     @property
     def _tokenizer_flags(self) -> tuple[str, ...]:
-        return "--tokenizer-type", "HFTokenizer", "--tokenizer-model", str(self._tokenizer)
+        return *self._recipe.tokenize, str(self._tokenizer)
+
+
+def _bert_flags(config: Config) -> tuple[str, ...]:
+    """What a BERT's samples depend on besides."""
+    if config.model.family != "bert":
+        return ()
+    alone = () if config.model.bert_binary_head else ("--bert-no-binary-head",)
+    return "--short-seq-prob", str(config.data.short_seq_prob), *alone
 
 
 def _newer(path: Path, source: Path) -> bool:

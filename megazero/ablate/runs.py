@@ -17,7 +17,7 @@ from megazero.ablate.trial import Trial
 from megazero.config.document import to_yaml
 from megazero.errors import ConfigError
 
-_SCRIPT = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
+_SCRIPTS = Path(__file__).resolve().parents[2]
 _GLANCE = 1.0  # seconds between looks at a run's metrics
 _PATIENCE = 120.0  # seconds for a run to save when it is told to stop
 _TAIL = 12  # lines of a failed run's log
@@ -40,21 +40,22 @@ class Failure:
 
 
 def training_command(trial: Trial) -> list[str]:
-    """Runs pretrain_gpt.py, under torchrun if there are several ranks.
+    """Runs pretrain_gpt.py or pretrain_bert.py, under torchrun if there are several ranks.
 
     Raises:
         ConfigError: the script is not where a checkout has it.
     """
-    if not _SCRIPT.exists():
+    script = _SCRIPTS / f"pretrain_{trial.member.config.model.family}.py"
+    if not script.exists():
         raise ConfigError(
-            f"`pretrain_gpt.py` must lie beside the package, but {_SCRIPT} does not exist; run this command "
+            f"`{script.name}` must lie beside the package, but {script} does not exist; run this command "
             "from a checkout"
         )
-    script = [str(_SCRIPT), "--config", str(trial.settings)]
+    words = [str(script), "--config", str(trial.settings)]
     if trial.ranks == 1:
-        return [sys.executable, *script]
+        return [sys.executable, *words]
     several = ["--standalone", "--nproc-per-node", str(trial.ranks)]
-    return [sys.executable, "-m", "torch.distributed.run", *several, *script]
+    return [sys.executable, "-m", "torch.distributed.run", *several, *words]
 
 
 def run_all(

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+from megazero.ablate.lengths import METRICS, as_flags, scaled, share_of
 from megazero.config.coerce import nearest
+from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.document import BASE, read_file
 from megazero.config.flags import scan
-from megazero.config.metric_text import as_mapping
 from megazero.config.resolve import parse_config
 from megazero.config.tree import Config
 from megazero.errors import ConfigError
 
-_METRICS = "data_sampling.curriculum_metrics"
 _SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
 
 
@@ -26,14 +27,16 @@ class Wishes:
     Attributes:
         ranks: processes of each run.
         steps: optimizer steps of each run; None leaves what the files say.
+        shares: lengths of trainings as multiples of the files'; each member has one of each.
         flags: flags of pretrain_gpt.py, which take precedence over the files.
-        corpus: the flags that name the prepared corpus, for members that name no data.
+        corpus: for members that name no data, the flags that name the prepared corpus, by model family.
     """
 
     ranks: int = 1
     steps: int | None = None
+    shares: tuple[float, ...] = (1.0,)
     flags: tuple[str, ...] = ()
-    corpus: tuple[str, ...] = ()
+    corpus: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Member:
     """One configuration of a study.
 
     Attributes:
-        name: the name of its file, without ``.yaml``.
+        file: the name of its file, without ``.yaml``.
+        name: the same, or ``FILE@SHARE`` if its training is shorter or longer.
         title: the first comment of its file; empty without one.
         config: its settings, complete but for what tells its runs apart.
         takes_corpus: whether it names no data, so that it is trained on the prepared corpus.
@@ -49,6 +53,7 @@ class Member:
         analyzed: names of its curriculum's metrics that name no index, so that the corpus is analyzed.
     """
 
+    file: str
     name: str
     title: str
     config: Config
@@ -77,26 +82,30 @@ def read_study(folder: Path, wishes: Wishes) -> Study:
     warnings: dict[str, None] = {}
     files = _files(folder)
     named = {path.stem for path in files}
-    for path in files:
+    for path, share in product(files, wishes.shares):
+        name = _named(path.stem, share)
         document = read_file(str(path))
         given = {s.spec.path: s.value for s in [*document.settings, *scan(wishes.flags).settings]}
         takes_corpus = not {f"data.{name}" for name in _SOURCES} & set(given)
-        analyzed, indexes = _indexes(given) if takes_corpus else ((), [])
-        corpus = (*wishes.corpus, *indexes) if takes_corpus else ()
-        flags = [*wishes.flags, *corpus, *_length(given, wishes.steps)]
+        changed = _length(given, wishes.steps, share)
+        analyzed = _unindexed(given) if takes_corpus else ()
+        if analyzed:
+            changed[METRICS] = _indexed_later(changed.get(METRICS, given[METRICS]), analyzed)
+        corpus = wishes.corpus.get(str(given.get("model.family", "gpt")), ()) if takes_corpus else ()
+        flags = [*wishes.flags, *corpus, *as_flags(changed)]
         try:
             resolved = parse_config(["--config", str(path), *flags], world_size=wishes.ranks)
         except ConfigError as error:
             reasons = error.violations
         else:
             teacher = resolved.config.distillation.load_teacher
-            inside = teacher if teacher in named else None
+            inside = _named(teacher, share) if teacher in named else None
             told = (_title(path), resolved.config, takes_corpus, inside, analyzed)
-            members.append(Member(path.stem, *told))
+            members.append(Member(path.stem, name, *told))
             warnings |= dict.fromkeys(resolved.warnings)
             reasons = _unfit(members[-1])
         for reason in reasons:
-            problems.setdefault(reason, []).append(path.stem)
+            problems.setdefault(reason, []).append(name)
     for name in _circle(members):
         problems.setdefault(
             "`load_teacher` must name a member that does not learn from it; correct it.", []
@@ -138,10 +147,12 @@ def _circle(members: Sequence[Member]) -> list[str]:
 def chosen(members: Sequence[Member], names: Sequence[str], flag: str) -> tuple[Member, ...]:
     """The members of these names, in their own order; all of them if no name is given.
 
+    The name of a file means its trainings of every length.
+
     Raises:
         ConfigError: there is no member of a name that `flag` gave.
     """
-    known = [member.name for member in members]
+    known = list(dict.fromkeys(name for m in members for name in (m.file, m.name)))
     unknown = [
         f"`{flag}` must name members ({', '.join(known)}), but is {name}"
         + (f"; did you mean {close}?" if (close := nearest(name, known)) else "; correct it.")
@@ -150,7 +161,7 @@ def chosen(members: Sequence[Member], names: Sequence[str], flag: str) -> tuple[
     ]
     if unknown:
         raise ConfigError(unknown)
-    return tuple(member for member in members if not names or member.name in names)
+    return tuple(m for m in members if not names or {m.name, m.file} & set(names))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -168,33 +179,28 @@ def _files(folder: Path) -> list[Path]:
     return found
 
 
-def _length(given: dict[str, object], steps: int | None) -> list[str]:
-    """The flags that train for so many steps, with the evaluations and the end of a teacher's lessons at the
-    same shares of the training.
-    """
+def _named(stem: str, share: float) -> str:
+    return stem if share == 1 else f"{stem}@{share:g}"
+
+
+def _length(given: Mapping[str, Any], steps: int | None, share: float) -> dict[str, Any]:
+    """The settings of a training of so many steps, times `share`."""
     if steps is None:
-        return []
-    flags = ["--train-iters", str(steps)]
-    whole = given.get("training.train_iters")
-    for path, flag in (
-        ("training.eval_interval", "--eval-interval"),
-        ("distillation.kd_train_iters", "--kd-train-iters"),
-    ):
-        number = given.get(path)
-        if isinstance(whole, int) and isinstance(number, int) and whole > 0:
-            flags += [flag, str(max(1, round(number * steps / whole)))]
-    return flags
+        return {} if share == 1 else scaled(given, share)
+    whole = share_of(given, steps)
+    changed = {} if whole is None else scaled(given, whole * share)
+    return {**changed, "training.train_iters": max(1, round(steps * share))}
 
 
-def _indexes(given: dict[str, object]) -> tuple[tuple[str, ...], list[str]]:
-    """The names of the metrics without an index, and the flags that say of these that there will be one."""
-    metrics = given.get(_METRICS) or ()
-    names = tuple(metric.name for metric in metrics if not metric.index_to_sample_path)
-    if not names:
-        return (), []
+def _unindexed(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the metrics without an index."""
+    return tuple(metric.name for metric in given.get(METRICS) or () if not metric.index_to_sample_path)
+
+
+def _indexed_later(metrics: Sequence[CurriculumMetric], names: Sequence[str]) -> tuple[CurriculumMetric, ...]:
+    """The metrics, where those of these names will have an index."""
     later = dict.fromkeys(("index_to_sample_path", "index_to_metric_path"), "made by the analyzer")
-    found = tuple(m.model_copy(update=later) if m.name in names else m for m in metrics)
-    return names, ["--curriculum-metrics", json.dumps(as_mapping(found))]
+    return tuple(m.model_copy(update=later) if m.name in names else m for m in metrics)
 
 
 def _title(path: Path) -> str:
@@ -226,10 +232,5 @@ def _unfit(member: Member) -> list[str]:
     if config.finetune.task is not None:
         reasons.append(
             f"`task` must be left out of pretraining, but is {config.finetune.task}; leave it out."
-        )
-    if member.takes_corpus and config.model.family != "gpt":
-        reasons.append(
-            f"`family` must be gpt for the corpus that is prepared, but is {config.model.family}; name data "
-            "of your own, as in `megazero ablate FOLDER -- --data-path PREFIX`."
         )
     return reasons

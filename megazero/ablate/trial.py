@@ -140,7 +140,7 @@ def trials_of(members: Sequence[Member], seeds: int, ranks: int, out: Path) -> t
             digits = fingerprint(member.config, ranks, "" if teacher is None else teacher.fingerprint)
             seed = member.config.training.seed + number
             folder = out / "runs" / f"{member.name}-{digits}" / f"seed-{seed}"
-            where = (folder, teacher, Corpus(out / "corpus"))
+            where = (folder, teacher, Corpus(out / "corpus", member.config.model.family))
             found[member.name] = Trial(member, seed, ranks, digits, *where)
         trials += found.values()
     return tuple(trials)

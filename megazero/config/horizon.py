@@ -120,18 +120,22 @@ class Evaluations:
         batches: global batches per evaluation.
         batch_size: samples per global batch.
         micro_batches: micro-batches per global batch, on each replica.
+        same: whether all of them read the same samples.
     """
 
     interval: int
     batches: int
     batch_size: int
     micro_batches: int
+    same: bool
 
     @classmethod
     def of(cls, config: Config, steps: Steps) -> Evaluations:
         """The evaluations between these steps."""
         training, size = config.training, steps.ramp.final
-        return cls(training.eval_interval, training.eval_iters, size, size // steps.unit)
+        return cls(
+            training.eval_interval, training.eval_iters, size, size // steps.unit, training.eval_from_start
+        )
 
     @property
     def samples(self) -> int:
@@ -141,8 +145,10 @@ class Evaluations:
     def first_sample(self, iteration: int) -> int:
         """The position in the validation data where the evaluation after `iteration` steps begins.
 
-        Each evaluation reads the next part of the data, as Megatron-LM's do.
+        Each evaluation reads the next part of the data, as Megatron-LM's do, unless all are to read the same.
         """
+        if self.same:
+            return 0
         past = iteration // self.interval
         if past and iteration % self.interval == 0:
             past -= 1
@@ -150,7 +156,7 @@ class Evaluations:
 
     def samples_until(self, iteration: int) -> int:
         """Validation samples read by a training of `iteration` steps, including the evaluation at its end."""
-        return (iteration // self.interval + 1) * self.samples
+        return self.samples if self.same else (iteration // self.interval + 1) * self.samples
 
 
 @dataclass(frozen=True)

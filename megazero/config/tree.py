@@ -230,6 +230,11 @@ class TrainingConfig(Section):
     seed: NonNegativeInt = option(1234, "seed of initial weights, data order and dropout")
     eval_interval: PositiveInt = option(1000, "iterations between evaluations", unit="iterations")
     eval_iters: NonNegativeInt = option(100, "global batches per evaluation; 0 turns it off")
+    eval_from_start: bool = option(
+        False,
+        "let every evaluation read the same validation samples, the first ones, so that losses of different "
+        "steps and runs compare; default: each reads the next ones",
+    )
     exit_interval: PositiveInt | None = option(None, "save and exit at multiples of this", unit="iterations")
     exit_duration_in_mins: PositiveFloat | None = option(None, "save and exit after so long", unit="minutes")
     skip_train: bool = option(False, "evaluate and test only")

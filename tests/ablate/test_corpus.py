@@ -16,11 +16,18 @@ from tests.ablate.samples import write_study
 from tests.source_tree import ROOT
 
 FILES = {
-    "make_corpus": ("corpus.jsonl",),
-    "train_tokenizer": ("tokenizer/tokenizer.json",),
-    "preprocess_data": ("stdlib_text_document.bin", "stdlib_text_document.idx"),
-    "analyze_dataset": (),
+    "gpt": {
+        "make_corpus": ("corpus.jsonl",),
+        "train_tokenizer": ("tokenizer/tokenizer.json",),
+        "preprocess_data": ("stdlib_text_document.bin", "stdlib_text_document.idx"),
+    },
+    "bert": {
+        "make_prose": ("prose.jsonl",),
+        "train_tokenizer": ("wordpiece/vocab.txt",),
+        "preprocess_data": ("kjv_text_sentence.bin", "kjv_text_sentence.idx"),
+    },
 }
+families = pytest.mark.parametrize("family", FILES)
 
 
 @pytest.fixture
@@ -30,7 +37,8 @@ def tools(monkeypatch, tmp_path) -> list[list[str]]:
 
     def run(tool: str, *arguments: object) -> None:
         calls.append([tool, *map(str, arguments)])
-        for name in FILES[tool]:
+        family = "bert" if {"make_prose", "wordpiece", "--split-sentences"} & set(calls[-1]) else "gpt"
+        for name in FILES[family].get(tool, ()):
             path = tmp_path / name
             path.parent.mkdir(exist_ok=True)
             path.write_text("")
@@ -40,31 +48,35 @@ def tools(monkeypatch, tmp_path) -> list[list[str]]:
     return calls
 
 
-def test_everything_is_made_once(tools, tmp_path):
-    Corpus(tmp_path).prepare()
-    Corpus(tmp_path).prepare()
-    assert [call[0] for call in tools] == ["make_corpus", "train_tokenizer", "preprocess_data"]
-    os.utime(tmp_path / "corpus.jsonl", (99, 99))  # another corpus: all that is made from it is old
-    Corpus(tmp_path).prepare()
+@families
+def test_everything_is_made_once(tools, tmp_path, family):
+    corpus, (text, *_) = Corpus(tmp_path, family), FILES[family]
+    corpus.prepare()
+    corpus.prepare()
+    assert [call[0] for call in tools] == [text, "train_tokenizer", "preprocess_data"]
+    (name,) = FILES[family][text]
+    os.utime(tmp_path / name, (99, 99))  # another corpus: all that is made from it is old
+    corpus.prepare()
     assert [call[0] for call in tools[3:]] == ["train_tokenizer", "preprocess_data"]
 
 
 def test_what_is_missing_is_made_again(tools, tmp_path):
-    Corpus(tmp_path).prepare()
+    Corpus(tmp_path, "gpt").prepare()
     (tmp_path / "stdlib_text_document.bin").unlink()
-    Corpus(tmp_path).prepare()
+    Corpus(tmp_path, "gpt").prepare()
     assert [call[0] for call in tools[3:]] == ["preprocess_data"]
 
 
-def test_settings_are_those_of_the_quickstart(tools, tmp_path):
+@families
+def test_settings_are_those_of_the_quickstart(tools, tmp_path, family):
     """Each flag and value stands in the quickstart's script; files aside."""
     script = (ROOT / "scripts/quickstart.sh").read_text(encoding="utf-8")
-    Corpus(tmp_path).prepare()
+    Corpus(tmp_path, family).prepare()
     words = [word for call in tools for word in call if not word.startswith(str(tmp_path))]
     assert {word for word in words if word not in script} <= {str(os.cpu_count())}
-    assert tools[1][-2:] == ["--vocab-size", "8192"]
-    assert "--append-eod" in tools[2]
-    assert all(word in script for word in Corpus(Path("x")).flags if word.startswith("--"))
+    assert tools[1][-2:] == ["--vocab-size", {"gpt": "8192", "bert": "4096"}[family]]
+    assert {"gpt": "--append-eod", "bert": "--split-sentences"}[family] in tools[2]
+    assert all(word in script for word in Corpus(Path("x"), family).flags if word.startswith("--"))
 
 
 def test_a_tool_that_fails_is_named(capfd):
@@ -93,7 +105,8 @@ data_sampling:
 
 def test_a_curriculum_without_an_index_gets_that_of_its_seed(tools, tmp_path):
     """Numbers of samples mean something for one order of the documents only."""
-    study = read_study(rarity_study(tmp_path / "s"), Wishes(corpus=Corpus(tmp_path / "corpus").flags))
+    flags = Corpus(tmp_path / "corpus", "gpt").flags
+    study = read_study(rarity_study(tmp_path / "s"), Wishes(corpus={"gpt": flags}))
     trials = trials_of(study.members, 2, 1, tmp_path)
     found = []
     for trial in trials:
@@ -101,7 +114,7 @@ def test_a_curriculum_without_an_index_gets_that_of_its_seed(tools, tmp_path):
         found.append(metric.index_to_sample_path)
         assert metric.difficulty_type == "percentile"
         trial.corpus.analyze(trial.to_analyze, trial.config())
-    name = "analysis/length-8-split-96-4-0-seed-{}-epochs-1/vocab_rarity/vocab_rarity_index_to_sample"
+    name = "analysis/gpt-length-8-split-96-4-0-seed-{}-epochs-1/vocab_rarity/vocab_rarity_index_to_sample"
     assert found == [str(tmp_path / "corpus" / name.format(seed)) for seed in (1234, 1235)]
     for call, seed in zip(tools, ("1234", "1235"), strict=True):
         assert call[:4] == ["analyze_dataset", "--metric", "total_vocab_freq", "vocab_rarity"]

@@ -7,7 +7,7 @@ import pytest
 from megazero.ablate.study import Wishes, chosen, read_study, with_teachers
 from megazero.ablate.trial import trials_of
 from megazero.errors import ConfigError
-from tests.ablate.samples import write_study
+from tests.ablate.samples import BASE, write_study
 
 
 def refused(folder, wishes=None) -> list[str]:
@@ -46,25 +46,70 @@ def test_steps_keep_the_number_of_evaluations(tmp_path, steps, interval):
     assert (training.train_iters, training.eval_interval) == (steps, interval)
 
 
+def test_a_training_at_a_share_has_everything_at_the_same_places(tmp_path):
+    """Each count by hand; what happens per step happens the more often."""
+    text = """
+optimizer: {lr: 0.01, lr_warmup_tokens: 640, lr_decay_tokens: 6400}
+training: {train_iters: null, train_tokens: 6400, eval_interval: 100, eval_iters: 1}
+batch: {micro_batch_size: 2, global_batch_size: 8, rampup_batch_size: [2, 2, 90]}
+curriculum: {seqlen_schedule: fixed_discrete, seqlen_difficulty: [4, 8], seqlen_max_step: [30]}
+skipping: {random_ltd: true, random_ltd_layer_id: [0], random_ltd_min_value: 4, random_ltd_require_steps: 40,
+           random_ltd_seq_per_step: 1, progressive_layer_drop: true, pld_gamma: 0.01}
+data_sampling:
+  curriculum_metrics:
+    rare: {index_to_sample_path: a, index_to_metric_path: b, min_difficulty: 1, max_difficulty: 9,
+           schedule_type: fixed_linear, schedule_config: {total_curriculum_step: 50}}
+"""
+    base = tmp_path / "s"
+    write_study(base, a=text)
+    (base / "base.yaml").write_text(BASE.replace("train_iters: 4, ", ""))
+    whole, half = read_study(base, Wishes(shares=(1, 0.5))).members
+    assert (whole.name, half.name, half.file) == ("a", "a@0.5", "a")
+    counts = {
+        "training": {"train_tokens": 3200, "eval_interval": 50, "eval_iters": 1},
+        "optimizer": {"lr": 0.01, "lr_warmup_tokens": 320, "lr_decay_tokens": 3200},
+        "batch": {"global_batch_size": 8, "rampup_batch_size": (2, 2, 45)},
+        "curriculum": {"seqlen_difficulty": (4, 8), "seqlen_max_step": (15,)},
+        "skipping": {"random_ltd_min_value": 4, "random_ltd_require_steps": 20, "pld_gamma": 0.02},
+    }
+    for section, values in counts.items():
+        assert {name: getattr(getattr(half.config, section), name) for name in values} == values
+    (metric,) = half.config.data_sampling.curriculum_metrics
+    assert (metric.total_curriculum_step, metric.max_difficulty) == (25, 9)
+    assert whole.config == read_study(base, Wishes()).members[0].config
+
+
+def test_a_share_of_so_many_steps(tmp_path):
+    members = read_study(write_study(tmp_path / "s", a=""), Wishes(steps=40, shares=(1, 0.5, 2))).members
+    assert [(m.name, m.config.training.train_iters, m.config.training.eval_interval) for m in members] == [
+        ("a", 40, 20),
+        ("a@0.5", 20, 10),
+        ("a@2", 80, 40),
+    ]
+
+
+def test_a_file_is_chosen_with_all_its_lengths(tmp_path):
+    members = read_study(write_study(tmp_path / "s", a="", b=""), Wishes(shares=(1, 0.5))).members
+    assert [member.name for member in chosen(members, ["a", "b@0.5"], "--only")] == ["a", "a@0.5", "b@0.5"]
+
+
 def test_a_member_without_data_takes_the_corpus(tmp_path):
     folder = write_study(tmp_path / "s", a="", b="")
     (folder / "base.yaml").write_text((folder / "base.yaml").read_text().replace("mock_data: true, ", ""))
     (folder / "b.yaml").write_text("base: base.yaml\ndata: {data_path: [own]}\n")
-    study = read_study(folder, Wishes(corpus=("--data-path", "quick")))
+    quick = {"gpt": ("--data-path", "quick"), "bert": ("--data-path", "prose")}
+    study = read_study(folder, Wishes(corpus=quick))
     assert [(m.takes_corpus, m.config.data.data_path) for m in study.members] == [
         (True, ("quick",)),
         (False, ("own",)),
     ]
-    given = read_study(folder, Wishes(flags=("--data-path", "mine"), corpus=("--data-path", "quick")))
+    given = read_study(folder, Wishes(flags=("--data-path", "mine"), corpus=quick))
     assert [member.config.data.data_path for member in given.members] == [("mine",), ("mine",)]
     (folder / "a.yaml").write_text(
         "base: base.yaml\nmodel: {family: bert}\n"
         "tokenizer: {tokenizer_type: BertWordPieceCase, vocab_file: v}\n"
     )
-    assert refused(folder, Wishes(corpus=("--data-path", "quick"))) == [
-        "a: `family` must be gpt for the corpus that is prepared, but is bert; name data of your own, as in "
-        "`megazero ablate FOLDER -- --data-path PREFIX`."
-    ]
+    assert read_study(folder, Wishes(corpus=quick)).members[0].config.data.data_path == ("prose",)
 
 
 def test_every_reason_is_given_at_once_and_shared_ones_once(tmp_path):

@@ -153,6 +153,7 @@ FACTS: dict[str, tuple[Any, Any]] = {
     "training.seed": (1234, 1234),
     "training.eval_interval": (None, 1000),
     "training.eval_iters": (100, 100),
+    "training.eval_from_start": (NO, False),
     "training.exit_interval": (None, None),
     "training.exit_duration_in_mins": (None, None),
     "training.skip_train": (False, False),

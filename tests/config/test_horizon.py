@@ -107,19 +107,22 @@ def test_lr_lengths(changes: dict[str, Any], expected: LrLengths) -> None:
 
 
 def test_evaluations_by_hand() -> None:
-    config = make_config({**RAMP, "training.eval_interval": 10, "training.eval_iters": 3})
-    found = horizon_of(config, 2).evaluations
-    assert found == Evaluations(interval=10, batches=3, batch_size=12, micro_batches=3)
+    every_10 = {"training.eval_interval": 10, "training.eval_iters": 3}
+    found = horizon_of(make_config({**RAMP, **every_10}), 2).evaluations
+    assert found == Evaluations(interval=10, batches=3, batch_size=12, micro_batches=3, same=False)
     assert found.samples == 36
     # one at 10 reads the first part, one at 20 the second; one at the end, at 25, the third
     assert [found.first_sample(n) for n in (0, 9, 10, 20, 25, 30)] == [0, 0, 0, 36, 72, 72]
     assert [found.samples_until(n) for n in (9, 10, 25, 30)] == [36, 72, 108, 144]
+    same = horizon_of(make_config({**RAMP, **every_10, "training.eval_from_start": True}), 2).evaluations
+    assert [same.first_sample(n) for n in (9, 10, 25)] == [0, 0, 0]
+    assert [same.samples_until(n) for n in (9, 10, 25)] == [36, 36, 36]
 
 
 @pytest.mark.parametrize("batches", [0, 1, 4])
 def test_every_evaluation_has_samples_of_its_own(batches: int) -> None:
     for interval, iterations in product(range(1, 10), range(40)):
-        evaluations = Evaluations(interval, batches, 5, 1)
+        evaluations = Evaluations(interval, batches, 5, 1, same=False)
         at = [*range(interval, iterations, interval), iterations]
         starts = [evaluations.first_sample(iteration) for iteration in at]
         assert starts == [i * evaluations.samples for i in range(len(at))]
@@ -129,7 +132,7 @@ def test_every_evaluation_has_samples_of_its_own(batches: int) -> None:
 def varying(limits: Limits, start: Progress = BEGINNING) -> Horizon:
     """Made up: 6 samples a step, of 10 tokens for 3 steps, 20 for 2, and 50 from then on."""
     steps = Steps(BatchRamp.constant(6), 2, SequenceLengths(((0, 10), (3, 20), (5, 50))), start)
-    return Horizon(steps, limits, LrLengths("tokens", 0, 1, None), Evaluations(10, 1, 6, 3))
+    return Horizon(steps, limits, LrLengths("tokens", 0, 1, None), Evaluations(10, 1, 6, 3, same=False))
 
 
 @pytest.mark.parametrize(
