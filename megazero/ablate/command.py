@@ -25,12 +25,13 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train every configuration (*.yaml) of a folder, except those named base*.yaml, which "
         "others are built on, and compare what they learned: results.jsonl has an object per run, results.md "
         "a table, results.png the validation loss against tokens, FLOPs and time. Configurations that name "
-        "no data are trained on the quickstart's corpus, Python's standard library for a GPT and the King James "
-        "Bible for a BERT; it is made if it is not there, and analyzed for curricula that name no index. When "
-        "called again, the command trains only what is not finished, from the last checkpoint on.",
-        epilog="Flags of pretrain_gpt.py or pretrain_bert.py may follow after `--`; they take precedence over "
-        "all files, as in `megazero ablate examples_3d/moe -- --bf16`. Status 0: all runs are finished; 1: some failed; 2: "
-        "refused; 130: interrupted.",
+        "no data are trained on the quickstart's corpus, Python's standard library for a GPT and the King "
+        "James Bible for a BERT; it is made if it is not there, and analyzed for curricula that name no "
+        "index. When called again, the command trains only what is not finished, from the last checkpoint "
+        "on.",
+        epilog="Flags of pretrain_gpt.py or pretrain_bert.py may follow after `--`; they take precedence "
+        "over all files, as in `megazero ablate examples_3d/moe -- --bf16`. Status 0: all runs are finished; "
+        "1: some failed; 2: refused; 130: interrupted.",
     )
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="the configurations")
     parser.add_argument(

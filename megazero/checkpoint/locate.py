@@ -47,15 +47,19 @@ def checkpoints_of(path: Path) -> list[Path]:
     return found
 
 
-def one_checkpoint(path: Path) -> Path:
+def one_checkpoint(path: Path, step: int | None = None) -> Path:
     """The one checkpoint, or the one of a run that a resume would take; warnings go to standard error.
+
+    Args:
+        path: the folder of a run or, unless `step` is given, of a checkpoint.
+        step: take that of this step.
 
     Raises:
         CheckpointError: there is none.
     """
-    if is_checkpoint(path):
+    if step is None and is_checkpoint(path):
         return path
-    found = candidates(path)
+    found = candidates(path, step)
     if not found.folders:
         raise no_checkpoint(path)
     for remark in found.remarks:

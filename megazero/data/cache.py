@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
+from megazero.data.files import whole_file
 from megazero.data.indexed.checksum import hash_bytes
 
 _FORMAT = "megazero-index-1"
@@ -110,9 +109,9 @@ def _load(stem: Path, description: Mapping[str, object], names: tuple[str, ...])
 
 
 def _store(stem: Path, description: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> None:
-    stem.parent.mkdir(parents=True, exist_ok=True)
     for name, array in arrays.items():
-        _write(_array_path(stem, name), lambda file, a=array: np.save(file, a, allow_pickle=False))
+        with whole_file(_array_path(stem, name)) as file:
+            np.save(file, array, allow_pickle=False)
     manifest = {
         "format": _FORMAT,
         "key": cache_key(description),
@@ -120,17 +119,5 @@ def _store(stem: Path, description: Mapping[str, object], arrays: Mapping[str, n
         "arrays": {name: _record(array) for name, array in arrays.items()},
     }
     text = json.dumps(manifest, indent=1).encode()
-    _write(stem.with_name(stem.name + ".json"), lambda file: file.write(text))
-
-
-def _write(path: Path, fill: Callable[..., object]) -> None:
-    """Writes a file under a temporary name, flushes it to disk and renames it."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        with open(temporary, "xb") as file:
-            fill(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(stem.with_name(stem.name + ".json")) as file:
+        file.write(text)

@@ -8,19 +8,12 @@ their task.
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-import sys
-import threading
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
-from megazero.errors import DataError, MegazeroError
-
-_STOPPING = frozenset({signal.SIGINT, signal.SIGTERM})
+from megazero.data.workers import can_fork, or_raise, outcome, signals_held, start_worker
+from megazero.errors import DataError
 
 
 def run_tasks(work: Callable[[object], object], tasks: Iterable[object], processes: int) -> Iterator[object]:
@@ -36,8 +29,9 @@ def run_tasks(work: Callable[[object], object], tasks: Iterable[object], process
     workers: dict[Connection, BaseProcess] = {}
     try:
         for _ in range(min(processes, len(waiting))):
-            pipe, process = _start(work, tuple(workers))
-            workers[pipe] = process
+            with signals_held():
+                pipe, process = start_worker(_serve, work, forked=can_fork(), others=workers)
+                workers[pipe] = process
         waiting.reverse()
         for pipe in workers:
             pipe.send((waiting.pop(),))
@@ -58,70 +52,20 @@ def run_tasks(work: Callable[[object], object], tasks: Iterable[object], process
             pipe.close()
 
 
-def can_fork() -> bool:
-    """Whether this process can be forked safely: on Linux, while it has no other Python thread."""
-    return sys.platform == "linux" and threading.active_count() == 1
-
-
-def _start(work: Callable, others: tuple[Connection, ...]) -> tuple[Connection, BaseProcess]:
-    forked = can_fork()
-    context = multiprocessing.get_context("fork" if forked else "spawn")
-    # A signal must neither reach a child that still has the parent's handlers nor leave one unrecorded.
-    with _signals_held() if forked else nullcontext():
-        ours, theirs = context.Pipe()
-        # A fork copies the parent's ends; a worker that held one would keep the others from seeing it exit.
-        inherited = (*others, ours) if forked else ()
-        process = context.Process(target=_serve, args=(theirs, work, inherited), daemon=True)
-        process.start()
-        theirs.close()
-    return ours, process
-
-
-@contextmanager
-def _signals_held() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _serve(pipe: Connection, work: Callable, inherited: Sequence[Connection]) -> None:
+def _serve(pipe: Connection, work: Callable) -> None:
     """A worker's life: does what comes through `pipe` until the other end closes."""
-    # Ctrl-C reaches every process of the terminal; only the parent decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if inherited:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-    for end in inherited:
-        end.close()
-    try:
-        while True:
-            (task,) = pipe.recv()
-            pipe.send(_outcome(work, task))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
-
-
-def _outcome(work: Callable, task: object) -> tuple[bool, object]:
-    """(whether it went well, the result or the error)."""
-    try:
-        return True, work(task)
-    except (MegazeroError, OSError) as error:
-        return False, error
-    except Exception:
-        return False, RuntimeError(f"a worker failed:\n{traceback.format_exc()}")
+    while True:
+        (task,) = pipe.recv()
+        pipe.send((outcome(work, task),))
 
 
 def _receive(pipe: Connection, process: BaseProcess) -> object:
     try:
-        good, result = pipe.recv()
+        (result,) = pipe.recv()
     except (EOFError, ConnectionResetError) as error:
         process.join(timeout=5)
         raise DataError(
             f"worker process {process.pid} must finish its work, but ended with status {process.exitcode}; "
             "start again, which continues where this stopped. If memory ran out, use fewer processes."
         ) from error
-    if not good:
-        raise result
-    return result
+    return or_raise(result)

@@ -1,4 +1,4 @@
-"""Files that appear whole, and disk errors that say which file and what to do."""
+"""Folders that appear whole, and disk errors that say which file and what to do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from megazero.errors import DataError
 
@@ -23,24 +22,6 @@ def disk(path: str | Path) -> Iterator[None]:
             f"`{path}` must be writable, but is not ({error.strerror or error}); free space or choose "
             "another folder. What is finished is kept."
         ) from error
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears under its name, replacing an old one, only when the block ends without an error.
-
-    Raises DataError if the disk refuses.
-    """
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
-    with disk(path):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "xb") as file:
-                yield file
-                flush(file)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -63,12 +44,6 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             _move(scratch, folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-
-
-def flush(file: IO[bytes]) -> None:
-    """Until the bytes are on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _move(scratch: Path, folder: Path) -> None:

@@ -16,9 +16,10 @@ import numpy as np
 
 from megazero.data.blended import SampleDataset
 from megazero.data.cache import cache_key
+from megazero.data.files import whole_file
 from megazero.data_efficiency.analyzed import AnalyzedDataset
 from megazero.data_efficiency.crew import run_tasks
-from megazero.data_efficiency.disk import whole_file
+from megazero.data_efficiency.disk import disk
 from megazero.data_efficiency.metrics import Metric
 from megazero.data_efficiency.samples import Samples
 from megazero.data_efficiency.user_metric import added, measured
@@ -104,7 +105,8 @@ class MetricFolder:
 
     def write(self, chunk: int, values: np.ndarray) -> None:
         """Stores a chunk's values. DataError if the disk refuses."""
-        with whole_file(self.path(chunk)) as file:
+        path = self.path(chunk)
+        with disk(path), whole_file(path) as file:
             np.save(file, values, allow_pickle=False)
 
     def read(self, chunk: int) -> np.ndarray:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from megazero.data.files import flush
 from megazero.data_efficiency.analyzed import AnalyzedDataset, facts_path
-from megazero.data_efficiency.disk import flush, whole_folder
+from megazero.data_efficiency.disk import whole_folder
 from megazero.data_efficiency.map import MetricFolder
 from megazero.data_efficiency.row_file import RowFile
 from megazero.data_efficiency.row_writer import RowIndexWriter, neutral_dtype, write_rows

@@ -12,9 +12,9 @@ from typing import IO
 
 import numpy as np
 
+from megazero.data.files import flush
 from megazero.data.indexed.format import CODE_OF_DTYPE, MMIDIDX_HEADER, MMIDIDX_MAGIC
 from megazero.data.indexed.reader import prefix_path
-from megazero.data_efficiency.disk import flush
 from megazero.errors import DataError
 
 _INT32 = np.iinfo(np.int32)

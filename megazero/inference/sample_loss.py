@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megazero.checkpoint import CheckpointReader, Verify, candidates, together
+from megazero.checkpoint import CheckpointReader, Verify
 from megazero.checkpoint.manifest import MANIFEST
 from megazero.config.horizon import horizon_of
 from megazero.config.tree import Config, RecomputeConfig, ZeroConfig
@@ -23,13 +23,13 @@ from megazero.data import SampleDataset
 from megazero.data_efficiency.analyzed import AnalyzedDataset
 from megazero.data_efficiency.map import ChunkGrid, MetricFolder
 from megazero.data_efficiency.reduce import is_reduced, reduce_metric
-from megazero.errors import CheckpointError, ConfigError, NumericsError
+from megazero.errors import ConfigError, NumericsError
 from megazero.models import NumberedBatch, SampleLosses
 from megazero.mpu import ParallelContext, gather_values
 from megazero.pipeline import Executor
 from megazero.train.families import family_of
 from megazero.train.feed import Collate
-from megazero.train.named_checkpoint import opened
+from megazero.train.named_checkpoint import checkpoint_at, opened
 from megazero.train.programs import evaluation_program
 from megazero.train.resume import check_model
 from megazero.train.state_json import saved_model
@@ -191,15 +191,7 @@ def _loss_meter(
     if section.load is None:
         raise ConfigError("`load` must name the checkpoint of the model, but is not given; set --load")
 
-    def look() -> str:
-        found = candidates(section.load, section.ckpt_step)
-        if not found.folders:
-            raise CheckpointError(
-                f"`load` must hold a checkpoint, but {section.load} has none; check the path"
-            )
-        return str(found.folders[0])
-
-    where = Path(together(context, look if context.rank == 0 else None, f"look into {section.load}")[0])
+    where = checkpoint_at(section.load, context, section.ckpt_step)
     reader: CheckpointReader = opened(where, Verify(section.verify_checkpoint), context)
     check_model(config.model, vocabulary.size, saved_model(reader), where)
     chunks = {

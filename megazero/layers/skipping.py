@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -64,36 +64,55 @@ def run_layer(
         return layer(x, inputs)
     columns = kept_columns(inputs.sample_keys, layer.layer, length, kept)
     group = layer.placement.tp if layer.placement.sequence_parallel else None
-    out, sums = layer(_taken(x, columns, length, group), inputs.of(columns))
-    x = _put_back(x, out.to(x.dtype), columns, length, group)
+    rows = KeptRows.of(columns, length, group)
+    out, sums = layer(rows.taken(x), inputs.of(columns))
+    x = rows.put_back(x, out.to(x.dtype))
     sums = {name: value * (length / kept) if name in per_token else value for name, value in sums.items()}
     return inputs.narrow(x), sums
 
 
-def _taken(x: Tensor, columns: Tensor, length: int, group: Group | None) -> Tensor:
-    """The rows of x in `columns` [r, b]: [r, b, h], or a rank's share of them, [r/tp, b, h]."""
-    b, mine = x.shape[1], columns
-    if group is not None:
-        x, mine = gather_for_parts(x, group), own_rows(columns, group)
-    numbers = _numbers(mine)
-    inverse = numbers.new_full((length * b,), -1)
-    inverse[numbers] = torch.arange(len(numbers), device=x.device)
-    return chosen_rows(x.flatten(0, 1), numbers, inverse).view(len(mine), b, -1)
+@dataclass(frozen=True)
+class KeptRows:
+    """Where the kept tokens are among the rows of hidden states [s, b, h] when these are flattened.
+
+    Attributes:
+        numbers: int64 [r b], the row of each kept token.
+        places: int64 [s b], for each row its place among the kept ones, and -1 if it is left out.
+        columns: b.
+        group: the ranks that have a share of the rows each; None if this one has all.
+    """
+
+    numbers: Tensor
+    places: Tensor
+    columns: int
+    group: Group | None
+
+    @classmethod
+    def of(cls, columns: Tensor, length: int, group: Group | None = None) -> KeptRows:
+        """Those of the tokens `columns` [r, b], in each of b sequences of `length` tokens."""
+        b = columns.shape[1]
+        numbers = (columns * b + torch.arange(b, device=columns.device)).flatten()
+        places = numbers.new_full((length * b,), -1)
+        places[numbers] = torch.arange(len(numbers), device=columns.device)
+        return cls(numbers, places, b, group)
+
+    def taken(self, x: Tensor) -> Tensor:
+        """The kept rows of x: [r, b, h], or a rank's share of them, [r/tp, b, h]."""
+        numbers, places = self.numbers, self.places
+        if self.group is not None:
+            x, numbers = gather_for_parts(x, self.group), own_rows(numbers, self.group)
+            places = _within(places, self.group.rank * len(numbers), len(numbers))
+        return chosen_rows(x.flatten(0, 1), numbers, places).unflatten(0, (-1, self.columns))
+
+    def put_back(self, x: Tensor, out: Tensor) -> Tensor:
+        """x with what came of the kept rows."""
+        numbers, places = self.numbers, self.places
+        if self.group is not None:
+            out, places = gather_for_parts(out, self.group), own_rows(places, self.group)
+            numbers = _within(numbers, self.group.rank * len(places), len(places))
+        return chosen_rows(out.flatten(0, 1), places, numbers, x.flatten(0, 1)).view(x.shape)
 
 
-def _put_back(x: Tensor, out: Tensor, columns: Tensor, length: int, group: Group | None) -> Tensor:
-    """x with what came of the rows in `columns`."""
-    b, numbers = x.shape[1], _numbers(columns)
-    places = numbers.new_full((length * b,), -1)
-    places[numbers] = torch.arange(len(numbers), device=x.device)
-    if group is not None:
-        out, first, size = gather_for_parts(out, group), group.rank * len(x) * b, len(x) * b
-        places = places[first : first + size]
-        numbers = torch.where((numbers >= first) & (numbers < first + size), numbers - first, -1)
-    return chosen_rows(out.flatten(0, 1), places, numbers, x.flatten(0, 1)).view(x.shape)
-
-
-def _numbers(columns: Tensor) -> Tensor:
-    """The numbers of [r, b] columns among the rows of [s, b, h] when flattened: int64 [r b]."""
-    b = columns.shape[1]
-    return (columns * b + torch.arange(b, device=columns.device)).flatten()
+def _within(numbers: Tensor, first: int, size: int) -> Tensor:
+    """The numbers counted from `first`; -1 for those that are not among its `size` next ones."""
+    return torch.where((numbers >= first) & (numbers < first + size), numbers - first, -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import ClassVar, Protocol
 
 import torch
@@ -199,8 +200,12 @@ class Trunk(nn.Module):
         if self.placement.sequence_parallel or self.config.num_experts:
             # A rank has its share of the rows, whichever are wanted, and routers see whole sequences.
             wanted = None
-        per_token = frozenset(term.name for term in self.terms if term.over == "tokens")
-        return run_layers(self.layers, hidden, inputs, self.units, self.keeping, wanted, per_token)
+        return run_layers(self.layers, hidden, inputs, self.units, self.keeping, wanted, self._per_token)
+
+    @cached_property
+    def _per_token(self) -> frozenset[str]:
+        """The names of the terms that are sums over tokens."""
+        return frozenset(term.name for term in self.terms if term.over == "tokens")
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
         if self.config.position_embedding_type != "rope":

@@ -12,7 +12,7 @@ from megazero.config.tree import Config
 from megazero.data import BatchSampler, SamplerSpec
 from megazero.data_efficiency.curriculum import curriculum_sampler
 from megazero.errors import ConfigError
-from megazero.layers import Skipping, initialize_parameters
+from megazero.layers import initialize_parameters
 from megazero.moe import RouterLoads
 from megazero.mpu import (
     Launch,
@@ -47,6 +47,7 @@ from megazero.train.resume import resume
 from megazero.train.skipping import SkippingPlan
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
+from megazero.train.token_flops import TokenFlops
 from megazero.train.vocabulary import Vocabulary, build_vocabulary
 from megazero.train.weights import take_foreign_weights
 from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store
@@ -140,7 +141,7 @@ def build_plan(config: Config, horizon: Horizon, vocabulary: Vocabulary, context
     minutes = training.exit_duration_in_mins
     return RunPlan(
         horizon=horizon,
-        flops_per_token=cache(partial(flops_per_token, config, vocabulary)),
+        flops_per_token=TokenFlops(config, vocabulary),
         matmul_rate=measure_matmul_rate(DTYPES[config.precision.dtype], context.device),
         save_interval=config.checkpoint.save_interval,
         exit_interval=training.exit_interval,
@@ -152,27 +153,6 @@ def build_plan(config: Config, horizon: Horizon, vocabulary: Vocabulary, context
         log_interval=logging.log_interval,
         difficulties=Difficulties.of(config.data_sampling),
     )
-
-
-def flops_per_token(
-    config: Config, vocabulary: Vocabulary, sequence_length: int, skipping: Skipping
-) -> float:
-    """FLOPs of training on one token, forward and backward, without what the step leaves out."""
-    family = family_of(config.model)
-
-    def blocks(length: int) -> list[float]:
-        model = config.model.model_copy(update={"seq_length": length})
-        whole = config.model_copy(update={"model": model})
-        return [block.flops for block in family.blocks(whole, vocabulary.padded)]
-
-    embedding, *layers, head = blocks(sequence_length)
-    total = embedding + head
-    for layer, flops in enumerate(layers):
-        kept = skipping.kept_by(layer, sequence_length)
-        if kept < sequence_length:
-            flops = blocks(kept)[1 + layer] * kept / sequence_length
-        total += flops * (skipping.scale_of(layer) != 0.0)
-    return 3.0 * total
 
 
 def pretrain(config: Config, launch: Launch | None = None, disk: Disk | None = None) -> TrainState:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.steps import Progress
-from megazero.layers import NOTHING_SKIPPED
+from megazero.layers import NOTHING_SKIPPED, Skipping
 from megazero.moe import RouterLoads
 from megazero.mpu import ParallelContext, read_values
 from megazero.optim import LearningRate, LossScaler, WeightDecay
@@ -56,6 +56,7 @@ class StepResult:
         skipped: whether the update was left out: a gradient was not finite, or nothing in the global batch
             counted for a trained term, so that `losses.total` is None.
         first_bad_parameter: the first with a gradient that is not finite.
+        skipping: what it left out.
         tokens: how many choices fell on each expert of this stage, by the names of the routers' tallies, on
             the device.
     """
@@ -66,6 +67,7 @@ class StepResult:
     loss_scale: float
     skipped: bool
     first_bad_parameter: str | None = None
+    skipping: Skipping = NOTHING_SKIPPED
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -135,13 +137,13 @@ class Engine:
             lr = self.schedules.learning_rate.at(progress)
             losses, _ = self._losses(sums.terms, counts)
             if losses.total is None:
-                return StepResult(losses, 0.0, lr, scale, skipped=True, tokens=tokens)
+                return StepResult(losses, 0.0, lr, scale, skipped=True, skipping=skipping, tokens=tokens)
             if before_update is not None:
                 before_update()
             report = self.optimizer.step(lr, self.schedules.weight_decay.at(progress), 1.0 / scale)
             self.scaler_state = self.scaler.update(self.scaler_state, not report.applied)
         found = (losses, report.grad_norm, lr, scale, not report.applied, report.first_bad_parameter)
-        return StepResult(*found, tokens=tokens)
+        return StepResult(*found, skipping=skipping, tokens=tokens)
 
     def evaluate(self, global_batches: Iterable[Sequence[CountedBatch]]) -> tuple[Losses, int]:
         """The losses of all batches of all ranks, and how much counts for the first term.

@@ -191,8 +191,7 @@ class Loop:
         rate = step.positions / seconds
         # Padding takes time only where it cannot be avoided, and is no use.
         useful = rate * (1.0 - result.losses.padding)
-        skipping = self.engine.schedules.skipping.at(step.before)
-        each = self.plan.flops_per_token(step.sequence_length, skipping)
+        each = self.plan.flops_per_token(step.sequence_length, result.skipping)
         each += self.engine.lessons.flops_per_token
         flops = useful * each / self.context.world_size
         return StepMetrics(
@@ -213,9 +212,9 @@ class Loop:
             first_bad_parameter=result.first_bad_parameter,
             phase_seconds=self.timers.collect(),
             sequence_length=step.sequence_length if self.plan.horizon.steps.lengths.grow else None,
-            difficulties=self.plan.difficulties.at(step.before) if self.plan.difficulties else {},
+            difficulties=self.plan.difficulties.at(step.before) if self.plan.difficulties else None,
             kept_tokens=step.kept_tokens,
-            layers_run=skipping.layers_run,
+            layers_run=result.skipping.layers_run,
             **_steadiness(state, result),
             **extras,
         )

@@ -12,6 +12,15 @@ from megazero.train.losses import Losses
 STABILITY = ("loss_ratio", "loss_deviation", "grad_norm_deviation")
 """The fields of `StepMetrics` that say how steady the training is."""
 
+_WHERE_KNOWN = (
+    "tokens_per_expert",
+    "sequence_length",
+    "difficulties",
+    "kept_tokens",
+    "layers_run",
+    *STABILITY,
+)
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -41,7 +50,7 @@ class StepMetrics:
         phase_seconds: wall time of each named phase (`timers.py`).
         sequence_length: tokens of a sequence in this iteration; None without a curriculum.
         difficulties: for each metric of a curriculum over samples, how difficult those of this iteration
-            may be; empty without one.
+            may be; None without one.
         kept_tokens: those of them that layers with random-LTD saw; None where they saw all.
         layers_run: how many layers ran; None without progressive layer dropping.
         loss_ratio: the total loss as a multiple of the lowest of the updates before (`stability.py`); like
@@ -71,7 +80,7 @@ class StepMetrics:
     first_bad_parameter: str | None = None
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     sequence_length: int | None = None
-    difficulties: Mapping[str, int] = field(default_factory=dict)
+    difficulties: Mapping[str, int] | None = None
     kept_tokens: int | None = None
     layers_run: int | None = None
     loss_ratio: float | None = None
@@ -96,9 +105,7 @@ class StepMetrics:
         something was or could be.
         """
         found = _record(self)
-        if not self.difficulties:
-            del found["difficulties"]
-        for name in ("tokens_per_expert", "sequence_length", "kept_tokens", "layers_run", *STABILITY):
+        for name in _WHERE_KNOWN:
             if found[name] is None:
                 del found[name]
         return found

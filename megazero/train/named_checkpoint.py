@@ -10,13 +10,15 @@ from megazero.mpu import ParallelContext
 from megazero.train.state_json import SavedModel, saved_model
 
 
-def checkpoint_at(given: str, context: ParallelContext) -> Path:
+def checkpoint_at(given: str, context: ParallelContext, step: int | None = None) -> Path:
     """The one checkpoint that a path means, as the first rank sees it; every rank calls this.
+
+    `step` asks for that of one step of a run.
 
     Raises:
         CheckpointError: on every rank: there is none.
     """
-    look = (lambda: str(one_checkpoint(Path(given)))) if context.rank == 0 else None
+    look = (lambda: str(one_checkpoint(Path(given), step))) if context.rank == 0 else None
     return Path(together(context, look, f"look into {given}")[0])
 
 

@@ -117,12 +117,12 @@ def test_a_file_that_is_cut_short_is_named(tmp_path, suffix, which, by):
     ("at", "byte", "message"),
     [
         (0, 0x58, "must start with"),
-        (9, 9, "must be version 1"),
+        (9, 9, "`version` of .* must be 1, but is 9"),
         (17, 0, "element code"),
         (17, 9, "element code"),
-        (18, 200, "must be version 1"),
+        (18, 200, "`version` of .* must be 1, but is 9"),
         (37, 0x80, "must not be negative"),
-        (46, 1, "row offsets"),
+        (46, 1, "`offset` of sequence"),
     ],
 )
 def test_a_damaged_header_is_refused(tmp_path, at, byte, message):

@@ -41,22 +41,3 @@ def test_inputs_are_expanded_in_order(tmp_path):
     assert [os.path.basename(path) for path in paths] == ["[x]", "a", "b"]
     with pytest.raises(DataError, match="is a directory"):
         cli.expand_inputs([str(tmp_path)])
-
-
-def test_atomic_file_appears_only_when_whole(tmp_path):
-    target = tmp_path / "new" / "f"
-    with cli.atomic_file(target) as file:
-        file.write(b"one")
-        assert not target.exists()
-    assert target.read_bytes() == b"one"
-    assert target.stat().st_mode & 0o777 == 0o666 & ~_umask()
-    with pytest.raises(TypeError), cli.atomic_file(target) as file:
-        file.write("no bytes")
-    assert target.read_bytes() == b"one"
-    assert [path.name for path in target.parent.iterdir()] == ["f"]
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -10,6 +10,7 @@ import pytest
 
 from megazero.config import parse_config
 from tests.data_efficiency.row_files import write_rows
+from tests.train.random_ltd_json import random_ltd_section
 from tests.train.test_cyclic import EPOCH, order, prefix, train
 
 __all__ = ["prefix"]
@@ -42,21 +43,6 @@ def deepspeed_json(folder: Path) -> Path:
         "schedule_type": "fixed_linear",
         "schedule_config": {"total_curriculum_step": 3, "difficulty_step": 4},
     }
-    dropping = {
-        "enabled": True,
-        "total_layer_num": 4,
-        "random_ltd_layer_num": 2,
-        "random_ltd_layer_id": [1, 2],
-        "model_mask_name": "attention_mask",
-        "model_type": "decoder",
-        "hidden_state_order": "seq_batch_dim",
-        "random_ltd_schedule": {
-            "min_value": 2,
-            "max_value": 8,
-            "schedule_type": "fixed_linear",
-            "schedule_config": {"require_steps": 6, "seq_per_step": 2},
-        },
-    }
     learning = {
         "enabled": True,
         "data_cluster_path": "unused",
@@ -66,7 +52,7 @@ def deepspeed_json(folder: Path) -> Path:
         "enabled": True,
         "seed": 1234,
         "data_sampling": {"enabled": True, "num_workers": 0, "curriculum_learning": learning},
-        "data_routing": {"enabled": True, "random_ltd": dropping},
+        "data_routing": {"enabled": True, "random_ltd": random_ltd_section(2, 8, 6, 2)},
     }
     path = folder / "ds.json"
     path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "data_efficiency": section}))

@@ -13,6 +13,7 @@ from megazero.config.horizon import horizon_of
 from megazero.config.pacing import FromZero, Root
 from megazero.config.steps import Progress
 from megazero.train.skipping import LayerDrop, SkippingPlan
+from tests.train.random_ltd_json import random_ltd_section
 from tests.train.test_curriculum import GROWS, LENGTHS, SMALL, run
 
 LTD = (
@@ -125,27 +126,8 @@ def test_experts_that_do_not_run_keep_their_loads(tmp_path):
 
 
 def test_deepspeed_s_sections(tmp_path):
-    section = {
-        "enabled": True,
-        "data_routing": {
-            "enabled": True,
-            "random_ltd": {
-                "enabled": True,
-                "total_layer_num": 4,
-                "random_ltd_layer_num": 2,
-                "random_ltd_layer_id": [1, 2],
-                "model_mask_name": "attention_mask",
-                "model_type": "decoder",
-                "hidden_state_order": "seq_batch_dim",
-                "random_ltd_schedule": {
-                    "min_value": 8,
-                    "max_value": 32,
-                    "schedule_type": "fixed_linear",
-                    "schedule_config": {"require_steps": 6, "seq_per_step": 8},
-                },
-            },
-        },
-    }
+    routing = {"enabled": True, "random_ltd": random_ltd_section(8, 32, 6, 8)}
+    section = {"enabled": True, "data_routing": routing}
     drop = {"enabled": True, "theta": 0.25, "gamma": 0.01}
     path = tmp_path / "ds.json"
     found = {"train_micro_batch_size_per_gpu": 2, "data_efficiency": section, "progressive_layer_drop": drop}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megazero.config.curriculum import CurriculumConfig
-from megazero.config.horizon import Limits
 from megazero.config.pacing import MOST_CHANGES, Pacing, pieces
-from megazero.config.rules.rule import SEQUENCE_FIELDS, STEP_FIELDS, Case, Rule
+from megazero.config.rules.rule import END_FIELDS, SEQUENCE_FIELDS, Case, Rule
 
 _SCHEDULE = "curriculum.seqlen_schedule"
 _MIN = "curriculum.seqlen_min_difficulty"
@@ -20,7 +19,6 @@ _ENDS = "curriculum.seqlen_max_step"
 _CUSTOM = "curriculum.seqlen_custom_schedule"
 _KIND = "curriculum.seqlen_kind"
 _LENGTH = "model.seq_length"
-_LIMITS = ("training.train_iters", "training.train_samples", "training.train_tokens")
 
 
 def _settings(case: Case) -> CurriculumConfig:
@@ -75,20 +73,15 @@ def _divides(case: Case, pacing: Pacing) -> bool:
 
 
 def _ends_in_time(case: Case, pacing: Pacing) -> bool:
-    limits = Limits.of(case.config)
-    if case.steps is None or limits == Limits():
-        return True
-    end = limits.end(case.steps)
     last = pieces(pacing)[-1][0]
-    return last < end.count(_settings(case).seqlen_unit) or last == 0
+    return case.end is None or last < case.end.count(_settings(case).seqlen_unit) or last == 0
 
 
 def _when_it_ends(case: Case) -> str:
     pacing, unit = _pacing(case), _settings(case).seqlen_unit
-    if pacing is None or case.steps is None or Limits.of(case.config) == Limits():
+    if pacing is None or case.end is None:
         return ""
-    there, end = pieces(pacing)[-1][0], Limits.of(case.config).end(case.steps).count(unit)
-    return f"it does after {there} {unit}, and the training has {end}"
+    return f"it does after {pieces(pacing)[-1][0]} {unit}, and the training has {case.end.count(unit)}"
 
 
 CURRICULUM_RULES: tuple[Rule, ...] = (
@@ -168,7 +161,7 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
         "shorten it, or train for longer",
         _if_paced(_ends_in_time),
         _when_it_ends,
-        reads=(*STEP_FIELDS, *_LIMITS),
+        reads=END_FIELDS,
     ),
     Rule(
         "seqlen_is_for_pretraining",

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megazero.config.data_sampling import CurriculumMetric
-from megazero.config.horizon import Limits
 from megazero.config.pacing import MOST_CHANGES, reached
-from megazero.config.rules.rule import STEP_FIELDS, Case, Rule
+from megazero.config.rules.rule import END_FIELDS, Case, Rule
 
 _METRICS = "data_sampling.curriculum_metrics"
 _UNIT = "data_sampling.curriculum_unit"
-_LIMITS = ("training.train_iters", "training.train_samples", "training.train_tokens")
 
 
 def _metrics(case: Case) -> tuple[CurriculumMetric, ...]:
@@ -63,10 +61,9 @@ def _last_change(case: Case) -> dict[str, int]:
 
 def _end(case: Case) -> int | None:
     """The length of the training in the unit of the schedules; None while it is unknown."""
-    limits = Limits.of(case.config)
-    if not _metrics(case) or case.steps is None or limits == Limits():
+    if not _metrics(case) or case.end is None:
         return None
-    return limits.end(case.steps).count(case.config.data_sampling.curriculum_unit)
+    return case.end.count(case.config.data_sampling.curriculum_unit)
 
 
 def _late(case: Case) -> dict[str, int]:
@@ -181,7 +178,7 @@ DATA_SAMPLING_RULES: tuple[Rule, ...] = (
             f"{_end(c)}"
             for name, last in _late(c).items()
         ),
-        reads=(_METRICS, _UNIT, *STEP_FIELDS, *_LIMITS),
+        reads=(_METRICS, _UNIT, *END_FIELDS),
     ),
     Rule(
         "metrics_are_for_pretraining",

@@ -11,8 +11,9 @@ from typing import Any
 from megazero.config.curriculum import CurriculumConfig
 from megazero.config.derive import model_ranks
 from megazero.config.fields import FIELD_BY_PATH, FIELDS
+from megazero.config.horizon import Limits
 from megazero.config.skipping import SkippingConfig
-from megazero.config.steps import BatchRamp, Steps
+from megazero.config.steps import BatchRamp, Progress, Steps
 from megazero.config.tree import Config
 
 MOST_INCREMENTS = 100_000
@@ -45,6 +46,9 @@ STEP_FIELDS = (
 )
 """The fields that determine `Case.steps`."""
 
+END_FIELDS = (*STEP_FIELDS, "training.train_iters", "training.train_samples", "training.train_tokens")
+"""The fields that determine `Case.end`."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -70,6 +74,12 @@ class Case:
         if BatchRamp.of(self.config, self.data_parallel).rungs > MOST_INCREMENTS:
             return None
         return Steps.of(self.config, self.data_parallel)
+
+    @property
+    def end(self) -> Progress | None:
+        """What has been consumed when the training stops; None while its steps or its length are unknown."""
+        limits = Limits.of(self.config)
+        return None if self.steps is None or limits == Limits() else limits.end(self.steps)
 
 
 @dataclass(frozen=True)

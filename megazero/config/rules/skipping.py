@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from megazero.config.horizon import Limits
 from megazero.config.pacing import MOST_CHANGES, pieces
-from megazero.config.rules.rule import STEP_FIELDS, Case, Rule
+from megazero.config.rules.rule import END_FIELDS, Case, Rule
 from megazero.config.skipping import SkippingConfig
 
 _LTD = "skipping.random_ltd"
@@ -18,7 +17,6 @@ _TOTAL = "skipping.random_ltd_total_layer_num"
 _PLD = "skipping.progressive_layer_drop"
 _THETA, _GAMMA = "skipping.pld_theta", "skipping.pld_gamma"
 _DEPTH, _LENGTH = "model.num_layers", "model.seq_length"
-_LIMITS = ("training.train_iters", "training.train_samples", "training.train_tokens")
 
 
 def _settings(case: Case) -> SkippingConfig:
@@ -64,17 +62,10 @@ def _divides(case: Case) -> bool:
 
 
 def _ends_in_time(case: Case) -> bool:
-    total, limits = _settings(case).random_ltd_require_steps, Limits.of(case.config)
-    if not _settings(case).random_ltd or total is None or case.steps is None or limits == Limits():
+    total = _settings(case).random_ltd_require_steps
+    if not _settings(case).random_ltd or total is None or case.end is None:
         return True
-    return total <= limits.end(case.steps).iteration
-
-
-def _when_it_ends(case: Case) -> str:
-    limits = Limits.of(case.config)
-    if case.steps is None or limits == Limits():
-        return ""
-    return f"the training has {limits.end(case.steps).iteration}"
+    return total <= case.end.iteration
 
 
 SKIPPING_RULES: tuple[Rule, ...] = (
@@ -159,8 +150,8 @@ SKIPPING_RULES: tuple[Rule, ...] = (
         "`random_ltd_require_steps` must be at most the number of steps of the training",
         "shorten it, or train for longer",
         _ends_in_time,
-        _when_it_ends,
-        reads=(_LTD, *STEP_FIELDS, *_LIMITS),
+        lambda c: "" if c.end is None else f"the training has {c.end.iteration}",
+        reads=(_LTD, *END_FIELDS),
     ),
     Rule(
         "skipping_is_for_pretraining",

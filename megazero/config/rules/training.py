@@ -113,6 +113,7 @@ LENGTH_RULES: tuple[Rule, ...] = (
         reads=(
             "training.eval_interval",
             "training.eval_iters",
+            "training.eval_from_start",
             *STEP_FIELDS,
         ),
     ),

@@ -80,6 +80,28 @@ def parse_mmididx(path: Path, index: np.ndarray, bin_size: int, multimodal: bool
     path: the `.idx`, for messages; index: its bytes, uint8 [file size]; bin_size: the `.bin`'s size in bytes.
     Raises DataError naming the file, the field and its value.
     """
+    code, sequences, entries = read_mmididx_header(path, index)
+    dtype = _dtype_of_code(path, code)
+    check_file_size(path, index.size, sequences, entries, multimodal)
+    lengths, offsets, rest = split_mmididx(index, sequences)
+    tables = IndexTables(
+        dtype=dtype,
+        lengths=lengths,
+        offsets=offsets,
+        document_index=rest[: 8 * entries].view("<i8"),
+        modes=rest[8 * entries :].view("i1") if multimodal else None,
+        total_tokens=bin_size // dtype.itemsize,
+    )
+    _check_documents(path, tables.document_index, sequences)
+    check_sequences(path, tables.lengths, tables.offsets, dtype.itemsize, bin_size)
+    return tables
+
+
+def read_mmididx_header(path: Path, index: np.ndarray) -> tuple[int, int, int]:
+    """(element code, sequences, document entries) of the bytes of an MMIDIDX file, uint8 [file size].
+
+    Raises DataError for another kind or version, and for a file too short to have a header.
+    """
     if index.size < MMIDIDX_HEADER.size:
         raise DataError(
             f"`{path}` must hold a header of {MMIDIDX_HEADER.size} bytes, but is {index.size} bytes long; "
@@ -91,23 +113,15 @@ def parse_mmididx(path: Path, index: np.ndarray, bin_size: int, multimodal: bool
             f"`{path}` must start with {MMIDIDX_MAGIC!r}, but starts with {magic!r}; give an .idx."
         )
     _check_version(path, version)
-    dtype = _dtype_of_code(path, code)
-    _check_file_size(path, index.size, sequences, entries, multimodal)
-    lengths_at = MMIDIDX_HEADER.size
-    offsets_at = lengths_at + 4 * sequences
-    documents_at = offsets_at + 8 * sequences
-    modes_at = documents_at + 8 * entries
-    tables = IndexTables(
-        dtype=dtype,
-        lengths=index[lengths_at:offsets_at].view("<i4"),
-        offsets=index[offsets_at:documents_at].view("<i8"),
-        document_index=index[documents_at:modes_at].view("<i8"),
-        modes=index[modes_at:].view("i1") if multimodal else None,
-        total_tokens=bin_size // dtype.itemsize,
-    )
-    _check_documents(path, tables.document_index, sequences)
-    _check_sequences(path, tables.lengths, tables.offsets, dtype.itemsize, bin_size)
-    return tables
+    return code, sequences, entries
+
+
+def split_mmididx(index: np.ndarray, sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(lengths int32 [S], offsets int64 [S], all bytes after them), as views on the bytes of a file."""
+    offsets_at = MMIDIDX_HEADER.size + 4 * sequences
+    end = offsets_at + 8 * sequences
+    lengths = index[MMIDIDX_HEADER.size : offsets_at].view("<i4")
+    return lengths, index[offsets_at:end].view("<i8"), index[end:]
 
 
 def parse_tntidx(path: Path, index: np.ndarray, bin_size: int) -> IndexTables:
@@ -160,7 +174,7 @@ def parse_tntidx(path: Path, index: np.ndarray, bin_size: int) -> IndexTables:
         )
     lengths, offsets = lengths64.astype("<i4"), starts[:-1] * dtype.itemsize
     _check_documents(path, documents, items)
-    _check_sequences(path, lengths, offsets, dtype.itemsize, bin_size)
+    check_sequences(path, lengths, offsets, dtype.itemsize, bin_size)
     return IndexTables(dtype, lengths, offsets, documents, None, bin_size // dtype.itemsize)
 
 
@@ -180,7 +194,8 @@ def _dtype_of_code(path: Path, code: int) -> np.dtype:
     return DTYPE_CODES[code]
 
 
-def _check_file_size(path: Path, size: int, sequences: int, entries: int, multimodal: bool) -> None:
+def check_file_size(path: Path, size: int, sequences: int, entries: int, multimodal: bool = False) -> None:
+    """Raises DataError unless an MMIDIDX file of so many sequences and document entries has this size."""
     plain = MMIDIDX_HEADER.size + 12 * sequences + 8 * entries
     with_modes = plain + sequences
     if size == (with_modes if multimodal else plain):
@@ -223,10 +238,10 @@ def _check_documents(path: Path, document_index: np.ndarray, sequences: int) -> 
             )
 
 
-def _check_sequences(
+def check_sequences(
     path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsize: int, bin_size: int
 ) -> None:
-    """Checks lengths >= 0, offsets == exclusive running sum of bytes, and that sum == size of the `.bin`."""
+    """Raises DataError unless lengths >= 0 and offsets are their running sum, which ends with the `.bin`."""
     total = 0
     for begin in range(0, lengths.size, _CHUNK):
         part = lengths[begin : begin + _CHUNK]

@@ -29,7 +29,7 @@ def prefix_path(prefix: str | Path, suffix: str) -> Path:
     return Path(str(prefix) + suffix)
 
 
-def _map_file(path: Path) -> np.ndarray:
+def map_file(path: Path) -> np.ndarray:
     """A file's bytes, uint8 [size], read-only; an empty file cannot be mapped and gives an empty array."""
     try:
         if path.stat().st_size == 0:
@@ -59,8 +59,8 @@ class IndexedDataset:
         self.path_bin = prefix_path(prefix, ".bin")
         self.path_sum = prefix_path(prefix, ".sum")
         self._multimodal = multimodal
-        self._index = _map_file(self.path_idx)
-        self._bytes = _map_file(self.path_bin)
+        self._index = map_file(self.path_idx)
+        self._bytes = map_file(self.path_bin)
         self._sidecar = Sidecar.load(self.path_sum)
         if self._sidecar is not None:
             self._sidecar.check_index(self.path_sum, self._idx_hash, self._index.size, self._bytes.size)
@@ -239,6 +239,6 @@ def content_hash(dataset: IndexedDataset) -> str:
 
 def open_indexed(prefix: str | Path, multimodal: bool = False, verify: bool = False) -> IndexedDataset:
     """Opens either kind of dataset, told apart by the first 8 bytes of its `.idx`. Raises DataError."""
-    head = _map_file(prefix_path(prefix, ".idx"))[: len(TNTIDX_MAGIC)]
+    head = map_file(prefix_path(prefix, ".idx"))[: len(TNTIDX_MAGIC)]
     kind = LegacyIndexedDataset if bytes(head) == TNTIDX_MAGIC else IndexedDataset
     return kind(prefix, multimodal=multimodal, verify=verify)

@@ -124,7 +124,7 @@ def interval_line(interval: list[StepMetrics], total: int | None) -> str:
     ]
     if last.sequence_length is not None:
         parts.append(f"sequence length: {last.sequence_length:5d}")
-    parts += [f"{name} difficulty: {level}" for name, level in last.difficulties.items()]
+    parts += [f"{name} difficulty: {level}" for name, level in (last.difficulties or {}).items()]
     if last.kept_tokens is not None:
         parts.append(f"tokens kept by random-LTD: {last.kept_tokens:5d}")
     if last.layers_run is not None:

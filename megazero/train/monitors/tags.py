@@ -24,7 +24,7 @@ def step_values(metrics: StepMetrics, *, with_timers: bool) -> dict[str, float]:
         values["num-zeros"] = float(metrics.num_zeros)
     if metrics.sequence_length is not None:
         values["seqlen/curriculum_seqlen"] = metrics.sequence_length
-    values |= {f"curriculum/{name}": float(level) for name, level in metrics.difficulties.items()}
+    values |= {f"curriculum/{name}": float(level) for name, level in (metrics.difficulties or {}).items()}
     if metrics.kept_tokens is not None:
         values["seqlen/random_ltd_reserved_length"] = metrics.kept_tokens
     if metrics.layers_run is not None:

@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 
-from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.deepspeed import (
-    DeepSpeedSettings,
     Extras,
     OptimizerExtras,
     SchedulerExtras,
-    read_deepspeed,
 )
 from megazero.config.deepspeed.row import (
     AMOUNT,
@@ -35,6 +32,8 @@ from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.resolve import build_section
 from megazero.config.tree import ZeroConfig
 from megazero.errors import ConfigError
+from tests.config.deepspeed.data_efficiency_keys import EXAMPLES, LTD, SAMPLED
+from tests.config.deepspeed.reading import read
 
 # key -> its value, other keys that must stand beside it, and what the tree then holds (besides their effect)
 HONOURED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
@@ -137,157 +136,9 @@ HONOURED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "comms_logger.enabled": (True, {}, {"logging.comms_logger": True}),
 }
 
-LTD = "data_efficiency.data_routing.random_ltd"
-DROPS = {
-    "data_efficiency.enabled": True,
-    "data_efficiency.data_routing.enabled": True,
-    f"{LTD}.enabled": True,
-}
-HONOURED |= {
-    **{
-        switch: (
-            True,
-            {other: True for other in DROPS if other != switch},
-            {"skipping.random_ltd": True},
-        )
-        for switch in DROPS
-    },
-    f"{LTD}.total_layer_num": (24, DROPS, {"skipping.random_ltd_total_layer_num": 24}),
-    f"{LTD}.random_ltd_layer_num": (22, DROPS, {"skipping.random_ltd_layer_num": 22}),
-    f"{LTD}.random_ltd_layer_id": ([0, 1], DROPS, {"skipping.random_ltd_layer_id": (0, 1)}),
-    f"{LTD}.random_ltd_schedule.min_value": (128, DROPS, {"skipping.random_ltd_min_value": 128}),
-    f"{LTD}.random_ltd_schedule.max_value": (512, DROPS, {"skipping.random_ltd_max_value": 512}),
-    f"{LTD}.random_ltd_schedule.schedule_config.require_steps": (
-        9000,
-        DROPS,
-        {"skipping.random_ltd_require_steps": 9000},
-    ),
-    f"{LTD}.random_ltd_schedule.schedule_config.seq_per_step": (
-        8,
-        DROPS,
-        {"skipping.random_ltd_seq_per_step": 8},
-    ),
-    "progressive_layer_drop.enabled": (
-        True,
-        {},
-        # DeepSpeed's own share is 1 unless the JSON names one: no layer is ever left out.
-        {"skipping.progressive_layer_drop": True, "skipping.pld_theta": 1.0, "skipping.pld_gamma": 0.001},
-    ),
-    "progressive_layer_drop.theta": (
-        0.25,
-        {"progressive_layer_drop.enabled": True},
-        {"skipping.pld_theta": 0.25},
-    ),
-    "progressive_layer_drop.gamma": (
-        0.01,
-        {"progressive_layer_drop.enabled": True},
-        {"skipping.pld_gamma": 0.01},
-    ),
-}
+HONOURED |= EXAMPLES
 
 # key -> its value, other keys that must stand beside it, and what the engine then reads
-RAMP = {
-    "curriculum_learning.enabled": True,
-    "curriculum_learning.schedule_type": "fixed_root",
-}
-HONOURED |= {
-    "curriculum_learning.enabled": (
-        True,
-        {"curriculum_learning.schedule_type": "fixed_linear"},
-        {"curriculum.seqlen_schedule": "fixed_linear"},
-    ),
-    "curriculum_learning.schedule_type": (
-        "fixed_linear",
-        {"curriculum_learning.enabled": True},
-        {"curriculum.seqlen_schedule": "fixed_linear"},
-    ),
-    "curriculum_learning.min_difficulty": (64, RAMP, {"curriculum.seqlen_min_difficulty": 64}),
-    "curriculum_learning.max_difficulty": (512, RAMP, {"curriculum.seqlen_max_difficulty": 512}),
-    "curriculum_learning.schedule_config.total_curriculum_step": (
-        900,
-        RAMP,
-        {"curriculum.seqlen_total_curriculum_step": 900},
-    ),
-    "curriculum_learning.schedule_config.difficulty_step": (
-        16,
-        RAMP,
-        {"curriculum.seqlen_difficulty_step": 16},
-    ),
-    "curriculum_learning.schedule_config.root_degree": (2, RAMP, {"curriculum.seqlen_root_degree": 2.0}),
-    "curriculum_learning.schedule_config.difficulty": (
-        [8, 16],
-        {**RAMP, "curriculum_learning.schedule_type": "fixed_discrete"},
-        {"curriculum.seqlen_difficulty": (8, 16)},
-    ),
-    "curriculum_learning.schedule_config.max_step": (
-        [10],
-        {**RAMP, "curriculum_learning.schedule_type": "fixed_discrete"},
-        {"curriculum.seqlen_max_step": (10,)},
-    ),
-}
-
-RARITY = {
-    "index_to_sample_path": "clusters/rarity_index_to_sample_percentile_merged",
-    "index_to_metric_path": "clusters/rarity_index_to_metric",
-    "difficulty_type": "percentile",
-    "clustering_type": "schedule_based",
-    "min_difficulty": 1,
-    "max_difficulty": 100,
-    "schedule_type": "fixed_root",
-    "schedule_config": {"total_curriculum_step": 110000, "difficulty_step": 1, "root_degree": 2},
-}
-TRUNCATE = {
-    "index_to_sample_path": "dummy",
-    "index_to_metric_path": "dummy",
-    "difficulty_type": "value",
-    "clustering_type": "single_cluster",
-    "min_difficulty": 80,
-    "max_difficulty": 2048,
-    "schedule_type": "fixed_linear",
-    "schedule_config": {"total_curriculum_step": 110000, "difficulty_step": 8},
-}
-BY_RARITY = (
-    CurriculumMetric(
-        name="vocabularyrarity",
-        **{key: value for key, value in RARITY.items() if key != "schedule_config"},
-        **RARITY["schedule_config"],
-    ),
-)
-TO_2048 = {
-    "curriculum.seqlen_schedule": "fixed_linear",
-    "curriculum.seqlen_min_difficulty": 80,
-    "curriculum.seqlen_max_difficulty": 2048,
-    "curriculum.seqlen_total_curriculum_step": 110000,
-    "curriculum.seqlen_difficulty_step": 8,
-}
-SAMPLING = "data_efficiency.data_sampling"
-LEARNING = f"{SAMPLING}.curriculum_learning"
-METRICS = f"{LEARNING}.curriculum_metrics"
-SWITCHES = {f"{section}.enabled": True for section in ("data_efficiency", SAMPLING, LEARNING)}
-SAMPLED = {**SWITCHES, METRICS: {"vocabularyrarity": RARITY}}
-
-
-def without(values: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key not in keys}
-
-
-HONOURED |= {
-    **{
-        key: (True, without(SAMPLED, key), {"data_sampling.curriculum_metrics": BY_RARITY})
-        for key in SWITCHES
-    },
-    METRICS: (
-        {"seqlen_truncate": TRUNCATE, "vocabularyrarity": RARITY},
-        SWITCHES,
-        {
-            "data_sampling.curriculum_metrics": BY_RARITY,
-            "curriculum.seqlen_kind": "truncate",
-            **TO_2048,
-        },
-    ),
-    "data_efficiency.seed": (7, SAMPLED, {"data_sampling.curriculum_seed": 7}),
-}
-
 EXTRA: dict[str, tuple[Any, dict[str, Any], Extras]] = {
     "steps_per_print": (100, {}, Extras(steps_per_print=100)),
     "dump_state": (True, {}, Extras(dump_state=True)),
@@ -376,22 +227,6 @@ HARMLESS: dict[str, Any] = {
     "optimizer.params.grad_averaging": True,
     "zero_optimization.compute_grad_norm": True,
 }
-
-
-def document(values: dict[str, Any]) -> dict[str, Any]:
-    """Key path -> value as nested sections."""
-    tree: dict[str, Any] = {}
-    for path, value in values.items():
-        *sections, name = path.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[name] = value
-    return tree
-
-
-def read(values: dict[str, Any], **rest: Any) -> DeepSpeedSettings:
-    return read_deepspeed(document(values), **{"data_parallel": 4, **rest})
 
 
 def fate(row: KeyRow) -> str:
@@ -661,105 +496,3 @@ def test_no_key_of_megatron_deepspeed_is_merely_unknown(key: str) -> None:
     parts = key.split(".")
     assert any(".".join(parts[:depth]) in ROWS for depth in range(1, len(parts) + 1))
     assert not any("unknown" in problem for problem in read({key: None}).problems)
-
-
-def metric(name: str, **changes: Any) -> dict[str, Any]:
-    """The section with one metric, which is `TRUNCATE` or `RARITY` with changes."""
-    base = TRUNCATE if name.startswith("seqlen") else RARITY
-    return {**SWITCHES, METRICS: {name: {**base, **changes}}}
-
-
-@pytest.mark.parametrize("name", ["seqlen", "seqlen_truncate", "seqlen_reshape"])
-def test_a_single_cluster_of_lengths_cuts_and_draws_nothing(name: str) -> None:
-    """A published example's; its index paths are placeholders."""
-    result = read(metric(name))
-    kind = {"curriculum.seqlen_kind": "reshape" if name == "seqlen_reshape" else "truncate"}
-    assert result.problems == []
-    assert result.values == {**TO_2048, **kind}
-    levels = {"difficulty": [80, 2048], "max_step": [9]}
-    discrete = read(metric(name, schedule_type="fixed_discrete", schedule_config=levels))
-    assert discrete.values == {
-        **kind,
-        "curriculum.seqlen_schedule": "fixed_discrete",
-        "curriculum.seqlen_difficulty": (80, 2048),
-        "curriculum.seqlen_max_step": (9,),
-    }
-
-
-def test_by_length_samples_are_drawn_as_by_any_metric() -> None:
-    found = read(metric("seqlen", clustering_type="schedule_based")).values
-    (by_length,) = found.pop("data_sampling.curriculum_metrics")
-    assert (by_length.name, by_length.max_difficulty, found) == ("seqlen", 2048, {})
-
-
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        (
-            metric("seqlen_reshape", clustering_type="schedule_based"),
-            f"`{METRICS}.seqlen_reshape.clustering_type` must be single_cluster, as samples are cut after",
-        ),
-        (
-            metric("vocabularyrarity", clustering_type="single_cluster"),
-            f"`{METRICS}.vocabularyrarity.clustering_type` must be schedule_based, as a single_cluster is",
-        ),
-        (
-            metric("seqlen_truncate", clustering_type="schedule_based"),
-            f"`{METRICS}.seqlen_truncate.clustering_type` must be single_cluster, as samples are cut after",
-        ),
-        (
-            metric("seqlen_truncate", difficulty_type="percentile"),
-            f"`{METRICS}.seqlen_truncate.difficulty_type` must be value for a length, but is percentile.",
-        ),
-        (
-            {**SWITCHES, METRICS: {"seqlen": TRUNCATE, "seqlen_truncate": TRUNCATE}},
-            f"`{METRICS}` must have one length at most, but has seqlen and seqlen_truncate; keep one.",
-        ),
-        (
-            metric("vocabularyrarity", min_dificulty=1),
-            f"unknown key `{METRICS}.vocabularyrarity.min_dificulty`; did you mean `min_difficulty`?",
-        ),
-        (
-            SWITCHES,
-            f"`{METRICS}` must name metrics where `{LEARNING}.enabled` is true, but does not; name one.",
-        ),
-        (
-            {**SAMPLED, f"{SAMPLING}.dynamic_batching": {"enabled": True, "max_tokens": 9}},
-            "all batches of a step have as many samples",
-        ),
-        (
-            {
-                **metric("seqlen_truncate"),
-                "curriculum_learning.enabled": True,
-                "curriculum_learning.schedule_type": "fixed_root",
-            },
-            "`curriculum.seqlen_schedule` must be set one way",
-        ),
-        ({"data_efficiency.data_samping": {}}, "did you mean `data_efficiency.data_sampling`?"),
-    ],
-)
-def test_data_efficiency_that_cannot_be(values: dict[str, Any], says: str) -> None:
-    (problem,) = read(values).problems
-    assert says in problem
-    assert problem.endswith((".", "?"))
-    assert not problem.endswith("?.")
-
-
-def test_every_fault_of_metrics_is_reported() -> None:
-    wrong = metric("seqlen_reshape", difficulty_type="percentile")
-    both = {**wrong[METRICS], **metric("voc", max_difficulty="all")[METRICS], "x": 3}
-    problems = read({**SWITCHES, METRICS: both}).problems
-    assert len(problems) == 3
-    assert all(METRICS in line for line in problems)
-
-
-@pytest.mark.parametrize("off", SWITCHES)
-def test_what_a_switch_is_off_for_has_no_effect(off: str) -> None:
-    """Megatron-DeepSpeed's scripts write the whole section and turn parts of it off."""
-    rest = {"data_efficiency.seed": 1, f"{SAMPLING}.dynamic_batching": {"enabled": True}}
-    if off == f"{LEARNING}.enabled":
-        del rest[f"{SAMPLING}.dynamic_batching"]
-    result = read({**SAMPLED, **rest, off: False})
-    assert (result.problems, result.values) == ([], {})
-    assert {f"`{off}` is false"} == {each.reason for each in result.ignored}
-    assert {METRICS, *rest} <= {each.key for each in result.ignored}
