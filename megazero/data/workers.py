@@ -94,8 +94,8 @@ def _begin(live: Callable, pipe: Connection, inherited: tuple[Connection, ...], 
     # Ctrl-C reaches every process of the terminal; only the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if inherited:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)  # which `signals_held` has left to this process
     for end in inherited:
         end.close()
     try:

@@ -16,12 +16,13 @@ _EVERY = 10.0  # seconds between two lines
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command's own flags; all others are those of pretrain_gpt.py."""
+    """The command's own flags; all others are those of the training."""
     parser = argparse.ArgumentParser(
         prog="megazero analyze-loss",
         description="Measure the loss of every training sample under the checkpoint in --load, and write "
-        "index files for a curriculum. Give all flags of the training that they are for, on any layout; "
-        "torchrun starts several ranks. What was stopped goes on where it stopped.",
+        "index files for a curriculum. Give all flags of the training that they are for (of a BERT's, with "
+        "--model-family bert), on any layout; torchrun starts several ranks. What was stopped goes on where "
+        "it stopped.",
     )
     parser.add_argument(
         "--output",

@@ -130,13 +130,17 @@ def measure_loss(config: Config, context: ParallelContext, output: Path) -> Iter
     Raises:
         MegazeroError: the checkpoint or the data cannot be read, or a loss is not finite.
     """
-    config = config.model_copy(update={"zero": ZeroConfig(), "recompute": RecomputeConfig()})
+    # How rows are packed changes no loss, but the samples of a row would be hard to tell apart.
+    apart = config.data.model_copy(update={"bert_pack": False})
+    plain = {"zero": ZeroConfig(), "recompute": RecomputeConfig(), "data": apart}
+    config = config.model_copy(update=plain)
     vocabulary = build_vocabulary(config)
     dataset = _training_samples(config, vocabulary, context)
     meter, model = _loss_meter(config, vocabulary, context, dataset)
     facts = AnalyzedDataset.of(dataset)
     grid = ChunkGrid(len(dataset), _CHUNK)
-    identity = {"dataset": facts.key, "samples": facts.samples, "chunk": grid.size, "model": model}
+    masks = {"mask_prob": config.data.mask_prob} if config.model.family == "bert" else {}
+    identity = {"dataset": facts.key, "samples": facts.samples, "chunk": grid.size, "model": model, **masks}
     folder = MetricFolder(output, METRIC, False, grid, {"metric": METRIC, "scale": SCALE, **identity})
     first = context.rank == 0
     found = (is_reduced(folder), folder.missing(range(len(grid)))) if first else None
@@ -182,11 +186,6 @@ def _loss_meter(
 ) -> tuple[LossMeter, str]:
     """What measures, and a hash of the checkpoint."""
     family = family_of(config.model)
-    if family.verb != "generate":
-        raise ConfigError(
-            "the model must predict every next token to give each sample a loss of its own, but one of the "
-            f"family {family.name} does not; analyze with another metric"
-        )
     section = config.checkpoint
     if section.load is None:
         raise ConfigError("`load` must name the checkpoint of the model, but is not given; set --load")

@@ -32,7 +32,7 @@ from megazero.models.chunk import Block, ChunkSpan
 from megazero.models.flops import attention_flops, dense_flops, layer_mlp_flops, logits_flops
 from megazero.models.hits import vocab_parallel_hits
 from megazero.models.trunk import Trunk
-from megazero.mpu import Cut, InitialValues, ParamSpec
+from megazero.mpu import Cut, Group, InitialValues, ParamSpec
 from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
 
@@ -172,8 +172,7 @@ class BERT(Trunk):
         if self.head is None:
             return hidden, sums
         logits, order = self.head(hidden, batch, deferred)
-        slice_of = (self.placement.tp, self.placement.tp.rank * logits.shape[-1], self.vocab_size)
-        labels = batch.labels.unsqueeze(1)
+        labels, slice_of = batch.labels.unsqueeze(1), self._slice_of(logits)
         padding = torch.full((), float(batch.padding), device=logits.device)
         sums |= {
             "lm": vocab_parallel_cross_entropy(logits, labels, *slice_of).sum(),
@@ -184,3 +183,17 @@ class BERT(Trunk):
             sums["sop"] = F.cross_entropy(order.float(), batch.is_random, reduction="sum")
             sums["sop_accuracy"] = (order.detach().argmax(-1) == batch.is_random).sum().float()
         return None, sums
+
+    def sample_losses(self, batch: BertBatch, hidden: Tensor | None = None) -> Tensor:
+        """The summed masked-LM loss of each sample, in nats, float32 [b]; samples must not share rows.
+
+        Of the chunk with the head, from the hidden states of the previous one.
+        """
+        logits, _ = self(batch, hidden)
+        losses = vocab_parallel_cross_entropy(logits, batch.labels.unsqueeze(1), *self._slice_of(logits))
+        samples = len(batch.tokens)
+        return losses.new_zeros(samples).index_add(0, batch.masked % samples, losses.flatten())
+
+    def _slice_of(self, logits: Tensor) -> tuple[Group, int, int]:
+        """Which of the vocabulary's logits these are: who has the others, the first one, and all."""
+        return self.placement.tp, self.placement.tp.rank * logits.shape[-1], self.vocab_size

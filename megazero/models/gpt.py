@@ -120,6 +120,14 @@ class GPT(Trunk):
             logits, labels.t().contiguous(), self.placement.tp, vocab_start=start, vocab_size=self.vocab_size
         )
 
+    def sample_losses(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+        """The summed loss of each sample over the positions that count, in nats, float32 [b].
+
+        Of the chunk with the head, from the hidden states of the previous one.
+        """
+        losses = self.token_losses(self.head(self.hidden(batch, hidden)), batch.labels)
+        return (losses if batch.loss_mask is None else losses * batch.loss_mask.t()).sum(0)
+
     def without_sequence_parallelism(self) -> GPT:
         """The same weights, in the same memory, in a model that holds all positions on every rank.
 

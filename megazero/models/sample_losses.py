@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.layers import Deferred
 from megazero.loss import LossTerm
-from megazero.models.batch import Batch
-from megazero.models.gpt import GPT
+from megazero.models.trunk import Sequences
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class NumberedBatch:
     """A micro-batch, and which one of its step it is."""
 
     number: int
-    batch: Batch
+    batch: Sequences
 
     @property
     def tally(self) -> str:
@@ -27,15 +26,32 @@ class NumberedBatch:
         return f"losses of micro-batch {self.number}"
 
 
+class LanguageModel(Protocol):
+    """What `SampleLosses` needs of a chunk of a model."""
+
+    head: nn.Module | None
+    hidden_dtype: torch.dtype
+
+    def hidden_shape(self, batch: Sequences) -> tuple[int, int, int]:
+        """As `Trunk.hidden_shape`."""
+
+    def hidden(self, batch: Sequences, hidden: Tensor | None = None) -> Tensor:
+        """Hidden states after this chunk's layers."""
+
+    def sample_losses(self, batch: Sequences, hidden: Tensor | None = None) -> Tensor:
+        """Of the chunk with the head: the summed loss of each sample over the positions that count, in nats,
+        float32 [b].
+        """
+
+
 @dataclass(frozen=True)
 class SampleLosses:
-    """A chunk of a GPT, for evaluation; its batches are `NumberedBatch`.
+    """A chunk of a model, for evaluation; its batches are `NumberedBatch`, with a sample in each row.
 
-    The last chunk adds to the tally of each micro-batch the summed loss of each sample over the positions
-    that count, in nats, float32 [b]. It adds to no loss term.
+    The last chunk adds to the tally of each micro-batch what `sample_losses` gives. It adds to no loss term.
     """
 
-    chunk: GPT
+    chunk: LanguageModel
     terms: ClassVar[tuple[LossTerm, ...]] = ()
 
     @property
@@ -51,10 +67,6 @@ class SampleLosses:
         self, batch: NumberedBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Hidden states for the next chunk; or, of the last one, the losses."""
-        hidden = self.chunk.hidden(batch.batch, hidden)
         if self.chunk.head is None:
-            return hidden, {}
-        losses = self.chunk.token_losses(self.chunk.head(hidden), batch.batch.labels)
-        mask = batch.batch.loss_mask
-        counted = losses if mask is None else losses * mask.t()
-        return None, {batch.tally: counted.sum(0)}
+            return self.chunk.hidden(batch.batch, hidden), {}
+        return None, {batch.tally: self.chunk.sample_losses(batch.batch, hidden)}

@@ -120,8 +120,8 @@ def test_a_file_that_is_cut_short_is_named(tmp_path, suffix, which, by):
         (9, 9, "`version` of .* must be 1, but is 9"),
         (17, 0, "element code"),
         (17, 9, "element code"),
-        (18, 200, "`version` of .* must be 1, but is 9"),
-        (37, 0x80, "must not be negative"),
+        (18, 200, "must be .* bytes for 200 sequences"),
+        (37, 0x80, "`length` of sequence . .* must be at least 0"),
         (46, 1, "`offset` of sequence"),
     ],
 )

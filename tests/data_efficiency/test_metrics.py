@@ -122,5 +122,5 @@ def test_counts_that_are_missing_or_cut_short_are_refused(tmp_path):
         read_counts(tmp_path / "c")
     prefix = write_rows(tmp_path / "c", [[3, 4, 3, 0]])
     Path(prefix + ".bin").write_bytes(b"1234567")
-    with pytest.raises(DataError, match="must be 32 bytes for 4 elements of int64, but is 7"):
+    with pytest.raises(DataError, match="must be 32 bytes by the lengths of its index, but is 7"):
         read_counts(prefix)

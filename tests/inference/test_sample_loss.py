@@ -60,7 +60,7 @@ def values_of(folder: Path) -> np.ndarray:
     return np.array(RowFile(folder / "loss/loss_sample_to_metric").elements)
 
 
-def on_layout(flags: list[str], extra: str, ranks: int, output: Path) -> np.ndarray:
+def on_layout(flags: list[str], extra: str, ranks: int, output: Path, samples: int = 37) -> np.ndarray:
     """The values that a job of so many ranks finds."""
 
     config = parse_config([*flags, *extra.split()], world_size=ranks).config
@@ -69,7 +69,8 @@ def on_layout(flags: list[str], extra: str, ranks: int, output: Path) -> np.ndar
     world = ThreadWorld(ranks)
 
     def rank(number: int) -> None:
-        assert list(measure_loss(config, thread_context(world, grid, number), output))[-1] == (37, 37)
+        *_, done = measure_loss(config, thread_context(world, grid, number), output)
+        assert done == (samples, samples)
 
     world.run(rank)
     return values_of(output)
@@ -168,9 +169,11 @@ def test_real_ranks(trained, alone, tmp_path):
 
 def test_no_checkpoint_is_refused(trained, tmp_path):
     without = trained[: trained.index("--load")]
-    for flags, error in ((without, ConfigError), ([*without, "--load", str(tmp_path)], CheckpointError)):
-        with pytest.raises(error, match="`load` must"):
-            list(measure_loss(parse_config(flags, world_size=1).config, solo_context(), tmp_path))
+    with pytest.raises(ConfigError, match="`load` must"):
+        list(measure_loss(parse_config(without, world_size=1).config, solo_context(), tmp_path))
+    nothing = parse_config([*without, "--load", str(tmp_path)], world_size=1).config
+    with pytest.raises(CheckpointError, match=f"`{tmp_path}` must hold a checkpoint"):
+        list(measure_loss(nothing, solo_context(), tmp_path))
 
 
 def test_another_model_is_refused(trained, tmp_path):
