@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megazero.layers import Deferred
 from megazero.loss import LossTerm
+from megazero.models.chunk import ModelChunk
 from megazero.models.trunk import Sequences
 
 
@@ -26,17 +27,17 @@ class NumberedBatch:
         return f"losses of micro-batch {self.number}"
 
 
-class LanguageModel(Protocol):
-    """What `SampleLosses` needs of a chunk of a model."""
+class MeasuredChunk(ModelChunk, Protocol):
+    """A chunk of a model that can tell the loss of each sample.
+
+    Attributes:
+        head: None in a chunk without one.
+    """
 
     head: nn.Module | None
-    hidden_dtype: torch.dtype
-
-    def hidden_shape(self, batch: Sequences) -> tuple[int, int, int]:
-        """As `Trunk.hidden_shape`."""
 
     def hidden(self, batch: Sequences, hidden: Tensor | None = None) -> Tensor:
-        """Hidden states after this chunk's layers."""
+        """The hidden states after the chunk's layers."""
 
     def sample_losses(self, batch: Sequences, hidden: Tensor | None = None) -> Tensor:
         """Of the chunk with the head: the summed loss of each sample over the positions that count, in nats,
@@ -51,7 +52,7 @@ class SampleLosses:
     The last chunk adds to the tally of each micro-batch what `sample_losses` gives. It adds to no loss term.
     """
 
-    chunk: LanguageModel
+    chunk: MeasuredChunk
     terms: ClassVar[tuple[LossTerm, ...]] = ()
 
     @property

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from megazero.config.resolve import parse_config
 from megazero.errors import ConfigError, exit_status
 from megazero.pipeline import KINDS, Costs, Timeline, add_transfers, build_schedule, simulate
 from megazero.pipeline.render import chrome_trace, draw, render_text
@@ -22,10 +23,14 @@ def build_parser() -> argparse.ArgumentParser:
         description="Run a pipeline schedule on paper and show its timeline, bubble and activations. F is "
         "forward and B backward, which may be split into I, the gradient of the input, and W, the gradient "
         "of the weights.",
+        epilog="Instead of a kind and sizes, flags of a training may follow after `--`, as in `megazero plan "
+        "schedule --nproc 8 -- --config gpt.yaml`: the schedule is then that of the training, and each chunk "
+        "takes its share of the FLOPs, experts included; the times are those of an average stage.",
     )
-    schedule.add_argument("--kind", required=True, help=f"one of {', '.join(KINDS)}")
-    schedule.add_argument("--stages", type=int, required=True, help="pipeline stages")
-    schedule.add_argument("--microbatches", type=int, required=True, help="micro-batches of a step")
+    schedule.add_argument("--kind", help=f"one of {', '.join(KINDS)}")
+    schedule.add_argument("--stages", type=int, help="pipeline stages")
+    schedule.add_argument("--microbatches", type=int, help="micro-batches of a step")
+    schedule.add_argument("--nproc", type=int, help="ranks of the training whose flags follow after `--`")
     schedule.add_argument(
         "--virtual", type=int, help="chunks per stage (default 1, or 2 for interleaved and zb-v)"
     )
@@ -40,14 +45,26 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command with its flags; returns the exit status."""
-    flags = build_parser().parse_args(argv)
-    return exit_status(lambda: _plan_schedule(flags))
+    """Run the command with its flags, and those of a training after ``--``; returns the exit status."""
+    own, training = list(argv), None
+    if "--" in own:
+        cut = own.index("--")
+        own, training = own[:cut], own[cut + 1 :]
+    flags = build_parser().parse_args(own)
+    return exit_status(lambda: _plan_schedule(flags, training))
 
 
-def _plan_schedule(flags: argparse.Namespace) -> None:
+def _plan_schedule(flags: argparse.Namespace, training: Sequence[str] | None) -> None:
     costs = _costs(flags)
-    schedule = build_schedule(flags.kind, flags.stages, flags.microbatches, flags.virtual)
+    _check_sizes(flags, training is not None)
+    if training is None:
+        schedule = build_schedule(flags.kind, flags.stages, flags.microbatches, flags.virtual)
+    else:
+        from megazero.plan.configured import PlannedPipeline
+
+        pipeline = PlannedPipeline.of(parse_config(training, world_size=flags.nproc).config, flags.nproc)
+        schedule, costs = pipeline.schedule, pipeline.costs(costs)
+        print(f"{pipeline.report()}\n")
     timeline = simulate(add_transfers(schedule), costs)
     print(report(timeline))
     try:
@@ -57,6 +74,23 @@ def _plan_schedule(flags: argparse.Namespace) -> None:
             Path(flags.trace).write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"`--output` and `--trace` must be writable files, but: {error}") from error
+
+
+def _check_sizes(flags: argparse.Namespace, configured: bool) -> None:
+    """Sizes are given by flags or by a training, each in its own way."""
+    needed, excluded = ("kind", "stages", "microbatches"), ("nproc",)
+    if configured:
+        needed, excluded = excluded, (*needed, "virtual")
+    where = f"{'with' if configured else 'without'} flags of a training after `--`"
+    given = {name: getattr(flags, name) for name in (*needed, *excluded)}
+    violations = [f"`--{name}` must be given {where}; add it" for name in needed if given[name] is None]
+    violations += [
+        f"`--{name}` must be left out {where}, but is {given[name]}; leave it out"
+        for name in excluded
+        if given[name] is not None
+    ]
+    if violations:
+        raise ConfigError(violations)
 
 
 def _costs(flags: argparse.Namespace) -> Costs:

@@ -84,7 +84,57 @@ def test_every_bad_cost_is_named_at_once(capsys):
     assert "`--transfer`" in err
 
 
-@pytest.mark.parametrize("argv", [[], ["schedule"], ["bubble"], ["schedule", "--stages", "x"]])
+def test_sizes_come_from_flags_or_from_a_training(capsys):
+    assert plan() == 2
+    err = capsys.readouterr().err
+    sizes = ("kind", "stages", "microbatches")
+    assert all(f"`--{name}` must be given without flags" in err for name in sizes)
+    assert plan("--kind", "1f1b", "--virtual", "2", "--", "--config", "x.yaml") == 2
+    err = capsys.readouterr().err
+    assert "`--nproc` must be given with flags of a training" in err
+    assert all(f"`--{name}` must be left out with flags" in err for name in ("kind", "virtual"))
+
+
+TRAINING = """
+--num-layers 4 --hidden-size 8 --num-attention-heads 1 --seq-length 4 --vocab-size 16 --lr 1 --mock-data
+--make-vocab-size-divisible-by 1 --train-iters 1 --micro-batch-size 2 --pipeline-model-parallel-size 2
+"""
+
+
+def test_the_schedule_of_a_training_by_the_flops_of_its_chunks(capsys):
+    """By hand, per token: 16 h^2 + 8 h^2 of products, 4 s h / 2 of attention in a layer; 2 v h in a head."""
+    assert plan("--nproc", "4", "--", *TRAINING.split(), "--global-batch-size", "12") == 0
+    chunks, _, grid = capsys.readouterr().out.partition("\n\n")
+    layer, head = 24 * 64 + 2 * 4 * 8, 2 * 16 * 8
+    mean = (4 * layer + head) / 2
+    assert chunks.splitlines() == [
+        f"chunk 0 on stage 0: embedding, layers 0 to 1; {2 * layer / mean:.2f} of a mean stage",
+        f"chunk 1 on stage 1: layers 2 to 3, head; {(2 * layer + head) / mean:.2f} of a mean stage",
+    ]
+    assert "F2" in grid
+    assert "F3" not in grid  # two replicas share 12 samples: three micro-batches of 2 each
+
+
+def test_layers_with_experts_weigh_what_a_token_uses(capsys):
+    """Four experts as wide as the MLP, of which two are used: the MLP's 16 h^2 count twice, and a router."""
+    experts = ["--num-experts", "4", "--moe-layer-freq", "[0,0,1,1]", "--moe-router-topk", "2"]
+    experts += ["--moe-router-load-balancing-type", "none", "--global-batch-size", "4"]
+    assert plan("--nproc", "2", "--", *TRAINING.split(), *experts) == 0
+    dense, expert = 24 * 64 + 2 * 4 * 8, (8 + 32) * 64 + 2 * 4 * 8 + 2 * 4 * 8
+    mean = (2 * dense + 2 * expert + 2 * 16 * 8) / 2
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        f"chunk 0 on stage 0: embedding, layers 0 to 1; {2 * dense / mean:.2f} of a mean stage",
+        f"chunk 1 on stage 1: layers 2 to 3, head; {(2 * expert + 2 * 16 * 8) / mean:.2f} of a mean stage",
+    ]
+
+
+def test_layers_dealt_out_by_measuring_are_not_known_here(capsys):
+    flags = ("--pipeline-partition", "measured", "--global-batch-size", "4")
+    assert plan("--nproc", "2", "--", *TRAINING.split(), *flags) == 2
+    assert "`pipeline_partition` must not be measured here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [[], ["bubble"], ["schedule", "--stages", "x"]])
 def test_flags_that_argparse_refuses_exit_with_2(argv, capsys):
     with pytest.raises(SystemExit) as caught:
         main(argv)
