@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megazero.config.resolve import resolve_or_exit
@@ -46,8 +47,10 @@ def _run(config: Config, output: Path) -> None:
     from megazero.data_efficiency.metric_index import MetricIndex
     from megazero.inference.sample_loss import METRIC, SCALE, measure_loss
     from megazero.mpu import Launch, join, leave, reporting
+    from megazero.train.agreement import settings_and_code
 
-    context = join(config.parallel, Launch.from_environment())
+    facts = partial(settings_and_code, config)
+    context = join(config.parallel, Launch.from_environment(), facts=facts)
     with reporting(context):
         due = 0.0
         for done, total in measure_loss(config, context, output):

@@ -4,6 +4,7 @@ Start with `grid.py` (coordinates), `group.py` (the communicator protocol), `con
 and `param_spec.py`. Only this package names torch.distributed.
 """
 
+from megazero.mpu.agreement import agree
 from megazero.mpu.context import (
     ParallelContext,
     make_context,
@@ -50,6 +51,7 @@ __all__ = [
     "Transfer",
     "Work",
     "WrappingGroup",
+    "agree",
     "choose_device",
     "count_traffic",
     "derive_key",

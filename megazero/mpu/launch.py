@@ -13,6 +13,7 @@ import torch
 
 from megazero.config.tree import ParallelConfig
 from megazero.errors import ConfigError
+from megazero.mpu.agreement import Facts, agree_by_notes
 from megazero.mpu.context import ParallelContext, make_context, solo_context
 from megazero.mpu.grid import AXES, ProcessGrid
 from megazero.mpu.group import Group
@@ -74,16 +75,19 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def join(config: ParallelConfig, launch: Launch, node_size: int = 1) -> ParallelContext:
+def join(
+    config: ParallelConfig, launch: Launch, node_size: int = 1, facts: Callable[[], Facts] | None = None
+) -> ParallelContext:
     """Join the job and open this rank's groups.
 
     Args:
         config: sizes of the axes, backend, device.
         launch: this process's rank, and the number of ranks.
         node_size: the number of replicas that the group ``node`` spans.
+        facts: finds what all ranks must agree on before they open groups.
 
     Raises:
-        ConfigError: the world does not factor into the configured axes.
+        ConfigError: the world does not factor into the configured axes, or the ranks disagree.
         CommunicationError: the other ranks could not be reached.
     """
     device = choose_device(config.device, launch.local_rank)
@@ -100,6 +104,9 @@ def join(config: ParallelConfig, launch: Launch, node_size: int = 1) -> Parallel
     # The world is not bound to the device: torch would then make groups by splitting the world's
     # communicator, which every rank must take part in, while here only a group's members do.
     start_world(backend, launch.rank, launch.world_size, patience + _LATER)
+    if facts is not None:
+        board = StoreBoard.of_world()
+        agree_by_notes(board, launch.rank, launch.world_size, facts(), patience.total_seconds())
     watch = Watch(StoreBoard.of_world(), launch.rank, launch.world_size, patience.total_seconds())
     check_on = device if config.check_collectives else None
 

@@ -18,6 +18,7 @@ from megazero.mpu import (
     Launch,
     ParallelContext,
     TrafficLog,
+    agree,
     count_traffic,
     join,
     leave,
@@ -30,6 +31,7 @@ from megazero.optim import (
     build_weight_decay,
 )
 from megazero.pipeline import Executor
+from megazero.train.agreement import samples_of, settings_and_code, tokenizer_and_place
 from megazero.train.allocator import keep_freed_memory
 from megazero.train.chunks import Chunks, build_chunks
 from megazero.train.determinism import compute_deterministically
@@ -180,7 +182,8 @@ def in_job(
     keep_freed_memory()
     if config.training.deterministic_mode:
         compute_deterministically()
-    joined = join(config.parallel, launch or Launch.from_environment(), config.zero.hpz_partition_size)
+    place, nodes = launch or Launch.from_environment(), config.zero.hpz_partition_size
+    joined = join(config.parallel, place, nodes, partial(settings_and_code, config))
     with reporting(joined):
         state = work(joined)
     leave(joined)
@@ -206,13 +209,18 @@ def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     resumed = resume(config, context, vocabulary.size, build, begin)
     config, horizon, engine, state = resumed.config, resumed.horizon, resumed.engine, resumed.state
     feeds = build_feeds(config, horizon, vocabulary, context, resumed.stream_seed)
+    datasets = [None if feed is None else feed.dataset for feed in (feeds.train, feeds.valid, feeds.test)]
+    agree(
+        joined.world,
+        lambda: {**tokenizer_and_place(config, vocabulary, state), **samples_of(datasets)},
+        context.device,
+    )
     plan = build_plan(config, horizon, vocabulary, context)
     monitor = build_monitors(config, context.rank == 0, state.iteration, horizon.end.iteration)
-    datasets = [feed.dataset for feed in (feeds.train, feeds.valid, feeds.test) if feed is not None]
     for remark in (
         *resumed.remarks,
         *engine.lessons.remarks,
-        *(note for dataset in datasets for note in dataset.notes),
+        *(note for dataset in datasets if dataset is not None for note in dataset.notes),
     ):
         monitor.message(remark)
     snapshots = None

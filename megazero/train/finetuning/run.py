@@ -9,7 +9,8 @@ from megazero.checkpoint import Disk
 from megazero.config.tree import Config
 from megazero.data import BatchSampler, EpochOrder, SamplerSpec
 from megazero.errors import CheckpointError, ConfigError, DataError
-from megazero.mpu import Launch, ParallelContext, TrafficLog, count_traffic, gather_values
+from megazero.mpu import Launch, ParallelContext, TrafficLog, agree, count_traffic, gather_values
+from megazero.train.agreement import labelled_samples, tokenizer_and_place
 from megazero.train.assemble import build_model, build_plan, in_job
 from megazero.train.families import family_of
 from megazero.train.feed import Feed, make_feed
@@ -62,6 +63,11 @@ def finetune_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     build = partial(build_model, vocabulary, context)
     begin = partial(take_pretrained, config, context, vocabulary.size)
     resumed = resume(config, context, vocabulary.size, build, begin)
+    agree(
+        joined.world,
+        lambda: {**tokenizer_and_place(config, vocabulary, resumed.state), **labelled_samples(config)},
+        context.device,
+    )
     if data.train is not None:
         _check_epochs(resumed, config)
     monitor = build_monitors(

@@ -1,0 +1,118 @@
+"""What all ranks of a training must agree on: settings, code, tokenizer, data, and where they stand."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from megazero.config.fields import FIELDS
+from megazero.config.rules.rule import display_name, value_at
+from megazero.config.tree import Config
+from megazero.data.blended import SampleDataset
+from megazero.data_efficiency.analyzed import AnalyzedDataset
+from megazero.ops import native
+from megazero.train.state import TrainState
+from megazero.train.vocabulary import Vocabulary
+from megazero.version import VERSION
+
+MAY_DIFFER = frozenset(
+    {
+        # Files whose content is compared instead.
+        "data.data_path",
+        "data.train_data_path",
+        "data.valid_data_path",
+        "data.test_data_path",
+        "finetune.train_data",
+        "finetune.valid_data",
+        "finetune.test_data",
+        "tokenizer.vocab_file",
+        "tokenizer.merge_file",
+        "tokenizer.tokenizer_model",
+        # Where a machine keeps things of its own, and what only one rank looks at.
+        "data.data_cache_path",
+        "data.num_workers",
+        "finetune.predictions",
+        "logging.csv_dir",
+        "logging.metrics_jsonl",
+        "logging.tensorboard_dir",
+        "logging.tensorboard_log_interval",
+        "logging.tensorboard_queue_size",
+        "logging.wandb_entity",
+        "logging.wandb_exp_name",
+        "logging.wandb_group",
+        "logging.wandb_project",
+        "logging.wandb_save_dir",
+    }
+)
+"""Settings in which ranks may differ: they have no part in what is trained."""
+
+
+def settings_and_code(config: Config) -> dict[str, str]:
+    """What is known before the ranks meet: settings by their names, and the code that runs."""
+    settings = {
+        display_name(spec.path): str(value_at(config, spec.path))
+        for spec in FIELDS
+        if spec.path not in MAY_DIFFER
+    }
+    return {
+        **settings,
+        "version of megazero": VERSION,
+        "sources of megazero": _digest_of(sorted(Path(__file__).parents[1].rglob("*.py"))),
+        "version of torch": torch.__version__,
+        "compiled kernels": "there" if native.available() else "missing",
+    }
+
+
+def tokenizer_and_place(config: Config, vocabulary: Vocabulary, state: TrainState) -> dict[str, str]:
+    """The content of the tokenizer, and where a checkpoint says that the training stands."""
+    section = config.tokenizer
+    files = (section.vocab_file, section.merge_file, section.tokenizer_model)
+    return {
+        "vocabulary size": str(vocabulary.size),
+        "content of the tokenizer": _content(files),
+        "iteration of the checkpoint": str(state.iteration),
+        "samples consumed before": str(state.consumed_samples),
+    }
+
+
+def samples_of(datasets: Iterable[SampleDataset | None]) -> dict[str, str]:
+    """The content and the order of the samples of the three splits, of which some may have none."""
+    return {
+        f"{split} data": "none"
+        if dataset is None
+        else f"{len(dataset)} samples of {AnalyzedDataset.of(dataset).key}"
+        for split, dataset in zip(("training", "validation", "test"), datasets, strict=True)
+    }
+
+
+def labelled_samples(config: Config) -> dict[str, str]:
+    """The content of a task's files."""
+    task = config.finetune
+    return {
+        "training data": _content(task.train_data),
+        "validation data": _content(task.valid_data),
+        "test data": _content(task.test_data),
+    }
+
+
+def _content(named: Iterable[str | None]) -> str:
+    """A digest of the files that are named, and of those in folders that are."""
+    found: list[Path] = []
+    for path in (Path(name) for name in named if name is not None):
+        found += sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
+    return _digest_of(found)
+
+
+def _digest_of(files: Iterable[Path]) -> str:
+    """Of the names and the content of files; one that cannot be read counts as such."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in files:
+        digest.update(path.name.encode())
+        try:
+            digest.update(path.read_bytes())
+        except OSError as error:
+            digest.update(type(error).__name__.encode())
+    return digest.hexdigest()

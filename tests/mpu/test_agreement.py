@@ -1,0 +1,83 @@
+"""Whether ranks mean the same: what a message says, over a group and by notes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from megazero.errors import CommunicationError, ConfigError
+from megazero.mpu import ThreadWorld, agree
+from megazero.mpu.agreement import agree_by_notes, disagreements
+from tests.mpu.test_watch import Notes
+
+FACTS = {"lr": "0.1", "seed": "1"}
+
+
+def test_a_message_has_values_and_ranks_the_most_common_first():
+    facts = dict.fromkeys(range(9), FACTS) | {3: {**FACTS, "lr": "0.2"}, 4: {"lr": "0.3", "tp": "2"}}
+    assert disagreements(facts) == [
+        "`lr` must be the same on all ranks, but is 0.1 on ranks 0-2, 5-8, 0.2 on rank 3, 0.3 on rank 4.",
+        "`seed` must be the same on all ranks, but is 1 on ranks 0-3, 5-8, not known on rank 4.",
+        "`tp` must be the same on all ranks, but is not known on ranks 0-3, 5-8, 2 on rank 4.",
+    ]
+    many = {rank: {"seed": str(rank) * 100} for rank in range(5)}
+    assert disagreements(many) == [
+        f"`seed` must be the same on all ranks, but is {'0' * 60}... on rank 0, {'1' * 60}... on rank 1, "
+        f"{'2' * 60}... on rank 2 and 2 other values elsewhere."
+    ]
+    assert disagreements({0: FACTS, 1: dict(reversed(FACTS.items()))}) == []
+
+
+def over_a_group(facts: list[dict[str, str]]) -> list[Exception | None]:
+    world, members = ThreadWorld(len(facts), timeout=20), tuple(range(len(facts)))
+
+    def rank(number: int) -> Exception | None:
+        try:
+            agree(world.group("world", number, members), lambda: facts[number], torch.device("cpu"))
+        except ConfigError as error:
+            return error
+
+    return world.run(rank)
+
+
+def by_notes(facts: list[dict[str, str]]) -> list[Exception | None]:
+    board = Notes()
+
+    def rank(number: int) -> Exception | None:
+        try:
+            agree_by_notes(board, number, len(facts), facts[number], 20.0)
+        except ConfigError as error:
+            return error
+
+    with ThreadPoolExecutor(len(facts)) as threads:
+        return list(threads.map(rank, range(len(facts))))
+
+
+@pytest.mark.parametrize("way", [over_a_group, by_notes])
+def test_ranks_that_agree_go_on(way):
+    assert way([FACTS, dict(reversed(FACTS.items())), FACTS]) == [None] * 3
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize("way", [over_a_group, by_notes])
+def test_every_rank_hears_who_differs_in_what(way, odd):
+    facts = [dict(FACTS) for _ in range(3)]
+    facts[odd] = {"lr": "0.5", "seed": "2"}
+    others = (
+        ", ".join(str(rank) for rank in range(3) if rank != odd).replace("0, 1", "0-1").replace("1, 2", "1-2")
+    )
+    for error in way(facts):
+        assert error.exit_code == 2
+        assert error.violations == [
+            f"`lr` must be the same on all ranks, but is 0.1 on ranks {others}, 0.5 on rank {odd}.",
+            f"`seed` must be the same on all ranks, but is 1 on ranks {others}, 2 on rank {odd}.",
+        ]
+
+
+def test_a_rank_that_says_nothing_is_named():
+    with pytest.raises(CommunicationError, match="rank 1 must say what it is configured for.*for 0.05 s"):
+        agree_by_notes(Notes(), 0, 2, FACTS, 0.05)
+    with pytest.raises(CommunicationError, match="rank 0 must say"):
+        agree_by_notes(Notes(), 1, 2, FACTS, 0.05)

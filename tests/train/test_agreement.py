@@ -1,0 +1,102 @@
+"""Ranks that were started differently end before the first step, with what differs and where."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megazero.config.fields import FIELD_BY_PATH, FIELDS
+from megazero.config.resolve import parse_config
+from megazero.data import IndexedDatasetWriter
+from megazero.errors import ConfigError
+from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
+from megazero.train.agreement import MAY_DIFFER, settings_and_code
+from megazero.train.assemble import pretrain_on
+from tests.source_tree import ROOT
+
+SMALL = (
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --lr 1e-2 --train-iters 2 "
+    "--micro-batch-size 1 --global-batch-size 2 --eval-iters 0 --log-interval 1"
+)
+
+
+def test_all_settings_count_but_those_of_the_list():
+    facts = settings_and_code(parse_config([*SMALL.split(), "--mock-data", "--vocab-size", "9"]).config)
+    assert set(FIELD_BY_PATH) >= MAY_DIFFER
+    assert len(facts) == len(FIELDS) - len(MAY_DIFFER) + 4
+    assert facts["lr"] == "0.01"
+    assert facts["compiled kernels"] in ("there", "missing")
+
+
+def write(prefix: Path, tokens: int) -> str:
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        writer.add_document(np.arange(tokens) % 50)
+    return str(prefix)
+
+
+def started(*flags: str) -> list[Exception | None]:
+    """What becomes of thread ranks with these flags each."""
+    world = ThreadWorld(len(flags), timeout=60)
+    grid = ProcessGrid(dp=len(flags))
+
+    def rank(number: int) -> Exception | None:
+        config = parse_config([*SMALL.split(), *flags[number].split()], world_size=len(flags)).config
+        try:
+            pretrain_on(config, thread_context(world, grid, number))
+        except ConfigError as error:
+            return error
+
+    return world.run(rank)
+
+
+def test_another_dataset_is_named_and_a_copy_is_none(tmp_path):
+    paths = [write(tmp_path / "here", 300), write(tmp_path / "copy", 300), write(tmp_path / "other", 299)]
+    flags = [f"--vocab-size 50 --split 1,0,0 --data-path {path}" for path in paths]
+    assert started(*flags[:2]) == [None, None]
+    for error in started(flags[0], flags[2]):
+        (violation,) = error.violations
+        assert violation.startswith("`training data` must be the same on all ranks, but is 37 samples of ")
+
+
+def test_another_tokenizer_is_named(tmp_path):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]
+    flags = []
+    for name, order in (("one", words), ("two", [*words[:5], "b", "a"])):
+        path = tmp_path / name / "vocab.txt"
+        path.parent.mkdir()
+        path.write_text("\n".join(order))
+        flags.append(f"--mock-data --tokenizer-type BertWordPieceCase --vocab-file {path}")
+    for error in started(*flags):
+        assert [line.partition(" must")[0] for line in error.violations] == ["`content of the tokenizer`"]
+
+
+@pytest.mark.gloo
+def test_real_ranks_end_with_status_2_and_every_difference(tmp_path):
+    """Even where they want layouts whose groups do not match."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = []
+    for rank, own in enumerate(["--lr 1e-2", "--lr 2e-2 --tensor-model-parallel-size 2 --num-workers 0"]):
+        place = {name: str(value) for name, value in {**job, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        flags = f"{SMALL} {own} --mock-data --vocab-size 50".split()
+        command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
+        ranks.append(
+            subprocess.Popen(command, env={**os.environ, **place}, stderr=subprocess.PIPE, text=True)
+        )
+    for rank in ranks:
+        _, said = rank.communicate(timeout=120)
+        assert rank.returncode == 2, said
+        assert "`lr` must be the same on all ranks, but is 0.01 on rank 0, 0.02 on rank 1." in said
+        assert (
+            "`tensor_model_parallel_size` must be the same on all ranks, but is 1 on rank 0, 2 on rank 1."
+            in said
+        )
+        assert "num_workers" not in said
