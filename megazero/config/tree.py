@@ -235,6 +235,11 @@ class TrainingConfig(Section):
         "let every evaluation read the same validation samples, the first ones, so that losses of different "
         "steps and runs compare; default: each reads the next ones",
     )
+    max_skipped_updates: PositiveInt | None = option(
+        None,
+        "end with an error after so many updates in a row that were skipped because a gradient was inf or "
+        "NaN; default: 5 in fp32 and bf16, and in fp16 as many as its loss scale has use for",
+    )
     exit_interval: PositiveInt | None = option(None, "save and exit at multiples of this", unit="iterations")
     exit_duration_in_mins: PositiveFloat | None = option(None, "save and exit after so long", unit="minutes")
     skip_train: bool = option(False, "evaluate and test only")

@@ -8,7 +8,7 @@ and resumed like any plain value.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from megazero.config.tree import PrecisionConfig
 from megazero.errors import ConfigError, NumericsError
@@ -35,7 +35,13 @@ class ScalerState:
 
 
 class LossScaler(Protocol):
-    """Decides the loss scale of the next step from what happened in this one."""
+    """Decides the loss scale of the next step from what happened in this one.
+
+    Attributes:
+        searches: whether steps without an update are how it finds the scale.
+    """
+
+    searches: ClassVar[bool]
 
     def initial(self) -> ScalerState:
         """The state before the first step."""
@@ -47,6 +53,8 @@ class LossScaler(Protocol):
 @dataclass(frozen=True)
 class StaticLossScaler:
     """Uses the same scale at every step; steps with non-finite gradients are still skipped."""
+
+    searches: ClassVar[bool] = False
 
     scale: float
 
@@ -75,6 +83,8 @@ class DynamicLossScaler:
     Raises:
         ConfigError: the initial scale is below the floor.
     """
+
+    searches: ClassVar[bool] = True
 
     initial_scale: float
     min_scale: float = 1.0

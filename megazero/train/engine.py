@@ -70,6 +70,11 @@ class StepResult:
     skipping: Skipping = NOTHING_SKIPPED
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def bad(self) -> bool:
+        """Whether the update was left out because a gradient was not finite."""
+        return self.skipped and self.losses.total is not None
+
 
 class Engine:
     """Trains a model step by step. Its state is the optimizer's and `scaler_state`.

@@ -12,7 +12,7 @@ import torch
 from megazero.config.difficulties import Difficulties
 from megazero.config.horizon import Horizon
 from megazero.config.steps import Step
-from megazero.errors import CheckpointError
+from megazero.errors import CheckpointError, NumericsError
 from megazero.layers import Skipping
 from megazero.mpu import ParallelContext
 from megazero.train.engine import Engine, StepResult
@@ -38,6 +38,7 @@ class RunPlan:
         save_interval: iterations between checkpoints, or None.
         exit_interval: stop at multiples of this many iterations, or None.
         exit_seconds: stop after this many seconds, or None.
+        max_bad: end with an error after so many steps in a row whose gradients were not finite, or None.
         stability: updates over which it is reported how steady the training is, or None.
         log_params_norm, log_num_zeros: whether steps report these.
         exact_timers: whether to wait for the device at both ends of each timed phase.
@@ -51,6 +52,7 @@ class RunPlan:
     save_interval: int | None = None
     exit_interval: int | None = None
     exit_seconds: float | None = None
+    max_bad: int | None = None
     stability: int | None = None
     log_params_norm: bool = False
     log_num_zeros: bool = False
@@ -101,24 +103,29 @@ class Loop:
     def fit(self, state: TrainState) -> TrainState:
         """Train from `state` on and return the state at the end. SIGTERM saves and ends the training early.
 
-        A checkpoint that cannot be written along the way is reported, and training continues.
+        A checkpoint that cannot be written along the way is reported, and training continues. None is written
+        in a row of steps whose gradients were not finite: one that is due waits for the end of the row.
 
         Raises:
             CheckpointError: on every rank, if the last checkpoint cannot be written.
+            NumericsError: on every rank: the row is as long as `RunPlan.max_bad`, or a checkpoint would hold
+                a number that is not finite. Earlier checkpoints stay.
         """
         started = time.monotonic()
         self._saved_at = evaluated_at = state.iteration
-        reason = None
+        reason, due = None, False
         with StopRequest() as stop:
             while state.iteration < self.plan.horizon.end.iteration and reason is None:
                 state = self._step(state)
+                self._check_row(state)
                 if self._due(self.plan.horizon.evaluations.interval, state) and self.feeds.valid is not None:
                     self.evaluate("validation", state)
                     evaluated_at = state.iteration
                 reason = self._after_step(state, stop, started)
-                due = self.checkpoints is not None and self._due(self.plan.save_interval, state)
-                if due and reason is None:
+                due |= self.checkpoints is not None and self._due(self.plan.save_interval, state)
+                if due and reason is None and not self._failing(state):
                     self._on_the_way(lambda now=state: self._save(now))
+                    due = False
             self._save_last(state)  # a second signal does not interrupt this
         if reason is not None:
             self.monitor.message(f"stopping after iteration {state.iteration}: {reason}")
@@ -163,7 +170,7 @@ class Loop:
             )
         hold = self.checkpoints.saver.wait_for_copies if self.checkpoints is not None else None
         result = self.engine.train_step(batches, state.progress, self.timers, hold)
-        state = state.after(step, result.skipped, self._stability(state, result))
+        state = state.after(step, result.skipped, self._stability(state, result), bad=result.bad)
         # These take communication, so every rank computes them; the monitor only shows them.
         optimizer = self.engine.optimizer
         extras = {
@@ -230,12 +237,37 @@ class Loop:
         """Make all checkpoints visible, including that of `state`."""
         if self.checkpoints is None:
             return
-        while self.checkpoints.saver.unsettled:
-            self._on_the_way(lambda: self._tell(self.checkpoints.saver.settle()))
-        if self._saved_at < state.iteration:
+        self._settle()
+        if self._failing(state):
+            self.monitor.message(
+                f"iteration {state.iteration} is not saved: {state.bad_in_a_row} updates in a row were "
+                "skipped"
+            )
+        elif self._saved_at < state.iteration:
             self._save(state)
         while self.checkpoints.saver.unsettled:
             self._tell(self.checkpoints.saver.settle())
+
+    def _settle(self) -> None:
+        """Make the checkpoints that are being written visible, where there are any."""
+        while self.checkpoints is not None and self.checkpoints.saver.unsettled:
+            self._on_the_way(lambda: self._tell(self.checkpoints.saver.settle()))
+
+    def _failing(self, state: TrainState) -> bool:
+        """Whether steps keep being bad, other than in the search for a loss scale."""
+        scaler, found = self.engine.scaler, self.engine.scaler_state
+        return (found.overflows_at_floor if scaler.searches else state.bad_in_a_row) > 1
+
+    def _check_row(self, state: TrainState) -> None:
+        """Raises NumericsError if too many steps in a row were bad; what was saved before is there."""
+        if self.plan.max_bad is None or state.bad_in_a_row < self.plan.max_bad:
+            return
+        self._settle()
+        raise NumericsError(
+            f"`max_skipped_updates` in a row, {state.bad_in_a_row}, were skipped up to iteration "
+            f"{state.iteration}, because a gradient was inf or NaN; checkpoints before them are kept: lower "
+            "the learning rate, look at the data of these steps, or change the precision"
+        )
 
     def _on_the_way(self, work: Callable[[], None]) -> None:
         """Do work that saves; if it fails, every rank says so, and earlier checkpoints remain."""

@@ -6,17 +6,19 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megazero.checkpoint import RANDOM, Box, Disk, Key, Part, Retention, Saver, parts_to_write
 from megazero.config.horizon import Horizon
 from megazero.config.tree import Config
-from megazero.mpu import ParallelContext
+from megazero.errors import NumericsError
+from megazero.mpu import ParallelContext, gather_values
 from megazero.train.engine import Engine
 from megazero.train.random_state import random_state
 from megazero.train.router_state import router_parts_to_write
@@ -91,11 +93,13 @@ class Snapshots:
 
         Raises:
             CheckpointError: on every rank, if this checkpoint or an earlier one in progress cannot be saved.
+            NumericsError: on every rank: a number of the state is not finite. Nothing is written.
         """
         section, engine = self.config.checkpoint, self.engine
         moments = not section.no_save_optim
         parts = parts_to_write(engine.optimizer, self.context, moments=moments)
         parts += router_parts_to_write(engine.loads, self.context)
+        self._check_finite(parts, state.iteration)
         if not section.no_save_rng:
             parts += random_parts(self.context)
         facts = {
@@ -108,6 +112,23 @@ class Snapshots:
             **(found or {}),
         }
         return self.saver.save(state.iteration, parts, facts)
+
+    def _check_finite(self, parts: Sequence[Part], iteration: int) -> None:
+        bad = next(
+            (str(p.key) for p in parts if p.tensor.is_floating_point() and not _finite(p.tensor)), None
+        )
+        found = gather_values(self.context.world, bad, self.context.device)
+        for rank, key in enumerate(found):
+            if key is not None:
+                raise NumericsError(
+                    f"`{key}` must be finite to be saved, but rank {rank} holds inf or NaN after iteration "
+                    f"{iteration}; earlier checkpoints are kept: resume from the last one"
+                )
+
+
+def _finite(tensor: Tensor) -> bool:
+    # A sum is inf or NaN if any element is; where large numbers make it so, all are looked at.
+    return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
 
 
 def random_parts(context: ParallelContext) -> list[Part]:

@@ -68,7 +68,9 @@ class StateFacts(_FactsModel):
     consumed_samples: NonNegativeInt
     consumed_tokens: NonNegativeInt
     skipped: NonNegativeInt
-    stability: StabilityFacts | None = None  # checkpoints of earlier versions have none
+    # Checkpoints of earlier versions have none of these.
+    stability: StabilityFacts | None = None
+    bad_in_a_row: NonNegativeInt = 0
 
     def train_state(self) -> TrainState:
         """The state itself."""

@@ -1,0 +1,126 @@
+"""Runs whose numbers stop being finite: they end with an error, and what was saved before stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.checkpoint.folder import saved_iterations
+from megazero.config.resolve import parse_config
+from megazero.config.steps import Progress, Step
+from megazero.errors import NumericsError
+from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
+from megazero.train import snapshot
+from megazero.train.assemble import pretrain, pretrain_on
+from megazero.train.engine import Engine
+from megazero.train.state import TrainState
+
+SMALL = (
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --lr 1e-2 --mock-data "
+    "--vocab-size 32 --micro-batch-size 1 --global-batch-size 2 --eval-iters 0 --log-interval 1 "
+    "--train-iters 12 --save-interval 2 --keep-last 99"
+)
+EXPLODES = "--lr 1e30 --clip-grad 0 --lr-decay-style constant"  # the second step's gradients are not finite
+
+
+def flags(folder: Path, extra: str = "") -> list[str]:
+    return [*f"{SMALL} {extra}".split(), "--save", str(folder)]
+
+
+def saved(folder: Path) -> list[int]:
+    return sorted(saved_iterations(folder))
+
+
+@pytest.mark.parametrize(("extra", "row"), [("", 5), ("--max-skipped-updates 3", 3)])
+def test_a_row_of_bad_steps_ends_the_run(tmp_path, capsys, extra, row):
+    with pytest.raises(
+        NumericsError, match=rf"`max_skipped_updates` in a row, {row}, .* iteration {row + 1},"
+    ):
+        pretrain(parse_config(flags(tmp_path, f"{EXPLODES} {extra}")).config)
+    assert saved(tmp_path) == [2]  # one bad step may be a chance; none is saved after the second
+    assert capsys.readouterr().out.count("update skipped, a gradient is inf or NaN") == row
+    assert NumericsError("").exit_code not in (0, 2)
+
+
+def test_what_is_written_in_the_background_is_finished_first(tmp_path):
+    with pytest.raises(NumericsError):
+        pretrain(parse_config(flags(tmp_path, f"{EXPLODES} --async-save")).config)
+    assert saved(tmp_path) == [2]
+
+
+def bad_at(monkeypatch, iterations: set[int]) -> None:
+    """Let these steps end as if a gradient had not been finite, though nothing else is changed."""
+    whole = Engine.train_step
+
+    def step(self, batches, progress, *rest):
+        result = whole(self, batches, progress, *rest)
+        return replace(result, skipped=result.skipped or progress.iteration + 1 in iterations)
+
+    monkeypatch.setattr(Engine, "train_step", step)
+
+
+def test_a_checkpoint_that_is_due_waits_for_the_end_of_the_row(tmp_path, monkeypatch):
+    bad_at(monkeypatch, {3, 4, 5, 8})
+    state = pretrain(parse_config(flags(tmp_path)).config)
+    assert saved(tmp_path) == [2, 6, 8, 10, 12]
+    assert (state.skipped, state.bad_in_a_row) == (4, 0)
+
+
+def test_the_end_of_a_run_in_a_row_is_not_saved(tmp_path, monkeypatch, capsys):
+    bad_at(monkeypatch, {11, 12})
+    pretrain(parse_config(flags(tmp_path)).config)
+    assert saved(tmp_path) == [2, 4, 6, 8, 10]
+    assert "iteration 12 is not saved: 2 updates in a row were skipped" in capsys.readouterr().out
+
+
+def test_a_resumed_run_counts_on(tmp_path, monkeypatch):
+    bad_at(monkeypatch, set(range(2, 30)))
+    argv = flags(tmp_path, "--train-iters 2 --max-skipped-updates 2")
+    assert pretrain(parse_config(argv).config).bad_in_a_row == 1
+    with pytest.raises(NumericsError, match="iteration 3,"):
+        pretrain(parse_config([*argv, "--train-iters", "9", "--load", str(tmp_path)]).config)
+
+
+def test_the_search_for_a_loss_scale_is_no_row(tmp_path):
+    """Halved from 2^40 at each overflow, it takes many more steps than five."""
+    extra = "--fp16 --initial-loss-scale 1099511627776 --hysteresis 1 --train-iters 30"
+    state = pretrain(parse_config(flags(tmp_path, extra)).config)
+    assert state.skipped > 5
+    assert saved(tmp_path)[0] == 2
+
+
+@pytest.mark.parametrize("kind", ["weight", "exp_avg"])
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path, monkeypatch, kind):
+    """On any rank: here the second of two, from the fourth step on."""
+    honest, world = snapshot.parts_to_write, ThreadWorld(2, timeout=60)
+
+    def poisoned(optimizer, context, **rest):
+        parts = honest(optimizer, context, **rest)
+        if context.rank == 1 and optimizer.updates >= 4:
+            next(part for part in parts if part.key.kind == kind).tensor.view(-1)[0] = torch.nan
+        return parts
+
+    monkeypatch.setattr(snapshot, "parts_to_write", poisoned)
+    config = parse_config(flags(tmp_path, "--zero-stage 1"), world_size=2).config
+
+    def rank(number: int) -> Exception | None:
+        try:
+            pretrain_on(config, thread_context(world, ProcessGrid(dp=2), number))
+        except NumericsError as error:
+            return error
+
+    for error in world.run(rank):
+        assert "must be finite to be saved, but rank 1 holds inf or NaN after iteration 4;" in str(error)
+        assert ("/exp_avg`" in str(error)) == (kind == "exp_avg")
+    assert saved(tmp_path) == [2]
+
+
+def test_steps_that_count_nothing_neither_end_a_row_nor_add_to_it():
+    step = Step(Progress(), 2, 1, 8)
+    state = TrainState().after(step, True, bad=True).after(step, True)
+    assert (state.bad_in_a_row, state.skipped) == (1, 2)
+    assert state.after(step, True, bad=True).bad_in_a_row == 2
+    assert state.after(step, False).bad_in_a_row == 0
