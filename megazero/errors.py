@@ -6,8 +6,13 @@ message without a traceback and exit with `exit_code`.
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 from collections.abc import Callable
+from typing import TextIO
+
+_CLOSED_PIPE = 128 + 13  # SIGPIPE
 
 
 def printable(text: str, kept: str = "\n") -> str:
@@ -64,10 +69,31 @@ class NumericsError(MegazeroError):
 
 
 def exit_status(work: Callable[[], object]) -> int:
-    """Do `work`, and print the message of an error; returns the process's status."""
+    """Do `work`, and print the message of an error; returns the process's status.
+
+    If whoever reads the output stops reading, as `head` does, that is no fault of the work: it ends with the
+    status of a process that a closed pipe ended, and says nothing.
+    """
     try:
         work()
+        sys.stdout.flush()
     except MegazeroError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        if not _nobody_reads(sys.stdout):
+            raise
+        return _CLOSED_PIPE
     return 0
+
+
+def _nobody_reads(stream: TextIO) -> bool:
+    """Whether the reader of a stream has gone; what is still to be written is then dropped."""
+    if not hasattr(select, "poll"):  # Windows
+        return False
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return gone

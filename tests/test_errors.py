@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 
 import pytest
 
-from megazero.errors import CheckpointError, ConfigError, DataError, MegazeroError, printable
+from megazero.errors import CheckpointError, ConfigError, DataError, MegazeroError, exit_status, printable
 
 QUOTED = "a\x1b[31mb\u202ec\x00d\ud800e\x85f\u2028g é猫👩"
 SHOWN = "a\\x1b[31mb\\u202ec\\x00d\\ud800e\\x85f\\u2028g é猫👩"
@@ -26,6 +28,23 @@ def test_every_error_says_so_once(kind):
     assert str(error).encode().decode() == str(error)
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again)) == (kind, str(error))
+
+
+def test_a_reader_that_has_gone_is_no_fault():
+    """And no traceback; but a pipe that breaks elsewhere is told of."""
+    script = "import sys; from megazero.errors import exit_status\nsys.exit(exit_status(lambda: {}))"
+    talk = "[print('x' * 9999) for _ in range(99)]"
+    command = [sys.executable, "-c", script.format(talk)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.read(3) == "xxx"
+        process.stdout.close()
+        assert (process.wait(timeout=60), process.stderr.read()) == (141, "")
+
+    def elsewhere() -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        exit_status(elsewhere)
 
 
 def test_a_violation_is_one_line_so_that_a_value_cannot_pretend_to_be_another():

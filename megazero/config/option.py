@@ -68,6 +68,9 @@ def _split_proportions(text: str) -> str:
 Probability = Annotated[float, Field(ge=0, lt=1)]
 """A dropout rate, a decay of a running mean, a share of the schedule: in [0, 1)."""
 
+Patience = Annotated[float, Field(gt=0, le=525_600)]
+"""Minutes to wait: more than none, and a year at most, which clocks can count."""
+
 Proportions = Annotated[str, AfterValidator(_split_proportions)]
 """Train, validation and test proportions, separated by commas or slashes; those left out are 0.
 

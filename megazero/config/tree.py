@@ -17,7 +17,7 @@ from megazero.config.distillation import DistillationConfig
 from megazero.config.experts import ModelConfig
 from megazero.config.finetuning import FinetuneConfig
 from megazero.config.optimization import OptimizerConfig
-from megazero.config.option import Section, option
+from megazero.config.option import Patience, Section, option
 from megazero.config.skipping import SkippingConfig
 from megazero.config.sources import DataConfig, TokenizerConfig
 from megazero.config.tree_output import CheckpointConfig, LoggingConfig
@@ -77,9 +77,7 @@ class ParallelConfig(Section):
     check_collectives: bool = option(
         False, "verify before each collective that all its members make the same call; slow"
     )
-    distributed_timeout_minutes: PositiveFloat = option(
-        10.0, "longest wait in one collective", unit="minutes"
-    )
+    distributed_timeout_minutes: Patience = option(10.0, "longest wait in one collective", unit="minutes")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to train; auto is CUDA where present")
 
 
