@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from megazero.ablate.corpus import Corpus
 from megazero.ablate.sizes import size_of
 from megazero.ablate.study import Wishes, read_study
+from megazero.config.horizon import horizon_of
 from tests.source_tree import ROOT
 
 
@@ -29,3 +31,34 @@ def test_the_student_learns_from_the_member_of_that_name():
     (student,) = (member for member in members if member.teacher is not None)
     assert (student.name, student.teacher) == ("mos-student", "pr-moe")
     assert student.config.distillation.kd_train_iters == 63
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_members_of_the_data_efficiency_study_differ_in_its_methods_alone(tmp_path, family):
+    """At each length, all consume as many tokens, to a step, and get to the end of their ramps."""
+    shares = (1.0, 0.67, 0.5)
+    corpus = {family: Corpus(tmp_path, family).flags}
+    members = read_study(
+        ROOT / "examples_3d/data_efficiency" / family, Wishes(shares=shares, corpus=corpus)
+    ).members
+    assert len(members) == 6 * len(shares)
+    methods = {"curriculum", "data_sampling", "skipping"}
+    plain = {share: next(m for m in members if m.name == name("plain", share)) for share in shares}
+    for member in members:
+        share = next(s for s in shares if member.name == name(member.file, s))
+        config, base = member.config, plain[share].config
+        assert {s for s in type(config).model_fields if getattr(config, s) != getattr(base, s)} <= methods
+        tokens = base.training.train_tokens
+        assert tokens == round(plain[1.0].config.training.train_tokens * share)
+        horizon = horizon_of(config, 1)
+        assert 0 <= horizon.end.tokens - tokens < config.batch.global_batch_size * config.model.seq_length
+        last = horizon.at(horizon.before(horizon.end.iteration - 1))
+        assert last.sequence_length == config.model.seq_length
+        if config.skipping.random_ltd:
+            assert last.kept_tokens is None or last.kept_tokens > 0.9 * config.model.seq_length
+            halfway = horizon.at(horizon.before(2 * horizon.end.iteration // 3))
+            assert halfway.kept_tokens < halfway.sequence_length
+
+
+def name(file: str, share: float) -> str:
+    return file if share == 1 else f"{file}@{share:g}"
