@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _PANELS = MappingProxyType({"tokens": "tokens", "flops": "training FLOPs", "seconds": "seconds of training"})
+_STYLES = ("-", "--", ":", "-.")
 _START = 0.1  # share of the training whose losses would flatten all others
 
 
@@ -30,7 +32,8 @@ def draw(findings: Sequence[Findings], baseline: str, path: Path) -> None:
 def figure_of(findings: Sequence[Findings], baseline: str) -> Figure:
     """The picture that `draw` writes: a line is a member's mean over its seeds, a band their range.
 
-    A dashed line is the loss that `baseline` ends with.
+    A file has a colour and a length a style, so `wide` and `wide@0.5` share their colour. A dashed line from
+    side to side is the loss that `baseline` ends with.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -39,10 +42,15 @@ def figure_of(findings: Sequence[Findings], baseline: str) -> Figure:
     from matplotlib import colormaps
 
     panels = figure.subplots(1, len(_PANELS), sharey=True)
-    colours = colormaps["tab10"].colors
-    for number, found in enumerate(findings):
+    colours = cycle(colormaps["tab10"].colors)
+    files: dict[str, tuple[float, float, float]] = {}
+    lengths: dict[str, str] = {}
+    for found in findings:
+        file, _, length = found.name.partition("@")
+        colour = files[file] if file in files else files.setdefault(file, next(colours))
+        style = lengths.setdefault(length, _STYLES[len(lengths) % len(_STYLES)])
         for axes, quantity in zip(panels, _PANELS, strict=True):
-            _draw_curve(axes, found, quantity, colours[number % len(colours)])
+            _draw_curve(axes, found, quantity, colour, style)
     for axes, label in zip(panels, _PANELS.values(), strict=True):
         for found in findings:
             if found.name == baseline:
@@ -52,14 +60,19 @@ def figure_of(findings: Sequence[Findings], baseline: str) -> Figure:
     panels[0].set_ylabel("validation loss (nats per token)")
     panels[0].set_ylim(top=_highest(findings))
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(8, len(findings)), frameon=False)
+    columns = min(8, len(findings)) if len(lengths) < 2 else len(files)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     return figure
 
 
-def _draw_curve(axes: Axes, found: Findings, quantity: str, colour: tuple[float, float, float]) -> None:
+def _draw_curve(
+    axes: Axes, found: Findings, quantity: str, colour: tuple[float, float, float], style: str
+) -> None:
     curve = found.curve
     spent, losses = [getattr(m, quantity) for m in curve], [m.loss for m in curve]
-    axes.plot(spent, losses, "o-", color=colour, markersize=3, linewidth=1.2, label=found.name)
+    axes.plot(
+        spent, losses, "o", linestyle=style, color=colour, markersize=3, linewidth=1.2, label=found.name
+    )
     if len(found.outcomes) > 1:
         low, high = zip(*found.band(), strict=True)
         axes.fill_between(spent, low, high, color=colour, alpha=0.2, linewidth=0)
@@ -67,11 +80,12 @@ def _draw_curve(axes: Axes, found: Findings, quantity: str, colour: tuple[float,
 
 def _highest(findings: Sequence[Findings]) -> float | None:
     """The top of the picture; None leaves it to the losses."""
+    longest = max(found.curve[-1].tokens for found in findings)
     later = [
         high
         for found in findings
         for milestone, (_, high) in zip(found.curve, found.band(), strict=True)
-        if milestone.tokens > _START * found.curve[-1].tokens and high == high
+        if milestone.tokens > _START * longest and high == high
     ]
     lowest = min((milestone.loss for found in findings for milestone in found.curve), default=0.0)
     if not later or not max(later) > lowest:

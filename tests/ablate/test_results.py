@@ -202,6 +202,16 @@ def test_the_picture_has_a_line_per_member_and_a_band_per_several_seeds(tmp_path
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_file_has_a_colour_and_a_length_a_style():
+    pytest.importorskip("matplotlib")
+    names = ("a", "a@0.5", "b", "b@0.5")
+    figure = figure_of([Findings((outcome(name, (3.0, 2.0)),)) for name in names], "a")
+    drawn = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}
+    looks = [drawn[name] for name in names]
+    assert [style for _, style in looks] == ["-", "--", "-", "--"]
+    assert looks[0][0] == looks[1][0] != looks[2][0] == looks[3][0]
+
+
 def test_a_picture_of_one_evaluation_or_of_none_that_counted():
     pytest.importorskip("matplotlib")
     for losses in ([5.0], [math.nan], [5.0, 5.0]):
