@@ -16,7 +16,6 @@ step of the same round, and the same ratio of FLOPs (`models/flops.py`), which c
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -28,17 +27,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.contenders import Shape
 from benchmarks.contenders.ours import make_config, vocabulary_of
-from megazero.config.horizon import horizon_of
+from benchmarks.data_efficiency import build
+from benchmarks.teams import write
 from megazero.config.rules import check
 from megazero.config.steps import Progress
 from megazero.config.tree import Config, ParallelConfig, ZeroConfig
 from megazero.errors import ConfigError
 from megazero.layers import NOTHING_SKIPPED
 from megazero.models import Batch
-from megazero.mpu import sample_keys, solo_context
+from megazero.mpu import sample_keys
 from megazero.train.allocator import keep_freed_memory
-from megazero.train.assemble import build_engine
-from megazero.train.chunks import build_chunks
 from megazero.train.engine import Engine
 from megazero.train.timers import Timers
 from megazero.train.token_flops import TokenFlops
@@ -71,13 +69,6 @@ def configured(changes: dict[str, object]) -> Config:
     return config
 
 
-def build(config: Config) -> Engine:
-    """The engine of one process."""
-    context = solo_context()
-    chunks = build_chunks(config, vocabulary_of(SHAPE), context)
-    return build_engine(config, horizon_of(config, 1), chunks, context)
-
-
 def step_seconds(engine: Engine, turn: int) -> float:
     """The time of one step, on the batch of this round."""
     keys = torch.from_numpy(sample_keys(1, range(SHAPE.micro_batch)))
@@ -98,7 +89,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     keep_freed_memory()
     configs = {name: configured(changes) for name, changes in MODELS.items()}
-    engines = {name: build(config) for name, config in configs.items()}
+    engines = {name: build(config, SHAPE) for name, config in configs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(args.rounds + 2):
         for name, engine in engines.items():
@@ -109,9 +100,10 @@ def main() -> int:
         name: TokenFlops(config, vocabulary_of(SHAPE))(SHAPE.sequence, NOTHING_SKIPPED)
         for name, config in configs.items()
     }
+    lines = []
     for name, found in seconds.items():
         ratios = [a / b for a, b in zip(found, seconds["dense"], strict=True)]
-        line = json.dumps(
+        lines.append(
             {
                 "benchmark": "moe_step",
                 "contender": name,
@@ -122,10 +114,7 @@ def main() -> int:
                 "rounds": args.rounds,
             }
         )
-        print(line, flush=True)
-        if args.output:
-            with args.output.open("a") as file:
-                file.write(line + "\n")
+    write(lines, args.output)
     return 0
 
 

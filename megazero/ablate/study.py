@@ -86,7 +86,7 @@ def read_study(folder: Path, wishes: Wishes) -> Study:
         name = _named(path.stem, share)
         document = read_file(str(path))
         given = {s.spec.path: s.value for s in [*document.settings, *scan(wishes.flags).settings]}
-        takes_corpus = not {f"data.{name}" for name in _SOURCES} & set(given)
+        takes_corpus = not {f"data.{source}" for source in _SOURCES} & set(given)
         changed = _length(given, wishes.steps, share)
         analyzed = _unindexed(given) if takes_corpus else ()
         if analyzed:

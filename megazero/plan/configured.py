@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.config.derive import data_parallel_size, padded_vocab_size
+from megazero.config.derive import data_parallel_size
 from megazero.config.horizon import horizon_of
-from megazero.config.tree import Config
+from megazero.config.tree import Config, TokenizerConfig
 from megazero.errors import ConfigError
 from megazero.mpu import solo_context
 from megazero.pipeline import Costs, Schedule
@@ -80,9 +80,7 @@ def _names(layers: range) -> list[str]:
 
 
 def _vocabulary(config: Config) -> Vocabulary:
-    """That of `--vocab-size`, or else of the tokenizer's files."""
-    size = config.model.vocab_size
-    if size is None:
-        return build_vocabulary(config)
-    every, ranks = config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
-    return Vocabulary(size, padded_vocab_size(size, every, ranks), None, None)
+    """That of `--vocab-size`, for which no files are needed, or else of the tokenizer's."""
+    if config.model.vocab_size is not None:
+        config = config.model_copy(update={"tokenizer": TokenizerConfig()})
+    return build_vocabulary(config)

@@ -54,8 +54,6 @@ from megazero.train.vocabulary import Vocabulary, build_vocabulary
 from megazero.train.weights import take_foreign_weights
 from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store
 
-_MOST_BAD = 5
-
 
 def build_engine(
     config: Config,
@@ -143,7 +141,6 @@ def build_plan(config: Config, horizon: Horizon, vocabulary: Vocabulary, context
     """What the loop will do."""
     training, logging = config.training, config.logging
     minutes = training.exit_duration_in_mins
-    searches = build_loss_scaler(config.precision).searches
     return RunPlan(
         horizon=horizon,
         flops_per_token=TokenFlops(config, vocabulary),
@@ -151,7 +148,7 @@ def build_plan(config: Config, horizon: Horizon, vocabulary: Vocabulary, context
         save_interval=config.checkpoint.save_interval,
         exit_interval=training.exit_interval,
         exit_seconds=None if minutes is None else minutes * 60,
-        max_bad=training.max_skipped_updates or (None if searches else _MOST_BAD),
+        max_bad=training.max_skipped_updates,
         stability=logging.log_stability,
         log_params_norm=logging.log_params_norm,
         log_num_zeros=logging.log_num_zeros_in_grad,

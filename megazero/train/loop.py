@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from megazero.train.stability import Stability
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
 
+_MOST_BAD = 5  # steps in a row
+
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -38,7 +41,8 @@ class RunPlan:
         save_interval: iterations between checkpoints, or None.
         exit_interval: stop at multiples of this many iterations, or None.
         exit_seconds: stop after this many seconds, or None.
-        max_bad: end with an error after so many steps in a row whose gradients were not finite, or None.
+        max_bad: end with an error after so many steps in a row whose gradients were not finite; None means
+            as many as show that it is no search for a loss scale.
         stability: updates over which it is reported how steady the training is, or None.
         log_params_norm, log_num_zeros: whether steps report these.
         exact_timers: whether to wait for the device at both ends of each timed phase.
@@ -260,7 +264,8 @@ class Loop:
 
     def _check_row(self, state: TrainState) -> None:
         """Raises NumericsError if too many steps in a row were bad; what was saved before is there."""
-        if self.plan.max_bad is None or state.bad_in_a_row < self.plan.max_bad:
+        limit = self.plan.max_bad or (math.inf if self.engine.scaler.searches else _MOST_BAD)
+        if state.bad_in_a_row < limit:
             return
         self._settle()
         raise NumericsError(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megazero.checkpoint import RANDOM, Box, Disk, Key, Part, Retention, Saver, parts_to_write
 from megazero.config.horizon import Horizon
@@ -114,9 +113,13 @@ class Snapshots:
         return self.saver.save(state.iteration, parts, facts)
 
     def _check_finite(self, parts: Sequence[Part], iteration: int) -> None:
-        bad = next(
-            (str(p.key) for p in parts if p.tensor.is_floating_point() and not _finite(p.tensor)), None
-        )
+        numbers = [part for part in parts if part.tensor.is_floating_point()]
+        # A sum is inf or NaN if any element is, so the device is waited for once; where large numbers make
+        # it so, the tensor itself is looked at.
+        sums = [part.tensor.sum(dtype=torch.float32) for part in numbers]
+        sound = torch.stack(sums).isfinite().tolist() if sums else []
+        doubtful = [part for part, well in zip(numbers, sound, strict=True) if not well]
+        bad = next((str(part.key) for part in doubtful if not part.tensor.isfinite().all()), None)
         found = gather_values(self.context.world, bad, self.context.device)
         for rank, key in enumerate(found):
             if key is not None:
@@ -124,11 +127,6 @@ class Snapshots:
                     f"`{key}` must be finite to be saved, but rank {rank} holds inf or NaN after iteration "
                     f"{iteration}; earlier checkpoints are kept: resume from the last one"
                 )
-
-
-def _finite(tensor: Tensor) -> bool:
-    # A sum is inf or NaN if any element is; where large numbers make it so, all are looked at.
-    return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
 
 
 def random_parts(context: ParallelContext) -> list[Part]:

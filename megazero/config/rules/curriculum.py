@@ -73,15 +73,15 @@ def _divides(case: Case, pacing: Pacing) -> bool:
 
 
 def _ends_in_time(case: Case, pacing: Pacing) -> bool:
-    last = pieces(pacing)[-1][0]
-    return case.end is None or last < case.end.count(_settings(case).seqlen_unit) or last == 0
+    last, end = pieces(pacing)[-1][0], case.end
+    return end is None or last < end.count(_settings(case).seqlen_unit) or last == 0
 
 
 def _when_it_ends(case: Case) -> str:
-    pacing, unit = _pacing(case), _settings(case).seqlen_unit
-    if pacing is None or case.end is None:
+    pacing, unit, end = _pacing(case), _settings(case).seqlen_unit, case.end
+    if pacing is None or end is None:
         return ""
-    return f"it does after {pieces(pacing)[-1][0]} {unit}, and the training has {case.end.count(unit)}"
+    return f"it does after {pieces(pacing)[-1][0]} {unit}, and the training has {end.count(unit)}"
 
 
 CURRICULUM_RULES: tuple[Rule, ...] = (

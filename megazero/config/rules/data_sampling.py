@@ -61,9 +61,8 @@ def _last_change(case: Case) -> dict[str, int]:
 
 def _end(case: Case) -> int | None:
     """The length of the training in the unit of the schedules; None while it is unknown."""
-    if not _metrics(case) or case.end is None:
-        return None
-    return case.end.count(case.config.data_sampling.curriculum_unit)
+    end = case.end if _metrics(case) else None
+    return None if end is None else end.count(case.config.data_sampling.curriculum_unit)
 
 
 def _late(case: Case) -> dict[str, int]:

@@ -63,9 +63,10 @@ def _divides(case: Case) -> bool:
 
 def _ends_in_time(case: Case) -> bool:
     total = _settings(case).random_ltd_require_steps
-    if not _settings(case).random_ltd or total is None or case.end is None:
+    if not _settings(case).random_ltd or total is None:
         return True
-    return total <= case.end.iteration
+    end = case.end
+    return end is None or total <= end.iteration
 
 
 SKIPPING_RULES: tuple[Rule, ...] = (
