@@ -46,8 +46,9 @@ def figure_of(findings: Sequence[Findings], baseline: str) -> Figure:
     files: dict[str, tuple[float, float, float]] = {}
     lengths: dict[str, str] = {}
     for found in findings:
-        file, _, length = found.name.partition("@")
-        colour = files[file] if file in files else files.setdefault(file, next(colours))
+        if found.file not in files:
+            files[found.file] = next(colours)
+        colour, length = files[found.file], found.name.removeprefix(found.file)
         style = lengths.setdefault(length, _STYLES[len(lengths) % len(_STYLES)])
         for axes, quantity in zip(panels, _PANELS, strict=True):
             _draw_curve(axes, found, quantity, colour, style)

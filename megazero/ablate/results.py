@@ -82,6 +82,11 @@ class Findings:
         return self.outcomes[0].configuration
 
     @property
+    def file(self) -> str:
+        """The name of the member's file, which its trainings of other lengths share."""
+        return self.name.partition("@")[0]
+
+    @property
     def losses(self) -> list[float]:
         """The loss of each run at its end."""
         return [outcome.end.loss for outcome in self.outcomes]

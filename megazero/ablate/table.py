@@ -25,7 +25,7 @@ def markdown(findings: Sequence[Findings], baseline: str) -> str:
     lines = [_row(columns), "|---" + "|---:" * (len(columns) - 1) + "|"]
     lines += [_row(_cells(each, base)) for each in findings]
     lines += ["", *_legend(findings, base), ""]
-    titles = {each.name.partition("@")[0]: each.outcomes[0].title for each in findings}
+    titles = {each.file: each.outcomes[0].title for each in findings}
     lines += [f"- `{file}`: {title}" for file, title in titles.items() if title]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -23,6 +24,7 @@ Facts = Mapping[str, str]
 
 _SHOWN = 3  # values of a fact in a message
 _LONGEST = 60  # characters of a value in a message
+_FAREWELL = 10.0  # seconds
 _SAME, _DIFFERENT = "same", "different"
 
 
@@ -67,7 +69,14 @@ def agree_by_notes(board: Board, rank: int, world_size: int, facts: Facts, patie
     if rank == 0:
         everyone = {r: json.loads(_read(board, f"facts/{r}", r, patience)) for r in range(world_size)}
         board.post(_key("found"), json.dumps(disagreements(everyone)))
-    raise ConfigError(json.loads(_read(board, "found", 0, patience)))
+    found = json.loads(_read(board, "found", 0, patience))
+    if rank == 0:  # whose process may keep the board; a rank that has gone must not hide what was found
+        with suppress(CommunicationError):
+            for other in range(1, world_size):
+                _read(board, f"heard/{other}", other, min(patience, _FAREWELL))
+    else:
+        board.post(_key(f"heard/{rank}"), "")
+    raise ConfigError(found)
 
 
 def disagreements(facts: Mapping[int, Facts]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megazero.config.derive import data_parallel_size
-from megazero.config.horizon import horizon_of
+from megazero.config.steps import Steps
 from megazero.config.tree import Config, TokenizerConfig
 from megazero.errors import ConfigError
 from megazero.mpu import solo_context
@@ -43,13 +43,13 @@ class PlannedPipeline:
                 "choose cost"
             )
         vocabulary, context = _vocabulary(config), solo_context()
-        micro_batches = horizon_of(config, data_parallel_size(config, ranks)).evaluations.micro_batches
+        steps = Steps.of(config, data_parallel_size(config, ranks))
         dealt = deal_layers(config, vocabulary, context)
         embedding, *layers, head = estimated_costs(config, vocabulary, context)
         costs = [sum(layers[number] for number in each) for each in dealt]
         costs[0] += embedding
         costs[-1] += head
-        schedule = schedule_of(config, micro_batches)
+        schedule = schedule_of(config, steps.ramp.final // steps.unit)
         stage = sum(costs) / schedule.stages
         return cls(schedule, tuple(dealt), tuple(cost / stage for cost in costs))
 

@@ -7,27 +7,13 @@ import json
 import pytest
 import yaml
 
-from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.document import read_text
 from megazero.config.flags import scan
 from megazero.config.lists import Unreadable
 from megazero.config.metric_text import as_mapping, read_metrics
+from tests.config.deepspeed.data_efficiency_keys import BY_RARITY, RARITY
 
-RARITY = {
-    "index_to_sample_path": "i",
-    "index_to_metric_path": "m",
-    "difficulty_type": "percentile",
-    "clustering_type": "schedule_based",
-    "min_difficulty": 1,
-    "max_difficulty": 100,
-    "schedule_type": "fixed_root",
-    "schedule_config": {"total_curriculum_step": 110000, "difficulty_step": 1, "root_degree": 2},
-}
-READ = CurriculumMetric(
-    name="rarity",
-    **{key: value for key, value in RARITY.items() if key != "schedule_config"},
-    **RARITY["schedule_config"],
-)
+READ = BY_RARITY[0].model_copy(update={"name": "rarity"})
 LEVELS = {
     "schedule_type": "fixed_discrete",
     "schedule_config": {"difficulty": ["1e1", 20], "max_step": [5]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -74,6 +75,27 @@ def test_every_rank_hears_who_differs_in_what(way, odd):
             f"`lr` must be the same on all ranks, but is 0.1 on ranks {others}, 0.5 on rank {odd}.",
             f"`seed` must be the same on all ranks, but is 1 on ranks {others}, 2 on rank {odd}.",
         ]
+
+
+def test_the_first_rank_stays_until_all_have_heard():
+    """Its process may keep the board, and the others would find it gone."""
+    board = Notes()
+
+    class Late(Notes):
+        def read(self, key: str) -> str | None:
+            time.sleep(0.2 if key.endswith("found") else 0.0)
+            return board.read(key)
+
+        def post(self, key: str, text: str) -> None:
+            board.post(key, text)
+
+    def rank(number: int) -> bool:
+        with pytest.raises(ConfigError):
+            agree_by_notes(Late() if number else board, number, 2, {"seed": str(number)}, 20.0)
+        return "agreement/heard/1" in board.texts
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(rank, range(2))) == [True, True]
 
 
 def test_a_rank_that_says_nothing_is_named():

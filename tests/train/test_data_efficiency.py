@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megazero.config import parse_config
+from tests.config.deepspeed.data_efficiency_keys import RARITY, TRUNCATE
 from tests.data_efficiency.row_files import write_rows
 from tests.train.random_ltd_json import random_ltd_section
 from tests.train.test_cyclic import EPOCH, order, prefix, train
@@ -24,23 +25,16 @@ def deepspeed_json(folder: Path) -> Path:
     distinct = np.unique(VALUES).tolist()
     rows = [np.flatnonzero(value == VALUES).tolist() for value in distinct]
     rarity = {
+        **RARITY,
         "index_to_sample_path": write_rows(folder / "rare_index_to_sample", rows),
         "index_to_metric_path": write_rows(folder / "rare_index_to_metric", [[v] for v in distinct]),
-        "difficulty_type": "percentile",
-        "clustering_type": "schedule_based",
         "min_difficulty": 40,
-        "max_difficulty": 100,
-        "schedule_type": "fixed_root",
         "schedule_config": {"total_curriculum_step": 5, "difficulty_step": 1, "root_degree": 2},
     }
     lengths = {
-        "index_to_sample_path": "dummy",
-        "index_to_metric_path": "dummy",
-        "difficulty_type": "value",
-        "clustering_type": "single_cluster",
+        **TRUNCATE,
         "min_difficulty": 4,
         "max_difficulty": 8,
-        "schedule_type": "fixed_linear",
         "schedule_config": {"total_curriculum_step": 3, "difficulty_step": 4},
     }
     learning = {
