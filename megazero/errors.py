@@ -60,6 +60,10 @@ class DamagedCheckpointError(CheckpointError):
     """What is stored is not what was written: files are missing, cut, changed or from another checkpoint."""
 
 
+class LostFolderError(CheckpointError):
+    """A run's folder has become another's while the run saved there."""
+
+
 class CommunicationError(MegazeroError):
     """A collective call failed, timed out or was made with mismatching arguments."""
 

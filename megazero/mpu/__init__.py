@@ -11,12 +11,12 @@ from megazero.mpu.context import (
     solo_context,
     thread_context,
 )
-from megazero.mpu.grid import AXES, COMMUNICATORS, Axis, Place, ProcessGrid, slice_axes
+from megazero.mpu.grid import AXES, COMMUNICATORS, SLICE_AXES, Axis, Place, ProcessGrid, slice_axes
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
 from megazero.mpu.host import read_values
 from megazero.mpu.launch import Launch, choose_device, join, leave, open_context, reporting
-from megazero.mpu.messages import gather_values
-from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec, spec_of
+from megazero.mpu.messages import gather_values, name_ranks
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec, copy_axes, spec_of
 from megazero.mpu.rng import derive_key, sample_keys, site_key
 from megazero.mpu.shared_group import SharedGroup
 from megazero.mpu.shared_open import open_shared
@@ -24,18 +24,23 @@ from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.still_group import StillGroup
 from megazero.mpu.thread_group import ThreadGroup, ThreadWorld
 from megazero.mpu.traffic import CountingGroup, TrafficLog, count_traffic, recording_context
+from megazero.mpu.transports import transports
+from megazero.mpu.waits import Waited, Waits
+from megazero.mpu.watch import JobFailure
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
 
 __all__ = [
     "AXES",
     "COMMUNICATORS",
     "DONE",
+    "SLICE_AXES",
     "Axis",
     "CountingGroup",
     "Cut",
     "Group",
     "GroupCall",
     "InitialValues",
+    "JobFailure",
     "Launch",
     "ParallelContext",
     "ParamSpec",
@@ -49,16 +54,20 @@ __all__ = [
     "ThreadWorld",
     "TrafficLog",
     "Transfer",
+    "Waited",
+    "Waits",
     "Work",
     "WrappingGroup",
     "agree",
     "choose_device",
+    "copy_axes",
     "count_traffic",
     "derive_key",
     "gather_values",
     "join",
     "leave",
     "make_context",
+    "name_ranks",
     "open_context",
     "open_shared",
     "read_values",
@@ -70,4 +79,5 @@ __all__ = [
     "solo_context",
     "spec_of",
     "thread_context",
+    "transports",
 ]

@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import torch
 
 from megazero.errors import CommunicationError, ConfigError
 from megazero.mpu.group import Group
-from megazero.mpu.messages import gather_values
+from megazero.mpu.messages import gather_values, name_ranks
 from megazero.mpu.watch.board import Board
 
 Facts = Mapping[str, str]
@@ -89,23 +89,11 @@ def disagreements(facts: Mapping[int, Facts]) -> list[str]:
             holders.setdefault(each.get(name, "not known"), []).append(rank)
         if len(holders) > 1:
             order = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
-            told = [f"{_short(value)} on {_ranks(ranks)}" for value, ranks in order[:_SHOWN]]
+            told = [f"{_short(value)} on {name_ranks(ranks)}" for value, ranks in order[:_SHOWN]]
             more = len(order) - _SHOWN
             rest = f" and {more} other values elsewhere" if more > 0 else ""
             found.append(f"`{name}` must be the same on all ranks, but is {', '.join(told)}{rest}.")
     return found
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0-6, 9``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    spans = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(spans)}"
 
 
 def _short(value: str) -> str:

@@ -16,6 +16,7 @@ from megazero.mpu.grid import COMMUNICATORS, Place, ProcessGrid
 from megazero.mpu.group import Group
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.mpu.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,15 @@ class ParallelContext(DeepSpeedMpu):
     """One rank's view of the job.
 
     `groups` holds one `Group` per name in `grid.COMMUNICATORS`, and two that are not products of axes:
-    ``ends`` (the first and the last pipeline stage) and ``node`` (replicas on one node).
+    ``ends`` (the first and the last pipeline stage) and ``node`` (replicas on one node). `watch` is the one
+    that watches their calls, if there is one.
     """
 
     grid: ProcessGrid
     rank: int
     device: torch.device
     groups: Mapping[str, Group]
+    watch: Watch | None = None
 
     @property
     def place(self) -> Place:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 
@@ -20,7 +20,8 @@ from megazero.mpu.group import Group
 from megazero.mpu.shared_group import SharedGroup
 from megazero.mpu.shared_open import open_shared
 from megazero.mpu.torch_group import TorchGroup, leave_world, open_group, start_world
-from megazero.mpu.watch import StoreBoard, Watch, WatchedGroup, watched
+from megazero.mpu.waits import Waits
+from megazero.mpu.watch import StoreBoard, Watch, keeper_of_store, watched
 from megazero.mpu.wrapping_group import WrappingGroup
 
 _LATER = timedelta(minutes=1)
@@ -104,14 +105,22 @@ def join(
     # The world is not bound to the device: torch would then make groups by splitting the world's
     # communicator, which every rank must take part in, while here only a group's members do.
     start_world(backend, launch.rank, launch.world_size, patience + _LATER)
+    heartbeat = None if config.heartbeat_timeout_minutes is None else 60 * config.heartbeat_timeout_minutes
+    board = StoreBoard.of_world(keeper_of_store(), min(10.0, (heartbeat or patience.total_seconds()) / 4))
     if facts is not None:
-        board = StoreBoard.of_world()
         agree_by_notes(board, launch.rank, launch.world_size, facts(), patience.total_seconds())
-    watch = Watch(StoreBoard.of_world(), launch.rank, launch.world_size, patience.total_seconds())
+    watch = Watch(
+        board,
+        launch.rank,
+        launch.world_size,
+        patience.total_seconds(),
+        patience=heartbeat,
+        waits=Waits(device),
+    )
     check_on = device if config.check_collectives else None
 
     wrap = partial(watched, watch=watch, check_on=check_on)
-    return open_context(config, launch, device, node_size=node_size, wrap=wrap)
+    return replace(open_context(config, launch, device, node_size=node_size, wrap=wrap), watch=watch)
 
 
 def grid_of(config: ParallelConfig, world_size: int) -> ProcessGrid:
@@ -155,9 +164,11 @@ def open_context(
 
 def leave(context: ParallelContext) -> None:
     """Leave the job cleanly: wait for everyone, then close the groups."""
+    if context.watch is not None:
+        context.watch.leave()  # while the process that keeps the board is sure to be there
     context.world.barrier()
-    if isinstance(context.world, WatchedGroup):
-        context.world.watch.close()
+    if context.watch is not None:
+        context.watch.close()
     close_groups(context)
     leave_world()
 
@@ -175,7 +186,7 @@ def reporting(context: ParallelContext) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(context.world, WatchedGroup):
-            context.world.watch.report(error)
-            context.world.watch.close()
+        if context.watch is not None:
+            context.watch.report(error)
+            context.watch.close()
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,3 +24,15 @@ def gather_values(group: Group, value: Any, device: torch.device | str = "cpu") 
     group.all_gather(everyone, padded).wait()
     rows = everyone.view(group.size, width).cpu()
     return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths.tolist(), strict=True)]
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0-6, 9``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    spans = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(spans)}"

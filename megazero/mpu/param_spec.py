@@ -94,7 +94,7 @@ class ParamSpec:
     @property
     def traits(self) -> tuple:
         """What the gradient norm and the update must tell apart within a bucket; the same on every rank."""
-        return (not self.weight_decay, self._copy_axes, self.tied_with is not None, self.partial_grad)
+        return (not self.weight_decay, copy_axes(self), self.tied_with is not None, self.partial_grad)
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
@@ -140,7 +140,7 @@ class ParamSpec:
     def copy(self, place: Place) -> tuple[int, int]:
         """The index, from 0, of the copy at `place` among one model's equal copies, and their number."""
         number, count = 0, 1
-        for axis in self._copy_axes:
+        for axis in copy_axes(self):
             number, count = number * place.size(axis) + place.index(axis), count * place.size(axis)
         return number, count
 
@@ -173,11 +173,11 @@ class ParamSpec:
         local[tuple(slice(size) for size in present)] = whole[theirs]
         return local
 
-    @property
-    def _copy_axes(self) -> tuple[str, ...]:
-        """Axes along which a model holds equal copies: it could be cut over them, but is not."""
-        different = (*self.axes, "ep") if self.expert else self.axes
-        return tuple(axis for axis in slice_axes(self.replicas) if axis not in different)
+
+def copy_axes(spec: ParamSpec) -> tuple[str, ...]:
+    """Axes along which a model holds equal copies of a parameter: it could be cut over them, but is not."""
+    different = (*spec.axes, "ep") if spec.expert else spec.axes
+    return tuple(axis for axis in slice_axes(spec.replicas) if axis not in different)
 
 
 def spec_of(parameter: nn.Parameter) -> ParamSpec:

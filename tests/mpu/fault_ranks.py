@@ -1,4 +1,6 @@
-"""Jobs of three Gloo ranks in which something goes wrong, all at once: ``fault_ranks.py FOLDER``.
+"""Jobs of three Gloo ranks in which something goes wrong, all at once: ``fault_ranks.py FOLDER [heartbeat]``.
+
+With ``heartbeat`` these are jobs whose ranks listen for each other's signs of life, and one is stopped.
 
 Each rank is a process of its own, forked after torch is loaded. What it writes goes to
 FOLDER/<scenario>.<rank>, and FOLDER/results.json says how each ended: status (negative: the signal) and
@@ -30,6 +32,7 @@ from megazero.mpu.watch.watch import Watch
 RANKS = 3
 TIMEOUT = 3.0
 GRACE = 4.0
+HEARTBEAT = 3.0
 PATIENCE = 30.0
 
 
@@ -102,10 +105,36 @@ def compared(group: Group, watch: Watch) -> None:
         group.all_reduce(torch.zeros(4), "max")
 
 
+def stop_when_under_way(group: Group, watch: Watch, rank: int) -> None:
+    group.all_reduce(torch.zeros(4))
+    watch.under_way()
+    time.sleep(HEARTBEAT / 2)  # until the others have heard of it
+    if group.rank == rank:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    group.all_reduce(torch.zeros(8))
+
+
+def stopped(group: Group, watch: Watch) -> None:
+    stop_when_under_way(group, watch, 1)
+
+
+def stopped_with_the_store(group: Group, watch: Watch) -> None:
+    stop_when_under_way(group, watch, 0)
+
+
+def leaves_early(group: Group, watch: Watch) -> None:
+    watch.under_way()
+    if group.rank == 1:
+        watch.leave()
+    time.sleep(2 * HEARTBEAT)
+
+
 SCENARIOS = (
     *(fine, skip, shape, killed, killed_with_the_store, raises, raises_and_tells_nobody, sleeps),
     *(sends_nothing, compared),
 )
+STOPPED = ("stopped", "stopped_with_the_store")
+WITH_HEARTBEAT = (stopped, stopped_with_the_store, leaves_early)
 # Unloading torch takes half a second of a core, so only these run through the interpreter's whole exit.
 WHOLE_EXIT = (fine, raises, raises_and_tells_nobody)
 
@@ -116,7 +145,10 @@ def run(scenario, rank: int, address: tuple[str, int], listener: int | None) -> 
     keeper = {} if listener is None else {"is_master": True, "master_listen_fd": listener}
     store = dist.TCPStore(*address, RANKS, timeout=wait, wait_for_workers=False, **keeper)
     start_world("gloo", rank, RANKS, wait, store=store)
-    watch = Watch(StoreBoard.of_world(), rank, RANKS, TIMEOUT, grace=GRACE, poll=0.2)
+    heartbeat = HEARTBEAT if scenario in WITH_HEARTBEAT else None
+    timeout = TIMEOUT if heartbeat is None else PATIENCE
+    board = StoreBoard.of_world(*(() if heartbeat is None else ("rank 0 on this host", 1.0)))
+    watch = Watch(board, rank, RANKS, timeout, grace=GRACE, poll=0.2, patience=heartbeat)
     group = watched(open_group("tp", rank, tuple(range(RANKS)), wait), watch)
     try:
         scenario(group, watch)
@@ -153,14 +185,14 @@ def start(scenario, rank: int, listeners: dict, folder: Path) -> int:
     os._exit(status)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, scenarios: tuple) -> None:
     torch.set_num_threads(1)
     begun = time.monotonic()
-    results = {scenario.__name__: [None] * RANKS for scenario in SCENARIOS}
+    results = {scenario.__name__: [None] * RANKS for scenario in scenarios}
     # Open from the start: a port that is only free may soon be taken.
-    listeners = {scenario: socket.create_server(("127.0.0.1", 0)) for scenario in SCENARIOS}
+    listeners = {scenario: socket.create_server(("127.0.0.1", 0)) for scenario in scenarios}
     running = {}
-    for scenario in SCENARIOS:
+    for scenario in scenarios:
         for rank in range(RANKS):
             running[start(scenario, rank, listeners, folder)] = (scenario.__name__, rank)
     for listener in listeners.values():
@@ -172,6 +204,9 @@ def main(folder: Path) -> None:
             continue
         name, rank = running.pop(child)
         results[name][rank] = [os.waitstatus_to_exitcode(status), time.monotonic() - begun]
+        left = [child for child, (other, _) in running.items() if other == name]
+        if len(left) == 1 and name in STOPPED:
+            os.kill(left[0], signal.SIGCONT)  # the others have ended, and it must not go on alone
     for child in running:
         os.kill(child, signal.SIGUSR1)  # it writes down where it stands
         time.sleep(0.5)
@@ -181,4 +216,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), WITH_HEARTBEAT if "heartbeat" in sys.argv[2:] else SCENARIOS)

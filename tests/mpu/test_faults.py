@@ -34,11 +34,14 @@ class Outcome:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> dict[str, Outcome]:
     """All scenarios, run at once."""
-    folder = tmp_path_factory.mktemp("faults")
+    return run(tmp_path_factory.mktemp("faults"))
+
+
+def run(folder: Path, *kind: str) -> dict[str, Outcome]:
     logs = folder / "logs"
     logs.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(logs)}
-    command = [sys.executable, str(ROOT / SCRIPT), str(folder)]
+    command = [sys.executable, str(ROOT / SCRIPT), str(folder), *kind]
     subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=90)
     outcomes = {}
     for name, ends in json.loads((folder / "results.json").read_text()).items():

@@ -67,6 +67,9 @@ class Notes:
     def read(self, key: str) -> str | None:
         return self.texts.get(key)
 
+    def read_all(self, keys: list[str]) -> list[str | None]:
+        return [self.read(key) for key in keys]
+
 
 class Lost(Notes):
     """A board that is out of reach after the first note."""

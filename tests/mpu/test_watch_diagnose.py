@@ -219,3 +219,21 @@ def test_the_page_of_a_large_job_stays_short():
 def test_a_report_survives_its_journey():
     original = report(1, "tp reduce 4 a.py:1; world barrier - b.py:2 waited", error="é")
     assert Report.from_json(original.to_json()) == original
+
+
+def test_a_rank_without_a_sign_of_life_comes_before_those_that_wait_for_it():
+    reports = {
+        0: report(0, "world reduce 4 a.py:1 waited", alarm=Alarm.STILL, error="rank 1 stands still"),
+        1: report(1, "", alive=False),
+        2: report(2, "world reduce 4 a.py:1 waited", alarm=Alarm.TOLD),
+    }
+    (found,) = diagnose(reports, 3, still={1: "rank 1 stands still"}).findings
+    assert found == Finding(FindingKind.STILL, (1,), "rank 1 stands still; its log ends before any call")
+    (found,) = diagnose({k: reports[k] for k in (0, 2)}, 3, still={1: "rank 1 stands still"}).findings
+    assert found == Finding(FindingKind.STILL, (1,), "rank 1 stands still")
+
+
+def test_a_rank_that_was_still_and_goes_on_is_named_all_the_same():
+    reports = {0: report(0, "", alarm=Alarm.STILL), 1: report(1, "", alarm=Alarm.TOLD)}
+    (found,) = diagnose(reports, 2, still={1: "rank 1 stands still"}).findings
+    assert found.text == "rank 1 stands still; it has gone on since"

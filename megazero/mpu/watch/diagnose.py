@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 
 from megazero.mpu.watch.report import Alarm, CallRecord, CallState, LaneRecord, Report
 
@@ -27,6 +28,7 @@ class FindingKind(Enum):
 
     DIVERGED = "diverged"
     RAISED = "raised"
+    STILL = "still"
     GONE = "gone"
     MISSING = "missing"
     FAILED = "failed"
@@ -54,10 +56,24 @@ class Diagnosis:
         return self.findings[0].text
 
 
-def diagnose(reports: Mapping[int, Report], world_size: int, grace: float = 10.0) -> Diagnosis:
-    """Say what went wrong in a job of `world_size` ranks, from the `reports` of the first `grace` seconds."""
+def diagnose(
+    reports: Mapping[int, Report],
+    world_size: int,
+    grace: float = 10.0,
+    still: Mapping[int, str] = MappingProxyType({}),
+) -> Diagnosis:
+    """Say what went wrong in a job of `world_size` ranks, from the `reports` of the first `grace` seconds.
+
+    Args:
+        reports: by rank.
+        world_size: number of ranks.
+        grace: seconds.
+        still: for each rank whose heartbeat stopped, a sentence that says so.
+    """
     alive = {rank: report for rank, report in reports.items() if report.alive}
-    findings = [*_diverged(reports), *_raised(alive), *_gone(reports, world_size, grace)]
+    gone = {rank: text for rank, text in still.items() if rank not in alive}
+    findings = [*_diverged(reports), *_raised(alive), *_still(still, reports)]
+    findings += _gone(reports, [rank for rank in range(world_size) if rank not in gone], grace)
     findings = findings or [*_missing(alive), *_failed(alive)] or _stuck(alive)
     return Diagnosis(tuple(findings))
 
@@ -136,15 +152,25 @@ def _raised(reports: Mapping[int, Report]) -> list[Finding]:
     ]
 
 
-def _gone(reports: Mapping[int, Report], world_size: int, grace: float) -> list[Finding]:
+def _still(still: Mapping[int, str], reports: Mapping[int, Report]) -> list[Finding]:
     findings = []
-    silent = [rank for rank in range(world_size) if rank not in reports]
+    for rank, text in sorted(still.items()):
+        report = reports.get(rank)
+        if report is not None:
+            text += "; it has gone on since" if report.alive else f"; its log ends {_last(report)}"
+        findings.append(Finding(FindingKind.STILL, (rank,), text))
+    return findings
+
+
+def _gone(reports: Mapping[int, Report], expected: Sequence[int], grace: float) -> list[Finding]:
+    findings = []
+    silent = [rank for rank in expected if rank not in reports]
     if silent:
         verb = "is" if len(silent) == 1 else "are"
         text = f"{_ranks(silent)} {verb} gone: no report within {grace:g} s (dead, frozen or out of reach)"
         findings.append(Finding(FindingKind.GONE, tuple(silent), text))
     for rank, report in sorted(reports.items()):
-        if not report.alive:
+        if not report.alive and rank in expected:
             text = f"rank {rank} is gone: no report within {grace:g} s; its log ends {_last(report)}"
             findings.append(Finding(FindingKind.GONE, (rank,), text))
     return findings

@@ -48,7 +48,9 @@ class WatchedGroup(WrappingGroup):
         noted = self.watch.begin(self._lane, call.operation, call.detail, shape, call.given.dtype)
         try:
             self._compare(noted)
+            began = None if call.async_op else self.watch.waits.begin()
             work = call.start(self.inner)
+            self.watch.waits.end(began)
         except Exception as error:
             raise self.watch.fail(noted, error) from error
         if call.async_op:
@@ -70,7 +72,9 @@ class WatchedGroup(WrappingGroup):
         call = self.watch.begin(self._lane, "barrier", None, None, None)
         try:
             self._compare(call)
+            began = self.watch.waits.begin()
             self.inner.barrier()
+            self.watch.waits.end(began)
         except Exception as error:
             raise self.watch.fail(call, error) from error
         self.watch.finish(call)
@@ -126,7 +130,9 @@ class WatchedWork:
             return self._work.wait()
         self._watch.wait_for(call)
         try:
+            began = self._watch.waits.begin()
             result = self._work.wait()
+            self._watch.waits.end(began)
         except Exception as error:
             raise self._watch.fail(call, error) from error
         self._call = None

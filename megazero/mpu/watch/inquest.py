@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from megazero.errors import CommunicationError
 from megazero.mpu.watch.board import Board
@@ -15,6 +18,22 @@ from megazero.mpu.watch.report import Alarm, Report
 
 _LOOK = 0.1
 _SECOND_CALL = 2.0
+_NOBODY: Mapping[int, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class JobFailure:
+    """Why a job has failed, as the process that made the diagnosis knows it.
+
+    Attributes:
+        summary: one line.
+        page: all of it.
+        ranks: the world ranks that are accused first; none if it is not known.
+    """
+
+    summary: str
+    page: str
+    ranks: tuple[int, ...] = ()
 
 
 class Inquest:
@@ -28,19 +47,28 @@ class Inquest:
         rank: this process's rank.
         world_size: number of processes.
         grace: seconds within which reports must arrive.
+        listener: called where the diagnosis is made, besides printing it.
     """
 
-    def __init__(self, board: Board, rank: int, world_size: int, grace: float):
+    def __init__(
+        self,
+        board: Board,
+        rank: int,
+        world_size: int,
+        grace: float,
+        listener: Callable[[JobFailure], None] = lambda failure: None,
+    ):
         self.board = board
         self.rank = rank
         self.world_size = world_size
         self.grace = grace
+        self._listener = listener
         self._host = ""
 
     @property
     def longest(self) -> float:
         """Seconds within which `hold` is sure to return, if the board answers."""
-        return 4 * self.grace + 2 * _SECOND_CALL
+        return 5 * self.grace + 2 * _SECOND_CALL
 
     def announce(self, host: str, log: str | None) -> None:
         """Tell the others, before anything happens, where this process keeps its log.
@@ -59,46 +87,72 @@ class Inquest:
         """
         return self.board.read("trouble") is not None
 
-    def hold(self, report: Report) -> str:
-        """Tell the others, post `report`, wait until the diagnosis is printed, and return its summary."""
+    def hold(self, report: Report, still: Mapping[int, str] = _NOBODY) -> str:
+        """Tell the others, post `report`, wait until the diagnosis is printed, and return its summary.
+
+        Args:
+            report: this process's.
+            still: for each rank from which this process hears nothing, a sentence that says so. No report is
+                expected of it.
+        """
+        if report.alarm is Alarm.BOARD:
+            return self._say_alone(report.error, replace(report, error=""))
         try:
+            if still:
+                self.board.post("still", json.dumps(still))  # before the trouble, with which it is read
             self.board.post("trouble", str(self.rank))
             self.board.post(f"report/{self.rank}", report.to_json())
-            summary = self._collect(self.grace) if self.rank == 0 else self._await()
+            if (summary := self.board.read("summary")) is not None:
+                return self._end_with(summary)
+            told = json.loads(self.board.read("still") or "{}")
+            still = {int(rank): text for rank, text in told.items() if int(rank) != self.rank}
+            lower = [rank for rank in range(self.rank) if rank not in still]
+            return self._await(still) if lower else self._collect(self.grace, still)
         except CommunicationError as error:
-            # Without the board each process prints what it knows by itself.
-            summary = f"{error}; rank {self.rank}: {standing(report)}"
-            _say(f"megazero: the job has failed: {summary}")
+            return self._say_alone(str(error), report)
+
+    def _say_alone(self, why: str, report: Report) -> str:
+        """Without the board each process prints what it knows by itself."""
+        summary = f"{why}; rank {self.rank}: {standing(report)}"
+        self._tell(JobFailure(summary, f"megazero: the job has failed: {summary}"))
         return summary
 
-    def _await(self) -> str:
+    def _tell(self, failure: JobFailure) -> None:
+        _say(failure.page)
+        self._listener(failure)
+
+    def _await(self, still: Mapping[int, str]) -> str:
         """The summary that another process posts; if no lower rank is alive, this process makes it."""
         asked = False
         for patience in (self.grace, 2 * self.grace):
             deadline = time.monotonic() + patience
             while time.monotonic() < deadline:
                 if (summary := self.board.read("summary")) is not None:
-                    self.board.post(f"seen/{self.rank}", "")
-                    _say(f"megazero: rank {self.rank} ends with its job: {summary}")
-                    return summary
+                    return self._end_with(summary)
                 if not asked and (wanted := self.board.read("wanted")) is not None:
                     asked = True
                     self._speak_for(json.loads(wanted))
                 time.sleep(_LOOK)
             if all(self.board.read(f"report/{rank}") is None for rank in range(self.rank)):
-                return self._collect(0.0)
+                return self._collect(0.0, still)
         raise CommunicationError("the rank that should make the diagnosis has not done so")
 
-    def _collect(self, patience: float) -> str:
+    def _end_with(self, summary: str) -> str:
+        self.board.post(f"seen/{self.rank}", "")
+        _say(f"megazero: rank {self.rank} ends with its job: {summary}")
+        return summary
+
+    def _collect(self, patience: float, still: Mapping[int, str]) -> str:
         reports: dict[int, Report] = {}
-        self._gather(reports, patience)
+        self._gather(reports, patience, still)
         silent = [rank for rank in range(self.world_size) if rank not in reports]
         if silent:
             self.board.post("wanted", json.dumps(silent))
             self._speak_for(silent)
             self._gather(reports, min(_SECOND_CALL, self.grace))
-        diagnosis = diagnose(reports, self.world_size, self.grace)
-        _say(render(diagnosis, reports, self.world_size))
+        diagnosis = diagnose(reports, self.world_size, self.grace, still)
+        page = render(diagnosis, reports, self.world_size)
+        self._tell(JobFailure(diagnosis.summary, page, diagnosis.findings[0].ranks))
         self.board.post("summary", diagnosis.summary)
         others = [rank for rank, report in reports.items() if report.alive and rank != self.rank]
         # The board may live in this process, so wait until the others have read it.
@@ -108,14 +162,15 @@ class Inquest:
             others = [rank for rank in others if self.board.read(f"seen/{rank}") is None]
         return diagnosis.summary
 
-    def _gather(self, reports: dict[int, Report], patience: float) -> None:
+    def _gather(self, reports: dict[int, Report], patience: float, unexpected: Collection[int] = ()) -> None:
         """Read into `reports` the reports that arrive within `patience` seconds."""
+        expected = [rank for rank in range(self.world_size) if rank not in unexpected]
         deadline = time.monotonic() + patience
         while True:
             for rank in range(self.world_size):
                 if rank not in reports and (text := self.board.read(f"report/{rank}")) is not None:
                     reports[rank] = Report.from_json(text)
-            if len(reports) == self.world_size or time.monotonic() >= deadline:
+            if all(rank in reports for rank in expected) or time.monotonic() >= deadline:
                 return
             time.sleep(_LOOK)
 

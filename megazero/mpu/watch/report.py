@@ -20,7 +20,8 @@ class Alarm(str, Enum):
     """Why a process believes that its job has failed.
 
     `TOLD`: another process said so. `TIMEOUT`: a call took too long. `COMMUNICATION`: a call raised.
-    `RAISED`: something else raised. `BOARD`: the key-value store is out of reach.
+    `RAISED`: something else raised. `BOARD`: the key-value store is out of reach. `STILL`: another process
+    gives no sign of life.
     """
 
     TOLD = "told"
@@ -28,6 +29,7 @@ class Alarm(str, Enum):
     COMMUNICATION = "communication"
     RAISED = "raised"
     BOARD = "board"
+    STILL = "still"
 
 
 @dataclass(frozen=True)

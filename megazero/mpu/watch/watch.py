@@ -19,7 +19,8 @@ import time
 import traceback
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from types import FrameType, TracebackType
 
@@ -27,9 +28,11 @@ import torch
 
 from megazero.errors import CommunicationError
 from megazero.mpu.group import Work
-from megazero.mpu.watch.board import Board
+from megazero.mpu.waits import Waits
+from megazero.mpu.watch.board import Board, SilentBoardError
 from megazero.mpu.watch.diagnose import spell_ranks
-from megazero.mpu.watch.inquest import Inquest
+from megazero.mpu.watch.heartbeat import Heartbeat
+from megazero.mpu.watch.inquest import Inquest, JobFailure
 from megazero.mpu.watch.log import HERE, Call, CallLog, Lane, spell_place
 from megazero.mpu.watch.report import Alarm, CallRecord, LaneRecord, Report
 
@@ -70,6 +73,13 @@ class Watch:
         grace: how many seconds a process has to post its report, and its main thread to end by itself.
         poll: seconds between checks of the calls and the board.
         ending: ends the process if its main thread does not.
+        patience: seconds without a sign of life, after `under_way`, in which a rank counts as stopped; before
+            these are `timeout`. None for a job in which nobody listens for them.
+        waits: adds up what this process waits in its calls.
+
+    Attributes:
+        listener: called with why the job has failed, in the process that makes the diagnosis; in a thread of
+            the watch, or in that of `report`. It must not raise.
     """
 
     def __init__(
@@ -81,8 +91,11 @@ class Watch:
         grace: float = 10.0,
         poll: float = 1.0,
         ending: Ending | None = None,
+        patience: float | None = None,
+        waits: Waits | None = None,
     ):
         self.rank = rank
+        self.waits = waits or Waits()
         self.timeout = timeout
         self.grace = grace
         self.poll = poll
@@ -94,7 +107,13 @@ class Watch:
         self._summary = "its report did not come through"
         self._threads: list[threading.Thread] = []
         self._log = _open_log() if world_size > 1 else CallLog()
-        self._inquest = Inquest(board, rank, world_size, grace)
+        self.listener: Callable[[JobFailure], None] | None = None
+        self._inquest = Inquest(board, rank, world_size, grace, self._pass_on)
+        self._patience = patience
+        self._still: Mapping[int, str] = {}
+        self._heartbeat = None
+        if patience is not None:
+            self._heartbeat = Heartbeat(board, rank, world_size, _where(), max(patience, timeout))
         if world_size > 1:
             self._inquest.announce(socket.gethostname(), self._log.path)
             atexit.register(self._at_exit)
@@ -106,10 +125,30 @@ class Watch:
         self._sound(kind, f"{type(error).__name__}: {error}", error.__traceback__)
         self._await_settled()
 
+    def _pass_on(self, failure: JobFailure) -> None:
+        if self.listener is not None:
+            self.listener(failure)
+
+    def under_way(self) -> None:
+        """Say that all ranks have come through a first step.
+
+        Before, a rank may hold the interpreter for minutes, with its heartbeat: shuffling the samples of a
+        large corpus does.
+        """
+        if self._heartbeat is not None and self._heartbeat.patience != self._patience:
+            self._heartbeat.expect(self._patience)
+
+    def leave(self) -> None:
+        """Say that this process is about to end, so that nobody misses its heartbeat."""
+        if self._heartbeat is not None and self._threads and self._alarm is None:
+            with suppress(CommunicationError):  # the others may be gone, with the board
+                self._heartbeat.leave()
+
     def close(self) -> None:
         """Stop watching. In a failed job, wait for the diagnosis first."""
         if self._closed.is_set():
             return
+        self.leave()
         self._await_settled()
         self._closed.set()
         self._wake.set()
@@ -209,9 +248,21 @@ class Watch:
     # The two threads.
 
     def _watch_board(self) -> None:
+        silent, before = 0.0, time.monotonic()
         while not self._wake.wait(self.poll):
+            patience = self.timeout if self._heartbeat is None else self._heartbeat.patience
+            # The clock goes on while this process is stopped, but it listens to nobody then.
+            now, awake = time.monotonic(), self.poll + patience / 4
+            before, awake = now, min(now - before, awake)
             try:
                 told = self._inquest.trouble()
+                self._still = {} if self._heartbeat is None or told else self._heartbeat.turn(awake)
+                silent = 0.0
+            except SilentBoardError as error:
+                silent += awake
+                if silent >= patience:
+                    self._sound(Alarm.BOARD, str(SilentBoardError(error.keeper, silent)))
+                continue
             except CommunicationError as error:
                 # At the end of a job the store may be gone before this process is.
                 if not self._wake.wait(self.grace):
@@ -219,6 +270,8 @@ class Watch:
                 return
             if told:
                 self._sound(Alarm.TOLD, "")
+            elif self._still:
+                self._sound(Alarm.STILL, "; ".join(self._still.values()))
 
     def _watch_calls(self) -> None:
         while not self._wake.wait(self.poll):
@@ -228,7 +281,7 @@ class Watch:
         if self._alarm is None:
             return
         self._ending.prepare(self._inquest.longest + self.grace)
-        self._summary = self._inquest.hold(self._report())
+        self._summary = self._inquest.hold(self._report(), self._still)
         self._settled.set()
         if not self._closed.wait(self.grace):
             self._log.close()
@@ -253,7 +306,7 @@ class Watch:
         main = sys._current_frames().get(threading.main_thread().ident)
         return Report(
             rank=self.rank,
-            where=f"{socket.gethostname()}, process {os.getpid()}",
+            where=_where(),
             time=time.time(),
             alarm=kind,
             error=text,
@@ -270,6 +323,10 @@ class Watch:
         if (error := getattr(sys, "last_value", None)) is not None:
             self.report(error)
         self.close()
+
+
+def _where() -> str:
+    return f"{socket.gethostname()}, process {os.getpid()}"
 
 
 def _open_log() -> CallLog:

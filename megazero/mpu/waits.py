@@ -1,0 +1,86 @@
+"""How long a process waits in calls of its groups: for the other members, and for the data to move."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+_SAMPLED = 10  # one step in so many, on CUDA
+
+
+@dataclass(frozen=True)
+class Waited:
+    """What one step waited.
+
+    Attributes:
+        host: seconds that its host was inside of calls; 0 on CUDA, where they return at once.
+        spans: pairs of events around each wait of the device.
+    """
+
+    host: float = 0.0
+    spans: tuple[tuple[torch.cuda.Event, torch.cuda.Event], ...] = ()
+
+    @property
+    def seconds(self) -> float | None:
+        """The sum; None while the device has not come to the end. Does not wait for it."""
+        if not all(end.query() for _, end in self.spans):
+            return None
+        return self.host + sum(start.elapsed_time(end) for start, end in self.spans) / 1000.0
+
+
+class Waits:
+    """Adds up what one step after the other waits.
+
+    On a CPU this is the time inside of calls. On CUDA these return before they are done and the stream waits
+    in the host's place, so there are events around the wait, in one step out of ten.
+
+    Args:
+        device: where the tensors of the calls live.
+        new_event: makes an event that takes the time; by default, one of CUDA.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        new_event: Callable[[], torch.cuda.Event] | None = None,
+    ):
+        self._on_cuda = torch.device(device).type == "cuda"
+        self._new_event = new_event or partial(torch.cuda.Event, enable_timing=True)
+        self._host = 0.0
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._steps = 0
+        self._measures = not self._on_cuda
+
+    def start_step(self) -> None:
+        """Forget what was counted, and count what comes, if this step is one of those that are measured."""
+        self._host, self._spans = 0.0, []
+        self._measures = not self._on_cuda or self._steps % _SAMPLED == 0
+        self._steps += 1
+
+    def end_step(self) -> Waited | None:
+        """What the step waited; None if it is not measured."""
+        found = Waited(self._host, tuple(self._spans)) if self._measures else None
+        self._measures = not self._on_cuda
+        return found
+
+    def begin(self) -> float | torch.cuda.Event | None:
+        """The beginning of a wait, which `end` takes."""
+        if not self._on_cuda:
+            return time.perf_counter()
+        return self._now() if self._measures else None
+
+    def end(self, began: float | torch.cuda.Event | None) -> None:
+        """The end of a wait."""
+        if isinstance(began, float):
+            self._host += time.perf_counter() - began
+        elif began is not None:
+            self._spans.append((began, self._now()))
+
+    def _now(self) -> torch.cuda.Event:
+        event = self._new_event()
+        event.record()
+        return event
