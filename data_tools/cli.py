@@ -64,6 +64,7 @@ def expand_inputs(patterns: Sequence[str]) -> list[str]:
         files = [path for path in found if os.path.isfile(path)]
         if not files:
             what = "is a directory" if os.path.isdir(pattern) else "matches no file"
+            what = "is not a regular file" if os.path.exists(pattern) and not os.path.isdir(pattern) else what
             raise DataError(f"`--input` must name existing files, but {pattern} {what}; correct the path.")
         paths += files
     return paths

@@ -3,7 +3,8 @@
 `python data_tools/inspect_dataset.py PREFIX [--validate] [--document K ...]` prints counts and lengths, and
 the sequences (sentences, if the texts were split) per document; on request a histogram of document lengths,
 document K (as text if a tokenizer is given) and the unigram entropy. A damaged dataset gives an error and
-exit status 1.
+exit status 1. With `--write-sums` a dataset without checksums gets them; a `.sum` that does not agree with
+the files is an error and stays.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
         unigram_entropy,
     )
     from megazero.data.indexed.reader import open_indexed
+    from megazero.data.indexed.sums import write_sums
 
+    wrote = write_sums(args.prefix) if args.write_sums else None
     dataset = open_indexed(args.prefix)
     documents = document_lengths(dataset)
     per_document = sequences_per_document(dataset)
@@ -61,6 +64,8 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
         "sequences_per_document": asdict(LengthFacts.of(per_document)),
         "documents_of_one_sequence": int((per_document == 1).sum()),
     }
+    if wrote is not None:
+        facts["wrote_sums"] = wrote
     if args.validate:
         dataset.validate(full=True)
         facts["valid"] = True
@@ -91,6 +96,9 @@ def print_facts(facts: dict[str, Any]) -> None:
         print(f"  {name:<17} {facts[name]:,}")
     print(f"  {'dtype':<17} {facts['dtype']}")
     print(f"  {'checksums':<17} {'yes' if facts['checksums'] else 'no (.sum is missing)'}")
+    if "wrote_sums" in facts:
+        said = "written" if facts["wrote_sums"] else "not written: it is there and agrees with all tokens"
+        print(f"  {'.sum':<17} {said}")
     for name in ("sequence_lengths", "document_lengths"):
         row = facts[name]
         middle = f"median {row['median']:,.1f}, mean {row['mean']:,.1f}"
@@ -130,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--unigram-entropy", action="store_true", help="entropy of the token frequencies in nats"
     )
     parser.add_argument("--validate", action="store_true", help="also compare every token with the checksums")
+    parser.add_argument("--write-sums", action="store_true", help="write the checksums, if there are none")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     cli.add_tokenizer_flags(parser, required=False)
     args = parser.parse_args(argv)

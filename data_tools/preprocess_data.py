@@ -44,6 +44,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--workers", type=cli.positive_int, default=1, metavar="N", help="processes that tokenize"
     )
     parser.add_argument(
+        "--worker-timeout",
+        type=cli.positive_int,
+        default=30,
+        metavar="MINUTES",
+        help="end the run if a worker takes longer for a chunk of 2 MiB, or for one long line (30)",
+    )
+    parser.add_argument(
         "--partitions",
         type=cli.positive_int,
         default=1,
@@ -60,6 +67,13 @@ def build_parser() -> argparse.ArgumentParser:
         choices=("stop", "skip"),
         default="stop",
         help="what to do about a bad line (default: stop)",
+    )
+    parser.add_argument(
+        "--max-line-mib",
+        type=cli.positive_int,
+        default=256,
+        metavar="N",
+        help="megabytes (MiB) that a line may have, unpacked; a longer one is a bad line (256)",
     )
     parser.add_argument(
         "--log-interval",
@@ -117,6 +131,7 @@ def preprocess_data(args: argparse.Namespace) -> None:
     from data_tools.preprocessing.pipeline import PreprocessRun, preprocess
     from data_tools.preprocessing.progress import print_table
     from data_tools.preprocessing.sentences import SentenceRules
+    from data_tools.preprocessing.watch import WorkerPatience
 
     _check(args)
     if args.tokenizer_type.startswith("BertWordPiece") and not args.split_sentences:
@@ -135,7 +150,14 @@ def preprocess_data(args: argparse.Namespace) -> None:
     )
     paths = tuple(cli.expand_inputs(args.input))
     run = PreprocessRun(
-        paths, args.output_prefix, job, args.workers, args.log_interval, partitions=args.partitions
+        paths,
+        args.output_prefix,
+        job,
+        args.workers,
+        args.log_interval,
+        partitions=args.partitions,
+        longest_line=args.max_line_mib << 20,
+        patience=WorkerPatience(busy=60.0 * args.worker_timeout),
     )
     outcome = preprocess(run)
     print_table(

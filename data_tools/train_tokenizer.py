@@ -20,7 +20,7 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_tools import cli
-from data_tools.preprocessing.chunks import cut, parse, split_lines
+from data_tools.preprocessing.chunks import Problem, cut, parse, split_lines
 from data_tools.wordpiece_training import train_wordpiece
 from megazero.data.files import whole_file
 from megazero.errors import DataError
@@ -40,6 +40,8 @@ def texts(paths: Sequence[str], key: str, limit: float | None) -> Iterator[str]:
             return
         if chunk.path != path:
             path, line = chunk.path, 1
+        if chunk.beyond is not None:
+            raise _bad_line(path, line, Problem.of_length(chunk))
         lines = split_lines(chunk, chunk.read())
         if limit is not None:
             kept = 0
@@ -49,12 +51,15 @@ def texts(paths: Sequence[str], key: str, limit: float | None) -> Iterator[str]:
             lines = lines[:kept]
         parsed = parse(lines, [key])
         if parsed.problems:
-            problem = parsed.problems[0]
-            raise DataError(
-                f"{path}, line {line + problem.line}: {problem.reason}: {problem.detail}; correct the line."
-            )
+            raise _bad_line(path, line, parsed.problems[0])
         line += parsed.lines
         yield from parsed.columns[0].texts
+
+
+def _bad_line(path: str, line: int, problem: Problem) -> DataError:
+    return DataError(
+        f"{path}, line {line + problem.line}: {problem.reason}: {problem.detail}; correct the line."
+    )
 
 
 def train_tokenizer(args: argparse.Namespace) -> None:

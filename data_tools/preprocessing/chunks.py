@@ -16,6 +16,10 @@ from megazero.errors import DataError
 # Small enough that a chunk, its lines, texts and tokens stay in the processor's cache, and that their memory
 # is used again for the next chunk: chunks of 8 MiB were each mapped anew, page by page.
 CHUNK_BYTES = 2 << 20
+LONGEST_LINE = 256 << 20
+"""Bytes that a line has at most, unless another number is given: a few kilobytes of gzip can unpack to one
+line that fills any memory."""
+_STEP = 1 << 20
 # Integers are not our concern: as floats they may have any number of digits.
 _STRICT = json.JSONDecoder(parse_int=float)
 # Halves of a surrogate pair at each place where one can stand.
@@ -27,13 +31,15 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Chunk:
-    """Whole lines of one file: bytes `start`..`end`, or `data` itself if the file is compressed."""
+    """Whole lines of one file: bytes `start`..`end`, or `data` itself if the file is compressed. If the line
+    there is too long to be read, `beyond` is the number of bytes that it exceeds."""
 
     number: int
     path: str
     start: int
     end: int
     data: bytes | None = None
+    beyond: int | None = None
 
     def read(self) -> bytes:
         """The chunk's bytes. DataError if the file has become shorter."""
@@ -46,6 +52,10 @@ class Chunk:
             raise DataError(f"`{self.path}` must not change while it is read, but became shorter; run again.")
         return data
 
+    def __str__(self) -> str:
+        kind = "" if self.data is None else " when unpacked"
+        return f"bytes {self.start}..{self.end} of {self.path}{kind}"
+
 
 @dataclass(frozen=True)
 class Stretch:
@@ -56,19 +66,29 @@ class Stretch:
     end: int | None = None
 
 
-def cut(sources: Sequence[str | Stretch], chunk_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]:
-    """The chunks of these files or stretches in order. Where one ends depends on them and `chunk_bytes`
-    alone.
+def cut(
+    sources: Sequence[str | Stretch],
+    chunk_bytes: int = CHUNK_BYTES,
+    longest: int = LONGEST_LINE,
+    *,
+    goes_on: bool = False,
+) -> Iterator[Chunk]:
+    """The chunks of these files or stretches in order. Where one ends depends on the arguments alone.
 
     A chunk is `chunk_bytes` long, plus whatever completes its last line. Compressed files (gzip, recognized
-    by their first bytes) are unpacked here; others are read by whoever processes the chunk.
+    by their first bytes) are unpacked here; others are read by whoever processes the chunk. A line of more
+    than `longest` bytes, without its newline, is a chunk of its own and never in memory as a whole; it is the
+    last one unless this `goes_on`.
     """
-    number = 0
+    # So that a line within a chunk is never too long; only one that completes it may be.
+    step, number = min(chunk_bytes, longest), 0
     for source in sources:
         stretch = Stretch(source) if isinstance(source, str) else source
         divided = _cut_gzip if is_gzip(stretch.path) else _cut_plain
-        for start, end, data in divided(stretch, chunk_bytes):
-            yield Chunk(number, stretch.path, start, end, data)
+        for start, end, data, fits in divided(stretch, step, longest, goes_on):
+            yield Chunk(number, stretch.path, start, end, data, None if fits else longest)
+            if not fits and not goes_on:
+                return
             number += 1
 
 
@@ -78,31 +98,83 @@ def is_gzip(path: str) -> bool:
         return file.read(2) == b"\x1f\x8b"
 
 
-def _cut_plain(stretch: Stretch, chunk_bytes: int) -> Iterator[tuple[int, int, None]]:
+# Start, end, the bytes if the file is compressed, and whether they may be read.
+_Piece = tuple[int, int, bytes | None, bool]
+
+
+def _cut_plain(stretch: Stretch, step: int, longest: int, goes_on: bool) -> Iterator[_Piece]:
     with open(stretch.path, "rb") as file:
         start = stretch.start
         last = os.fstat(file.fileno()).st_size if stretch.end is None else stretch.end
         while start < last:
             # One byte back, so that a newline exactly at the boundary ends the chunk there.
-            file.seek(start + chunk_bytes - 1)
-            file.readline()
+            file.seek(start + step - 1)
+            rest = skip_line(file, longest + 1)
+            if step + rest > longest:
+                begin = start + _last_line(file, start, step - 1)
+                file.seek(begin)
+                if skip_line(file, longest + 1) > longest:
+                    if begin > start:
+                        yield start, begin, None, True
+                    if goes_on:
+                        skip_line(file)
+                    yield begin, file.tell(), None, False
+                    start = file.tell()
+                    continue
             end = min(file.tell(), last)
-            yield start, end, None
+            yield start, end, None, True
             start = end
 
 
-def _cut_gzip(stretch: Stretch, chunk_bytes: int) -> Iterator[tuple[int, int, bytes]]:
+def skip_line(file: IO[bytes], most: int | None = None) -> int:
+    """Goes to the start of the next line, or as soon as more than `most` bytes are read, there; returns how
+    many bytes the line had left, without its newline. Keeps no more than a megabyte at once."""
+    count = 0
+    while (most is None or count < most) and (
+        piece := file.readline(_STEP if most is None else min(_STEP, most - count))
+    ):
+        count += len(piece)
+        if piece.endswith(b"\n"):
+            return count - 1
+    return count
+
+
+def _last_line(file: IO[bytes], start: int, size: int) -> int:
+    """Where the last line that begins in these bytes begins, counted from `start`."""
+    file.seek(start)
+    return file.read(size).rfind(b"\n") + 1
+
+
+def _cut_gzip(stretch: Stretch, step: int, longest: int, goes_on: bool) -> Iterator[_Piece]:
     with gzip.open(stretch.path, "rb") as file:
         start = 0
-        while data := _read_lines(stretch.path, file, chunk_bytes):
-            yield start, start + len(data), data
-            start += len(data)
+        while data := _unpacked(stretch.path, file.read, step):
+            begin = data.rfind(b"\n") + 1
+            rest, room = [], longest + 1 - (len(data) - begin) if begin < len(data) else 0
+            while room > 0 and (piece := _unpacked(stretch.path, file.readline, min(room, _STEP))):
+                rest.append(piece)
+                room = 0 if piece.endswith(b"\n") else room - len(piece)
+            end = start + len(data) + sum(map(len, rest))
+            newline = (rest or [data])[-1].endswith(b"\n")
+            if end - start - begin - newline <= longest:
+                data = b"".join([data, *rest])
+                yield start, end, data, True
+                start = end
+                continue
+            if begin:
+                yield start, start + begin, data[:begin], True
+            rest.clear()
+            while goes_on and (piece := _unpacked(stretch.path, file.readline, _STEP)):
+                end += len(piece)
+                if piece.endswith(b"\n"):
+                    break
+            yield start + begin, end, b"", False
+            start = end
 
 
-def _read_lines(path: str, file: IO[bytes], chunk_bytes: int) -> bytes:
+def _unpacked(path: str, read: Callable[[int], bytes], size: int) -> bytes:
     try:
-        data = file.read(chunk_bytes)
-        return data if not data or data.endswith(b"\n") else data + file.readline()
+        return read(size)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
             f"`{path}` must be a whole gzip file, but is damaged ({error}); fetch it again."
@@ -116,6 +188,11 @@ class Problem:
     line: int
     reason: str
     detail: str
+
+    @classmethod
+    def of_length(cls, chunk: Chunk) -> Problem:
+        """The one of a line that is too long."""
+        return cls(0, "too long", f"the line has more than {chunk.beyond} bytes")
 
 
 @dataclass

@@ -25,6 +25,7 @@ from megazero.data.tokenizers import (
     TokenizerSpec,
     build_tokenizer,
     first_difference,
+    is_failure,
     try_fast,
 )
 from megazero.errors import DataError
@@ -114,6 +115,9 @@ class ChunkEncoder:
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         """The chunk's tokens in the order of its lines."""
+        if chunk.beyond is not None:
+            nothing = Parsed(1, [Column([]) for _ in self.job.keys], [Problem.of_length(chunk)])
+            return self._finish(chunk, chunk.end - chunk.start, nothing)
         data = chunk.read()
         lines = split_lines(chunk, data)
         try:
@@ -154,7 +158,9 @@ class ChunkEncoder:
             if different is not None:
                 return None, f"{where}, in the text {sample[different][:60]!r}"
             return self.fast.encode_batch(column.texts), None
-        except Exception as error:  # whatever the fast encoder cannot do is left to the tokenizer itself
+        except BaseException as error:  # whatever the fast encoder cannot do is left to the tokenizer itself
+            if not is_failure(error):
+                raise
             return None, f"{where}, with {type(error).__name__}: {error}"
 
     def _assemble(self, batch: TokenBatch, counts: Sequence[int] | None) -> EncodedColumn:

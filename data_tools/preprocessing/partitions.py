@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from data_tools.preprocessing.chunks import Stretch, is_gzip
+from data_tools.preprocessing.chunks import Stretch, is_gzip, skip_line
 
 _BLOCK = 1 << 20
 
@@ -38,7 +38,7 @@ def _line_end(path: str, at: int, size: int) -> int:
         return min(at, size)
     with open(path, "rb") as file:
         file.seek(at - 1)
-        file.readline()
+        skip_line(file)
         return file.tell()
 
 

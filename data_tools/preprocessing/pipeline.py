@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from data_tools.preprocessing.chunks import CHUNK_BYTES, Problem, Stretch, cut
+from data_tools.preprocessing.chunks import CHUNK_BYTES, LONGEST_LINE, Chunk, Problem, Stretch, cut
 from data_tools.preprocessing.encode import KEPT_PROBLEMS, EncodedChunk, EncodeJob, EncoderFacts
 from data_tools.preprocessing.partitions import divide, lines_before
 from data_tools.preprocessing.pool import Crew, SoloCrew
 from data_tools.preprocessing.progress import Progress, Totals
+from data_tools.preprocessing.watch import PATIENCE, WorkerPatience
+from megazero.data.claim import temporary_path
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import DataError
 
@@ -24,7 +25,7 @@ from megazero.errors import DataError
 @dataclass(frozen=True)
 class PreprocessRun:
     """The inputs and outputs of a run. `log_interval` is in documents; `workers` is a multiple of
-    `partitions`."""
+    `partitions`; a line has at most `longest_line` bytes; `patience` is that with several workers."""
 
     paths: tuple[str, ...]
     prefix: str
@@ -33,6 +34,16 @@ class PreprocessRun:
     log_interval: int = 100_000
     chunk_bytes: int = CHUNK_BYTES
     partitions: int = 1
+    longest_line: int = LONGEST_LINE
+    patience: WorkerPatience = PATIENCE
+
+    def crew(self, workers: int) -> Crew:
+        """So many processes that encode."""
+        return Crew(self.job, workers, self.chunk_bytes, self.patience)
+
+    def chunks(self, sources: Sequence[str | Stretch]) -> Iterator[Chunk]:
+        """What these sources are cut into."""
+        return cut(sources, self.chunk_bytes, self.longest_line, goes_on=self.job.skip_bad_lines)
 
     def outputs(self) -> dict[str, str]:
         """The dataset prefix of each key, named as Megatron names them."""
@@ -80,7 +91,7 @@ def _in_one(run: PreprocessRun, tally: _Tally) -> str:
     """All inputs through one crew into the datasets; returns what encoded them."""
     with ExitStack() as stack:
         solo = run.workers == 1
-        crew = stack.enter_context(SoloCrew(run.job) if solo else Crew(run.job, run.workers, run.chunk_bytes))
+        crew = stack.enter_context(SoloCrew(run.job) if solo else run.crew(run.workers))
         _say_if_slow(crew.facts)
         # Started only now: the bar draws on a thread, and a process with threads cannot fork its workers.
         stack.enter_context(tally.progress)
@@ -94,16 +105,18 @@ def _in_parts(run: PreprocessRun, tally: _Tally) -> str:
     """Each part through its own crew into its own datasets, all at once; then these one after another into
     the whole."""
     parts = divide(run.paths, run.partitions)
-    place = Path(run.prefix).absolute()
-    place.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        # Left in the opposite order: the workers end, so that the threads do, whose files then go.
-        folder = stack.enter_context(TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.parts-"))
-        pool = stack.enter_context(ThreadPoolExecutor(len(parts)))
-        workers = run.workers // run.partitions
-        crews = [stack.enter_context(Crew(run.job, workers, run.chunk_bytes)) for _ in parts]
+        crews = [stack.enter_context(run.crew(run.workers // run.partitions)) for _ in parts]
         facts = crews[0].facts
         _say_if_slow(facts)
+        writers = _open_writers(stack, run.outputs().values(), facts)
+        # Named as a temporary file of the first output, so that the next run removes what a killed one left.
+        folder = temporary_path(next(iter(run.outputs().values())), ".parts")
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        pool = stack.enter_context(ThreadPoolExecutor(len(parts)))
+        # Left in the opposite order: the workers end, so that the threads do, whose files then go.
+        for crew in crews:
+            stack.push(crew)
         stack.enter_context(tally.progress)
         prefixes = [[f"{folder}/{number}-{key}" for key in run.job.keys] for number in range(len(parts))]
         rows = zip(crews, parts, prefixes, strict=True)
@@ -112,7 +125,6 @@ def _in_parts(run: PreprocessRun, tally: _Tally) -> str:
             tally.totals.first_problems += future.result()
         del tally.totals.first_problems[KEPT_PROBLEMS:]
         _require_documents(tally.totals)
-        writers = _open_writers(stack, run.outputs().values(), facts)
         for names in prefixes:
             for writer, name in zip(writers, names, strict=True):
                 writer.append_dataset(name)
@@ -149,7 +161,7 @@ def _write(
     """Encodes these sources into the writers, one per key; returns the first skipped lines' descriptions."""
     skipped: list[str] = []
     first = next((each for each in sources if isinstance(each, Stretch)), None)
-    for chunk, first_line in _with_line_numbers(crew.results(cut(sources, run.chunk_bytes)), first):
+    for chunk, first_line in _with_line_numbers(crew.results(run.chunks(sources)), first):
         if chunk.disagreement is not None:
             facts = crew.facts
             raise _Disagreement(f"{facts.fast} and {facts.tokenizer} differ in {chunk.disagreement}")

@@ -14,6 +14,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -22,6 +23,7 @@ from typing import Any
 from data_tools.preprocessing.chunks import CHUNK_BYTES, Chunk
 from data_tools.preprocessing.encode import ChunkEncoder, EncodedChunk, EncodeJob, EncoderFacts
 from data_tools.preprocessing.slots import SharedSlots
+from data_tools.preprocessing.watch import PATIENCE, WorkerPatience, WorkerWatch
 from megazero.data.workers import can_fork, or_raise, outcome, signals_held, start_worker
 from megazero.errors import DataError
 
@@ -50,25 +52,37 @@ class SoloCrew:
 
 @dataclass
 class _Worker:
-    """The parent's view of a worker. `working` counts chunks sent to it whose result is not yet here,
-    `results` are those that are and wait for their turn."""
+    """The parent's view of a worker. `working` are the chunks sent to it whose result is not yet here,
+    `results` are those that are and wait for their turn; `done` counts all that ever came. `verdict` says why
+    the watch killed it."""
 
     name: str
     pipe: Connection
     slots: SharedSlots | None
     process: BaseProcess
-    working: int = 0
+    working: deque[Chunk] = field(default_factory=deque)
     results: deque[EncodedChunk | BaseException] = field(default_factory=deque)
+    done: int = 0
+    verdict: str | None = None
 
     def has_room(self) -> bool:
-        return self.working < _QUEUED and self.working + len(self.results) < _AHEAD
+        return len(self.working) < _QUEUED and len(self.working) + len(self.results) < _AHEAD
+
+    def is_busy(self) -> bool:
+        return bool(self.working)
 
     def send(self, chunk: Chunk) -> None:
+        self.working.append(chunk)
         try:
             self.pipe.send(chunk)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise self._death() from error
-        self.working += 1
+
+    def take_in(self) -> None:
+        """Waits for the result of the first chunk that it has."""
+        self.results.append(self.receive())
+        self.working.popleft()
+        self.done += 1
 
     def receive(self) -> Any:
         try:
@@ -80,25 +94,38 @@ class _Worker:
     def _death(self) -> DataError:
         self.process.join(timeout=5)
         code = self.process.exitcode
-        how = (
-            f"by signal {signal.Signals(-code).name}"
-            if code is not None and code < 0
-            else f"with status {code}"
-        )
+        held = f" It held {self.working[0]}." if self.working else ""
+        if self.verdict is not None:
+            how, advice = self.verdict, "Run again."
+        elif code is not None and code < 0:
+            how = f"ended by signal {signal.Signals(-code).name}"
+            advice = "If memory ran out, use fewer `--workers`."
+        else:
+            how, advice = f"ended with status {code}", "If memory ran out, use fewer `--workers`."
         return DataError(
-            f"{self.name} (process {self.process.pid}) must finish its work, but ended {how}; nothing was "
-            "written. If memory ran out, use fewer `--workers`."
+            f"{self.name} (process {self.process.pid}) must finish its work, but {how}; nothing was "
+            f"written.{held} {advice}"
         )
 
 
 class Crew:
     """Several worker processes; a context manager that ends them. Raises what a worker raised, and DataError
-    naming the worker if one is killed. `chunk_bytes` is the usual size of a chunk."""
+    naming the worker if one is killed, stopped or busy beyond `patience`. `chunk_bytes` is the usual size of
+    a chunk."""
 
     facts: EncoderFacts
 
-    def __init__(self, job: EncodeJob, workers: int, chunk_bytes: int = CHUNK_BYTES):
+    def __init__(
+        self,
+        job: EncodeJob,
+        workers: int,
+        chunk_bytes: int = CHUNK_BYTES,
+        patience: WorkerPatience = PATIENCE,
+    ):
         self._workers: list[_Worker] = []
+        self._waits = False
+        # Begins with the first chunk: before, a thread of ours would keep other crews from forking.
+        self._watch = WorkerWatch(self._workers, patience, lambda: self._waits)
         # Kept to the end: freeing it would copy the pages that the workers still share.
         self._encoder = ChunkEncoder(job) if can_fork() else None
         try:
@@ -130,36 +157,46 @@ class Crew:
 
     def results(self, chunks: Iterable[Chunk]) -> Iterator[EncodedChunk]:
         """The encoded chunks in order. The arrays of each stay valid until the next one is requested."""
+        self._watch.start()
         chunks = iter(chunks)
         turns: deque[_Worker] = deque()
         while True:
             while (worker := self._with_room()) is not None and (chunk := next(chunks, None)) is not None:
-                worker.send(chunk)
+                with self._waiting():
+                    worker.send(chunk)
                 turns.append(worker)
             if not turns:
                 return
             if turns[0].results:
                 yield or_raise(turns.popleft().results.popleft())
             else:
-                self._collect()
+                with self._waiting():
+                    self._collect()
 
     def _with_room(self) -> _Worker | None:
         """The worker that gets the next chunk: of those with room, the one with the least to do."""
         free = (worker for worker in self._workers if worker.has_room())
-        return min(free, key=lambda worker: worker.working, default=None)
+        return min(free, key=lambda worker: len(worker.working), default=None)
 
     def _collect(self) -> None:
         """Waits for a result, then takes in all there are."""
         by_pipe = {worker.pipe: worker for worker in self._workers if worker.working}
         for pipe in wait(by_pipe):
-            worker = by_pipe[pipe]
-            worker.results.append(worker.receive())
-            worker.working -= 1
+            by_pipe[pipe].take_in()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
 
     def close(self) -> None:
-        """Ends the workers, whatever they are doing."""
+        """Ends the workers, whatever they are doing; again does nothing."""
+        self._watch.stop()
         for worker in self._workers:
-            worker.process.terminate()
+            worker.process.kill()  # SIGTERM would wait until a stopped one goes on
         for worker in self._workers:
             worker.process.join()
             worker.pipe.close()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 
+from megazero.data.tokenizers import is_failure
 from megazero.errors import DataError
 
 # The languages that sentencex has rules for, under NLTK's names where it has them. The code "" has no rules
@@ -110,7 +111,7 @@ class SentenceSplitter:
         try:
             pieces = self._segment(self._code, text)
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # Rust's, which is no Exception
+            if not is_failure(error):
                 raise
             raise DataError(
                 f"text must be such that sentencex can split it, but it fails: {error}."

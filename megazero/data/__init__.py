@@ -9,6 +9,7 @@ What is here, bottom up:
 - `gpt_dataset`, `bert/`, `blended`: samples and mixtures of them, one at a time or in batches.
 - `labelled/`: samples with labels, read from files as published, and the order of epochs.
 - `token_ids`: that ids are of the vocabulary, looked at where a batch is made.
+- `sources`: the files under a built dataset: whether they change, and what is in them.
 - `sampler`, `shuffle`: which samples a rank takes next, a pure function of the samples consumed.
 - `build`: `build_datasets(request)` puts all of it together; `gpt_datasets` and `bert_datasets` do so for a
   configuration.
@@ -43,6 +44,7 @@ from megazero.data.labelled import (
     read_labelled,
 )
 from megazero.data.sampler import BatchSampler, SamplerKind, SamplerSpec, batch_indices, part_permutation
+from megazero.data.sources import changed_files
 from megazero.data.splits import SplitReading, parse_split, split_ranges
 from megazero.data.token_ids import check_token_ids
 
@@ -78,6 +80,7 @@ __all__ = [
     "batch_indices",
     "bert_datasets",
     "build_datasets",
+    "changed_files",
     "check_token_ids",
     "dtype_for_vocab",
     "encode_samples",

@@ -7,7 +7,7 @@ ratio is right at every moment of training and not only on average.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from megazero.data.cache import cached_arrays
 from megazero.data.index_build import build_blending_index, build_exhaustive_blending_index, normalized
+from megazero.data.index_check import blend_index_fault
 from megazero.data.sample_numbers import sample_numbers
 from megazero.errors import DataError
 
@@ -40,6 +41,12 @@ class SampleDataset(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]: ...  # what a user should hear at the start, in whole sentences
+
+
+def whereabouts(dataset: SampleDataset, number: int) -> str:
+    """Where in which files the text of a sample is, for people; empty if it is in none."""
+    find = getattr(dataset, "whereabouts", None)
+    return "" if find is None else find(number)
 
 
 def parse_blend(entries: Sequence[str], must_exist: bool = True) -> list[tuple[float | None, str]]:
@@ -119,7 +126,9 @@ class BlendedDataset:
         self._shares = None if size is None else normalized(self._sizes if weights is None else weights)
         self._size = sum(self._sizes) if size is None else size
         description = {} if cache_dir is None else self.description
-        arrays = cached_arrays(cache_dir, f"blend-{name}", description, _INDEX_ARRAYS, self._build)
+        arrays = cached_arrays(
+            cache_dir, f"blend-{name}", description, _INDEX_ARRAYS, self._build, self._fault
+        )
         self.dataset_index: np.ndarray = arrays["dataset_index"]
         self.sample_index: np.ndarray = arrays["sample_index"]
         self._taken = np.bincount(self.dataset_index, minlength=len(self.datasets))
@@ -146,6 +155,10 @@ class BlendedDataset:
                 merged[key][rows] = part
         return {**merged, "dataset_id": owners}
 
+    def whereabouts(self, number: int) -> str:
+        """Where the text of a sample is, as its dataset says."""
+        return whereabouts(self.datasets[self.dataset_index[number]], int(self.sample_index[number]))
+
     @property
     def description(self) -> dict[str, object]:
         return {
@@ -171,6 +184,10 @@ class BlendedDataset:
         else:
             owners, samples = build_blending_index(self._shares, self._size)
         return {"dataset_index": owners, "sample_index": samples}
+
+    def _fault(self, arrays: Mapping[str, np.ndarray]) -> str | None:
+        owners, samples = arrays["dataset_index"], arrays["sample_index"]
+        return blend_index_fault(owners, samples, self._sizes, self._shares, self._size)
 
     def _check_sizes(self) -> None:
         for number, (asked, given) in enumerate(zip(self._taken.tolist(), self._sizes, strict=True)):

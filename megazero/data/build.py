@@ -68,7 +68,8 @@ class DatasetRequest:
     builder: makes the datasets. data_path: a prefix, prefixes, or weights and prefixes, divided by `split`;
     or each split's own train_data_path, valid_data_path, test_data_path (then `split` is not used).
     train_exact_num_epochs: make the training split exactly this many epochs long. mock: random tokens, no
-    files. Raises DataError if sources contradict each other or there are none.
+    files. guarded: notice damage and changes of the files while they are read, see `indexed/guard.py`. Raises
+    DataError if sources contradict each other or there are none.
     """
 
     builder: DatasetBuilder
@@ -81,6 +82,7 @@ class DatasetRequest:
     split_reading: SplitReading = SplitReading.MEGATRON_CORE
     train_exact_num_epochs: int | None = None
     mock: bool = False
+    guarded: bool = False
 
     def __post_init__(self) -> None:
         given = [name for name, on in (("data_path", self.data_path), ("mock", self.mock)) if on]
@@ -184,6 +186,7 @@ def _request(config: Config, builder: DatasetBuilder, sizes: Sizes) -> DatasetRe
         test_data_path=data.test_data_path,
         train_exact_num_epochs=data.train_data_exact_num_epochs,
         mock=data.mock_data,
+        guarded=data.verify_data,
     )
 
 
@@ -234,7 +237,7 @@ def _build_split(
     sources, builder = [], request.builder
     for weight, prefix in parse_blend(own or request.data_path):
         if prefix not in opened:
-            opened[prefix] = open_indexed(prefix)
+            opened[prefix] = open_indexed(prefix, guarded=request.guarded)
         indexed = opened[prefix]
         count = builder.units(indexed)
         ids = range(count) if own else split_ranges(request.split, count, request.split_reading)[number]

@@ -3,7 +3,8 @@
 A key is the hash of a description that holds the dataset's fingerprint and every parameter of the build, so a
 rewritten dataset or another setting leads to another name and a stale index is never found. Each entry is one
 `.npy` per array and a small JSON with their shapes, types and checksums; whatever does not agree with it
-(foreign, cut short, damaged) is rebuilt with a warning. Nothing here unpickles.
+(foreign, cut short, damaged) is rebuilt with a warning, and so is what agrees but cannot be an index of this
+dataset (`index_check`). Nothing here unpickles.
 
 Many processes may want the same entry at once, on a shared disk. Every one that does not find it builds it
 privately, writes to temporary names and renames them into place, the JSON last. Builds are deterministic, so
@@ -24,6 +25,7 @@ import numpy as np
 
 from megazero.data.files import whole_file
 from megazero.data.indexed.checksum import hash_bytes
+from megazero.regular_file import open_regular, read_regular
 
 _FORMAT = "megazero-index-1"
 
@@ -44,18 +46,20 @@ def cached_arrays(
     description: Mapping[str, object],
     names: tuple[str, ...],
     build: Callable[[], dict[str, np.ndarray]],
+    fault: Callable[[Mapping[str, np.ndarray]], str | None],
 ) -> dict[str, np.ndarray]:
     """The arrays that `build()` returns, from the cache if it has a sound entry, else built and stored.
 
     directory: where the cache is, None for no cache; name: readable start of the file names; names: the
-    arrays' names; description: everything the arrays depend on. Loaded arrays are read-only maps. A cache
-    that cannot be written causes a warning.
+    arrays' names; description: everything the arrays depend on; fault: says why loaded arrays cannot be what
+    `build` returns, None if they can. Loaded arrays are read-only maps. A cache that cannot be written causes
+    a warning.
     """
     if directory is None:
         return build()
     stem = Path(directory) / f"{name}-{cache_key(description)}"
     try:
-        return _load(stem, description, names)
+        return _load(stem, description, names, fault)
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (_Unusable, OSError) as error:
@@ -81,11 +85,16 @@ def _record(array: np.ndarray) -> dict[str, object]:
     return {"shape": list(array.shape), "dtype": array.dtype.str, "blake2b": hash_bytes(raw)}
 
 
-def _load(stem: Path, description: Mapping[str, object], names: tuple[str, ...]) -> dict[str, np.ndarray]:
+def _load(
+    stem: Path,
+    description: Mapping[str, object],
+    names: tuple[str, ...],
+    fault: Callable[[Mapping[str, np.ndarray]], str | None],
+) -> dict[str, np.ndarray]:
     """The entry, or FileNotFoundError if there is none, or _Unusable."""
     manifest_path = stem.with_name(stem.name + ".json")
     try:
-        manifest = json.loads(manifest_path.read_bytes())
+        manifest = json.loads(read_regular(manifest_path))
         records = dict(manifest["arrays"])
         if manifest["format"] != _FORMAT or manifest["key"] != cache_key(description):
             raise _Unusable("it belongs to another format or dataset")
@@ -96,7 +105,9 @@ def _load(stem: Path, description: Mapping[str, object], names: tuple[str, ...])
     arrays = {}
     for name, record in records.items():
         try:
-            array = np.load(_array_path(stem, name), allow_pickle=False, mmap_mode="r")
+            path = _array_path(stem, name)
+            open_regular(path).close()
+            array = np.load(path, allow_pickle=False, mmap_mode="r")
         except FileNotFoundError as error:
             raise _Unusable(f"array {name} is missing") from error
         except Exception as error:
@@ -105,6 +116,9 @@ def _load(stem: Path, description: Mapping[str, object], names: tuple[str, ...])
         if not isinstance(array, np.ndarray) or array.dtype.hasobject or _record(array) != record:
             raise _Unusable(f"array {name} differs from its description")
         arrays[name] = array.view(np.ndarray)
+    wrong = fault(arrays)
+    if wrong is not None:
+        raise _Unusable(f"its checksums are right, but {wrong}")
     return arrays
 
 

@@ -9,7 +9,7 @@ the plain causal case. `batch` gives the same arrays stacked, [b, T], and is the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from megazero.data.cache import cached_arrays
 from megazero.data.index_build import GPTIndex, SamplePlan, build_gpt_index, gather_reference, plan_samples
+from megazero.data.index_check import gpt_index_fault
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.native import NATIVE
 from megazero.data.sample_numbers import sample_numbers
@@ -92,8 +93,10 @@ class GPTDataset(_FullSamples):
         self.plan = self._plan(num_samples, epochs)
         # The description hashes the dataset, which only a cache needs.
         description = {} if settings.cache_dir is None else self.description
-        arrays = cached_arrays(settings.cache_dir, f"gpt-{name}", description, _INDEX_ARRAYS, self._build)
-        self.index = GPTIndex(arrays["document_index"], arrays["sample_index"], arrays["shuffle_index"])
+        arrays = cached_arrays(
+            settings.cache_dir, f"gpt-{name}", description, _INDEX_ARRAYS, self._build, self._fault
+        )
+        self.index = GPTIndex(**arrays)
         self._tables = (indexed.lengths, indexed.offsets, self.index.document_index)
 
     def __len__(self) -> int:
@@ -109,6 +112,18 @@ class GPTDataset(_FullSamples):
         indices = sample_numbers(indices, len(self), where)
         tokens, labels = self._gather(indices)
         return finish_batch(tokens, labels, self.settings)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should hear at the start of a run, in whole sentences."""
+        return self.indexed.guard.notes
+
+    def whereabouts(self, number: int) -> str:
+        """Where the text of a sample is: its first and its last sequence, and the tokens in them."""
+        row = int(self.index.shuffle_index[number])
+        (first, begin), (last, end) = self.index.sample_index[row : row + 2].tolist()
+        first, last = (int(self.index.document_index[each]) for each in (first, last))
+        return f"{self.indexed.prefix}: sequence {first}, token {begin}, to sequence {last}, token {end}"
 
     @property
     def description(self) -> dict[str, object]:
@@ -148,9 +163,14 @@ class GPTDataset(_FullSamples):
         ids = np.arange(self._ids.start, self._ids.stop) if isinstance(self._ids, range) else self._ids
         return vars(build_gpt_index(self.indexed.lengths, ids, self.plan, self.settings.seed))
 
+    def _fault(self, arrays: Mapping[str, np.ndarray]) -> str | None:
+        return gpt_index_fault(GPTIndex(**arrays), self.indexed.lengths, self._ids, self.plan)
+
     def _gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        starts = self.index.sample_index[self.index.shuffle_index[indices]].astype(np.int64)
+        numbers = self.index.shuffle_index[indices].astype(np.int64)
+        starts = self.index.sample_index[numbers].astype(np.int64)
         length, extra = self.plan.sequence_length, self.plan.extra
+        self.indexed.guard.before_use(lambda: self._spans(numbers))
         if NATIVE is None:
             found = gather_reference(self.indexed.tokens, self._tables, starts, length, extra)
         else:
@@ -160,6 +180,21 @@ class GPTDataset(_FullSamples):
         if indices.size and (lowest < 0 or (limit is not None and highest >= limit)):
             self._refuse_ids(indices, tokens, labels)
         return tokens, labels
+
+    def _spans(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First byte and end in the `.bin`, int64 [n] each, of all pieces of sequences in these samples."""
+        lengths, offsets, documents = self._tables
+        starts = self.index.sample_index[numbers].astype(np.int64)  # [b, 2]: place in `documents`, token
+        stops = self.index.sample_index[numbers + 1].astype(np.int64)
+        counts = stops[:, 0] - starts[:, 0] + 1
+        firsts = np.cumsum(counts) - counts  # each sample's first piece
+        pieces = np.arange(int(counts.sum())) + np.repeat(starts[:, 0] - firsts, counts)
+        sequences = documents[pieces]
+        begins, ends = np.zeros(pieces.size, dtype=np.int64), lengths[sequences].astype(np.int64)
+        begins[firsts] = starts[:, 1]
+        ends[firsts + counts - 1] = stops[:, 1] + self.plan.extra
+        size = self.indexed.dtype.itemsize
+        return offsets[sequences] + begins * size, offsets[sequences] + ends * size
 
     def _refuse_ids(self, indices: np.ndarray, tokens: np.ndarray, labels: np.ndarray) -> None:
         limit = self.settings.vocab_size or np.iinfo(np.int64).max

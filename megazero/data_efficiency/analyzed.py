@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.data.blended import SampleDataset
 from megazero.data.cache import cache_key
-from megazero.data.indexed.reader import IndexedDataset, content_hash
+from megazero.data.indexed.reader import content_hash
+from megazero.data.sources import sources
 from megazero.errors import DataError
+from megazero.regular_file import read_regular
 
 FORMAT = "megazero-analyzed-1"
 _NOT_OF_SAMPLES = frozenset({"mask_prob"})  # text is analyzed unmasked
@@ -41,7 +43,7 @@ class AnalyzedDataset:
     @classmethod
     def of(cls, dataset: SampleDataset) -> AnalyzedDataset:
         """The facts of a run's built dataset: a split of `megazero.data.build.build_datasets`."""
-        copies = {indexed.fingerprint: content_hash(indexed) for indexed in _sources(dataset)}
+        copies = {indexed.fingerprint: content_hash(indexed) for indexed in sources(dataset)}
         description = _plain(dataset.description, copies)
         return cls(cache_key(description), len(dataset), description)
 
@@ -75,7 +77,7 @@ def dataset_of(prefix: str | Path) -> AnalyzedDataset | None:
     """
     path = facts_path(prefix)
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path))
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']}")
         return AnalyzedDataset(str(content["key"]), int(content["samples"]), dict(content["description"]))
@@ -86,15 +88,6 @@ def dataset_of(prefix: str | Path) -> AnalyzedDataset | None:
             f"`{path}` must say in format {FORMAT} which dataset was analyzed, but does not ({error}); "
             "analyze the dataset again."
         ) from error
-
-
-def _sources(dataset: SampleDataset) -> Iterator[IndexedDataset]:
-    """The indexed datasets under a built one; none under random data."""
-    for part in getattr(dataset, "datasets", ()):
-        yield from _sources(part)
-    indexed = getattr(dataset, "indexed", None)
-    if indexed is not None:
-        yield indexed
 
 
 def _plain(value: object, copies: Mapping[str, str]) -> object:

@@ -46,7 +46,7 @@ def run_tasks(work: Callable[[object], object], tasks: Iterable[object], process
                 yield result
     finally:
         for process in workers.values():
-            process.terminate()
+            process.kill()  # SIGTERM would wait until a stopped one goes on
         for pipe, process in workers.items():
             process.join()
             pipe.close()

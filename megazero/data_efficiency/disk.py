@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megazero.data.claim import OutputClaim, temporary_path
 from megazero.errors import DataError
 
 
@@ -30,20 +30,18 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
     Old files of the same names are replaced. Those ending in .idx or .json go first and come last, so that
     whoever finds them finds all that they speak of. What a killed process left is removed by the next one.
-    Raises DataError if the disk refuses.
+    Raises DataError if the disk refuses, or if another process makes the same folder.
     """
-    prefix = f".{folder.name}.tmp-"
-    scratch = folder.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
     with disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.parent.glob(f"{prefix}*"):
-            shutil.rmtree(left, ignore_errors=True)
-        scratch.mkdir()
+        claim, scratch = OutputClaim(folder), temporary_path(folder)
         try:
+            scratch.mkdir()
             yield scratch
             _move(scratch, folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+            claim.release()
 
 
 def _move(scratch: Path, folder: Path) -> None:

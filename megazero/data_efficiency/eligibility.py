@@ -33,11 +33,15 @@ class EligibilityOrder:
         """The order by one index for each metric of `difficulties`, all of the same samples.
 
         One metric's own order is taken as it is, and stays on disk. Several take up to 12 bytes of memory for
-        each sample while the order is made, and 4 afterwards (8 from 2^31 samples on).
+        each sample while the order is made, and 4 afterwards (8 from 2^31 samples on). Each index is read
+        once, to see that it lists every sample once.
 
         Raises:
-            DataError: no sample is eligible in the first step, or an index lists a sample twice.
+            DataError: no sample is eligible in the first step, or an index lists a sample twice or one that
+                there is not.
         """
+        for metric, index in zip(difficulties.metrics, indexes, strict=True):
+            index.verify(len(indexes[0]), metric.name)
         columns = list(zip(*difficulties.levels, strict=True))
         counts = [
             [eligible(index, metric, level) for level in levels]
@@ -46,20 +50,17 @@ class EligibilityOrder:
         if len(indexes) == 1:
             found = cls(indexes[0].samples, tuple(counts[0]))
         else:
-            found = cls._of_several(counts, indexes, [metric.name for metric in difficulties.metrics])
+            found = cls._of_several(counts, indexes)
         if not found.ends[0]:
             raise DataError(_nobody(difficulties, indexes, [ends[0] for ends in counts]))
         return found
 
     @classmethod
-    def _of_several(
-        cls, counts: list[list[int]], indexes: Sequence[MetricIndex], names: list[str]
-    ) -> EligibilityOrder:
+    def _of_several(cls, counts: list[list[int]], indexes: Sequence[MetricIndex]) -> EligibilityOrder:
         """counts: of each metric, how many samples are eligible by it in each piece."""
         pieces, size = len(counts[0]), len(indexes[0])
         since = np.zeros(size, dtype=np.uint16 if pieces < 1 << 16 else np.uint32)
-        for ends, index, name in zip(counts, indexes, names, strict=True):
-            index.verify(size, name)
+        for ends, index in zip(counts, indexes, strict=True):
             for piece, (begin, end) in enumerate(zip(ends, [*ends[1:], size], strict=True), 1):
                 # What comes after this piece's prefix, up to the next one's, is eligible a piece later.
                 late = index.samples[begin:end]

@@ -24,6 +24,7 @@ from megazero.data_efficiency.metrics import Metric
 from megazero.data_efficiency.samples import Samples
 from megazero.data_efficiency.user_metric import added, measured
 from megazero.errors import DataError
+from megazero.regular_file import open_regular
 
 _BATCH = 128  # samples measured at once: with some hundred tokens each, their arrays stay in the cache
 _MOST, _CHUNKS, _LEAST = 1 << 16, 256, 1 << 10
@@ -113,7 +114,8 @@ class MetricFolder:
         """A chunk's values, int64. Raises DataError if the file is missing, damaged or of another length."""
         path, expected = self.path(chunk), len(self.grid[chunk])
         try:
-            values = np.load(path, allow_pickle=False)
+            with open_regular(path) as file:
+                values = np.load(file, allow_pickle=False)
         except FileNotFoundError:
             raise DataError(
                 f"`{path}` must exist, but does not: samples {self.grid[chunk].start}.."

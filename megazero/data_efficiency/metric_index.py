@@ -82,15 +82,23 @@ class MetricIndex:
                     f"`sample` of {name} must be in 0..{total - 1}, but is {low if low < 0 else high}; the "
                     "files are of another dataset: analyze this one."
                 )
-            ordered = np.sort(block)
-            again = ordered[1:][ordered[1:] == ordered[:-1]]
-            again = ordered[seen[ordered]] if not again.size else again
-            if again.size:
-                raise DataError(
-                    f"`sample` {int(again[0])} must come once in {name}, but comes twice; the files are "
-                    "damaged or were appended to: analyze the dataset again."
-                )
             seen[block] = True
+        if np.count_nonzero(seen) < self.samples.size:
+            raise DataError(
+                f"`sample` {self._repeated(total)} must come once in {name}, but comes twice; the files are "
+                "damaged or were appended to: analyze the dataset again."
+            )
+
+    def _repeated(self, total: int) -> int:
+        """A sample that is listed twice."""
+        counts = np.zeros(total, dtype=np.uint8)
+        for begin in range(0, self.samples.size, _BLOCK):
+            numbers, times = np.unique(self.samples[begin : begin + _BLOCK], return_counts=True)
+            counts[numbers] += np.minimum(times, 2).astype(np.uint8)
+            again = numbers[counts[numbers] > 1]
+            if again.size:
+                return int(again[0])
+        raise AssertionError("no sample is listed twice")
 
 
 def _values(metric: RowFile) -> np.ndarray:

@@ -23,6 +23,7 @@ from megazero.data_efficiency.row_writer import RowIndexWriter, neutral_dtype, w
 from megazero.data_efficiency.sorting import ExternalSort, SortedSamples
 from megazero.data_efficiency.user_metric import added
 from megazero.errors import DataError
+from megazero.regular_file import read_regular
 
 _PERCENTILES = 100
 ROWS, VALUES, MERGED = "index_to_sample", "index_to_metric", "index_to_sample_percentile_merged"
@@ -59,7 +60,7 @@ def is_reduced(folder: MetricFolder) -> bool:
     prefix = folder.home / folder.name
     kinds = ("metric_value",) if folder.accumulates else (ROWS, VALUES, "sample_to_metric", MERGED)
     try:
-        said = json.loads(facts_path(prefix).read_bytes())["metric"]
+        said = json.loads(read_regular(facts_path(prefix)))["metric"]
         for kind in kinds:
             RowFile(f"{prefix}_{kind}")
     except (OSError, ValueError, KeyError, TypeError, DataError):

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import warnings
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,11 +31,15 @@ class Builder:
         }
 
 
+def nothing_wrong(arrays: Mapping[str, np.ndarray]) -> None:
+    """A look at loaded arrays that finds no fault."""
+
+
 def load(directory, builder, description=DESCRIPTION):
     """The arrays, with any warning an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return cached_arrays(directory, "t", description, ("ids", "rows"), builder)
+        return cached_arrays(directory, "t", description, ("ids", "rows"), builder, nothing_wrong)
 
 
 def file(directory: Path, ending: str) -> Path:
@@ -129,7 +134,7 @@ def test_damaged_entries_are_rebuilt_with_a_warning(tmp_path, damage, monkeypatc
     DAMAGES[damage](cache)
     again = Builder()
     with pytest.warns(UserWarning, match="is not usable .* it is rebuilt"):
-        arrays = cached_arrays(cache, "t", DESCRIPTION, ("ids", "rows"), again)
+        arrays = cached_arrays(cache, "t", DESCRIPTION, ("ids", "rows"), again, nothing_wrong)
     assert again.calls == 1
     assert arrays["ids"].tolist() == [0, 1, 2, 3, 4]
     assert not (tmp_path / "exploded").exists()
@@ -141,7 +146,7 @@ def test_damaged_entries_are_rebuilt_with_a_warning(tmp_path, damage, monkeypatc
 def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.warns(UserWarning, match="stays in memory"):
-        arrays = cached_arrays(tmp_path / "file", "t", DESCRIPTION, ("ids", "rows"), Builder())
+        arrays = cached_arrays(tmp_path / "file", "t", DESCRIPTION, ("ids", "rows"), Builder(), nothing_wrong)
     assert arrays["ids"].size == 5
 
 
@@ -159,5 +164,5 @@ def test_many_at_once_all_get_the_same(tmp_path):
 def test_the_names_may_come_in_any_order(tmp_path, names):
     build = Builder()
     for _ in range(2):
-        cached_arrays(tmp_path, "t", DESCRIPTION, names, build)
+        cached_arrays(tmp_path, "t", DESCRIPTION, names, build, nothing_wrong)
     assert build.calls == 1

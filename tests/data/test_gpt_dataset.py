@@ -44,6 +44,13 @@ def test_golden_samples(indexed):
     assert types == {"tokens": "int64", "labels": "int64", "loss_mask": "float32", "position_ids": "int64"}
 
 
+def test_whereabouts_lead_to_the_text(indexed):
+    """Sample 7 of the order above comes first: tokens 28 to 32 of the stream, in documents 0 and 1."""
+    dataset = GPTDataset(indexed, range(5), 8, GPTSettings(sequence_length=4, seed=1234))
+    assert dataset.whereabouts(0) == f"{indexed.prefix}: sequence 0, token 2, to sequence 1, token 1"
+    assert dataset.whereabouts(3) == f"{indexed.prefix}: sequence 2, token 0, to sequence 2, token 4"
+
+
 def test_batch_stacks_items(indexed):
     dataset = GPTDataset(indexed, range(5), 8, GPTSettings(sequence_length=4))
     batch = dataset.batch(np.array([3, 0, 3]))

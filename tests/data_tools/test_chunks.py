@@ -49,6 +49,45 @@ def test_chunks_are_cut_where_the_arithmetic_says(tmp_path):
     ]
 
 
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(st.integers(0, 40).map(lambda n: b"x" * n), min_size=1),
+    st.integers(1, 30),
+    st.integers(1, 40),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_line_that_is_too_long_is_a_chunk_of_its_own(
+    tmp_path_factory, lines, size, longest, ends_with_newline, packed
+):
+    """All lines come in order, those of more than `longest` bytes as places that nobody reads."""
+    path = tmp_path_factory.mktemp("cut") / "f"
+    content = b"\n".join(lines) + (b"\n" if ends_with_newline else b"")
+    path.write_bytes(gzip.compress(content) if packed else content)
+    expected = content.split(b"\n")
+    expected = expected[:-1] if expected[-1] == b"" else expected
+    found, place = [], 0
+    for chunk in cut([str(path)], size, longest, goes_on=True):
+        assert chunk.start == place
+        place = chunk.end
+        if chunk.beyond is None:
+            found += split_lines(chunk, chunk.read())
+            continue
+        assert chunk.beyond == longest
+        found.append(content[chunk.start : chunk.end].removesuffix(b"\n"))
+        assert len(found[-1]) > longest
+        assert b"\n" not in found[-1]
+    assert (found, place) == (expected, len(content))
+    stopped = list(cut([str(path)], size, longest))
+    assert [chunk.beyond is not None for chunk in stopped[:-1]] == [False] * (
+        len(stopped) - 1 if stopped else 0
+    )
+    too_long = [line for line in expected if len(line) > longest]
+    assert bool(too_long) == bool(stopped and stopped[-1].beyond is not None)
+    read = [line for chunk in stopped if chunk.beyond is None for line in split_lines(chunk, chunk.read())]
+    assert read == (expected[: expected.index(too_long[0])] if too_long else expected)
+
+
 def test_shrunken_file_is_noticed(tmp_path):
     (tmp_path / "f").write_bytes(b"abc\n")
     with pytest.raises(DataError, match="became shorter"):

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,9 @@ import pytest
 from data_tools.dataset_facts import LengthFacts, histogram, unigram_entropy
 from data_tools.inspect_dataset import main
 from megazero.data import IndexedDatasetWriter, open_indexed
+from megazero.data.indexed.checksum import BlockChecksum
+from tests.data.corpora import GOLDEN_BIN, write_bytes
+from tests.data.indexed.test_format import legacy_index
 
 
 @pytest.fixture
@@ -78,6 +83,64 @@ def test_missing_dataset_or_document_exits_1(prefix, capsys):
     assert "0..2" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main([prefix, "--document", "-1"])
+
+
+def sums(prefix: str) -> Path:
+    return Path(f"{prefix}.sum")
+
+
+def test_sums_are_written_where_there_are_none(prefix, capsys):
+    whole = sums(prefix).read_bytes()
+    sums(prefix).unlink()
+    assert main([prefix, "--write-sums"]) == 0
+    assert ".sum              written\n" in capsys.readouterr().out
+    assert sums(prefix).read_bytes() == whole  # what the writer of the dataset left
+    before = sums(prefix).stat().st_mtime_ns
+    assert main([prefix, "--write-sums"]) == 0
+    assert "not written: it is there and agrees with all tokens" in capsys.readouterr().out
+    assert sums(prefix).stat().st_mtime_ns == before
+    assert main([prefix, "--write-sums", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["wrote_sums"] is False
+
+
+@pytest.mark.parametrize("wrong", ["tokens", "index", "sums", "nonsense"])
+def test_sums_that_do_not_agree_are_refused_and_stay(prefix, capsys, wrong):
+    if wrong in ("tokens", "index"):
+        path = Path(prefix + {"tokens": ".bin", "index": ".idx"}[wrong])
+        content = bytearray(path.read_bytes())
+        content[-2 if wrong == "tokens" else 70] ^= 1
+        path.write_bytes(content)
+    else:
+        said = json.loads(sums(prefix).read_text())
+        said["bin"]["crc32"] = "00000000"
+        sums(prefix).write_text(json.dumps(said) if wrong == "sums" else "{")
+    there = sums(prefix).read_bytes()
+    assert main([prefix, "--write-sums"]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert f"{prefix}." in told.err
+    assert "delete" in told.err
+    assert sums(prefix).read_bytes() == there
+
+
+def test_a_legacy_dataset_gets_sums(out):
+    prefix = write_bytes(out / "old", legacy_index(), GOLDEN_BIN)
+    assert main([str(prefix), "--write-sums"]) == 0
+    assert open_indexed(prefix, verify=True)[3].tolist() == [31, 32, 33, 34, 35]
+
+
+def test_a_dataset_that_changes_gets_no_sums(prefix, capsys, monkeypatch):
+    sums(prefix).unlink()
+    honest = BlockChecksum.update
+
+    def touched(self, data):
+        os.utime(f"{prefix}.bin", (1, 1))
+        honest(self, data)
+
+    monkeypatch.setattr(BlockChecksum, "update", touched)
+    assert main([prefix, "--write-sums"]) == 1
+    assert "must stay as it is while its checksums are computed" in capsys.readouterr().err
+    assert not sums(prefix).exists()
 
 
 def test_histogram_edges_are_exact_at_powers_of_two():

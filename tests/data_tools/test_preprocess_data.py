@@ -256,7 +256,7 @@ def _acting_after(chunks_before: int, act):
     """A stand-in for `cut` that does something in the middle of the run."""
     real = pipeline.cut
 
-    def cut(paths, chunk_bytes):
+    def cut(paths, *_, **__):
         for chunk in real(paths, 200):
             if chunk.number == chunks_before:
                 act()
@@ -520,3 +520,37 @@ def test_text_that_cannot_be_split_is_a_bad_line(tmp_path, out, capsys, monkeypa
     assert "f.jsonl, line 2: not tokenizable: key `text`: text must be such" in capsys.readouterr().err
     assert main([*run, "--on-error", "skip"]) == 0
     assert _documents(str(out / "p_text_sentence")) == [[[1, 2]], [[3]]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_line_without_end_is_a_bad_line(tmp_path, out, capsys, packed, workers):
+    """64 MB of one line, which gzip makes of 64 kB; memory stays what the limit of 1 MiB allows."""
+    good = [json.dumps({"text": f"{i}"}).encode() for i in range(5)]
+    path = tmp_path / "f.jsonl"
+    with gzip.open(path, "wb", 1) if packed else open(path, "wb") as file:
+        file.write(b"\n".join(good[:3]) + b'\n{"text": "')
+        for _ in range(64):
+            file.write(b"1" * (1 << 20))
+        file.write(b'"}\n' + b"\n".join(good[3:]) + b"\n")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    command = ["--input", str(path), "--output-prefix", str(out / "p"), "--workers", workers, *NULL]
+    command += ["--max-line-mib", "1"]
+    assert main(command) == 1
+    assert capsys.readouterr().err == (
+        f"error: {path}, line 4: too long: the line has more than 1048576 bytes; correct the line or pass "
+        "`--on-error skip`.\n"
+    )
+    assert visible(out) == []
+    assert main([*command, "--on-error", "skip"]) == 0
+    assert "(too long 1)" in capsys.readouterr().err
+    assert [document[0] for document in _documents(str(out / "p_text_document"))] == [[0], [1], [2], [3], [4]]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10  # KiB
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+def test_an_input_that_is_no_file_is_refused(tmp_path, out, capsys):
+    os.mkfifo(tmp_path / "fifo")
+    for name in (str(tmp_path / "fifo"), "/dev/zero"):
+        assert main(["--input", name, "--output-prefix", str(out / "p"), *NULL]) == 1
+        assert f"{name} is not a regular file; correct the path" in capsys.readouterr().err

@@ -9,13 +9,14 @@ padding; the padding comes after them), `is_random` (1 if the segments are excha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from megazero.data.bert.map_check import sample_map_fault
 from megazero.data.bert.sample import SPECIAL_TOKENS, SampleRecipe, SentenceStore, make_samples
 from megazero.data.bert.sample_map import LONGEST_SENTENCE, MapPlan, build_sample_map, count_documents
 from megazero.data.bert.word_pieces import WordPieces
@@ -113,7 +114,9 @@ class BERTDataset:
         if not self.counts.used:
             raise self._nothing_to_use()
         description = {} if settings.cache_dir is None else self._map_description
-        arrays = cached_arrays(settings.cache_dir, f"bert-{name}", description, ("rows",), self._build)
+        arrays = cached_arrays(
+            settings.cache_dir, f"bert-{name}", description, ("rows",), self._build, self._fault
+        )
         self.rows: np.ndarray = arrays["rows"]
         self._store = SentenceStore(indexed.tokens, indexed.lengths, indexed.offsets)
 
@@ -129,11 +132,17 @@ class BERTDataset:
         where = f"the {self.name} split of {self.indexed.prefix}"
         indices = sample_numbers(indices, len(self), where)
         rows = self.rows[indices].astype(np.int64)
+        self.indexed.guard.before_use(lambda: self._spans(rows))
         seeds = (indices + self.settings.seed % (1 << 32)) % (1 << 32)
         batch, lowest, highest = make_samples(self._store, rows, seeds, self.settings.recipe)
         if indices.size and (lowest < 0 or highest >= self.settings.words.size):
             self._refuse_ids(indices, batch)
         return batch
+
+    def whereabouts(self, number: int) -> str:
+        """Where the text of a sample is: its first and its last sentence."""
+        first, end = self.rows[number, :2].tolist()
+        return f"{self.indexed.prefix}: sentences {first} to {end - 1}"
 
     @property
     def description(self) -> dict[str, object]:
@@ -156,7 +165,7 @@ class BERTDataset:
         padding = f"{self.padding_share:.1%} of the positions of the {where} are padding."
         out, total = self.counts.left_out, len(self._documents)
         left_out = f"{out} of the {total} documents of the {where} are left out: {self.counts.reasons}."
-        return (left_out, padding) if out else (padding,)
+        return (*self.indexed.guard.notes, *((left_out, padding) if out else (padding,)))
 
     @property
     def _map_description(self) -> dict[str, object]:
@@ -176,6 +185,15 @@ class BERTDataset:
 
     def _build(self) -> dict[str, np.ndarray]:
         return {"rows": build_sample_map(self.indexed.lengths, self._boundaries, self.plan)}
+
+    def _spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First byte and end in the `.bin`, int64 [b] each, of the samples of these rows of the map."""
+        offsets, first, last = self.indexed.offsets, rows[:, 0], rows[:, 1] - 1
+        sizes = self.indexed.lengths[last].astype(np.int64) * self.indexed.dtype.itemsize
+        return offsets[first], offsets[last] + sizes
+
+    def _fault(self, arrays: Mapping[str, np.ndarray]) -> str | None:
+        return sample_map_fault(arrays["rows"], self.indexed.lengths, self._boundaries, self.plan)
 
     def _nothing_to_use(self) -> DataError:
         indexed, least = self.indexed, self.plan.min_sentences

@@ -1,5 +1,6 @@
 """indexed: Megatron's `.bin`/`.idx` datasets, checked when read, whole or absent when written.
 
-`format` is the layout of the bytes, and `checksum` an optional sidecar that shows damage beyond it; `reader`
-opens a dataset and `writer` makes one.
+`format` is the layout of the bytes, and `checksum` an optional sidecar that shows damage beyond it, which
+`sums` writes later; `reader` opens a dataset, `guard` watches over one that is trained on, and `writer` makes
+one.
 """

@@ -3,8 +3,8 @@
 A flipped bit in the tokens, or a document boundary moved inside its neighbours, leaves a perfectly formed
 dataset. Our writer therefore leaves a small JSON beside the two files: their sizes, a BLAKE2b hash of the
 `.idx` (checked at every open, as it is short) and one CRC-32 per 4 MiB block of the `.bin` (checked on
-demand; CRC-32 runs at 2 GB/s here and names the damaged block). Megatron ignores the file, and a dataset
-without one opens fine.
+demand, or by `guard` when a block is first used; it runs at 1 to 2 GB/s here and names the damaged block).
+Megatron ignores the file, and a dataset without one opens fine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from megazero.errors import DataError
+from megazero.regular_file import read_regular
 
 BLOCK = 4 << 20
 FORMAT = "megazero-sum-1"
@@ -75,7 +76,7 @@ class Sidecar:
     def load(cls, path: Path) -> Sidecar | None:
         """The sidecar at `path`, or None if there is none; DataError if it cannot be understood."""
         try:
-            text = path.read_bytes()
+            text = read_regular(path)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -116,18 +117,49 @@ class Sidecar:
                 "tool rewrote it."
             )
 
-    def check_bin(self, path: Path, tokens: np.ndarray) -> None:
-        """Raises DataError naming the first damaged 4 MiB block. tokens: uint8 [bytes of `.bin`]."""
-        checksum = BlockChecksum()
-        for number, begin in enumerate(range(0, tokens.size, BLOCK)):
-            checksum.update(tokens[begin : begin + BLOCK])
-            found = checksum.blocks()[-1]
-            if found != self.bin_blocks[number]:
-                raise DataError(
-                    f"`{path.with_suffix('.bin')}` must have CRC-32 {self.bin_blocks[number]:08x} in bytes "
-                    f"{begin}..{min(begin + BLOCK, tokens.size)}, but has {found:08x}; the tokens are "
-                    f"damaged; make the dataset again, or delete {path.name} if another tool rewrote it."
-                )
+
+@dataclass(frozen=True)
+class TokenBlocks:
+    """The blocks of a `.bin` beside their recorded sums.
+
+    sidecar: the sums; path: its file; content: uint8 [bytes of the `.bin`]; offsets: int64 [S], the byte at
+    which each sequence begins; document_index: int64 [documents + 1], the sequence at which each document
+    does.
+    """
+
+    sidecar: Sidecar
+    path: Path
+    content: np.ndarray
+    offsets: np.ndarray
+    document_index: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.sidecar.bin_blocks)
+
+    def check(self, number: int) -> None:
+        """Raises DataError, naming bytes, sums and documents, unless this block has its recorded sum."""
+        begin, end = number * BLOCK, min((number + 1) * BLOCK, self.content.size)
+        found, recorded = zlib.crc32(self.content[begin:end]), self.sidecar.bin_blocks[number]
+        if found != recorded:
+            raise DataError(
+                f"`{self.path.with_suffix('.bin')}` must have CRC-32 {recorded:08x} in bytes {begin}..{end}, "
+                f"but has {found:08x}; the tokens are damaged ({self._documents(begin, end)}): make the "
+                f"dataset again, or delete {self.path.name} if another tool rewrote it."
+            )
+
+    def covering(self, begins: np.ndarray, ends: np.ndarray) -> list[int]:
+        """The numbers of the blocks that hold bytes begins[i]..ends[i] for some i; both are int64 [n]."""
+        filled = ends > begins
+        pairs = zip((begins[filled] // BLOCK).tolist(), ((ends[filled] - 1) // BLOCK).tolist(), strict=True)
+        return sorted({number for first, last in set(pairs) for number in range(first, last + 1)})
+
+    def _documents(self, begin: int, end: int) -> str:
+        """Which documents have some of these bytes."""
+        first = int(np.searchsorted(self.offsets, begin, "right")) - 1
+        last = int(np.searchsorted(self.offsets, end, "left")) - 1
+        numbers = np.searchsorted(self.document_index, [first, last], "right") - 1
+        one, other = numbers.tolist()
+        return f"document {one}" if one == other else f"documents {one} to {other}"
 
 
 def hash_bytes(data: np.ndarray) -> str:

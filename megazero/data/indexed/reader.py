@@ -2,7 +2,7 @@
 
 Both files are memory-mapped, so ranks on one machine share the pages and opening costs one pass over the
 `.idx`. Everything that the format allows to be checked is checked at open; `validate(full=True)` also
-compares the tokens with the checksum sidecar.
+compares the tokens with the checksum sidecar, and a training has a `guard` do so block by block.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megazero.data.indexed.checksum import Sidecar, hash_bytes
+from megazero.data.indexed.checksum import Sidecar, TokenBlocks, hash_bytes
 from megazero.data.indexed.format import TNTIDX_MAGIC, IndexTables, parse_mmididx, parse_tntidx
+from megazero.data.indexed.guard import FileState, Guard, sums_command
 from megazero.errors import DataError
+from megazero.regular_file import open_regular
 
 _FULL_HASH_LIMIT = 64 << 20
 _SAMPLE_BLOCKS = 64
@@ -32,9 +34,10 @@ def prefix_path(prefix: str | Path, suffix: str) -> Path:
 def map_file(path: Path) -> np.ndarray:
     """A file's bytes, uint8 [size], read-only; an empty file cannot be mapped and gives an empty array."""
     try:
-        if path.stat().st_size == 0:
-            return np.empty(0, dtype=np.uint8)
-        return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return np.empty(0, dtype=np.uint8)
+            return np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(
@@ -50,15 +53,22 @@ class IndexedDataset:
 
     prefix: path without suffix. multimodal: the index also carries one mode per sequence (nothing in the
     file says so). verify: compare the tokens with the checksum sidecar at open (reads the whole `.bin`;
-    DataError when there is no sidecar). Raises DataError if anything in the files contradicts the format.
+    DataError when there is no sidecar). guarded: compare each block of them when it is first used, as far as
+    there is a sidecar, and know when the files change: see `guard`, which without it does nothing. Raises
+    DataError if anything in the files contradicts the format.
     """
 
-    def __init__(self, prefix: str | Path, multimodal: bool = False, verify: bool = False):
+    def __init__(
+        self, prefix: str | Path, multimodal: bool = False, verify: bool = False, guarded: bool = False
+    ):
         self.prefix = str(prefix)
         self.path_idx = prefix_path(prefix, ".idx")
         self.path_bin = prefix_path(prefix, ".bin")
         self.path_sum = prefix_path(prefix, ".sum")
         self._multimodal = multimodal
+        self._guarded = guarded
+        # Looked at before they are mapped, so that a change in between is seen.
+        files = {path: FileState.of(path) for path in (self.path_idx, self.path_bin)}
         self._index = map_file(self.path_idx)
         self._bytes = map_file(self.path_bin)
         self._sidecar = Sidecar.load(self.path_sum)
@@ -67,6 +77,8 @@ class IndexedDataset:
         self._tables = self._parse()
         self._tokens = self._bytes.view(self._tables.dtype)
         self._check_signs()
+        self._blocks = self._summed_blocks()
+        self.guard = Guard(self.prefix, files, self._blocks) if guarded else Guard(self.prefix, {}, None)
         if verify:
             self._check_bin()
 
@@ -133,9 +145,9 @@ class IndexedDataset:
             f"documents={self.document_index.size - 1}, tokens={self.total_tokens}, dtype={self.dtype.name})"
         )
 
-    def __reduce__(self) -> tuple[type, tuple[str, bool]]:
+    def __reduce__(self) -> tuple[type, tuple[str, bool, bool, bool]]:
         """Pickles as a path: a worker process maps the files itself instead of receiving their bytes."""
-        return type(self), (self.prefix, self._multimodal)
+        return type(self), (self.prefix, self._multimodal, False, self._guarded)
 
     def __getitem__(self, index: int) -> np.ndarray:
         if not -len(self) <= index < len(self):
@@ -156,7 +168,9 @@ class IndexedDataset:
                 f"`offset` and `length` must stay inside the {whole} tokens of sequence {index} of "
                 f"{self.prefix}, but are {offset} and {length}."
             )
-        begin = int(self.offsets[index]) // self.dtype.itemsize + int(offset)
+        size = self.dtype.itemsize
+        begin = int(self.offsets[index]) // size + int(offset)
+        self.guard.before_use(lambda: (np.array([begin * size]), np.array([(begin + count) * size])))
         return self._tokens[begin : begin + count]
 
     def document(self, number: int) -> list[np.ndarray]:
@@ -186,15 +200,26 @@ class IndexedDataset:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{type(self).__name__} {self._idx_hash} {self._bytes.size} ".encode())
         if self._bytes.size <= _FULL_HASH_LIMIT:
-            digest.update(hash_bytes(self._bytes).encode())
+            digest.update(self._bin_hash.encode())
         else:
             if with_time:
                 digest.update(str(os.stat(self.path_bin).st_mtime_ns).encode())
-            last = self._bytes.size - _SAMPLE_BYTES
-            for number in range(_SAMPLE_BLOCKS):
-                begin = last * number // (_SAMPLE_BLOCKS - 1)
-                digest.update(memoryview(self._bytes[begin : begin + _SAMPLE_BYTES]))
+            for sample in self._samples():
+                digest.update(memoryview(sample))
         return digest.hexdigest()
+
+    @cached_property
+    def _bin_hash(self) -> str:
+        """Of the whole `.bin` if it is small enough, else of samples of it."""
+        if self._bytes.size <= _FULL_HASH_LIMIT:
+            return hash_bytes(self._bytes)
+        return hash_bytes(np.concatenate(list(self._samples())))
+
+    def _samples(self) -> Iterator[np.ndarray]:
+        last = self._bytes.size - _SAMPLE_BYTES
+        for number in range(_SAMPLE_BLOCKS):
+            begin = last * number // (_SAMPLE_BLOCKS - 1)
+            yield self._bytes[begin : begin + _SAMPLE_BYTES]
 
     def validate(self, full: bool = False) -> None:
         """Checks the index again and, with `full`, the tokens against the sidecar; DataError on damage.
@@ -217,12 +242,18 @@ class IndexedDataset:
                     )
 
     def _check_bin(self) -> None:
-        if self._sidecar is None:
+        if self._blocks is None:
             raise DataError(
                 f"`{self.path_sum}` must exist to verify the tokens of {self.prefix}, but does not; open "
-                "without `verify`, or merge the dataset into a new one to get checksums."
+                f"without `verify`, or write it with: {sums_command(self.prefix)}"
             )
-        self._sidecar.check_bin(self.path_sum, self._bytes)
+        for number in range(len(self._blocks)):
+            self._blocks.check(number)
+
+    def _summed_blocks(self) -> TokenBlocks | None:
+        if self._sidecar is None:
+            return None
+        return TokenBlocks(self._sidecar, self.path_sum, self._bytes, self.offsets, self.document_index)
 
 
 class LegacyIndexedDataset(IndexedDataset):
@@ -237,8 +268,22 @@ def content_hash(dataset: IndexedDataset) -> str:
     return dataset._digest(with_time=False)
 
 
-def open_indexed(prefix: str | Path, multimodal: bool = False, verify: bool = False) -> IndexedDataset:
+def file_hashes(dataset: IndexedDataset) -> dict[str, str | None]:
+    """Hashes of what is in each file, equal for every copy.
+
+    `idx`; `bin`, of samples if it is over 64 MiB; `blocks`, of the recorded sums of all blocks of the `.bin`,
+    None without a sidecar.
+    """
+    blocks = None
+    if dataset._sidecar is not None:
+        blocks = hash_bytes(np.array(dataset._sidecar.bin_blocks, dtype="<u4").view(np.uint8))
+    return {"idx": dataset._idx_hash, "bin": dataset._bin_hash, "blocks": blocks}
+
+
+def open_indexed(
+    prefix: str | Path, multimodal: bool = False, verify: bool = False, guarded: bool = False
+) -> IndexedDataset:
     """Opens either kind of dataset, told apart by the first 8 bytes of its `.idx`. Raises DataError."""
     head = map_file(prefix_path(prefix, ".idx"))[: len(TNTIDX_MAGIC)]
     kind = LegacyIndexedDataset if bytes(head) == TNTIDX_MAGIC else IndexedDataset
-    return kind(prefix, multimodal=multimodal, verify=verify)
+    return kind(prefix, multimodal, verify, guarded)

@@ -3,7 +3,8 @@
 Everything goes to temporary names in the target's directory; `close` flushes them to disk and renames
 `.bin`, then `.sum`, and `.idx` last, so an `.idx` that exists means a whole dataset. An exception, a full
 disk or a killed process leaves no `.idx` behind. Lengths and document sizes are spooled to unnamed files,
-so memory stays flat however large the corpus is.
+so memory stays flat however large the corpus is. A prefix has one writer at a time, and temporary files that
+a killed one left are removed by the next (`data/claim.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import IO
 
 import numpy as np
 
+from megazero.data.claim import OutputClaim, temporary_path
 from megazero.data.indexed.checksum import BlockChecksum, Sidecar
 from megazero.data.indexed.format import CODE_OF_DTYPE, MMIDIDX_HEADER, MMIDIDX_MAGIC, normal_dtype
 from megazero.data.indexed.reader import open_indexed, prefix_path
@@ -36,7 +37,7 @@ class IndexedDatasetWriter:
 
     Leaving the block normally finishes the dataset (replacing one of the same name); leaving it by an
     exception removes what was written. Raises DataError, naming the path, for a directory that cannot be
-    written or a full disk, and for ids that do not fit `dtype`.
+    written or a full disk, for ids that do not fit `dtype`, and if another process writes the dataset.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype | type | str):
@@ -48,8 +49,10 @@ class IndexedDatasetWriter:
         self._finished = False
         self._directory = prefix_path(prefix, ".idx").parent
         self._temporary: list[Path] = []
+        self._claim: OutputClaim | None = None
         with self._disk(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
+            self._claim = OutputClaim(self.prefix)
             self._bin = self._open_temporary(".bin")
             self._lengths = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 (closed by _release)
             self._counts = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 (closed by _release)
@@ -253,8 +256,7 @@ class IndexedDatasetWriter:
             os.close(handle)
 
     def _open_temporary(self, suffix: str) -> IO[bytes]:
-        name = f".{Path(self.prefix).name}.tmp-{os.getpid()}-{secrets.token_hex(4)}{suffix}"
-        path = self._directory / name
+        path = temporary_path(self.prefix, suffix)
         file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115 (closed by _release)
         self._temporary.append(path)
         return file
@@ -265,8 +267,13 @@ class IndexedDatasetWriter:
             # A full disk fails again when buffered bytes are flushed here; the first error is already raised.
             with contextlib.suppress(OSError):
                 file.close()
+        self._remove_temporary()
+
+    def _remove_temporary(self) -> None:
         for path in self._temporary:
             path.unlink(missing_ok=True)
+        if self._claim is not None:
+            self._claim.release()
 
     def _require_open(self) -> None:
         if self._finished:
@@ -281,8 +288,7 @@ class IndexedDatasetWriter:
             if hasattr(self, "_counts"):
                 self.abort()
             else:
-                for temporary in self._temporary:
-                    temporary.unlink(missing_ok=True)
+                self._remove_temporary()
             raise DataError(
                 f"`{path}` must be writable, but is not ({error.strerror or error}); free space or choose "
                 f"another place for {self.prefix}."

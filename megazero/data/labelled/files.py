@@ -10,6 +10,7 @@ from typing import Any
 
 from megazero.config.tasks import Task
 from megazero.errors import DataError
+from megazero.regular_file import read_regular
 
 _READ_IN_FOLDERS = (".txt", ".json", ".jsonl", ".tsv")
 # A passage of RACE lists its questions, options and answers under the plurals of a sample's columns.
@@ -87,7 +88,7 @@ def read_labelled(path: str, task: Task, *, labels_needed: bool) -> LabelledFile
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_file():
+    if not path.is_dir() and path.exists():
         return [path]
     if not path.is_dir():
         raise DataError(
@@ -102,7 +103,7 @@ def _files(path: Path) -> list[Path]:
 def _rows(file: Path, task: Task, path: str) -> tuple[Iterator[dict[str, Any]], int]:
     """The rows of one file by column, and how many lines are malformed."""
     try:
-        text = file.read_bytes().decode("utf-8-sig")
+        text = read_regular(file).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"`{file}` must be readable UTF-8 text, but is not ({error}).") from error
     if not text.strip():

@@ -56,6 +56,11 @@ class FastSource:
     normalizes: bool = False
 
 
+def is_failure(error: BaseException) -> bool:
+    """Whether a library failed, and nobody asks the process to end. Panics of Rust are no `Exception`s."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 class Tokenizer(ABC):
     """Text to ids and back.
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megazero.data.tokenizers.base import TokenBatch, Tokenizer
+from megazero.data.tokenizers.base import TokenBatch, Tokenizer, is_failure
 
 # A batch call is faster only for many texts, and its first use imports a large library (a quarter second).
 _ONE_BY_ONE = 4096
@@ -82,7 +82,9 @@ def try_fast(tokenizer: Tokenizer) -> FastChoice:
             backend = gigatoken.Tokenizer.from_sentencepiece(source.data)
         else:
             backend = gigatoken.Tokenizer.from_json(source.data)
-    except Exception as error:  # whatever it does not support, the tokenizer itself still does
+    except BaseException as error:  # whatever it does not support, the tokenizer itself still does
+        if not is_failure(error):
+            raise
         return FastChoice(None, f"gigatoken does not support this tokenizer ({error})")
     encoder = FastEncoder(backend, tokenizer, source.reserved)
     if source.normalizes:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.errors import DataError
+from megazero.regular_file import read_regular
 
 
 def require_file(path: str | None, flag: str, kind: str, content: str) -> Path:
@@ -15,7 +16,7 @@ def require_file(path: str | None, flag: str, kind: str, content: str) -> Path:
         raise DataError(f"`{flag}` must name {content} for {kind}, but is missing; add `{flag} FILE`.")
     found = Path(path)
     if not found.is_file():
-        what = "a directory" if found.is_dir() else "not there"
+        what = "a directory" if found.is_dir() else "not a regular file" if found.exists() else "not there"
         raise DataError(f"`{flag}` must name {content} for {kind}, but {path} is {what}; correct `{flag}`.")
     return found
 
@@ -23,7 +24,7 @@ def require_file(path: str | None, flag: str, kind: str, content: str) -> Path:
 def read_json(path: Path, flag: str) -> Any:
     """The parsed JSON file, or DataError naming it."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_regular(path).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"`{flag}` must be a JSON file, but {path} is not ({error}).") from error
     except OSError as error:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megazero.data.tokenizers.base import FastSource, TokenBatch, Tokenizer
+from megazero.data.tokenizers.base import FastSource, TokenBatch, Tokenizer, is_failure
 from megazero.data.tokenizers.files import read_json, require_file
 from megazero.errors import DataError
 
@@ -31,6 +31,7 @@ class LibraryTokenizer(Tokenizer):
         vocab_size: int,
         special_ids: Mapping[str, int],
         eod: int | None,
+        source: Path,
     ):
         # A tokenizer.json may carry truncation or padding; either would change documents silently.
         backend.no_truncation()
@@ -41,24 +42,25 @@ class LibraryTokenizer(Tokenizer):
         self.special_ids = dict(special_ids)
         self.vocab_size = vocab_size
         self._backend = backend
+        self._source = source
 
     def definition(self) -> dict[str, Any]:
         """What the library makes it from, as in a `tokenizer.json`."""
         return json.loads(self._backend.to_str())
 
     def encode(self, text: str) -> list[int]:
-        with _refusals(f"text must have tokens in this {self.name}, but has none"):
+        with _refusals(f"text must have tokens in this {self.name}, but has none", self._source):
             return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
-        with _refusals(f"texts must have tokens in this {self.name}, but one has none"):
+        with _refusals(f"texts must have tokens in this {self.name}, but one has none", self._source):
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return TokenBatch.of([encoding.ids for encoding in encodings])
 
     def decode(self, ids: Sequence[int]) -> str:
         ids = [int(i) for i in ids]
         check_ids(ids, self.vocab_size)
-        with _refusals(f"token ids must have a text in this {self.name}, but have none"):
+        with _refusals(f"token ids must have a text in this {self.name}, but have none", self._source):
             return self._backend.decode(ids, skip_special_tokens=False)
 
     def word_pieces(self) -> Mapping[str, int] | None:
@@ -77,14 +79,18 @@ class LibraryTokenizer(Tokenizer):
 
 
 @contextmanager
-def _refusals(must: str) -> Iterator[None]:
-    """Turns the library's errors into DataErrors: plain Exceptions, and panics of Rust, which are none."""
+def _refusals(must: str, source: Path | None = None) -> Iterator[None]:
+    """Turns the library's errors into DataErrors: plain Exceptions, and panics of Rust, which are none.
+
+    source: the tokenizer's file, where `must` does not name it.
+    """
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not is_failure(error):
             raise
-        raise DataError(f"{must} ({str(error)[:300]}).") from error
+        where = "" if source is None else f", with {source}"
+        raise DataError(f"{must} ({str(error)[:300]}{where}).") from error
 
 
 def check_ids(ids: Sequence[int], vocab_size: int) -> None:
@@ -124,7 +130,7 @@ def load_gpt2_bpe(vocab_file: str | None, merge_file: str | None) -> LibraryToke
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     eod = table[END_OF_TEXT]
-    return LibraryTokenizer(kind, backend, size, {"bos": eod, "eos": eod}, eod)
+    return LibraryTokenizer(kind, backend, size, {"bos": eod, "eos": eod}, eod, vocab)
 
 
 def load_tokenizer_json(model: str | None, kind: str) -> LibraryTokenizer:
@@ -139,11 +145,14 @@ def load_tokenizer_json(model: str | None, kind: str) -> LibraryTokenizer:
     if model is not None and Path(model).is_dir():
         model = str(Path(model) / "tokenizer.json")
     path = require_file(model, "--tokenizer-model", kind, "a tokenizer.json or a directory holding one")
-    with _refusals(f"`--tokenizer-model` must be a tokenizer.json, but {path} is not"):
+    is_not = f"`--tokenizer-model` must be a tokenizer.json, but {path} is not"
+    with _refusals(is_not):
         backend = tokenizers.Tokenizer.from_file(str(path))
+        vocab = backend.get_vocab(with_added_tokens=True)
     # Before anything else: to write a vocabulary out, the library counts up to its largest id.
-    size = _size_of(backend.get_vocab(with_added_tokens=True), f"`--tokenizer-model` {path}")
-    config = json.loads(backend.to_str())
+    size = _size_of(vocab, f"`--tokenizer-model` {path}")
+    with _refusals(is_not):
+        config = json.loads(backend.to_str())
     if _drops_unknown_bytes(config):
         _require_byte_alphabet(config["model"]["vocab"], f"`--tokenizer-model` {path}")
     special_ids = {**_usual_roles(config), **_roles_beside(path, backend)}
@@ -151,7 +160,7 @@ def load_tokenizer_json(model: str | None, kind: str) -> LibraryTokenizer:
     if eod is None:
         known = (backend.token_to_id(name) for name in _END_NAMES)
         eod = next((i for i in known if i is not None), None)
-    return LibraryTokenizer(kind, backend, size, special_ids, eod)
+    return LibraryTokenizer(kind, backend, size, special_ids, eod, path)
 
 
 def _size_of(vocab: Mapping[str, int], what: str) -> int:
@@ -201,7 +210,7 @@ def _roles_beside(path: Path, backend: tokenizers.Tokenizer) -> dict[str, int]:
     named: dict[str, tuple[str, Path]] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         beside = path.with_name(name)
-        if not beside.is_file():
+        if not beside.exists():
             continue
         config = read_json(beside, "--tokenizer-model")
         if not isinstance(config, dict):

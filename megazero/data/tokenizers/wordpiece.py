@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from megazero.data.tokenizers.base import FastSource, TokenBatch
 from megazero.data.tokenizers.files import require_file
 from megazero.data.tokenizers.library import LibraryTokenizer, check_ids
 from megazero.data.tokenizers.word_cache import WordCache
 from megazero.errors import DataError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 _ROLES = MappingProxyType({"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]", "unk": "[UNK]"})
 # Google's WordPiece gives up on words longer than this; the library's own default is 100.
@@ -23,9 +28,15 @@ class WordPieceTokenizer(LibraryTokenizer):
     """WordPiece plus the ids Megatron appends: [BOS], [EOS] where absent, then `<extra_id_0>` ..."""
 
     def __init__(
-        self, name: str, backend, vocab_size: int, special_ids: dict[str, int], appended: Sequence[str]
+        self,
+        name: str,
+        backend: tokenizers.Tokenizer,
+        special_ids: dict[str, int],
+        appended: Sequence[str],
+        source: Path,
     ):
-        super().__init__(name, backend, vocab_size, special_ids, eod=None)
+        vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        super().__init__(name, backend, vocab_size, special_ids, None, source)
         self._appended = tuple(appended)
         self._own_size = vocab_size
         self.vocab_size += len(appended)
@@ -107,4 +118,4 @@ def load_wordpiece(vocab_file: str | None, kind: str, extra_ids: int) -> WordPie
     ids = {**vocab, **{token: len(vocab) + i for i, token in enumerate(appended)}}
     roles = {**_ROLES, "bos": "[BOS]", "eos": "[EOS]"}
     special_ids = {role: ids[token] for role, token in roles.items()}
-    return WordPieceTokenizer(kind, backend, len(vocab), special_ids, appended)
+    return WordPieceTokenizer(kind, backend, special_ids, appended, path)

@@ -1,0 +1,155 @@
+"""Whether index arrays that come from a file can be what this dataset's builders give.
+
+A checksum shows that a file is as it was written; it says nothing about who wrote it. So an index from a
+cache is looked at before it is used: every number within its range, every sequence and sample as often as its
+epochs say, every row of the sample index where the lengths put it. All of it is vectorised, in blocks that
+bound memory, and takes time in proportion to the arrays. What passes may still be in another order than the
+seed's, but gives each sample as often as it should.
+
+Each function returns what is wrong, as a clause, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from megazero.data.index_build import GPTIndex, SamplePlan
+
+_BLOCK = 1 << 20  # elements of a vectorised step: its temporary arrays stay in the processor's cache
+ONE = np.int32(1)  # `np.add.at` is ten times as fast with a number of the array's own type
+
+
+def gpt_index_fault(
+    index: GPTIndex, lengths: np.ndarray, sequence_ids: range | np.ndarray, plan: SamplePlan
+) -> str | None:
+    """What is wrong with a GPT index. Arguments as for `build_gpt_index`."""
+    faults = (
+        lambda: _document_fault(index.document_index, sequence_ids, plan),
+        lambda: _sample_fault(index.sample_index, index.document_index, lengths, plan),
+        lambda: _shuffle_fault(index.shuffle_index, plan),
+    )
+    return next((fault for look in faults if (fault := look()) is not None), None)
+
+
+def blend_index_fault(
+    owners: np.ndarray, samples: np.ndarray, sizes: list[int], shares: np.ndarray | None, size: int
+) -> str | None:
+    """What is wrong with the index of a blend.
+
+    owners, samples: the arrays of `build_blending_index`; sizes: samples of each dataset; shares: of each
+    dataset, summing to 1, None if each gives every sample once; size: samples of the blend.
+    """
+    for name, array in (("dataset_index", owners), ("sample_index", samples)):
+        if not _fits(array, (size,)):
+            return _shape_fault(name, array, (size,))
+    taken = np.zeros(len(sizes), dtype=np.int64)
+    for block in blocks(size):
+        part = owners[block]
+        if (fault := _range_fault("dataset_index", part, len(sizes))) is not None:
+            return fault
+        # A stable order by dataset; within each, the samples must count on from those taken before.
+        order = np.argsort(part, kind="stable")
+        counts = np.bincount(part, minlength=len(sizes))
+        first = np.repeat(taken - (np.cumsum(counts) - counts), counts)
+        if not np.array_equal(samples[block][order], first + np.arange(part.size)):
+            return "sample_index does not count the samples of each dataset up from 0"
+        taken += counts
+    if shares is None and taken.tolist() != sizes:
+        return "dataset_index does not give each sample of each dataset once"
+    # The rule chooses whoever lags behind, so nobody is ahead by more than one, or behind by more than all.
+    if shares is not None and (np.abs(taken - np.asarray(shares) * size) > len(sizes)).any():
+        return "dataset_index does not keep the weights"
+    return None
+
+
+def _document_fault(index: np.ndarray, sequence_ids: range | np.ndarray, plan: SamplePlan) -> str | None:
+    """Each part that is shuffled by itself must have every sequence as often as it has epochs."""
+    count = len(sequence_ids)
+    if not _fits(index, (plan.epochs * count,)):
+        return _shape_fault("document_index", index, (plan.epochs * count,))
+    if isinstance(sequence_ids, range):
+        low, once = sequence_ids.start, np.ones(count, dtype=np.int32)
+    else:
+        low = int(sequence_ids.min())
+        once = np.bincount(sequence_ids - low).astype(np.int32)
+    begin = 0
+    for repeats in (plan.epochs - 1, 1) if plan.separate_last else (plan.epochs,):
+        part = index[begin : begin + repeats * count]
+        begin += repeats * count
+        found = np.zeros_like(once)
+        for block in blocks(part.size):
+            numbers = part[block].astype(np.int64) - low
+            if (fault := _range_fault("document_index", numbers, once.size)) is not None:
+                return fault
+            np.add.at(found, numbers, ONE)
+        if not np.array_equal(found, repeats * once):
+            return "document_index does not have each sequence once per epoch"
+    return None
+
+
+def _sample_fault(
+    rows: np.ndarray, documents: np.ndarray, lengths: np.ndarray, plan: SamplePlan
+) -> str | None:
+    """Row k must be where token k * T lies, and the last token of the sample before must lie there too."""
+    shape = (plan.samples + 1, 2)
+    if not _fits(rows, shape):
+        return _shape_fault("sample_index", rows, shape)
+    positions = rows[:, 0]
+    for block in blocks(plan.samples):
+        part = positions[block.start : block.stop + 1]
+        if (part[1:] < part[:-1]).any():
+            return "sample_index goes back"
+    if int(positions[0]) != 0 or int(positions[-1]) >= documents.size:
+        return "sample_index leaves the documents"
+    total, number = 0, 0
+    for block in blocks(documents.size):
+        sizes = lengths[documents[block]].astype(np.int64)
+        ends = np.cumsum(sizes) + total
+        total = int(ends[-1])
+        after = int(np.searchsorted(positions, block.stop))
+        for inner in blocks(after - number):
+            here = slice(number + inner.start, number + inner.stop)
+            places = positions[here] - block.start
+            offsets = rows[here, 1].astype(np.int64)
+            first = np.arange(here.start, here.stop, dtype=np.int64) * plan.sequence_length
+            right = ends[places] - sizes[places] + offsets == first
+            if not (right & (offsets >= 0) & (ends[places] >= first + plan.extra)).all():
+                return "sample_index does not fit the lengths of the documents"
+        number = after
+    return None
+
+
+def _shuffle_fault(index: np.ndarray, plan: SamplePlan) -> str | None:
+    """Each part that is shuffled by itself must be a permutation of its own numbers."""
+    if not _fits(index, (plan.samples,)):
+        return _shape_fault("shuffle_index", index, (plan.samples,))
+    bounds = [0, plan.samples_before_last, plan.samples] if plan.separate_last else [0, plan.samples]
+    seen = np.zeros(plan.samples, dtype=bool)
+    for begin, end in pairwise(bounds):
+        for block in blocks(end - begin):
+            part = index[begin + block.start : begin + block.stop]
+            if int(part.min()) < begin or int(part.max()) >= end:
+                return f"shuffle_index must be in {begin}..{end - 1}, but is not"
+            seen[part] = True
+    return None if seen.all() else "shuffle_index does not have each sample once"
+
+
+def _fits(array: np.ndarray, shape: tuple[int, ...]) -> bool:
+    return array.dtype.kind in "iu" and array.shape == shape
+
+
+def _shape_fault(name: str, array: np.ndarray, shape: tuple[int, ...]) -> str:
+    return f"{name} must be integers {list(shape)}, but is {array.dtype} {list(array.shape)}"
+
+
+def _range_fault(name: str, numbers: np.ndarray, count: int) -> str | None:
+    low, high = int(numbers.min()), int(numbers.max())
+    return None if low >= 0 and high < count else f"{name} names what is not there"
+
+
+def blocks(size: int) -> Iterator[slice]:
+    """Consecutive slices that cover 0..size-1."""
+    return (slice(begin, min(begin + _BLOCK, size)) for begin in range(0, size, _BLOCK))
