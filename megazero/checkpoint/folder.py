@@ -1,4 +1,4 @@
-"""A run's folder: its checkpoints, which of them is the newest, who may write, and which are kept.
+"""A run's folder: its checkpoints, which of them is the newest, and which are kept.
 
 A checkpoint is written in a hidden folder and becomes visible by one rename; then
 ``latest_checkpointed_iteration.txt`` names it, as in Megatron. What is removed is hidden by one rename first.
@@ -8,23 +8,20 @@ run clears it.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import re
-import socket
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.manifest import LARGEST, STATE, parse_facts
 from megazero.checkpoint.tensor_file import read_bytes
 from megazero.errors import CheckpointError, DamagedCheckpointError
 
 LATEST = "latest_checkpointed_iteration.txt"
-LOCK = ".lock"
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 _DIGITS = "([0-9]{7}|[1-9][0-9]{7,17})"  # so that an iteration has one name
 _VISIBLE = re.compile(f"iter_{_DIGITS}")
 _LEFTOVER = re.compile(
@@ -100,7 +97,8 @@ class Candidates:
     """Checkpoints to try, the best first.
 
     Attributes:
-        folders: the one that the run's file names, then the others, newest first.
+        folders: the one that the run's file names, then the others, newest first; but those of which it is
+            known that something was wrong with the run come last, if there are others.
         remarks: what was odd about the file.
     """
 
@@ -138,11 +136,33 @@ def candidates(directory: str | Path, iteration: int | None = None) -> Candidate
         elif named != order[0]:
             remarks.append(f"`{directory / LATEST}` names iteration {named}, although {order[0]} is there")
         order = [named] * (named in saved) + [each for each in order if each != named]
+    ailing = list(takewhile(lambda each: not healthy(saved[each]), order))
+    if len(ailing) < len(order):
+        order = [each for each in order if each not in ailing] + ailing
+        remarks += [f"passed over {saved[each]}: something was wrong with the run then" for each in ailing]
     best = saved[order[0]] if order else directory
     ours = any(os.path.lexists(best / name) for name in ("manifest.json", "index.json"))  # perhaps damaged
     if not order or not ours:
         _refuse_foreign(best)
     return Candidates(tuple(saved[each] for each in order), tuple(remarks))
+
+
+def healthy(folder: Path) -> bool:
+    """Whether nothing was wrong with the run when it saved a checkpoint, as far as that says.
+
+    One that does not say so is believed, and so is one that cannot be read: it will be found to be damaged.
+    """
+    try:
+        return (
+            parse_facts(read_bytes(folder / STATE, most=LARGEST), folder / STATE).get("healthy") is not False
+        )
+    except CheckpointError:
+        return True
+
+
+def was_healthy(directory: Path, iteration: int) -> bool:
+    """The same of the checkpoint of `iteration` in a run's folder."""
+    return healthy(iteration_folder(directory, iteration))
 
 
 def _loadable(directory: Path) -> dict[int, Path]:
@@ -158,46 +178,6 @@ def _refuse_foreign(folder: Path) -> None:
     for pattern, what, remedy in _FOREIGN:
         if next(folder.glob(pattern), None) is not None:
             raise CheckpointError(f"`{folder}` must be a run's folder, but is {what}; {remedy}")
-
-
-class WriterLock:
-    """The right to write into a folder, held by one job at a time; the system frees it at its end.
-
-    If the file system has no locks, a warning says so.
-
-    Raises:
-        CheckpointError: another job holds it.
-    """
-
-    def __init__(self, directory: Path):
-        path = directory / LOCK
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
-            os.close(self._file)
-            raise CheckpointError(
-                f"`{directory}` must be written by one job at a time, but {holder or 'another job'} does; "
-                f"end that job or save elsewhere"
-            ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(self._file)
-                raise
-            warnings.warn(
-                f"the file system of `{directory}` has no locks: nothing keeps another job from writing "
-                "there",
-                stacklevel=2,
-            )
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-    def release(self) -> None:
-        """Let others write."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
 
 
 @dataclass(frozen=True)
@@ -273,13 +253,20 @@ class Retention:
     last: int | None = None
     every: int | None = None
 
-    def superseded(self, iterations: list[int], latest: int | None) -> Iterator[int]:
-        """Iterations that may be removed, oldest first. `latest`, which a resume would take, always stays."""
+    def superseded(
+        self, iterations: list[int], latest: int | None, well: Callable[[int], bool] = lambda iteration: True
+    ) -> list[int]:
+        """Iterations that may be removed, oldest first.
+
+        `latest`, which a resume would take, always stays, and so does the newest that was `well`.
+        """
         if self.last is None:
-            return
-        for iteration in sorted(iterations)[: -max(1, self.last)]:
-            if iteration != latest and not (self.every and iteration % self.every == 0):
-                yield iteration
+            return []
+        old = sorted(iterations)[: -max(1, self.last)]
+        found = [each for each in old if each != latest and not (self.every and each % self.every == 0)]
+        if found and not any(well(each) for each in iterations if each not in found):
+            found = [each for each in found if each != next(filter(well, reversed(found)), None)]
+        return found
 
 
 def prune(
@@ -287,7 +274,8 @@ def prune(
 ) -> None:
     """Remove the checkpoints that are not kept."""
     latest = latest_iteration(directory)
-    for iteration in list(retention.superseded(saved_iterations(directory), latest)):
+    kept = partial(was_healthy, directory)
+    for iteration in retention.superseded(saved_iterations(directory), latest, kept):
         remove_checkpoint(disk, directory, iteration)
         on_removed(iteration_folder(directory, iteration))
 

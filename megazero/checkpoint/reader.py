@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.folder import hidden_folder, iteration_folder
+from megazero.checkpoint.lock import FOLDER_FACT
 from megazero.checkpoint.manifest import (
     INDEX,
     LARGEST,
@@ -74,6 +75,7 @@ class CheckpointReader:
         manifest: which files there are.
         index: which tensors there are, and where.
         facts: everything else that was saved.
+        saved_into: the identity of the run's folder that it was saved into; None from earlier versions.
         shapes: the shapes of all tensors.
 
     Raises:
@@ -90,7 +92,10 @@ class CheckpointReader:
         self.index: Index = parse(Index, self._json(INDEX), self.folder / INDEX)
         if wrong := self.index.trouble({n: e.size for n, e in self.manifest.files.items()}):
             raise DamagedCheckpointError(f"`{self.folder / INDEX}` must fit the other files, but {wrong}")
-        self.facts: Mapping[str, Any] = MappingProxyType(parse_facts(self._json(STATE), self.folder / STATE))
+        facts = parse_facts(self._json(STATE), self.folder / STATE)
+        saved_into = facts.pop(FOLDER_FACT, None)
+        self.saved_into = saved_into if isinstance(saved_into, str) else None
+        self.facts: Mapping[str, Any] = MappingProxyType(facts)
         self._tensors = {tensor.key: tensor for tensor in self.index.tensors}
         self.shapes = MappingProxyType({key: tensor.shape for key, tensor in self._tensors.items()})
 

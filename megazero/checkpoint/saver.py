@@ -9,22 +9,26 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import (
     Retention,
-    WriterLock,
     hidden_folder,
     prune,
     publish,
     recover,
 )
+from megazero.checkpoint.lock import FOLDER_FACT, WriterLock
 from megazero.checkpoint.part import Part
 from megazero.checkpoint.staging import Staging
 from megazero.checkpoint.writer import Written, write_description, write_parts
-from megazero.errors import CheckpointError, DamagedCheckpointError
+from megazero.errors import CheckpointError, DamagedCheckpointError, LostFolderError
 from megazero.mpu import ParallelContext, gather_values
+
+# What `together` raises on all ranks, by name.
+_KINDS = MappingProxyType({kind.__name__: kind for kind in (DamagedCheckpointError, LostFolderError)})
 
 
 @dataclass
@@ -203,6 +207,7 @@ class Saver:
         return [flight.iteration for flight in self._flights]
 
     def _begin(self, folder: Path) -> None:
+        self._lock.check()
         flying = {hidden_folder(self.directory, each.iteration, "partial") for each in self._flights}
         self._tidy(lambda path: path.suffix == ".partial" and path not in flying)
         self.disk.make_folder(folder)
@@ -211,9 +216,13 @@ class Saver:
         return write_parts(self.disk, folder, parts, self.context.rank, self.context.world_size)
 
     def _complete(self, folder: Path, flight: _PendingSave, everyone: Sequence[Mapping[str, Any]]) -> None:
+        self._lock.check()
         self._tidy(lambda path: path.suffix != ".partial")
-        write_description(self.disk, folder, flight.iteration, map(Written.load, everyone), flight.facts)
+        facts = {**flight.facts, FOLDER_FACT: self._lock.identity}
+        write_description(self.disk, folder, flight.iteration, map(Written.load, everyone), facts)
+        self._lock.check()
         visible = publish(self.disk, self.directory, flight.iteration)
+        self._lock.check()
         try:
             prune(self.disk, self.directory, self.retention)
         except OSError as error:
@@ -221,7 +230,8 @@ class Saver:
 
     def _tidy(self, which: Callable[[Path], bool]) -> None:
         """Clear what a failed save left. A faulty disk may make this fail too; a later save tries again."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, CheckpointError):
+            self._lock.check()
             recover(self.disk, self.directory, which)
 
     def _forget(self, flight: _PendingSave) -> None:
@@ -245,13 +255,13 @@ def together(context: ParallelContext, work: Callable[[], Any] | None, what: str
         try:
             found["result"] = work()
         except CheckpointError as error:
-            found |= {"failure": str(error), "damaged": isinstance(error, DamagedCheckpointError)}
+            found |= {"failure": str(error), "kind": type(error).__name__}
         except OSError as error:
             found["failure"] = f"{type(error).__name__}: {error}"
     everyone = gather_values(context.world, found, context.device)
     for rank, each in enumerate(everyone):
         if "failure" in each:
-            kind = DamagedCheckpointError if each.get("damaged") else CheckpointError
+            kind = _KINDS.get(each.get("kind"), CheckpointError)
             raise kind(f"rank {rank} could not {what}: {each['failure']}")
     return [each.get("result") for each in everyone]
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from megazero.checkpoint.blocks import FileRecord
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.disk import Disk
-from megazero.checkpoint.folder import WriterLock, hidden_folder, publish, recover
+from megazero.checkpoint.folder import hidden_folder, publish, recover
+from megazero.checkpoint.lock import FOLDER_FACT, WriterLock
 from megazero.checkpoint.manifest import (
     INDEX,
     MANIFEST,
@@ -204,7 +205,10 @@ def write_checkpoint(
             try:
                 written = [_write_shard(disk, folder / name, shard) for name, shard in shards.items()]
                 names = {NAMES: _weight_map(written)}
-                write_description(disk, folder, iteration, written, facts, names)
+                write_description(
+                    disk, folder, iteration, written, {**facts, FOLDER_FACT: lock.identity}, names
+                )
+                lock.check()
             except Exception:
                 # The first failure says more than a failure to clean up after it.
                 with contextlib.suppress(OSError):

@@ -30,7 +30,8 @@ from megazero.checkpoint import (
     candidates,
     latest_iteration,
 )
-from megazero.checkpoint.folder import LOCK, hidden_folder, iteration_folder, saved_iterations
+from megazero.checkpoint.folder import hidden_folder, iteration_folder, saved_iterations
+from megazero.checkpoint.lock import LOCK
 from megazero.errors import CommunicationError
 from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
 from tests.checkpoint.faulty_disk import FaultyDisk, StopAt, Stopped

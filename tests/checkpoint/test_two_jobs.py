@@ -25,7 +25,7 @@ from megazero.train.assemble import pretrain
 ROOT = Path(__file__).resolve().parents[2]
 HOLDER = """
 import os, sys, time
-from megazero.checkpoint.folder import WriterLock
+from megazero.checkpoint.lock import WriterLock
 from pathlib import Path
 lock = WriterLock(Path(sys.argv[1]))
 print(os.getpid(), flush=True)

@@ -26,7 +26,7 @@ from megazero.checkpoint import (
     saved_iterations,
     write_checkpoint,
 )
-from megazero.checkpoint.folder import WriterLock
+from megazero.checkpoint.lock import WriterLock
 from megazero.checkpoint.safetensors_header import DTYPES
 from megazero.checkpoint.tensor_file import Later, memory_of
 from megazero.checkpoint.writer import Written, write_description, write_parts

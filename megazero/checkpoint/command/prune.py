@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megazero.checkpoint.command.show import printable, size_text
@@ -11,15 +12,16 @@ from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import (
     Leftover,
     Retention,
-    WriterLock,
     iteration_folder,
     latest_iteration,
     leftovers,
     recover,
     remove_checkpoint,
     saved_iterations,
+    was_healthy,
 )
 from megazero.checkpoint.locate import bytes_in, is_checkpoint, no_checkpoint
+from megazero.checkpoint.lock import WriterLock
 from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.errors import CheckpointError, ConfigError
 
@@ -31,7 +33,7 @@ def add_verb(verbs: argparse._SubParsersAction) -> None:
         help="remove old checkpoints and what killed saves left",
         description="Remove all checkpoints of a run but the newest ones, and what killed saves left. The "
         "one that the run's file names stays, and so does the newest that is whole by the sizes of its "
-        "files. Refused while a job saves there.",
+        "files, and the newest of a healthy run. Refused while a job saves there.",
     )
     parser.add_argument("path", metavar="DIR", help="folder of a run")
     parser.add_argument("--keep-last", type=int, required=True, metavar="K", help="keep the K newest")
@@ -113,7 +115,7 @@ def plan(directory: Path, retention: Retention) -> PrunePlan:
     saved = saved_iterations(directory)
     if not (left or saved):
         raise no_checkpoint(directory)
-    going = list(retention.superseded(saved, latest_iteration(directory)))
+    going = retention.superseded(saved, latest_iteration(directory), partial(was_healthy, directory))
     if going:
         whole = next((each for each in reversed(saved) if _is_whole(iteration_folder(directory, each))), None)
         if whole is None:

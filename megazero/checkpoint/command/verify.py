@@ -14,6 +14,7 @@ from megazero.checkpoint.command.show import printable, size_text
 from megazero.checkpoint.command.summary import latest_or_trouble
 from megazero.checkpoint.folder import leftovers
 from megazero.checkpoint.locate import checkpoints_of, is_checkpoint
+from megazero.checkpoint.lock import saved_elsewhere
 from megazero.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.errors import CheckpointError, DamagedCheckpointError
@@ -44,13 +45,13 @@ class Verdict:
         bytes: the size of the files that were looked at.
         files: how many files these are.
         damage: each damage in words, with the file that it is in; empty if the checkpoint is whole.
-        unknown: names in the folder that are not part of it.
+        warnings: what is odd about it, in words.
     """
 
     bytes: int
     files: int
     damage: tuple[str, ...]
-    unknown: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -69,8 +70,8 @@ def run(flags: argparse.Namespace) -> int:
         )
         for each in verdict.damage:
             print(f"  {printable(each)}")
-        for name in verdict.unknown:
-            print(f"  warning: {printable(name)} is not part of the checkpoint")
+        for each in verdict.warnings:
+            print(f"  warning: {printable(each)}")
     lost = None if is_checkpoint(path) else _check_run(path)
     seconds = max(time.perf_counter() - began, 1e-9)
     how = "sizes of" if flags.size_only else "all bytes of"
@@ -91,8 +92,12 @@ def check(folder: Path, *, size_only: bool = False) -> Verdict:
     if not damage:
         damage += _misfits(folder, manifest)
     unknown = sorted(set(os.listdir(folder)) - {MANIFEST, *manifest.files})
+    warnings = [f"{name} is not part of the checkpoint" for name in unknown]
+    if not damage:
+        saved_into = CheckpointReader(folder, verify=Verify.SIZE).saved_into
+        warnings += filter(None, [saved_elsewhere(folder, saved_into)])
     size = sum(entry.size for entry in manifest.files.values())
-    return Verdict(size, len(manifest.files), tuple(damage), tuple(unknown))
+    return Verdict(size, len(manifest.files), tuple(damage), tuple(warnings))
 
 
 def _damage(path: Path, record: FileRecord, size_only: bool) -> Iterator[str]:

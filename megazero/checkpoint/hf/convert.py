@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from megazero.checkpoint.box import Box
+from megazero.checkpoint.described import check_saved_model
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import saved_iterations
 from megazero.checkpoint.hf.approximation import Approximation
@@ -19,6 +20,7 @@ from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.hf.tokenizer_files import tokenizer_files, tokenizer_settings
 from megazero.checkpoint.hf.writer import SHARD_BYTES, Exported, ModelFiles, write_hf
 from megazero.checkpoint.locate import one_checkpoint
+from megazero.checkpoint.manifest import STATE
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.writer import later_weights, write_checkpoint
 from megazero.config.tree import ModelConfig, TokenizerConfig
@@ -169,6 +171,7 @@ def _facts_of(reader: CheckpointReader) -> _Facts:
         raise CheckpointError(
             f"`{reader.folder}` must say which model it is of, but its facts do not: {error!r:.300}"
         ) from error
+    check_saved_model(model, vocab_size, reader.shapes, reader.folder / STATE)
     if labels and model.num_classes not in (1, len(labels)):
         raise CheckpointError(
             f"`{reader.folder}` must name as many classes as it has, but names {len(labels)}, and "

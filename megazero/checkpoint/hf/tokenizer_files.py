@@ -18,6 +18,7 @@ from megazero.checkpoint.hf.word_pieces import WORDS, word_piece_files, word_pie
 from megazero.config.tree import TokenizerConfig
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, build_tokenizer
 from megazero.data.tokenizers.wordpiece import WordPieceTokenizer
+from megazero.regular_file import read_regular
 
 _JSON = "tokenizer.json"
 _SETTINGS = "tokenizer_config.json"
@@ -126,17 +127,17 @@ def _built(section: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
 def _gpt2(section: TokenizerConfig, common: Mapping[str, Any]) -> tuple[tuple[str, bytes], ...]:
     settings = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, **common}
     sources = (section.vocab_file, section.merge_file)
-    copies = tuple((name, Path(path or "").read_bytes()) for name, path in zip(_BPE, sources, strict=True))
+    copies = tuple((name, read_regular(path or "")) for name, path in zip(_BPE, sources, strict=True))
     return (*copies, (_SETTINGS, _json(settings)))
 
 
 def _tokenizer_json(path: Path, common: Mapping[str, Any]) -> tuple[tuple[str, bytes], ...]:
     path = path / _JSON if path.is_dir() else path
-    main = (_JSON, path.read_bytes())
+    main = (_JSON, read_regular(path))
     if not path.with_name(_SETTINGS).is_file():
         return main, (_SETTINGS, _json({"tokenizer_class": _GENERIC, **common}))
     beside = (path.with_name(name) for name in _BESIDE)
-    return main, *((each.name, each.read_bytes()) for each in beside if each.is_file())
+    return main, *((each.name, read_regular(each)) for each in beside if each.is_file())
 
 
 def _pieces(path: Path, common: Mapping[str, Any]) -> tuple[tuple[str, bytes], ...] | None:

@@ -18,6 +18,7 @@ from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
 from megazero.checkpoint.writer import later_weights, write_checkpoint
 from megazero.config.tree import TokenizerConfig
 from megazero.errors import CheckpointError, ConfigError, exit_status
+from megazero.regular_file import read_regular_text
 
 _TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
 
@@ -146,7 +147,7 @@ def _tokenizer(flags: argparse.Namespace) -> TokenizerConfig:
 
 def _read_arguments(path: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = json.loads(read_regular_text(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"`--megatron-args` must be a JSON file, but {path} cannot be read: {error}; correct it"

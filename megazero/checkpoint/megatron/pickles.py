@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from megazero.errors import CheckpointError, DamagedCheckpointError
+from megazero.regular_file import open_regular
 
 # What is stored besides tensors and plain values: states of numpy's generators, enums among the arguments,
 # loss scalers, Transformer Engine's extra states.
@@ -80,7 +81,7 @@ def load_pickle(path: Path, inert: Iterable[str] = ()) -> Any:
         DamagedCheckpointError: it is missing or cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             mapped = file.read(len(_ZIP)) == _ZIP  # what torch < 1.6 wrote cannot be mapped
         with _allowing(_allowed(inert)):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)

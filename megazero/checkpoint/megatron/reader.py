@@ -88,6 +88,11 @@ class MegatronReader:
         core = not any(found.saved.name.startswith("language_model.") for found in inventory.values())
         family = family_settings(inventory, arguments)
         settings = read_settings(arguments, family=family, core=core)
+        if settings.model.num_layers > len(inventory):  # before names are made for all of them
+            raise CheckpointError(
+                f"`num_layers` must be that of the {len(inventory)} tensors in `{self.files.folder}`, but "
+                f"Megatron's arguments say {settings.model.num_layers}; correct them with --megatron-args"
+            )
         self.padded_vocab_size = _rows(inventory)
         size = self._vocab_size((options.vocab_size, header.original_vocab_size, settings.vocab_size))
         self.model = settings.model.model_copy(update={"vocab_size": size})

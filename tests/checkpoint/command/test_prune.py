@@ -8,7 +8,7 @@ import pytest
 
 from megazero.checkpoint import saved_iterations
 from megazero.checkpoint.command import main
-from megazero.checkpoint.folder import WriterLock
+from megazero.checkpoint.lock import WriterLock
 from tests.checkpoint.command.samples import save
 
 

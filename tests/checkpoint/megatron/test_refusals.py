@@ -318,3 +318,12 @@ def test_a_tensor_in_two_files(tmp_path):
     )
     shutil.copy(folder / "layer_01-model_00-model_states.pt", folder / "layer_02-model_00-model_states.pt")
     refused(tmp_path, "must hold each tensor once, but has embedding.word_embeddings.weight twice")
+
+
+def test_more_layers_than_there_are_tensors(tmp_path):
+    """Names are not made for all of them first."""
+    save_megatron(tmp_path, GPT2, WEIGHTS, Layout(1))
+    options = ImportOptions(trust_pickle=True, vocab_size=VOCAB, arguments={"num_layers": 10**12})
+    refused(
+        tmp_path, "`num_layers` must be that of the [0-9]+ tensors in .* but .* say 1000000000000;", options
+    )

@@ -1,0 +1,196 @@
+"""Who may write into a run's folder, and whether it is still the same folder.
+
+The system's lock belongs to a file, not to a name: when somebody deletes a folder and makes it anew, the next
+job gets a fresh lock while the first one goes on. So whoever holds a lock looks, before each change of the
+folder, whether the file of that name is still the one that it holds. Each checkpoint says which folder it was
+saved into, so one that came from elsewhere can be told later too.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import socket
+import warnings
+from pathlib import Path
+
+from megazero.checkpoint.folder import saved_iterations
+from megazero.errors import CheckpointError, LostFolderError
+
+LOCK = ".lock"
+FOLDER_FACT = "folder"
+"""The name under which a checkpoint's facts have the identity of the folder that it was saved into."""
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+_IDENTITY = re.compile(rb"^folder ([0-9a-f]{32})$", re.MULTILINE)
+_LARGEST = 1000
+
+
+class WriterLock:
+    """The right to write into a folder, held by one job at a time; the system frees it at its end.
+
+    If the file system has no locks, a warning says so; then `check` sees another job once that has begun.
+
+    Attributes:
+        identity: a random name of the folder, which its lock file keeps from job to job and when it is moved.
+
+    Raises:
+        CheckpointError: another job holds it.
+    """
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._job = secrets.token_hex(16)
+        self._file = self._folder = -1
+        self.identity = self._open() or secrets.token_hex(16)
+        self._content = self._sign()
+
+    def check(self) -> None:
+        """Return if the folder is still the one that this job may write into.
+
+        A lock file that was deleted is made again if nobody else can have written meanwhile: the folder is
+        the same one, or has no checkpoint.
+
+        Raises:
+            LostFolderError: it was deleted and made anew, or replaced, and another job may write there.
+            CheckpointError: it is not there.
+            OSError: the system refuses.
+        """
+        try:
+            there = os.lstat(self._directory / LOCK)
+        except FileNotFoundError:
+            self._take_again()
+            return
+        if not self._is_mine(there):
+            raise self._lost()
+
+    def release(self) -> None:
+        """Let others write."""
+        for descriptor in (self._file, self._folder):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._file = self._folder = -1
+
+    def _open(self) -> str | None:
+        """Lock the file of the lock's name, and keep the folder open, so that no other can have its number.
+
+        Returns:
+            The folder's identity, if the file has one.
+
+        Raises:
+            CheckpointError: another job holds the lock.
+        """
+        folder = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            file = _locked(self._directory)
+        except BaseException:
+            os.close(folder)
+            raise
+        self.release()
+        self._file, self._folder = file, folder
+        found = _IDENTITY.search(os.pread(file, _LARGEST, 0))
+        return found[1].decode() if found else None
+
+    def _is_mine(self, there: os.stat_result) -> bool:
+        try:
+            same = os.path.samestat(there, os.fstat(self._file))
+            return same and os.pread(self._file, _LARGEST, 0) == self._content
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # deleted by another machine
+                raise
+            return False
+
+    def _take_again(self) -> None:
+        if not self._directory.is_dir():
+            raise CheckpointError(
+                f"`{self._directory}` must stay while a job saves there, but was deleted or moved; make it "
+                "again, and the next checkpoint is saved there"
+            )
+        same = os.path.samestat(os.stat(self._directory), os.fstat(self._folder))
+        if not same and saved_iterations(self._directory):
+            raise self._lost()
+        try:
+            found = self._open()
+        except CheckpointError:
+            raise self._lost() from None
+        if found is not None:  # another job was faster
+            raise self._lost()
+        self._content = self._sign()
+
+    def _sign(self) -> bytes:
+        """Write who holds the lock; returns what the file holds."""
+        who = f"process {os.getpid()} on {socket.gethostname()}"
+        content = f"{who}\nfolder {self.identity}\njob {self._job}\n".encode()
+        os.pwrite(self._file, content, 0)
+        os.ftruncate(self._file, len(content))
+        return content
+
+    def _lost(self) -> LostFolderError:
+        holder = _holder(self._directory / LOCK)
+        return LostFolderError(
+            f"`{self._directory}` must be written by one job at a time, but was deleted and made anew, or "
+            f"replaced, while this job ran, and is now that of {holder or 'another run'}; this job writes "
+            "nothing more there: begin it again with another folder to save to"
+        )
+
+
+def saved_elsewhere(folder: Path, saved_into: str | None) -> str | None:
+    """In words, that a checkpoint was not saved into the folder that it is in; None if nothing says so.
+
+    Args:
+        folder: the checkpoint's folder.
+        saved_into: the identity of the run's folder that the checkpoint names.
+    """
+    try:
+        found = _IDENTITY.search(_content(folder.parent / LOCK))
+    except OSError:
+        return None
+    if found is None or saved_into is None or found[1].decode() == saved_into:
+        return None
+    return f"{folder} was saved into another folder: it was copied to this one, or two jobs wrote here"
+
+
+def _locked(directory: Path) -> int:
+    """The folder's lock file, open and locked.
+
+    Raises:
+        CheckpointError: another job holds the lock.
+    """
+    path = directory / LOCK
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise CheckpointError(
+            f"`{directory}` must be written by one job at a time, but {_holder(path) or 'another job'} does; "
+            "end that job or save elsewhere"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            os.close(file)
+            raise
+        warnings.warn(
+            f"the file system of `{directory}` has no locks: nothing keeps another job from writing there",
+            stacklevel=2,
+        )
+    return file
+
+
+def _holder(path: Path) -> str | None:
+    """What a lock file says about who holds it, or held it last."""
+    try:
+        first = _content(path).partition(b"\n")[0]
+    except OSError:
+        return None
+    return first[:200].decode(errors="replace").strip() or None
+
+
+def _content(path: Path) -> bytes:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        return os.read(file, _LARGEST)
+    finally:
+        os.close(file)
