@@ -57,6 +57,12 @@ def _generate(arguments: list[str]) -> int:
     return generate(arguments)
 
 
+def _incidents(arguments: list[str]) -> int:
+    from megazero.report.incidents import main as incidents
+
+    return incidents(arguments)
+
+
 def _moe_report(arguments: list[str]) -> int:
     from megazero.report.command import main as moe_report
 
@@ -87,6 +93,7 @@ VERBS = (
     Verb("config", "resolve pretrain_gpt.py's flags; print the tree, or every reason to refuse it", _config),
     Verb("fill-mask", "show what a model expects at the masked places of a text", _fill_mask),
     Verb("generate", "generate text from a checkpoint", _generate),
+    Verb("incidents", "list what a run's guards found, and draw it over time", _incidents),
     Verb("moe-report", "show how evenly a mixture of experts uses its experts", _moe_report),
     Verb("plan", "show what a launch would do: `megazero plan schedule` draws a pipeline schedule", _plan),
     Verb("verify", "check that a configuration's layout trains like one process", _verify),

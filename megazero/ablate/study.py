@@ -16,6 +16,7 @@ from megazero.config.flags import scan
 from megazero.config.resolve import parse_config
 from megazero.config.tree import Config
 from megazero.errors import ConfigError
+from megazero.regular_file import read_regular_text
 
 _SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
 
@@ -205,7 +206,7 @@ def _indexed_later(metrics: Sequence[CurriculumMetric], names: Sequence[str]) ->
 
 def _title(path: Path) -> str:
     """The first comment before the settings."""
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in read_regular_text(path).splitlines():
         if line.strip() and not line.startswith("#"):
             break
         if title := line.strip("# \t"):

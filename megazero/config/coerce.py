@@ -12,7 +12,7 @@ from typing import Any
 
 from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.fields import FieldSpec, Kind
-from megazero.config.lists import Unreadable, read_list
+from megazero.config.lists import Unreadable, plain_text, read_list
 from megazero.config.metric_text import read_metrics
 from megazero.config.numbers import of_64_bits, read_float, read_int
 from megazero.config.words import nearest
@@ -38,7 +38,7 @@ def _read_float(spec: FieldSpec, value: Any) -> float:
 def _read_text(spec: FieldSpec, value: Any) -> str:
     if not isinstance(value, str):
         raise Unreadable("must be text; put it in quotes")
-    return value
+    return plain_text(value)
 
 
 def _read_choice(spec: FieldSpec, value: Any) -> Any:
@@ -109,7 +109,7 @@ def _read_texts(spec: FieldSpec, value: Any) -> tuple[str, ...]:
     items = _items(value)
     if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
         raise Unreadable("must be a list of texts")
-    return tuple(str(item) for item in items)
+    return tuple(plain_text(str(item)) for item in items)
 
 
 def _read_metrics(spec: FieldSpec, value: Any) -> tuple[CurriculumMetric, ...]:

@@ -92,6 +92,13 @@ DECISIONS: tuple[Decision, ...] = (
         "Megatron-LM's capacity has no floor; a factor alone gives the same here",
     ),
     Decision(
+        "guards.check_weights_interval",
+        "500",
+        "never",
+        _NO_FLAG,
+        "ranks that train different models are found in time, and it costs less than a thousandth of a step",
+    ),
+    Decision(
         "parallel.expert_tensor_parallel_size",
         "the tensor-parallel size",
         "the tensor-parallel size",

@@ -13,11 +13,14 @@ from typing import Any
 
 import yaml
 
+from megazero.config.bounded import bounded_text, expansion_fault
 from megazero.config.coerce import Unreadable, coerce, nearest
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec, Kind
 from megazero.config.flags import Setting
+from megazero.config.lists import plain_text
 from megazero.config.metric_text import as_mapping, repeated_key
 from megazero.config.tree import Config
+from megazero.regular_file import why_unreadable
 
 BASE = "base"
 """The key that names the document that another one is built on."""
@@ -69,9 +72,9 @@ def read_text(text: str, name: str = "<text>") -> Document:
 def _read_file(path: str, what: str, above: tuple[Path, ...]) -> Document:
     """Read a file; `what` named it, and the documents `above` are built on it."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = bounded_text(path)
     except OSError as error:
-        return Document(problems=[f"{what} must name a readable file, but {path}: {error.strerror}."])
+        return Document(problems=[f"{what} must name a readable file, but {path}: {why_unreadable(error)}."])
     except UnicodeDecodeError as error:
         return Document(problems=[f"{what} must name a UTF-8 file, but {path} has {error.reason}."])
     return _read_text(text, path, (*above, Path(path).resolve()))
@@ -82,7 +85,10 @@ def _read_text(text: str, name: str, above: tuple[Path, ...]) -> Document:
     try:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
-        if root is not None:
+        fault = None if root is None else expansion_fault(root)
+        if fault is not None:
+            document.problems.append(f"{name}: the document must {fault}.")
+        elif root is not None:
             for entry in _entries(document, root, name, "the document"):
                 if entry.key == BASE:
                     base = _base_of(document, entry, name)
@@ -105,7 +111,11 @@ def _base_of(document: Document, entry: _YamlKey, name: str) -> tuple[Path, str]
     """The file that the key `base` names, and where it does; None and a problem if it names none."""
     where = f"{name}:{entry.line}: `{BASE}`"
     if isinstance(entry.node, yaml.ScalarNode) and entry.node.tag == "tag:yaml.org,2002:str":
-        return Path(name).parent / entry.node.value, where
+        try:
+            return Path(name).parent / plain_text(entry.node.value), where
+        except Unreadable as error:
+            document.problems.append(f"{where} {error}, but is {_shown(entry.node)}.")
+            return None
     document.problems.append(f"{where} must be the name of a file, but is {_shown(entry.node)}.")
     return None
 

@@ -13,6 +13,14 @@ class Unreadable(ValueError):
     """A value does not have the field's type. The message says what it must be: "must be an integer"."""
 
 
+def plain_text(text: str) -> str:
+    """The text. Raises Unreadable if it has half a surrogate pair, which no file and no name can have, but
+    for those that stand for bytes of a name that is not UTF-8 (PEP 383)."""
+    if any("\ud800" <= c <= "\udfff" and not "\udc80" <= c <= "\udcff" for c in text):
+        raise Unreadable("must be text that can be written, without half a surrogate pair")
+    return text
+
+
 def read_list(text: str) -> list[int]:
     """The list that an expression of lists, integers, `+`, `*` and parentheses stands for, as in Python.
 

@@ -7,16 +7,17 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import yaml
 
+from megazero.config.bounded import bounded_text, expansion_fault
 from megazero.config.data_sampling import CurriculumMetric
-from megazero.config.lists import Unreadable
+from megazero.config.lists import Unreadable, plain_text
 from megazero.config.numbers import read_float, read_int
 from megazero.config.words import nearest
+from megazero.regular_file import why_unreadable
 
 _SCHEDULE = "schedule_config"
 _SHOWN = 80  # characters of a value in a message
@@ -94,9 +95,9 @@ def _load(text: str) -> Any:
     if text.lstrip().startswith("{"):
         return _json(text)
     try:
-        content = Path(text).read_text(encoding="utf-8")
+        content = bounded_text(text)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        reason = why_unreadable(error) if isinstance(error, OSError) else "it is not UTF-8 text"
         raise Unreadable(f"must be JSON or the name of a file that can be read ({reason})") from error
     return _json(content) if content.lstrip().startswith("{") else _yaml(content)
 
@@ -118,7 +119,10 @@ def _json(text: str) -> Any:
 
 def _yaml(text: str) -> Any:
     try:
-        again = repeated_key(yaml.compose(text, Loader=yaml.SafeLoader) or yaml.ScalarNode("", ""))
+        root = yaml.compose(text, Loader=yaml.SafeLoader) or yaml.ScalarNode("", "")
+        fault, again = expansion_fault(root), repeated_key(root)
+        if fault is not None:
+            raise Unreadable(f"must {fault}")
         if again is not None:
             raise Unreadable(f"must have each key once (`{again}` is given again)")
         return yaml.safe_load(text)
@@ -169,7 +173,7 @@ def _shown(value: Any) -> str:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise Unreadable("must be text")
-    return value
+    return plain_text(value)
 
 
 def _choice(field: str, refused: Mapping[str, str] = MappingProxyType({})) -> Callable[[Any], str]:

@@ -62,6 +62,13 @@ class DataConfig(Section):
         switches={"--no-data-sharding": False},
     )
     num_workers: NonNegativeInt = option(2, "batches read ahead by a background thread; 0 reads in line")
+    verify_data: bool = option(
+        True,
+        "trust the files of the data: neither compare blocks of tokens with their checksums (.sum) when they "
+        "are first used, nor look whether files change under the run or before it resumes",
+        flag="--no-verify-data",
+        switches={"--verify-data": True},
+    )
     reset_position_ids: bool = option(False, "count positions anew after each end of document")
     reset_attention_mask: bool = option(False, "let tokens attend only within their document")
     eod_mask_loss: bool = option(False, "leave end-of-document inputs out of the loss")

@@ -16,6 +16,7 @@ from megazero.config.data_sampling import DataSamplingConfig
 from megazero.config.distillation import DistillationConfig
 from megazero.config.experts import ModelConfig
 from megazero.config.finetuning import FinetuneConfig
+from megazero.config.guards import GuardsConfig
 from megazero.config.optimization import OptimizerConfig
 from megazero.config.option import Patience, Section, option
 from megazero.config.skipping import SkippingConfig
@@ -78,6 +79,11 @@ class ParallelConfig(Section):
         False, "verify before each collective that all its members make the same call; slow"
     )
     distributed_timeout_minutes: Patience = option(10.0, "longest wait in one collective", unit="minutes")
+    heartbeat_timeout_minutes: Patience | None = option(
+        1.0,
+        "how long a rank may give no sign of life, once all have made a step; none does not listen for them",
+        unit="minutes",
+    )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to train; auto is CUDA where present")
 
 
@@ -233,11 +239,6 @@ class TrainingConfig(Section):
         "let every evaluation read the same validation samples, the first ones, so that losses of different "
         "steps and runs compare; default: each reads the next ones",
     )
-    max_skipped_updates: PositiveInt | None = option(
-        None,
-        "end with an error after so many updates in a row that were skipped because a gradient was inf or "
-        "NaN; default: 5 in fp32 and bf16, and in fp16 as many as its loss scale has use for",
-    )
     exit_interval: PositiveInt | None = option(None, "save and exit at multiples of this", unit="iterations")
     exit_duration_in_mins: PositiveFloat | None = option(None, "save and exit after so long", unit="minutes")
     skip_train: bool = option(False, "evaluate and test only")
@@ -257,6 +258,7 @@ class Config(Section):
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
+    guards: GuardsConfig = GuardsConfig()
     finetune: FinetuneConfig = FinetuneConfig()
     distillation: DistillationConfig = DistillationConfig()
     curriculum: CurriculumConfig = CurriculumConfig()

@@ -86,6 +86,11 @@ class LoggingConfig(Section):
         "many updates, and the loss as a multiple of the lowest so far",
         unit="updates",
     )
+    straggler_interval: NonNegativeInt = option(
+        100,
+        "iterations after which the ranks' times are compared, to name one that is slow; 0 compares nothing",
+        unit="iterations",
+    )
     log_num_zeros_in_grad: bool = option(False, "also record how many gradient elements are zero")
     wandb_project: str | None = option(None, "Weights & Biases project; needs the wandb package")
     wandb_exp_name: str | None = option(None, "Weights & Biases run name")

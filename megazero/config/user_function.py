@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from megazero.errors import MegazeroError
+from megazero.regular_file import read_regular
 
 
 def user_function(spec: str, what: str, error: type[MegazeroError]) -> Callable[..., Any]:
@@ -42,7 +43,7 @@ def user_function(spec: str, what: str, error: type[MegazeroError]) -> Callable[
 
 def _module_of_file(path: Path) -> ModuleType:
     """The module of a file with what stands there now, made once: Python's own cache misses a quick edit."""
-    text, where = path.read_bytes(), str(path.resolve())
+    text, where = read_regular(path), str(path.resolve())
     name = f"megazero_user_{hashlib.blake2b(where.encode() + text, digest_size=8).hexdigest()}"
     if name not in sys.modules:
         module = ModuleType(name)

@@ -1,5 +1,6 @@
-"""report: what a finished or running training says of itself. So far: how evenly experts are used.
+"""report: what a finished or running training says of itself.
 
-`loads.py` reads how many tokens each expert got, `balance.py` judges it in words, `picture.py` draws it,
-`command.py` is `megazero moe-report`.
+How evenly experts are used: `loads.py` reads how many tokens each expert got, `balance.py` judges it in
+words, `picture.py` draws it, and `command.py` is `megazero moe-report`. What guards found: `incidents.py` is
+`megazero incidents`.
 """

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.errors import DataError
+from megazero.regular_file import read_regular_text
 
 KEY = "tokens_per_expert"
 """The key of a step's metrics that holds its loads: one ``{"layer": i, "tokens": [...]}`` per MoE layer."""
@@ -58,7 +59,7 @@ def read_loads(where: Path) -> tuple[LoadRecord, ...]:
     if where.is_dir():
         return (_of_checkpoint(where),)
     try:
-        text = where.read_text(encoding="utf-8")
+        text = read_regular_text(where)
     except OSError as error:
         raise DataError(
             f"`WHERE` must be a file of metrics or a checkpoint, but {where}: {error.strerror}; check the "

@@ -14,6 +14,7 @@ from megazero.config.tree import Config
 from megazero.data.blended import SampleDataset
 from megazero.data_efficiency.analyzed import AnalyzedDataset
 from megazero.ops import native
+from megazero.regular_file import read_regular
 from megazero.train.state import TrainState
 from megazero.train.vocabulary import Vocabulary
 from megazero.version import VERSION
@@ -112,7 +113,7 @@ def _digest_of(files: Iterable[Path]) -> str:
     for path in files:
         digest.update(path.name.encode())
         try:
-            digest.update(path.read_bytes())
+            digest.update(read_regular(path))
         except OSError as error:
             digest.update(type(error).__name__.encode())
     return digest.hexdigest()

@@ -34,18 +34,20 @@ from megazero.pipeline import Executor
 from megazero.train.agreement import samples_of, settings_and_code, tokenizer_and_place
 from megazero.train.allocator import keep_freed_memory
 from megazero.train.chunks import Chunks, build_chunks
+from megazero.train.data_record import compare_data, data_record
 from megazero.train.determinism import compute_deterministically
 from megazero.train.distillation import load_teacher
 from megazero.train.engine import Engine, Programs, Schedules
 from megazero.train.families import family_of
 from megazero.train.feed import Feed, make_feed
 from megazero.train.lessons import Lessons, Teacher
-from megazero.train.loop import Feeds, Loop, RunPlan
+from megazero.train.loop import Loop
 from megazero.train.matmul_rate import measure_matmul_rate
 from megazero.train.monitors import build_monitors
 from megazero.train.placement import DTYPES
 from megazero.train.programs import evaluation_program, train_program
 from megazero.train.resume import resume
+from megazero.train.run_plan import Feeds, RunPlan
 from megazero.train.skipping import SkippingPlan
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
@@ -78,7 +80,7 @@ def build_engine(
     store = build_store(units, policy, context, fill)
     sharding = DataParallel(units, store, policy, context)
     executor = Executor(lessons.beside(chunks), context.pp, sharding, context.device)
-    return Engine(
+    engine = Engine(
         executor,
         Programs(cache(partial(train_program, config)), cache(partial(evaluation_program, config))),
         Optimizer(store, rule, context, config.optimizer.clip_grad),
@@ -92,6 +94,9 @@ def build_engine(
         context,
         lessons,
     )
+    if config.guards.rerun_on_fault:
+        engine.witness(sharding)
+    return engine
 
 
 def build_model(vocabulary: Vocabulary, context: ParallelContext, config: Config, horizon: Horizon) -> Engine:
@@ -148,12 +153,13 @@ def build_plan(config: Config, horizon: Horizon, vocabulary: Vocabulary, context
         save_interval=config.checkpoint.save_interval,
         exit_interval=training.exit_interval,
         exit_seconds=None if minutes is None else minutes * 60,
-        max_bad=training.max_skipped_updates,
+        guards=config.guards,
         stability=logging.log_stability,
         log_params_norm=logging.log_params_norm,
         log_num_zeros=logging.log_num_zeros_in_grad,
         exact_timers=logging.log_timers_to_tensorboard,
         log_interval=logging.log_interval,
+        straggler_interval=logging.straggler_interval or None,
         difficulties=Difficulties.of(config.data_sampling),
     )
 
@@ -216,13 +222,12 @@ def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
         lambda: {**tokenizer_and_place(config, vocabulary, state), **samples_of(datasets)},
         context.device,
     )
+    trained = data_record(datasets[0], context)
+    compared = compare_data(resumed.data, trained, changes_pass=not config.data.verify_data)
     plan = build_plan(config, horizon, vocabulary, context)
     monitor = build_monitors(config, context.rank == 0, state.iteration, horizon.end.iteration)
-    for remark in (
-        *resumed.remarks,
-        *engine.lessons.remarks,
-        *(note for dataset in datasets if dataset is not None for note in dataset.notes),
-    ):
+    notes = dict.fromkeys(note for dataset in datasets if dataset is not None for note in dataset.notes)
+    for remark in (*resumed.remarks, *compared, *engine.lessons.remarks, *notes):
         monitor.message(remark)
     snapshots = None
     try:
@@ -230,6 +235,7 @@ def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
             snapshots = Snapshots(
                 config, horizon, engine, context, vocabulary.size, resumed.stream_seed, disk
             )
+            snapshots.note({"data": [each.model_dump() for each in trained or ()]})
         loop = Loop(engine, plan, feeds, monitor, snapshots, context)
         if config.training.skip_train:
             for split in ("validation", "test"):

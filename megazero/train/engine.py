@@ -19,7 +19,7 @@ from megazero.train.lessons import Lessons
 from megazero.train.losses import CountedBatch, Losses, local_counts, loss_factors
 from megazero.train.skipping import SkippingPlan
 from megazero.train.timers import Timers
-from megazero.zero import Optimizer
+from megazero.zero import Bucket, DataParallel, Fingerprints, Optimizer
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class StepResult:
         skipping: what it left out.
         tokens: how many choices fell on each expert of this stage, by the names of the routers' tallies, on
             the device.
+        held: whether a judge held the update back.
     """
 
     losses: Losses
@@ -69,11 +70,57 @@ class StepResult:
     first_bad_parameter: str | None = None
     skipping: Skipping = NOTHING_SKIPPED
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
+    held: bool = False
 
     @property
     def bad(self) -> bool:
-        """Whether the update was left out because a gradient was not finite."""
-        return self.skipped and self.losses.total is not None
+        """Whether the update was left out because a number was not finite."""
+        return self.skipped and self.losses.total is not None and not self.held
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One pass over a global batch: the gradient sums are there, and nothing has been changed yet.
+
+    Attributes:
+        losses: of the global batch.
+        sums_norm: global norm of the gradient sums as they are.
+        grad_norm: the same of the gradient, before clipping.
+        local: this rank's own sums of the loss terms, float64 [terms], on the device.
+        prints: fingerprints of this rank's own gradients, by the first parameter of each bucket, on the
+            device; in the order of their reductions, and empty unless `Engine.witness` has been called.
+        tallies: what routers counted.
+    """
+
+    losses: Losses
+    sums_norm: float
+    grad_norm: float
+    local: Tensor
+    prints: Sequence[tuple[str, Tensor]] = ()
+    tallies: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What becomes of an attempt.
+
+    Attributes:
+        attempt: the latest one, whose gradients there are.
+        hold: whether to leave the update out.
+    """
+
+    attempt: Attempt
+    hold: bool = False
+
+
+Replay = Callable[[Sequence[CountedBatch]], Attempt]
+"""Makes another attempt, with these micro-batches on this rank; every rank calls it.
+
+Its gradients replace those of the attempt before.
+"""
+
+Judge = Callable[[Attempt, Replay], Judgement]
+"""Decides, alike on all ranks, whether the update is made."""
 
 
 class Engine:
@@ -110,6 +157,23 @@ class Engine:
         self.loads = loads
         self.context = context
         self.lessons = lessons or Lessons()
+        self._prints: list[tuple[str, Tensor]] = []
+
+    def nothing(self, progress: Progress) -> StepResult:
+        """The result of a step that is passed over."""
+        terms = self.executor.terms
+        losses = Losses.of(terms, [0.0] * len(terms), [0.0] * len(terms))
+        lr = self.schedules.learning_rate.at(progress)
+        return StepResult(losses, 0.0, lr, self.scaler_state.scale, skipped=True)
+
+    def witness(self, sharding: DataParallel) -> None:
+        """From now on, take the fingerprints of gradients before `sharding` sums them over ranks."""
+        fingerprints = Fingerprints(self.context.device)
+
+        def note(bucket: Bucket, gradients: Tensor) -> None:
+            self._prints.append((bucket.layout.specs[0].name, fingerprints.of(gradients)))
+
+        sharding.observe(note)
 
     def train_step(
         self,
@@ -117,6 +181,7 @@ class Engine:
         progress: Progress,
         timers: Timers,
         before_update: Callable[[], None] | None = None,
+        judge: Judge | None = None,
     ) -> StepResult:
         """Train on one global batch. Where nothing in it counts, nothing changes, the loss scale neither.
 
@@ -125,30 +190,57 @@ class Engine:
             progress: where the training stands before this step; schedules read it.
             timers: collects how long each phase takes.
             before_update: called when the state is about to change.
+            judge: looks at the losses and the gradient norm before anything changes; nothing does if it
+                holds the update.
         """
         scale = self.scaler_state.scale
         self.lessons.before(progress)
         skipping = self.schedules.skipping.at(progress)
-        if skipping is not NOTHING_SKIPPED:
-            batches = [replace(batch, skipping=skipping) for batch in batches]
+        lr = self.schedules.learning_rate.at(progress)
+
+        def attempt(these: Sequence[CountedBatch]) -> Attempt:
+            return self._attempt(these, skipping, scale, timers)
+
+        found = attempt(batches)
+        with timers("optimizer"):
+            if found.losses.total is None:
+                tokens = self.loads.update(found.tallies)
+                return StepResult(found.losses, 0.0, lr, scale, True, skipping=skipping, tokens=tokens)
+            if judge is not None:
+                judgement = judge(found, attempt)
+                found = judgement.attempt
+                if judgement.hold:
+                    told = (found.losses, found.grad_norm, lr, scale)
+                    return StepResult(*told, skipped=True, skipping=skipping, held=True)
+            tokens = self.loads.update(found.tallies)
+            if before_update is not None:
+                before_update()
+            sound = math.isfinite(found.losses.total) or self.context.device.type == "meta"
+            norm = found.sums_norm if sound else math.nan
+            decay = self.schedules.weight_decay.at(progress)
+            report = self.optimizer.step(lr, decay, 1.0 / scale, norm)
+            self.scaler_state = self.scaler.update(self.scaler_state, not report.applied)
+        told = (found.losses, report.grad_norm, lr, scale, not report.applied, report.first_bad_parameter)
+        return StepResult(*told, skipping=skipping, tokens=tokens)
+
+    def _attempt(
+        self, batches: Sequence[CountedBatch], skipping: Skipping, scale: float, timers: Timers
+    ) -> Attempt:
+        """Forward and backward of a global batch, its losses, and the norm of its gradient."""
+        self._prints.clear()
         with timers("forward-backward"):
+            if skipping is not NOTHING_SKIPPED:
+                batches = [replace(batch, skipping=skipping) for batch in batches]
             counts = local_counts(self.executor.terms, batches, self.context.device)
             self.context.batch.all_reduce(counts).wait()
             # Everything that counts weighs the same, on whichever rank and micro-batch it fell.
             factors = loss_factors(self.executor.terms, counts, scale)
             sums = self.executor.train(self.programs.train(len(batches)), batches, factors)
-            tokens = self.loads.update(sums.tallies)
         with timers("optimizer"):
-            lr = self.schedules.learning_rate.at(progress)
+            local = sums.terms.clone()
             losses, _ = self._losses(sums.terms, counts)
-            if losses.total is None:
-                return StepResult(losses, 0.0, lr, scale, skipped=True, skipping=skipping, tokens=tokens)
-            if before_update is not None:
-                before_update()
-            report = self.optimizer.step(lr, self.schedules.weight_decay.at(progress), 1.0 / scale)
-            self.scaler_state = self.scaler.update(self.scaler_state, not report.applied)
-        found = (losses, report.grad_norm, lr, scale, not report.applied, report.first_bad_parameter)
-        return StepResult(*found, skipping=skipping, tokens=tokens)
+            norm = 0.0 if losses.total is None else self.optimizer.grad_norm()
+        return Attempt(losses, norm, norm * (1.0 / scale), local, tuple(self._prints), sums.tallies)
 
     def evaluate(self, global_batches: Iterable[Sequence[CountedBatch]]) -> tuple[Losses, int]:
         """The losses of all batches of all ranks, and how much counts for the first term.
@@ -172,6 +264,8 @@ class Engine:
         """
         self.context.pp.all_reduce(sums).wait()  # zeros on the stages that add nothing
         self.context.batch.all_reduce(sums).wait()
+        if self.context.tp.size > 1:  # what all ranks decide on must be the same to the last bit
+            self.context.tp.broadcast(sums, 0).wait()
         terms = self.executor.terms
         values = read_values(torch.cat([sums, counts])) or [math.nan] * len(terms) + [1.0] * len(terms)
         totals, divisors = values[: len(terms)], values[len(terms) :]

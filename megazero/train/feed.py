@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from megazero.config.steps import Step
 from megazero.data import SamplerSpec
-from megazero.data.blended import SampleDataset
+from megazero.data.blended import SampleDataset, whereabouts
 
 # A row's sample, by its position in the training order; with the row's number in it, if it is not the first.
 Place = int | tuple[int, int]
@@ -47,6 +49,25 @@ class Feed:
     def spec(self) -> SamplerSpec:
         """The fixed facts of the sampler."""
         return self.sampler.spec
+
+    def of_step(self, step: Step) -> list:
+        """This rank's micro-batches of a training step. Raises DataError as `micro_batches` does."""
+        return self.micro_batches(step.before.samples, step.micro_batches, step.sequence_length, step.rows)
+
+    def of_replica(self, number: int) -> Feed:
+        """The same feed for another replica of the data, which reads when it is asked."""
+        sampler = copy(self.sampler)
+        sampler.spec = replace(self.spec, data_parallel_rank=number)
+        return Feed(self.dataset, sampler, self.collate)
+
+    def samples_of(self, step: Step) -> list[dict[str, Any]]:
+        """This rank's samples of a step: their places in the training order, numbers and texts' places."""
+        starts = [step.before.samples + i * self.spec.stride for i in range(step.micro_batches)]
+        return [
+            {"place": place, "sample": int(number), "text": whereabouts(self.dataset, int(number))}
+            for start in starts
+            for place, number in zip(self._samples(start), self.sampler.at(start), strict=True)
+        ]
 
     def micro_batches(
         self, consumed_samples: int, count: int, length: int | None = None, rows: int = 1

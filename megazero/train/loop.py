@@ -2,76 +2,36 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
 
 import torch
 
-from megazero.config.difficulties import Difficulties
-from megazero.config.horizon import Horizon
 from megazero.config.steps import Step
-from megazero.errors import CheckpointError, NumericsError
-from megazero.layers import Skipping
-from megazero.mpu import ParallelContext
+from megazero.errors import CheckpointError, DataError, LostFolderError, NumericsError
+from megazero.mpu import JobFailure, ParallelContext, Waits, gather_values
 from megazero.train.engine import Engine, StepResult
-from megazero.train.feed import Feed
+from megazero.train.guards.guard import StepGuard
+from megazero.train.guards.incidents import Incident, IncidentLog
 from megazero.train.metrics import EvalMetrics, StepMetrics
-from megazero.train.monitors import Monitor
+from megazero.train.monitors import CompositeMonitor, Monitor
+from megazero.train.rollback import go_back
+from megazero.train.run_plan import Feeds, RunPlan
 from megazero.train.signals import StopRequest
 from megazero.train.snapshot import Snapshots
 from megazero.train.stability import Stability
 from megazero.train.state import TrainState
+from megazero.train.step_metrics import step_metrics
+from megazero.train.stragglers import Straggler, Stragglers
 from megazero.train.timers import Timers
 
-_MOST_BAD = 5  # steps in a row
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """What a run will do, in numbers.
-
-    Attributes:
-        horizon: where training stops, the size of each step, and what evaluations read.
-        flops_per_token: (tokens of a sequence, what the step skips) -> FLOPs of forward and backward for one
-            of them, without a teacher's.
-        matmul_rate: this rank's measured matmul rate, FLOP/s.
-        save_interval: iterations between checkpoints, or None.
-        exit_interval: stop at multiples of this many iterations, or None.
-        exit_seconds: stop after this many seconds, or None.
-        max_bad: end with an error after so many steps in a row whose gradients were not finite; None means
-            as many as show that it is no search for a loss scale.
-        stability: updates over which it is reported how steady the training is, or None.
-        log_params_norm, log_num_zeros: whether steps report these.
-        exact_timers: whether to wait for the device at both ends of each timed phase.
-        log_interval: iterations between reports of what each expert got.
-        difficulties: how difficult the samples of each step may be; None without a curriculum over samples.
-    """
-
-    horizon: Horizon
-    flops_per_token: Callable[[int, Skipping], float]
-    matmul_rate: float
-    save_interval: int | None = None
-    exit_interval: int | None = None
-    exit_seconds: float | None = None
-    max_bad: int | None = None
-    stability: int | None = None
-    log_params_norm: bool = False
-    log_num_zeros: bool = False
-    exact_timers: bool = False
-    log_interval: int = 1
-    difficulties: Difficulties | None = None
-
-
-@dataclass(frozen=True)
-class Feeds:
-    """The sources of samples; a split without data is None."""
-
-    train: Feed | None
-    valid: Feed | None
-    test: Feed | None
+_SHOWN = 3  # changed files in a message
 
 
 class Loop:
@@ -103,6 +63,21 @@ class Loop:
         self.context = context
         self._saved_at = 0
         self.timers = Timers(context.device, synchronize=plan.exact_timers)
+        self.waits = Waits(context.device) if context.watch is None else context.watch.waits
+        self.stragglers = Stragglers(plan.straggler_interval, context)
+        self._reached = 0
+        self._folder = None if checkpoints is None else Path(checkpoints.saver.directory)
+        self.incidents = IncidentLog(monitor, self._folder if context.rank == 0 else None)
+        if context.watch is not None:
+            context.watch.listener = self._note_failure
+        self.guard = StepGuard(
+            plan.guards,
+            engine,
+            feeds.train,
+            context,
+            self.incidents,
+            None if checkpoints is None else partial(go_back, checkpoints),
+        )
 
     def fit(self, state: TrainState) -> TrainState:
         """Train from `state` on and return the state at the end. SIGTERM saves and ends the training early.
@@ -112,22 +87,35 @@ class Loop:
 
         Raises:
             CheckpointError: on every rank, if the last checkpoint cannot be written.
-            NumericsError: on every rank: the row is as long as `RunPlan.max_bad`, or a checkpoint would hold
-                a number that is not finite. Earlier checkpoints stay.
+            LostFolderError: on every rank, if another job has taken the folder in the meantime.
+            NumericsError: on every rank: too many updates in a row were left out, copies differ, a machine
+                computes wrongly, or a checkpoint would hold a number that is not finite. Earlier checkpoints
+                stay.
+            DataError: on every rank: a file of the data is not what it was when the run began. This is looked
+                at before each save, with evaluations, and every `RunPlan.log_interval` iterations.
         """
         started = time.monotonic()
         self._saved_at = evaluated_at = state.iteration
         reason, due = None, False
         with StopRequest() as stop:
             while state.iteration < self.plan.horizon.end.iteration and reason is None:
+                done = state.iteration
                 state = self._step(state)
-                self._check_row(state)
-                if self._due(self.plan.horizon.evaluations.interval, state) and self.feeds.valid is not None:
-                    self.evaluate("validation", state)
-                    evaluated_at = state.iteration
-                reason = self._after_step(state, stop, started)
-                due |= self.checkpoints is not None and self._due(self.plan.save_interval, state)
-                if due and reason is None and not self._failing(state):
+                if state.iteration > done:
+                    interval = self.plan.horizon.evaluations.interval
+                    if self.feeds.valid is not None and self._due(interval, state):
+                        self.evaluate("validation", state)
+                        evaluated_at = state.iteration
+                    due |= self.checkpoints is not None and self._due(self.plan.save_interval, state)
+                    reason = self._after_step(state, stop, started, due)
+                    if self.context.watch is not None:
+                        self.context.watch.under_way()
+                    ends = state.iteration >= self.plan.horizon.end.iteration
+                    state = self._compared(state, due=due or ends or reason is not None)
+                if state.iteration <= done:  # the run went back to a checkpoint
+                    self._saved_at = evaluated_at = state.iteration
+                    due = False
+                elif due and reason is None and not self.guard.failing(state):
                     self._on_the_way(lambda now=state: self._save(now))
                     due = False
             self._save_last(state)  # a second signal does not interrupt this
@@ -166,25 +154,62 @@ class Loop:
         )
 
     def _step(self, state: TrainState) -> TrainState:
-        began = time.perf_counter()
+        began, self._reached = time.perf_counter(), state.iteration + 1
+        self.waits.start_step()
         step = self.plan.horizon.at(state.progress)
+        if self.guard.passes_over(state, step):
+            return self._pass_over(state, step, began)
         with self.timers("data"):
-            batches = self.feeds.train.micro_batches(
-                state.consumed_samples, step.micro_batches, step.sequence_length, step.rows
-            )
+            batches = self.feeds.train.of_step(step)
         hold = self.checkpoints.saver.wait_for_copies if self.checkpoints is not None else None
-        result = self.engine.train_step(batches, state.progress, self.timers, hold)
-        state = state.after(step, result.skipped, self._stability(state, result), bad=result.bad)
+        judge = self.guard.judge(state, step, batches)
+        result = self.engine.train_step(batches, state.progress, self.timers, hold, judge)
+        state = state.after(
+            step, result.skipped, self._stability(state, result), bad=result.bad or result.held
+        )
         # These take communication, so every rank computes them; the monitor only shows them.
         optimizer = self.engine.optimizer
         extras = {
             "params_norm": optimizer.params_norm() if self.plan.log_params_norm else None,
             "num_zeros": optimizer.count_zero_grads() if self.plan.log_num_zeros else None,
+            "rank_seconds": self.stragglers.take_summary(),
         }
         if self._due(self.plan.log_interval, state):
             extras["tokens_per_expert"] = self.engine.loads.report(result.tokens)
         seconds = time.perf_counter() - began
-        self.monitor.step(self._metrics(state, result, step, seconds, extras))
+        metrics = self._metrics(state, result, step, seconds, extras)
+        self.monitor.step(metrics)
+        waited, seconds = self.waits.end_step(), time.perf_counter() - began
+        self.stragglers.add(seconds, metrics.phase_seconds.get("data", 0.0), waited)
+        return self._guarded(state, step, result)
+
+    def _guarded(self, state: TrainState, step: Step, result: StepResult) -> TrainState:
+        """The state to go on with after a step, which is an earlier one if the run goes back to it."""
+        with self._keeping_checkpoints():
+            reached = self.guard.after(state, step, result)
+            if reached.iteration == state.iteration:
+                self.guard.check_row(reached, result)
+                return reached
+        self.monitor.rewound(reached.iteration)
+        return reached
+
+    def _compared(self, state: TrainState, *, due: bool) -> TrainState:
+        """Compare copies where it is time to: before a checkpoint, and every so many steps."""
+        interval = self.plan.guards.check_weights_interval
+        if not interval or self.guard.failing(state) or not (due or self._due(interval, state)):
+            return state
+        with self.timers("comparison of copies"), self._keeping_checkpoints():
+            reached = self.guard.check_copies(state)
+        if reached.iteration < state.iteration:
+            self.monitor.rewound(reached.iteration)
+        return reached
+
+    def _pass_over(self, state: TrainState, step: Step, began: float) -> TrainState:
+        """A step that is not trained on: it consumes its samples, and nothing else changes."""
+        state = state.after(step, True, state.stability)
+        result = self.engine.nothing(step.before)
+        self.monitor.step(self._metrics(state, result, step, time.perf_counter() - began, {}))
+        self.waits.end_step()
         return state
 
     def _stability(self, state: TrainState, result: StepResult) -> Stability | None:
@@ -199,40 +224,15 @@ class Loop:
     def _metrics(
         self, state: TrainState, result: StepResult, step: Step, seconds: float, extras: dict
     ) -> StepMetrics:
-        rate = step.positions / seconds
-        # Padding takes time only where it cannot be avoided, and is no use.
-        useful = rate * (1.0 - result.losses.padding)
         each = self.plan.flops_per_token(step.sequence_length, result.skipping)
         each += self.engine.lessons.flops_per_token
-        flops = useful * each / self.context.world_size
-        return StepMetrics(
-            iteration=state.iteration,
-            consumed_samples=state.consumed_samples,
-            consumed_tokens=state.consumed_tokens,
-            losses=result.losses,
-            grad_norm=result.grad_norm,
-            learning_rate=result.learning_rate,
-            loss_scale=result.loss_scale,
-            skipped=result.skipped,
-            seconds=seconds,
-            tokens_per_second=rate,
-            tflops=flops / 1e12,
-            matmul_share=flops / self.plan.matmul_rate,
-            global_batch_size=step.batch_size,
-            num_micro_batches=step.micro_batches,
-            first_bad_parameter=result.first_bad_parameter,
-            phase_seconds=self.timers.collect(),
-            sequence_length=step.sequence_length if self.plan.horizon.steps.lengths.grow else None,
-            difficulties=self.plan.difficulties.at(step.before) if self.plan.difficulties else None,
-            kept_tokens=step.kept_tokens,
-            layers_run=result.skipping.layers_run,
-            **_steadiness(state, result),
-            **extras,
-        )
+        flops = each / self.context.world_size
+        extras = {**extras, "phase_seconds": self.timers.collect()}
+        return step_metrics(self.plan, state, result, step, seconds, flops, extras)
 
     def _save(self, state: TrainState) -> None:
         with self.timers("save"):
-            visible = self.checkpoints.save(state)
+            visible = self.checkpoints.save(state, {"healthy": self.guard.healthy(state)})
         self._saved_at = state.iteration
         for iteration in visible:
             self._tell(iteration)
@@ -242,7 +242,7 @@ class Loop:
         if self.checkpoints is None:
             return
         self._settle()
-        if self._failing(state):
+        if self.guard.failing(state):
             self.monitor.message(
                 f"iteration {state.iteration} is not saved: {state.bad_in_a_row} updates in a row were "
                 "skipped"
@@ -252,32 +252,26 @@ class Loop:
         while self.checkpoints.saver.unsettled:
             self._tell(self.checkpoints.saver.settle())
 
+    @contextmanager
+    def _keeping_checkpoints(self) -> Iterator[None]:
+        """If the block ends the run, make the checkpoints visible that are being written first."""
+        try:
+            yield
+        except NumericsError:
+            self._settle()
+            raise
+
     def _settle(self) -> None:
         """Make the checkpoints that are being written visible, where there are any."""
         while self.checkpoints is not None and self.checkpoints.saver.unsettled:
             self._on_the_way(lambda: self._tell(self.checkpoints.saver.settle()))
 
-    def _failing(self, state: TrainState) -> bool:
-        """Whether steps keep being bad, other than in the search for a loss scale."""
-        scaler, found = self.engine.scaler, self.engine.scaler_state
-        return (found.overflows_at_floor if scaler.searches else state.bad_in_a_row) > 1
-
-    def _check_row(self, state: TrainState) -> None:
-        """Raises NumericsError if too many steps in a row were bad; what was saved before is there."""
-        limit = self.plan.max_bad or (math.inf if self.engine.scaler.searches else _MOST_BAD)
-        if state.bad_in_a_row < limit:
-            return
-        self._settle()
-        raise NumericsError(
-            f"`max_skipped_updates` in a row, {state.bad_in_a_row}, were skipped up to iteration "
-            f"{state.iteration}, because a gradient was inf or NaN; checkpoints before them are kept: lower "
-            "the learning rate, look at the data of these steps, or change the precision"
-        )
-
     def _on_the_way(self, work: Callable[[], None]) -> None:
         """Do work that saves; if it fails, every rank says so, and earlier checkpoints remain."""
         try:
             work()
+        except LostFolderError:
+            raise  # nothing would be saved from now on
         except CheckpointError as error:
             self._saved_at = -1
             print(
@@ -290,24 +284,47 @@ class Loop:
         if iteration is not None:
             self.monitor.message(f"saved a checkpoint at iteration {iteration}")
 
+    def _note_failure(self, failure: JobFailure) -> None:
+        """Write down why the job has failed, which has been told; whichever rank knows it."""
+        details = {"diagnosis": failure.page.splitlines()}
+        log = IncidentLog(CompositeMonitor(), self._folder)
+        log.add(Incident("job failed", self._reached, failure.summary, "stopped", failure.ranks, details))
+
+    def _report(self, stragglers: list[Straggler], state: TrainState) -> None:
+        """Name the ranks that have become slow, or are no longer."""
+        for each in stragglers:
+            if each.recovered or each.stage is not None:  # a stage of its own may simply have more to do
+                self.monitor.message(str(each))
+                continue
+            told = (str(each), "none", (each.rank,), asdict(each))
+            self.incidents.add(Incident("slow rank", state.iteration, *told))
+
     def _due(self, interval: int | None, state: TrainState) -> bool:
         return interval is not None and state.iteration % interval == 0
 
-    def _after_step(self, state: TrainState, stop: StopRequest, started: float) -> str | None:
+    def _after_step(self, state: TrainState, stop: StopRequest, started: float, saves: bool) -> str | None:
         """Settle a checkpoint that all ranks have written, and return the reason to stop, or None.
 
-        The result is the same on all ranks, no matter which of them got a signal, is late or still writes.
+        The result is the same on all ranks, no matter which of them got a signal, is late, still writes or
+        sees that the data changed. saves: whether a checkpoint is due.
         """
-        if state.iteration >= self.plan.horizon.end.iteration:
-            return None
+        ends = state.iteration >= self.plan.horizon.end.iteration
         limit = self.plan.exit_seconds
         late = limit is not None and time.monotonic() - started >= limit
         unsettled = self.checkpoints is not None and self.checkpoints.saver.unsettled
         writes = unsettled and self.checkpoints.saver.busy
-        asked = [float(stop.requested), float(late), float(writes)]
-        flags = torch.tensor(asked, device=self.context.device)
+        intervals = (self.plan.log_interval, self.plan.exit_interval, self.plan.horizon.evaluations.interval)
+        looks = saves or ends or late or stop.requested or any(self._due(n, state) for n in intervals)
+        changed = self.feeds.changed_files() if looks else []
+        asked = [float(stop.requested), float(late), float(writes), float(bool(changed))]
+        flags = torch.tensor([*asked, *self.stragglers.slots(state.iteration)], device=self.context.device)
         self.context.world.all_reduce(flags, "max").wait()
-        told, late, writes = flags.tolist()
+        told, late, writes, changed_somewhere, *times = flags.tolist()
+        self._report(self.stragglers.after(state.iteration, times), state)
+        if changed_somewhere:
+            self._end_for(changed, state)
+        if ends:
+            return None
         if unsettled and not writes:
             self._on_the_way(lambda: self._tell(self.checkpoints.saver.advance()))
         if told:
@@ -318,14 +335,14 @@ class Loop:
             return f"--exit-interval {self.plan.exit_interval}"
         return None
 
-
-def _steadiness(state: TrainState, result: StepResult) -> dict[str, float | None]:
-    """The metrics of `state.stability` after a step that made an update."""
-    found = state.stability
-    if found is None or result.skipped or not found.updates:
-        return {}
-    return {
-        "loss_ratio": found.loss_ratio,
-        "loss_deviation": found.loss.deviation,
-        "grad_norm_deviation": found.grad_norm.deviation,
-    }
+    def _end_for(self, changed: list[str], state: TrainState) -> NoReturn:
+        """Raises DataError with what the first rank that sees a change sees; what was saved before stays."""
+        self._settle()
+        everyone = gather_values(self.context.world, changed, self.context.device)
+        rank, found = next((rank, each) for rank, each in enumerate(everyone) if each)
+        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        raise DataError(
+            f"`data` must stay what they were when the run began, but after iteration {state.iteration} rank "
+            f"{rank} sees: {'; '.join(found[:_SHOWN])}{more}; what was saved before is kept: put the files "
+            "back and resume, or set --no-verify-data"
+        )

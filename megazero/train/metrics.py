@@ -18,6 +18,7 @@ _WHERE_KNOWN = (
     "difficulties",
     "kept_tokens",
     "layers_run",
+    "rank_seconds",
     *STABILITY,
 )
 
@@ -59,6 +60,9 @@ class StepMetrics:
         tokens_per_expert: for each layer with experts, its number as ``layer``, and as ``tokens`` how often
             each of its experts was chosen in this iteration, before any token was dropped. None in between
             the iterations that are logged, and without experts.
+        rank_seconds: minimum, median and maximum over ranks of the seconds per step that each takes itself,
+            as ``own``, and those that it waits, as ``waited``; in the iteration after an interval over which
+            ranks were compared (`stragglers.py`).
     """
 
     iteration: int
@@ -87,6 +91,7 @@ class StepMetrics:
     loss_deviation: float | None = None
     grad_norm_deviation: float | None = None
     tokens_per_expert: Sequence[Mapping] | None = None
+    rank_seconds: Mapping[str, Sequence[float]] | None = None
 
     @property
     def expert_loads(self) -> tuple[float, float] | None:

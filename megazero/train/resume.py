@@ -27,6 +27,7 @@ from megazero.checkpoint import (
     state_keys,
     together,
 )
+from megazero.checkpoint.lock import saved_elsewhere
 from megazero.checkpoint.upcycling import Upcycled, dense_model, router_names
 from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
 from megazero.config.horizon import Horizon, horizon_of
@@ -34,14 +35,15 @@ from megazero.config.rules import check
 from megazero.config.tree import Config, ModelConfig
 from megazero.config.tree_output import CheckpointConfig
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from megazero.mpu import ParallelContext, gather_values
+from megazero.mpu import ParallelContext, gather_values, transports
 from megazero.optim import ScalerState
 from megazero.train.engine import Engine
 from megazero.train.named_checkpoint import opened
 from megazero.train.random_state import random_state, set_random_state
 from megazero.train.router_state import router_parts_to_read
+from megazero.train.same_sums import changed_sums
 from megazero.train.state import TrainState
-from megazero.train.state_json import RunFacts, SavedModel, saved_model, saved_run
+from megazero.train.state_json import DataFacts, RunFacts, SavedModel, saved_model, saved_run
 from megazero.zero import Optimizer
 
 # What determines learning rate and weight decay after a resume; a silent change would distort the schedule.
@@ -89,6 +91,7 @@ class Resumed:
         config: the run's configuration; its global batch is the checkpoint's if none was asked for.
         horizon: the run's horizon, from `state` on.
         remarks: what a person should know about the resume.
+        data: what the steps so far were trained on; None if there were none or the checkpoint does not say.
     """
 
     engine: Engine
@@ -97,6 +100,7 @@ class Resumed:
     config: Config
     horizon: Horizon
     remarks: tuple[str, ...] = ()
+    data: tuple[DataFacts, ...] | None = None
 
 
 def resume(
@@ -146,14 +150,18 @@ def resume(
             state = TrainState() if run is None or section.finetune else run.state.train_state()
             horizon = horizon_of(kept, context.data.size, state.progress)
             engine = build(kept, horizon)
-            seed = _load(kept, engine, context, reader, run, begins)
+            seed = load_state(kept, engine, context, reader, run, begins_experts=begins)
         except DamagedCheckpointError as error:
             remarks.append(f"passed over {folder}: {error}")
             engine = None  # part of its state may come from the damaged checkpoint
             gc.collect()  # frees its memory before the next engine needs as much
             continue
+        changes += filter(None, [saved_elsewhere(folder, reader.saved_into)])
+        if run is not None and not section.finetune:
+            changes += changed_sums(run, kept.parallel, transports(context), context.world_size)
         loaded = f"{'began experts from the dense model' if begins else 'loaded'} {folder}"
-        return Resumed(engine, state, seed, kept, horizon, (*remarks, loaded, *changes))
+        data = None if run is None or section.finetune or run.data is None else tuple(run.data)
+        return Resumed(engine, state, seed, kept, horizon, (*remarks, loaded, *changes), data)
     raise DamagedCheckpointError(
         f"`load` must hold a whole checkpoint, but {section.load} has none: " + "; ".join(remarks)
     )
@@ -215,15 +223,23 @@ def _fit(
     return kept, ["changed since the checkpoint: " + "; ".join(changes)] if changes else []
 
 
-def _load(
+def load_state(
     config: Config,
     engine: Engine,
     context: ParallelContext,
     reader: CheckpointReader,
     run: RunFacts | None,
-    begins_experts: bool,
+    *,
+    begins_experts: bool = False,
 ) -> int:
-    """Load what the checkpoint holds, and return the seed of the dropout streams."""
+    """Load what a checkpoint holds into an engine, as `config` asks; every rank calls this.
+
+    Returns:
+        The seed of the dropout streams.
+
+    Raises:
+        CheckpointError: on every rank: it does not fit the engine's model, or lacks what is asked for.
+    """
     section, optimizer = config.checkpoint, engine.optimizer
     progress = run is not None and not section.finetune
     moments = progress and not section.no_load_optim

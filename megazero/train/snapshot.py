@@ -17,7 +17,7 @@ from megazero.checkpoint import RANDOM, Box, Disk, Key, Part, Retention, Saver, 
 from megazero.config.horizon import Horizon
 from megazero.config.tree import Config
 from megazero.errors import NumericsError
-from megazero.mpu import ParallelContext, gather_values
+from megazero.mpu import ParallelContext, gather_values, transports
 from megazero.train.engine import Engine
 from megazero.train.random_state import random_state
 from megazero.train.router_state import router_parts_to_write
@@ -73,12 +73,17 @@ class Snapshots:
             "global_batch_size": horizon.steps.ramp.final,
             "written_by": {
                 "world_size": context.world_size,
+                "transports": transports(context),
                 "megazero": VERSION,
                 "git": git_revision() if context.rank == 0 else None,
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },
         }
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Say this too, as JSON, in all checkpoints from now on."""
+        self._fixed |= facts
 
     def save(self, state: TrainState, found: Mapping[str, Any] | None = None) -> list[int]:
         """Save a checkpoint of `state` and the engine, or start saving it; every rank calls this.

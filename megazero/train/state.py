@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megazero.config.steps import Progress, Step
+from megazero.train.guards.spikes import Recent
 from megazero.train.stability import Stability
 
 
@@ -19,7 +20,10 @@ class TrainState:
         skipped: number of steps without an update, because a gradient was not finite or nothing in the global
             batch counted.
         stability: how steady the updates were; None unless it is to be known.
-        bad_in_a_row: of the latest steps, how many had a gradient that was not finite.
+        bad_in_a_row: of the latest steps, how many were left out because numbers were not finite, or because
+            a guard held their updates.
+        recent: the latest updates and the latest spike; None unless spikes are looked for.
+        set_aside: samples that are not trained on, as ranges of places in the training order, from and to.
     """
 
     iteration: int = 0
@@ -28,17 +32,32 @@ class TrainState:
     skipped: int = 0
     stability: Stability | None = None
     bad_in_a_row: int = 0
+    recent: Recent | None = None
+    set_aside: tuple[tuple[int, int], ...] = ()
 
     def after(
         self, step: Step, skipped: bool, stability: Stability | None = None, *, bad: bool = False
     ) -> TrainState:
-        """The state after one more step, the one that follows `progress`; `bad` if a gradient was not finite.
+        """The state after one more step, the one that follows `progress`.
 
         A step that was skipped because nothing counted neither ends a row of bad ones nor adds to it.
+
+        Args:
+            step: what it consumed.
+            skipped: whether it made no update.
+            stability: how steady the updates were, this one included.
+            bad: whether it was skipped for its numbers.
         """
         done, row = step.after, self.bad_in_a_row
-        row = row + 1 if bad else row if skipped else 0
-        return TrainState(done.iteration, done.samples, done.tokens, self.skipped + skipped, stability, row)
+        return replace(
+            self,
+            iteration=done.iteration,
+            consumed_samples=done.samples,
+            consumed_tokens=done.tokens,
+            skipped=self.skipped + skipped,
+            stability=stability,
+            bad_in_a_row=row + 1 if bad else row if skipped else 0,
+        )
 
     @property
     def progress(self) -> Progress:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -19,11 +20,13 @@ from pydantic import (
     ValidationError,
 )
 
-from megazero.checkpoint import CheckpointReader
+from megazero.checkpoint import CheckpointReader, Key
+from megazero.checkpoint.described import check_saved_model
 from megazero.checkpoint.manifest import STATE, parse
 from megazero.config.option import Section
 from megazero.config.tree import Config, ModelConfig
 from megazero.errors import CheckpointError
+from megazero.train.guards.spikes import Recent
 from megazero.train.stability import Spread, Stability
 from megazero.train.state import TrainState
 
@@ -61,6 +64,14 @@ class StabilityFacts(_FactsModel):
     grad_norm: SpreadFacts
 
 
+class RecentFacts(_FactsModel):
+    """The fields of `Recent`."""
+
+    losses: tuple[float, ...]
+    norms: tuple[PositiveFloat, ...]
+    spike: PositiveInt | None
+
+
 class StateFacts(_FactsModel):
     """The fields of `TrainState`."""
 
@@ -71,15 +82,18 @@ class StateFacts(_FactsModel):
     # Checkpoints of earlier versions have none of these.
     stability: StabilityFacts | None = None
     bad_in_a_row: NonNegativeInt = 0
+    recent: RecentFacts | None = None
+    set_aside: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = ()
 
     def train_state(self) -> TrainState:
         """The state itself."""
         facts, stability = dict(self), None
+        recent = None if self.recent is None else Recent(**dict(self.recent))
         if self.stability is not None:
             found = dict(self.stability)
             spreads = {name: Spread(**dict(found[name])) for name in ("loss", "grad_norm")}
             stability = Stability(**{**found, **spreads})
-        return TrainState(**{**facts, "stability": stability})
+        return TrainState(**{**facts, "stability": stability, "recent": recent})
 
 
 class ScalerFacts(_FactsModel):
@@ -89,6 +103,22 @@ class ScalerFacts(_FactsModel):
     growth_tracker: NonNegativeInt
     hysteresis_left: int
     overflows_at_floor: NonNegativeInt
+
+
+class DataFacts(_FactsModel):
+    """One dataset that was trained on: an entry of `megazero.data.sources.contents`."""
+
+    prefix: str
+    idx: str
+    bin: str
+    blocks: str | None = None
+
+
+class WriterFacts(_FactsModel):
+    """What wrote a checkpoint: how many ranks, and what their groups went over; earlier versions say less."""
+
+    world_size: NonNegativeInt = 0
+    transports: dict[str, str] = Field(default_factory=dict)
 
 
 class RunFacts(_FactsModel):
@@ -101,6 +131,10 @@ class RunFacts(_FactsModel):
         updates: number of updates made by the optimizer; None if its state was not saved.
         stream_seed: seed of the dropout streams.
         global_batch_size: in samples, at the end of a ramp.
+        healthy: whether nothing was wrong with the run when it was saved; versions that did not ask are
+            believed.
+        data: what it was trained on; None if it does not say.
+        written_by: what wrote it.
     """
 
     config: SavedConfig
@@ -109,6 +143,9 @@ class RunFacts(_FactsModel):
     updates: NonNegativeInt | None
     stream_seed: int
     global_batch_size: PositiveInt
+    healthy: bool = True
+    data: list[DataFacts] | None = None  # checkpoints of earlier versions have none
+    written_by: WriterFacts = WriterFacts()
 
 
 class _ModelFacts(_FactsModel):
@@ -137,28 +174,40 @@ class SavedModel:
         vocab_size: number of vocabulary entries, without padding.
         sections: sections of the configuration that it was saved with, including `model`.
         place: the file that this was read from.
+        shapes: those of the tensors that it describes; None if unknown.
     """
 
     vocab_size: int
     sections: SavedConfig
     place: Path
+    shapes: Mapping[Key, tuple[int, ...]] | None = None
 
     def settings(self, fields: Iterable[str]) -> ModelConfig:
         """The model's settings, from those of these fields that were saved.
 
         Raises:
-            CheckpointError: this version of the code does not have such a model.
+            CheckpointError: this version of the code does not have such a model, or the tensors have no room
+                for it.
         """
         saved = self.sections["model"]
-        return self._validated(ModelConfig, {name: saved[name] for name in fields if name in saved})
+        model = self._validated(ModelConfig, {name: saved[name] for name in fields if name in saved})
+        self._check(model)
+        return model
 
     def config(self) -> Config:
         """The whole configuration, with defaults where nothing was saved, as with converted weights.
 
         Raises:
-            CheckpointError: this version of the code does not have such settings.
+            CheckpointError: this version of the code does not have such settings, or the tensors have no room
+                for the model.
         """
-        return self._validated(Config, {**_NOT_OF_THE_MODEL, **self.sections})
+        config = self._validated(Config, {**_NOT_OF_THE_MODEL, **self.sections})
+        self._check(config.model)
+        return config
+
+    def _check(self, model: ModelConfig) -> None:
+        if self.shapes is not None:
+            check_saved_model(model, self.vocab_size, self.shapes, self.place)
 
     def _validated(self, model: type[_Section], content: Mapping[str, Any]) -> _Section:
         try:
@@ -188,7 +237,8 @@ def saved_model(reader: CheckpointReader) -> SavedModel:
             f"convert it again"
         )
     place = reader.folder / STATE
-    return SavedModel(found.vocab_size, {k: v for k, v in sections.items() if v is not None}, place)
+    given = {name: section for name, section in sections.items() if section is not None}
+    return SavedModel(found.vocab_size, given, place, reader.shapes)
 
 
 def _read(model: type[_Facts], reader: CheckpointReader) -> _Facts:

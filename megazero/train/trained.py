@@ -141,6 +141,7 @@ def _config_of(saved: SavedModel, launch: Launch, sizes: Sizes, folder: str, ver
         pipeline_model_parallel_size=sizes.pipeline or (1 if alone else trained.pipeline_model_parallel_size),
         distributed_backend=trained.distributed_backend,
     )
-    return config.model_copy(
-        update={"parallel": parallel, "zero": ZeroConfig(), "recompute": RecomputeConfig()}
-    )
+    # No more rows than there are entries: the padding serves training alone.
+    model = config.model.model_copy(update={"make_vocab_size_divisible_by": 1})
+    changed = {"model": model, "parallel": parallel, "zero": ZeroConfig(), "recompute": RecomputeConfig()}
+    return config.model_copy(update=changed)

@@ -8,6 +8,8 @@ are on this rank, `store.py` holds the rest of its state, and `wire.py` moves it
 
 from megazero.zero.bucket import Bucket
 from megazero.zero.build import build_store
+from megazero.zero.copies import CopyCheck, CopyDifference, CopyFindings
+from megazero.zero.fingerprint import Fingerprints
 from megazero.zero.init import GatheredParameters, Init, register_external_parameter
 from megazero.zero.layout import BucketLayout, Segment
 from megazero.zero.optimizer import Optimizer, StepReport
@@ -28,9 +30,13 @@ __all__ = [
     "BucketKey",
     "BucketLayout",
     "BucketMember",
+    "CopyCheck",
+    "CopyDifference",
+    "CopyFindings",
     "DataParallel",
     "DeviceStore",
     "ExactWire",
+    "Fingerprints",
     "GatheredParameters",
     "GradientReducer",
     "Init",

@@ -62,7 +62,13 @@ class Optimizer:
         store.make_moments(rule.init_state)
 
     @torch.no_grad()
-    def step(self, lr: PerGroup, weight_decay: PerGroup, grad_scale: float = 1.0) -> StepReport:
+    def step(
+        self,
+        lr: PerGroup,
+        weight_decay: PerGroup,
+        grad_scale: float = 1.0,
+        norm: float | None = None,
+    ) -> StepReport:
         """Update the model from the gradient sums, which become what the update used.
 
         On the meta device the norm is unknown, and the step runs as if nothing had to be clipped.
@@ -71,11 +77,12 @@ class Optimizer:
             lr: learning rate; one, or one per parameter group.
             weight_decay: weight decay of the parameters that decay; one, or one per parameter group.
             grad_scale: factor applied to the sums first (loss unscaling and averaging).
+            norm: what `grad_norm` said of the sums, if it has been asked; NaN lets nothing change.
 
         Returns:
             The report, the same on all ranks.
         """
-        norm, clip = self.grad_norm() * grad_scale, 1.0
+        norm, clip = (self.grad_norm() if norm is None else norm) * grad_scale, 1.0
         if self.context.device.type != "meta":
             if not math.isfinite(norm):
                 return StepReport(norm, False, self._first_bad_parameter())
@@ -114,6 +121,19 @@ class Optimizer:
         of their norms.
         """
         return math.sqrt(self._total(GRADIENT, self._square_sum, estimates=self.rule.needs.reduces))
+
+    @torch.no_grad()
+    def gradient_norms(self) -> dict[str, float]:
+        """L2 norm of the gradient sums of each trained parameter of this stage, by its global name."""
+        norms = ParameterNorms(self._trained, self.context, 1)
+        for residents in self.store.visits((GRADIENT,), self._trained):
+            for each in residents:
+                for number, _, piece in each.bucket.layout.member_pieces(each.flats[GRADIENT]):
+                    norms.add(each.bucket, number, [piece])
+        norms.reduce()
+        members = [(b, i, spec.name) for b in self._trained for i, spec in enumerate(b.layout.specs)]
+        values = torch.cat([norms.of(bucket, number) for bucket, number, _ in members]).tolist()
+        return {name: value for (_, _, name), value in zip(members, values, strict=True)}
 
     def params_norm(self) -> float:
         """Global L2 norm of the master weights of trained parameters; the same on all ranks."""

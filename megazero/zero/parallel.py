@@ -12,7 +12,7 @@ from megazero.mpu import ParallelContext
 from megazero.zero.bucket import Presence
 from megazero.zero.gather import Gatherer
 from megazero.zero.policy import ZeroPolicy
-from megazero.zero.reduce import GradientReducer
+from megazero.zero.reduce import GradientReducer, Observer
 from megazero.zero.store import Store
 from megazero.zero.unit import Unit
 
@@ -39,6 +39,10 @@ class DataParallel:
         for bucket in store.buckets:
             for param in bucket.params if bucket.key.trainable else ():
                 param.register_post_accumulate_grad_hook(self.collect)
+
+    def observe(self, observer: Observer) -> None:
+        """Show each bucket's gradients on this rank to `observer` before they are reduced."""
+        self._reducer.observer = observer
 
     def start(self) -> None:
         """Begin a step: forget the previous step's gradients, and all that an interrupted one left behind."""

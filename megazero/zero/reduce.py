@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,9 @@ from megazero.zero.wire import Reduction
 
 # How many buffers besides the sums may be held by reductions in flight while the next bucket fills.
 _IN_FLIGHT = 1
+
+Observer = Callable[[Bucket, Tensor], None]
+"""Sees a bucket, and this rank's own gradients of it, [padded], before they are reduced."""
 
 
 class GradientReducer:
@@ -40,6 +43,9 @@ class GradientReducer:
         store: the store; its buckets are in the order in which backward completes them.
         policy: dtypes and the size of buckets.
         context: the groups for the sums over tensor-parallel ranks and tied parameters.
+
+    Attributes:
+        observer: called before each reduction; None for nobody.
     """
 
     def __init__(self, store: Store, policy: ZeroPolicy, context: ParallelContext):
@@ -47,6 +53,7 @@ class GradientReducer:
         self.store = store
         self.context = context
         self.policy = policy
+        self.observer: Observer | None = None
         self._progress = [_BucketSums(bucket) for bucket in buckets]
         self._place = {
             id(param): (progress, i)
@@ -173,6 +180,8 @@ class GradientReducer:
         """Start reducing what the bucket's buffer holds, with zeros where no gradient has arrived."""
         bucket, fill = progress.bucket, self._open(progress)
         fill.complete()
+        if self.observer is not None:
+            self.observer(bucket, fill.buffer)
         if not bucket.wire.reduces:  # the sums are complete as they are, and more can be added
             return
         first, progress.fill, progress.reduced = not progress.reduced, None, True

@@ -118,7 +118,7 @@ def test_a_killed_run_is_named_with_its_signal_and_goes_on_when_called_again(tmp
         return ["sh", "-c", f"echo $$ > {pid}; exec {words[0]} {words[1]} {words[2]}"]
 
     def kill() -> None:
-        while todo[0].steps_done() < 2:
+        while todo[0].steps_done() < 2 or not todo[0].evaluations():
             time.sleep(0.02)
         os.kill(int(started[0].read_text()), signal.SIGKILL)
 
@@ -155,7 +155,7 @@ def test_a_signal_stops_the_run_and_the_call(tmp_path, number):
     before = signal.getsignal(signal.SIGTERM)
 
     def stop() -> None:
-        while todo[0].steps_done() < 2:
+        while todo[0].steps_done() < 2 or not todo[0].evaluations():
             time.sleep(0.02)
         os.kill(os.getpid(), number)
 

@@ -197,7 +197,11 @@ FACTS: dict[str, tuple[Any, Any]] = {
     "logging.wandb_exp_name": (None, None),
     "logging.wandb_save_dir": (None, None),
     "logging.wandb_entity": (None, NO),
+    "guards.check_weights_interval": (None, NO),
+    "guards.iterations_to_skip": ((), NO),
 }
+
+GUARDS_OF_MEGATRON = ("check_weights_interval", "iterations_to_skip")
 
 # Settings that neither Megatron has a flag for.
 OURS = {
@@ -215,8 +219,10 @@ OURS = {
     *(spec.path for spec in FIELDS if spec.section in ("curriculum", "data_sampling")),
     *(spec.path for spec in FIELDS if spec.section == "skipping" and spec.name != "random_ltd"),
     "logging.log_stability",
+    "logging.straggler_interval",
+    "parallel.heartbeat_timeout_minutes",
     "training.eval_from_start",
-    "training.max_skipped_updates",
+    *(spec.path for spec in FIELDS if spec.section == "guards" and spec.name not in GUARDS_OF_MEGATRON),
     "model.bert_head_activation",
     "model.bert_token_types",
     "data.bert_pack",
@@ -237,6 +243,7 @@ OURS = {
     "checkpoint.keep_last",
     "checkpoint.async_save_limit",
     "checkpoint.verify_checkpoint",
+    "data.verify_data",
     "logging.metrics_jsonl",
     "logging.wall_clock_breakdown",
     "logging.comms_logger",
@@ -258,6 +265,7 @@ DECIDED: dict[str, tuple[Any, str, str, str]] = {
     "model.moe_expert_capacity_factor": (None, "none, so that no token is dropped", "none", "1.0"),
     "model.moe_eval_capacity_factor": (None, "that of the training", "has no such flag", "1.0"),
     "model.moe_min_capacity": (0, "0", "has no such flag", "4"),
+    "guards.check_weights_interval": (500, "500", "never", "has no such flag"),
     "parallel.expert_tensor_parallel_size": (
         None,
         "the tensor-parallel size",

@@ -193,12 +193,10 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             --flight-recorder-dump-path= --run-workload-inspector-server --otel-enabled""",
         ),
         "fault tolerance": (
-            "a run is not watched, restarted or compared with its replicas from within; start it "
-            "again, and `--load` continues it",
+            "a run is not restarted from within, and no errors are put into it; start it again, and "
+            "`--load` continues it",
             """
-            --enable-ft-package --inprocess-restart --log-straggler
-            --check-weight-hash-across-dp-replicas-interval= --gpu-sniff-test-interval=
-            --check-for-spiky-loss --check-for-large-grads --error-injection-rate=
+            --enable-ft-package --inprocess-restart --gpu-sniff-test-interval= --error-injection-rate=
             --error-injection-type= --result-rejected-tracker-filename= --replication
             --replication-factor= --replication-jump= --distributed-timeout-seconds-after-init=""",
         ),
@@ -230,7 +228,7 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
         "data variants": (
             "samples are cut from documents in one way; leave it out",
             """
-            --fim-data --phase-transition-iterations= --iterations-to-skip=*
+            --fim-data --phase-transition-iterations=
             --decrease-batch-size-if-needed""",
         ),
         "batch-size schedules": (

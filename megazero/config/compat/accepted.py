@@ -75,6 +75,11 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
             --tokenizer-sentencepiece-legacy --no-tokenizer-sentencepiece-ignore-extra-whitespaces
             --use-gigatoken --allow-ambiguous-pad-tokens --legacy-tokenizer""",
         "SIGTERM always saves and exits": "--exit-signal-handler --exit-signal-handler-for-training",
+        "spikes of the loss and of the gradient norm are reported": """
+            --check-for-spiky-loss --check-for-large-grads""",
+        "ranks are always compared, at every `--straggler-interval`, and each that is slow is named": """
+            --log-straggler --disable-straggler-on-startup --straggler-ctrlr-port=
+            --straggler-minmax-count=""",
         "every step is checked for inf and nan": """
             --no-check-for-nan-in-loss-and-grad --no-check-for-nan-in-loss""",
         "checkpoints have one format, which all ranks write and any layout loads": """
@@ -256,8 +261,8 @@ CONDITIONAL: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         ),
         "--rerun-mode=": (
             "disabled validate_results",
-            "inf and nan are looked for, and no step is run again to find their cause",
-            "no step is run again to compare its results; choose validate_results or disabled",
+            "results are looked at, and `--rerun-on-fault` computes a suspicious step again",
+            "statistics of repeated steps are not kept; choose validate_results or disabled",
         ),
         "--exit-signal=": (
             "sigterm",

@@ -151,8 +151,6 @@ DEPENDENT: Mapping[str, str] = MappingProxyType(
             --inprocess-monitor-thread-interval= --inprocess-progress-watchdog-interval=
             --inprocess-soft-timeout= --inprocess-termination-grace-time=""",
         "it matters only with `--enable-ft-package`": "--calc-ft-timeouts --ft-num-warmup-iters=",
-        "it matters only with `--log-straggler`": """
-            --disable-straggler-on-startup --straggler-ctrlr-port= --straggler-minmax-count=""",
         "it matters only with `--otel-enabled`": "--otel-service-name= --otel-span-groups=",
         "it matters only with a profiler": """
             --memory-snapshot-path= --pytorch-profiler-collect-callstack

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megazero.config.bounded import bounded_text
 from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
 from megazero.config.deepspeed.extras import Extras
 from megazero.config.deepspeed.row import AUTO, LARGEST, NOTHING, SECTION, KeyRow
@@ -22,6 +23,7 @@ from megazero.config.deepspeed.table import ALIASES, ROWS, SECTIONS, unknown_key
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.flags import Setting
 from megazero.errors import ConfigError
+from megazero.regular_file import why_unreadable
 
 _LONGEST_SHOWN = 80  # characters of a value in a message
 _DEEPEST = 32  # levels; DeepSpeed's own keys need eight
@@ -155,11 +157,11 @@ def _load(result: DeepSpeedSettings, path: Path) -> Mapping[str, Any]:
         raise ValueError(f"{name} is not a JSON number")
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = bounded_text(path)
         document = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
     except OSError as error:
         result.problems.append(
-            f"`--deepspeed_config` must name a readable file, but {path}: {error.strerror}."
+            f"`--deepspeed_config` must name a readable file, but {path}: {why_unreadable(error)}."
         )
     except RecursionError:  # within the parser; what it can read is judged by `_nested_deeply`
         result.problems.append(f"{path}: the file must not be nested this deeply.")

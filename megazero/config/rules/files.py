@@ -88,6 +88,8 @@ def _is_number(text: str) -> bool:
     return True
 
 
+_GOES_BACK = tuple(f"checkpoint.{name}" for name in ("save", "save_interval", "no_save_optim"))
+
 DATA_RULES: tuple[Rule, ...] = (
     Rule(
         "data_source_given",
@@ -155,6 +157,20 @@ DATA_RULES: tuple[Rule, ...] = (
 )
 
 OUTPUT_RULES: tuple[Rule, ...] = (
+    Rule(
+        "rollback_needs_checkpoints",
+        ("guards.on_spike", "guards.on_weights_differ", *_GOES_BACK),
+        "`save`, `save_interval` and the optimizer's state in checkpoints must be there to go back to",
+        "set `--save` and `--save-interval` without `--no-save-optim`, or choose another reaction",
+        lambda c: (
+            (c.config.guards.on_spike != "rollback" and c.config.guards.on_weights_differ != "checkpoint")
+            or (
+                bool(c.config.checkpoint.save)
+                and c.config.checkpoint.save_interval is not None
+                and not c.config.checkpoint.no_save_optim
+            )
+        ),
+    ),
     Rule(
         "async_save_limit_needs_async_save",
         ("checkpoint.async_save_limit", "checkpoint.async_save"),

@@ -14,9 +14,10 @@ from megazero.train.finetuning.answers import Answers, answer
 from megazero.train.finetuning.best import BestModel
 from megazero.train.finetuning.scores import TaskReport
 from megazero.train.finetuning.task import LabelledSplit, TaskData
-from megazero.train.loop import Feeds, Loop, RunPlan
+from megazero.train.loop import Loop
 from megazero.train.metrics import EvalMetrics
 from megazero.train.monitors import Monitor
+from megazero.train.run_plan import Feeds, RunPlan
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 

@@ -19,9 +19,9 @@ from megazero.train.finetuning.loop import Examination, TaskLoop
 from megazero.train.finetuning.predictions import check_writable, write_predictions
 from megazero.train.finetuning.pretrained import take_pretrained
 from megazero.train.finetuning.task import LabelledSplit, TaskData, completed, read_task
-from megazero.train.loop import Feeds
 from megazero.train.monitors import Monitor, build_monitors
 from megazero.train.resume import Resumed, resume
+from megazero.train.run_plan import Feeds
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.vocabulary import Vocabulary, build_vocabulary

@@ -25,6 +25,9 @@ class Monitor(Protocol):
     def message(self, text: str) -> None:
         """Tell a person something, such as that a checkpoint was saved."""
 
+    def rewound(self, iteration: int) -> None:
+        """Forget what came after `iteration`, because training goes on from there."""
+
     def close(self) -> None:
         """Write out anything still pending, because training is over."""
 
@@ -52,6 +55,9 @@ class CompositeMonitor(Monitor):
 
     def message(self, text: str) -> None:
         self._each(lambda member: member.message(text))
+
+    def rewound(self, iteration: int) -> None:
+        self._each(lambda member: member.rewound(iteration))
 
     def close(self) -> None:
         self._each(lambda member: member.close())

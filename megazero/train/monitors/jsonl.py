@@ -57,6 +57,12 @@ class JsonlMonitor(Monitor):
             self._evaluations = self.eval_path.open("a", encoding="utf-8")
         _append(self._evaluations, self.eval_path, metrics.record())
 
+    def rewound(self, iteration: int) -> None:
+        self.close()
+        for each in (self.path, self.eval_path):
+            _rewind(each, iteration)
+        self._steps, self._evaluations = self.path.open("a", encoding="utf-8"), None
+
     def close(self) -> None:
         self._steps.close()
         if self._evaluations is not None:
@@ -67,6 +73,8 @@ def to_json(value: Any) -> Any:
     """`value` with each non-finite float as the string that `float()` reads back."""
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
     if not isinstance(value, float) or math.isfinite(value):
         return value
     if math.isnan(value):

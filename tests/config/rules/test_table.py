@@ -259,6 +259,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "data_sharding_needs_cyclic": {"data.data_sharding": True},
     "documents_end_only_in_running_text": {"model.family": "bert", "data.eod_mask_loss": True},
     "room_for_special_tokens": {"model.family": "bert", "model.seq_length": 4},
+    "rollback_needs_checkpoints": {"guards.on_spike": "rollback"},
     "async_save_limit_needs_async_save": {"checkpoint.async_save_limit": 2},
     "labelled_data_need_a_task": {"finetune.train_data": ("a.tsv",)},
     "epochs_are_the_length": {**TASK, "training.train_iters": 9},

@@ -1,0 +1,55 @@
+"""What a run checks about itself while it trains, and what it does about what it finds."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megazero.config.option import Section, option
+
+Window = Annotated[int, Field(ge=20, le=10_000)]
+"""Updates that a running estimate is made of: enough for a median, few enough to be saved."""
+
+
+class GuardsConfig(Section):
+    """Guards"""
+
+    max_skipped_updates: PositiveInt | None = option(
+        None,
+        "end with an error after so many updates in a row that were skipped because a gradient was inf or "
+        "NaN; default: 5 in fp32 and bf16, and in fp16 as many as its loss scale has use for",
+    )
+    check_weights_interval: NonNegativeInt = option(
+        500,
+        "steps between comparisons of what several ranks hold copies of: weights, masters and moments; "
+        "also compared before each checkpoint; 0 turns it off",
+        aliases=("--check-weight-hash-across-dp-replicas-interval",),
+        unit="iterations",
+    )
+    on_weights_differ: Literal["stop", "majority", "checkpoint"] = option(
+        "stop",
+        "what to do when copies differ: end with an error; take over what most ranks hold; or go back to "
+        "the last healthy checkpoint",
+    )
+    on_spike: Literal["off", "warn", "skip", "rollback"] = option(
+        "warn",
+        "what to do about a step whose loss or gradient norm is far above the latest ones: report it; "
+        "leave its update out; or go back to the last healthy checkpoint and train without its samples",
+    )
+    spike_threshold: PositiveFloat = option(
+        10.0, "how far above the median of the latest updates a spike is, in robust standard deviations"
+    )
+    spike_window: Window = option(128, "updates that the median is taken of", unit="updates")
+    spike_steps: PositiveInt = option(
+        2, "steps whose samples `--on-spike rollback` sets aside: the spike's and those before it"
+    )
+    max_rollbacks: PositiveInt = option(3, "end with an error after so many rollbacks to one checkpoint")
+    rerun_on_fault: bool = option(
+        False,
+        "compute a step with a spike, inf or NaN again, on the same and on another rank: what does not "
+        "come out the same is a fault of a machine, which is named",
+    )
+    iterations_to_skip: tuple[PositiveInt, ...] = option(
+        (), "steps whose samples are passed over without training on them"
+    )

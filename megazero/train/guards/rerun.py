@@ -1,0 +1,148 @@
+"""Computing a suspicious step again: is it the data and the code, or a machine?
+
+The same micro-batches on the same rank give the same bits, and so they do on another rank. Where the second
+pass differs from the first, something failed once; where a neighbour differs from the rank itself, time and
+again, one of the two machines computes wrongly. Megatron-LM's rerun state machine asks the same questions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from megazero.mpu import ParallelContext, gather_values, name_ranks
+from megazero.train.engine import Attempt, Replay
+from megazero.train.losses import CountedBatch
+
+_SHOWN = 4  # names of tensors in a message
+
+
+class Cause(Enum):
+    """Where a suspicious result comes from."""
+
+    REPEATABLE = "repeatable"
+    TRANSIENT = "transient"
+    PERSISTENT = "persistent"
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """What repetition has shown.
+
+    Attributes:
+        cause: the kind of fault.
+        ranks: the world ranks that are to blame, or between which the blame lies; none if repeatable.
+        text: the same for a person.
+    """
+
+    cause: Cause
+    ranks: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What one rank computed by itself, as integers: sums of the losses, then fingerprints of gradients.
+
+    Attributes:
+        names: what each number is of.
+        first, again: with the rank's own micro-batches.
+        sums: the loss and the gradient norm over all ranks, in both of these passes.
+        lent: with those of `neighbour`; None where no other rank can do the same work.
+        neighbour: the world rank whose micro-batches they were.
+    """
+
+    names: Sequence[str]
+    first: Sequence[int]
+    again: Sequence[int]
+    sums: tuple[Sequence[str], Sequence[str]] = ((), ())
+    lent: Sequence[int] | None = None
+    neighbour: int | None = None
+
+
+def rule(passes: Sequence[Passes]) -> Ruling:
+    """What the passes of all ranks, in rank order, show."""
+    changed = {rank: _unlike(each.first, each.again) for rank, each in enumerate(passes)}
+    if ranks := tuple(rank for rank, numbers in changed.items() if numbers):
+        what = dict.fromkeys(passes[rank].names[number] for rank in ranks for number in changed[rank])
+        shown = ", ".join(list(what)[:_SHOWN]) + (f" and {len(what) - _SHOWN} more" * (len(what) > _SHOWN))
+        text = f"{name_ranks(ranks)} computed something else the second time ({shown}): a machine failed once"
+        return Ruling(Cause.TRANSIENT, ranks, text)
+    if any(before != after for before, after in (each.sums for each in passes)):
+        text = (
+            "each rank by itself computed the same again, but the sums over the ranks came out differently: "
+            "the network or a buffer failed once"
+        )
+        return Ruling(Cause.TRANSIENT, (), text)
+    lent = {rank: each for rank, each in enumerate(passes) if each.lent is not None}
+    blame = Counter(
+        each_rank
+        for rank, each in lent.items()
+        if _unlike(each.lent, passes[each.neighbour].again)
+        for each_rank in (rank, each.neighbour)
+    )
+    if blame:
+        most = max(blame.values())
+        ranks = tuple(sorted(rank for rank, count in blame.items() if count == most))
+        which = "computes" if len(ranks) == 1 else "compute"
+        text = f"{name_ranks(ranks)} {which} something else than other ranks, each time: a machine is faulty"
+        return Ruling(Cause.PERSISTENT, ranks, text)
+    where = "on the same and on other ranks" if lent else "on the same ranks"
+    return Ruling(Cause.REPEATABLE, (), f"it came out the same {where}: the data or the code is the cause")
+
+
+def repeat(
+    first: Attempt,
+    replay: Replay,
+    own: Sequence[CountedBatch],
+    borrowed: Sequence[CountedBatch] | None,
+    context: ParallelContext,
+) -> tuple[Attempt, Ruling]:
+    """Compute a step again; every rank calls this.
+
+    Args:
+        first: the suspicious attempt.
+        replay: makes another one.
+        own: this rank's micro-batches.
+        borrowed: those of the next replica; None leaves this question out.
+        context: all ranks.
+
+    Returns:
+        The attempt with this rank's own micro-batches, whose gradients there are, and what this shows.
+    """
+    mine, lent, neighbour = _bits(first), None, None
+    if borrowed is not None:
+        lent = _bits(replay(borrowed))
+        data = context.data
+        neighbour = data.ranks[(data.rank + 1) % data.size]
+    latest = replay(own)
+    told = [_names(latest), mine, _bits(latest), (_sums(first), _sums(latest)), lent, neighbour]
+    everyone = gather_values(context.world, told, context.device)
+    return latest, rule([Passes(*each) for each in everyone])
+
+
+def _names(attempt: Attempt) -> list[str]:
+    return [
+        *(f"the sum of the {term.label}" for term in attempt.losses.terms),
+        *(f"gradients from `{name}` on" for name, _ in attempt.prints),
+    ]
+
+
+def _bits(attempt: Attempt) -> list[int]:
+    prints = [found for _, found in attempt.prints]
+    return [*attempt.local.view(torch.int64).tolist(), *(torch.stack(prints).tolist() if prints else ())]
+
+
+def _sums(attempt: Attempt) -> list[str]:
+    return [attempt.losses.total.hex(), attempt.sums_norm.hex()]
+
+
+def _unlike(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    """The places at which two lists differ; all of them if their lengths do."""
+    if len(left) != len(right):
+        return list(range(max(len(left), len(right))))
+    return [i for i, pair in enumerate(zip(left, right, strict=True)) if pair[0] != pair[1]]

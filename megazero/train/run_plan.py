@@ -1,0 +1,64 @@
+"""What a run will do: its steps, what happens between them, and where its samples come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megazero.config.difficulties import Difficulties
+from megazero.config.guards import GuardsConfig
+from megazero.config.horizon import Horizon
+from megazero.data import changed_files
+from megazero.layers import Skipping
+from megazero.train.feed import Feed
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run will do, in numbers.
+
+    Attributes:
+        horizon: where training stops, the size of each step, and what evaluations read.
+        flops_per_token: (tokens of a sequence, what the step skips) -> FLOPs of forward and backward for one
+            of them, without a teacher's.
+        matmul_rate: this rank's measured matmul rate, FLOP/s.
+        save_interval: iterations between checkpoints, or None.
+        exit_interval: stop at multiples of this many iterations, or None.
+        exit_seconds: stop after this many seconds, or None.
+        guards: what is looked for while training, and what is done about it.
+        stability: updates over which it is reported how steady the training is, or None.
+        log_params_norm, log_num_zeros: whether steps report these.
+        exact_timers: whether to wait for the device at both ends of each timed phase.
+        log_interval: iterations between reports of what each expert got.
+        straggler_interval: iterations after which ranks are compared for being slow, or None.
+        difficulties: how difficult the samples of each step may be; None without a curriculum over samples.
+    """
+
+    horizon: Horizon
+    flops_per_token: Callable[[int, Skipping], float]
+    matmul_rate: float
+    save_interval: int | None = None
+    exit_interval: int | None = None
+    exit_seconds: float | None = None
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
+    stability: int | None = None
+    log_params_norm: bool = False
+    log_num_zeros: bool = False
+    exact_timers: bool = False
+    log_interval: int = 1
+    straggler_interval: int | None = None
+    difficulties: Difficulties | None = None
+
+
+@dataclass(frozen=True)
+class Feeds:
+    """The sources of samples; a split without data is None."""
+
+    train: Feed | None
+    valid: Feed | None
+    test: Feed | None
+
+    def changed_files(self) -> list[str]:
+        """What this rank sees of the files of all splits that are not what they were."""
+        feeds = [feed for feed in (self.train, self.valid, self.test) if feed is not None]
+        return list(dict.fromkeys(clause for feed in feeds for clause in changed_files(feed.dataset)))

@@ -1,0 +1,226 @@
+"""Slow ranks: which of them the others wait for, step after step, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from megazero.mpu import ParallelContext, Waited
+
+_TIMES = 3  # own, waited, data
+_FACTOR = 1.5  # of the peers' time
+_LEAST = 0.01  # seconds of a step; less is noise, or does not matter
+_IN_A_ROW = 3  # gatherings
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Means of one rank over the steps of an interval, in seconds per step.
+
+    Attributes:
+        own: of the step without what it waited.
+        waited: in calls of its groups: for the other ranks, and for data to move.
+        data: for its micro-batches; a part of `own`.
+    """
+
+    own: float
+    waited: float
+    data: float
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that has become slow, or that is no longer.
+
+    Attributes:
+        rank: in the world.
+        iteration: at whose end it was found.
+        own, data: its times, in seconds per step, as in `RankTimes`.
+        peers_own, peers_data: the medians of its peers.
+        waited: what the other ranks wait in a step, in seconds; their median.
+        stage: its pipeline stage if it is alone there, so that its work may be another than its peers'.
+        recovered: whether it is no longer slow.
+    """
+
+    rank: int
+    iteration: int
+    own: float
+    data: float
+    peers_own: float
+    peers_data: float
+    waited: float
+    stage: int | None
+    recovered: bool
+
+    @property
+    def ratio(self) -> float:
+        """Its own time as a multiple of its peers'."""
+        return self.own / max(self.peers_own, 1e-9)
+
+    @property
+    def reads_slowly(self) -> bool:
+        """Whether reading data takes at least half of what it takes longer than its peers."""
+        return self.data - self.peers_data >= 0.5 * (self.own - self.peers_own)
+
+    def __str__(self) -> str:
+        peers = f"{_ms(self.own)} of its own per step against {_ms(self.peers_own)}"
+        if self.recovered:
+            return f"rank {self.rank} is no longer slower than its peers: {peers}"
+        text = (
+            f"rank {self.rank} takes {self.ratio:.1f} times its peers' time: {peers}; the others wait for "
+            f"{_ms(self.waited)} of a step's {_ms(self.peers_own + self.waited)}"
+        )
+        if self.reads_slowly:
+            text += f"; reading data is what is slow, {_ms(self.data)} against {_ms(self.peers_data)}"
+        if self.stage is not None:
+            text += f"; it is alone in stage {self.stage} of the pipeline, whose work may be more"
+        return text
+
+
+@dataclass
+class _Sums:
+    """Over steps that were measured, in seconds."""
+
+    steps: int = 0
+    whole: float = 0.0
+    waited: float = 0.0
+    data: float = 0.0
+
+    @property
+    def means(self) -> RankTimes:
+        steps = max(1, self.steps)
+        waited = min(self.waited, self.whole)
+        return RankTimes((self.whole - waited) / steps, waited / steps, self.data / steps)
+
+
+@dataclass(frozen=True)
+class SlowRanks:
+    """For each rank, how many gatherings in a row found it otherwise than it is known, and who is slow."""
+
+    changed: Mapping[int, int] = field(default_factory=dict)
+    slow: frozenset[int] = frozenset()
+
+    def after(
+        self, iteration: int, times: Sequence[RankTimes], stages: Sequence[int]
+    ) -> tuple[SlowRanks, list[Straggler]]:
+        """After one more gathering: what is known then, and whose state it changed.
+
+        Args:
+            iteration: at whose end it was.
+            times: of each rank.
+            stages: each rank's pipeline stage. Ranks of one stage do the same work, so they are compared; a
+                rank that is alone in its stage is compared with all.
+        """
+        changed, slow, found = {}, set(self.slow), []
+        for rank, mine in enumerate(times):
+            others = [other for other in range(len(times)) if other != rank]
+            peers = [other for other in others if stages[other] == stages[rank]]
+            own = median(times[other].own for other in peers or others)
+            is_slow = mine.own > _FACTOR * own and mine.own - own > _LEAST
+            if is_slow == (rank in slow):
+                continue
+            changed[rank] = self.changed.get(rank, 0) + 1
+            if changed[rank] < _IN_A_ROW:
+                continue
+            del changed[rank]
+            slow ^= {rank}
+            found.append(
+                Straggler(
+                    rank=rank,
+                    iteration=iteration,
+                    own=mine.own,
+                    data=mine.data,
+                    peers_own=own,
+                    peers_data=median(times[other].data for other in peers or others),
+                    waited=median(times[other].waited for other in others),
+                    stage=None if peers else stages[rank],
+                    recovered=not is_slow,
+                )
+            )
+        return SlowRanks(changed, frozenset(slow)), found
+
+
+class Stragglers:
+    """Adds up this rank's times, and compares them with those of the others at the end of each interval.
+
+    They travel with a reduction that is made anyway: each rank fills in its places of `slots`, and leaves 0
+    in those of others, so that the maximum holds all.
+
+    Args:
+        interval: iterations; None compares nothing.
+        context: the ranks.
+    """
+
+    def __init__(self, interval: int | None, context: ParallelContext):
+        self.interval = interval if context.world_size > 1 and context.watch is not None else None
+        self._context = context
+        self._stages = [context.grid.place(rank).index("pp") for rank in range(context.world_size)]
+        self._steps: list[tuple[float, float, Waited]] = []
+        self._warm = False
+        self._known = SlowRanks()
+        self.summary: dict[str, list[float]] | None = None
+
+    def add(self, seconds: float, data_seconds: float, waited: Waited | None) -> None:
+        """Count a step of this rank, if it was measured."""
+        if self.interval is not None and waited is not None:
+            self._steps.append((seconds, data_seconds, waited))
+
+    def slots(self, iteration: int) -> list[float]:
+        """What this rank brings to the reduction after `iteration`: nothing, unless it ends an interval."""
+        if self.interval is None or iteration % self.interval:
+            return []
+        mine, size = self._take().means, self._context.world_size
+        found = [0.0] * (_TIMES * size)
+        at = _TIMES * self._context.rank
+        found[at : at + _TIMES] = mine.own, mine.waited, mine.data
+        return found
+
+    def after(self, iteration: int, slots: Sequence[float]) -> list[Straggler]:
+        """The ranks that have become slow or are no longer; the same on all ranks.
+
+        Of what was gathered, `summary` then has the minimum, the median and the maximum over ranks. The first
+        interval, in which memory is allocated and kernels are compiled, is not judged.
+
+        Args:
+            iteration: as for `slots`.
+            slots: the maximum of those of all ranks.
+        """
+        if not slots:
+            return []
+        times = [RankTimes(*slots[at : at + _TIMES]) for at in range(0, len(slots), _TIMES)]
+        self.summary = {
+            "own": _spread([each.own for each in times]),
+            "waited": _spread([each.waited for each in times]),
+        }
+        if not self._warm or not all(each.own for each in times):  # of a rank nothing is known yet
+            self._warm = True
+            return []
+        self._known, found = self._known.after(iteration, times, self._stages)
+        return found
+
+    def take_summary(self) -> dict[str, list[float]] | None:
+        """`summary` if there is a new one."""
+        found, self.summary = self.summary, None
+        return found
+
+    def _take(self) -> _Sums:
+        """The sums of all steps of which all is known, which are then forgotten."""
+        sums, pending = _Sums(), []
+        for step in self._steps:
+            whole, data, waited = step
+            seconds = waited.seconds
+            if seconds is None:
+                pending.append(step)
+                continue
+            sums = _Sums(sums.steps + 1, sums.whole + whole, sums.waited + seconds, sums.data + data)
+        self._steps = pending
+        return sums
+
+
+def _spread(values: Sequence[float]) -> list[float]:
+    return [min(values), median(values), max(values)]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.0f} ms"

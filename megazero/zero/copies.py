@@ -1,0 +1,249 @@
+"""`CopyCheck`: whether what several ranks hold copies of is the same on all of them.
+
+Copies drift apart without any error: a bit that flips in one rank's memory, a kernel that adds in another
+order, a collective that was left out. Each rank then trains a model of its own. Megatron-LM compares hashes
+of the parameters over the data-parallel replicas; here masters and moments are compared too, the copies that
+tensor-parallel ranks and tied ends hold, and weights with the masters that they are rounded from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megazero.mpu import SLICE_AXES, Group, ParallelContext, copy_axes, gather_values, name_ranks
+from megazero.zero.fingerprint import Fingerprints
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.store import WEIGHT, Resident
+
+IN_USE = "weights in use"
+ROUNDED = "weights in use, against their masters"
+_MASTER = "master weights"
+_GROUPS = ("replica", "expert_replica", *SLICE_AXES, "ends")
+
+
+@dataclass(frozen=True)
+class CopyDifference:
+    """A tensor whose copies are not equal.
+
+    Attributes:
+        name: the parameter's global name.
+        kind: what of it: the weights in use, the master weights, a moment; or the weights in use of a rank
+            that are not what its masters round to.
+        accused: the world ranks whose copy is not that of most; all of them if no value is on more than half.
+        others: the world ranks that hold the value of most; none if no value is on more than half.
+    """
+
+    name: str
+    kind: str
+    accused: tuple[int, ...]
+    others: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind == ROUNDED:
+            return f"`{self.name}` ({IN_USE}) on {name_ranks(self.accused)} is not what its masters round to"
+        if self.others:
+            where = f"on {name_ranks(self.accused)} differs from {name_ranks(self.others)}, which agree"
+            return f"`{self.name}` ({self.kind}) {where}"
+        return f"`{self.name}` ({self.kind}) is not the same on {name_ranks(self.accused)}"
+
+
+@dataclass(frozen=True)
+class TakeOver:
+    """A piece that the members of a group are to take over from one of them.
+
+    Attributes:
+        group: name of the group in the context.
+        number: the piece's number among those that the group holds copies of.
+        source: the group rank whose copy most members hold.
+    """
+
+    group: str
+    number: int
+    source: int
+
+
+@dataclass(frozen=True)
+class CopyFindings:
+    """What a comparison found.
+
+    Attributes:
+        differences: all copies that are not equal; the same on all ranks.
+        take_overs: what this rank's groups need in order to hold what most of their members hold.
+    """
+
+    differences: tuple[CopyDifference, ...] = ()
+    take_overs: tuple[TakeOver, ...] = ()
+
+    def told(self, most: int = 3) -> str:
+        """The first differences as text, and how many more there are."""
+        more = len(self.differences) - most
+        shown = "; ".join(map(str, self.differences[:most]))
+        return f"{shown}; and {more} more" if more > 0 else shown
+
+
+@dataclass(frozen=True)
+class _HeldPiece:
+    """A tensor of one parameter, and the groups whose members hold copies of it."""
+
+    name: str
+    kind: str
+    tensor: Tensor
+    groups: Collection[str]
+
+
+@dataclass
+class _Compared:
+    """The pieces that the members of a group hold copies of, in the same order on each."""
+
+    group: Group
+    pieces: list[tuple[str, str]] = field(default_factory=list)
+    prints: list[Tensor] = field(default_factory=list)
+
+    def unequal(self) -> Tensor:
+        """Which of them are not the same on all members; every member calls this. bool [pieces]."""
+        mine = torch.stack(self.prints)
+        bounds = torch.cat([mine, ~mine])  # the greatest complement is that of the least
+        self.group.all_reduce(bounds, "max").wait()
+        return bounds[: mine.numel()] != ~bounds[mine.numel() :]
+
+
+class CopyCheck:
+    """Compares all copies over the ranks that hold them; every rank makes the same calls.
+
+    A comparison reads all state once, makes one small call per group and one over the world, and waits for
+    the device once.
+
+    Args:
+        optimizer: holds the state.
+        context: the groups.
+    """
+
+    def __init__(self, optimizer: Optimizer, context: ParallelContext):
+        self.optimizer = optimizer
+        self.context = context
+        self._store = optimizer.store
+        self._kinds = (WEIGHT, *optimizer.rule.state_names)
+        self._fingerprints = Fingerprints(context.device)
+        # Ends come last: the order of buckets is not the same on the two stages.
+        self._shared = [name for name in _GROUPS if context.groups[name].size > 1]
+
+    @torch.no_grad()
+    def compare(self) -> CopyFindings:
+        """Look at all copies; the result names the same differences on all ranks."""
+        compared = {name: _Compared(self.context.groups[name]) for name in self._shared}
+        rounded: list[tuple[str, Tensor]] = []
+        for residents in self._store.visits(self._kinds, self._store.buckets):
+            for each in residents:
+                for piece in self._pieces(each):
+                    found = self._fingerprints.of(piece.tensor)
+                    for group in piece.groups:
+                        compared[group].pieces.append((piece.name, piece.kind))
+                        compared[group].prints.append(found)
+                for name, used, master in _roundings(each):
+                    off = self._fingerprints.of(used) != self._fingerprints.of(master.to(used.dtype))
+                    rounded.append((name, off))
+        compared = {name: each for name, each in compared.items() if each.pieces}
+        unequal = {name: each.unequal() for name, each in compared.items()}
+        wrong = [each.any() for each in unequal.values()] + [off for _, off in rounded]
+        flag = torch.stack(wrong).any() if wrong else torch.zeros((), dtype=torch.bool)
+        flag = flag.to(self.context.device, torch.int64).reshape(1)
+        self.context.world.all_reduce(flag, "max").wait()
+        if not int(flag):
+            return CopyFindings()
+        return self._details(compared, unequal, [name for name, off in rounded if bool(off)])
+
+    @torch.no_grad()
+    def repair(self, take_overs: Sequence[TakeOver]) -> None:
+        """Take over what most members of each group hold; every rank calls this with what `compare` found."""
+        for group in self._shared:
+            sources = {each.number: each.source for each in take_overs if each.group == group}
+            number = 0
+            for residents in self._store.visits(self._kinds, self._store.buckets, changes=self._kinds):
+                for piece in (piece for each in residents for piece in self._pieces(each)):
+                    if group in piece.groups:
+                        if number in sources:
+                            self.context.groups[group].broadcast(piece.tensor, sources[number]).wait()
+                        number += 1
+        self.optimizer.publish()
+
+    def _pieces(self, resident: Resident) -> Iterator[_HeldPiece]:
+        """What of a bucket other ranks hold copies of."""
+        bucket, layout = resident.bucket, resident.bucket.layout
+        replicas = {bucket.key.replicas} if layout.ranks > 1 else set()
+        used = _in_use(resident)
+        kinds = {_MASTER if kind == WEIGHT else kind: flat for kind, flat in resident.flats.items()}
+        if used is not None:
+            kinds = {IN_USE: used, **kinds}
+        for kind, flat in kinds.items():
+            if whole := flat.numel() == layout.padded:
+                parts = [(i, flat[start:stop]) for i, (start, stop) in enumerate(layout.spans)]
+            else:
+                parts = [(i, part) for i, _, part in layout.member_pieces(flat)]
+            for number, part in parts:
+                spec = layout.specs[number]
+                groups = (
+                    (replicas if whole else set())
+                    | set(copy_axes(spec))
+                    | ({"ends"} if spec.shared else set())
+                )
+                if part.numel() and (groups := groups & set(self._shared)):
+                    yield _HeldPiece(spec.tied_with or spec.name, kind, part, groups)
+
+    def _details(
+        self, compared: dict[str, _Compared], unequal: dict[str, Tensor], rounded: Sequence[str]
+    ) -> CopyFindings:
+        """Which ranks hold what, once it is known that something differs."""
+        found = [[name, ROUNDED, [self.context.rank], []] for name in rounded]
+        take_overs = []
+        for name, each in compared.items():
+            numbers = unequal[name].nonzero().flatten().tolist()
+            if not numbers:
+                continue
+            mine = torch.stack(each.prints)[numbers].tolist()
+            everyone = gather_values(each.group, mine, self.context.device)
+            for i, number in enumerate(numbers):
+                values = [theirs[i] for theirs in everyone]
+                most = max(set(values), key=values.count)
+                settled = 2 * values.count(most) > len(values)
+                if settled:
+                    take_overs.append(TakeOver(name, number, values.index(most)))
+                accused = [
+                    r for r, v in zip(each.group.ranks, values, strict=True) if not settled or v != most
+                ]
+                others = [r for r in each.group.ranks if r not in accused]
+                found.append([*each.pieces[number], accused, others])
+        told = gather_values(self.context.world, found, self.context.device)
+        distinct = dict.fromkeys(
+            CopyDifference(name, kind, tuple(accused), tuple(others))
+            for theirs in told
+            for name, kind, accused, others in theirs
+        )
+        return CopyFindings(tuple(distinct), tuple(take_overs))
+
+
+def _in_use(resident: Resident) -> Tensor | None:
+    """The flat weights that forward reads, as far as this rank keeps them; None if these are the masters."""
+    bucket = resident.bucket
+    sharded = bucket.layout.row.shard_params
+    used = bucket.store.shard(bucket) if sharded else bucket.full
+    master = resident.flats[WEIGHT]
+    same = used.numel() == master.numel() and used.data_ptr() == master.data_ptr()
+    return None if same else used
+
+
+def _roundings(resident: Resident) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The weights in use and the masters of each member, where a rank holds both."""
+    layout = resident.bucket.layout
+    used, master = _in_use(resident), resident.flats[WEIGHT]
+    if used is None:
+        return
+    mine = used if layout.row.shard_params else used[layout.state_range]
+    if mine.data_ptr() == master.data_ptr():  # the masters are a part of the weights
+        return
+    pieces = zip(layout.member_pieces(mine), layout.member_pieces(master), strict=True)
+    for (number, _, left), (_, _, right) in pieces:
+        yield layout.specs[number].name, left, right

@@ -1,0 +1,46 @@
+"""Copies that are not equal: found, named and made equal, wherever they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megazero.zero import Fingerprints
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def test_any_single_change_changes_a_fingerprint():
+    torch.manual_seed(1)
+    prints = Fingerprints()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8):
+        whole = (torch.randn(1000) * 50).to(dtype)
+        before = int(prints.of(whole))
+        assert int(prints.of(whole.clone())) == before
+        for place in (0, 1, 498, 999):
+            changed = whole.clone()
+            bits = changed.view(
+                {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+            )
+            bits[place] ^= 1
+            assert int(prints.of(changed)) != before, (dtype, place)
+
+
+def test_order_counts():
+    prints = Fingerprints()
+    a, b = torch.arange(6.0), torch.tensor([1.0, 0.0, 2.0, 3.0, 4.0, 5.0])
+    assert int(prints.of(a)) != int(prints.of(b))
+    big = torch.zeros(1 << 20)
+    big[0] = 1.0
+    assert int(prints.of(big)) != int(prints.of(big.roll(1 << 18)))  # the same place in another chunk
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+def test_where_a_tensor_begins_does_not_count(offset):
+    prints, flat = Fingerprints(), torch.arange(64, dtype=torch.bfloat16)
+    shifted = torch.cat([torch.zeros(offset, dtype=torch.bfloat16), flat])[offset:]
+    assert int(prints.of(shifted)) == int(prints.of(flat))
+
+
+def test_nothing_has_a_fingerprint():
+    assert int(Fingerprints().of(torch.empty(0))) == 0
