@@ -1,0 +1,125 @@
+"""What the guards of a training cost: whole steps with all defaults beside steps with none, in turns.
+
+    python benchmarks/guards_cost.py             # one process and two
+    python benchmarks/guards_cost.py --ranks 2 --steps 40
+
+The model is the GPT of 23 million parameters of `train_step.py`, on random data. Each rank holds two
+trainings, one with the default guards and one with none, and makes a step of each in turn, with all that a
+loop does between steps. The comparison of copies, made every 500 steps, is timed by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.kill_job import _free_port
+from megazero.config.horizon import horizon_of
+from megazero.config.resolve import parse_config
+from megazero.mpu import Launch, leave
+from megazero.mpu.launch import join
+from megazero.train import assemble
+from megazero.train.agreement import settings_and_code
+from megazero.train.loop import Loop
+from megazero.train.monitors import CompositeMonitor
+from megazero.train.signals import StopRequest
+from megazero.train.state import TrainState
+from megazero.train.vocabulary import build_vocabulary
+
+MODEL = (
+    "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 8192 --mock-data "
+    "--micro-batch-size 4 --lr 1e-4 --train-iters 100000 --eval-iters 0 --log-interval 100 "
+    "--hidden-dropout 0 --attention-dropout 0"
+)
+NONE = "--on-spike off --check-weights-interval 0 --straggler-interval 0 --no-verify-data"
+
+
+class Trained:
+    """One training, step by step."""
+
+    def __init__(self, flags: str, ranks: int, joined):
+        argv = [*MODEL.split(), *flags.split(), "--global-batch-size", str(8 * ranks)]
+        config = parse_config(argv, world_size=ranks).config
+        horizon, vocabulary = horizon_of(config, joined.data.size), build_vocabulary(config)
+        engine = assemble.build_model(vocabulary, joined, config, horizon)
+        feeds = assemble.build_feeds(config, horizon, vocabulary, joined, 1)
+        plan = assemble.build_plan(config, horizon, vocabulary, joined)
+        self.loop = Loop(engine, plan, feeds, CompositeMonitor(), None, joined)
+        self.state = TrainState()
+
+    def step(self, stop: StopRequest) -> float:
+        """Make a step; its wall time in seconds."""
+        began = time.perf_counter()
+        self.state = self.loop._step(self.state)
+        self.loop._after_step(self.state, stop, began, False)
+        return time.perf_counter() - began
+
+
+def rank(number: int, ranks: int, port: int, steps: int, answers) -> None:
+    """One rank's part."""
+    import os
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    config = parse_config([*MODEL.split(), "--global-batch-size", str(8 * ranks)], world_size=ranks).config
+    joined = join(config.parallel, Launch(number, ranks, number), 1, partial(settings_and_code, config))
+    teams = {"guarded": Trained("", ranks, joined), "bare": Trained(NONE, ranks, joined)}
+    seconds: dict[str, list[float]] = {name: [] for name in teams}
+    compared = []
+    with StopRequest() as stop:
+        for round_ in range(steps + 3):
+            for name in sorted(teams, reverse=round_ % 2 == 1):
+                taken = teams[name].step(stop)
+                if round_ >= 3:
+                    seconds[name].append(taken)
+        for _ in range(5):
+            began = time.perf_counter()
+            teams["guarded"].loop.guard.check_copies(teams["guarded"].state)
+            compared.append(time.perf_counter() - began)
+    if number == 0:
+        answers.put({**seconds, "compared": compared})
+    leave(joined)
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--steps", type=int, default=20)
+    flags = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    for ranks in flags.ranks:
+        answers, port = context.Queue(), _free_port()
+        work = [
+            context.Process(target=rank, args=(number, ranks, port, flags.steps, answers))
+            for number in range(ranks)
+        ]
+        for each in work:
+            each.start()
+        found = answers.get()
+        for each in work:
+            each.join()
+        bare, guarded = (statistics.median(found[name]) for name in ("bare", "guarded"))
+        compared = statistics.median(found["compared"])
+        pairs = zip(found["guarded"], found["bare"], strict=True)
+        line = {
+            "ranks": ranks,
+            "bare step, s": round(bare, 4),
+            "guarded step, s": round(guarded, 4),
+            "ratio of medians": round(guarded / bare, 4),
+            "median of ratios": round(statistics.median(left / right for left, right in pairs), 4),
+            "comparison of copies, s": round(compared, 4),
+            "of a step, every 500": round(compared / 500 / bare, 6),
+        }
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
