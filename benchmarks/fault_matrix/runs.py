@@ -21,7 +21,7 @@ from megazero.config.resolve import parse_config
 from megazero.data import IndexedDatasetWriter
 from megazero.errors import MegazeroError
 from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, agree, thread_context
-from megazero.mpu.watch import Watch
+from megazero.mpu.watch import Watch, WatchLimits
 from megazero.mpu.watch import watched as watched_group
 from megazero.train import assemble
 from megazero.train.agreement import settings_and_code
@@ -121,7 +121,7 @@ def spoiled(spoils: dict[int, Spoil], noise: Sequence[int]) -> Iterator[None]:
 
 def watched_context(context: ParallelContext, board: Notes) -> ParallelContext:
     """The same context with its calls watched."""
-    watch = Watch(board, context.rank, context.world_size, 60.0, ending=Spared())
+    watch = Watch(board, context.rank, context.world_size, WatchLimits(60.0), Spared())
     groups = {name: watched_group(group, watch) for name, group in context.groups.items()}
     return replace(context, groups=groups, watch=watch)
 

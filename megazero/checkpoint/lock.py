@@ -9,21 +9,19 @@ saved into, so one that came from elsewhere can be told later too.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import secrets
-import socket
 import warnings
 from pathlib import Path
 
 from megazero.checkpoint.folder import saved_iterations
 from megazero.errors import CheckpointError, LostFolderError
+from megazero.file_lock import this_process, try_lock
 
 LOCK = ".lock"
 FOLDER_FACT = "folder"
 """The name under which a checkpoint's facts have the identity of the folder that it was saved into."""
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 _IDENTITY = re.compile(rb"^folder ([0-9a-f]{32})$", re.MULTILINE)
 _LARGEST = 1000
 
@@ -121,8 +119,7 @@ class WriterLock:
 
     def _sign(self) -> bytes:
         """Write who holds the lock; returns what the file holds."""
-        who = f"process {os.getpid()} on {socket.gethostname()}"
-        content = f"{who}\nfolder {self.identity}\njob {self._job}\n".encode()
+        content = f"{this_process()}\nfolder {self.identity}\njob {self._job}\n".encode()
         os.pwrite(self._file, content, 0)
         os.ftruncate(self._file, len(content))
         return content
@@ -161,17 +158,17 @@ def _locked(directory: Path) -> int:
     path = directory / LOCK
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = try_lock(file)
     except BlockingIOError:
         os.close(file)
         raise CheckpointError(
             f"`{directory}` must be written by one job at a time, but {_holder(path) or 'another job'} does; "
             "end that job or save elsewhere"
         ) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            os.close(file)
-            raise
+    except OSError:
+        os.close(file)
+        raise
+    if not is_locked:
         warnings.warn(
             f"the file system of `{directory}` has no locks: nothing keeps another job from writing there",
             stacklevel=2,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import re
 import secrets
 import shutil
@@ -17,11 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from megazero.errors import DataError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from megazero.file_lock import this_process, try_lock
 
 
 def temporary_path(output: str | Path, suffix: str = "") -> Path:
@@ -40,7 +35,7 @@ class OutputClaim:
     def __init__(self, output: str | Path):
         self._output = Path(output)
         self._path = self._output.with_name(f".{self._output.name}.lock")
-        self._file = None if fcntl is None else self._locked()
+        self._file = self._locked()
         if self._file is not None:
             self._remove_remains()
 
@@ -57,7 +52,7 @@ class OutputClaim:
         while True:
             file = open(self._path, "a+b")  # noqa: SIM115 (closed by release)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_locked = try_lock(file.fileno())
             except BlockingIOError as error:
                 with file:
                     file.seek(0)
@@ -68,6 +63,10 @@ class OutputClaim:
                 ) from error
             except OSError:
                 file.close()
+                raise
+            if not is_locked:
+                file.close()
+                self._path.unlink(missing_ok=True)
                 return None
             # Its owner may have removed it between our opening and locking it.
             with contextlib.suppress(FileNotFoundError):
@@ -75,7 +74,7 @@ class OutputClaim:
                     break
             file.close()
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}".encode())
+        file.write(this_process().encode())
         file.flush()
         return file
 

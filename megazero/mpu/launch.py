@@ -21,7 +21,7 @@ from megazero.mpu.shared_group import SharedGroup
 from megazero.mpu.shared_open import open_shared
 from megazero.mpu.torch_group import TorchGroup, leave_world, open_group, start_world
 from megazero.mpu.waits import Waits
-from megazero.mpu.watch import StoreBoard, Watch, keeper_of_store, watched
+from megazero.mpu.watch import StoreBoard, Watch, WatchLimits, keeper_of_store, watched
 from megazero.mpu.wrapping_group import WrappingGroup
 
 _LATER = timedelta(minutes=1)
@@ -109,14 +109,8 @@ def join(
     board = StoreBoard.of_world(keeper_of_store(), min(10.0, (heartbeat or patience.total_seconds()) / 4))
     if facts is not None:
         agree_by_notes(board, launch.rank, launch.world_size, facts(), patience.total_seconds())
-    watch = Watch(
-        board,
-        launch.rank,
-        launch.world_size,
-        patience.total_seconds(),
-        patience=heartbeat,
-        waits=Waits(device),
-    )
+    limits = WatchLimits(patience.total_seconds(), patience=heartbeat)
+    watch = Watch(board, launch.rank, launch.world_size, limits, waits=Waits(device))
     check_on = device if config.check_collectives else None
 
     wrap = partial(watched, watch=watch, check_on=check_on)

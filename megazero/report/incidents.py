@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megazero.errors import ConfigError, exit_status
 from megazero.pictures import check_suffix, new_figure
+from megazero.report.metrics_file import read_metrics
 from megazero.train.guards.incidents import page, read_incidents
 
 if TYPE_CHECKING:
@@ -82,18 +83,16 @@ def read_steps(path: Path) -> list[tuple[int, float, float]]:
     Raises:
         ConfigError: it cannot be read, or is no file of metrics.
     """
-    found = []
-    try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            losses = [record[name] for name in record if name.endswith("_loss")]
-            if losses and losses[-1] is not None:  # the total comes last
-                found.append((int(record["iteration"]), float(losses[-1]), float(record["grad_norm"])))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"`--metrics` must be a file of --metrics-jsonl, but {path} is none: {error}"
-        ) from error
-    return found
+    needs = "an `iteration`, a loss and a `grad_norm`"
+    steps = read_metrics(path, "--metrics", needs, _step, refusal=ConfigError)
+    return [step for step in steps if step is not None]
+
+
+def _step(record: Mapping[str, Any]) -> tuple[int, float, float] | None:
+    losses = [record[name] for name in record if name.endswith("_loss")]
+    if not losses or losses[-1] is None:  # the total comes last
+        return None
+    return int(record["iteration"]), float(losses[-1]), float(record["grad_norm"])
 
 
 def draw_incidents(

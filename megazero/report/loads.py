@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.errors import DataError
-from megazero.regular_file import read_regular_text
+from megazero.report.metrics_file import read_metrics
 
 KEY = "tokens_per_expert"
 """The key of a step's metrics that holds its loads: one ``{"layer": i, "tokens": [...]}`` per MoE layer."""
@@ -58,18 +57,7 @@ def read_loads(where: Path) -> tuple[LoadRecord, ...]:
     """
     if where.is_dir():
         return (_of_checkpoint(where),)
-    try:
-        text = read_regular_text(where)
-    except OSError as error:
-        raise DataError(
-            f"`WHERE` must be a file of metrics or a checkpoint, but {where}: {error.strerror}; check the "
-            "path"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"`WHERE` must be a file of metrics, but {where} is not text; check the path"
-        ) from error
-    return _of_metrics(text, where)
+    return _of_metrics(where)
 
 
 def together(records: Sequence[LoadRecord]) -> LoadRecord:
@@ -83,20 +71,10 @@ def _sum(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
     return tuple(map(sum, zip(*rows, strict=True)))
 
 
-def _of_metrics(text: str, where: Path) -> tuple[LoadRecord, ...]:
-    found = []
-    # Without the part of a line that a run is still writing, or that a crash cut short.
-    for number, line in enumerate(text.split("\n")[:-1], start=1):
-        try:
-            step = json.loads(line)
-            record = LoadRecord(int(step["iteration"]), _layers(step.get(KEY) or ()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"`WHERE` must be a file of metrics, but line {number} of {where} is not an object with an "
-                f"`iteration` and, if any, `{KEY}` per layer; check the path"
-            ) from error
-        if record.layers and all(sum(load.tokens) > 0 for load in record.layers):
-            found.append(record)
+def _of_metrics(where: Path) -> tuple[LoadRecord, ...]:
+    needs = f"an `iteration` and, if any, `{KEY}` per layer"
+    steps = read_metrics(where, "WHERE", needs, _record)
+    found = [step for step in steps if step.layers and all(sum(load.tokens) > 0 for load in step.layers)]
     if not found:
         raise DataError(
             f"{where} must have a step with `{KEY}`, but has none; take the metrics of a model with experts"
@@ -107,6 +85,10 @@ def _of_metrics(text: str, where: Path) -> tuple[LoadRecord, ...]:
             f"`{KEY}` must be of the same layers in every step, but in {where} is not; split the file"
         )
     return tuple(found)
+
+
+def _record(step: dict[str, Any]) -> LoadRecord:
+    return LoadRecord(int(step["iteration"]), _layers(step.get(KEY) or ()))
 
 
 def _layers(entries: Any) -> tuple[LayerLoad, ...]:

@@ -143,9 +143,7 @@ class CopyCheck:
                     for group in piece.groups:
                         compared[group].pieces.append((piece.name, piece.kind))
                         compared[group].prints.append(found)
-                for name, used, master in _roundings(each):
-                    off = self._fingerprints.of(used) != self._fingerprints.of(master.to(used.dtype))
-                    rounded.append((name, off))
+                rounded += _roundings(each)
         compared = {name: each for name, each in compared.items() if each.pieces}
         unequal = {name: each.unequal() for name, each in compared.items()}
         wrong = [each.any() for each in unequal.values()] + [off for _, off in rounded]
@@ -235,8 +233,8 @@ def _in_use(resident: Resident) -> Tensor | None:
     return None if same else used
 
 
-def _roundings(resident: Resident) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The weights in use and the masters of each member, where a rank holds both."""
+def _roundings(resident: Resident) -> Iterator[tuple[str, Tensor]]:
+    """For each member of which a rank holds weights in use and masters: whether any bit is not as rounded."""
     layout = resident.bucket.layout
     used, master = _in_use(resident), resident.flats[WEIGHT]
     if used is None:
@@ -246,4 +244,9 @@ def _roundings(resident: Resident) -> Iterator[tuple[str, Tensor, Tensor]]:
         return
     pieces = zip(layout.member_pieces(mine), layout.member_pieces(master), strict=True)
     for (number, _, left), (_, _, right) in pieces:
-        yield layout.specs[number].name, left, right
+        yield layout.specs[number].name, (_bits(left) != _bits(right.to(left.dtype))).any()
+
+
+def _bits(numbers: Tensor) -> Tensor:
+    """As integers, so that NaN equals itself and -0 is not 0."""
+    return numbers.view({2: torch.int16, 4: torch.int32}[numbers.element_size()])

@@ -3,10 +3,8 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import multiprocessing
 import os
 import resource
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,33 +13,14 @@ import numpy as np
 import pytest
 
 from data_tools.preprocess_data import main
-from data_tools.preprocessing import encode, pipeline
+from data_tools.preprocessing import encode
 from data_tools.preprocessing.pipeline import PreprocessRun, preprocess
 from megazero.data import open_indexed
 from megazero.data.tokenizers import FastChoice, TokenBatch
 from tests.data_tools.conftest import BYTES, NULL, visible, write_jsonl
+from tests.data_tools.preprocessing import fox_rows, read_documents, spec_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "data_tools" / "preprocess_data.py"
-
-
-def _rows(count: int) -> list[dict]:
-    texts = [f"the quick fox {i} naïve 私は猫 <|endoftext|> " * (i % 7) for i in range(count)]
-    return [{"text": text, "id": i} for i, text in enumerate(texts)]
-
-
-def _documents(prefix: str) -> list[list[list[int]]]:
-    dataset = open_indexed(prefix, verify=True)
-    count = dataset.document_index.size - 1
-    return [[sequence.tolist() for sequence in dataset.document(k)] for k in range(count)]
-
-
-def _spec(flags: list[str]):
-    from megazero.data.tokenizers import TokenizerSpec
-
-    values = dict(zip(flags[::2], flags[1::2], strict=True))
-    return TokenizerSpec(
-        values["--tokenizer-type"], values.get("--vocab-file"), values.get("--merge-file"), None, None
-    )
 
 
 def test_golden_files_of_the_format_description(tmp_path, out):
@@ -60,7 +39,7 @@ def test_eod_ends_the_last_sequence_and_is_counted(tmp_path, out):
     rows = [{"text": ["1 2", "3", ""]}, {"text": ""}, {"text": ["", " "]}, {"text": "4"}, {"text": []}]
     path = write_jsonl(tmp_path / "f.jsonl", rows)
     assert main(["--input", path, "--output-prefix", str(out / "p"), "--append-eod", *NULL]) == 0
-    assert _documents(str(out / "p_text_document")) == [[[1, 2], [3, 1000]], [[4, 1000]]]
+    assert read_documents(str(out / "p_text_document")) == [[[1, 2], [3, 1000]], [[4, 1000]]]
 
 
 def test_all_keys_are_written_and_stay_aligned(tmp_path, out, capsys):
@@ -69,8 +48,8 @@ def test_all_keys_are_written_and_stay_aligned(tmp_path, out, capsys):
     path = write_jsonl(tmp_path / "f.jsonl", rows)
     flags = ["--json-keys", "a", "b", "--on-error", "skip", *NULL]
     assert main(["--input", path, "--output-prefix", str(out / "p"), *flags]) == 0
-    assert _documents(str(out / "p_a_document")) == [[[1]]]
-    assert _documents(str(out / "p_b_document")) == [[[2], [3]], [[5]]]
+    assert read_documents(str(out / "p_a_document")) == [[[1]]]
+    assert read_documents(str(out / "p_b_document")) == [[[2], [3]], [[5]]]
     shown = capsys.readouterr()
     assert "skipped 1 lines (missing key 1)" in shown.err
     assert "f.jsonl, line 2: missing key: key `b` is missing (keys: a)" in shown.err
@@ -79,11 +58,11 @@ def test_all_keys_are_written_and_stay_aligned(tmp_path, out, capsys):
 def test_output_is_the_tokenizers_ids_for_any_worker_count_chunk_size_and_packing(tmp_path, out, bpe):
     from megazero.data.tokenizers import build_tokenizer
 
-    rows = _rows(300)
+    rows = fox_rows(300)
     plain = write_jsonl(tmp_path / "a.jsonl", rows[:200])
     packed = tmp_path / "b.jsonl.gz"
     packed.write_bytes(gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows[200:])))
-    job = encode.EncodeJob(_spec(bpe), ("text",), append_eod=True)
+    job = encode.EncodeJob(spec_of(bpe), ("text",), append_eod=True)
     digests = set()
     for workers, chunk_bytes in ((1, 1 << 20), (1, 500), (2, 3000), (3, 700)):
         prefix = str(out / f"w{workers}_{chunk_bytes}")
@@ -95,11 +74,11 @@ def test_output_is_the_tokenizers_ids_for_any_worker_count_chunk_size_and_packin
     assert len(digests) == 1
     tokenizer = build_tokenizer(job.spec)
     expected = [[[*tokenizer.encode(row["text"]), tokenizer.eod]] for row in rows if row["text"]]
-    assert _documents(f"{prefix}_text_document") == expected
+    assert read_documents(f"{prefix}_text_document") == expected
 
 
 def test_slow_path_writes_the_same_bytes_and_says_so(tmp_path, out, bpe, monkeypatch, capsys):
-    path = write_jsonl(tmp_path / "f.jsonl", _rows(50))
+    path = write_jsonl(tmp_path / "f.jsonl", fox_rows(50))
     assert main(["--input", path, "--output-prefix", str(out / "quick"), *bpe]) == 0
     capsys.readouterr()
     monkeypatch.setitem(sys.modules, "gigatoken", None)
@@ -173,7 +152,7 @@ def test_skipped_lines_are_counted_by_reason_and_the_first_listed(tmp_path, out,
     error = capsys.readouterr().err
     assert "skipped 4 lines (malformed JSON 2, not an object 1, not tokenizable 1); the first:" in error
     assert [line.split(": ")[0].rsplit(" ", 1)[1] for line in error.splitlines()[1:]] == ["2", "5", "6", "7"]
-    assert _documents(str(out / "p_text_document")) == [[[1]], [[2]], [[3]]]
+    assert read_documents(str(out / "p_text_document")) == [[[1]], [[2]], [[3]]]
 
 
 def test_line_numbers_go_on_across_chunks(tmp_path, out):
@@ -248,95 +227,8 @@ def test_runs_as_a_script_from_anywhere(tmp_path, out):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert _documents(str(out / "p_text_document")) == [[[104, 195, 169]]]
+    assert read_documents(str(out / "p_text_document")) == [[[104, 195, 169]]]
     assert visible(out) == ["p_text_document.bin", "p_text_document.idx", "p_text_document.sum"]
-
-
-def _acting_after(chunks_before: int, act):
-    """A stand-in for `cut` that does something in the middle of the run."""
-    real = pipeline.cut
-
-    def cut(paths, *_, **__):
-        for chunk in real(paths, 200):
-            if chunk.number == chunks_before:
-                act()
-            yield chunk
-
-    return cut
-
-
-@pytest.mark.parametrize(
-    ("act", "status", "words"),
-    [
-        (
-            lambda: os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL),
-            1,
-            "ended by signal SIGKILL",
-        ),
-        (lambda: os.kill(os.getpid(), signal.SIGTERM), 143, "terminated"),
-        (lambda: os.kill(os.getpid(), signal.SIGINT), 130, "interrupted"),
-    ],
-)
-def test_killed_worker_or_stopped_run_leaves_nothing(tmp_path, out, capsys, monkeypatch, act, status, words):
-    path = write_jsonl(tmp_path / "f.jsonl", [{"text": "1 2 3"}] * 500)
-    monkeypatch.setattr(pipeline, "cut", _acting_after(6, act))
-    assert main(["--input", path, "--output-prefix", str(out / "p"), "--workers", "2", *NULL]) == status
-    assert words in capsys.readouterr().err
-    assert visible(out) == []
-    assert multiprocessing.active_children() == []
-
-
-def test_stopped_run_leaves_an_older_dataset_as_it_was(tmp_path, out, monkeypatch):
-    old = write_jsonl(tmp_path / "old.jsonl", [{"text": "7"}])
-    new = write_jsonl(tmp_path / "new.jsonl", [{"text": "1 2 3"}] * 500)
-    assert main(["--input", old, "--output-prefix", str(out / "p"), *NULL]) == 0
-    monkeypatch.setattr(pipeline, "cut", _acting_after(3, lambda: os.kill(os.getpid(), signal.SIGTERM)))
-    assert main(["--input", new, "--output-prefix", str(out / "p"), *NULL]) == 143
-    assert _documents(str(out / "p_text_document")) == [[[7]]]
-
-
-def test_full_disk_is_an_error_and_leaves_nothing(tmp_path, out):
-    """A limit on the file size stands in for the disk: the write in the middle of the run fails."""
-    path = write_jsonl(tmp_path / "f.jsonl", [{"text": "x" * 1000}] * 400)
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-    command = [sys.executable, str(SCRIPT), "--input", path, "--output-prefix", str(out / "p"), *BYTES]
-    done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.stderr
-    assert visible(out) == []
-
-
-@pytest.mark.parametrize("threads", [0, 1])
-def test_orphaned_workers_leave(tmp_path, threads):
-    """SIGKILL gives the parent no chance to end its workers; they must see its pipe close, whether forked
-    or, as the parent has threads, spawned."""
-    code = (
-        "import threading, time\n"
-        "from data_tools.preprocessing.encode import EncodeJob\n"
-        "from data_tools.preprocessing.pool import Crew\n"
-        "from megazero.data.tokenizers import TokenizerSpec\n"
-        "if __name__ == '__main__':\n"
-        f"    for _ in range({threads}):\n"
-        "        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
-        "    crew = Crew(EncodeJob(TokenizerSpec('ByteLevelTokenizer'), ('text',)), 2)\n"
-        "    print(*[worker.process.pid for worker in crew._workers], flush=True)\n"
-        "    time.sleep(60)\n"
-    )
-    script = tmp_path / "parent.py"
-    script.write_text(code)
-    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
-    with subprocess.Popen(
-        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True
-    ) as parent:
-        # The workers share the parent's standard output: it ends when the last of them has left.
-        pids = [int(word) for word in parent.stdout.readline().split()]
-        parent.kill()
-        assert len(pids) == 2
-        parent.stdout.read()
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory account")
@@ -369,157 +261,7 @@ def test_ids_of_a_large_vocabulary_take_four_bytes(tmp_path, out):
     flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "70000", "--append-eod"]
     assert main(["--input", path, "--output-prefix", str(out / "p"), *flags]) == 0
     assert open_indexed(str(out / "p_text_document")).dtype == np.int32
-    assert _documents(str(out / "p_text_document")) == [[[69999, 1, 70000]]]
-
-
-_ASTER = "Dr. Aster paid 3.50 at 5 p.m. He left.\nThen it rained!"
-_SPLIT = [
-    {"text": _ASTER, "b": "x"},
-    {"text": ["Kept whole. As given.", "", "Two."], "b": ["y"]},
-    {"text": "  \n\n ", "b": "One. Two."},
-    {"text": "Only one\n\n", "b": "z"},
-    {"text": "naïve “café. Bar”!\u3000A. B. Ende", "b": ""},
-]
-
-
-def _decoded(prefix: str) -> list[list[str]]:
-    return [[bytes(sequence).decode() for sequence in document] for document in _documents(prefix)]
-
-
-def test_each_sentence_becomes_a_sequence_and_short_documents_are_counted(tmp_path, out, capsys):
-    path = write_jsonl(tmp_path / "f.jsonl", _SPLIT)
-    flags = ["--split-sentences", "--json-keys", "text", "b", "--keep-sequential-samples", *BYTES]
-    assert main(["--input", path, "--output-prefix", str(out / "p"), *flags]) == 0
-    assert _decoded(str(out / "p_text_sentence")) == [
-        ["Dr. Aster paid 3.50 at 5 p.m.", "He left.", "Then it rained!"],
-        ["Kept whole. As given.", "Two."],
-        ["Only one"],
-        ["naïve “café. Bar”!", "A. B. Ende"],
-    ]
-    assert _decoded(str(out / "p_b_sentence")) == [["x"], ["y"], ["One.", "Two."], ["z"]]
-    shown = capsys.readouterr().out
-    assert "4 documents of one sentence give no samples to BERT's binary head" in shown
-    assert [name for name in visible(out) if "sentence" not in name] == []
-
-
-def test_newlines_are_kept_at_the_end_of_sentences(tmp_path, out):
-    path = write_jsonl(tmp_path / "f.jsonl", [{"text": _ASTER + "\n\n \nEnd \n"}])
-    flags = ["--split-sentences", "--keep-newlines", "--lang", "EN", *BYTES]
-    assert main(["--input", path, "--output-prefix", str(out / "p"), *flags]) == 0
-    sentences = ["Dr. Aster paid 3.50 at 5 p.m. ", "He left.\n", "Then it rained!\n\n \n", "End \n"]
-    assert _decoded(str(out / "p_text_sentence")) == [sentences]
-
-
-def test_sentences_are_the_same_bytes_for_any_numbers_of_workers_and_partitions(tmp_path, out):
-    from data_tools.preprocessing.sentences import SentenceRules
-
-    rows = [{"text": f"Mr. {i} went. " * (i % 5) + f"End {i}"} for i in range(120)] + _SPLIT
-    plain = write_jsonl(tmp_path / "a.jsonl", rows[:70])
-    packed = tmp_path / "b.jsonl.gz"
-    packed.write_bytes(gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows[70:])))
-    job = encode.EncodeJob(_spec(BYTES), ("text",), sentences=SentenceRules())
-    digests = set()
-    for workers, partitions, chunk_bytes in ((1, 1, 1 << 20), (2, 1, 300), (2, 2, 200), (3, 3, 1 << 20)):
-        prefix = str(out / f"w{workers}_{partitions}_{chunk_bytes}")
-        run = PreprocessRun((plain, str(packed)), prefix, job, workers, 1000, chunk_bytes, partitions)
-        totals = preprocess(run).totals
-        assert (totals.lines, totals.documents["text"], totals.empty["text"]) == (125, 124, 1)
-        assert (totals.sequences["text"], totals.single["text"]) == (368, 25)
-        ends = (".bin", ".idx", ".sum")
-        digests.add(tuple(Path(f"{prefix}_text_sentence{end}").read_bytes() for end in ends))
-    assert len(digests) == 1
-    assert len(visible(out)) == 12
-
-
-def test_bad_lines_are_numbered_from_the_start_of_the_file_in_every_partition(tmp_path, out, capsys):
-    rows = [{"text": "1 2"}] * 20 + [b"{bad"] + [{"text": "3"}] * 20 + [{"text": 4}, {"text": "5"}]
-    path = write_jsonl(tmp_path / "f.jsonl", rows)
-    flags = ["--input", path, "--output-prefix", str(out / "p"), "--workers", "4", "--partitions", "4", *NULL]
-    assert main(flags) == 1
-    error = capsys.readouterr().err
-    assert "f.jsonl, line 21: malformed JSON" in error or "f.jsonl, line 42: wrong type" in error
-    assert visible(out) == []
-    assert multiprocessing.active_children() == []
-    assert main([*flags, "--on-error", "skip"]) == 0
-    error = capsys.readouterr().err
-    assert [line.split(": ")[0].rsplit(" ", 1)[1] for line in error.splitlines()[1:]] == ["21", "42"]
-    assert len(_documents(str(out / "p_text_document"))) == 41
-
-
-@pytest.mark.parametrize(
-    ("act", "status"),
-    [
-        (lambda: os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL), 1),
-        (lambda: os.kill(os.getpid(), signal.SIGTERM), 143),
-    ],
-)
-def test_stopped_partitions_leave_nothing(tmp_path, out, monkeypatch, act, status):
-    path = write_jsonl(tmp_path / "f.jsonl", [{"text": "1 2 3"}] * 500)
-    monkeypatch.setattr(pipeline, "cut", _acting_after(6, act))
-    flags = ["--workers", "2", "--partitions", "2", *NULL]
-    assert main(["--input", path, "--output-prefix", str(out / "p"), *flags]) == status
-    assert visible(out) == []
-    assert multiprocessing.active_children() == []
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (
-            ["--partitions", "2"],
-            "`--workers` must be a multiple of `--partitions` (2), but is 1; set it to 2.",
-        ),
-        (["--keep-newlines"], "`--keep-newlines` must come with `--split-sentences`"),
-        (["--lang", "german"], "`--lang` must come with `--split-sentences`"),
-        (["--split-sentences", "--lang", "klingon"], "but is klingon"),
-    ],
-)
-def test_unfit_sentence_flags_are_refused(tmp_path, out, capsys, flags, words):
-    path = write_jsonl(tmp_path / "f.jsonl", [{"text": "1"}])
-    assert main(["--input", path, "--output-prefix", str(out / "p"), *flags, *NULL]) == 1
-    assert words in capsys.readouterr().err
-    assert visible(out) == []
-
-
-def test_missing_splitter_is_named(tmp_path, out, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sentencex", None)
-    path = write_jsonl(tmp_path / "f.jsonl", [{"text": "1"}])
-    run = ["--input", path, "--output-prefix", str(out / "p"), *NULL]
-    assert main([*run, "--split-sentences"]) == 1
-    assert "must have the package sentencex" in capsys.readouterr().err
-    assert main(run) == 0
-
-
-def test_whole_documents_for_bert_are_remarked(tmp_path, out, capsys):
-    vocab = tmp_path / "vocab.txt"
-    vocab.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\n.\n")
-    path = write_jsonl(tmp_path / "f.jsonl", [{"text": "The. The the."}])
-    run = ["--input", path, "--output-prefix", str(out / "p"), "--vocab-file", str(vocab)]
-    run += ["--tokenizer-type", "BertWordPieceLowerCase"]
-    assert main(run) == 0
-    assert "note: each text is one sentence" in capsys.readouterr().err
-    assert main([*run, "--split-sentences"]) == 0
-    assert "note:" not in capsys.readouterr().err
-    assert _documents(str(out / "p_text_sentence")) == [[[5, 6], [5, 5, 6]]]
-
-
-def test_text_that_cannot_be_split_is_a_bad_line(tmp_path, out, capsys, monkeypatch):
-    from data_tools.preprocessing.sentences import SentenceSplitter
-
-    real = SentenceSplitter._ask
-
-    def ask(self, text):
-        if "zebra" in text:
-            raise encode.DataError("text must be such that sentencex can split it")
-        return real(self, text)
-
-    monkeypatch.setattr(SentenceSplitter, "_ask", ask)
-    path = write_jsonl(tmp_path / "f.jsonl", [{"text": "1 2"}, {"text": "a zebra"}, {"text": "3"}])
-    run = ["--input", path, "--output-prefix", str(out / "p"), "--split-sentences", *NULL]
-    assert main(run) == 1
-    assert "f.jsonl, line 2: not tokenizable: key `text`: text must be such" in capsys.readouterr().err
-    assert main([*run, "--on-error", "skip"]) == 0
-    assert _documents(str(out / "p_text_sentence")) == [[[1, 2]], [[3]]]
+    assert read_documents(str(out / "p_text_document")) == [[[69999, 1, 70000]]]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -544,7 +286,13 @@ def test_a_line_without_end_is_a_bad_line(tmp_path, out, capsys, packed, workers
     assert visible(out) == []
     assert main([*command, "--on-error", "skip"]) == 0
     assert "(too long 1)" in capsys.readouterr().err
-    assert [document[0] for document in _documents(str(out / "p_text_document"))] == [[0], [1], [2], [3], [4]]
+    assert [document[0] for document in read_documents(str(out / "p_text_document"))] == [
+        [0],
+        [1],
+        [2],
+        [3],
+        [4],
+    ]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10  # KiB
 
 

@@ -27,7 +27,7 @@ from megazero.mpu import Group, Transfer
 from megazero.mpu.torch_group import leave_world, open_group, start_world
 from megazero.mpu.watch.board import StoreBoard
 from megazero.mpu.watch.group import watched
-from megazero.mpu.watch.watch import Watch
+from megazero.mpu.watch.watch import Watch, WatchLimits
 
 RANKS = 3
 TIMEOUT = 3.0
@@ -148,7 +148,7 @@ def run(scenario, rank: int, address: tuple[str, int], listener: int | None) -> 
     heartbeat = HEARTBEAT if scenario in WITH_HEARTBEAT else None
     timeout = TIMEOUT if heartbeat is None else PATIENCE
     board = StoreBoard.of_world(*(() if heartbeat is None else ("rank 0 on this host", 1.0)))
-    watch = Watch(board, rank, RANKS, timeout, grace=GRACE, poll=0.2, patience=heartbeat)
+    watch = Watch(board, rank, RANKS, WatchLimits(timeout, GRACE, 0.2, heartbeat))
     group = watched(open_group("tp", rank, tuple(range(RANKS)), wait), watch)
     try:
         scenario(group, watch)

@@ -12,7 +12,7 @@ from megazero.errors import CommunicationError
 from megazero.mpu.watch.board import SilentBoardError, StoreBoard, keeper_of_store
 from megazero.mpu.watch.heartbeat import Heartbeat
 from megazero.mpu.watch.inquest import Inquest
-from megazero.mpu.watch.watch import Watch
+from megazero.mpu.watch.watch import Watch, WatchLimits
 from tests.mpu.test_watch import Notes, Spared, close_all
 from tests.mpu.test_watch_diagnose import report
 
@@ -80,7 +80,7 @@ def test_before_the_first_step_a_rank_may_be_still_for_long():
 
 def test_a_watch_ends_a_job_whose_rank_gives_no_sign(capfd):
     board, endings = Notes(), [Spared(), Spared()]
-    watches = [Watch(board, r, 2, 60.0, 0.3, 0.02, endings[r], patience=0.4) for r in range(2)]
+    watches = [Watch(board, r, 2, WatchLimits(60.0, 0.3, 0.02, 0.4), endings[r]) for r in range(2)]
     time.sleep(0.2)
     for watch in watches:
         watch.under_way()
@@ -95,7 +95,7 @@ def test_a_watch_ends_a_job_whose_rank_gives_no_sign(capfd):
 
 def test_a_closed_watch_is_not_missed():
     board = Notes()
-    watches = [Watch(board, r, 2, 60.0, 0.3, 0.02, Spared(), patience=0.3) for r in range(2)]
+    watches = [Watch(board, r, 2, WatchLimits(60.0, 0.3, 0.02, 0.3), Spared()) for r in range(2)]
     time.sleep(0.2)
     for watch in watches:
         watch.under_way()

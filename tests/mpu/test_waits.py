@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from megazero.mpu import ThreadWorld, Waits
-from megazero.mpu.watch import Watch, watched
+from megazero.mpu.watch import Watch, WatchLimits, watched
 from tests.mpu.test_watch import Notes, Pending, Slow, Spared
 
 
 def test_a_rank_that_comes_first_waits_and_the_last_does_not():
     world, board = ThreadWorld(2, timeout=20), Notes()
-    watches = [Watch(board, rank, 2, 20.0, poll=0.02, ending=Spared()) for rank in range(2)]
+    watches = [Watch(board, rank, 2, WatchLimits(20.0, poll=0.02), Spared()) for rank in range(2)]
 
     def work(rank: int) -> float:
         group, waits = watched(world.group("g", rank, (0, 1)), watches[rank]), watches[rank].waits
@@ -33,7 +33,7 @@ def test_a_rank_that_comes_first_waits_and_the_last_does_not():
 
 
 def test_starting_a_call_is_no_wait():
-    watch = Watch(Notes(), 0, 1, 20.0)
+    watch = Watch(Notes(), 0, 1, WatchLimits(20.0))
     pending = Pending()
     work = watched(Slow(pending), watch).all_reduce(torch.ones(2), async_op=True)
     assert watch.waits.end_step().seconds == 0.0

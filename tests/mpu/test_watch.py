@@ -15,7 +15,7 @@ from megazero.mpu.watch.group import WatchedGroup, watched
 from megazero.mpu.watch.inquest import Inquest
 from megazero.mpu.watch.log import SLOTS, CallLog, Lane, read_log
 from megazero.mpu.watch.report import CallState
-from megazero.mpu.watch.watch import Watch
+from megazero.mpu.watch.watch import Watch, WatchLimits
 from tests.mpu.test_groups import conform, expected
 from tests.mpu.test_watch_diagnose import report
 
@@ -99,7 +99,7 @@ class Spared:
 def watches(
     board: Notes, size: int, ending: Spared, timeout: float = 20.0, grace: float = 5.0
 ) -> list[Watch]:
-    return [Watch(board, rank, size, timeout, grace, 0.02, ending) for rank in range(size)]
+    return [Watch(board, rank, size, WatchLimits(timeout, grace, 0.02), ending) for rank in range(size)]
 
 
 def close_all(all_watches: list[Watch]) -> None:
@@ -138,7 +138,7 @@ def test_a_watched_group_is_a_group_and_closes_what_it_wraps():
 
 def test_a_world_of_one_starts_nothing():
     board, before = Notes(), threading.active_count()
-    watch, group = Watch(board, 0, 1, 1.0), SoloGroup()
+    watch, group = Watch(board, 0, 1, WatchLimits(1.0)), SoloGroup()
     assert watched(group, watch) is group
     watch.report(DataError("torn"))
     assert threading.active_count() == before
@@ -265,14 +265,14 @@ def test_an_error_of_a_work_reaches_the_others():
 
 
 def test_a_board_out_of_reach_is_no_alarm_for_a_process_that_is_about_to_end(capfd):
-    watch = Watch(Lost(), 0, 2, 20.0, grace=5.0, poll=0.02, ending=Spared())
+    watch = Watch(Lost(), 0, 2, WatchLimits(20.0, 5.0, 0.02), Spared())
     time.sleep(0.2)
     watch.close()
     assert capfd.readouterr().err == ""
 
 
 def test_a_board_that_stays_out_of_reach_is_one(capfd):
-    watch = Watch(Lost(), 0, 2, 20.0, grace=0.1, poll=0.02, ending=Spared())
+    watch = Watch(Lost(), 0, 2, WatchLimits(20.0, 0.1, 0.02), Spared())
     time.sleep(0.5)
     watch.close()
     assert (

@@ -155,7 +155,7 @@ NOT_STATED = MappingProxyType(
         "data.dataloader_type": "its order is a law of its own: tests/data/test_sampler.py",
         "data.data_sharding": "a law of its own too: tests/data/test_sampler.py",
         "data.mock_data": "there is nothing to read",
-        "data.verify_data": "it compares what is read, and changes none of it: tests/data/indexed/test_guard.py",
+        "data.verify_data": "it only compares what is read: tests/data/indexed/test_guard.py",
     }
 )
 

@@ -76,7 +76,7 @@ def test_they_are_drawn(run, metrics, tmp_path, with_metrics, capsys):
         (["--metrics", "x.jsonl"], "`--output` must be set"),
         (
             ["--metrics", "nowhere.jsonl", "--output", "a.png"],
-            "`--metrics` must be a file of --metrics-jsonl",
+            "`--metrics` must be a file that can be read, but nowhere.jsonl: No such file",
         ),
         (["--output", "a.bmp"], "`--output` must end in one of"),
     ],
@@ -91,7 +91,15 @@ def test_a_folder_that_is_none(tmp_path, capsys):
     assert "must be a run's folder, but is none" in capsys.readouterr().err
 
 
+def test_a_line_that_is_still_being_written_is_left_out(metrics):
+    with metrics.open("a") as file:
+        file.write('{"iteration": 60, "lm_l')
+    assert len(read_steps(metrics)) == 58
+
+
 def test_metrics_that_are_none(tmp_path):
     (tmp_path / "x.jsonl").write_text("[1]\n")
-    with pytest.raises(ConfigError, match="must be a file of --metrics-jsonl"):
+    with pytest.raises(
+        ConfigError, match=r"must be a file of metrics, but line 1 of .* is not an object with an"
+    ):
         read_steps(tmp_path / "x.jsonl")

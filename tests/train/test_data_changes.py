@@ -110,25 +110,30 @@ def test_between_looks_a_change_is_not_seen_and_can_be_passed(tmp_path, monkeypa
     run(prefix, extra="--no-verify-data")
 
 
+def refused_on_both(prefixes: list[str], flags: str = "") -> str:
+    """What two replicas say that must both end with a DataError, and say the same."""
+    world = ThreadWorld(2, timeout=60)
+
+    def rank(number: int) -> str:
+        words = [*f"{SMALL} --train-iters 9 {flags}".split(), "--data-path", prefixes[number]]
+        config = parse_config(words, world_size=2).config
+        with pytest.raises(DataError) as caught:
+            pretrain_on(config, thread_context(world, ProcessGrid(dp=2), number))
+        return str(caught.value)
+
+    first, second = world.run(rank)
+    assert first == second
+    return first
+
+
 def test_all_ranks_end_where_one_sees_a_change(tmp_path, monkeypatch):
     """Each has a copy of its own; only that of the second changes."""
     prefixes = [write(tmp_path / "one/d"), write(tmp_path / "two/d")]
     changed = f"{prefixes[1]}.idx"
     after(monkeypatch, 3, lambda: touch(changed))
-    world = ThreadWorld(2, timeout=60)
-
-    def rank(number: int) -> str:
-        flags = [*f"{SMALL} --train-iters 9".split(), "--data-path", prefixes[number]]
-        with pytest.raises(DataError) as caught:
-            pretrain_on(
-                parse_config(flags, world_size=2).config, thread_context(world, ProcessGrid(dp=2), number)
-            )
-        return str(caught.value)
-
-    messages = world.run(rank)
-    assert messages[0] == messages[1]
-    assert f"rank 1 sees: {changed} was written to" in messages[0]
-    assert "after iteration 3 " in messages[0] or "after iteration 2 " in messages[0]
+    message = refused_on_both(prefixes)
+    assert f"rank 1 sees: {changed} was written to" in message
+    assert "after iteration 3 " in message or "after iteration 2 " in message
 
 
 def test_a_resume_goes_on_with_the_same_data(tmp_path, capsys):
@@ -217,16 +222,6 @@ def test_all_ranks_refuse_by_what_the_first_one_has(tmp_path):
     """The second has a copy elsewhere, which to it would be another path."""
     prefix, folder = saved(tmp_path)
     write(tmp_path / "d", 300, first=7)
-    prefixes, world = [prefix, write(tmp_path / "copy", 300, first=7)], ThreadWorld(2, timeout=60)
-
-    def rank(number: int) -> str:
-        flags = [*f"{SMALL} --train-iters 9 --load {folder}".split(), "--data-path", prefixes[number]]
-        with pytest.raises(DataError) as caught:
-            pretrain_on(
-                parse_config(flags, world_size=2).config, thread_context(world, ProcessGrid(dp=2), number)
-            )
-        return str(caught.value)
-
-    messages = world.run(rank)
-    assert messages[0] == messages[1]
-    assert messages[0].startswith(f"`{prefix}.bin` must hold what")
+    prefixes = [prefix, write(tmp_path / "copy", 300, first=7)]
+    message = refused_on_both(prefixes, f"--load {folder}")
+    assert message.startswith(f"`{prefix}.bin` must hold what")

@@ -12,7 +12,7 @@ import pytest
 
 from megazero.config.resolve import parse_config
 from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, Waited, solo_context, thread_context
-from megazero.mpu.watch import Watch, watched
+from megazero.mpu.watch import Watch, WatchLimits, watched
 from megazero.train.assemble import pretrain_on
 from megazero.train.feed import Feed
 from megazero.train.stragglers import RankTimes, SlowRanks, Straggler, Stragglers
@@ -157,7 +157,7 @@ def test_a_run_names_the_rank_whose_data_is_slow(tmp_path, monkeypatch, capsys):
     def rank(number: int) -> None:
         config = parse_config([*SMALL.split(), "--metrics-jsonl", str(path)], world_size=2).config
         context = thread_context(world, ProcessGrid(dp=2), number)
-        watch = Watch(board, number, 2, 60.0, ending=Spared())
+        watch = Watch(board, number, 2, WatchLimits(60.0), Spared())
         groups = {name: watched(group, watch) for name, group in context.groups.items()}
         pretrain_on(config, replace(context, groups=groups, watch=watch))
         watch.close()

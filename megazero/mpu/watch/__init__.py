@@ -8,7 +8,7 @@ reports who diverged, and `inquest.py` makes all ranks agree on one answer.
 from megazero.mpu.watch.board import Board, StoreBoard, keeper_of_store
 from megazero.mpu.watch.group import WatchedGroup, watched
 from megazero.mpu.watch.inquest import JobFailure
-from megazero.mpu.watch.watch import EXIT_STATUS, Watch
+from megazero.mpu.watch.watch import EXIT_STATUS, Watch, WatchLimits
 
 __all__ = [
     "EXIT_STATUS",
@@ -16,6 +16,7 @@ __all__ = [
     "JobFailure",
     "StoreBoard",
     "Watch",
+    "WatchLimits",
     "WatchedGroup",
     "keeper_of_store",
     "watched",

@@ -21,6 +21,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import takewhile
 from types import FrameType, TracebackType
 
@@ -60,6 +61,24 @@ class Ending:
         os._exit(EXIT_STATUS)
 
 
+@dataclass(frozen=True)
+class WatchLimits:
+    """How long a watch waits for what, in seconds.
+
+    Attributes:
+        call: how long a call may take; the groups' own timeouts should be longer.
+        grace: how long a process has to post its report, and its main thread to end by itself.
+        poll: the time between checks of the calls and the board.
+        patience: how long a rank may give no sign of life before it counts as stopped; `call` until
+            `Watch.under_way`. None for a job in which nobody listens for them.
+    """
+
+    call: float
+    grace: float = 10.0
+    poll: float = 1.0
+    patience: float | None = None
+
+
 class Watch:
     """Watches the calls of this process, and the board for news from the others.
 
@@ -69,12 +88,8 @@ class Watch:
         board: where the processes of the job leave notes.
         rank: this process's rank in the world.
         world_size: number of processes.
-        timeout: how many seconds a call may take; the groups' own timeouts should be longer.
-        grace: how many seconds a process has to post its report, and its main thread to end by itself.
-        poll: seconds between checks of the calls and the board.
+        limits: how long it waits for what.
         ending: ends the process if its main thread does not.
-        patience: seconds without a sign of life, after `under_way`, in which a rank counts as stopped; before
-            these are `timeout`. None for a job in which nobody listens for them.
         waits: adds up what this process waits in its calls.
 
     Attributes:
@@ -87,18 +102,13 @@ class Watch:
         board: Board,
         rank: int,
         world_size: int,
-        timeout: float,
-        grace: float = 10.0,
-        poll: float = 1.0,
+        limits: WatchLimits,
         ending: Ending | None = None,
-        patience: float | None = None,
         waits: Waits | None = None,
     ):
         self.rank = rank
         self.waits = waits or Waits()
-        self.timeout = timeout
-        self.grace = grace
-        self.poll = poll
+        self._limits = limits
         self._ending = ending or Ending()
         self._lanes: dict[str, Lane] = {}
         self._lock = threading.Lock()
@@ -108,12 +118,12 @@ class Watch:
         self._threads: list[threading.Thread] = []
         self._log = _open_log() if world_size > 1 else CallLog()
         self.listener: Callable[[JobFailure], None] | None = None
-        self._inquest = Inquest(board, rank, world_size, grace, self._pass_on)
-        self._patience = patience
+        self._inquest = Inquest(board, rank, world_size, limits.grace, self._pass_on)
         self._still: Mapping[int, str] = {}
         self._heartbeat = None
-        if patience is not None:
-            self._heartbeat = Heartbeat(board, rank, world_size, _where(), max(patience, timeout))
+        if limits.patience is not None:
+            longest = max(limits.patience, limits.call)
+            self._heartbeat = Heartbeat(board, rank, world_size, _where(), longest)
         if world_size > 1:
             self._inquest.announce(socket.gethostname(), self._log.path)
             atexit.register(self._at_exit)
@@ -135,8 +145,8 @@ class Watch:
         Before, a rank may hold the interpreter for minutes, with its heartbeat: shuffling the samples of a
         large corpus does.
         """
-        if self._heartbeat is not None and self._heartbeat.patience != self._patience:
-            self._heartbeat.expect(self._patience)
+        if self._heartbeat is not None and self._heartbeat.patience != self._limits.patience:
+            self._heartbeat.expect(self._limits.patience)
 
     def leave(self) -> None:
         """Say that this process is about to end, so that nobody misses its heartbeat."""
@@ -153,7 +163,7 @@ class Watch:
         self._closed.set()
         self._wake.set()
         for thread in self._threads:
-            thread.join(self.grace)
+            thread.join(self._limits.grace)
         if self._alarm is not None:
             self._ending.cancel()
         self._log.close()
@@ -249,10 +259,10 @@ class Watch:
 
     def _watch_board(self) -> None:
         silent, before = 0.0, time.monotonic()
-        while not self._wake.wait(self.poll):
-            patience = self.timeout if self._heartbeat is None else self._heartbeat.patience
+        while not self._wake.wait(self._limits.poll):
+            patience = self._limits.call if self._heartbeat is None else self._heartbeat.patience
             # The clock goes on while this process is stopped, but it listens to nobody then.
-            now, awake = time.monotonic(), self.poll + patience / 4
+            now, awake = time.monotonic(), self._limits.poll + patience / 4
             before, awake = now, min(now - before, awake)
             try:
                 told = self._inquest.trouble()
@@ -265,7 +275,7 @@ class Watch:
                 continue
             except CommunicationError as error:
                 # At the end of a job the store may be gone before this process is.
-                if not self._wake.wait(self.grace):
+                if not self._wake.wait(self._limits.grace):
                     self._sound(Alarm.BOARD, str(error))
                 return
             if told:
@@ -274,22 +284,22 @@ class Watch:
                 self._sound(Alarm.STILL, "; ".join(self._still.values()))
 
     def _watch_calls(self) -> None:
-        while not self._wake.wait(self.poll):
+        while not self._wake.wait(self._limits.poll):
             if overdue := self._overdue():
                 what = self._log.record(overdue).what
-                self._sound(Alarm.TIMEOUT, f"{what} took more than {self.timeout:g} s")
+                self._sound(Alarm.TIMEOUT, f"{what} took more than {self._limits.call:g} s")
         if self._alarm is None:
             return
-        self._ending.prepare(self._inquest.longest + self.grace)
+        self._ending.prepare(self._inquest.longest + self._limits.grace)
         self._summary = self._inquest.hold(self._report(), self._still)
         self._settled.set()
-        if not self._closed.wait(self.grace):
+        if not self._closed.wait(self._limits.grace):
             self._log.close()
             self._ending.end()
 
     def _overdue(self) -> Call | None:
         """The oldest call that has taken too long."""
-        latest = time.monotonic() - self.timeout
+        latest = time.monotonic() - self._limits.call
         for call in list(self._log.pending.values()):
             if call.started > latest:
                 continue

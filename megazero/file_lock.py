@@ -1,0 +1,42 @@
+"""Locks of files (flock): one process holds each at a time, and the system frees it however that ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file for this process, without waiting.
+
+    Returns:
+        Whether it is locked now: False where the system or the file system has no locks.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+        OSError: the system refuses.
+    """
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def this_process() -> str:
+    """What the holder of a lock writes into the file, for those who find it locked."""
+    return f"process {os.getpid()} on {platform.node()}"
