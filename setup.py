@@ -67,7 +67,7 @@ setup(
         "tensorboard>=2.14",
     ],
     extras_require={
-        "fast": ["gigatoken>=0.10", "orjson>=3.9"],
+        "fast": ["gigatoken>=0.10", "isal>=1.5", "orjson>=3.9"],
         "dev": ["pytest>=8", "pytest-xdist>=3.5", "ruff>=0.8", "hypothesis>=6", "transformers>=4.45"],
         "plot": ["matplotlib>=3.8"],
         "wandb": ["wandb"],

@@ -33,6 +33,16 @@ def test_block_checksum_does_not_depend_on_the_pieces(monkeypatch, sizes):
     assert checksum.size == len(data)
 
 
+def test_sums_are_those_of_zlib():
+    content = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8).tobytes()
+    for size in [*range(300), 4095, 4097, (1 << 20) - 1]:
+        for begin in (0, 1, 7):
+            piece = content[begin : begin + size]
+            half = size // 3
+            found = indexed_checksum.crc32(piece[half:], indexed_checksum.crc32(piece[:half]))
+            assert found == zlib.crc32(piece)
+
+
 def test_sidecar_content(tmp_path):
     content = json.loads(Path(f"{write_golden(tmp_path / 'g')}.sum").read_text())
     assert content["format"] == "megazero-sum-1"
