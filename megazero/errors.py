@@ -64,6 +64,10 @@ class LostFolderError(CheckpointError):
     """A run's folder has become another's while the run saved there."""
 
 
+class OffloadError(MegazeroError):
+    """Memory or a disk that state is offloaded to is full, gone or broken."""
+
+
 class CommunicationError(MegazeroError):
     """A collective call failed, timed out or was made with mismatching arguments."""
 

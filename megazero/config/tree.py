@@ -17,6 +17,7 @@ from megazero.config.distillation import DistillationConfig
 from megazero.config.experts import ModelConfig
 from megazero.config.finetuning import FinetuneConfig
 from megazero.config.guards import GuardsConfig
+from megazero.config.offload import OffloadConfig
 from megazero.config.optimization import OptimizerConfig
 from megazero.config.option import Patience, Section, option
 from megazero.config.skipping import SkippingConfig
@@ -251,6 +252,7 @@ class Config(Section):
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     zero: ZeroConfig = ZeroConfig()
+    offload: OffloadConfig = OffloadConfig()
     batch: BatchConfig
     optimizer: OptimizerConfig
     precision: PrecisionConfig = PrecisionConfig()

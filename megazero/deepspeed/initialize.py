@@ -27,7 +27,7 @@ from megazero.mpu import ParallelContext, TrafficLog, count_traffic
 from megazero.mpu.adopt import TIMEOUT, find_context
 from megazero.optim import build_loss_scaler
 from megazero.train.placement import DTYPES
-from megazero.zero import Optimizer, ZeroPolicy
+from megazero.zero import Optimizer, ZeroPolicy, store_kind
 
 
 def initialize(
@@ -132,7 +132,8 @@ def _shard(
     gone = share_experts(model, context)
     without(client.param_groups, gone)
     homes = prepare(model, params, gone, context, DTYPES[settings.precision.dtype])
-    parallel = build_parallel(model, policy, context, homes, numbers)
+    kind = store_kind(settings.offload, context.device)
+    parallel = build_parallel(model, policy, context, homes, numbers, kind)
     shards = Optimizer(parallel.store, rule_of(client.param_groups), context, settings.clip_grad)
     return UserOptimizer(
         client,

@@ -148,15 +148,16 @@ def build_parallel(
     context: ParallelContext,
     homes: Mapping[int, Partition],
     groups: Mapping[int, int],
+    kind: Callable[[ZeroPolicy], Store],
 ) -> UserParallel:
-    """Move the model's parameters into buckets; those of `homes` bucket by bucket."""
+    """Move the model's parameters into buckets of such a store; those of `homes` bucket by bucket."""
 
     def fill(params: Sequence[nn.Parameter]) -> None:
         for param in params:
             param.data.copy_(homes[id(param)].whole())
 
     units = user_units(model, context.tp.size)
-    store = build_store(units, policy, context, fill, groups)
+    store = build_store(units, policy, context, fill, groups, kind)
     return UserParallel(model, units, store, policy, context)
 
 

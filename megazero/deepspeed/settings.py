@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,20 @@ from torch import nn
 
 from megazero.config.curriculum import CurriculumConfig
 from megazero.config.deepspeed import BatchTriangle, DeepSpeedSettings, Extras, read_deepspeed, resolve_batch
+from megazero.config.offload import OffloadConfig
+from megazero.config.option import Section
 from megazero.config.pacing import Pacing
 from megazero.config.resolve import build_section
-from megazero.config.tree import PrecisionConfig, ZeroConfig
+from megazero.config.rules.rule import Case
+from megazero.config.rules.zero import OFFLOAD_RULES
+from megazero.config.tree import Config, PrecisionConfig, ZeroConfig
 from megazero.config.tree_output import LoggingConfig
 from megazero.errors import ConfigError
 
 JsonSource = str | Path | Mapping[str, Any]
 
 _FOR_SCRIPTS_OF_OURS = ("data_efficiency", "progressive_layer_drop")
-_USED = ("zero", "precision", "logging", "optimizer", "batch", "curriculum")
+_USED = ("zero", "offload", "precision", "logging", "optimizer", "batch", "curriculum")
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class UserSettings:
 
     Attributes:
         zero: what is sharded, and how it communicates.
+        offload: what is kept in the host's memory or on disk.
         precision: the type of the weights, and the loss scale.
         logging: which monitors there are.
         extras: the optimizer, the schedule, and whatever else has no field in the tree.
@@ -40,6 +45,7 @@ class UserSettings:
     """
 
     zero: ZeroConfig
+    offload: OffloadConfig
     precision: PrecisionConfig
     logging: LoggingConfig
     extras: Extras
@@ -84,11 +90,12 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module) -> U
     given = {"model.hidden_size": hidden} if isinstance(hidden, int) else {}
     read = read_deepspeed(source, data_parallel=data_parallel, given=given)
     problems, sections = list(read.problems), []
-    for name in ("zero", "precision", "logging"):
+    for name in ("zero", "offload", "precision", "logging"):
         try:
             sections.append(build_section(name, [*read.defaults, *read.settings]))
         except ConfigError as error:
             problems += error.violations
+    problems += _offload_problems(sections)
     for name in _FOR_SCRIPTS_OF_OURS:
         if any(name in setting.source and setting.value is not False for setting in read.settings):
             problems.append(
@@ -113,6 +120,16 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module) -> U
         notes=_without_effect(read),
         seqlen=seqlen,
     )
+
+
+def _offload_problems(sections: Sequence[Section]) -> list[str]:
+    """What the rules say about offload, if the sections that they read are there."""
+    parts = {"zero": ZeroConfig, "offload": OffloadConfig}
+    found = {name: each for name, kind in parts.items() for each in sections if isinstance(each, kind)}
+    if len(found) < len(parts):
+        return []
+    case = Case(Config.model_construct(**found))
+    return [rule.violation(case) for rule in OFFLOAD_RULES if not rule.holds(case)]
 
 
 def _seqlen(section: CurriculumConfig) -> Pacing | None:

@@ -54,7 +54,7 @@ from megazero.train.state import TrainState
 from megazero.train.token_flops import TokenFlops
 from megazero.train.vocabulary import Vocabulary, build_vocabulary
 from megazero.train.weights import take_foreign_weights
-from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store
+from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store, store_kind
 
 
 def build_engine(
@@ -77,7 +77,7 @@ def build_engine(
         for block in chunk.blocks()
     ]
     fill = partial(initialize_parameters, seed=config.training.seed, place=context.place)
-    store = build_store(units, policy, context, fill)
+    store = build_store(units, policy, context, fill, kind=store_kind(config.offload, context.device))
     sharding = DataParallel(units, store, policy, context)
     executor = Executor(lessons.beside(chunks), context.pp, sharding, context.device)
     engine = Engine(

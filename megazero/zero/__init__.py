@@ -17,7 +17,18 @@ from megazero.zero.parallel import DataParallel
 from megazero.zero.plan import BucketKey, BucketMember, plan_buckets
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.reduce import GradientReducer
-from megazero.zero.store import GRADIENT, WEIGHT, DeviceStore, Resident, Store
+from megazero.zero.store import (
+    GRADIENT,
+    WEIGHT,
+    DeviceStore,
+    DiskTier,
+    HostTier,
+    OffloadStore,
+    Resident,
+    StatePlacement,
+    Store,
+    store_kind,
+)
 from megazero.zero.table import STAGES, StageRow
 from megazero.zero.unit import Unit, module_units
 from megazero.zero.wire import ExactWire, NodeWire, Reduction, Wire
@@ -35,17 +46,21 @@ __all__ = [
     "CopyFindings",
     "DataParallel",
     "DeviceStore",
+    "DiskTier",
     "ExactWire",
     "Fingerprints",
     "GatheredParameters",
     "GradientReducer",
+    "HostTier",
     "Init",
     "NodeWire",
+    "OffloadStore",
     "Optimizer",
     "Reduction",
     "Resident",
     "Segment",
     "StageRow",
+    "StatePlacement",
     "StepReport",
     "Store",
     "Unit",
@@ -55,4 +70,5 @@ __all__ = [
     "module_units",
     "plan_buckets",
     "register_external_parameter",
+    "store_kind",
 ]

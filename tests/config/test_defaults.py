@@ -199,8 +199,11 @@ FACTS: dict[str, tuple[Any, Any]] = {
     "logging.wandb_entity": (None, NO),
     "guards.check_weights_interval": (None, NO),
     "guards.iterations_to_skip": ((), NO),
+    "offload.fraction": (1.0, NO),
+    "offload.pin_memory": (True, NO),
 }
 
+OFFLOAD_OF_MEGATRON = ("fraction", "pin_memory")
 GUARDS_OF_MEGATRON = ("check_weights_interval", "iterations_to_skip")
 
 # Settings that neither Megatron has a flag for.
@@ -223,6 +226,7 @@ OURS = {
     "parallel.heartbeat_timeout_minutes",
     "training.eval_from_start",
     *(spec.path for spec in FIELDS if spec.section == "guards" and spec.name not in GUARDS_OF_MEGATRON),
+    *(spec.path for spec in FIELDS if spec.section == "offload" and spec.name not in OFFLOAD_OF_MEGATRON),
     "model.bert_head_activation",
     "model.bert_token_types",
     "data.bert_pack",

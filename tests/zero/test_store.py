@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +18,16 @@ from megazero.zero import (
     STAGES,
     WEIGHT,
     DeviceStore,
+    DiskTier,
+    HostTier,
+    OffloadStore,
     Optimizer,
+    StatePlacement,
     ZeroPolicy,
     build_store,
     module_units,
 )
+from megazero.zero.store.disk import DiskSettings
 from tests.layers.live_bytes import LiveBytes
 from tests.optim.rules import Lars, SelfSumming
 from tests.zero.harness import Record, Trainer, in_threads
@@ -46,6 +53,32 @@ def assert_equal(records: list[Record], others: list[Record]) -> None:
                 assert all(torch.equal(found[name], wanted[name]) for name in wanted), kind
 
 
+def on_host(policy: ZeroPolicy) -> OffloadStore:
+    """A store of everything on the host."""
+    tier = HostTier()
+    return OffloadStore(policy, StatePlacement(tier, tier, tier))
+
+
+def on_disk(policy: ZeroPolicy) -> OffloadStore:
+    """A store of everything in a file."""
+    tier = DiskTier(Path(tempfile.gettempdir()), DiskSettings(block=8192))
+    return OffloadStore(policy, StatePlacement(tier, tier, tier))
+
+
+def on_both(policy: ZeroPolicy) -> OffloadStore:
+    """Half of the state on disk, its gradients on the host, parameters on disk."""
+    disk = DiskTier(Path(tempfile.gettempdir()))
+    return OffloadStore(policy, StatePlacement(disk, HostTier(), disk, fraction=0.5))
+
+
+def state_on_host(policy: ZeroPolicy) -> OffloadStore:
+    """A store of masters and moments on the host, and of the rest on the device."""
+    return OffloadStore(policy, StatePlacement(HostTier()))
+
+
+STORES = (SleepingStore, on_host, on_disk, on_both, state_on_host)
+EVERY_STORE = pytest.mark.parametrize("kind", STORES, ids=lambda kind: kind.__name__)
+
 SETTINGS = {
     "plain": {},
     "one bucket": {"bucket_size": 10**9},
@@ -60,16 +93,17 @@ SETTINGS = {
 @EVERY_STAGE
 def test_bucket_after_bucket_is_all_at_once(stage, settings):
     for size in (1, 2):
-        trained = [
+        wanted, *others = [
             in_threads(
                 size,
                 lambda context, k=kind: Trainer(
                     Zoo(), zoo_loss, policy(stage, **settings), with_late_groups(context), kind=k
                 ).train(3, 2),
             )
-            for kind in (SleepingStore, DeviceStore)
+            for kind in (DeviceStore, *STORES)
         ]
-        assert_equal(*trained)
+        for found in others:
+            assert_equal(found, wanted)
 
 
 @pytest.mark.parametrize(("rule", "stages"), [(Lars(), range(4)), (SelfSumming(), range(1))], ids=repr)
@@ -83,26 +117,25 @@ def test_rules_with_needs_can_be_visited_bucket_after_bucket(rule, stages):
                     Zoo(), zoo_loss, s, context, kind=k, rule=rule
                 ).train(3),
             )
-            for kind in (SleepingStore, DeviceStore)
+            for kind in (DeviceStore, *STORES)
         ]
-        assert_equal(*trained)
+        for found in trained[1:]:
+            assert_equal(found, trained[0])
 
 
-def test_a_second_partition_with_a_sleeping_store():
+@EVERY_STORE
+def test_a_second_partition(kind):
     def work(context, kind):
         return Trainer(Zoo(), zoo_loss, policy(3, hpz=2), context, kind=kind).train(3, 2)
 
-    trained = [in_threads(4, lambda c, k=k: work(c, k), node_size=2) for k in (SleepingStore, DeviceStore)]
-    assert_equal(*trained)
+    assert_equal(*(in_threads(4, lambda c, k=k: work(c, k), node_size=2) for k in (kind, DeviceStore)))
 
 
+@EVERY_STORE
 @EVERY_STAGE
-def test_what_sleeps_is_saved_and_loaded(stage):
+def test_what_sleeps_is_saved_and_loaded(stage, kind):
     def work(context):
-        trainers = [
-            Trainer(Zoo(), zoo_loss, policy(stage), context, kind=kind)
-            for kind in (SleepingStore, DeviceStore)
-        ]
+        trainers = [Trainer(Zoo(), zoo_loss, policy(stage), context, kind=k) for k in (kind, DeviceStore)]
         for trainer in trainers:
             trainer.train(1)
         saved = [parts_to_write(trainer.optimizer, context) for trainer in trainers]
@@ -110,7 +143,7 @@ def test_what_sleeps_is_saved_and_loaded(stage):
         for part, other in zip(*saved, strict=True):
             assert (part.key, part.box) == (other.key, other.box)
             assert torch.equal(part.tensor, other.tensor)
-        fresh = Trainer(Zoo(), zoo_loss, policy(stage), context, kind=SleepingStore)
+        fresh = Trainer(Zoo(), zoo_loss, policy(stage), context, kind=kind)
         source = parts_to_read(trainers[1].optimizer, context)
         for part, other in zip(parts_to_read(fresh.optimizer, context), source, strict=True):
             part.tensor.copy_(other.tensor)
@@ -122,10 +155,11 @@ def test_what_sleeps_is_saved_and_loaded(stage):
         assert_equal([resumed], [wanted])
 
 
+@EVERY_STORE
 @EVERY_STAGE
-def test_what_is_written_to_whole_weights_reaches_a_sleeping_master(stage):
+def test_what_is_written_to_whole_weights_reaches_a_sleeping_master(stage, kind):
     def work(context):
-        trainer = Trainer(Zoo(), zoo_loss, policy(stage), context, kind=SleepingStore)
+        trainer = Trainer(Zoo(), zoo_loss, policy(stage), context, kind=kind)
         with trainer.parallel.gathered(write_back=True):
             for param in trainer.model.parameters():
                 param.fill_(3.0)

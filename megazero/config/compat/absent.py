@@ -84,11 +84,10 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             --kitchen-config-file= --kitchen-recipe-number= --use-kitchen --use-kitchen-attention""",
         ),
         "offload": (
-            "offload of the optimizer and the parameters comes in a later version; leave it out "
-            "(`--checkpoint-in-cpu` keeps what recompute starts from in host memory)",
+            "activations are not offloaded layer by layer; leave it out (`--checkpoint-in-cpu` keeps what "
+            "recompute starts from in host memory)",
             """
-            --cpu-optimizer --cpu_torch_adam=* --optimizer-cpu-offload --cpu-offloading
-            --cpu-offloading-num-layers= --fine-grained-activation-offloading""",
+            --cpu-offloading --cpu-offloading-num-layers= --fine-grained-activation-offloading""",
         ),
         "tiled layers": (
             "layers are not computed in tiles; cut them with `--tensor-model-parallel-size`",
@@ -255,7 +254,6 @@ ABSENT_VALUES: Mapping[str, str] = MappingProxyType(
         "--moe-router-dtype": "model variants",
         "--moe-dispatch-fwd-dtype": "FP8 and FP4",
         "--moe-combine-bwd-dtype": "FP8 and FP4",
-        "--remote-device": "offload",
         "--spec": "layers from code",
         "--softmax-type": "model variants",
         "--rope-type": "model variants",

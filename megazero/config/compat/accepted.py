@@ -24,7 +24,8 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
             --use-flash-attn-builder --no-masked-softmax-fusion --no-bias-dropout-fusion
             --no-bias-swiglu-fusion --no-rope-fusion --no-gradient-accumulation-fusion
             --cross-entropy-loss-fusion --no-persist-layer-norm --disable-mem-efficient-ln
-            --ds_fused_adam --bias-activation-fusion --bias-dropout-fusion --apply-rope-fusion
+            --ds_fused_adam --use-torch-optimizer-for-cpu-offload --cpu_torch_adam=*
+            --bias-activation-fusion --bias-dropout-fusion --apply-rope-fusion
             --masked-softmax-fusion --persist-layer-norm --memory-efficient-layer-norm
             --gradient-accumulation-fusion --fused-residual-rmsnorm --fused-single-qkv-rope
             --use-transformer-engine-op-fuser --use-fused-weighted-squared-relu
@@ -51,6 +52,7 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
             --overlap-param-gather-with-optimizer-step --high-priority-stream-groups=* --use-sharp
             --sharp-enabled-group= --use-nccl-ub --disable-symmetric-registration --symmetric-ar-type=
             --train-sync-interval= --disable-gloo-process-groups --torch-fsdp2-no-reshard-after-forward
+            --overlap-cpu-optimizer-d2h-h2d
             --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm
             --overlap-dispatch-backward-with-experts-wgrad --high-priority-a2a-comm-stream
             --ep-overlap-early-attn-memory-release""",
@@ -228,11 +230,6 @@ CONDITIONAL: Mapping[str, tuple[str, str, str]] = MappingProxyType(
             "bf16",
             "rows are sent to experts in the model's type",
             "rows are sent to experts in the model's type; leave it out",
-        ),
-        "--remote-device=": (
-            "none",
-            "nothing is offloaded",
-            "offload comes in a later version; leave it out",
         ),
         "--group-query-attention": (
             "--num-query-groups",

@@ -48,8 +48,6 @@ DEPENDENT: Mapping[str, str] = MappingProxyType(
             --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag --kitchen-attention-backend=
             --moe-router-padding-for-fp8 --moe-router-padding-for-quantization""",
         "it matters only with offload": """
-            --optimizer-offload-fraction= --overlap-cpu-optimizer-d2h-h2d
-            --use-torch-optimizer-for-cpu-offload --no-pin-cpu-grads --no-pin-cpu-params
             --cpu-offloading-weights --no-cpu-offloading-activations --cpu-offloading-double-buffering
             --cpu-offloading-retain-pinned-cpu-buffers --activation-offload-fraction= --offload-modules=*
             --min-offloaded-tensor-size= --fine-grained-offloading-max-inflight-offloads=

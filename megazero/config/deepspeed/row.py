@@ -116,7 +116,6 @@ def _enables_nothing(value: Any) -> bool:
 
 DISABLED = Only("`enabled` false", lambda section: section.get("enabled", False) is False)
 NOTHING_ENABLED = Only("nothing in it `enabled`", _enables_nothing)
-NO_DEVICE = Only("`device` none", lambda section: section.get("device", "none") in ("none", None))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from megazero.config.coerce import nearest
 from megazero.config.deepspeed.row import KeyRow
 from megazero.config.deepspeed.rows.curriculum import CURRICULUM_ROWS
 from megazero.config.deepspeed.rows.data_efficiency import DATA_EFFICIENCY_ROWS
+from megazero.config.deepspeed.rows.offload import OFFLOAD_ROWS
 from megazero.config.deepspeed.rows.skipping import SKIPPING_ROWS
 from megazero.config.deepspeed.rows.tools import FEATURE_ROWS, LOGGING_ROWS
 from megazero.config.deepspeed.rows.train import BATCH_ROWS, OPTIMIZER_ROWS, PRECISION_ROWS, SCHEDULER_ROWS
@@ -21,6 +22,7 @@ GROUPS: Mapping[str, tuple[KeyRow, ...]] = MappingProxyType(
         "Learning rate schedule": SCHEDULER_ROWS,
         "Precision and gradients": PRECISION_ROWS,
         "ZeRO": ZERO_ROWS,
+        "Offload": OFFLOAD_ROWS,
         "Activation checkpointing": ACTIVATION_ROWS,
         "Pipeline": PIPELINE_ROWS,
         "Curriculum": CURRICULUM_ROWS,

@@ -22,7 +22,7 @@ from megazero.config.rules.training import (
     SCHEDULE_RULES,
 )
 from megazero.config.rules.upcycling import UPCYCLING_RULES
-from megazero.config.rules.zero import KEPT_ACTIVATION_RULES, ZERO_RULES
+from megazero.config.rules.zero import KEPT_ACTIVATION_RULES, OFFLOAD_RULES, ZERO_RULES
 from megazero.config.tree import Config
 
 RULES: tuple[Rule, ...] = (
@@ -34,6 +34,7 @@ RULES: tuple[Rule, ...] = (
     *BATCH_RULES,
     *PIPELINE_RULES,
     *ZERO_RULES,
+    *OFFLOAD_RULES,
     *LENGTH_RULES,
     *SCHEDULE_RULES,
     *OPTIMIZER_RULES,

@@ -52,6 +52,44 @@ ZERO_RULES: tuple[Rule, ...] = (
     ),
 )
 
+OFFLOAD_RULES: tuple[Rule, ...] = (
+    Rule(
+        "offloaded_parameters_need_stage_3",
+        ("offload.parameters", "zero.stage"),
+        "`parameters` of `offload` must be none unless the ZeRO stage is 3, which shards them",
+        "add `--zero-stage 3` or leave `--offload-parameters` out",
+        lambda c: c.config.offload.parameters == "none" or c.config.zero.stage == 3,
+    ),
+    Rule(
+        "offloaded_gradients_need_offloaded_optimizer",
+        ("offload.gradients", "offload.optimizer"),
+        "`gradients` of `offload` must be auto or none unless masters and moments are offloaded",
+        "add `--offload-optimizer` or leave `--offload-gradients` out",
+        lambda c: c.config.offload.optimizer != "none" or c.config.offload.gradients in ("auto", "none"),
+    ),
+    Rule(
+        "offload_fraction_needs_offloaded_optimizer",
+        ("offload.fraction", "offload.optimizer"),
+        "`fraction` of `offload` must be left at 1 unless masters and moments are offloaded",
+        "add `--offload-optimizer` or leave it out",
+        lambda c: c.config.offload.optimizer != "none" or c.config.offload.fraction == 1.0,
+    ),
+    Rule(
+        "offload_to_disk_needs_path",
+        ("offload.path", "offload.optimizer", "offload.gradients", "offload.parameters"),
+        "`path` of `offload` must name a folder on the disk to offload to",
+        "add `--offload-path DIR`",
+        lambda c: "nvme" not in c.config.offload.places or c.config.offload.path is not None,
+    ),
+    Rule(
+        "offload_blocks_are_pages",
+        ("offload.block_size",),
+        "`block_size` of `offload` must be a multiple of 4096, the unit of unbuffered reads and writes",
+        "choose such a number, such as 1048576",
+        lambda c: c.config.offload.block_size % 4096 == 0,
+    ),
+)
+
 KEPT_ACTIVATION_RULES: tuple[Rule, ...] = (
     Rule(
         "kept_activations_need_full",

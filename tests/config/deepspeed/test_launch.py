@@ -178,7 +178,7 @@ def test_a_schedule_of_the_json_is_refused_in_a_script(launch: Launch) -> None:
 def test_what_has_no_effect_is_named_in_one_warning(launch: Launch) -> None:
     document = {
         "steps_per_print": 5,
-        "aio": {"block_size": 1048576},
+        "aio": {"single_submit": True},
         "zero_optimization": {"contiguous_gradients": True, "reduce_scatter": True},
     }
     assert launch(document, "--no-pipeline-parallel").warnings == (
@@ -186,8 +186,8 @@ def test_what_has_no_effect_is_named_in_one_warning(launch: Launch) -> None:
         "stages).",
         "keys of ds.json without effect here: zero_optimization.contiguous_gradients, "
         "zero_optimization.reduce_scatter (gradients are always kept in flat buffers, and are "
-        "reduce-scattered wherever they are sharded); aio (nothing is offloaded to NVMe); "
-        "steps_per_print (`--log-interval` says how often a line is printed).",
+        "reduce-scattered wherever they are sharded); aio.single_submit (requests are started one by "
+        "one, and always overlap); steps_per_print (`--log-interval` says how often a line is printed).",
     )
 
 

@@ -27,6 +27,7 @@ from megazero.config.deepspeed.row import (
     TEXT,
     KeyRow,
 )
+from megazero.config.deepspeed.rows.offload import PLACE
 from megazero.config.deepspeed.table import GROUPS, ROWS
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.resolve import build_section
@@ -107,6 +108,19 @@ HONOURED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     ),
     "zero_optimization.stage3_max_live_parameters": (3e9, {}, {"zero.max_live_parameters": 3_000_000_000}),
     "zero_optimization.zero_hpz_partition_size": (8, {}, {"zero.hpz_partition_size": 8}),
+    "zero_optimization.offload_optimizer.device": ("cpu", {}, {"offload.optimizer": "cpu"}),
+    "zero_optimization.offload_optimizer.nvme_path": ("/local", {}, {"offload.path": "/local"}),
+    "zero_optimization.offload_optimizer.ratio": (0.3, {}, {"offload.fraction": 0.3}),
+    "zero_optimization.offload_optimizer.pin_memory": (False, {}, {"offload.pin_memory": False}),
+    "zero_optimization.offload_param.device": ("nvme", {}, {"offload.parameters": "nvme"}),
+    "zero_optimization.offload_param.nvme_path": ("/local", {}, {"offload.path": "/local"}),
+    "zero_optimization.offload_param.pin_memory": (False, {}, {"offload.pin_memory": False}),
+    "zero_optimization.cpu_offload": (True, {}, {"offload.optimizer": "cpu"}),
+    "zero_optimization.cpu_offload_param": (True, {}, {"offload.parameters": "cpu"}),
+    "zero_optimization.cpu_offload_params": (True, {}, {"offload.parameters": "cpu"}),
+    "zero_optimization.cpu_offload_use_pin_memory": (False, {}, {"offload.pin_memory": False}),
+    "aio.block_size": (1048576, {}, {"offload.block_size": 1048576}),
+    "aio.queue_depth": (8, {}, {"offload.queue_depth": 8}),
     "activation_checkpointing.partition_activations": (True, {}, {"recompute.partition_activations": True}),
     "activation_checkpointing.cpu_checkpointing": (True, {}, {"recompute.offload": True}),
     "pipeline.activation_checkpoint_interval": (
@@ -208,6 +222,7 @@ SAMPLES: dict[Any, tuple[Any, Any]] = {
     COUNTS: ([8, 16], [8, 0]),
     INDICES: ([0, 16], [8, -1]),
     TEXT: ("text", 3),
+    PLACE: ("cpu", "gpu"),
     SECTION: ({"enabled": True, "device": "cpu", "deepcompile": True}, True),
 }
 
@@ -219,14 +234,26 @@ HARMLESS: dict[str, Any] = {
     "scheduler.params.last_batch_iteration": -1,
     "gradient_allreduce_op": "Mean",
     "zero_optimization.mics_shard_size": -1,
-    "zero_optimization.offload_param": {"device": "none", "pin_memory": True},
-    "zero_optimization.offload_optimizer": {"device": None},
     "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}},
     "compile": {"deepcompile": False},
     "optimizer.params.adam_w_mode": True,
     "optimizer.params.grad_averaging": True,
     "zero_optimization.compute_grad_norm": True,
 }
+
+
+@pytest.mark.parametrize("name", ["nvme_path", "pin_memory"])
+def test_what_optimizer_and_parameters_share_must_agree(name: str) -> None:
+    values = {"nvme_path": ("/a", "/b"), "pin_memory": (True, False)}[name]
+    mine, other = (f"zero_optimization.offload_{what}.{name}" for what in ("param", "optimizer"))
+    assert not read({mine: values[0], other: values[0]}).problems
+    (problem,) = read({mine: values[0], other: values[1]}).problems
+    assert f"`{mine}` must be `{other}`, which is {values[1]!r}, but is {values[0]!r}" in problem
+
+
+def test_no_device_is_none() -> None:
+    found = read({"zero_optimization.offload_optimizer.device": None})
+    assert (list(found.problems), found.values.get("offload.optimizer", "none")) == ([], "none")
 
 
 def fate(row: KeyRow) -> str:

@@ -160,7 +160,6 @@ FEATURE_ROWS: tuple[KeyRow, ...] = (
         "use_data_before_expert_parallelism",
     ),
     *refuses("checkpoints are written to `--save`; leave the section out", SECTION, DISABLED, "nebula"),
-    *ignores("nothing is offloaded to NVMe", SECTION, "aio"),
     *ignores("timers are set by `wall_clock_breakdown`", SECTION, "timers"),
     *ignores(
         "a checkpoint is whole or invisible, and loads on any layout",

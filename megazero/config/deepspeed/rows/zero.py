@@ -6,7 +6,6 @@ from megazero.config.deepspeed.row import (
     ANYTHING,
     BOOL,
     INTEGER,
-    NO_DEVICE,
     NOTHING,
     SECTION,
     SIZE,
@@ -19,7 +18,6 @@ from megazero.config.deepspeed.row import (
     sets,
 )
 
-_OFFLOAD = "offload of the optimizer and the parameters comes in a later version; leave it out"
 _QUANTIZED = "quantized communication comes in a later version; set it to false"
 
 
@@ -92,11 +90,6 @@ ZERO_ROWS: tuple[KeyRow, ...] = (
     *refuses(
         "leave it out with `mics_shard_size`", BOOL, only(False), *_zero("mics_hierarchical_params_gather")
     ),
-    *refuses(_OFFLOAD, SECTION, NO_DEVICE, *_zero("offload_param", "offload_optimizer")),
-    *refuses(_OFFLOAD, BOOL, only(False), *_zero("cpu_offload", "cpu_offload_param", "cpu_offload_params")),
-    *refuses(_OFFLOAD, SECTION, None, *_zero("zenflow")),
-    *ignores("nothing is offloaded", BOOL, *_zero("cpu_offload_use_pin_memory")),
-    *ignores("the optimizer steps bucket by bucket", SIZE, *_zero("sub_group_size")),
     *ignores(
         "gradients are always kept in flat buffers, and are reduce-scattered wherever they are sharded",
         BOOL,
@@ -156,7 +149,6 @@ ZERO_ROWS: tuple[KeyRow, ...] = (
         extra="zero_allow_untested_optimizer",
         accepted="every optimizer that flags offer is tested with every stage",
     ),
-    *ignores("nothing is offloaded", BOOL, "zero_force_ds_cpu_optimizer"),
 )
 
 

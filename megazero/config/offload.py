@@ -1,0 +1,68 @@
+"""The section of the tree about state that is kept in the host's memory or on disk."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+from megazero.config.option import Section, option
+
+Share = Annotated[float, Field(ge=0, le=1)]
+"""A part of a whole, none and all included."""
+
+
+class OffloadConfig(Section):
+    """Offload"""
+
+    optimizer: Literal["none", "cpu", "nvme"] = option(
+        "none",
+        "where masters and moments are kept and updated: on the device, in the host's memory (ZeRO-Offload), "
+        "or on disk, from where they visit the host's memory (ZeRO-Infinity)",
+        flag="--offload-optimizer",
+        switches={"--optimizer-cpu-offload": "cpu", "--cpu-optimizer": "cpu"},
+    )
+    gradients: Literal["auto", "none", "cpu", "nvme"] = option(
+        "auto",
+        "where gradient sums are kept once they are complete; auto is where masters and moments are",
+        flag="--offload-gradients",
+    )
+    parameters: Literal["none", "cpu", "nvme"] = option(
+        "none",
+        "stage 3: where each rank keeps its slices of the weights between gathers",
+        flag="--offload-parameters",
+        aliases=("--remote-device",),
+    )
+    fraction: Share = option(
+        1.0,
+        "share of the elements whose masters and moments are offloaded, in whole buckets; the others stay on "
+        "the device and are updated there (twin-flow)",
+        flag="--offload-fraction",
+        aliases=("--optimizer-offload-fraction",),
+    )
+    path: str | None = option(
+        None, "folder on the disk to offload to; nothing is left there at the end", flag="--offload-path"
+    )
+    block_size: PositiveInt = option(
+        8 << 20, "size of a read or write", flag="--offload-block-size", unit="bytes"
+    )
+    queue_depth: Annotated[int, Field(ge=1, le=256)] = option(
+        4, "reads and writes under way at a time, per rank", flag="--offload-queue-depth"
+    )
+    direct_io: bool = option(
+        True,
+        "read and write through the system's page cache, which then takes memory",
+        flag="--no-offload-direct-io",
+    )
+    pin_memory: bool = option(
+        True,
+        "leave the host's memory unpinned, which CUDA reads and writes more slowly",
+        flag="--no-offload-pin-memory",
+        aliases=("--no-pin-cpu-grads", "--no-pin-cpu-params"),
+    )
+
+    @property
+    def places(self) -> tuple[str, str, str]:
+        """Where masters and moments, gradient sums, and slices of weights are kept."""
+        gradients = self.optimizer if self.gradients == "auto" else self.gradients
+        return self.optimizer, gradients, self.parameters

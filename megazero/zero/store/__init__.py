@@ -1,0 +1,31 @@
+"""Where weights, masters, moments and gradient sums are kept between steps.
+
+`store.py` says what a store does. `device.py` keeps everything on the device. `offload.py` keeps what a
+`StatePlacement` names in the host's memory or on disk (ZeRO-Offload, Ren et al. 2021; ZeRO-Infinity,
+Rajbhandari et al. 2021): `tier.py` is what it asks of such a place, `host.py` and `disk.py` are the two.
+`choose.py` picks a store by the configuration.
+"""
+
+from megazero.zero.store.choose import store_kind
+from megazero.zero.store.device import DeviceStore
+from megazero.zero.store.disk import DiskTier
+from megazero.zero.store.host import HostTier
+from megazero.zero.store.offload import OffloadStore, StatePlacement
+from megazero.zero.store.store import GRADIENT, WEIGHT, Resident, Store
+from megazero.zero.store.tier import Tier, TierSlot, Traffic
+
+__all__ = [
+    "GRADIENT",
+    "WEIGHT",
+    "DeviceStore",
+    "DiskTier",
+    "HostTier",
+    "OffloadStore",
+    "Resident",
+    "StatePlacement",
+    "Store",
+    "Tier",
+    "TierSlot",
+    "Traffic",
+    "store_kind",
+]

@@ -1,0 +1,40 @@
+"""Which store a configuration asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megazero.config.offload import OffloadConfig
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.store.device import DeviceStore
+from megazero.zero.store.disk import DiskSettings, DiskTier
+from megazero.zero.store.host import HostTier
+from megazero.zero.store.offload import OffloadStore, StatePlacement
+from megazero.zero.store.store import Store
+from megazero.zero.store.tier import Tier
+
+
+def store_kind(config: OffloadConfig, device: torch.device) -> Callable[[ZeroPolicy], Store]:
+    """What makes the configured store; tiers of one kind are one.
+
+    Args:
+        config: what is offloaded, and where to.
+        device: where everything else is.
+
+    Raises:
+        OffloadError: no file can be made in the folder to offload to.
+    """
+    optimizer, gradients, parameters = config.places
+    if optimizer == parameters == "none":
+        return DeviceStore
+    tiers: dict[str, Tier | None] = {"none": None}
+    if "cpu" in config.places:
+        tiers["cpu"] = HostTier(pin=config.pin_memory and device.type == "cuda")
+    if "nvme" in config.places:
+        settings = DiskSettings(config.block_size, config.queue_depth, config.direct_io)
+        tiers["nvme"] = DiskTier(Path(config.path), settings)
+    placement = StatePlacement(tiers[optimizer], tiers[gradients], tiers[parameters], config.fraction)
+    return lambda policy: OffloadStore(policy, placement)

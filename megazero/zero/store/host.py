@@ -1,0 +1,97 @@
+"""`HostTier`: the host's memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megazero.errors import OffloadError
+from megazero.zero.store.tier import ALIGNMENT, TierSlot, Traffic
+
+_GROUPS = Path("/sys/fs/cgroup")
+_CGROUPS = (
+    (_GROUPS / "memory.max", _GROUPS / "memory.current"),
+    (_GROUPS / "memory/memory.limit_in_bytes", _GROUPS / "memory/memory.usage_in_bytes"),
+)
+
+
+class HostTier:
+    """Keeps tensors in the host's memory, where they are worked on too, so nothing is moved.
+
+    Args:
+        pin: lock the memory, so that a CUDA device reads and writes it directly.
+    """
+
+    name = "cpu"
+    in_place = True
+
+    def __init__(self, *, pin: bool = False):
+        self._pin = pin
+        self._kept: dict[TierSlot, Tensor] = {}
+
+    def make(self, numel: int, dtype: torch.dtype, lead: int = 0) -> TierSlot:
+        slot = TierSlot(numel, dtype, lead)
+        skipped = lead // dtype.itemsize
+        available = available_memory()
+        if slot.nbytes > available:
+            raise OffloadError(
+                f"the host must have room for another {_gib(slot.nbytes)} of offloaded state beyond the "
+                f"{_gib(self.nbytes)} of this rank, but has {_gib(available)}; offload to disk, or use more "
+                "hosts"
+            )
+        # Writing makes the system set the room aside now, and not when training is under way.
+        room = torch.empty(numel + skipped, dtype=dtype, pin_memory=self._pin).zero_()
+        assert room.data_ptr() % ALIGNMENT == 0, "torch aligns what it allocates"
+        self._kept[slot] = room[skipped:]
+        return slot
+
+    def prefetch(self, slot: TierSlot) -> None:
+        return None  # it is here
+
+    def fetch(self, slot: TierSlot) -> Tensor:
+        return self._kept[slot]
+
+    def blank(self, slot: TierSlot) -> Tensor:
+        return self._kept[slot]
+
+    def put(self, slot: TierSlot, content: Tensor) -> None:
+        assert content is self._kept[slot], "what is worked on is what is kept"
+
+    def drop(self, slot: TierSlot, content: Tensor) -> None:
+        assert content is self._kept[slot], "what is worked on is what is kept"
+
+    def at_rest(self, slot: TierSlot) -> Tensor:
+        return self._kept[slot]
+
+    def traffic(self) -> Traffic:
+        return Traffic()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.nbytes for slot in self._kept)
+
+
+def available_memory() -> int:
+    """Bytes of memory that this process can still get: what the host has, within its control group."""
+    found = [_from_meminfo()]
+    for limit, used in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # such as "max", or none of that version
+            found.append(int(limit.read_text()) - int(used.read_text()))
+    return min(found)
+
+
+def _from_meminfo() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    (kib,) = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return kib << 10
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,265 @@
+"""`OffloadStore`: state that sleeps in the host's memory or on disk, and is updated on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megazero.zero.bucket import Bucket
+from megazero.zero.layout import own_sums
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.store.store import GRADIENT, WEIGHT, Resident
+from megazero.zero.store.tier import ALIGNMENT, Tier, TierSlot, Traffic
+
+_HOST = torch.device("cpu")
+_AHEAD = 1  # buckets whose state is read while one is worked on
+
+
+@dataclass(frozen=True)
+class StatePlacement:
+    """What is kept where; None is the device.
+
+    Attributes:
+        state: the tier of masters and moments.
+        gradients: the tier of gradient sums, of buckets whose masters and moments are in a tier too.
+        parameters: the tier of the slices of weights that ZeRO stage 3 shards.
+        fraction: the share of the elements whose masters and moments are in `state`; those of the others stay
+            on the device, whole buckets each (twin-flow of ZeRO-Offload++).
+    """
+
+    state: Tier | None = None
+    gradients: Tier | None = None
+    parameters: Tier | None = None
+    fraction: float = 1.0
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """All tiers, each once."""
+        return tuple(dict.fromkeys(t for t in (self.state, self.gradients, self.parameters) if t is not None))
+
+
+@dataclass
+class _Kept:
+    """What the store holds for a bucket: tensors on the device, and slots of tiers, by kind.
+
+    Attributes:
+        shard: this rank's slice of the weights, or its slot.
+        weights: the weights over `state_range` on the device; None if only the slot of `shard` has them.
+        sums: gradient sums on the device, [padded], or [shard_size] if sharded; None if there are none.
+        state: masters, moments and gradient sums over `state_range`, or their slots.
+    """
+
+    shard: Tensor | TierSlot
+    weights: Tensor | None
+    sums: Tensor | None = None
+    state: dict[str, Tensor | TierSlot] = field(default_factory=dict)
+
+
+class OffloadStore:
+    """Keeps what a placement says in its tiers, and brings it to the host bucket by bucket.
+
+    State that is in a tier is updated on the host (ZeRO-Offload, Ren et al. 2021); while one bucket is
+    worked on, the next one is read and the last one written (ZeRO-Infinity, Rajbhandari et al. 2021). Sums
+    and norms round as those of `DeviceStore` do.
+
+    Args:
+        policy: the dtypes of masters and sums.
+        placement: what is kept where.
+    """
+
+    def __init__(self, policy: ZeroPolicy, placement: StatePlacement):
+        self.policy = policy
+        self.placement = placement
+        self.buckets: list[Bucket] = []
+        self._kept: dict[Bucket, _Kept] = {}
+        self._elements = self._offloaded = 0
+
+    def admit(self, bucket: Bucket) -> None:
+        layout, full = bucket.layout, bucket.full
+        own = full[layout.own]
+        if layout.row.shard_params and self.placement.parameters is not None:
+            shard = self._put_away(self.placement.parameters, own, 0)
+            weights, source = None, own
+        else:
+            shard = own.clone() if layout.row.shard_params else own
+            weights = source = shard if layout.row.shard_state else full
+        kept = _Kept(shard, weights)
+        if bucket.key.trainable:
+            self._admit_state(bucket, kept, source)
+        else:
+            kept.state[WEIGHT] = shard if weights is None else weights
+        self.buckets.append(bucket)
+        self._kept[bucket] = kept
+
+    def make_moments(self, init_state: Callable[[Tensor], dict[str, Tensor]]) -> None:
+        for bucket in self.buckets:
+            if not bucket.key.trainable:
+                continue
+            state = self._kept[bucket].state
+            for residents in self.visits((WEIGHT,), [bucket]):
+                made = init_state(residents[0].flats[WEIGHT].float())
+            if isinstance(state[WEIGHT], TierSlot):
+                made = {kind: self._put_away(self.placement.state, flat, 0) for kind, flat in made.items()}
+            state.update(made)
+
+    def shard(self, bucket: Bucket) -> Tensor:
+        shard = self._kept[bucket].shard
+        if not isinstance(shard, TierSlot):
+            return shard
+        tier = self.placement.parameters
+        found = tier.fetch(shard)
+        there = found.to(bucket.full.device, copy=not tier.in_place)
+        tier.drop(shard, found)
+        return there
+
+    def write_weights(self, bucket: Bucket, master: Tensor) -> None:
+        kept = self._kept[bucket]
+        if kept.weights is not None:
+            if master is not kept.weights:
+                kept.weights.copy_(master, non_blocking=True)
+        elif kept.shard is not kept.state[WEIGHT]:
+            self._fill(self.placement.parameters, kept.shard, master)
+
+    def adopt(self, bucket: Bucket) -> None:
+        kept, layout = self._kept[bucket], bucket.layout
+        own = bucket.full[layout.own]
+        if isinstance(kept.shard, TierSlot):
+            self._fill(self.placement.parameters, kept.shard, own)
+        elif layout.row.shard_params:
+            kept.shard.copy_(own)
+        master, weights = kept.state[WEIGHT], own if kept.weights is None else kept.weights
+        if master is kept.shard:
+            return
+        if isinstance(master, TierSlot):
+            self._fill(self.placement.state, master, weights)
+        elif master is not weights:
+            master.copy_(weights)
+
+    def sums(self, bucket: Bucket) -> Tensor:
+        sums = self._kept[bucket].sums
+        assert sums is not None, "a frozen bucket has no gradients"
+        return sums
+
+    @torch.no_grad()
+    def land(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
+        sums = self._kept[bucket].state[GRADIENT]
+        if not isinstance(sums, TierSlot):
+            if result.data_ptr() != sums.data_ptr():  # otherwise they were reduced in place
+                sums.copy_(result) if first else sums.add_(result)
+            return
+        tier = self.placement.gradients
+        if first:
+            self._fill(tier, sums, result)
+            return
+        there = tier.fetch(sums)
+        there.add_(result.to(_HOST))
+        tier.put(sums, there)
+
+    def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        kept = self._kept[bucket]
+        return {
+            kind: self._tier_of(kept, kind).at_rest(held) if isinstance(held, TierSlot) else held
+            for kind, held in kept.state.items()
+            if kind != GRADIENT
+        }
+
+    @torch.no_grad()
+    def visits(
+        self, kinds: Collection[str], buckets: Sequence[Bucket], changes: Collection[str] = ()
+    ) -> Iterator[Sequence[Resident]]:
+        for number, bucket in enumerate(buckets):
+            for other in buckets[number : number + 1 + _AHEAD]:
+                self._prefetch(other, kinds)
+            visited = self._wake(bucket, kinds)
+            try:
+                yield [Resident(bucket, visited)]
+            finally:  # a visitor may have seen enough
+                self._to_sleep(bucket, visited, changes)
+
+    def traffic(self) -> Traffic:
+        """What all tiers have moved so far."""
+        return sum((tier.traffic() for tier in self.placement.tiers), Traffic())
+
+    def _admit_state(self, bucket: Bucket, kept: _Kept, weights: Tensor) -> None:
+        """Give a trained bucket masters and gradient sums."""
+        layout, policy, state = bucket.layout, self.policy, kept.state
+        self._elements += layout.padded
+        if self._offloads(layout.padded):
+            self._offloaded += layout.padded
+            lead = 0
+            if not layout.row.shard_params and policy.main_dtype == bucket.key.dtype:
+                lead = _lead(layout.state_range.start, policy.main_dtype)
+            state[WEIGHT] = self._put_away(self.placement.state, weights.to(policy.main_dtype), lead)
+        elif kept.weights is None:
+            state[WEIGHT] = weights.to(policy.main_dtype, copy=True)
+        else:
+            state[WEIGHT] = kept.weights.to(policy.main_dtype)
+        dtype, sharded = policy.accumulation_dtype, layout.row.shard_grads
+        tier = self.placement.gradients if isinstance(state[WEIGHT], TierSlot) else None
+        if tier is None or not sharded:
+            size = layout.shard_size if sharded else layout.padded
+            kept.sums = bucket.full.new_zeros(size, dtype=dtype)
+        if tier is None:
+            state[GRADIENT] = own_sums(layout, kept.sums)
+        else:
+            lead = 0 if sharded else _lead(layout.state_range.start, dtype)
+            state[GRADIENT] = tier.make(weights.numel(), dtype, lead)
+
+    def _offloads(self, elements: int) -> bool:
+        """Whether the masters and moments of a bucket, counted in `_elements` already, go to the tier."""
+        most = self.placement.fraction * self._elements
+        return self.placement.state is not None and self._offloaded + elements <= most
+
+    def _put_away(self, tier: Tier, content: Tensor, lead: int) -> TierSlot:
+        slot = tier.make(content.numel(), content.dtype, lead)
+        self._fill(tier, slot, content)
+        return slot
+
+    @torch.no_grad()
+    def _fill(self, tier: Tier, slot: TierSlot, content: Tensor) -> None:
+        there = tier.blank(slot)
+        there.copy_(content)
+        tier.put(slot, there)
+
+    def _tier_of(self, kept: _Kept, kind: str) -> Tier:
+        if kind == GRADIENT:
+            return self.placement.gradients
+        return self.placement.parameters if kept.state[kind] is kept.shard else self.placement.state
+
+    def _slots(self, bucket: Bucket, kinds: Collection[str]) -> dict[str, tuple[Tier, TierSlot]]:
+        kept = self._kept[bucket]
+        held = {kind: kept.state[kind] for kind in kinds if kind in kept.state}
+        return {kind: (self._tier_of(kept, kind), s) for kind, s in held.items() if isinstance(s, TierSlot)}
+
+    def _prefetch(self, bucket: Bucket, kinds: Collection[str]) -> None:
+        for tier, slot in self._slots(bucket, kinds).values():
+            tier.prefetch(slot)
+
+    def _wake(self, bucket: Bucket, kinds: Collection[str]) -> dict[str, Tensor]:
+        """All kinds of a bucket on one device: on the host if any of its state sleeps there."""
+        state, slots = self._kept[bucket].state, self._slots(bucket, kinds)
+        flats = {}
+        for kind in (kind for kind in kinds if kind in state):
+            if kind in slots:
+                tier, slot = slots[kind]
+                flats[kind] = tier.fetch(slot)
+            else:
+                flats[kind] = state[kind].to(_HOST) if slots else state[kind]
+        return flats
+
+    def _to_sleep(self, bucket: Bucket, flats: Mapping[str, Tensor], changes: Collection[str]) -> None:
+        state, slots = self._kept[bucket].state, self._slots(bucket, flats)
+        for kind, flat in flats.items():
+            if kind in slots:
+                tier, slot = slots[kind]
+                tier.put(slot, flat) if kind in changes else tier.drop(slot, flat)
+            elif kind in changes and flat is not state[kind]:
+                state[kind].copy_(flat)
+
+
+def _lead(first: int, dtype: torch.dtype) -> int:
+    """Bytes behind an aligned address of a part of an aligned buffer."""
+    return first * dtype.itemsize % ALIGNMENT

@@ -1,0 +1,72 @@
+"""`Store`: what holds a rank's weights, masters, moments and gradient sums, and how a step visits them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megazero.zero.bucket import Bucket, Keeper
+
+WEIGHT = "weight"
+"""The kind of the master weights; moments have the names that the update rule gives them."""
+
+GRADIENT = "gradient"
+"""The kind of the gradient sums."""
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A bucket during a visit.
+
+    Attributes:
+        bucket: the bucket visited.
+        flats: its state by kind: flat tensors over the layout's `state_range`, all on one device, which may
+            be the host where the weights are on another.
+    """
+
+    bucket: Bucket
+    flats: Mapping[str, Tensor]
+
+
+class Store(Keeper, Protocol):
+    """Holds the buckets of one rank, and all their state that lasts from step to step."""
+
+    buckets: list[Bucket]
+
+    def make_moments(self, init_state: Callable[[Tensor], dict[str, Tensor]]) -> None:
+        """Give each trained bucket the moments that a rule's `init_state` makes of its master weights."""
+
+    def sums(self, bucket: Bucket) -> Tensor:
+        """The flat tensor on the device in which gradients are summed until `land`: [padded].
+
+        Called only where the row does not shard gradients.
+        """
+
+    def land(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
+        """Take complete sums over `state_range`: the step's first ones, or further ones to add.
+
+        Every trained bucket's sums land in every step, even those that were already complete in `sums`.
+        """
+
+    def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        """Master weights and moments where they are kept between visits, for saving and loading.
+
+        Flat tensors over `state_range` by kind, on any device. The next visit sees what is written to them.
+        """
+
+    def visits(
+        self, kinds: Collection[str], buckets: Sequence[Bucket], changes: Collection[str] = ()
+    ) -> Iterator[Sequence[Resident]]:
+        """Bring state to where it is worked on, some buckets at a time, and put it back.
+
+        Args:
+            kinds: the kinds that are needed; each bucket gives those that it has.
+            buckets: the buckets to visit, in this order; a store with little room reads the next ones ahead.
+            changes: the kinds that the visitor changes; it leaves the others as they are.
+
+        Yields:
+            Buckets whose state is present until the next ones are requested.
+        """
