@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from megazero.config.curriculum import CurriculumConfig
+from megazero.config.offload import OffloadConfig
 from megazero.config.rules import broken_rules
 from megazero.config.skipping import SkippingConfig
 from megazero.config.tree import (
@@ -156,6 +158,16 @@ METHODS = MappingProxyType(
 What they change, they change within five steps.
 """
 
+STORES = MappingProxyType(
+    {
+        "": {},
+        "cpu": {"optimizer": "cpu", "parameters": "cpu"},
+        "nvme": {"optimizer": "nvme", "parameters": "nvme", "block_size": 4096},
+        "apart": {"optimizer": "nvme", "gradients": "cpu", "fraction": 0.5},
+    }
+)
+"""Where state sleeps by name, as settings of the offload; the empty name keeps it on the device."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -179,6 +191,7 @@ class Layout:
         ep, etp: ranks that share the experts of a layer, and each of them; 0 is `tp`.
         dispatcher: how tokens reach their experts.
         method: how steps get cheaper, a name in `METHODS`.
+        store: where state sleeps, a name in `STORES`.
     """
 
     tp: int = 1
@@ -209,6 +222,7 @@ class Layout:
     dispatcher: str = "alltoall"
     samples: int = GLOBAL_BATCH
     method: str = ""
+    store: str = ""
 
     @property
     def world_size(self) -> int:
@@ -269,6 +283,7 @@ class Layout:
             parts += [f"S{self.etp}"] if self.etp else []
             parts += [self.dispatcher] if self.dispatcher != "alltoall" else []
         parts += [self.method] if self.method else []
+        parts += [f"on-{self.store}"] if self.store else []
         return "-".join(parts)
 
     def config(self, steps: int = 5) -> Config:
@@ -309,6 +324,7 @@ class Layout:
                 max_live_parameters=10**9 if self.keep else 0,
                 hpz_partition_size=self.hpz,
             ),
+            offload=self._offload(),
             data=DataConfig(mock_data=True, bert_pack=self.packed),
             batch=BatchConfig(micro_batch_size=self.micro_batch, global_batch_size=self.samples),
             # Clipping is active. Epsilon is far above rounding noise: the key bias has no gradient except
@@ -326,6 +342,12 @@ class Layout:
             training=TrainingConfig(train_iters=steps, seed=7, eval_iters=0),
             **METHODS[self.method],
         )
+
+    def _offload(self) -> OffloadConfig:
+        settings = {"path": tempfile.gettempdir(), **STORES[self.store]}
+        if self.zero < 3:
+            settings.pop("parameters", None)
+        return OffloadConfig(**settings)
 
     def broken_rules(self) -> list[str]:
         """Names of the rules that it breaks."""

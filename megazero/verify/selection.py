@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from functools import cache
 from itertools import combinations, islice, product
 
-from megazero.verify.layouts import DECODERS, ENCODERS, EXPERTS, GLOBAL_BATCH, METHODS, Layout
+from megazero.verify.layouts import DECODERS, ENCODERS, EXPERTS, GLOBAL_BATCH, METHODS, STORES, Layout
 
 
 def all_layouts(most_ranks: int = 8) -> Iterator[Layout]:
@@ -153,6 +153,15 @@ def with_methods(layouts: Sequence[Layout], every: int = 4) -> list[Layout]:
                 met[method] |= settings
                 break
     return found
+
+
+def with_stores(layouts: Sequence[Layout]) -> list[Layout]:
+    """The layouts, of which every second one keeps its state elsewhere, in the stores by turns."""
+    names = [name for name in STORES if name]
+    return [
+        replace(layout, store=names[place // 2 % len(names)]) if place % 2 else layout
+        for place, layout in enumerate(layouts)
+    ]
 
 
 def covering(

@@ -18,7 +18,7 @@ from megazero.verify.compare import compare
 from megazero.verify.layouts import ENCODERS, Layout
 from megazero.verify.record import micro_batches
 from megazero.verify.run import run_in_threads, run_in_world
-from megazero.verify.selection import covering, encoder_layouts, with_methods
+from megazero.verify.selection import covering, encoder_layouts, with_methods, with_stores
 from tests.equivalence.one_process import check, in_order, serial
 
 COUNT = 120
@@ -26,7 +26,7 @@ COUNT = 120
 
 @cache
 def selection() -> list[Layout]:
-    return in_order(with_methods(covering(encoder_layouts(), COUNT, few_ranks=2)))
+    return in_order(with_stores(with_methods(covering(encoder_layouts(), COUNT, few_ranks=2))))
 
 
 def pytest_generate_tests(metafunc):

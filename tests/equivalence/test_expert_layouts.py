@@ -10,7 +10,7 @@ from torch import Tensor
 from megazero.verify.compare import compare
 from megazero.verify.layouts import DECODERS, ENCODERS, EXPERTS, Layout
 from megazero.verify.run import run_in_threads, run_in_world
-from megazero.verify.selection import covering, expert_layouts, with_methods
+from megazero.verify.selection import covering, expert_layouts, with_methods, with_stores
 from tests.equivalence.one_process import check, in_order, serial
 
 COUNT = 150
@@ -18,7 +18,7 @@ COUNT = 150
 
 @cache
 def selection() -> list[Layout]:
-    return in_order(with_methods(covering(expert_layouts(), COUNT, few_ranks=2), every=3))
+    return in_order(with_stores(with_methods(covering(expert_layouts(), COUNT, few_ranks=2), every=3)))
 
 
 def pytest_generate_tests(metafunc):

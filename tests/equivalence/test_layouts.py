@@ -15,7 +15,7 @@ from megazero.verify.compare import compare
 from megazero.verify.layouts import DECODERS, Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
-from megazero.verify.selection import all_layouts, allowed, candidates, covering, with_methods
+from megazero.verify.selection import all_layouts, allowed, candidates, covering, with_methods, with_stores
 from tests.equivalence.one_process import check, in_order, serial
 
 COUNT = 200
@@ -23,7 +23,7 @@ COUNT = 200
 
 @cache
 def selection() -> list[Layout]:
-    return in_order(with_methods(covering(candidates(), COUNT, allowed=allowed)))
+    return in_order(with_stores(with_methods(covering(candidates(), COUNT, allowed=allowed))))
 
 
 def run(layout: Layout) -> list[Record]:

@@ -62,7 +62,7 @@ class DiskTier:
     def __init__(self, folder: Path, settings: DiskSettings = DiskSettings()):
         self._folder = folder
         self._settings = settings
-        self._file = _BlockFile(folder, settings)
+        self._file = _OpenFile(folder, settings)
         self._size = 0
         self._slots: list[TierSlot] = []
         self._free: dict[int, list[mmap.mmap]] = {}
@@ -201,7 +201,7 @@ class _Requests:
                 raise error
 
 
-class _BlockFile:
+class _OpenFile:
     """A file without a name, and the threads that read and write it."""
 
     def __init__(self, folder: Path, settings: DiskSettings):
