@@ -227,7 +227,11 @@ def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     plan = build_plan(config, horizon, vocabulary, context)
     monitor = build_monitors(config, context.rank == 0, state.iteration, horizon.end.iteration)
     notes = dict.fromkeys(note for dataset in datasets if dataset is not None for note in dataset.notes)
-    for remark in (*resumed.remarks, *compared, *engine.lessons.remarks, *notes):
+    asleep = [
+        f"offload: each rank keeps {size / 2**20:,.1f} MiB of its state in {tier}"
+        for tier, size in engine.optimizer.store.offloaded().items()
+    ]
+    for remark in (*resumed.remarks, *compared, *engine.lessons.remarks, *notes, *asleep):
         monitor.message(remark)
     snapshots = None
     try:

@@ -163,6 +163,8 @@ class Loop:
             batches = self.feeds.train.of_step(step)
         hold = self.checkpoints.saver.wait_for_copies if self.checkpoints is not None else None
         judge = self.guard.judge(state, step, batches)
+        store = self.engine.optimizer.store
+        moved = store.traffic()
         result = self.engine.train_step(batches, state.progress, self.timers, hold, judge)
         state = state.after(
             step, result.skipped, self._stability(state, result), bad=result.bad or result.held
@@ -173,6 +175,7 @@ class Loop:
             "params_norm": optimizer.params_norm() if self.plan.log_params_norm else None,
             "num_zeros": optimizer.count_zero_grads() if self.plan.log_num_zeros else None,
             "rank_seconds": self.stragglers.take_summary(),
+            "offload": asdict(store.traffic() - moved) if store.offloaded() else None,
         }
         if self._due(self.plan.log_interval, state):
             extras["tokens_per_expert"] = self.engine.loads.report(result.tokens)

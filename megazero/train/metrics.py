@@ -19,6 +19,7 @@ _WHERE_KNOWN = (
     "kept_tokens",
     "layers_run",
     "rank_seconds",
+    "offload",
     *STABILITY,
 )
 
@@ -63,6 +64,8 @@ class StepMetrics:
         rank_seconds: minimum, median and maximum over ranks of the seconds per step that each takes itself,
             as ``own``, and those that it waits, as ``waited``; in the iteration after an interval over which
             ranks were compared (`stragglers.py`).
+        offload: what this rank moved to and from offloaded state: ``read`` and ``written``, bytes, and
+            ``waited``, seconds in which the step did nothing else. None where nothing is offloaded.
     """
 
     iteration: int
@@ -92,6 +95,7 @@ class StepMetrics:
     grad_norm_deviation: float | None = None
     tokens_per_expert: Sequence[Mapping] | None = None
     rank_seconds: Mapping[str, Sequence[float]] | None = None
+    offload: Mapping[str, float] | None = None
 
     @property
     def expert_loads(self) -> tuple[float, float] | None:
@@ -105,7 +109,7 @@ class StepMetrics:
     def record(self) -> dict[str, object]:
         """Name -> value of every field, with every loss term in place of `losses`.
 
-        What each expert got and how steady the training is are there only where they are known, the sequence
+        What each expert got, what was moved to offloaded state and how steady the training is are there only where they are known, the sequence
         length only where it changes, difficulties only with a curriculum, and what was skipped only where
         something was or could be.
         """

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megazero.zero import GRADIENT, WEIGHT, Bucket, Resident, ZeroPolicy
+from megazero.zero.store import Traffic
 
 
 class SleepingStore:
@@ -65,6 +66,12 @@ class SleepingStore:
         sums.copy_(result) if first else sums.add_(result)
         if bucket in self._sums:
             self._sums[bucket].fill_(torch.nan)
+
+    def traffic(self) -> Traffic:
+        return Traffic()
+
+    def offloaded(self) -> Mapping[str, int]:
+        return {}
 
     def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:
         return {kind: flat for kind, flat in self.asleep[bucket].items() if kind != GRADIENT}

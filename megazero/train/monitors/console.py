@@ -136,6 +136,8 @@ def interval_line(interval: list[StepMetrics], total: int | None) -> str:
         for name in STABILITY
         if getattr(last, name) is not None
     ]
+    if last.offload is not None:
+        parts.append(_offload_text(interval, seconds))
     if last.expert_loads is not None:
         parts.append("expert loads (of an even share): {:.2f} to {:.2f}".format(*last.expert_loads))
     if last.num_zeros is not None:
@@ -159,6 +161,14 @@ def _interval_means(made: list[Losses]) -> dict[str, float]:
 
 def _shown(value: float | None) -> str:
     return "none, nothing counts" if value is None else f"{value:.6E}"
+
+
+def _offload_text(interval: list[StepMetrics], seconds: float) -> str:
+    """What was moved to and from offloaded state, per second of all the time."""
+    moved = [metrics.offload for metrics in interval if metrics.offload is not None]
+    read, written, waited = (sum(each[name] for each in moved) for name in ("read", "written", "waited"))
+    rates = f"{read / seconds / 1e6:.1f} MB/s read, {written / seconds / 1e6:.1f} MB/s written"
+    return f"offload: {rates}, waited for {100 * waited / seconds:.1f}% of the time"
 
 
 def phase_line(interval: list[StepMetrics]) -> str:

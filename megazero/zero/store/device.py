@@ -12,6 +12,7 @@ from megazero.zero.bucket import Bucket
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.store import GRADIENT, WEIGHT, Resident
+from megazero.zero.store.tier import Traffic
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,12 @@ class DeviceStore:
         if result.data_ptr() == sums.data_ptr():  # they were reduced in place
             return
         sums.copy_(result) if first else sums.add_(result)
+
+    def traffic(self) -> Traffic:
+        return Traffic()
+
+    def offloaded(self) -> Mapping[str, int]:
+        return {}
 
     def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:
         return self._held[bucket].state

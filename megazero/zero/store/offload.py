@@ -180,8 +180,10 @@ class OffloadStore:
                 self._to_sleep(bucket, visited, changes)
 
     def traffic(self) -> Traffic:
-        """What all tiers have moved so far."""
         return sum((tier.traffic() for tier in self.placement.tiers), Traffic())
+
+    def offloaded(self) -> Mapping[str, int]:
+        return {tier.name: tier.nbytes for tier in self.placement.tiers}
 
     def _admit_state(self, bucket: Bucket, kept: _Kept, weights: Tensor) -> None:
         """Give a trained bucket masters and gradient sums."""

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megazero.zero.bucket import Bucket, Keeper
+from megazero.zero.store.tier import Traffic
 
 WEIGHT = "weight"
 """The kind of the master weights; moments have the names that the update rule gives them."""
@@ -50,6 +51,12 @@ class Store(Keeper, Protocol):
 
         Every trained bucket's sums land in every step, even those that were already complete in `sums`.
         """
+
+    def traffic(self) -> Traffic:
+        """What has been moved to and from other memory so far."""
+
+    def offloaded(self) -> Mapping[str, int]:
+        """Bytes that are kept in other memory, by its name."""
 
     def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:
         """Master weights and moments where they are kept between visits, for saving and loading.
