@@ -126,7 +126,7 @@ def _shard(
     """Move the model's parameters into buckets and put an optimizer over them."""
     extras = settings.extras
     rule_of = choose_rule(client, allow_untested=extras.zero_allow_untested_optimizer)
-    policy = ZeroPolicy.of(settings.zero)
+    policy = ZeroPolicy.of(settings.zero, settings.offload)
     numbers = group_numbers(model, client.param_groups)
     params = dict(model.named_parameters())
     gone = share_experts(model, context)

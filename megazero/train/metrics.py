@@ -109,9 +109,9 @@ class StepMetrics:
     def record(self) -> dict[str, object]:
         """Name -> value of every field, with every loss term in place of `losses`.
 
-        What each expert got, what was moved to offloaded state and how steady the training is are there only where they are known, the sequence
-        length only where it changes, difficulties only with a curriculum, and what was skipped only where
-        something was or could be.
+        What each expert got, what was moved to offloaded state and how steady the training is are there only
+        where they are known, the sequence length only where it changes, difficulties only with a curriculum,
+        and what was skipped only where something was or could be.
         """
         found = _record(self)
         for name in _WHERE_KNOWN:

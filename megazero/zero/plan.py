@@ -104,7 +104,7 @@ def plan_buckets(
 
 def _row(param: BucketMember, policy: ZeroPolicy, replicas: int) -> int:
     """The row of one parameter: the policy's, unless there is nothing to shard or nothing to gain."""
-    if replicas == 1:
+    if replicas == 1 and not policy.shard_alone:
         return 0
     row = policy.stage
     if STAGES[row].shard_params and (

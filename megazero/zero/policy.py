@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megazero.config.offload import OffloadConfig
 from megazero.config.tree import ZeroConfig
 
 
@@ -25,6 +26,8 @@ class ZeroPolicy:
         accumulation_dtype: dtype of gradient sums over micro-batches.
         main_dtype: dtype of the optimizer's copy of the weights.
         hpz: number of ranks of one node that hold a second partition (ZeRO++); 1 turns it off.
+        shard_alone: whether a single replica has shards too, which are all of it; where they sleep elsewhere,
+            only what is in use is on the device.
         rule_reduces: whether the update rule sums gradients over the replicas itself, see `optim.Needs`.
     """
 
@@ -38,10 +41,11 @@ class ZeroPolicy:
     accumulation_dtype: torch.dtype = torch.float32
     main_dtype: torch.dtype = torch.float32
     hpz: int = 1
+    shard_alone: bool = False
     rule_reduces: bool = False
 
     @classmethod
-    def of(cls, config: ZeroConfig, *, rule_reduces: bool = False) -> ZeroPolicy:
+    def of(cls, config: ZeroConfig, offload: OffloadConfig, *, rule_reduces: bool = False) -> ZeroPolicy:
         """The policy of a configuration and of an update rule's `Needs`."""
         return cls(
             stage=config.stage,
@@ -54,6 +58,7 @@ class ZeroPolicy:
             accumulation_dtype=_dtype(config.grad_accumulation_dtype),
             main_dtype=_dtype(config.main_params_dtype),
             hpz=config.hpz_partition_size,
+            shard_alone=set(offload.places) != {"none"},
             rule_reduces=rule_reduces,
         )
 

@@ -68,7 +68,8 @@ class ExactWire:
 
     @property
     def reduces(self) -> bool:
-        return self.group.size > 1 and not self.leave_sums
+        # A single replica may have shards too: all of its sums, which are not kept where they add up.
+        return (self.group.size > 1 or self.layout.row.shard_grads) and not self.leave_sums
 
     def gather(self, whole: Tensor, shard: Tensor) -> Work:
         return self.group.all_gather(whole, shard, async_op=True)

@@ -28,7 +28,7 @@ LAYOUTS = (
     Layout(zero=2, store="cpu", pp=2, schedule="interleaved", virtual=2, layers=4, **SHARED),
     Layout(zero=1, store="nvme", optimizer="lamb", shape="bert", **SHARED),
     Layout(zero=2, store="apart", experts="top2", ep=2, **SHARED),
-    Layout(zero=3, store="nvme", experts="shared", ep=2, tp=2, **SHARED),
+    Layout(zero=3, store="nvme", experts="shared", ep=2, dp=4, micro_batch=2),
     Layout(zero=1, store="nvme", dp=2, **FP16),
     Layout(zero=3, store="nvme", dp=2, **FP16),
     Layout(store="cpu", tp=2, **FP16),

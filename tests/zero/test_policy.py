@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megazero.config.offload import OffloadConfig
 from megazero.config.tree import ZeroConfig
 from megazero.zero.policy import ZeroPolicy
 
@@ -21,7 +22,7 @@ def test_every_setting_arrives():
         main_params_dtype="fp16",
         hpz_partition_size=2,
     )
-    assert ZeroPolicy.of(config, rule_reduces=True) == ZeroPolicy(
+    assert ZeroPolicy.of(config, OffloadConfig(optimizer="cpu"), rule_reduces=True) == ZeroPolicy(
         stage=3,
         bucket_size=101,
         overlap_gather=False,
@@ -32,6 +33,8 @@ def test_every_setting_arrives():
         accumulation_dtype=torch.bfloat16,
         main_dtype=torch.float16,
         hpz=2,
+        shard_alone=True,
         rule_reduces=True,
     )
-    assert not ZeroPolicy.of(config).rule_reduces
+    plain = ZeroPolicy.of(config, OffloadConfig())
+    assert (plain.rule_reduces, plain.shard_alone) == (False, False)

@@ -86,6 +86,8 @@ SETTINGS = {
     "narrow masters": {"main_dtype": BF16},
     "narrow sums": {"accumulation_dtype": BF16},
     "narrow wire": {"reduce_dtype": BF16},
+    "sharded alone": {"shard_alone": True},
+    "sharded alone, narrow wire": {"shard_alone": True, "reduce_dtype": BF16},
 }
 
 

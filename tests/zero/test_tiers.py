@@ -93,6 +93,20 @@ def test_buffers_are_used_again(tmp_path):
     assert traffic - Traffic(traffic.read, 0, 0.0) == Traffic(0, traffic.written, traffic.waited)
 
 
+def test_a_slow_disk_takes_no_more_buffers(tmp_path, monkeypatch):
+    """Writes that are not done hold buffers; then new ones are waited for instead of made."""
+    real = os.pwritev
+    monkeypatch.setattr(disk.os, "pwritev", lambda *a: (time.sleep(0.002), real(*a))[1])
+    tier = DiskTier(tmp_path)
+    slots = [tier.make(PAGE * (1 + number % 3), torch.float32) for number in range(40)]
+    for slot in slots:
+        there = tier.blank(slot)
+        there.fill_(slot.start)
+        tier.put(slot, there)
+    assert tier.buffer_bytes <= 6 * 3 * 4 * PAGE
+    assert all(set(tier.at_rest(slot).tolist()) == {float(slot.start)} for slot in slots)
+
+
 def test_a_folder_that_is_none_is_refused(tmp_path):
     with pytest.raises(OffloadError, match=r"must be made in `.*nowhere`, but: No such file"):
         DiskTier(tmp_path / "nowhere")

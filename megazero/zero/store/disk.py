@@ -23,6 +23,7 @@ from megazero.zero.store.tier import TierSlot, Traffic
 PAGE = 4096
 """Bytes to whose multiples unbuffered reads and writes must keep, in memory and in the file."""
 
+_WRITES = 4  # slots that may be written at a time, however few are worked on
 _NO_DIRECT = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
@@ -44,9 +45,9 @@ class DiskSettings:
 class DiskTier:
     """Keeps tensors in a file without a name, so that nothing is left of it however the process ends.
 
-    Content is worked on in buffers, which are used again: as many as are fetched, read ahead or still being
-    written at a time. The file system sets the room aside when a slot is made, so a disk that is too small is
-    found before the first step.
+    Content is worked on in buffers, which are used again: one for each slot that is fetched or read ahead,
+    and as many, or four, for those still being written. The file system sets the room aside when a slot is
+    made, so a disk that is too small is found before the first step.
 
     Args:
         folder: a folder on the disk.
@@ -65,7 +66,7 @@ class DiskTier:
         self._file = _OpenFile(folder, settings)
         self._size = 0
         self._slots: list[TierSlot] = []
-        self._free: dict[int, list[mmap.mmap]] = {}
+        self._idle: list[mmap.mmap] = []
         self._buffers: dict[TierSlot, mmap.mmap] = {}
         self._reading: dict[TierSlot, _Requests] = {}
         self._writing: dict[TierSlot, _Requests] = {}
@@ -88,7 +89,7 @@ class DiskTier:
         self._unmap()
         buffer = self._take(slot)
         self._read += _room(slot)
-        self._reading[slot] = self._file.start(os.preadv, slot.start, buffer)
+        self._reading[slot] = self._file.start(os.preadv, slot.start, memoryview(buffer)[: _room(slot)])
 
     def fetch(self, slot: TierSlot) -> Tensor:
         self.prefetch(slot)
@@ -104,7 +105,8 @@ class DiskTier:
 
     def put(self, slot: TierSlot, content: Tensor) -> None:
         self._written += _room(slot)
-        self._writing[slot] = self._file.start(os.pwritev, slot.start, self._buffers[slot])
+        part = memoryview(self._buffers[slot])[: _room(slot)]
+        self._writing[slot] = self._file.start(os.pwritev, slot.start, part)
 
     def drop(self, slot: TierSlot, content: Tensor) -> None:
         self._give_back(slot)
@@ -127,8 +129,7 @@ class DiskTier:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of memory for buffers, in use or not."""
-        idle = sum(size * len(buffers) for size, buffers in self._free.items())
-        return idle + sum(len(buffer) for buffer in self._buffers.values())
+        return sum(map(len, (*self._idle, *self._buffers.values())))
 
     def settle(self) -> None:
         """Wait for all writes.
@@ -152,13 +153,18 @@ class DiskTier:
         self._waited += time.perf_counter() - began
 
     def _take(self, slot: TierSlot) -> mmap.mmap:
-        """A buffer for a slot; those of writes that are done are used again."""
+        """A buffer for a slot: an idle one if it is large enough, else a new one for an idle one."""
+        while len(self._writing) > max(_WRITES, len(self._buffers) - len(self._writing)):
+            self._settle(next(iter(self._writing)))
         for other in [each for each, transfer in self._writing.items() if transfer.done()]:
             self._settle(other)
         size = _room(slot)
-        idle = self._free.get(size)
+        fitting = [buffer for buffer in self._idle if len(buffer) >= size]
+        if fitting or self._idle:
+            chosen = min(fitting or self._idle, key=len)
+            self._idle = [buffer for buffer in self._idle if buffer is not chosen]
         try:
-            self._buffers[slot] = idle.pop() if idle else mmap.mmap(-1, size)
+            self._buffers[slot] = chosen if fitting else _buffer(size)
         except OSError as error:
             raise OffloadError(
                 f"the host must have room for a buffer of {size / 2**20:.0f} MiB, but: {error}; choose a "
@@ -167,8 +173,7 @@ class DiskTier:
         return self._buffers[slot]
 
     def _give_back(self, slot: TierSlot) -> None:
-        buffer = self._buffers.pop(slot)
-        self._free.setdefault(len(buffer), []).append(buffer)
+        self._idle.append(self._buffers.pop(slot))
 
     def _view(self, slot: TierSlot) -> Tensor:
         return torch.frombuffer(self._buffers[slot], dtype=slot.dtype, count=slot.numel, offset=slot.lead)
@@ -177,6 +182,11 @@ class DiskTier:
         """Let go of the pages that `at_rest` was read and written through; the file has what was written."""
         if self._mapped is not None:
             self._mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def _buffer(size: int) -> mmap.mmap:
+    """Memory of this process's own that begins at a page."""
+    return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _room(slot: TierSlot) -> int:
@@ -220,10 +230,9 @@ class _OpenFile:
         """All of the file as memory, after all writes."""
         return self._checked(partial(mmap.mmap, self._file, size), "be mapped from")
 
-    def start(self, call: Callable[..., int], start: int, buffer: mmap.mmap) -> _Requests:
-        """Start to read or write a part of the file as long as the buffer."""
+    def start(self, call: Callable[..., int], start: int, whole: memoryview) -> _Requests:
+        """Start to read or write a part of the file."""
         block, requests = self._settings.block, []
-        whole = memoryview(buffer)
         for begin in range(0, len(whole), block):
             work = partial(self._move, call, start + begin, whole[begin : begin + block])
             requests.append(self._threads.submit(self._checked, work, "be read and written in"))

@@ -1,0 +1,239 @@
+"""What offload costs and saves: memory of a training, and rates of a disk, beside what the machine can do.
+
+    python benchmarks/offload.py memory --folder DIR   # peak memory of whole trainings, also under a limit
+    python benchmarks/offload.py disk --folder DIR     # reads and writes beside fio's (if it is installed)
+    python benchmarks/offload.py steps --folder DIR    # steps beside the larger of computing and moving
+
+`memory` trains a GPT of about 100 million parameters at ZeRO stage 3 on one rank, with everything on the
+device, on the host and on disk, and the last one in a control group that may hold a quarter of its state (above
+what an idle process takes). JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megazero.zero import DiskTier
+from megazero.zero.store.disk import DiskSettings
+
+ROOT = Path(__file__).resolve().parent.parent
+HIDDEN, LAYERS, VOCABULARY = 512, 32, 8192
+PARAMETERS = 12 * LAYERS * HIDDEN**2 + VOCABULARY * HIDDEN
+MODEL = (
+    f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 8 --seq-length 64 --vocab-size {VOCABULARY} "
+    "--position-embedding-type rope --mock-data --micro-batch-size 1 --global-batch-size 2 --lr 1e-4 --eval-iters 0 "
+    "--log-interval 1 --check-weights-interval 0 --on-spike off --zero-stage 3 --zero-reduce-bucket-size 1000000 "
+    "--zero-max-live-parameters 0 --zero-prefetch-bucket-size 1000000 --zero-param-persistence-threshold 10000"
+)
+STORES = {
+    "device": "",
+    "cpu": "--offload-optimizer cpu --offload-parameters cpu",
+    "nvme": "--offload-optimizer nvme --offload-parameters nvme --offload-path {folder}",
+}
+IDLE = """
+import torch, megazero.train.assemble
+torch.randn(400, 400) @ torch.randn(400, 400)
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+def tell(**found: object) -> None:
+    """Print a line of JSON."""
+    shown = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in found.items()}
+    print(json.dumps({"benchmark": "offload", **shown}), flush=True)
+
+
+def enter_group(limit: int) -> None:
+    """Put this process into a control group that may hold so many bytes of memory. Needs to be root.
+
+    Files that it reads through the page cache count too, but the system takes these pages back.
+    """
+    for root, name in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(root) / "megazero-offload"
+        if (Path(root) / "cgroup.procs").exists():
+            group.mkdir(exist_ok=True)
+            (group / name).write_text(str(limit))
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+            return
+    raise OSError("there are no control groups for memory")
+
+
+def train(flags: str, steps: int, limit: int | None = None) -> tuple[int, int, list[dict]]:
+    """Train in a process of its own: its status, the most bytes that were resident, and its metrics."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "m.jsonl"
+        words = f"{MODEL} {flags} --train-iters {steps} --metrics-jsonl {path}".split()
+        program = "import resource, runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+        before = None if limit is None else partial(enter_group, limit)
+        # Without the second, glibc keeps freed tensors in its heap, in pieces that fit nothing else.
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "2",
+            "MALLOC_MMAP_THRESHOLD_": "262144",
+            "PYTHONPATH": str(ROOT),
+        }
+        work = subprocess.Popen(
+            [sys.executable, "-c", program, str(ROOT / "pretrain_gpt.py"), *words],
+            preexec_fn=before,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        said = work.stderr.read()
+        _, status, used = os.wait4(work.pid, 0)
+        if status:
+            print(said[-2000:], file=sys.stderr)
+        steps_done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return os.waitstatus_to_exitcode(status), used.ru_maxrss << 10, steps_done
+
+
+def memory(folder: Path) -> int:
+    """Whole trainings; 1 if losses differ, or the limit was too small."""
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", IDLE], capture_output=True, text=True, check=True, env=environment
+    )
+    idle = int(done.stdout) << 10
+    state = 20 * PARAMETERS  # weights, masters, two moments and gradient sums in fp32
+    limit = idle + state // 4
+    losses = {}
+    for name, flags, bound in (
+        *((n, f, None) for n, f in STORES.items()),
+        ("nvme, limited", STORES["nvme"], limit),
+    ):
+        status, peak, steps = train(flags.format(folder=folder), 3, bound)
+        losses[name] = [step["lm_loss"] for step in steps]
+        tell(
+            measure="memory",
+            store=name,
+            status=status,
+            parameters=PARAMETERS,
+            state_gib=state / 2**30,
+            limit_gib=None if bound is None else (bound - idle) / 2**30,
+            peak_gib_above_idle=(peak - idle) / 2**30,
+            losses=losses[name],
+            step_seconds=statistics.median(step["seconds"] for step in steps[1:]) if steps[1:] else None,
+        )
+    return int(len(losses["device"]) != 3 or any(found != losses["device"] for found in losses.values()))
+
+
+def rate(work: Callable[[], int]) -> float:
+    """GB/s of what moves a number of bytes."""
+    began = time.perf_counter()
+    moved = work()
+    return moved / 1e9 / (time.perf_counter() - began)
+
+
+def through_tier(folder: Path, size: int, count: int, settings: DiskSettings) -> tuple[float, float]:
+    """GB/s of reads and writes of slots, one read ahead and one written behind."""
+    tier = DiskTier(folder, settings)
+    slots = [tier.make(size // 4, torch.float32) for _ in range(count)]
+
+    def write() -> int:
+        for slot in slots:
+            tier.put(slot, tier.blank(slot))
+        tier.settle()
+        return size * count
+
+    def read() -> int:
+        for number, slot in enumerate(slots):
+            for other in slots[number : number + 2]:
+                tier.prefetch(other)
+            tier.drop(slot, tier.fetch(slot))
+        return size * count
+
+    write()
+    written = rate(write)
+    return rate(read), written
+
+
+def through_fio(folder: Path, size: int, count: int, settings: DiskSettings) -> tuple[float, float]:
+    """The same by fio, with blocks and depth of the same size."""
+    found = []
+    for way in ("read", "write"):
+        command = [
+            "fio",
+            "--name=x",
+            f"--directory={folder}",
+            f"--rw={way}",
+            f"--bs={settings.block}",
+            f"--iodepth={settings.depth}",
+            f"--size={size * count}",
+            "--direct=1",
+            "--ioengine=libaio",
+            "--output-format=json",
+            "--fallocate=posix",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found.append(json.loads(done.stdout)["jobs"][0][way]["bw_bytes"] / 1e9)
+    for path in folder.glob("x.*"):
+        path.unlink()
+    return found[0], found[1]
+
+
+def disk(folder: Path, rounds: int = 5) -> int:
+    """Rates beside fio's, in turns."""
+    settings, size, count = DiskSettings(), 48 << 20, 20
+    ways = {"tier": through_tier}
+    if shutil.which("fio"):
+        ways["fio"] = through_fio
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            found[name].append(way(folder, size, count, settings))
+    medians = {
+        name: [statistics.median(each) for each in zip(*rates, strict=True)] for name, rates in found.items()
+    }
+    for name, (read, written) in medians.items():
+        tell(measure="disk", way=name, read_gb_s=read, written_gb_s=written)
+    if "fio" in medians:
+        ratios = [mine / other for mine, other in zip(medians["tier"], medians["fio"], strict=True)]
+        tell(measure="disk", way="tier / fio", read=ratios[0], written=ratios[1])
+    return 0
+
+
+def steps(folder: Path) -> int:
+    """How well moving hides behind computing: steps on disk beside the same ones on the device."""
+    seconds = {}
+    for name, flags in STORES.items():
+        _, _, done = train(flags.format(folder=folder), 6)
+        seconds[name] = statistics.median(step["seconds"] for step in done[1:])
+        moved = [step["offload"] for step in done[1:] if "offload" in step]
+        tell(
+            measure="steps",
+            store=name,
+            seconds=seconds[name],
+            gb_moved=statistics.median((each["read"] + each["written"]) / 1e9 for each in moved)
+            if moved
+            else 0.0,
+            waited=statistics.median(each["waited"] for each in moved) if moved else 0.0,
+        )
+    return 0
+
+
+def main() -> int:
+    """Run the command; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("memory", "disk", "steps"))
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    flags = parser.parse_args()
+    return {"memory": memory, "disk": disk, "steps": steps}[flags.what](flags.folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
