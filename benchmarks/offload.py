@@ -5,8 +5,8 @@
     python benchmarks/offload.py steps --folder DIR    # steps beside the larger of computing and moving
 
 `memory` trains a GPT of about 100 million parameters at ZeRO stage 3 on one rank, with everything on the
-device, on the host and on disk, and the last one in a control group that may hold a quarter of its state (above
-what an idle process takes). JSON lines.
+device, on the host and on disk, and the last one in a control group that may hold a quarter of its state
+(above what an idle process takes). JSON lines.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ ROOT = Path(__file__).resolve().parent.parent
 HIDDEN, LAYERS, VOCABULARY = 512, 32, 8192
 PARAMETERS = 12 * LAYERS * HIDDEN**2 + VOCABULARY * HIDDEN
 MODEL = (
-    f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 8 --seq-length 64 --vocab-size {VOCABULARY} "
-    "--position-embedding-type rope --mock-data --micro-batch-size 1 --global-batch-size 2 --lr 1e-4 --eval-iters 0 "
-    "--log-interval 1 --check-weights-interval 0 --on-spike off --zero-stage 3 --zero-reduce-bucket-size 1000000 "
-    "--zero-max-live-parameters 0 --zero-prefetch-bucket-size 1000000 --zero-param-persistence-threshold 10000"
+    f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 8 --seq-length 64 "
+    f"--vocab-size {VOCABULARY} --position-embedding-type rope --mock-data --micro-batch-size 1 "
+    "--global-batch-size 2 --lr 1e-4 --eval-iters 0 --log-interval 1 --check-weights-interval 0 "
+    "--on-spike off "
+    "--zero-stage 3 --zero-reduce-bucket-size 1000000 --zero-max-live-parameters 0 "
+    "--zero-prefetch-bucket-size 1000000 --zero-param-persistence-threshold 10000"
 )
 STORES = {
     "device": "",
@@ -78,7 +80,6 @@ def train(flags: str, steps: int, limit: int | None = None) -> tuple[int, int, l
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m.jsonl"
         words = f"{MODEL} {flags} --train-iters {steps} --metrics-jsonl {path}".split()
-        program = "import resource, runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
         before = None if limit is None else partial(enter_group, limit)
         # Without the second, glibc keeps freed tensors in its heap, in pieces that fit nothing else.
         environment = os.environ | {
@@ -87,7 +88,7 @@ def train(flags: str, steps: int, limit: int | None = None) -> tuple[int, int, l
             "PYTHONPATH": str(ROOT),
         }
         work = subprocess.Popen(
-            [sys.executable, "-c", program, str(ROOT / "pretrain_gpt.py"), *words],
+            [sys.executable, str(ROOT / "pretrain_gpt.py"), *words],
             preexec_fn=before,
             env=environment,
             stdout=subprocess.DEVNULL,
