@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megazero.config.tree import ZeroConfig
+from megazero.ops.quantize import Quantization
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class ZeroPolicy:
         accumulation_dtype: dtype of gradient sums over micro-batches.
         main_dtype: dtype of the optimizer's copy of the weights.
         hpz: number of ranks of one node that hold a second partition (ZeRO++); 1 turns it off.
+        weight_codes: the codes as which weights are gathered (ZeRO++); None gathers them as they are.
+        gradient_codes: the codes as which gradients are sent to be summed (ZeRO++); None for `reduce_dtype`.
+        rounding_seed: of stochastic rounding to these; None rounds to the nearest.
         rule_reduces: whether the update rule sums gradients over the replicas itself, see `optim.Needs`.
     """
 
@@ -38,11 +42,14 @@ class ZeroPolicy:
     accumulation_dtype: torch.dtype = torch.float32
     main_dtype: torch.dtype = torch.float32
     hpz: int = 1
+    weight_codes: Quantization | None = None
+    gradient_codes: Quantization | None = None
+    rounding_seed: int | None = None
     rule_reduces: bool = False
 
     @classmethod
-    def of(cls, config: ZeroConfig, *, rule_reduces: bool = False) -> ZeroPolicy:
-        """The policy of a configuration and of an update rule's `Needs`."""
+    def of(cls, config: ZeroConfig, *, rule_reduces: bool = False, seed: int = 0) -> ZeroPolicy:
+        """The policy of a configuration, of an update rule's `Needs`, and of the training's seed."""
         return cls(
             stage=config.stage,
             bucket_size=config.bucket_size,
@@ -54,9 +61,16 @@ class ZeroPolicy:
             accumulation_dtype=_dtype(config.grad_accumulation_dtype),
             main_dtype=_dtype(config.main_params_dtype),
             hpz=config.hpz_partition_size,
+            weight_codes=_codes(config.quantized_weights, config),
+            gradient_codes=_codes(config.quantized_gradients, config),
+            rounding_seed=seed if config.quantization_rounding == "stochastic" else None,
             rule_reduces=rule_reduces,
         )
 
 
 def _dtype(name: str) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def _codes(kind: str, config: ZeroConfig) -> Quantization | None:
+    return None if kind == "none" else Quantization(kind, config.quantization_block_size)

@@ -1,0 +1,67 @@
+"""`QuantizedWeights`: gathers codes instead of weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megazero.mpu import Work
+from megazero.ops.quantize import Quantization, dequantize, quantize
+from megazero.zero.layout import BucketLayout
+from megazero.zero.wires.wire import Wire, WrappedWire
+
+
+class QuantizedWeights(WrappedWire):
+    """Gathers the codes and scales of each shard (qwZ of ZeRO++, Wang et al. 2023), rounded to the nearest.
+
+    Every rank dequantizes the same bytes, those of its own shard too, so replicas hold the same bits. Shards
+    are never made from gathered weights, so the error is that of one rounding, however many steps there have
+    been. Until it has arrived, a gather takes `Quantization.row_bytes(shard_size)` bytes for each replica.
+
+    Args:
+        wire: the wire for the gradients.
+        layout: the bucket's layout.
+        how: kind of codes, and elements per scale.
+    """
+
+    def __init__(self, wire: Wire, layout: BucketLayout, how: Quantization):
+        super().__init__(wire)
+        self._layout = layout
+        self._how = how
+
+    @property
+    def rounds(self) -> bool:
+        return True
+
+    def gather(self, whole: Tensor, shard: Tensor) -> Work:
+        sent = quantize(shard.view(1, -1), self._how)
+        received = sent.new_empty(self.group.size, sent.shape[1])
+        work = self.group.all_gather(received, sent, async_op=True)
+        return _Arriving(received, whole, self._how, work)
+
+    def round_weights(self, weights: Tensor) -> None:
+        for shard in weights.view(-1, self._layout.shard_size):
+            _unpack(quantize(shard.view(1, -1), self._how), shard, self._how)
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """Codes of all shards on their way to where the weights belong."""
+
+    received: Tensor
+    whole: Tensor
+    how: Quantization
+    work: Work
+
+    def wait(self) -> None:
+        self.work.wait()
+        # Shard by shard: dequantized weights take temporary memory.
+        for packed, shard in zip(self.received, self.whole.view(len(self.received), -1), strict=True):
+            _unpack(packed.view(1, -1), shard, self.how)
+
+
+@torch.no_grad()
+def _unpack(packed: Tensor, shard: Tensor, how: Quantization) -> None:
+    shard.copy_(dequantize(packed, shard.numel(), how, shard.dtype)[0])
