@@ -24,7 +24,7 @@ class ParallelContext(DeepSpeedMpu):
     """One rank's view of the job.
 
     `groups` holds one `Group` per name in `grid.COMMUNICATORS`, and three that are not products of axes:
-    ``ends`` (the first and the last pipeline stage), ``node`` (replicas on one node) and ``peers`` (replicas at
+    ``ends`` (the first and the last pipeline stage), ``node`` (replicas on one node) and ``peers`` (those at
     the same place of each node). `watch` is the one that watches their calls, if there is one.
     """
 

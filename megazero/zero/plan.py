@@ -120,10 +120,11 @@ def _row(param: BucketMember, policy: ZeroPolicy, replicas: int) -> int:
 def _compressed(param: BucketMember, policy: ZeroPolicy, group_size: Callable[[str], int]) -> bool:
     """Whether a parameter may travel as codes.
 
-    Vectors may not: they are few, and sensitive. Nor may what a model holds copies of: beside other
-    neighbours in a block, each copy would be rounded to other bits.
+    Vectors, and biases of any shape (what weight decay leaves out), may not: they are few, and sensitive. Nor
+    may what a model holds copies of: beside other neighbours in a block, each would be rounded to other bits.
     """
     if policy.weight_codes is None and policy.gradient_codes is None:
         return False
     copied = any(group_size(axis) > 1 for axis in copy_axes(param.spec))
-    return len(param.shape) > 1 and not copied and param.dtype.is_floating_point
+    matrix = len(param.shape) > 1 and param.spec.weight_decay
+    return matrix and not copied and param.dtype.is_floating_point
