@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from functools import cache, partial
 
 import pytest
@@ -13,7 +14,9 @@ from megazero.config.derive import replicas_per_node
 from megazero.config.horizon import horizon_of
 from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig
-from megazero.mpu import ThreadWorld, thread_context
+from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
+from megazero.mpu.context import make_context
+from megazero.mpu.torch_group import open_group
 from megazero.ops.quantize import Quantization
 from megazero.optim import Adam
 from megazero.train.resume import resume
@@ -24,7 +27,8 @@ from megazero.verify.layouts import VOCABULARY, Layout
 from megazero.verify.record import micro_batches, verification_engine
 from megazero.verify.run import run_in_threads
 from megazero.zero import CopyCheck, ZeroPolicy
-from tests.zero.harness import SAMPLES, Trainer, in_threads
+from tests.zero.harness import SAMPLES, Record, Trainer, in_threads
+from tests.zero.late_group import with_late_groups
 from tests.zero.models import Zoo, gpt_loss, layer_units, make_gpt, zoo_loss
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -85,6 +89,44 @@ def test_replicas_have_the_same_bits_and_repeat_them(kind, stage, dtype, node, h
         assert {used[name].dim() for name in differ} == {2}
     else:
         assert differ == []
+
+
+@EVERY_WIRE
+def test_overlap_is_no_race(kind, stage, dtype, node, hpz, seed):
+    """A collective that happens as late as it may, when it is waited for, gives the same bits."""
+
+    def work(context):
+        settings = policy(stage, kind, hpz=hpz, rounding_seed=seed, max_live=60)
+        trainer = Trainer(Zoo().to(dtype), zoo_loss, settings, context)
+        record = trainer.train(2, 3)
+        return record.norms, masters(trainer)
+
+    at_once = in_threads(4, work, node_size=node)[0]
+    late = in_threads(4, lambda context: work(with_late_groups(context)), node_size=node)[0]
+    assert late[0] == at_once[0]
+    assert equal(late[1], at_once[1])
+
+
+def _train_int8(context) -> Record:
+    return Trainer(Zoo(), zoo_loss, policy(3, rounding_seed=4), context).train(2, 2)
+
+
+def _gloo_rank(rank: int, world_size: int) -> Record:
+    return _train_int8(
+        make_context(
+            ProcessGrid(dp=world_size),
+            rank,
+            torch.device("cpu"),
+            lambda name, ranks: open_group(name, rank, ranks, timedelta(seconds=30)),
+        )
+    )
+
+
+@pytest.mark.gloo
+def test_gloo_processes_have_the_bits_of_threads(pool):
+    for got, want in zip(pool.run(_gloo_rank, 2), in_threads(2, _train_int8), strict=True):
+        assert got.norms == want.norms
+        assert all(equal(a, b) for a, b in zip(got.weights, want.weights, strict=True))
 
 
 @EVERY_WIRE

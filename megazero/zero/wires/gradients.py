@@ -89,6 +89,7 @@ class _Hops:
         self._rounding = rounding
         self._path = path
         self._result = result
+        self._sent: Tensor | None = None  # kept alive until it has arrived
         self._received: Tensor | None = None
         self._work: Work | None = None
 
@@ -98,9 +99,9 @@ class _Hops:
         group = self._hops.pop(0)
         key = self._rounding.key(*self._path, len(self._hops))
         packed = quantize(slices, self._rounding.how, key)
-        sent = packed.view(-1, group.size, packed.shape[1]).transpose(0, 1).contiguous()
-        self._received = torch.empty_like(sent)
-        self._work = group.all_to_all(self._received, sent, async_op=True)
+        self._sent = packed.view(-1, group.size, packed.shape[1]).transpose(0, 1).contiguous()
+        self._received = torch.empty_like(self._sent)
+        self._work = group.all_to_all(self._received, self._sent, async_op=True)
 
     def wait(self) -> None:
         self._work.wait()
@@ -108,7 +109,7 @@ class _Hops:
             self.start(self._summed())
             self._work.wait()
         self._result.copy_(self._summed().view(-1))
-        self._received = self._work = None
+        self._sent = self._received = self._work = None
 
     @torch.no_grad()
     def _summed(self) -> Tensor:

@@ -39,7 +39,7 @@ class QuantizedWeights(WrappedWire):
         sent = quantize(shard.view(1, -1), self._how)
         received = sent.new_empty(self.group.size, sent.shape[1])
         work = self.group.all_gather(received, sent, async_op=True)
-        return _Arriving(received, whole, self._how, work)
+        return _Arriving(sent, received, whole, self._how, work)
 
     def round_weights(self, weights: Tensor) -> None:
         for shard in weights.view(-1, self._layout.shard_size):
@@ -48,8 +48,9 @@ class QuantizedWeights(WrappedWire):
 
 @dataclass(frozen=True)
 class _Arriving:
-    """Codes of all shards on their way to where the weights belong."""
+    """Codes of all shards on their way to where the weights belong; keeps what is sent alive."""
 
+    sent: Tensor
     received: Tensor
     whole: Tensor
     how: Quantization
