@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megazero.config.tree import ZeroConfig
+from megazero.ops.quantize import Quantization
 from megazero.zero.policy import ZeroPolicy
 
 
@@ -35,3 +36,14 @@ def test_every_setting_arrives():
         rule_reduces=True,
     )
     assert not ZeroPolicy.of(config).rule_reduces
+
+
+def test_codes_and_how_gradients_are_rounded_to_them():
+    config = ZeroConfig(quantized_weights="int8", quantized_gradients="int4", quantization_block_size=64)
+    found = ZeroPolicy.of(config, seed=9)
+    assert found.weight_codes == Quantization("int8", 64)
+    assert found.gradient_codes == Quantization("int4", 64)
+    assert found.rounding_seed is None
+    by_chance = config.model_copy(update={"quantization_rounding": "stochastic"})
+    assert ZeroPolicy.of(by_chance, seed=9).rounding_seed == 9
+    assert ZeroPolicy.of(ZeroConfig()) == ZeroPolicy()
