@@ -93,6 +93,8 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
     if ep != parallel.expert_model_parallel_size:
         notes.append(f"expert parallel size {parallel.expert_model_parallel_size} -> {ep}")
+    if {config.zero.quantized_weights, config.zero.quantized_gradients} != {"none"}:
+        notes.append("weights and gradients travel exactly, not as codes")
     if config.data_sampling.curriculum_metrics:
         notes.append(f"samples are drawn by difficulty from {SAMPLES} random ones, with made-up indexes")
     if config.distillation.kd:
