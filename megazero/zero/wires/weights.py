@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megazero.mpu import Work
+from megazero.ops.chunks import row_chunks
 from megazero.ops.quantize import Quantization, dequantize, quantize
 from megazero.zero.layout import BucketLayout
 from megazero.zero.wires.wire import Wire, WrappedWire
@@ -41,9 +42,11 @@ class QuantizedWeights(WrappedWire):
         work = self.group.all_gather(received, sent, async_op=True)
         return _Arriving(sent, received, whole, self._how, work)
 
+    @torch.no_grad()
     def round_weights(self, weights: Tensor) -> None:
-        for shard in weights.view(-1, self._layout.shard_size):
-            _unpack(quantize(shard.view(1, -1), self._how), shard, self._how)
+        shards = weights.view(-1, self._layout.shard_size)
+        for some in row_chunks(shards, *shards.shape):
+            _unpack(quantize(shards[some], self._how), shards[some], self._how)
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,14 @@ class _Arriving:
     how: Quantization
     work: Work
 
+    @torch.no_grad()
     def wait(self) -> None:
         self.work.wait()
-        # Shard by shard: dequantized weights take temporary memory.
-        for packed, shard in zip(self.received, self.whole.view(len(self.received), -1), strict=True):
-            _unpack(packed.view(1, -1), shard, self.how)
+        shards = self.whole.view(len(self.received), -1)
+        # Some shards at a time: dequantized weights take temporary memory.
+        for some in row_chunks(shards, *shards.shape):
+            _unpack(self.received[some], shards[some], self.how)
 
 
-@torch.no_grad()
-def _unpack(packed: Tensor, shard: Tensor, how: Quantization) -> None:
-    shard.copy_(dequantize(packed, shard.numel(), how, shard.dtype)[0])
+def _unpack(packed: Tensor, shards: Tensor, how: Quantization) -> None:
+    shards.copy_(dequantize(packed, shards.shape[1], how, shards.dtype))
