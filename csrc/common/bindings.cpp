@@ -17,6 +17,7 @@
 #include "gathered_sum/cpu.hpp"
 #include "lamb/cpu.hpp"
 #include "layer_norm/cpu.hpp"
+#include "quantize/cpu.hpp"
 #include "rms_norm/cpu.hpp"
 #include "swiglu/cpu.hpp"
 
@@ -72,6 +73,8 @@ PYBIND11_MODULE(_native, module) {
   bind(module, "lamb_move", megazero_lamb_move);
   bind(module, "layer_norm_forward", megazero_layer_norm_forward);
   bind(module, "layer_norm_backward", megazero_layer_norm_backward);
+  bind(module, "quantize_rows", megazero_quantize_rows);
+  bind(module, "dequantize_rows", megazero_dequantize_rows);
   bind(module, "rms_norm_forward", megazero_rms_norm_forward);
   bind(module, "rms_norm_backward", megazero_rms_norm_backward);
   bind(module, "swiglu_forward", megazero_swiglu_forward);

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from megazero.config.model import TransformerConfig
-from megazero.config.tree import Config, ModelConfig
+from megazero.config.tree import Config, ModelConfig, ZeroConfig
 from megazero.errors import ConfigError
 
 # Settings whose default follows from others, and the values they take.
@@ -26,6 +26,12 @@ _RESOLVED_WITH_EXPERTS = MappingProxyType({**_RESOLVED, "moe_ffn_hidden_size": "
 
 # Settings that together say which layers have how many experts: they are compared by what they say.
 _PLACEMENT = ("num_experts", "moe_layer_freq", "expert_interval")
+
+
+def replicas_per_node(zero: ZeroConfig) -> int:
+    """Data-parallel ranks of one node, as far as ZeRO is to know of nodes; else 1."""
+    return max(zero.hpz_partition_size, zero.node_size)
+
 
 EXPERT_FIELDS = tuple(name for name in ModelConfig.model_fields if name not in TransformerConfig.model_fields)
 """The model's settings about experts; they say nothing about a model without any."""

@@ -141,6 +141,33 @@ class ZeroConfig(Section):
         "gathers within the node (ZeRO++); 1 is off",
         flag="--zero-hpz-partition-size",
     )
+    quantized_weights: Literal["none", "int8", "int4", "fp8"] = option(
+        "none",
+        "codes as which weights of two and more dims are gathered (qwZ of ZeRO++); masters stay exact",
+        flag="--zero-quantized-weights",
+    )
+    quantized_gradients: Literal["none", "int8", "int4", "fp8"] = option(
+        "none",
+        "codes as which gradients of such weights are sent to be summed in fp32 (qgZ of ZeRO++)",
+        flag="--zero-quantized-gradients",
+    )
+    quantization_block_size: PositiveInt = option(
+        256,
+        "consecutive elements that share a scale where weights or gradients travel as codes",
+        flag="--zero-quantization-block-size",
+        unit="elements",
+    )
+    quantization_rounding: Literal["nearest", "stochastic"] = option(
+        "nearest",
+        "how gradients are rounded to codes; stochastic has no bias, and twice the bound on the error",
+        flag="--zero-quantization-rounding",
+    )
+    node_size: PositiveInt = option(
+        1,
+        "data-parallel ranks of one node: quantized gradients are first summed within it; 1 sums them in one "
+        "exchange, unless `--zero-hpz-partition-size` says how many there are",
+        flag="--zero-node-size",
+    )
     grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
         "type of gradients on the wire between data-parallel ranks",

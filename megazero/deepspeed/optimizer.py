@@ -147,7 +147,7 @@ class UserOptimizer(torch.optim.Optimizer):
     def begin(self) -> None:
         """Prepare for a backward; the first one of a step drops the previous step's gradients."""
         if not self._pending:
-            self.parallel.start()
+            self.parallel.start(self.shards.updates)
             self._pending = True
 
     def step(self, closure: None = None) -> None:

@@ -23,9 +23,9 @@ from megazero.mpu.watch import Watch
 class ParallelContext(DeepSpeedMpu):
     """One rank's view of the job.
 
-    `groups` holds one `Group` per name in `grid.COMMUNICATORS`, and two that are not products of axes:
-    ``ends`` (the first and the last pipeline stage) and ``node`` (replicas on one node). `watch` is the one
-    that watches their calls, if there is one.
+    `groups` holds one `Group` per name in `grid.COMMUNICATORS`, and three that are not products of axes:
+    ``ends`` (the first and the last pipeline stage), ``node`` (replicas on one node) and ``peers`` (those at
+    the same place of each node). `watch` is the one that watches their calls, if there is one.
     """
 
     grid: ProcessGrid
@@ -75,6 +75,11 @@ class ParallelContext(DeepSpeedMpu):
         return self.groups["node"]
 
     @property
+    def peers(self) -> Group:
+        """Replicas at the same place of each node, this rank's: one per node."""
+        return self.groups["peers"]
+
+    @property
     def model(self) -> Group:
         """Ranks that together hold one whole model: its stages, its slices and its experts."""
         return self.groups["model"]
@@ -101,7 +106,11 @@ def make_context(
     cost memory and connection time. `node_size` is the number of replicas that ``node`` spans.
     """
     spans = {name: grid.members(rank, axes) for name, axes in COMMUNICATORS.items()}
-    spans |= {"ends": grid.ends(rank), "node": grid.node(rank, node_size)}
+    spans |= {
+        "ends": grid.ends(rank),
+        "node": grid.node(rank, node_size),
+        "peers": grid.peers(rank, node_size),
+    }
     groups: dict[str, Group] = {}
     opened: dict[tuple[int, ...], Group] = {}
     for name, ranks in spans.items():

@@ -168,6 +168,11 @@ class ProcessGrid:
         first = replicas.index(rank) // size * size
         return replicas[first : first + size]
 
+    def peers(self, rank: int, size: int) -> tuple[int, ...]:
+        """The replicas of `rank`'s dense parameters at its place in their blocks of `size`, one per block."""
+        replicas = self.members(rank, COMMUNICATORS["replica"])
+        return replicas[replicas.index(rank) % size :: size]
+
     def partition(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All groups over `axes`: disjoint, covering every rank, ordered by first member."""
         return tuple(sorted({self.members(rank, axes) for rank in range(self.world_size)}))

@@ -24,6 +24,7 @@ from megazero.ops.grouped_linear import GROUPED_LINEAR, GROUPED_OUTER
 from megazero.ops.kl_divergence import KL_DIVERGENCE
 from megazero.ops.lamb import LAMB_MOVE, LAMB_NORMS
 from megazero.ops.layer_norm import LAYER_NORM
+from megazero.ops.quantize import DEQUANTIZE, QUANTIZE
 from megazero.ops.rms_norm import RMS_NORM
 from megazero.ops.rotary import ROTARY
 from megazero.ops.scaled_softmax import SCALED_SOFTMAX
@@ -42,6 +43,7 @@ def operators() -> tuple[Operator, ...]:
         BIAS_GELU,
         CHOSEN_ROWS,
         CROSS_ENTROPY,
+        DEQUANTIZE,
         GATHERED_SUM,
         GROUPED_LINEAR,
         GROUPED_OUTER,
@@ -49,6 +51,7 @@ def operators() -> tuple[Operator, ...]:
         LAMB_MOVE,
         LAMB_NORMS,
         LAYER_NORM,
+        QUANTIZE,
         RMS_NORM,
         ROTARY,
         SCALED_SOFTMAX,

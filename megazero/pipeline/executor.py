@@ -57,8 +57,8 @@ class Chunk(Protocol):
 class Sharding(Protocol):
     """Keeps the parameters and sums the gradients (see `zero.DataParallel`)."""
 
-    def start(self) -> None:
-        """Begin a step."""
+    def start(self, step: int) -> None:
+        """Begin a step of this number."""
 
     def gather(self, chunk: int, *, backward: bool) -> None:
         """Note that the chunk's forward or backward is about to run."""
@@ -136,19 +136,20 @@ class Executor:
         """The loss terms of the whole model, which may change between steps."""
         return next(iter(self.chunks.values())).terms
 
-    def train(self, program: Program, batches: Sequence, factors: Tensor) -> StepSums:
+    def train(self, program: Program, batches: Sequence, factors: Tensor, step: int = 0) -> StepSums:
         """Compute gradients of the terms' sums, each times its factor, summed over micro-batches and ranks.
 
         Args:
             program: a program for this number of micro-batches.
             batches: the micro-batches, the same on every stage.
             factors: each term's factor, float32 [terms].
+            step: number of the step, for what is random in its sums.
 
         Returns:
             What this stage's chunks added to each term, before any factor is applied, and to tallies.
         """
         run = _Run(self, program, batches, factors.unbind())
-        self.sharding.start()
+        self.sharding.start(step)
         run.all()
         self.sharding.finish()
         return StepSums(run.totals, run.tallies)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache, partial
 
 from megazero.checkpoint import Disk
+from megazero.config.derive import replicas_per_node
 from megazero.config.difficulties import Difficulties
 from megazero.config.horizon import Horizon
 from megazero.config.tree import Config
@@ -70,7 +71,9 @@ def build_engine(
     """
     lessons = Lessons.of(config.distillation, chunks, teacher)
     rule = build_update_rule(config.optimizer)
-    policy = ZeroPolicy.of(config.zero, config.offload, rule_reduces=rule.needs.reduces)
+    policy = ZeroPolicy.of(
+        config.zero, config.offload, rule_reduces=rule.needs.reduces, seed=config.training.seed
+    )
     units = [
         Unit(number, block, tuple(block.parameters()))
         for number, chunk in chunks.items()
@@ -189,7 +192,7 @@ def in_job(
     keep_freed_memory()
     if config.training.deterministic_mode:
         compute_deterministically()
-    place, nodes = launch or Launch.from_environment(), config.zero.hpz_partition_size
+    place, nodes = launch or Launch.from_environment(), replicas_per_node(config.zero)
     joined = join(config.parallel, place, nodes, partial(settings_and_code, config))
     with reporting(joined):
         state = work(joined)

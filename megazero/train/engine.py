@@ -235,7 +235,8 @@ class Engine:
             self.context.batch.all_reduce(counts).wait()
             # Everything that counts weighs the same, on whichever rank and micro-batch it fell.
             factors = loss_factors(self.executor.terms, counts, scale)
-            sums = self.executor.train(self.programs.train(len(batches)), batches, factors)
+            program, step = self.programs.train(len(batches)), self.optimizer.updates
+            sums = self.executor.train(program, batches, factors, step)
         with timers("optimizer"):
             local = sums.terms.clone()
             losses, _ = self._losses(sums.terms, counts)

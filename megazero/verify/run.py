@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from megazero.config.derive import replicas_per_node
 from megazero.config.tree import Config
 from megazero.errors import CommunicationError
 from megazero.mpu import Launch, ProcessGrid, ThreadWorld, open_context, solo_context, thread_context
@@ -28,7 +29,7 @@ def run_alone(config: Config, steps: int = STEPS) -> Record:
 
 def run_in_threads(config: Config, grid: ProcessGrid, steps: int = STEPS) -> list[Record]:
     """The record of each rank, with ranks as threads."""
-    world, node = ThreadWorld(grid.world_size), config.zero.hpz_partition_size
+    world, node = ThreadWorld(grid.world_size), replicas_per_node(config.zero)
 
     def work(rank: int) -> Record:
         return record_training(config, thread_context(world, grid, rank, node_size=node), steps)
@@ -43,7 +44,7 @@ def run_in_world(rank: int, world_size: int, config: Config, grid: ProcessGrid, 
         config.parallel,
         Launch(rank, world_size, rank),
         torch.device("cpu"),
-        node_size=config.zero.hpz_partition_size,
+        node_size=replicas_per_node(config.zero),
     )
     try:
         return record_training(config, context, steps)

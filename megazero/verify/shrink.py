@@ -64,6 +64,12 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
             "grad_reduce_dtype": "fp32",
             "grad_accumulation_dtype": "fp32",
             "main_params_dtype": "fp32",
+            # Codes, as narrow types, have another law than to equal one process.
+            "quantized_weights": "none",
+            "quantized_gradients": "none",
+            "quantization_block_size": 256,
+            "quantization_rounding": "nearest",
+            "node_size": 1,
         },
         "batch": _batch(config, data_parallel, pp, dp),
         "optimizer": {"lr": 1e-2, "adam_eps": 1e-4, "clip_grad": 0.5, "lr_decay_style": "constant"},
@@ -87,6 +93,8 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
     if ep != parallel.expert_model_parallel_size:
         notes.append(f"expert parallel size {parallel.expert_model_parallel_size} -> {ep}")
+    if {config.zero.quantized_weights, config.zero.quantized_gradients} != {"none"}:
+        notes.append("weights and gradients travel exactly, not as codes")
     if config.data_sampling.curriculum_metrics:
         notes.append(f"samples are drawn by difficulty from {SAMPLES} random ones, with made-up indexes")
     if config.distillation.kd:

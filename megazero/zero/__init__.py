@@ -2,7 +2,7 @@
 
 Start with `table.py` (what each stage shards) and `parallel.py` (what a training step calls). `unit.py`,
 `plan.py` and `layout.py` lay parameters out in buckets. `bucket.py` tracks whether a bucket's whole weights
-are on this rank, `store.py` holds the rest of its state, and `wire.py` moves it between the replicas.
+are on this rank, `store.py` holds the rest of its state, and `wires` move it between the replicas.
 `gather.py` and `reduce.py` decide when, and `optimizer.py` updates.
 """
 
@@ -31,7 +31,15 @@ from megazero.zero.store import (
 )
 from megazero.zero.table import STAGES, StageRow
 from megazero.zero.unit import Unit, module_units
-from megazero.zero.wire import ExactWire, NodeWire, Reduction, Wire
+from megazero.zero.wires import (
+    ExactWire,
+    NodeWire,
+    QuantizedGradients,
+    QuantizedWeights,
+    Reduction,
+    Wire,
+    choose_wire,
+)
 
 __all__ = [
     "GRADIENT",
@@ -56,6 +64,8 @@ __all__ = [
     "NodeWire",
     "OffloadStore",
     "Optimizer",
+    "QuantizedGradients",
+    "QuantizedWeights",
     "Reduction",
     "Resident",
     "Segment",
@@ -67,6 +77,7 @@ __all__ = [
     "Wire",
     "ZeroPolicy",
     "build_store",
+    "choose_wire",
     "module_units",
     "plan_buckets",
     "register_external_parameter",

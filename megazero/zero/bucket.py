@@ -13,7 +13,7 @@ from megazero.errors import ConfigError
 from megazero.mpu import DONE, Work, spec_of
 from megazero.zero.layout import BucketLayout
 from megazero.zero.plan import BucketKey
-from megazero.zero.wire import Wire
+from megazero.zero.wires.wire import Wire
 
 Fill = Callable[[Sequence[nn.Parameter]], None]
 """Writes initial values to parameters."""
@@ -96,6 +96,8 @@ class Bucket:
         _move_in(self.params, self._views, fill)
         store.admit(self)
         self.free()
+        if self.presence is Presence.WHOLE:
+            wire.round_weights(self.full)
 
     def fetch(self) -> None:
         """Start gathering the whole weights, unless they are here already."""
@@ -137,10 +139,21 @@ class Bucket:
             return self.wire.gather(self.full, self.store.shard(self))
         return DONE
 
+    def show_masters(self, master: Tensor) -> None:
+        """Gather the whole weights as the masters have them, even if the wire rounds.
+
+        Args:
+            master: the master weights over the layout's `state_range`.
+        """
+        assert self.presence is Presence.WHOLE
+        self.store.write_weights(self, master)
+        self.wire.group.all_gather(self.full, self.store.shard(self)).wait()
+
     def adopt_full(self) -> None:
         """Copy what was written to the whole weights into the shard and the master."""
         assert self.presence is Presence.WHOLE
         self.store.adopt(self)
+        self.wire.round_weights(self.full)
         self.wire.weights_changed()
 
     def _allocate(self, numel: int) -> None:

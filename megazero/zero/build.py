@@ -15,7 +15,7 @@ from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store import DeviceStore, Store
 from megazero.zero.table import STAGES
 from megazero.zero.unit import Unit
-from megazero.zero.wire import ExactWire, NodeWire, Wire
+from megazero.zero.wires import choose_wire
 
 
 def build_store(
@@ -51,9 +51,7 @@ def build_store(
         group = context.groups[key.replicas]
         mine = tuple(members[i] for i in numbers)
         layout = BucketLayout(STAGES[key.row], mine, group.size, group.rank, context.place)
-        wire: Wire = ExactWire(group, layout, policy.reduce_dtype, leave_sums=policy.rule_reduces)
-        if policy.hpz > 1 and layout.row.shard_params and key.replicas == "replica":
-            wire = NodeWire(wire, context.node)
+        wire = choose_wire(key, layout, policy, context)
         Bucket(key, [params[i] for i in numbers], layout, wire, store, context.device, fill)
     return store
 

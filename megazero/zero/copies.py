@@ -242,9 +242,12 @@ def _roundings(resident: Resident) -> Iterator[tuple[str, Tensor]]:
     mine = used if layout.row.shard_params else used[layout.state_range]
     if mine.data_ptr() == master.data_ptr():  # the masters are a part of the weights
         return
-    pieces = zip(layout.member_pieces(mine), layout.member_pieces(master), strict=True)
+    wanted = master.to(mine.dtype)
+    if not layout.row.shard_params:  # these have been gathered
+        resident.bucket.wire.round_weights(wanted)
+    pieces = zip(layout.member_pieces(mine), layout.member_pieces(wanted), strict=True)
     for (number, _, left), (_, _, right) in pieces:
-        yield layout.specs[number].name, (_bits(left) != _bits(right.to(left.dtype))).any()
+        yield layout.specs[number].name, (_bits(left) != _bits(right)).any()
 
 
 def _bits(numbers: Tensor) -> Tensor:

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from megazero.mpu import ParallelContext
-from megazero.zero.bucket import Presence
+from megazero.zero.bucket import Bucket, Presence
 from megazero.zero.gather import Gatherer
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.reduce import GradientReducer, Observer
-from megazero.zero.store import Store
+from megazero.zero.store import WEIGHT, Store
 from megazero.zero.unit import Unit
 
 
@@ -44,9 +44,13 @@ class DataParallel:
         """Show each bucket's gradients on this rank to `observer` before they are reduced."""
         self._reducer.observer = observer
 
-    def start(self) -> None:
-        """Begin a step: forget the previous step's gradients, and all that an interrupted one left behind."""
-        self._reducer.start()
+    def start(self, step: int = 0) -> None:
+        """Begin a step: forget the previous step's gradients, and all that an interrupted one left behind.
+
+        Args:
+            step: its number, with which stochastic rounding of gradients changes.
+        """
+        self._reducer.start(step)
         self._gatherer.finish()
 
     def gather(self, chunk: int, *, backward: bool = False) -> None:
@@ -115,6 +119,8 @@ class DataParallel:
             bucket.arrive()
         try:
             with torch.no_grad():
+                if write_back:
+                    self._show_masters(chosen)
                 yield
                 if write_back:
                     for bucket in chosen:
@@ -122,3 +128,9 @@ class DataParallel:
         finally:
             for bucket in absent:
                 self._gatherer.free(bucket)
+
+    def _show_masters(self, buckets: Sequence[Bucket]) -> None:
+        """Where gathers round weights, gather exact ones: what is not overwritten must stay what it was."""
+        for residents in self.store.visits((WEIGHT,), [b for b in buckets if b.wire.rounds]):
+            for each in residents:
+                each.bucket.show_masters(each.flats[WEIGHT])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megazero.mpu import ParamSpec
+from megazero.mpu import ParamSpec, copy_axes
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.table import STAGES
 
@@ -58,6 +58,7 @@ class BucketKey:
         replicas: name of the communicator over the ranks that hold the same parameters.
         trainable: whether the parameters get gradients.
         row: index of the bucket's row in `table.STAGES`.
+        compressed: whether its weights and gradients may travel as codes.
     """
 
     chunk: int
@@ -65,6 +66,7 @@ class BucketKey:
     replicas: str
     trainable: bool
     row: int
+    compressed: bool = False
 
 
 def plan_buckets(
@@ -86,7 +88,8 @@ def plan_buckets(
     for i in reversed(range(len(params))):
         param = params[i]
         row = _row(param, policy, group_size(param.spec.replicas))
-        key = BucketKey(param.chunk, param.dtype, param.spec.replicas, param.trainable, row)
+        compressed = _compressed(param, policy, group_size)
+        key = BucketKey(param.chunk, param.dtype, param.spec.replicas, param.trainable, row, compressed)
         place = (key, param.unit if STAGES[row].shard_params else None)
         members = None if param.alone else open_.get(place)
         if members is None or sum(params[m].numel for m in members) + param.numel > policy.bucket_size:
@@ -112,3 +115,16 @@ def _row(param: BucketMember, policy: ZeroPolicy, replicas: int) -> int:
     ):
         row -= 1
     return row if param.trainable or STAGES[row].shard_params else 0
+
+
+def _compressed(param: BucketMember, policy: ZeroPolicy, group_size: Callable[[str], int]) -> bool:
+    """Whether a parameter may travel as codes.
+
+    Vectors, and biases of any shape (what weight decay leaves out), may not: they are few, and sensitive. Nor
+    may what a model holds copies of: beside other neighbours in a block, each would be rounded to other bits.
+    """
+    if policy.weight_codes is None and policy.gradient_codes is None:
+        return False
+    copied = any(group_size(axis) > 1 for axis in copy_axes(param.spec))
+    matrix = len(param.shape) > 1 and param.spec.weight_decay
+    return matrix and not copied and param.dtype.is_floating_point

@@ -8,6 +8,7 @@ import torch
 
 from megazero.config.offload import OffloadConfig
 from megazero.config.tree import ZeroConfig
+from megazero.ops.quantize import Quantization
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class ZeroPolicy:
         hpz: number of ranks of one node that hold a second partition (ZeRO++); 1 turns it off.
         shard_alone: whether a single replica has shards too, which are all of it; where they sleep elsewhere,
             only what is in use is on the device.
+        weight_codes: the codes as which weights are gathered (ZeRO++); None gathers them as they are.
+        gradient_codes: the codes as which gradients are sent to be summed (ZeRO++); None for `reduce_dtype`.
+        rounding_seed: of stochastic rounding to these; None rounds to the nearest.
         rule_reduces: whether the update rule sums gradients over the replicas itself, see `optim.Needs`.
     """
 
@@ -42,11 +46,16 @@ class ZeroPolicy:
     main_dtype: torch.dtype = torch.float32
     hpz: int = 1
     shard_alone: bool = False
+    weight_codes: Quantization | None = None
+    gradient_codes: Quantization | None = None
+    rounding_seed: int | None = None
     rule_reduces: bool = False
 
     @classmethod
-    def of(cls, config: ZeroConfig, offload: OffloadConfig, *, rule_reduces: bool = False) -> ZeroPolicy:
-        """The policy of a configuration and of an update rule's `Needs`."""
+    def of(
+        cls, config: ZeroConfig, offload: OffloadConfig, *, rule_reduces: bool = False, seed: int = 0
+    ) -> ZeroPolicy:
+        """The policy of a configuration, of an update rule's `Needs`, and of the training's seed."""
         return cls(
             stage=config.stage,
             bucket_size=config.bucket_size,
@@ -59,9 +68,16 @@ class ZeroPolicy:
             main_dtype=_dtype(config.main_params_dtype),
             hpz=config.hpz_partition_size,
             shard_alone=set(offload.places) != {"none"},
+            weight_codes=_codes(config.quantized_weights, config),
+            gradient_codes=_codes(config.quantized_gradients, config),
+            rounding_seed=seed if config.quantization_rounding == "stochastic" else None,
             rule_reduces=rule_reduces,
         )
 
 
 def _dtype(name: str) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def _codes(kind: str, config: ZeroConfig) -> Quantization | None:
+    return None if kind == "none" else Quantization(kind, config.quantization_block_size)

@@ -14,7 +14,7 @@ from megazero.zero.bucket import Bucket
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store import GRADIENT, Store
-from megazero.zero.wire import Reduction
+from megazero.zero.wires import Reduction
 
 # How many buffers besides the sums may be held by reductions in flight while the next bucket fills.
 _IN_FLIGHT = 1
@@ -70,10 +70,11 @@ class GradientReducer:
         self._ends = True
         self._next = 0
 
-    def start(self) -> None:
-        """Forget the previous step's gradients."""
+    def start(self, step: int = 0) -> None:
+        """Forget the previous step's gradients; see `DataParallel.start`."""
         for progress in self._progress:
             progress.start()
+            progress.bucket.wire.begin(step)
         self._flights.clear()
         self._owed = set(self._chunks)
         self._current = None

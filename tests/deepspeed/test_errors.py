@@ -83,6 +83,14 @@ TRAINED = {**BATCH, "optimizer": ADAMW}
             {**TRAINED, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
             "`hpz_partition_size` must divide|`zero_hpz_partition_size` must be the size",
         ),
+        (
+            {**TRAINED, "zero_optimization": {"stage": 0, "zero_quantized_gradients": True}},
+            "`stage` must be 1, 2 or 3 for `zero_quantized_weights` and `zero_quantized_gradients`, but is 0",
+        ),
+        (
+            {**TRAINED, "zero_optimization": {"stage": 2, "zero_quantized_weights": True}},
+            "`stage` must be 3 for `zero_quantized_weights` with fp32 weights",
+        ),
         ("missing.json", "must name a readable file"),
     ],
 )

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -307,6 +308,27 @@ def test_a_second_partition_within_nodes():
 
     model = build(Tied)
     assert_same(world.run(work)[0], train_plain(model, adamw(model), ranks=4, accumulation=2, steps=2))
+
+
+def test_quantized_communication_stays_close():
+    """ZeRO++ in full: int8 weights, int4 gradients over two hops, a second partition."""
+    world, grid = ThreadWorld(4), ProcessGrid(dp=4)
+
+    def work(rank: int, **keys):
+        context = thread_context(world, grid, rank, node_size=2)
+        config = settings(3, 2, optimizer=ADAMW)
+        config["zero_optimization"].update(keys)
+        return train_engine(start(context, build(Tied), config), context, range(3))
+
+    exact = world.run(work)[0]
+    keys = {
+        "zero_quantized_weights": True,
+        "zero_quantized_gradients": True,
+        "zero_hpz_partition_size": 2,
+    }
+    for record in world.run(partial(work, **keys)):
+        assert record.losses == pytest.approx(exact.losses, rel=0.05)
+        assert record.losses != exact.losses
 
 
 def test_initial_weights_are_the_first_ranks():

@@ -136,3 +136,14 @@ def test_a_world_that_does_not_factor_is_refused():
         ProcessGrid.factor(6, pp=2, tp=2)
     with pytest.raises(ConfigError, match="`tp` must be at least 1, but is 0"):
         ProcessGrid(tp=0)
+
+
+def test_nodes_and_peers_cross_in_one_replica():
+    """Eight replicas beside two tensor-parallel ranks, in nodes of four."""
+    grid = ProcessGrid(dp=8, tp=2)
+    assert grid.node(11, 4) == (9, 11, 13, 15)
+    assert grid.peers(11, 4) == (3, 11)
+    assert grid.peers(11, 1) == grid.members(11, COMMUNICATORS["replica"])
+    assert grid.peers(11, 8) == (11,)
+    for rank in range(16):
+        assert set(grid.node(rank, 4)) & set(grid.peers(rank, 4)) == {rank}

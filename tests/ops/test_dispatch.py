@@ -26,6 +26,7 @@ from megazero.ops.grouped_linear import grouped_linear, grouped_outer
 from megazero.ops.kl_divergence import vocab_parallel_kl_divergence
 from megazero.ops.lamb import lamb_move, lamb_norms
 from megazero.ops.layer_norm import layer_norm
+from megazero.ops.quantize import Quantization, dequantize, quantize
 from megazero.ops.rms_norm import rms_norm
 from megazero.ops.rotary import apply_rotary, rotary_table
 from megazero.ops.scaled_softmax import scaled_softmax
@@ -160,6 +161,15 @@ def _run_lamb_move(facts) -> None:
     lamb_move(*(torch.ones(3, dtype=facts.dtype) for _ in range(3)), torch.tensor(0.1), **_lamb_settings())
 
 
+def _run_quantize(facts) -> None:
+    quantize(torch.ones(2, 9, dtype=facts.dtype), Quantization("int8", 8))
+
+
+def _run_dequantize(facts) -> None:
+    how = Quantization("int8", 8)
+    dequantize(torch.zeros(2, how.row_bytes(9), dtype=torch.uint8), 9, how, facts.dtype)
+
+
 # A call of the public function with these facts.
 RUNS: dict[str, Callable] = {
     "adam": _run_adam,
@@ -175,6 +185,7 @@ RUNS: dict[str, Callable] = {
     "chosen_rows": lambda facts: chosen_rows(
         _randn(facts, 3, 8), torch.tensor([2, -1]), torch.tensor([-1, -1, 0]), _randn(facts, 2, 8)
     ),
+    "dequantize": _run_dequantize,
     "gathered_sum": lambda facts: gathered_sum(
         _randn(facts, 4, 8), torch.arange(4).view(2, 2), torch.arange(4), _randn(facts, 2, 2)
     ),
@@ -186,6 +197,7 @@ RUNS: dict[str, Callable] = {
     "lamb_move": _run_lamb_move,
     "lamb_norms": _run_lamb_norms,
     "layer_norm": lambda facts: layer_norm(*(_randn(facts, *s) for s in ((3, 8), (8,), (8,))), 1e-5),
+    "quantize": _run_quantize,
     "rms_norm": lambda facts: rms_norm(_randn(facts, 3, 8), _randn(facts, 8), 1e-5),
     "rotary": lambda facts: apply_rotary(_randn(facts, 3, 2, 2, 8), *rotary_table(torch.arange(3), 8, 1e4)),
     "scaled_softmax": lambda facts: scaled_softmax(_randn(facts, 2, 2, 4, 4), 0.5, True, None),

@@ -203,3 +203,13 @@ def test_shrinking_keeps_the_layout_and_breaks_no_rule(flags, world, sizes):
     assert (small.config.model.kv_heads < small.config.model.num_attention_heads) == (
         config.model.kv_heads < config.model.num_attention_heads
     )
+
+
+def test_codes_are_left_out_and_that_is_said():
+    """A run over codes is not one process's to rounding, but its layout is."""
+    codes = "--zero-quantized-weights int8 --zero-quantized-gradients int4"
+    config = parse_config([*GROUPED.split(), *codes.split()], world_size=16).config
+    small = shrink(config, 4)
+    assert small.notes[-1] == "weights and gradients travel exactly, not as codes"
+    assert check(small.config, small.grid.world_size) == []
+    assert check(serial_of(small.config), 1) == []

@@ -73,7 +73,7 @@ class Trainer:
     def accumulate(self, step: int, micro_batches: int) -> None:
         """Forward and backward of this rank's samples."""
         mine = range(self.context.replica.rank, SAMPLES, self.context.replica.size)
-        self.parallel.start()
+        self.parallel.start(step)
         for i in range(micro_batches):
             self.parallel.gather(0)
             loss = sum(self.loss(self.model, step, sample) for sample in mine[i::micro_batches])

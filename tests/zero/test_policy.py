@@ -6,6 +6,7 @@ import torch
 
 from megazero.config.offload import OffloadConfig
 from megazero.config.tree import ZeroConfig
+from megazero.ops.quantize import Quantization
 from megazero.zero.policy import ZeroPolicy
 
 
@@ -38,3 +39,14 @@ def test_every_setting_arrives():
     )
     plain = ZeroPolicy.of(config, OffloadConfig())
     assert (plain.rule_reduces, plain.shard_alone) == (False, False)
+
+
+def test_codes_and_how_gradients_are_rounded_to_them():
+    config = ZeroConfig(quantized_weights="int8", quantized_gradients="int4", quantization_block_size=64)
+    found = ZeroPolicy.of(config, OffloadConfig(), seed=9)
+    assert found.weight_codes == Quantization("int8", 64)
+    assert found.gradient_codes == Quantization("int4", 64)
+    assert found.rounding_seed is None
+    by_chance = config.model_copy(update={"quantization_rounding": "stochastic"})
+    assert ZeroPolicy.of(by_chance, OffloadConfig(), seed=9).rounding_seed == 9
+    assert ZeroPolicy.of(ZeroConfig(), OffloadConfig()) == ZeroPolicy()

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megazero.mpu import ProcessGrid, TrafficLog, recording_context
+from megazero.ops.quantize import Quantization
 from megazero.optim import Adam
 from megazero.zero import STAGES, DataParallel, Optimizer, ZeroPolicy, build_store, module_units
 
@@ -15,10 +16,10 @@ SIZE = LAYERS * WIDTH * WIDTH  # psi, the model's parameters
 NORM = 8  # bytes of the gradient norm's all-reduce
 
 
-def step(stage: int, hpz: int = 1, **changes) -> TrafficLog:
+def step(stage: int, hpz: int = 1, node: int | None = None, **changes) -> TrafficLog:
     """One training step of a stack of layers on the first of four ranks; the others are left out."""
     log = TrafficLog()
-    context = recording_context(ProcessGrid(dp=RANKS), 0, log, "cpu", node_size=hpz)
+    context = recording_context(ProcessGrid(dp=RANKS), 0, log, "cpu", node_size=node or hpz)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     settings = {"bucket_size": WIDTH * WIDTH, "persistence_threshold": 0, "max_live": 0, **changes}
     policy = ZeroPolicy(stage, hpz=hpz, **settings)
@@ -93,3 +94,67 @@ def test_narrow_wires_halve_the_bytes_of_gradients():
         operation = "reduce_scatter" if stage else "all_reduce"
         whole, half = step(stage), step(stage, reduce_dtype=torch.bfloat16)
         assert half.payload["replica", operation] == whole.payload["replica", operation] / 2
+
+
+# A layer's shard has 16 elements: two scales of 8 elements each and the codes, in bytes.
+ROWS = pytest.mark.parametrize(("kind", "row"), [("int8", 8 + 16), ("int4", 8 + 8), ("fp8", 8 + 16)])
+
+
+@ROWS
+def test_codes_of_gradients_on_one_hop_and_on_two(kind, row):
+    """Each hop sends a row per slice: all four slices, and between two nodes the two of a rank's peers."""
+    codes = Quantization(kind, 8)
+    for stage, times in ((1, 1), (2, MICRO_BATCHES), (3, MICRO_BATCHES)):
+        log = step(stage, gradient_codes=codes)
+        assert log.payload["replica", "all_to_all"] == times * LAYERS * RANKS * row
+        assert log.payload["replica", "reduce_scatter"] == 0
+        log = step(stage, node=2, gradient_codes=codes)
+        assert log.payload["node", "all_to_all"] == times * LAYERS * RANKS * row
+        assert log.payload["peers", "all_to_all"] == times * LAYERS * RANKS // 2 * row
+        assert log.payload["replica", "all_to_all"] == 0
+
+
+@ROWS
+def test_codes_of_weights_across_nodes_and_weights_within(kind, row):
+    log = step(3, weight_codes=Quantization(kind, 8))
+    assert log.payload["replica", "all_gather"] == 2 * MICRO_BATCHES * LAYERS * RANKS * row
+    log = step(3, hpz=2, weight_codes=Quantization(kind, 8))
+    assert log.payload["replica", "all_gather"] == LAYERS * RANKS * row
+    assert log.payload["node", "all_gather"] == 4 * SIZE * (2 * MICRO_BATCHES - 1)
+    # At the stages 1 and 2 fp32 weights are the masters, and travel as they are.
+    assert moved(step(2, weight_codes=Quantization(kind, 8)))["all_gather"] == 1
+
+
+def test_a_step_of_zero_plus_plus_moves_a_quarter_between_nodes():
+    """Wang et al. 2023, of bf16 weights and gradients: 3 psi of 2 bytes; here 1/2 + 0 + 1/4, and scales."""
+    width, ranks = 256, 4
+    log = TrafficLog()
+    context = recording_context(ProcessGrid(dp=ranks), 0, log, "cpu", node_size=2)
+    model = nn.Linear(width, width, bias=False).to(torch.bfloat16)
+    policy = ZeroPolicy(
+        3,
+        persistence_threshold=0,
+        max_live=0,
+        hpz=2,
+        weight_codes=Quantization("int8", 4096),
+        gradient_codes=Quantization("int4", 4096),
+    )
+    units = module_units(model)
+    store = build_store(units, policy, context)
+    parallel = DataParallel(units, store, policy, context)
+    parallel.start()
+    parallel.gather(0)
+    loss = model(torch.ones(1, width, dtype=torch.bfloat16)).sum()
+    parallel.release(0)
+    parallel.begin_backward(0, reduce=True)
+    loss.backward()
+    parallel.end_backward()
+    parallel.finish()
+    size = width * width
+    # What leaves the node: gathered shards of the other node, and the slice of the peer there.
+    gathered = log.payload["replica", "all_gather"] / 2
+    summed = log.payload["peers", "all_to_all"] / 2
+    exact = 2 * 2 * size / 2 + 2 * size / 2  # two gathers and one reduction in bf16, half from the other node
+    assert gathered == size / 2 + 2 * 4 * 4
+    assert summed == size / 4 / 2 + 4 * 4
+    assert (gathered + summed) / exact < 0.25

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megazero.config.rules.rule import Case, Rule
+from megazero.config.tree import ZeroConfig
 
 _GRADIENT_TYPES = ("zero.grad_reduce_dtype", "zero.grad_accumulation_dtype")
 
 
 def _hpz_divides(case: Case) -> bool:
     return case.data_parallel is None or case.data_parallel % case.config.zero.hpz_partition_size == 0
+
+
+def _node_size_divides(case: Case) -> bool:
+    return case.data_parallel is None or case.data_parallel % case.config.zero.node_size == 0
+
+
+def _codes_of_gathered_weights(case: Case) -> bool:
+    """Whether what is gathered is not the masters themselves, which would be rounded in every step."""
+    zero, precision = case.config.zero, case.config.precision
+    return (
+        zero.stage in (0, 3) or zero.quantized_weights == "none" or zero.main_params_dtype != precision.dtype
+    )
+
+
+def _unless(quantized: Callable[[ZeroConfig], bool], name: str) -> Callable[[Case], bool]:
+    """A predicate: a field has its default, unless there is something that it is about."""
+    default = ZeroConfig.model_fields[name].default
+    return lambda case: getattr(case.config.zero, name) == default or quantized(case.config.zero)
+
+
+def _quantizes_gradients(zero: ZeroConfig) -> bool:
+    return zero.quantized_gradients != "none"
+
+
+def _quantizes(zero: ZeroConfig) -> bool:
+    return zero.quantized_weights != "none" or _quantizes_gradients(zero)
 
 
 ZERO_RULES: tuple[Rule, ...] = (
@@ -25,6 +54,73 @@ ZERO_RULES: tuple[Rule, ...] = (
         "`hpz_partition_size` must divide the data-parallel size",
         "set it to the data-parallel ranks of one node",
         _hpz_divides,
+        lambda c: f"there are {c.data_parallel} data-parallel ranks",
+        reads=(
+            "parallel.tensor_model_parallel_size",
+            "parallel.pipeline_model_parallel_size",
+            "parallel.context_parallel_size",
+        ),
+    ),
+    Rule(
+        "codes_need_shards",
+        ("zero.quantized_weights", "zero.quantized_gradients", "zero.stage"),
+        "`quantized_weights` and `quantized_gradients` must be none unless the ZeRO stage is 1, 2 or 3",
+        "add `--zero-stage 1`, 2 or 3, or leave them out",
+        lambda c: c.config.zero.stage > 0 or not _quantizes(c.config.zero),
+    ),
+    Rule(
+        "quantized_weights_need_masters",
+        ("zero.quantized_weights", "zero.stage", "zero.main_params_dtype", "precision.dtype"),
+        "`quantized_weights` must be none at the ZeRO stages 1 and 2 unless `main_params_dtype` differs from "
+        "`dtype`, since weights that are their own masters must stay exact",
+        "add `--bf16`, choose stage 3 or leave it out",
+        _codes_of_gathered_weights,
+    ),
+    Rule(
+        "quantization_block_of_eights",
+        ("zero.quantization_block_size",),
+        "`quantization_block_size` must be a multiple of 8",
+        "choose one such as 256",
+        lambda c: c.config.zero.quantization_block_size % 8 == 0,
+        lambda c: f"it is {c.config.zero.quantization_block_size}",
+    ),
+    Rule(
+        "quantization_block_needs_codes",
+        ("zero.quantization_block_size", "zero.quantized_weights", "zero.quantized_gradients"),
+        "`quantization_block_size` must be left out unless weights or gradients are quantized",
+        "add `--zero-quantized-weights` or `--zero-quantized-gradients`",
+        _unless(_quantizes, "quantization_block_size"),
+    ),
+    Rule(
+        "quantization_rounding_needs_codes",
+        ("zero.quantization_rounding", "zero.quantized_gradients"),
+        "`quantization_rounding` must be left out unless gradients are quantized",
+        "add `--zero-quantized-gradients`",
+        _unless(_quantizes_gradients, "quantization_rounding"),
+    ),
+    Rule(
+        "node_size_needs_codes",
+        ("zero.node_size", "zero.quantized_gradients"),
+        "`node_size` must be left out unless gradients are quantized",
+        "add `--zero-quantized-gradients`",
+        _unless(_quantizes_gradients, "node_size"),
+    ),
+    Rule(
+        "one_size_of_nodes",
+        ("zero.node_size", "zero.hpz_partition_size"),
+        "`node_size` must be that of `hpz_partition_size` if both are given",
+        "leave one of them out",
+        lambda c: (
+            1 in (c.config.zero.node_size, c.config.zero.hpz_partition_size)
+            or c.config.zero.node_size == c.config.zero.hpz_partition_size
+        ),
+    ),
+    Rule(
+        "node_size_divides_data_parallel",
+        ("zero.node_size",),
+        "`node_size` must divide the data-parallel size",
+        "set it to the data-parallel ranks of one node",
+        _node_size_divides,
         lambda c: f"there are {c.data_parallel} data-parallel ranks",
         reads=(
             "parallel.tensor_model_parallel_size",

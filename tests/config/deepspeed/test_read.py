@@ -107,6 +107,8 @@ HONOURED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"zero.param_persistence_threshold": 10},
     ),
     "zero_optimization.stage3_max_live_parameters": (3e9, {}, {"zero.max_live_parameters": 3_000_000_000}),
+    "zero_optimization.zero_quantized_weights": (True, {}, {"zero.quantized_weights": "int8"}),
+    "zero_optimization.zero_quantized_gradients": (True, {}, {"zero.quantized_gradients": "int4"}),
     "zero_optimization.zero_hpz_partition_size": (8, {}, {"zero.hpz_partition_size": 8}),
     "zero_optimization.offload_optimizer.device": ("cpu", {}, {"offload.optimizer": "cpu"}),
     "zero_optimization.offload_optimizer.nvme_path": ("/local", {}, {"offload.path": "/local"}),

@@ -14,6 +14,7 @@ TASK = {
 }
 
 EXPERTS = {"model.num_experts": (8,)}
+CODES = {"zero.stage": 1, "zero.quantized_gradients": "int8"}
 GROUPED = {**EXPERTS, "model.moe_router_num_groups": 4, "model.moe_router_group_topk": 2}
 RAMP = {
     "curriculum.seqlen_schedule": "fixed_linear",
@@ -189,6 +190,19 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "partition_well_formed": {"parallel.pipeline_partition": "5"},
     "hpz_needs_stage_3": {"zero.hpz_partition_size": 2, "zero.stage": 2},
     "hpz_divides_data_parallel": {"zero.hpz_partition_size": 3, "zero.stage": 3},
+    "codes_need_shards": {"zero.quantized_gradients": "int8"},
+    "quantized_weights_need_masters": {"zero.quantized_weights": "int8", "zero.stage": 2},
+    "quantization_block_of_eights": {**CODES, "zero.quantization_block_size": 100},
+    "quantization_block_needs_codes": {"zero.quantization_block_size": 64},
+    "quantization_rounding_needs_codes": {"zero.stage": 1, "zero.quantization_rounding": "stochastic"},
+    "node_size_needs_codes": {"zero.stage": 1, "zero.node_size": 2},
+    "one_size_of_nodes": {
+        **CODES,
+        "zero.node_size": 2,
+        "zero.stage": 3,
+        "zero.hpz_partition_size": 4,
+    },
+    "node_size_divides_data_parallel": {**CODES, "zero.node_size": 3},
     "fp16_gradients_need_fp16": {"zero.grad_accumulation_dtype": "fp16"},
     "main_params_fp32_or_same": {"zero.main_params_dtype": "bf16"},
     "offloaded_parameters_need_stage_3": {"offload.parameters": "cpu"},
@@ -403,6 +417,10 @@ ACCEPTED: list[dict[str, Any]] = [
     {"parallel.pipeline_model_parallel_size": 2, "parallel.pipeline_partition": "3, 1"},
     {"parallel.pipeline_partition": "type:transformer.*"},
     {"zero.stage": 3, "zero.hpz_partition_size": 2, "zero.prefetch_size": 0},
+    {**CODES, "zero.quantization_rounding": "stochastic", "zero.node_size": 2},
+    {"zero.stage": 3, "zero.quantized_weights": "fp8", "zero.quantization_block_size": 4096},
+    {"precision.dtype": "bf16", "zero.stage": 1, "zero.quantized_weights": "int4"},
+    {**CODES, "zero.stage": 3, "zero.hpz_partition_size": 2, "zero.node_size": 2},
     {"zero.prefetch_size": 0, "zero.max_live_parameters": 0, "zero.param_persistence_threshold": 0},
     {"precision.dtype": "fp16", "zero.main_params_dtype": "fp16", "zero.grad_reduce_dtype": "fp16"},
     {"precision.dtype": "fp16", "zero.grad_accumulation_dtype": "bf16"},

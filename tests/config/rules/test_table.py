@@ -42,6 +42,7 @@ def test_without_a_world_size_only_its_rules_are_silent() -> None:
         "tokens_countable",
         "interleaved_micro_batches",
         "hpz_divides_data_parallel",
+        "node_size_divides_data_parallel",
         "expert_ranks_fill_stages",
         "warmup_shorter_than_decay",
         "wsd_decay_fits",

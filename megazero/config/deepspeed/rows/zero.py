@@ -18,7 +18,7 @@ from megazero.config.deepspeed.row import (
     sets,
 )
 
-_QUANTIZED = "quantized communication comes in a later version; set it to false"
+_FROZEN = "frozen weights travel as codes with `zero_quantized_weights` at stage 3; set it to false"
 
 
 def _zero(*names: str) -> tuple[str, ...]:
@@ -75,12 +75,20 @@ ZERO_ROWS: tuple[KeyRow, ...] = (
         "zero.hpz_partition_size",
         convert=lambda n, _: n or 1,
     ),
-    *refuses(
-        _QUANTIZED,
+    # The codes that DeepSpeed has for them; the flags have others.
+    sets(
+        "zero_optimization.zero_quantized_weights",
         BOOL,
-        only(False),
-        *_zero("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
+        "zero.quantized_weights",
+        convert=lambda on, _: "int8" if on else "none",
     ),
+    sets(
+        "zero_optimization.zero_quantized_gradients",
+        BOOL,
+        "zero.quantized_gradients",
+        convert=lambda on, _: "int4" if on else "none",
+    ),
+    *refuses(_FROZEN, BOOL, only(False), *_zero("zero_quantized_nontrainable_weights")),
     *refuses(
         "use `zero_hpz_partition_size`, which keeps gathers within a node",
         INTEGER,

@@ -1,0 +1,99 @@
+"""`Wire`: what a bucket asks of its connection to the replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megazero.mpu import Group, Work
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Gradient sums in flight; keeps alive what the wire needs until they have landed.
+
+    Attributes:
+        result: the sums over the bucket's `state_range`, valid once `work` has been waited for.
+        work: completes `result`; a wire that must process what arrived does so in `wait`.
+    """
+
+    result: Tensor
+    work: Work
+
+
+class Wire(Protocol):
+    """One bucket's connection between the replicas. It may have state, such as what compression left out."""
+
+    group: Group  # the replicas
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are summed over the group; otherwise the step uses each rank's own sums.
+
+        It uses those if there is one replica, or if the update rule sums gradients itself.
+        """
+
+    @property
+    def rounds(self) -> bool:
+        """Whether gathered weights differ from what was sent."""
+
+    def begin(self, step: int) -> None:
+        """Note that the gradients reduced from now on are those of this step, or of another attempt at it."""
+
+    def gather(self, whole: Tensor, shard: Tensor) -> Work:
+        """Start to fill `whole` [padded] with every rank's `shard` [shard_size] of the weights.
+
+        Where the wire rounds, a rank's own slice is rounded like all others.
+        """
+
+    def round_weights(self, weights: Tensor) -> None:
+        """Round whole shards of weights, [n * shard_size], in place to what a gather makes of them."""
+
+    def weights_changed(self) -> None:
+        """Forget anything kept of weights gathered earlier."""
+
+    def extra_bytes(self, sums: Tensor) -> int:
+        """Bytes of memory that `reduce` takes in addition to `sums`, until the result has landed."""
+
+    def reduce(self, sums: Tensor) -> Reduction:
+        """Start to sum `sums` [padded] over the group; they may be overwritten."""
+
+
+class WrappedWire:
+    """A wire that does as another one does; subclasses change a part.
+
+    Args:
+        wire: the other one.
+    """
+
+    def __init__(self, wire: Wire):
+        self.group = wire.group
+        self._wire = wire
+
+    @property
+    def reduces(self) -> bool:
+        return self._wire.reduces
+
+    @property
+    def rounds(self) -> bool:
+        return self._wire.rounds
+
+    def begin(self, step: int) -> None:
+        self._wire.begin(step)
+
+    def gather(self, whole: Tensor, shard: Tensor) -> Work:
+        return self._wire.gather(whole, shard)
+
+    def round_weights(self, weights: Tensor) -> None:
+        self._wire.round_weights(weights)
+
+    def weights_changed(self) -> None:
+        self._wire.weights_changed()
+
+    def extra_bytes(self, sums: Tensor) -> int:
+        return self._wire.extra_bytes(sums)
+
+    def reduce(self, sums: Tensor) -> Reduction:
+        return self._wire.reduce(sums)
