@@ -11,12 +11,12 @@ from torch import Tensor
 
 from megazero.errors import ConfigError
 from megazero.mpu import ParallelContext, ParamSpec, gather_values, read_values
-from megazero.optim import UpdateRule, clip_coefficient, local_square_sum
+from megazero.optim import SERVER_ERROR, WORKER_ERROR, UpdateRule, clip_coefficient, local_square_sum
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import counted_parts, present_parts
 from megazero.zero.norms import ParameterNorms
 from megazero.zero.store import GRADIENT, WEIGHT, Store
-from megazero.zero.update import PerGroup, Update, UpdateFacts
+from megazero.zero.update import PerGroup, Update, UpdateFacts, sums_exactly
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,33 @@ class Optimizer:
         self.rule = rule
         self.context = context
         self.clip_grad = clip_grad
-        self.updates = 0
         self._trained = [bucket for bucket in store.buckets if bucket.key.trainable]
         self._counted = {bucket: counted_parts(bucket.layout) for bucket in self._trained}
         _check_reduction(rule, store, self._trained)
-        store.make_moments(rule.init_state)
+        store.make_moments(self._initial_state)
+        self.updates = 0
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far; skipped steps do not count."""
+        return self._updates
+
+    @updates.setter
+    def updates(self, made: int) -> None:
+        self._updates = made
+        for bucket in self._trained if self.rule.needs.reduces else ():
+            bucket.wire.leave_sums = not self._sums_exactly
+
+    @property
+    def private_kinds(self) -> tuple[str, ...]:
+        """Kinds of state of which each replica has its own, flat tensors [padded]."""
+        needs = self.rule.needs
+        return (*needs.private, WORKER_ERROR) if needs.reduces else needs.private
+
+    @property
+    def _sums_exactly(self) -> bool:
+        """Whether the wires sum the gradients of the next update."""
+        return sums_exactly(self.rule, self.updates + 1)
 
     @torch.no_grad()
     def step(
@@ -87,10 +109,11 @@ class Optimizer:
             if not math.isfinite(norm):
                 return StepReport(norm, False, self._first_bad_parameter())
             clip = clip_coefficient(norm, self.clip_grad)
-        self.updates += 1
-        asked, moments = self.rule.needs.norms, self.rule.state_names
+        number = self.updates + 1
+        asked, moments = self.rule.needs.norms, (*self.rule.state_names, *error_kinds(self.rule))
         norms = ParameterNorms(self._trained, self.context, len(asked)) if asked else None
-        update = Update(self.rule, UpdateFacts(self.updates, lr, weight_decay, grad_scale * clip), norms)
+        facts = UpdateFacts(number, lr, weight_decay, grad_scale * clip)
+        update = Update(self.rule, facts, norms, self.context)
         everything = (WEIGHT, GRADIENT, *moments)
         if norms is not None:
             for residents in self.store.visits(everything, self._trained, changes=(GRADIENT, *moments)):
@@ -102,6 +125,7 @@ class Optimizer:
             works += [each.bucket.publish(each.flats[WEIGHT]) for each in residents]
         for work in works:
             work.wait()
+        self.updates = number
         return StepReport(norm, True)
 
     @torch.no_grad()
@@ -120,7 +144,7 @@ class Optimizer:
         own sum times the number of replicas stands for the whole, and the estimate is the root mean square
         of their norms.
         """
-        return math.sqrt(self._total(GRADIENT, self._square_sum, estimates=self.rule.needs.reduces))
+        return math.sqrt(self._total(GRADIENT, self._square_sum, estimates=not self._sums_exactly))
 
     @torch.no_grad()
     def gradient_norms(self) -> dict[str, float]:
@@ -194,6 +218,13 @@ class Optimizer:
                 for number, span, piece in bucket.layout.member_pieces(mine[kind]):
                     piece.copy_(tensor_of(bucket.layout.specs[number], kind).reshape(-1)[span])
 
+    def _initial_state(self, bucket: Bucket, master: Tensor) -> dict[str, Tensor]:
+        state = self.rule.init_state(master)
+        sizes = (bucket.layout.padded, bucket.layout.shard_size)
+        return state | {
+            kind: master.new_zeros(size) for kind, size in zip(error_kinds(self.rule), sizes, strict=False)
+        }
+
     def _square_sum(self, pieces: Iterable[Tensor]) -> Tensor:
         return local_square_sum(pieces, self.context.device)
 
@@ -251,6 +282,11 @@ class Optimizer:
                         yield each.bucket.layout.specs[number].name
 
 
+def error_kinds(rule: UpdateRule) -> tuple[str, ...]:
+    """Kinds of state that a rule's messages to other replicas leave, besides its own."""
+    return (WORKER_ERROR, SERVER_ERROR) if rule.needs.reduces else ()
+
+
 def _whole(bucket: Bucket, flat: Tensor) -> Tensor:
     """A whole flat tensor [padded] from every rank's part over its `state_range`."""
     if not bucket.layout.row.shard_state:
@@ -276,8 +312,13 @@ def _check_reduction(rule: UpdateRule, store: Store, buckets: Sequence[Bucket]) 
                 f"`stage` must be 0 for {name}, which sums whole gradients itself, but state is sharded; "
                 "choose stage 0"
             )
-        if (dtype := store.sums(bucket).dtype) != torch.float32:
-            raise ConfigError(
-                f"`accumulation_dtype` must be fp32 for {name}, which sums gradients itself, but is {dtype}; "
-                "choose fp32"
-            )
+        dtypes = {
+            "accumulation_dtype": store.sums(bucket).dtype,
+            "main_dtype": store.at_rest(bucket)[WEIGHT].dtype,
+        }
+        for setting, dtype in dtypes.items():
+            if dtype != torch.float32:
+                raise ConfigError(
+                    f"`{setting}` must be fp32 for {name}, which sums gradients itself, but is {dtype}; "
+                    "choose fp32"
+                )

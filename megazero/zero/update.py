@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megazero.optim import UpdateRule
-from megazero.zero.norms import ParameterNorms
+from megazero.mpu import ParallelContext
+from megazero.optim import SERVER_ERROR, WORKER_ERROR, Replicas, UpdateRule
+from megazero.zero.norms import ParameterNorms, sum_over_slices
 from megazero.zero.store import GRADIENT, WEIGHT, Resident
 
 PerGroup = float | Sequence[float]
@@ -59,10 +61,14 @@ class Update:
         rule: updates each piece.
         facts: the facts of this step.
         norms: norms of individual parameters; None if the rule asks for none.
+        context: this rank's groups and place.
     """
 
-    def __init__(self, rule: UpdateRule, facts: UpdateFacts, norms: ParameterNorms | None):
+    def __init__(
+        self, rule: UpdateRule, facts: UpdateFacts, norms: ParameterNorms | None, context: ParallelContext
+    ):
         self.rule = rule
+        self.context = context
         self.facts = facts
         self.norms = norms
 
@@ -112,9 +118,15 @@ class Update:
         grads = each.flats[GRADIENT]
         if self.facts.factor != 1.0:
             grads.mul_(self.facts.factor)
-        if self.rule.needs.reduces:
-            group = each.bucket.wire.group
-            self.rule.reduce(grads, _moments(each.flats), group=group, step=self.facts.number)
+        if not sums_exactly(self.rule, self.facts.number):
+            replicas = Replicas(
+                each.bucket.wire.group,
+                each.bucket.layout.spans,
+                each.flats[WORKER_ERROR],
+                each.flats[SERVER_ERROR],
+                partial(sum_over_slices, each.bucket, self.context),
+            )
+            self.rule.reduce(grads, _moments(each.flats), replicas=replicas, step=self.facts.number)
 
     def _measure(self, residents: Sequence[Resident]) -> None:
         pieces = list(self._pieces(residents))
@@ -172,8 +184,14 @@ class Update:
                     )
 
 
+def sums_exactly(rule: UpdateRule, step: int) -> bool:
+    """Whether gradients are summed by the wire, exactly, for update number `step`."""
+    return not rule.needs.reduces or rule.sums_exactly(step)
+
+
 def _moments(flats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {kind: flat for kind, flat in flats.items() if kind not in (WEIGHT, GRADIENT)}
+    others = (WEIGHT, GRADIENT, WORKER_ERROR, SERVER_ERROR)
+    return {kind: flat for kind, flat in flats.items() if kind not in others}
 
 
 def _of_group(value: PerGroup, group: int) -> float:

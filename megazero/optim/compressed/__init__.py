@@ -1,0 +1,11 @@
+"""Optimizers that send a bit per element in place of gradients, and keep what the bits leave out.
+
+`signs.py`: eight signs to a byte. `mean.py`: the mean over replicas with error feedback.
+`onebit_adam.py`: 1-bit Adam.
+"""
+
+from megazero.optim.compressed.mean import compressed_mean
+from megazero.optim.compressed.onebit_adam import OnebitAdam
+from megazero.optim.compressed.signs import pack_signs, packed_size, unpack_signs
+
+__all__ = ["OnebitAdam", "compressed_mean", "pack_signs", "packed_size", "unpack_signs"]
