@@ -20,7 +20,7 @@ from megazero.mpu import (
     ThreadWorld,
     thread_context,
 )
-from megazero.optim import Adam, Lamb, Sgd, UpdateRule, local_square_sum
+from megazero.optim import Adam, Lamb, OnebitAdam, Sgd, UpdateRule, local_square_sum
 from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store
 from tests.optim.rules import Lars, SelfSumming, SelfSummingLars
 
@@ -96,6 +96,7 @@ ROWS = (
     lamb_row(beta1=0.8, beta2=0.95, eps=1e-4, adapt_all=True),
     lamb_row(min_coeff=0.9, max_coeff=1.1, bias_correction="none", eps=1e-4),
     lamb_row(bias_correction="rate", adapt_all=True),
+    RuleRow(OnebitAdam(freeze_step=100), adam, stages=(0,)),
     RuleRow(SelfSumming(0.9), heavy_ball, decay="gradient", stages=(0,)),
     RuleRow(SelfSummingLars(0.8), heavy_ball, lars, stages=(0,)),
 )

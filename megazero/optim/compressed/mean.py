@@ -27,7 +27,7 @@ def compressed_mean(numbers: Tensor, live: Tensor, replicas: Replicas) -> None:
     layouts with as many replicas give the same numbers. (DeepSpeed's owners have a scale for each slice.)
     With one replica both compressions still happen.
 
-    Each rank sends and receives about ``2 n / 8`` bytes, and 12 bytes per parameter and replica.
+    The payloads are n / 8 bytes each way, 4 bytes per parameter and replica, and 16 per parameter.
 
     Args:
         numbers: this replica's own, fp32 [padded] of a bucket.

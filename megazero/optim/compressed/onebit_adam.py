@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from megazero.errors import ConfigError
 from megazero.ops.adam import adam_step
 from megazero.optim.compressed.mean import compressed_mean
 from megazero.optim.rule import Needs, Replicas, check_pieces, zeros_like
@@ -32,6 +33,9 @@ class OnebitAdam:
         bias_correction: divide m by 1 - b1^t and v by 1 - b2^t, as Adam does, where t stays `freeze_step` for
             v. DeepSpeed takes this parameter and never corrects; after thousands of exact steps it is no
             difference.
+
+    Raises:
+        ConfigError: `freeze_step` is below 1.
     """
 
     needs: ClassVar[Needs] = Needs(reduces=True)
@@ -41,6 +45,13 @@ class OnebitAdam:
     beta2: float = 0.999
     eps: float = 1e-8
     bias_correction: bool = True
+
+    def __post_init__(self) -> None:
+        if self.freeze_step < 1:
+            raise ConfigError(
+                f"`freeze_step` must be at least 1, but is {self.freeze_step}; without an exact step no element "
+                "has a second moment, and none would move: choose 15 to 25 percent of the steps"
+            )
 
     @property
     def state_names(self) -> tuple[str, ...]:
