@@ -42,6 +42,11 @@ def parts_to_write(optimizer: Optimizer, context: ParallelContext, *, moments: b
         for i, (spec, span) in enumerate(zip(layout.specs, layout.spans, strict=True)):
             if _writes(i, spec, context):
                 parts += _rows(layout, spec, flats, span, context)
+    for layout, number, scalars in _scalars(optimizer, moments):
+        spec = layout.specs[number]
+        first = all(context.place.index(cut.axis) == 0 for cut in spec.cuts)
+        if layout.rank == 0 and first and _writes(number, spec, context):
+            parts += scalars
     return parts
 
 
@@ -62,6 +67,8 @@ def parts_to_read(optimizer: Optimizer, context: ParallelContext, *, moments: bo
                 for flat in flats.values():
                     flat[slice(*span)].zero_()
             parts += found
+    for _, _, scalars in _scalars(optimizer, moments):
+        parts += scalars
     return parts
 
 
@@ -85,12 +92,12 @@ def state_keys(optimizer: Optimizer) -> set[Key]:
         for layout, flats in found(optimizer, moments=True)
         for spec in layout.specs
         for kind in flats
-    }
+    } | {part.key for _, _, scalars in _scalars(optimizer, moments=True) for part in scalars}
 
 
 def _flats(optimizer: Optimizer, moments: bool) -> Iterator[tuple[BucketLayout, Mapping[str, Tensor]]]:
     """What the replicas hold together: flat tensors over the `state_range` of a layout."""
-    apart = {*optimizer.private_kinds, SERVER_ERROR}
+    apart = {*optimizer.private_kinds, *optimizer.rule.needs.scalars, SERVER_ERROR}
     for bucket in optimizer.store.buckets:
         flats, layout = optimizer.store.at_rest(bucket), bucket.layout
         shared = {kind: flat for kind, flat in flats.items() if kind not in apart}
@@ -105,6 +112,17 @@ def _private(optimizer: Optimizer, moments: bool) -> Iterator[tuple[BucketLayout
         for bucket in optimizer.store.buckets:
             flats = optimizer.store.at_rest(bucket)
             yield bucket.layout, {kind: flats[kind] for kind in kinds if kind in flats}
+
+
+def _scalars(optimizer: Optimizer, moments: bool) -> Iterator[tuple[BucketLayout, int, list[Part]]]:
+    """The numbers that all ranks with a part of a parameter hold, [1]; by bucket and member."""
+    kinds = optimizer.rule.needs.scalars if moments else ()
+    for bucket in optimizer.store.buckets if kinds else ():
+        flats = optimizer.store.at_rest(bucket)
+        for number, spec in enumerate(bucket.layout.specs if bucket.key.trainable else ()):
+            name = spec.tied_with or spec.name
+            found = [Part.whole(Key(name, kind), flats[kind][number : number + 1]) for kind in kinds]
+            yield bucket.layout, number, found
 
 
 def _writes(number: int, spec: ParamSpec, context: ParallelContext) -> bool:

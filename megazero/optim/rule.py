@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.mpu import Group
+from megazero.mpu.group import Reduction
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,15 @@ class Needs:
         norms: names of the norms that it needs for each parameter, see `NormRule`.
         reduces: whether it sums gradients over the replicas itself, see `ReducingRule`.
         private: those of its `state_names` that differ between replicas.
+        scalars: names of further state, one number for each whole parameter.
+        in_use: whether the model uses other weights than the masters, which the rule's `in_use` makes.
     """
 
     norms: tuple[str, ...] = ()
     reduces: bool = False
     private: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+    in_use: bool = False
 
 
 WORKER_ERROR = "worker_error"
@@ -43,15 +48,17 @@ class Replicas:
         spans: start and stop of each parameter in the bucket's flat tensors [padded].
         worker_error: fp32 [padded], this replica's own; kept from step to step.
         server_error: fp32 [padded / replicas], of the slice with this replica's number; kept likewise.
-        sum_over_slices: given what each rank measured of its slices of the parameters, [parameters, count],
-            sums it in place over the ranks that slice this replica's model.
+        over_slices: given what each rank measured of its slices of the parameters, [parameters, count], and
+            ``sum`` or ``max``, reduces it in place over the ranks that slice this replica's model.
+        lrs: learning rate of each parameter in this step.
     """
 
     group: Group
     spans: Sequence[tuple[int, int]]
     worker_error: Tensor
     server_error: Tensor
-    sum_over_slices: Callable[[Tensor], None]
+    over_slices: Callable[[Tensor, Reduction], None]
+    lrs: Sequence[float]
 
 
 class UpdateRule(Protocol):
@@ -172,10 +179,20 @@ class ReducingRule(UpdateRule, Protocol):
         Args:
             grads: a bucket's flat fp32 sums over only this replica's samples, scaled so that their sum over
                 the replicas is the whole gradient, and clipped.
-            state: the bucket's moments, of the same shape.
+            state: the bucket's moments, of the same shape, and its `needs.scalars`, [parameters].
             replicas: the replicas, and what messages to them left out so far.
             step: number of this update, from 1.
         """
+
+
+class LocalRule(ReducingRule, Protocol):
+    """A rule whose replicas go on alone for some steps: each then uses weights of its own (0/1 Adam).
+
+    The masters are those that the replicas had in common, and stay the same on all of them.
+    """
+
+    def in_use(self, master: Tensor, state: dict[str, Tensor]) -> Tensor:
+        """The weights that the model is to use on this replica; may be `master` itself."""
 
 
 def zeros_like(names: tuple[str, ...], like: Tensor) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megazero.mpu import ParallelContext, ParamSpec, slice_axes
+from megazero.mpu.group import Reduction
 from megazero.optim import local_square_sum
 from megazero.zero.bucket import Bucket
 
@@ -57,7 +58,7 @@ class ParameterNorms:
             if any(bucket.layout.row.shard_state for bucket in buckets):
                 self.context.groups[replicas].all_reduce(mine).wait()
             specs = [spec for bucket in buckets for spec in bucket.layout.specs]
-            _sum_over_axes(mine, specs, replicas, self.context)
+            _over_axes(mine, specs, replicas, self.context, "sum")
         self._agree_over_ends()
         self._norms.sqrt_()
 
@@ -80,36 +81,43 @@ class ParameterNorms:
         return self._norms[self._first[bucket] + member]
 
 
-def sum_over_slices(bucket: Bucket, context: ParallelContext, measured: Tensor) -> None:
-    """Sum what each rank measured of its slices of a bucket's parameters, in place, each element once.
+def reduce_over_slices(
+    bucket: Bucket, context: ParallelContext, measured: Tensor, operation: Reduction
+) -> None:
+    """Reduce what each rank measured of its slices of a bucket's parameters, in place, each element once.
 
     Every rank of the model calls this. Tied copies agree on the mean, as in `ParameterNorms`.
 
     Args:
         bucket: the bucket.
         context: this rank's groups and place.
-        measured: [members, count] on the device.
+        measured: [members, count] on the device, at least 0.
+        operation: ``sum`` or ``max``.
     """
     specs = bucket.layout.specs
     for row, spec in zip(measured, specs, strict=True):
         if spec.copy(context.place)[0]:  # another rank measured the same elements
             row.zero_()
-    _sum_over_axes(measured, specs, bucket.key.replicas, context)
+    _over_axes(measured, specs, bucket.key.replicas, context, operation)
     if context.ends.size > 1 and specs[0].shared:  # then it is the bucket's only one
         context.ends.all_reduce(measured).wait()
         measured /= context.ends.size
 
 
-def _sum_over_axes(
-    measured: Tensor, specs: Sequence[ParamSpec], replicas: str, context: ParallelContext
+def _over_axes(
+    measured: Tensor,
+    specs: Sequence[ParamSpec],
+    replicas: str,
+    context: ParallelContext,
+    operation: Reduction,
 ) -> None:
-    """Sum each row over the axes along which ranks hold other parts, or copies, of its parameter."""
+    """Reduce each row over the axes along which ranks hold other parts, or copies, of its parameter."""
     for axis in slice_axes(replicas):
         group = context.groups[axis]
         numbers = [i for i, spec in enumerate(specs) if axis != "ep" or not spec.expert]
         if len(numbers) == len(specs):
-            group.all_reduce(measured).wait()
+            group.all_reduce(measured, operation).wait()
         elif numbers:
             chosen = measured[numbers]
-            group.all_reduce(chosen).wait()
+            group.all_reduce(chosen, operation).wait()
             measured[numbers] = chosen

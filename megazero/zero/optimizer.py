@@ -15,8 +15,8 @@ from megazero.optim import SERVER_ERROR, WORKER_ERROR, UpdateRule, clip_coeffici
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import counted_parts, present_parts
 from megazero.zero.norms import ParameterNorms
-from megazero.zero.store import GRADIENT, WEIGHT, Store
-from megazero.zero.update import PerGroup, Update, UpdateFacts, sums_exactly
+from megazero.zero.store import GRADIENT, WEIGHT, Resident, Store
+from megazero.zero.update import PerGroup, Update, UpdateFacts, state_of, sums_exactly
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Optimizer:
                 return StepReport(norm, False, self._first_bad_parameter())
             clip = clip_coefficient(norm, self.clip_grad)
         number = self.updates + 1
-        asked, moments = self.rule.needs.norms, (*self.rule.state_names, *error_kinds(self.rule))
+        asked, moments = self.rule.needs.norms, self._moments
         norms = ParameterNorms(self._trained, self.context, len(asked)) if asked else None
         facts = UpdateFacts(number, lr, weight_decay, grad_scale * clip)
         update = Update(self.rule, facts, norms, self.context)
@@ -122,7 +122,7 @@ class Optimizer:
         works = []
         for residents in self.store.visits(everything, self._trained, changes=everything):
             update.apply(residents)
-            works += [each.bucket.publish(each.flats[WEIGHT]) for each in residents]
+            works += [each.bucket.publish(self._in_use(each)) for each in residents]
         for work in works:
             work.wait()
         self.updates = number
@@ -132,8 +132,9 @@ class Optimizer:
     def publish(self) -> None:
         """Bring the masters to the model's weights, on every rank."""
         works = []
-        for residents in self.store.visits((WEIGHT,), self.store.buckets):
-            works += [each.bucket.publish(each.flats[WEIGHT]) for each in residents]
+        kinds = (WEIGHT, *self._moments) if self.rule.needs.in_use else (WEIGHT,)
+        for residents in self.store.visits(kinds, self.store.buckets):
+            works += [each.bucket.publish(self._in_use(each)) for each in residents]
         for work in works:
             work.wait()
 
@@ -218,12 +219,25 @@ class Optimizer:
                 for number, span, piece in bucket.layout.member_pieces(mine[kind]):
                     piece.copy_(tensor_of(bucket.layout.specs[number], kind).reshape(-1)[span])
 
+    @property
+    def _moments(self) -> tuple[str, ...]:
+        """All kinds of state besides the masters."""
+        errors = (WORKER_ERROR, SERVER_ERROR) if self.rule.needs.reduces else ()
+        return (*self.rule.state_names, *self.rule.needs.scalars, *errors)
+
     def _initial_state(self, bucket: Bucket, master: Tensor) -> dict[str, Tensor]:
-        state = self.rule.init_state(master)
-        sizes = (bucket.layout.padded, bucket.layout.shard_size)
-        return state | {
-            kind: master.new_zeros(size) for kind, size in zip(error_kinds(self.rule), sizes, strict=False)
-        }
+        layout, needs = bucket.layout, self.rule.needs
+        sizes = dict.fromkeys(needs.scalars, len(layout.members))
+        if needs.reduces:
+            sizes |= {WORKER_ERROR: layout.padded, SERVER_ERROR: layout.shard_size}
+        return self.rule.init_state(master) | {kind: master.new_zeros(size) for kind, size in sizes.items()}
+
+    def _in_use(self, resident: Resident) -> Tensor:
+        """The weights that the model is to use."""
+        master = resident.flats[WEIGHT]
+        if not self.rule.needs.in_use or not resident.bucket.key.trainable:
+            return master
+        return self.rule.in_use(master, state_of(self.rule, resident))
 
     def _square_sum(self, pieces: Iterable[Tensor]) -> Tensor:
         return local_square_sum(pieces, self.context.device)
@@ -282,11 +296,6 @@ class Optimizer:
                         yield each.bucket.layout.specs[number].name
 
 
-def error_kinds(rule: UpdateRule) -> tuple[str, ...]:
-    """Kinds of state that a rule's messages to other replicas leave, besides its own."""
-    return (WORKER_ERROR, SERVER_ERROR) if rule.needs.reduces else ()
-
-
 def _whole(bucket: Bucket, flat: Tensor) -> Tensor:
     """A whole flat tensor [padded] from every rank's part over its `state_range`."""
     if not bucket.layout.row.shard_state:
@@ -316,6 +325,11 @@ def _check_reduction(rule: UpdateRule, store: Store, buckets: Sequence[Bucket]) 
             "accumulation_dtype": store.sums(bucket).dtype,
             "main_dtype": store.at_rest(bucket)[WEIGHT].dtype,
         }
+        if rule.needs.in_use and store.at_rest(bucket)[WEIGHT] is bucket.full:
+            raise ConfigError(
+                f"`own_masters` of the ZeRO policy must be true for {name}, whose masters are not always the "
+                "weights in use, but is false; build the policy from the rule"
+            )
         for setting, dtype in dtypes.items():
             if dtype != torch.float32:
                 raise ConfigError(

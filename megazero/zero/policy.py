@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from megazero.config.tree import ZeroConfig
+from megazero.optim import Needs
+
+NOTHING = Needs()
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class ZeroPolicy:
         main_dtype: dtype of the optimizer's copy of the weights.
         hpz: number of ranks of one node that hold a second partition (ZeRO++); 1 turns it off.
         rule_reduces: whether the update rule sums gradients over the replicas itself, see `optim.Needs`.
+        own_masters: whether fp32 weights have masters beside them, as they are not always equal.
     """
 
     stage: int = 0
@@ -39,10 +43,11 @@ class ZeroPolicy:
     main_dtype: torch.dtype = torch.float32
     hpz: int = 1
     rule_reduces: bool = False
+    own_masters: bool = False
 
     @classmethod
-    def of(cls, config: ZeroConfig, *, rule_reduces: bool = False) -> ZeroPolicy:
-        """The policy of a configuration and of an update rule's `Needs`."""
+    def of(cls, config: ZeroConfig, needs: Needs = NOTHING) -> ZeroPolicy:
+        """The policy of a configuration and of what an update rule needs."""
         return cls(
             stage=config.stage,
             bucket_size=config.bucket_size,
@@ -54,7 +59,8 @@ class ZeroPolicy:
             accumulation_dtype=_dtype(config.grad_accumulation_dtype),
             main_dtype=_dtype(config.main_params_dtype),
             hpz=config.hpz_partition_size,
-            rule_reduces=rule_reduces,
+            rule_reduces=needs.reduces,
+            own_masters=needs.in_use,
         )
 
 

@@ -120,7 +120,7 @@ class DeviceStore:
         weights = shard if layout.row.shard_state else full
         master, sums, own = weights, None, {}
         if bucket.key.trainable:
-            master = weights.to(self.policy.main_dtype)
+            master = weights.to(self.policy.main_dtype, copy=self.policy.own_masters)
             size = layout.shard_size if layout.row.shard_grads else layout.padded
             sums = full.new_zeros(size, dtype=self.policy.accumulation_dtype)
             own = {GRADIENT: own_sums(layout, sums)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megazero.config.tree import ZeroConfig
+from megazero.optim import Needs
 from megazero.zero.policy import ZeroPolicy
 
 
@@ -21,7 +22,7 @@ def test_every_setting_arrives():
         main_params_dtype="fp16",
         hpz_partition_size=2,
     )
-    assert ZeroPolicy.of(config, rule_reduces=True) == ZeroPolicy(
+    assert ZeroPolicy.of(config, Needs(reduces=True, in_use=True)) == ZeroPolicy(
         stage=3,
         bucket_size=101,
         overlap_gather=False,
@@ -33,5 +34,7 @@ def test_every_setting_arrives():
         main_dtype=torch.float16,
         hpz=2,
         rule_reduces=True,
+        own_masters=True,
     )
     assert not ZeroPolicy.of(config).rule_reduces
+    assert not ZeroPolicy.of(config).own_masters

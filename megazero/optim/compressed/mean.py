@@ -41,7 +41,7 @@ def compressed_mean(numbers: Tensor, live: Tensor, replicas: Replicas) -> None:
 
     worker.add_(numbers).mul_(live)
     counts = _measured(replicas.spans, worker, live)
-    replicas.sum_over_slices(counts)
+    replicas.over_slices(counts, "sum")
     scales = _scales(counts)
     everyones = scales.new_empty(group.size, scales.numel())
     gathering = group.all_gather(everyones.view(-1), scales, async_op=True)
@@ -58,7 +58,7 @@ def compressed_mean(numbers: Tensor, live: Tensor, replicas: Replicas) -> None:
     server.mul_(mine)
     measured = _measured(replicas.spans, server, mine, own.start)
     group.all_reduce(measured).wait()
-    replicas.sum_over_slices(measured)
+    replicas.over_slices(measured, "sum")
     scales = _scales(measured)
     answer = pack_signs(server.view(1, size))
     answers = answer.new_empty(group.size * answer.numel())

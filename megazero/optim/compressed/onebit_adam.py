@@ -49,8 +49,8 @@ class OnebitAdam:
     def __post_init__(self) -> None:
         if self.freeze_step < 1:
             raise ConfigError(
-                f"`freeze_step` must be at least 1, but is {self.freeze_step}; without an exact step no element "
-                "has a second moment, and none would move: choose 15 to 25 percent of the steps"
+                f"`freeze_step` must be at least 1, but is {self.freeze_step}; without an exact step no "
+                "element has a second moment, and none would move: choose 15 to 25 percent of the steps"
             )
 
     @property

@@ -44,7 +44,8 @@ def fresh(group: Group, numel: int = NUMEL, where=None) -> Replicas:
         spans() if where is None else where,
         torch.zeros(size * group.size),
         torch.zeros(size),
-        lambda measured: None,
+        lambda measured, operation: None,
+        [0.1] * len(SIZES),
     )
 
 

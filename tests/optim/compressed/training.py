@@ -42,6 +42,11 @@ def values(spec: ParamSpec, step: int, replica: int = 0) -> Tensor:
     return drawn
 
 
+def policy_of(rule: UpdateRule) -> dict[str, bool]:
+    """What a rule needs of a policy."""
+    return {"rule_reduces": rule.needs.reduces, "own_masters": rule.needs.in_use}
+
+
 class Run:
     """Some parameters and their optimizer on one rank."""
 
@@ -51,7 +56,7 @@ class Run:
         for param, spec in zip(self.params, SPECS, strict=True):
             param.spec = spec
         units = [Unit(0, nn.Module(), (param,)) for param in self.params]
-        policy = ZeroPolicy(0, bucket_size=bucket_size, rule_reduces=rule.needs.reduces)
+        policy = ZeroPolicy(0, bucket_size=bucket_size, **policy_of(rule))
         store = build_store(units, policy, context)
         self.parallel = DataParallel(units, store, policy, context)
         self.optimizer = Optimizer(store, rule, context, clip)
