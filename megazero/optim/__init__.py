@@ -8,7 +8,7 @@ element. `loss_scaler.py`: the loss scale of fp16 training. `grad_norm.py`:
 clipping.
 """
 
-from megazero.optim.compressed import OnebitAdam, ZeroOneAdam
+from megazero.optim.compressed import OnebitAdam, OnebitLamb, ZeroOneAdam
 from megazero.optim.grad_norm import clip_coefficient, local_square_sum
 from megazero.optim.lamb import Lamb
 from megazero.optim.loss_scaler import (
@@ -51,6 +51,7 @@ __all__ = [
     "NoScaler",
     "NormRule",
     "OnebitAdam",
+    "OnebitLamb",
     "ReducingRule",
     "Replicas",
     "ScalerState",
