@@ -21,7 +21,9 @@ class OnebitAdam:
 
     For `freeze_step` updates it is `Adam`, bit for bit. From then on v stays as it is, gradients are not
     summed, and ``m = C(b1 m + (1 - b1) g)``, where g is a replica's own gradient and C is
-    `compressed_mean`; ``p = p (1 - lr wd) - lr m' / (sqrt(v') + eps)``.
+    `compressed_mean`; ``p = p (1 - lr wd) - lr m' / (sqrt(v') + eps)``. The moments are corrected for their
+    start as Adam's are, v for `freeze_step` updates. (DeepSpeed's `bias_correction` never has an effect;
+    after thousands of exact steps there is none to have.)
 
     An element whose v is 0 then, because it never had a gradient (rows of an embedding that no sample
     reaches, and padding), does not move and is left out of C; with a v of 0, one bit would move it by
@@ -30,9 +32,6 @@ class OnebitAdam:
     Attributes:
         beta1, beta2, eps: as Adam's.
         freeze_step: number of exact updates.
-        bias_correction: divide m by 1 - b1^t and v by 1 - b2^t, as Adam does, where t stays `freeze_step` for
-            v. DeepSpeed takes this parameter and never corrects; after thousands of exact steps it is no
-            difference.
 
     Raises:
         ConfigError: `freeze_step` is below 1.
@@ -44,7 +43,6 @@ class OnebitAdam:
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
-    bias_correction: bool = True
 
     def __post_init__(self) -> None:
         if self.freeze_step < 1:
@@ -75,26 +73,17 @@ class OnebitAdam:
     def step(self, params, grads, states, *, step, lr, weight_decays) -> None:
         check_pieces(self.state_names, params, grads, states, step, weight_decays)
         exact = self.sums_exactly(step)
-        first, second = self._corrections(step)
+        first, second = 1.0 - self.beta1**step, 1.0 - self.beta2**self.freeze_step
         for param, grad, state, decay in zip(params, grads, states, weight_decays, strict=True):
             if not param.numel():
                 continue
-            if exact and self.bias_correction:
+            if exact:
                 moments = [state["exp_avg"]], [state["exp_avg_sq"]]
                 betas = {"beta1": self.beta1, "beta2": self.beta2}
                 adam_step(
                     [param], [grad], *moments, step=step, lr=lr, **betas, eps=self.eps, weight_decay=decay
                 )
                 continue
-            if exact:
-                state["exp_avg"].lerp_(grad, 1.0 - self.beta1)
-                state["exp_avg_sq"].mul_(self.beta2).addcmul_(grad, grad, value=1.0 - self.beta2)
             param.mul_(1.0 - lr * decay)
             scale = state["exp_avg_sq"].sqrt().div_(math.sqrt(second)).add_(self.eps)
             param.addcdiv_(state["exp_avg"], scale, value=-lr / first)
-
-    def _corrections(self, step: int) -> tuple[float, float]:
-        """What the moments are divided by."""
-        if not self.bias_correction:
-            return 1.0, 1.0
-        return 1.0 - self.beta1**step, 1.0 - self.beta2 ** min(step, self.freeze_step)

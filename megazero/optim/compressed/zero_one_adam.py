@@ -34,8 +34,7 @@ class ZeroOneAdam:
         var_update_scaler: the number of updates of v after which their distance doubles.
         local_step_scaler: the number of updates after which the distance of exchanges doubles.
         local_step_clipper: the largest distance of exchanges; 1 lets the replicas always exchange.
-        beta1, beta2, eps: as Adam's.
-        bias_correction: divide m by 1 - b1^t and v by 1 - b2^k, where k is how often v was updated.
+        beta1, beta2, eps: as Adam's; m is divided by 1 - b1^t, and v by 1 - b2^k if it was updated k times.
 
     Raises:
         ConfigError: one of the first four is below 1.
@@ -52,7 +51,6 @@ class ZeroOneAdam:
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
-    bias_correction: bool = True
 
     def __post_init__(self) -> None:
         for name in ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"):
@@ -134,8 +132,6 @@ class ZeroOneAdam:
 
     def _corrections(self, step: int) -> tuple[float, float]:
         """What the moments are divided by."""
-        if not self.bias_correction:
-            return 1.0, 1.0
         updates = self._variance_updates(min(step, self.var_freeze_step))
         return 1.0 - self.beta1**step, 1.0 - self.beta2**updates
 

@@ -56,7 +56,7 @@ def expected(rule: ZeroOneAdam, replicas: int, steps: int) -> dict[str, torch.Te
 
         for t in range(1, steps + 1):
             parts = [replicas * values(spec, t, replica).double() for replica in range(replicas)]
-            first = 1 - rule.beta1**t if rule.bias_correction else 1.0
+            first = 1 - rule.beta1**t
             p = p * (1 - LR * decay)
             if t <= rule.var_freeze_step:
                 exact = rule.updates_variance(t)
@@ -65,7 +65,7 @@ def expected(rule: ZeroOneAdam, replicas: int, steps: int) -> dict[str, torch.Te
                 m = rule.beta1 * m + (1 - rule.beta1) * g
                 v = rule.beta2 * v + (1 - rule.beta2) * g * g if exact else v
                 own = [m] * replicas
-            root = (v / (1 - rule.beta2**updates if rule.bias_correction else 1.0)).sqrt() + rule.eps
+            root = (v / (1 - rule.beta2**updates)).sqrt() + rule.eps
             if t <= rule.var_freeze_step:
                 p = p - LR * (m / first) / root
                 continue
@@ -101,12 +101,6 @@ def test_it_is_its_formula(replicas, steps):
         ProcessGrid(dp=replicas), lambda context: Run(RULE, context).train(range(1, steps + 1)).state()
     )
     assert_states(found[0], expected(RULE, replicas, steps))
-
-
-def test_so_it_is_without_corrections():
-    rule = ZeroOneAdam(4, 1, 1, 4, 0.8, 0.95, 1e-2, bias_correction=False)
-    found = on_ranks(ProcessGrid(dp=2), lambda context: Run(rule, context).train(range(1, 13)).state())
-    assert_states(found[0], expected(rule, 2, 12))
 
 
 @pytest.mark.parametrize("bucket_size", [1, 1000])
