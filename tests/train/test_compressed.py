@@ -9,7 +9,7 @@ import torch
 
 from megazero.config.horizon import horizon_of
 from megazero.config.tree_output import CheckpointConfig
-from megazero.mpu import ThreadWorld, thread_context
+from megazero.mpu import ThreadWorld, TrafficLog, count_traffic, recording_context, thread_context
 from megazero.train.resume import resume
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
@@ -93,6 +93,36 @@ def test_it_resumes_bit_for_bit(tmp_path, optimizer, layout, stop):
         return all(torch.equal(one, other) for one, other in pairs)
 
     assert world.run(work) == [True] * layout.world_size
+
+
+@pytest.mark.parametrize("optimizer", SETTINGS)
+def test_recorded_traffic_is_what_ranks_count(optimizer):
+    """On the meta device too, in exact steps, compressed ones, and those that a replica makes alone."""
+    layout = Layout(dp=2, tp=2, sequence_parallel=True)
+    config = configure(optimizer, layout)
+    world, horizon = ThreadWorld(layout.world_size, 60.0), horizon_of(config, layout.dp)
+
+    def by_step(context, log):
+        engine, state, found = verification_engine(config, horizon, context), TrainState(), []
+        for _ in range(5):
+            log.clear()
+            state, _ = steps(config, horizon, engine, context, state, 1)
+            found.append((dict(log.calls), dict(log.payload)))
+        return found
+
+    def work(rank):
+        log = TrafficLog()
+        return by_step(count_traffic(thread_context(world, layout.grid, rank), log), log)
+
+    log = TrafficLog()
+    recorded = by_step(recording_context(layout.grid, 0, log), log)
+    assert world.run(work) == [recorded] * layout.world_size
+    payloads = [payload for _, payload in recorded]
+    sent = [
+        sum(size for (_, operation), size in each.items() if operation == "all_to_all") for each in payloads
+    ]
+    wanted = {"onebit-adam": "0 0 1 1 1", "zero-one-adam": "0 1 1 0 1", "onebit-lamb": "0 0 1 1 1"}
+    assert " ".join(str(int(size > 0)) for size in sent) == wanted[optimizer]
 
 
 @pytest.mark.parametrize("optimizer", SETTINGS)

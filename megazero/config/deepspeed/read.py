@@ -18,7 +18,7 @@ from megazero.config.bounded import bounded_text
 from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
 from megazero.config.deepspeed.extras import Extras
 from megazero.config.deepspeed.row import AUTO, LARGEST, NOTHING, SECTION, KeyRow
-from megazero.config.deepspeed.rows.train import BATCH_ROWS, is_lamb, optimizer_of
+from megazero.config.deepspeed.rows.train import BATCH_ROWS, is_lamb, keys_of_other_optimizers
 from megazero.config.deepspeed.table import ALIASES, ROWS, SECTIONS, unknown_key
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.flags import Setting
@@ -31,17 +31,6 @@ _NOTHING_GIVEN: Mapping[str, Any] = MappingProxyType({})
 # Keys of LAMB, and what other optimizers accept, which is what they do.
 _OF_LAMB: Mapping[str, Any] = MappingProxyType(
     {"max_coeff": None, "min_coeff": None, "use_nvlamb": None, "bias_correction": True}
-)
-# Keys of the 1-bit optimizers, and what they belong to.
-_OF_COMPRESSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "freeze_step": ("onebit-adam", "onebit-lamb"),
-        **dict.fromkeys(("coeff_beta", "factor_max", "factor_min", "factor_threshold"), ("onebit-lamb",)),
-        **dict.fromkeys(
-            ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
-            ("zero-one-adam",),
-        ),
-    }
 )
 _WARMUP = frozenset({"warmup_num_steps", "warmup_type", "last_batch_iteration"})
 _SCHEDULER_TAKES: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -373,10 +362,8 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
             key = f"optimizer.params.{name}"
             if values.get(key, harmless) != harmless:
                 yield f"`{key}` must not be {_say(values[key])} with {optimizer}; leave it out."
-    for name, owners in _OF_COMPRESSED.items():
-        key = f"optimizer.params.{name}"
-        if optimizer is not None and key in values and optimizer_of(values) not in owners:
-            yield f"`{key}` must not be given with {optimizer}; leave it out."
+    for key in keys_of_other_optimizers(values):
+        yield f"`{key}` must not be given with {optimizer}; leave it out."
     if values.get("optimizer.params.factor_min", 0.5) > values.get("optimizer.params.factor_max", 4.0):
         yield "`optimizer.params.factor_min` must be at most `optimizer.params.factor_max`; lower it."
     if values.get("optimizer.params.min_coeff", 0.01) > values.get("optimizer.params.max_coeff", 10.0):

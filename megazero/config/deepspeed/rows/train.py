@@ -89,6 +89,26 @@ def _optimizer(key: str, shape: Any, *fields: str, **rest: Any) -> KeyRow:
     )
 
 
+# Keys of the 1-bit optimizers, and what they belong to.
+_OF_COMPRESSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "freeze_step": ("onebit-adam", "onebit-lamb"),
+        **dict.fromkeys(("coeff_beta", "factor_max", "factor_min", "factor_threshold"), ("onebit-lamb",)),
+        **dict.fromkeys(
+            ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
+            ("zero-one-adam",),
+        ),
+    }
+)
+
+
+def keys_of_other_optimizers(values: Values) -> list[str]:
+    """Keys of the 1-bit optimizers that are given, but not of the one that a JSON chooses, if it does."""
+    chosen = optimizer_of(values)
+    keys = [(f"optimizer.params.{name}", owners) for name, owners in _OF_COMPRESSED.items()]
+    return [key for key, owners in keys if chosen is not None and key in values and chosen not in owners]
+
+
 def optimizer_of(values: Values) -> str | None:
     """The value of `--optimizer` that a JSON's optimizer is."""
     return _OPTIMIZERS.get(values.get("optimizer.type", "").lower())
