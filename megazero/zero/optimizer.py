@@ -68,6 +68,7 @@ class Optimizer:
 
     @updates.setter
     def updates(self, made: int) -> None:
+        """Say how many there were, as after a resume; the wires then do what the next one needs."""
         self._updates = made
         for bucket in self._trained if self.rule.needs.reduces else ():
             bucket.wire.leave_sums = not self._sums_exactly
@@ -178,7 +179,8 @@ class Optimizer:
     def full_state(self, kinds: Sequence[str] | None = None) -> Iterator[tuple[ParamSpec, dict[str, Tensor]]]:
         """Each parameter's master weight and moments, whole over the data-parallel ranks.
 
-        All ranks iterate to the end. One bucket at a time is whole; tensors may be views of live state.
+        All ranks iterate to the end. One bucket at a time is whole; tensors may be views of live state. Of
+        what differs between replicas, each gets its own.
 
         Args:
             kinds: of ``weight`` and the rule's state names, which alone are gathered; None for all.

@@ -16,6 +16,7 @@ from megazero.train.state import TrainState
 from megazero.train.timers import Timers
 from megazero.verify.layouts import VOCABULARY, Layout
 from megazero.verify.record import micro_batches, verification_engine
+from megazero.zero.copies import CopyCheck
 
 # Frozen after two steps; the fourth is one that each replica of 0/1 Adam makes alone.
 SETTINGS = {
@@ -127,9 +128,9 @@ def test_recorded_traffic_is_what_ranks_count(optimizer):
 
 @pytest.mark.parametrize("optimizer", SETTINGS)
 def test_layouts_with_as_many_replicas_have_the_same_losses(optimizer):
-    """However the model is sliced, staged and tied, and whatever the size of its buckets."""
+    """However the model is sliced, staged and tied, and whatever its buckets; copies stay equal."""
     found = []
-    for changes in ({}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}, {"bucket_size": 1}):
+    for changes in ({}, {"tp": 2, "sequence_parallel": True}, {"pp": 2, "tp": 2}, {"bucket_size": 1}):
         layout = Layout(dp=2, **changes)
         config = configure(optimizer, layout)
         world, horizon = ThreadWorld(layout.world_size, 60.0), horizon_of(config, layout.dp)
@@ -137,7 +138,9 @@ def test_layouts_with_as_many_replicas_have_the_same_losses(optimizer):
         def work(rank, layout=layout, config=config, world=world, horizon=horizon):
             context = thread_context(world, layout.grid, rank)
             engine = verification_engine(config, horizon, context)
-            return steps(config, horizon, engine, context, TrainState(), 6)[1]
+            losses = steps(config, horizon, engine, context, TrainState(), 6)[1]
+            assert CopyCheck(engine.optimizer, context).compare().differences == ()
+            return losses
 
         found.append(world.run(work)[-1])
     for losses in found[1:]:
