@@ -22,6 +22,7 @@ from megazero.optim.loss_scaler import (
 from megazero.optim.rule import (
     SERVER_ERROR,
     WORKER_ERROR,
+    LocalRule,
     Needs,
     NormRule,
     ReducingRule,
@@ -46,6 +47,7 @@ __all__ = [
     "DynamicLossScaler",
     "Lamb",
     "LearningRate",
+    "LocalRule",
     "LossScaler",
     "Needs",
     "NoScaler",
