@@ -17,6 +17,7 @@ from megazero.checkpoint.folder import (
 )
 from megazero.checkpoint.part import RANDOM, ROUTER, WEIGHT, Key, Part, Source, misfits
 from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.checkpoint.replica_rows import ReplicaRows
 from megazero.checkpoint.saver import Saver, together
 from megazero.checkpoint.shards import parts_of_parameters, parts_to_read, parts_to_write, state_keys
 from megazero.checkpoint.writer import write_checkpoint
@@ -31,6 +32,7 @@ __all__ = [
     "Disk",
     "Key",
     "Part",
+    "ReplicaRows",
     "Retention",
     "Saver",
     "Source",

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from megazero.checkpoint.box import Box, boxes_of_span
 from megazero.checkpoint.part import WEIGHT, Key, Part
 from megazero.mpu import ParallelContext, ParamSpec, spec_of
-from megazero.zero import BucketLayout, Optimizer
+from megazero.optim import SERVER_ERROR
+from megazero.zero import STAGES, BucketLayout, Optimizer
 
 
 def parts_to_write(optimizer: Optimizer, context: ParallelContext, *, moments: bool = True) -> list[Part]:
     """The parts of masters and moments that this rank writes; over all ranks each element is written once.
 
     What is sharded is written by its owners. What replicas hold whole is divided among them, parameter by
-    parameter, so that each writes about the same amount; so is what all tensor-parallel ranks hold.
+    parameter, so that each writes about the same amount; so is what all tensor-parallel ranks hold. What each
+    replica has its own of is a row of a tensor over all of them, see `ReplicaRows`.
     """
     parts: list[Part] = []
     dealt: dict[int, list[int]] = defaultdict(lambda: [0] * context.world_size)
     for layout, flats in _flats(optimizer, moments):
         loads = dealt[layout.ranks]
         for i, (spec, (start, stop)) in enumerate(zip(layout.specs, layout.spans, strict=True)):
-            number, copies = spec.copy(context.place)
-            if spec.tied_with is not None or i % copies != number:
+            if not _writes(i, spec, context):
                 continue
             if not layout.row.shard_state:
                 writer = min(range(layout.ranks), key=loads.__getitem__)
@@ -36,6 +38,15 @@ def parts_to_write(optimizer: Optimizer, context: ParallelContext, *, moments: b
                 continue
             for kind, flat in flats.items():
                 parts += _parts(layout, spec, kind, flat, start, stop, context)
+    for layout, flats in _private(optimizer, moments):
+        for i, (spec, span) in enumerate(zip(layout.specs, layout.spans, strict=True)):
+            if _writes(i, spec, context):
+                parts += _rows(layout, spec, flats, span, context)
+    for layout, number, scalars in _scalars(optimizer, moments):
+        spec = layout.specs[number]
+        first = all(context.place.index(cut.axis) == 0 for cut in spec.cuts)
+        if layout.rank == 0 and first and _writes(number, spec, context):
+            parts += scalars
     return parts
 
 
@@ -49,6 +60,15 @@ def parts_to_read(optimizer: Optimizer, context: ParallelContext, *, moments: bo
                 if spec.padded_shape != spec.shape:
                     flat[layout.overlap(start, stop)].zero_()
                 parts += found
+    for layout, flats in _private(optimizer, moments):
+        for spec, span in zip(layout.specs, layout.spans, strict=True):
+            found = list(_rows(layout, spec, flats, span, context))
+            if spec.padded_shape != spec.shape:
+                for flat in flats.values():
+                    flat[slice(*span)].zero_()
+            parts += found
+    for _, _, scalars in _scalars(optimizer, moments):
+        parts += scalars
     return parts
 
 
@@ -68,16 +88,61 @@ def state_keys(optimizer: Optimizer) -> set[Key]:
     """The logical tensors of which this rank's buckets, or their copies on other replicas, hold a part."""
     return {
         Key(spec.tied_with or spec.name, kind)
-        for layout, flats in _flats(optimizer, moments=True)
+        for found in (_flats, _private)
+        for layout, flats in found(optimizer, moments=True)
         for spec in layout.specs
         for kind in flats
-    }
+    } | {part.key for _, _, scalars in _scalars(optimizer, moments=True) for part in scalars}
 
 
 def _flats(optimizer: Optimizer, moments: bool) -> Iterator[tuple[BucketLayout, Mapping[str, Tensor]]]:
+    """What the replicas hold together: flat tensors over the `state_range` of a layout."""
+    apart = {*optimizer.private_kinds, *optimizer.rule.needs.scalars, SERVER_ERROR}
     for bucket in optimizer.store.buckets:
+        flats, layout = optimizer.store.at_rest(bucket), bucket.layout
+        shared = {kind: flat for kind, flat in flats.items() if kind not in apart}
+        yield layout, shared if moments else {WEIGHT: flats[WEIGHT]}
+        if moments and SERVER_ERROR in flats:  # each replica has its slice of it, as if state were sharded
+            yield replace(layout, row=STAGES[1]), {SERVER_ERROR: flats[SERVER_ERROR]}
+
+
+def _private(optimizer: Optimizer, moments: bool) -> Iterator[tuple[BucketLayout, Mapping[str, Tensor]]]:
+    """What each replica has its own of: flat tensors [padded]."""
+    if moments and (kinds := optimizer.private_kinds):
+        for bucket in optimizer.store.buckets:
+            flats = optimizer.store.at_rest(bucket)
+            yield bucket.layout, {kind: flats[kind] for kind in kinds if kind in flats}
+
+
+def _scalars(optimizer: Optimizer, moments: bool) -> Iterator[tuple[BucketLayout, int, list[Part]]]:
+    """The numbers that all ranks with a part of a parameter hold, [1]; by bucket and member."""
+    kinds = optimizer.rule.needs.scalars if moments else ()
+    for bucket in optimizer.store.buckets if kinds else ():
         flats = optimizer.store.at_rest(bucket)
-        yield bucket.layout, flats if moments else {WEIGHT: flats[WEIGHT]}
+        for number, spec in enumerate(bucket.layout.specs if bucket.key.trainable else ()):
+            name = spec.tied_with or spec.name
+            found = [Part.whole(Key(name, kind), flats[kind][number : number + 1]) for kind in kinds]
+            yield bucket.layout, number, found
+
+
+def _writes(number: int, spec: ParamSpec, context: ParallelContext) -> bool:
+    """Whether this rank is the one to write a bucket's member of that number, among those with copies."""
+    mine, copies = spec.copy(context.place)
+    return spec.tied_with is None and number % copies == mine
+
+
+def _rows(
+    layout: BucketLayout,
+    spec: ParamSpec,
+    flats: Mapping[str, Tensor],
+    span: tuple[int, int],
+    context: ParallelContext,
+) -> Iterator[Part]:
+    """This replica's row of logical tensors [replicas, ...]."""
+    for kind, flat in flats.items():
+        for part in _slice_parts(spec, kind, flat[slice(*span)], 0, span[1] - span[0], context):
+            box = Box((layout.rank, *part.box.offset), (1, *part.box.shape))
+            yield Part(part.key, (layout.ranks, *part.shape), box, part.tensor.unsqueeze(0))
 
 
 def _parts(

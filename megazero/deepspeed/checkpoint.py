@@ -23,6 +23,7 @@ from megazero.checkpoint import (
     Disk,
     Key,
     Part,
+    ReplicaRows,
     Saver,
     candidates,
     parts_to_read,
@@ -126,8 +127,9 @@ def load_checkpoint(
         wanted = _wanted(engine, parts)
         if not parts.strict:
             wanted = [part for part in wanted if part.key in reader.shapes]
-        check_tensors(reader, wanted, reader.folder)
-        reader.read(wanted)
+        source = ReplicaRows(reader, wanted, engine.optimizer.shards.private_kinds)
+        check_tensors(source, wanted, reader.folder)
+        source.read(wanted)
         states.update({key.name: reader.tensor(key) for key in reader.shapes if key.kind == STATE})
 
     together(engine.context, read, f"load {reader.folder}")

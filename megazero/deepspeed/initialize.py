@@ -147,7 +147,8 @@ def _shard(
     """Move the model's parameters into buckets and put an optimizer over them."""
     extras = settings.extras
     rule_of = choose_rule(client, allow_untested=extras.zero_allow_untested_optimizer)
-    policy = ZeroPolicy.of(settings.zero, settings.offload)
+    rule = rule_of(client.param_groups)
+    policy = ZeroPolicy.of(settings.zero, settings.offload, rule.needs)
     numbers = group_numbers(model, client.param_groups)
     params = dict(model.named_parameters())
     gone = share_experts(model, context)
@@ -155,7 +156,7 @@ def _shard(
     homes = prepare(model, params, gone, context, DTYPES[settings.precision.dtype])
     kind = store_kind(settings.offload, context.device)
     parallel = build_parallel(model, policy, context, homes, numbers, kind)
-    shards = Optimizer(parallel.store, rule_of(client.param_groups), context, settings.clip_grad)
+    shards = Optimizer(parallel.store, rule, context, settings.clip_grad)
     return UserOptimizer(
         client,
         rule_of,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megazero.config.deepspeed import Extras, OptimizerExtras
+from megazero.deepspeed.compressed import OPTIONS, CompressedOptimizer
 from megazero.deepspeed.lamb import FusedLamb
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.torch_rule import RuleOf
@@ -84,6 +85,9 @@ def _of_json(extras: OptimizerExtras, params: ParamGroups) -> torch.optim.Optimi
             min_coeff=extras.min_coeff,
             use_nvlamb=extras.use_nvlamb,
         )
+    if extras.type in OPTIONS:
+        own = {name: getattr(extras, name) for name in OPTIONS[extras.type]}
+        return CompressedOptimizer(extras.type, params, extras.lr, **adams, **own)
     return torch.optim.AdamW(params, extras.lr, **adams)
 
 

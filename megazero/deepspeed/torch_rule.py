@@ -10,12 +10,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from megazero.deepspeed.compressed import OPTIONS, CompressedOptimizer
 from megazero.deepspeed.lamb import FusedLamb, lamb_of
 from megazero.errors import ConfigError
 from megazero.optim import Adam, Needs, UpdateRule
@@ -111,6 +113,8 @@ def choose_rule(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> Ru
         return _adamw
     if type(optimizer) is FusedLamb:
         return _lamb
+    if isinstance(optimizer, CompressedOptimizer):
+        return partial(_compressed, optimizer)
     rule = _try_out(TorchRule(type(optimizer), *_options(optimizer)), allow_untested=allow_untested)
     return lambda groups: replace(rule, options=_common(groups, tuple(rule.options), rule.kind.__name__))
 
@@ -123,6 +127,11 @@ def _adamw(groups: Groups) -> UpdateRule:
 def _lamb(groups: Groups) -> UpdateRule:
     names = ("betas", "eps", "min_coeff", "max_coeff", "bias_correction", "use_nvlamb")
     return lamb_of(_common(groups, names, "FusedLamb"))
+
+
+def _compressed(optimizer: CompressedOptimizer, groups: Groups) -> UpdateRule:
+    names = ("betas", "eps", *OPTIONS[optimizer.kind])
+    return optimizer.rule_of(_common(groups, names, optimizer.kind))
 
 
 def _options(optimizer: torch.optim.Optimizer) -> tuple[Mapping[str, Any], tuple[str, ...]]:

@@ -3,10 +3,12 @@
 Everything here is a pure function or a frozen value and starts no communication; `train` and `zero` put the
 pieces together. `schedule.py`: learning rate and weight decay over the course of training. `rule.py`: what an
 update rule is given and may ask for. `update.py`: Adam and SGD on flat fp32 shards. `lamb.py`: LAMB, which
-asks for norms of whole parameters. `loss_scaler.py`: the loss scale of fp16 training. `grad_norm.py`:
+asks for norms of whole parameters. `compressed/`: rules that sum over the replicas themselves, a bit per
+element. `loss_scaler.py`: the loss scale of fp16 training. `grad_norm.py`:
 clipping.
 """
 
+from megazero.optim.compressed import OnebitAdam, OnebitLamb, ZeroOneAdam
 from megazero.optim.grad_norm import clip_coefficient, local_square_sum
 from megazero.optim.lamb import Lamb
 from megazero.optim.loss_scaler import (
@@ -17,7 +19,16 @@ from megazero.optim.loss_scaler import (
     StaticLossScaler,
     build_loss_scaler,
 )
-from megazero.optim.rule import Needs, NormRule, ReducingRule, UpdateRule
+from megazero.optim.rule import (
+    SERVER_ERROR,
+    WORKER_ERROR,
+    LocalRule,
+    Needs,
+    NormRule,
+    ReducingRule,
+    Replicas,
+    UpdateRule,
+)
 from megazero.optim.schedule import (
     Decay,
     LearningRate,
@@ -29,22 +40,29 @@ from megazero.optim.schedule import (
 from megazero.optim.update import Adam, Sgd, build_update_rule
 
 __all__ = [
+    "SERVER_ERROR",
+    "WORKER_ERROR",
     "Adam",
     "Decay",
     "DynamicLossScaler",
     "Lamb",
     "LearningRate",
+    "LocalRule",
     "LossScaler",
     "Needs",
     "NoScaler",
     "NormRule",
+    "OnebitAdam",
+    "OnebitLamb",
     "ReducingRule",
+    "Replicas",
     "ScalerState",
     "Sgd",
     "StaticLossScaler",
     "UpdateRule",
     "Warmup",
     "WeightDecay",
+    "ZeroOneAdam",
     "build_learning_rate",
     "build_loss_scaler",
     "build_update_rule",

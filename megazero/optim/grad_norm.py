@@ -48,7 +48,8 @@ def _square_sum(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu":
         # A GPU sums as a tree, which keeps fp32 accurate enough, and widens fp16 and bf16 while reading.
         # Asking for fp64 would first make an fp64 copy.
-        return torch.linalg.vector_norm(tensor, dtype=torch.float32).double().square()
+        wide = tensor.dtype if tensor.dtype == torch.float64 else torch.float32
+        return torch.linalg.vector_norm(tensor, dtype=wide).double().square()
     blocks = tensor.reshape(-1).split(_BLOCK)
     if tensor.dtype == torch.float32:
         # Twice as fast as in fp64: 7 against 14 ms for 2.3 x 10^7 elements on one core.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -68,17 +68,20 @@ class Lamb:
         check_pieces(self.state_names, params, grads, states, step, weight_decays)
         if not params:
             return
-        weight, update = torch.stack(list(norms)).unbind(1)
-        bounded = (weight / update).clamp(self.min_coeff, self.max_coeff)
-        ratios = torch.where((weight > 0) & (update > 0), bounded, 1.0)
         if self.bias_correction == "rate":
             lr *= _correction(self, step)
-        # The last one is without a ratio.
-        *rates, plain = torch.cat([lr * ratios, ratios.new_full((1,), lr)]).to(torch.float32).unbind()
-        pieces, scale = zip(params, states, rates, weight_decays, exempt, strict=True), self._scale(step)
-        for param, state, rate, decay, unscaled in pieces:
-            rate = plain if unscaled and not self.adapt_all else rate
+        rates = (lr * self.ratios(norms, exempt)).to(torch.float32).unbind()
+        pieces, scale = zip(params, states, rates, weight_decays, strict=True), self._scale(step)
+        for param, state, rate, decay in pieces:
             lamb_move(param, *state.values(), rate, **scale, weight_decay=decay)
+
+    def ratios(self, norms: Sequence[Tensor], exempt: Sequence[bool]) -> Tensor:
+        """The trust ratio of each piece, fp64 [pieces], from what `step` is given."""
+        weight, update = torch.stack(list(norms)).unbind(1)
+        bounded = (weight / update).clamp(self.min_coeff, self.max_coeff)
+        plain = [unscaled and not self.adapt_all for unscaled in exempt]
+        scaled = (weight > 0) & (update > 0) & ~torch.tensor(plain, device=weight.device)
+        return torch.where(scaled, bounded, 1.0)
 
     def _scale(self, step: int) -> dict[str, float]:
         """Factor and epsilon of the update; those of moments without bias follow from those with it."""

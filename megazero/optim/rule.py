@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.mpu import Group
+from megazero.mpu.group import Reduction
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,45 @@ class Needs:
     Attributes:
         norms: names of the norms that it needs for each parameter, see `NormRule`.
         reduces: whether it sums gradients over the replicas itself, see `ReducingRule`.
+        private: those of its `state_names` that differ between replicas.
+        scalars: names of further state, one number for each whole parameter.
+        in_use: whether the model uses other weights than the masters, which the rule's `in_use` makes.
     """
 
     norms: tuple[str, ...] = ()
     reduces: bool = False
+    private: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+    in_use: bool = False
+
+
+WORKER_ERROR = "worker_error"
+"""Kind of what each replica's messages left out, which a rule that reduces feeds back; the replica's own."""
+
+SERVER_ERROR = "server_error"
+"""Kind of what the sums that a replica sends to all left out; it has the slice that it sends sums of."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What a rule needs in order to sum one bucket over its replicas.
+
+    Attributes:
+        group: the replicas.
+        spans: start and stop of each parameter in the bucket's flat tensors [padded].
+        worker_error: fp32 [padded], this replica's own; kept from step to step.
+        server_error: fp32 [padded / replicas], of the slice with this replica's number; kept likewise.
+        over_slices: given what each rank measured of its slices of the parameters, [parameters, count], and
+            ``sum`` or ``max``, reduces it in place over the ranks that slice this replica's model.
+        lrs: learning rate of each parameter in this step.
+    """
+
+    group: Group
+    spans: Sequence[tuple[int, int]]
+    worker_error: Tensor
+    server_error: Tensor
+    over_slices: Callable[[Tensor, Reduction], None]
+    lrs: Sequence[float]
 
 
 class UpdateRule(Protocol):
@@ -124,23 +160,39 @@ class NormRule(UpdateRule, Protocol):
 class ReducingRule(UpdateRule, Protocol):
     """A rule that sums gradients over the replicas itself, compressed or infrequently (the 1-bit family).
 
-    The wire then makes no reduction of its own. If state were sharded, no replica could use the sums, so
-    such a rule works only with stage 0.
+    In the steps that it does not sum exactly, the wire makes no reduction of its own. If state were sharded,
+    no replica could use the sums, so such a rule works only with stage 0.
     """
 
-    def reduce(self, grads: Tensor, state: dict[str, Tensor], *, group: Group, step: int) -> None:
-        """Replace this replica's gradients by those that `step` is to use on every replica.
+    def sums_exactly(self, step: int) -> bool:
+        """Whether gradients are summed for `step` as for any other rule, and `reduce` is not called.
+
+        A function of the number alone, so that all ranks agree, and a resumed run does.
+        """
+
+    def reduce(self, grads: Tensor, state: dict[str, Tensor], *, replicas: Replicas, step: int) -> None:
+        """Bring to every replica what `step` is to use: replace the gradients, or update `state`.
 
         Called for one bucket after another, in the same order on every rank, before the other phases, and
-        only in steps in which all ranks' gradients are finite. May also update `state`.
+        only in steps in which all ranks' gradients are finite.
 
         Args:
             grads: a bucket's flat fp32 sums over only this replica's samples, scaled so that their sum over
                 the replicas is the whole gradient, and clipped.
-            state: the bucket's moments, of the same shape.
-            group: the replicas.
+            state: the bucket's moments, of the same shape, and its `needs.scalars`, [parameters].
+            replicas: the replicas, and what messages to them left out so far.
             step: number of this update, from 1.
         """
+
+
+class LocalRule(ReducingRule, Protocol):
+    """A rule whose replicas go on alone for some steps: each then uses weights of its own (0/1 Adam).
+
+    The masters are those that the replicas had in common, and stay the same on all of them.
+    """
+
+    def in_use(self, master: Tensor, state: dict[str, Tensor]) -> Tensor:
+        """The weights that the model is to use on this replica; may be `master` itself."""
 
 
 def zeros_like(names: tuple[str, ...], like: Tensor) -> dict[str, Tensor]:

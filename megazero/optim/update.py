@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megazero.config.tree import OptimizerConfig
 from megazero.ops.adam import adam_step
+from megazero.optim.compressed import OnebitAdam, OnebitLamb, ZeroOneAdam
 from megazero.optim.lamb import Lamb
 from megazero.optim.rule import Needs, UpdateRule, check_pieces, zeros_like
 
@@ -90,14 +91,33 @@ def build_update_rule(config: OptimizerConfig) -> UpdateRule:
     """The update rule that the configuration names."""
     if config.optimizer == "sgd":
         return Sgd(config.sgd_momentum)
+    adam = Adam(config.adam_beta1, config.adam_beta2, config.adam_eps)
+    lamb = Lamb(
+        **vars(adam),
+        min_coeff=config.lamb_min_coeff,
+        max_coeff=config.lamb_max_coeff,
+        bias_correction=config.lamb_bias_correction,
+        adapt_all=config.lamb_adapt_all,
+    )
     if config.optimizer == "lamb":
-        return Lamb(
-            config.adam_beta1,
-            config.adam_beta2,
-            config.adam_eps,
-            config.lamb_min_coeff,
-            config.lamb_max_coeff,
-            config.lamb_bias_correction,
-            config.lamb_adapt_all,
+        return lamb
+    if config.optimizer == "onebit-lamb":
+        return OnebitLamb(
+            config.onebit_freeze_step,
+            lamb,
+            config.onebit_lamb_coeff_beta,
+            config.onebit_lamb_factor_min,
+            config.onebit_lamb_factor_max,
+            config.onebit_lamb_factor_threshold,
         )
-    return Adam(config.adam_beta1, config.adam_beta2, config.adam_eps)
+    if config.optimizer == "onebit-adam":
+        return OnebitAdam(config.onebit_freeze_step, **vars(adam))
+    if config.optimizer == "zero-one-adam":
+        return ZeroOneAdam(
+            config.zero_one_var_freeze_step,
+            config.zero_one_var_update_scaler,
+            config.zero_one_local_step_scaler,
+            config.zero_one_local_step_clipper,
+            **vars(adam),
+        )
+    return adam

@@ -71,9 +71,7 @@ def build_engine(
     """
     lessons = Lessons.of(config.distillation, chunks, teacher)
     rule = build_update_rule(config.optimizer)
-    policy = ZeroPolicy.of(
-        config.zero, config.offload, rule_reduces=rule.needs.reduces, seed=config.training.seed
-    )
+    policy = ZeroPolicy.of(config.zero, config.offload, rule.needs, config.training.seed)
     units = [
         Unit(number, block, tuple(block.parameters()))
         for number, chunk in chunks.items()

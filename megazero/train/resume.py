@@ -19,6 +19,7 @@ from megazero.checkpoint import (
     CheckpointReader,
     Key,
     Part,
+    ReplicaRows,
     Source,
     Verify,
     candidates,
@@ -252,6 +253,7 @@ def load_state(
     parts = [
         part for part in parts_to_read(optimizer, context, moments=moments) if part.key.name not in seeded
     ]
+    source = ReplicaRows(source, parts, optimizer.private_kinds)
     unused = _unused(source, optimizer, context, moments)
     generators = random_state(context.device)
     rows = _random_rows(reader, context, generators) if progress and not section.no_load_rng else []

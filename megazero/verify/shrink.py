@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megazero.config.derive import chunks_per_stage, schedule_kind
 from megazero.config.horizon import horizon_of
@@ -13,6 +15,17 @@ from megazero.mpu import ProcessGrid
 from megazero.verify.sampling import SAMPLES, shrunk_metric
 
 _WIDTH_OF_HEAD = 4
+# With these, no optimizer compresses anything in the few steps of a verification.
+_LATE = MappingProxyType({"onebit_freeze_step": 1_000_000})
+_ALL_EXACT: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "onebit-adam": _LATE,
+        "onebit-lamb": _LATE,
+        "zero-one-adam": MappingProxyType(
+            dict.fromkeys(("zero_one_var_freeze_step", "zero_one_var_update_scaler"), 1_000_000)
+        ),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -90,6 +103,9 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
         if name.startswith(("lr_decay_", "lr_warmup_", "lr_wsd_decay_"))
         and name not in ("lr_decay_style", "lr_wsd_decay_style", "lr_warmup_init")
     }
+    if config.optimizer.optimizer in _ALL_EXACT:
+        changes["optimizer"] |= _ALL_EXACT[config.optimizer.optimizer]
+        notes.append(f"{config.optimizer.optimizer} sums exactly: compressed, sums depend on the replicas")
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
     if ep != parallel.expert_model_parallel_size:
         notes.append(f"expert parallel size {parallel.expert_model_parallel_size} -> {ep}")

@@ -126,7 +126,10 @@ class CopyCheck:
         self.optimizer = optimizer
         self.context = context
         self._store = optimizer.store
-        self._kinds = (WEIGHT, *optimizer.rule.state_names)
+        # Each replica may use weights of its own then, which are not those that the masters round to.
+        self._apart = optimizer.rule.needs.in_use
+        private = optimizer.private_kinds
+        self._kinds = (WEIGHT, *(kind for kind in optimizer.rule.state_names if kind not in private))
         self._fingerprints = Fingerprints(context.device)
         # Ends come last: the order of buckets is not the same on the two stages.
         self._shared = [name for name in _GROUPS if context.groups[name].size > 1]
@@ -143,7 +146,7 @@ class CopyCheck:
                     for group in piece.groups:
                         compared[group].pieces.append((piece.name, piece.kind))
                         compared[group].prints.append(found)
-                rounded += _roundings(each)
+                rounded += [] if self._apart else _roundings(each)
         compared = {name: each for name, each in compared.items() if each.pieces}
         unequal = {name: each.unequal() for name, each in compared.items()}
         wrong = [each.any() for each in unequal.values()] + [off for _, off in rounded]
@@ -174,7 +177,7 @@ class CopyCheck:
         replicas = {bucket.key.replicas} if layout.ranks > 1 else set()
         used = _in_use(resident)
         kinds = {_MASTER if kind == WEIGHT else kind: flat for kind, flat in resident.flats.items()}
-        if used is not None:
+        if used is not None and not self._apart:
             kinds = {IN_USE: used, **kinds}
         for kind, flat in kinds.items():
             if whole := flat.numel() == layout.padded:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megazero.mpu import ParallelContext, ParamSpec, slice_axes
+from megazero.mpu.group import Reduction
 from megazero.optim import local_square_sum
 from megazero.zero.bucket import Bucket
 
@@ -57,20 +58,9 @@ class ParameterNorms:
             if any(bucket.layout.row.shard_state for bucket in buckets):
                 self.context.groups[replicas].all_reduce(mine).wait()
             specs = [spec for bucket in buckets for spec in bucket.layout.specs]
-            for axis in slice_axes(replicas):
-                self._sum_over(axis, mine, specs)
+            _over_axes(mine, specs, replicas, self.context, "sum")
         self._agree_over_ends()
         self._norms.sqrt_()
-
-    def _sum_over(self, axis: str, norms: Tensor, specs: Sequence[ParamSpec]) -> None:
-        """Sum those of `specs` whose other parts, or copies, the ranks along `axis` hold."""
-        numbers = [i for i, spec in enumerate(specs) if axis != "ep" or not spec.expert]
-        if len(numbers) == len(specs):
-            self.context.groups[axis].all_reduce(norms).wait()
-        elif numbers:
-            chosen = norms[numbers]
-            self.context.groups[axis].all_reduce(chosen).wait()
-            norms[numbers] = chosen
 
     def _agree_over_ends(self) -> None:
         ends = self.context.ends
@@ -89,3 +79,45 @@ class ParameterNorms:
     def of(self, bucket: Bucket, member: int) -> Tensor:
         """The norms of one member of a bucket, fp64 [count], on the device."""
         return self._norms[self._first[bucket] + member]
+
+
+def reduce_over_slices(
+    bucket: Bucket, context: ParallelContext, measured: Tensor, operation: Reduction
+) -> None:
+    """Reduce what each rank measured of its slices of a bucket's parameters, in place, each element once.
+
+    Every rank of the model calls this. Tied copies agree on the mean, as in `ParameterNorms`.
+
+    Args:
+        bucket: the bucket.
+        context: this rank's groups and place.
+        measured: [members, count] on the device, at least 0.
+        operation: ``sum`` or ``max``.
+    """
+    specs = bucket.layout.specs
+    for row, spec in zip(measured, specs, strict=True):
+        if spec.copy(context.place)[0]:  # another rank measured the same elements
+            row.zero_()
+    _over_axes(measured, specs, bucket.key.replicas, context, operation)
+    if context.ends.size > 1 and specs[0].shared:  # then it is the bucket's only one
+        context.ends.all_reduce(measured).wait()
+        measured /= context.ends.size
+
+
+def _over_axes(
+    measured: Tensor,
+    specs: Sequence[ParamSpec],
+    replicas: str,
+    context: ParallelContext,
+    operation: Reduction,
+) -> None:
+    """Reduce each row over the axes along which ranks hold other parts, or copies, of its parameter."""
+    for axis in slice_axes(replicas):
+        group = context.groups[axis]
+        numbers = [i for i, spec in enumerate(specs) if axis != "ep" or not spec.expert]
+        if len(numbers) == len(specs):
+            group.all_reduce(measured, operation).wait()
+        elif numbers:
+            chosen = measured[numbers]
+            group.all_reduce(chosen, operation).wait()
+            measured[numbers] = chosen

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from megazero.errors import ConfigError
 from megazero.mpu import ParallelContext, ParamSpec, gather_values, read_values
-from megazero.optim import UpdateRule, clip_coefficient, local_square_sum
+from megazero.optim import SERVER_ERROR, WORKER_ERROR, UpdateRule, clip_coefficient, local_square_sum
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import counted_parts, present_parts
 from megazero.zero.norms import ParameterNorms
-from megazero.zero.store import GRADIENT, WEIGHT, Store
-from megazero.zero.update import PerGroup, Update, UpdateFacts
+from megazero.zero.store import GRADIENT, WEIGHT, Resident, Store
+from megazero.zero.update import PerGroup, Update, UpdateFacts, state_of, sums_exactly
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,34 @@ class Optimizer:
         self.rule = rule
         self.context = context
         self.clip_grad = clip_grad
-        self.updates = 0
         self._trained = [bucket for bucket in store.buckets if bucket.key.trainable]
         self._counted = {bucket: counted_parts(bucket.layout) for bucket in self._trained}
         _check_reduction(rule, store, self._trained)
-        store.make_moments(rule.init_state)
+        store.make_moments(self._initial_state)
+        self.updates = 0
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far; skipped steps do not count."""
+        return self._updates
+
+    @updates.setter
+    def updates(self, made: int) -> None:
+        """Say how many there were, as after a resume; the wires then do what the next one needs."""
+        self._updates = made
+        for bucket in self._trained if self.rule.needs.reduces else ():
+            bucket.wire.leave_sums = not self._sums_exactly
+
+    @property
+    def private_kinds(self) -> tuple[str, ...]:
+        """Kinds of state of which each replica has its own, flat tensors [padded]."""
+        needs = self.rule.needs
+        return (*needs.private, WORKER_ERROR) if needs.reduces else needs.private
+
+    @property
+    def _sums_exactly(self) -> bool:
+        """Whether the wires sum the gradients of the next update."""
+        return sums_exactly(self.rule, self.updates + 1)
 
     @torch.no_grad()
     def step(
@@ -87,10 +110,11 @@ class Optimizer:
             if not math.isfinite(norm):
                 return StepReport(norm, False, self._first_bad_parameter())
             clip = clip_coefficient(norm, self.clip_grad)
-        self.updates += 1
-        asked, moments = self.rule.needs.norms, self.rule.state_names
+        number = self.updates + 1
+        asked, moments = self.rule.needs.norms, self._moments
         norms = ParameterNorms(self._trained, self.context, len(asked)) if asked else None
-        update = Update(self.rule, UpdateFacts(self.updates, lr, weight_decay, grad_scale * clip), norms)
+        facts = UpdateFacts(number, lr, weight_decay, grad_scale * clip)
+        update = Update(self.rule, facts, norms, self.context)
         everything = (WEIGHT, GRADIENT, *moments)
         if norms is not None:
             for residents in self.store.visits(everything, self._trained, changes=(GRADIENT, *moments)):
@@ -99,17 +123,19 @@ class Optimizer:
         works = []
         for residents in self.store.visits(everything, self._trained, changes=everything):
             update.apply(residents)
-            works += [each.bucket.publish(each.flats[WEIGHT]) for each in residents]
+            works += [each.bucket.publish(self._in_use(each)) for each in residents]
         for work in works:
             work.wait()
+        self.updates = number
         return StepReport(norm, True)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Bring the masters to the model's weights, on every rank."""
         works = []
-        for residents in self.store.visits((WEIGHT,), self.store.buckets):
-            works += [each.bucket.publish(each.flats[WEIGHT]) for each in residents]
+        kinds = (WEIGHT, *self._moments) if self.rule.needs.in_use else (WEIGHT,)
+        for residents in self.store.visits(kinds, self.store.buckets):
+            works += [each.bucket.publish(self._in_use(each)) for each in residents]
         for work in works:
             work.wait()
 
@@ -120,7 +146,7 @@ class Optimizer:
         own sum times the number of replicas stands for the whole, and the estimate is the root mean square
         of their norms.
         """
-        return math.sqrt(self._total(GRADIENT, self._square_sum, estimates=self.rule.needs.reduces))
+        return math.sqrt(self._total(GRADIENT, self._square_sum, estimates=not self._sums_exactly))
 
     @torch.no_grad()
     def gradient_norms(self) -> dict[str, float]:
@@ -153,7 +179,8 @@ class Optimizer:
     def full_state(self, kinds: Sequence[str] | None = None) -> Iterator[tuple[ParamSpec, dict[str, Tensor]]]:
         """Each parameter's master weight and moments, whole over the data-parallel ranks.
 
-        All ranks iterate to the end. One bucket at a time is whole; tensors may be views of live state.
+        All ranks iterate to the end. One bucket at a time is whole; tensors may be views of live state. Of
+        what differs between replicas, each gets its own.
 
         Args:
             kinds: of ``weight`` and the rule's state names, which alone are gathered; None for all.
@@ -193,6 +220,26 @@ class Optimizer:
             for kind in (kind for kind in kinds if kind in mine):
                 for number, span, piece in bucket.layout.member_pieces(mine[kind]):
                     piece.copy_(tensor_of(bucket.layout.specs[number], kind).reshape(-1)[span])
+
+    @property
+    def _moments(self) -> tuple[str, ...]:
+        """All kinds of state besides the masters."""
+        errors = (WORKER_ERROR, SERVER_ERROR) if self.rule.needs.reduces else ()
+        return (*self.rule.state_names, *self.rule.needs.scalars, *errors)
+
+    def _initial_state(self, bucket: Bucket, master: Tensor) -> dict[str, Tensor]:
+        layout, needs = bucket.layout, self.rule.needs
+        sizes = dict.fromkeys(needs.scalars, len(layout.members))
+        if needs.reduces:
+            sizes |= {WORKER_ERROR: layout.padded, SERVER_ERROR: layout.shard_size}
+        return self.rule.init_state(master) | {kind: master.new_zeros(size) for kind, size in sizes.items()}
+
+    def _in_use(self, resident: Resident) -> Tensor:
+        """The weights that the model is to use."""
+        master = resident.flats[WEIGHT]
+        if not self.rule.needs.in_use or not resident.bucket.key.trainable:
+            return master
+        return self.rule.in_use(master, state_of(self.rule, resident))
 
     def _square_sum(self, pieces: Iterable[Tensor]) -> Tensor:
         return local_square_sum(pieces, self.context.device)
@@ -265,6 +312,11 @@ def _check_reduction(rule: UpdateRule, store: Store, buckets: Sequence[Bucket]) 
     if not rule.needs.reduces:
         return
     name = type(rule).__name__
+    if store.offloaded():
+        raise ConfigError(
+            f"`offload` must keep state on the device with {name}, whose messages leave from there, but "
+            "keeps it elsewhere; leave it out"
+        )
     for bucket in buckets:
         if bucket.wire.reduces:
             raise ConfigError(
@@ -276,8 +328,18 @@ def _check_reduction(rule: UpdateRule, store: Store, buckets: Sequence[Bucket]) 
                 f"`stage` must be 0 for {name}, which sums whole gradients itself, but state is sharded; "
                 "choose stage 0"
             )
-        if (dtype := store.sums(bucket).dtype) != torch.float32:
+        dtypes = {
+            "accumulation_dtype": store.sums(bucket).dtype,
+            "main_dtype": store.at_rest(bucket)[WEIGHT].dtype,
+        }
+        if rule.needs.in_use and store.at_rest(bucket)[WEIGHT] is bucket.full:
             raise ConfigError(
-                f"`accumulation_dtype` must be fp32 for {name}, which sums gradients itself, but is {dtype}; "
-                "choose fp32"
+                f"`own_masters` of the ZeRO policy must be true for {name}, whose masters are not always the "
+                "weights in use, but is false; build the policy from the rule"
             )
+        for setting, dtype in dtypes.items():
+            if dtype != torch.float32:
+                raise ConfigError(
+                    f"`{setting}` must be fp32 for {name}, which sums gradients itself, but is {dtype}; "
+                    "choose fp32"
+                )

@@ -9,6 +9,9 @@ import torch
 from megazero.config.offload import OffloadConfig
 from megazero.config.tree import ZeroConfig
 from megazero.ops.quantize import Quantization
+from megazero.optim import Needs
+
+NOTHING = Needs()
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class ZeroPolicy:
         gradient_codes: the codes as which gradients are sent to be summed (ZeRO++); None for `reduce_dtype`.
         rounding_seed: of stochastic rounding to these; None rounds to the nearest.
         rule_reduces: whether the update rule sums gradients over the replicas itself, see `optim.Needs`.
+        own_masters: whether fp32 weights have masters beside them, as they are not always equal.
     """
 
     stage: int = 0
@@ -50,12 +54,13 @@ class ZeroPolicy:
     gradient_codes: Quantization | None = None
     rounding_seed: int | None = None
     rule_reduces: bool = False
+    own_masters: bool = False
 
     @classmethod
     def of(
-        cls, config: ZeroConfig, offload: OffloadConfig, *, rule_reduces: bool = False, seed: int = 0
+        cls, config: ZeroConfig, offload: OffloadConfig, needs: Needs = NOTHING, seed: int = 0
     ) -> ZeroPolicy:
-        """The policy of a configuration, of an update rule's `Needs`, and of the training's seed."""
+        """The policy of a configuration, of what an update rule needs, and of the training's seed."""
         return cls(
             stage=config.stage,
             bucket_size=config.bucket_size,
@@ -71,7 +76,8 @@ class ZeroPolicy:
             weight_codes=_codes(config.quantized_weights, config),
             gradient_codes=_codes(config.quantized_gradients, config),
             rounding_seed=seed if config.quantization_rounding == "stochastic" else None,
-            rule_reduces=rule_reduces,
+            rule_reduces=needs.reduces,
+            own_masters=needs.in_use,
         )
 
 

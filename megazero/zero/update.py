@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megazero.optim import UpdateRule
-from megazero.zero.norms import ParameterNorms
+from megazero.mpu import ParallelContext
+from megazero.optim import SERVER_ERROR, WORKER_ERROR, Replicas, UpdateRule
+from megazero.zero.norms import ParameterNorms, reduce_over_slices
 from megazero.zero.store import GRADIENT, WEIGHT, Resident
 
 PerGroup = float | Sequence[float]
@@ -59,10 +61,14 @@ class Update:
         rule: updates each piece.
         facts: the facts of this step.
         norms: norms of individual parameters; None if the rule asks for none.
+        context: this rank's groups and place.
     """
 
-    def __init__(self, rule: UpdateRule, facts: UpdateFacts, norms: ParameterNorms | None):
+    def __init__(
+        self, rule: UpdateRule, facts: UpdateFacts, norms: ParameterNorms | None, context: ParallelContext
+    ):
         self.rule = rule
+        self.context = context
         self.facts = facts
         self.norms = norms
 
@@ -112,9 +118,16 @@ class Update:
         grads = each.flats[GRADIENT]
         if self.facts.factor != 1.0:
             grads.mul_(self.facts.factor)
-        if self.rule.needs.reduces:
-            group = each.bucket.wire.group
-            self.rule.reduce(grads, _moments(each.flats), group=group, step=self.facts.number)
+        if not sums_exactly(self.rule, self.facts.number):
+            replicas = Replicas(
+                each.bucket.wire.group,
+                each.bucket.layout.spans,
+                each.flats[WORKER_ERROR],
+                each.flats[SERVER_ERROR],
+                partial(reduce_over_slices, each.bucket, self.context),
+                [_of_group(self.facts.lr, member.group) for member in each.bucket.layout.members],
+            )
+            self.rule.reduce(grads, state_of(self.rule, each), replicas=replicas, step=self.facts.number)
 
     def _measure(self, residents: Sequence[Resident]) -> None:
         pieces = list(self._pieces(residents))
@@ -154,8 +167,9 @@ class Update:
 
     def _pieces(self, residents: Sequence[Resident]) -> Iterator[_RulePiece]:
         """One piece per segment, or per member if the rule looks at individual parameters."""
+        scalars = () if self.norms is None else self.rule.needs.scalars
         for each in residents:
-            layout, moments = each.bucket.layout, _moments(each.flats)
+            layout, flats = each.bucket.layout, each.flats
             ranges = layout.segments if self.norms is None else layout.member_segments
             for number, segment in enumerate(ranges):
                 where = layout.overlap(segment.start, segment.stop)
@@ -163,7 +177,8 @@ class Update:
                     yield _RulePiece(
                         each.flats[WEIGHT][where],
                         each.flats[GRADIENT][where],
-                        {kind: flat[where] for kind, flat in moments.items()},
+                        {kind: flats[kind][where] for kind in self.rule.state_names}
+                        | {kind: flats[kind][number : number + 1] for kind in scalars},
                         _of_group(self.facts.lr, segment.group),
                         _of_group(self.facts.weight_decay, segment.group) if segment.weight_decay else 0.0,
                         not segment.weight_decay or self._group_is_exempt(segment.group),
@@ -172,8 +187,14 @@ class Update:
                     )
 
 
-def _moments(flats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {kind: flat for kind, flat in flats.items() if kind not in (WEIGHT, GRADIENT)}
+def sums_exactly(rule: UpdateRule, step: int) -> bool:
+    """Whether gradients are summed by the wire, exactly, for update number `step`."""
+    return not rule.needs.reduces or rule.sums_exactly(step)
+
+
+def state_of(rule: UpdateRule, resident: Resident) -> dict[str, Tensor]:
+    """A bucket's state as the rule names it."""
+    return {kind: resident.flats[kind] for kind in (*rule.state_names, *rule.needs.scalars)}
 
 
 def _of_group(value: PerGroup, group: int) -> float:

@@ -58,11 +58,11 @@ TRAINED = {**BATCH, "optimizer": ADAMW}
         ({"train_batch_size": "auto", "optimizer": ADAMW}, "`train_batch_size` or"),
         (BATCH, "`optimizer` must be given in the configuration or as an argument"),
         (
-            {**BATCH, "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}},
+            {**BATCH, "optimizer": {"type": "MuAdam", "params": {"lr": 0.1}}},
             "`optimizer.type` is not accepted as",
         ),
         (
-            {**BATCH, "optimizer": {"type": "OneBitLamb", "params": {"lr": 0.1}}},
+            {**BATCH, "optimizer": {"type": "MuSGD", "params": {"lr": 0.1}}},
             "`optimizer.type` is not accepted",
         ),
         (

@@ -50,8 +50,11 @@ class SelfSumming(Sgd):
 
     needs: ClassVar[Needs] = Needs(reduces=True)
 
-    def reduce(self, grads, state, *, group, step):
-        group.all_reduce(grads).wait()
+    def sums_exactly(self, step):
+        return False
+
+    def reduce(self, grads, state, *, replicas, step):
+        replicas.group.all_reduce(grads).wait()
 
 
 @dataclass(frozen=True)
@@ -60,5 +63,8 @@ class SelfSummingLars(Lars):
 
     needs: ClassVar[Needs] = Needs(norms=("weight", "update"), reduces=True)
 
-    def reduce(self, grads, state, *, group, step):
-        group.all_reduce(grads).wait()
+    def sums_exactly(self, step):
+        return False
+
+    def reduce(self, grads, state, *, replicas, step):
+        replicas.group.all_reduce(grads).wait()

@@ -20,8 +20,9 @@ from megazero.mpu import (
     ThreadWorld,
     thread_context,
 )
-from megazero.optim import Adam, Lamb, Sgd, UpdateRule, local_square_sum
+from megazero.optim import Adam, Lamb, OnebitAdam, Sgd, UpdateRule, ZeroOneAdam, local_square_sum
 from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store
+from tests.optim.compressed.training import policy_of
 from tests.optim.rules import Lars, SelfSumming, SelfSummingLars
 
 LR, STEPS = 0.02, 20
@@ -96,6 +97,8 @@ ROWS = (
     lamb_row(beta1=0.8, beta2=0.95, eps=1e-4, adapt_all=True),
     lamb_row(min_coeff=0.9, max_coeff=1.1, bias_correction="none", eps=1e-4),
     lamb_row(bias_correction="rate", adapt_all=True),
+    RuleRow(OnebitAdam(freeze_step=100), adam, stages=(0,)),
+    RuleRow(ZeroOneAdam(var_freeze_step=100, var_update_scaler=100), adam, stages=(0,)),
     RuleRow(SelfSumming(0.9), heavy_ball, decay="gradient", stages=(0,)),
     RuleRow(SelfSummingLars(0.8), heavy_ball, lars, stages=(0,)),
 )
@@ -295,7 +298,7 @@ def _trained(rule: UpdateRule, stage: int, context: ParallelContext) -> Optimize
     for param, spec in zip(params, SPECS, strict=True):
         param.spec = spec
     units = [Unit(0, nn.Module(), (param,)) for param in params]
-    policy = ZeroPolicy(stage, bucket_size=25, persistence_threshold=5, rule_reduces=rule.needs.reduces)
+    policy = ZeroPolicy(stage, bucket_size=25, persistence_threshold=5, **policy_of(rule))
     store = build_store(units, policy, context)
     parallel, optimizer = DataParallel(units, store, policy, context), Optimizer(store, rule, context, 0.0)
     for step in range(1, 6):

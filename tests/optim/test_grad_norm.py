@@ -85,3 +85,9 @@ def test_on_a_gpu(dtype):
     result = local_square_sum([tensor])
     assert result.device.type == "cuda"
     assert result.item() == pytest.approx(300_001 * 1024.0**2, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_beside_the_cpu_every_dtype_is_taken(dtype):
+    """A norm that LAMB gives in place of a tensor is fp64, which was refused there, on meta tensors too."""
+    assert local_square_sum([torch.ones(3, dtype=dtype, device="meta")]).dtype == torch.float64

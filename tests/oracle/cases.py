@@ -12,6 +12,7 @@ from itertools import combinations
 from types import MappingProxyType
 
 from megazero.config.derive import EXPERT_FIELDS
+from megazero.config.fields import FIELDS
 from tests.oracle.text import VOCABULARY
 
 STEPS = 20
@@ -156,6 +157,14 @@ NOT_STATED = MappingProxyType(
         "data.data_sharding": "a law of its own too: tests/data/test_sampler.py",
         "data.mock_data": "there is nothing to read",
         "data.verify_data": "it only compares what is read: tests/data/indexed/test_guard.py",
+        **dict.fromkeys(
+            (
+                spec.path
+                for spec in FIELDS
+                if spec.section == "optimizer" and spec.name.startswith(("onebit_", "zero_one_"))
+            ),
+            "their numbers depend on the replicas, with formulas of their own: tests/optim/compressed",
+        ),
     }
 )
 

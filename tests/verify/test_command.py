@@ -38,6 +38,22 @@ def test_a_pipeline_with_zero_is_the_same_training(capsys):
     assert out.endswith("the same training as one process\n")
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "onebit-adam --onebit-freeze-step 1",
+        "zero-one-adam --zero-one-var-freeze-step 1",
+        "onebit-lamb --onebit-freeze-step 1",
+    ],
+)
+def test_compressed_optimizers_are_verified_where_they_sum_exactly(flags, capsys):
+    argv = [*BASE, "--optimizer", *flags.split(), "--tensor-model-parallel-size", "2", "--world-size", "4"]
+    assert main([*argv, "--steps", "3"]) == 0
+    out = capsys.readouterr().out
+    assert f"{flags.split()[0]} sums exactly: compressed, sums depend on the replicas" in out
+    assert out.endswith("the same training as one process\n")
+
+
 def test_tokens_and_layers_are_still_left_out_when_shrunk(capsys):
     skips = "--random-ltd --random-ltd-min-value 16 --random-ltd-require-steps 9 --random-ltd-layer-num 10"
     argv = [*BASE, *skips.split(), "--progressive-layer-drop", "--tensor-model-parallel-size", "2"]

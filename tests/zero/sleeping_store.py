@@ -40,10 +40,10 @@ class SleepingStore:
                 self._sums[bucket] = sums
         self.buckets.append(bucket)
 
-    def make_moments(self, init_state: Callable[[Tensor], dict[str, Tensor]]) -> None:
+    def make_moments(self, init_state: Callable[[Bucket, Tensor], dict[str, Tensor]]) -> None:
         for bucket in self.buckets:
             if bucket.key.trainable:
-                self.asleep[bucket].update(init_state(self.asleep[bucket][WEIGHT].float()))
+                self.asleep[bucket].update(init_state(bucket, self.asleep[bucket][WEIGHT].float()))
 
     def shard(self, bucket: Bucket) -> Tensor:
         shard = self._shards[bucket]

@@ -7,6 +7,7 @@ import torch
 from megazero.config.offload import OffloadConfig
 from megazero.config.tree import ZeroConfig
 from megazero.ops.quantize import Quantization
+from megazero.optim import Needs
 from megazero.zero.policy import ZeroPolicy
 
 
@@ -23,7 +24,8 @@ def test_every_setting_arrives():
         main_params_dtype="fp16",
         hpz_partition_size=2,
     )
-    assert ZeroPolicy.of(config, OffloadConfig(optimizer="cpu"), rule_reduces=True) == ZeroPolicy(
+    needs = Needs(reduces=True, in_use=True)
+    assert ZeroPolicy.of(config, OffloadConfig(optimizer="cpu"), needs) == ZeroPolicy(
         stage=3,
         bucket_size=101,
         overlap_gather=False,
@@ -36,9 +38,10 @@ def test_every_setting_arrives():
         hpz=2,
         shard_alone=True,
         rule_reduces=True,
+        own_masters=True,
     )
     plain = ZeroPolicy.of(config, OffloadConfig())
-    assert (plain.rule_reduces, plain.shard_alone) == (False, False)
+    assert (plain.rule_reduces, plain.own_masters, plain.shard_alone) == (False, False, False)
 
 
 def test_codes_and_how_gradients_are_rounded_to_them():

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megazero.checkpoint import parts_to_read, parts_to_write
+from megazero.errors import ConfigError
 from megazero.mpu import solo_context
 from megazero.optim import Adam
 from megazero.zero import (
@@ -108,8 +109,12 @@ def test_bucket_after_bucket_is_all_at_once(stage, settings):
             assert_equal(found, wanted)
 
 
-@pytest.mark.parametrize(("rule", "stages"), [(Lars(), range(4)), (SelfSumming(), range(1))], ids=repr)
-def test_rules_with_needs_can_be_visited_bucket_after_bucket(rule, stages):
+@pytest.mark.parametrize(
+    ("rule", "stages", "kinds"),
+    [(Lars(), range(4), STORES), (SelfSumming(), range(1), (SleepingStore,))],
+    ids=["Lars", "SelfSumming"],
+)
+def test_rules_with_needs_can_be_visited_bucket_after_bucket(rule, stages, kinds):
     for stage in stages:
         settings = policy(stage, rule_reduces=rule.needs.reduces)
         trained = [
@@ -119,10 +124,17 @@ def test_rules_with_needs_can_be_visited_bucket_after_bucket(rule, stages):
                     Zoo(), zoo_loss, s, context, kind=k, rule=rule
                 ).train(3),
             )
-            for kind in (DeviceStore, *STORES)
+            for kind in (DeviceStore, *kinds)
         ]
         for found in trained[1:]:
             assert_equal(found, trained[0])
+
+
+def test_a_rule_that_sums_gradients_itself_is_refused_with_state_elsewhere():
+    with pytest.raises(ConfigError, match="must keep state on the device with SelfSumming"):
+        Trainer(
+            Zoo(), zoo_loss, policy(0, rule_reduces=True), solo_context(), kind=on_host, rule=SelfSumming()
+        )
 
 
 @EVERY_STORE

@@ -13,12 +13,13 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class OptimizerExtras:
-    """The optimizer to build if none is passed; `type` is adam (decoupled weight decay), sgd or lamb.
+    """The optimizer to build if none is passed; `type` is a value of `--optimizer`.
 
-    The last four are LAMB's, see `Lamb`; `use_nvlamb` is `adapt_all`.
+    The four from `max_coeff` on are LAMB's, see `Lamb`; `use_nvlamb` is `adapt_all`. Those after them are of
+    `OnebitAdam`, `OnebitLamb` and `ZeroOneAdam`.
     """
 
-    type: Literal["adam", "sgd", "lamb"]
+    type: Literal["adam", "sgd", "lamb", "onebit-adam", "zero-one-adam", "onebit-lamb"]
     lr: float | None = 1e-3
     betas: tuple[float, float] | None = (0.9, 0.999)
     eps: float | None = 1e-8
@@ -28,6 +29,15 @@ class OptimizerExtras:
     min_coeff: float = 0.01
     bias_correction: Literal["rate", "none"] = "rate"
     use_nvlamb: bool = True
+    freeze_step: int = 100_000
+    coeff_beta: float = 0.9
+    factor_max: float = 4.0
+    factor_min: float = 0.5
+    factor_threshold: float = 0.1
+    var_freeze_step: int = 100_000
+    var_update_scaler: int = 16
+    local_step_scaler: int = 32_678
+    local_step_clipper: int = 16
 
 
 @dataclass(frozen=True)

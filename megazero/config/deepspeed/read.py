@@ -18,7 +18,7 @@ from megazero.config.bounded import bounded_text
 from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
 from megazero.config.deepspeed.extras import Extras
 from megazero.config.deepspeed.row import AUTO, LARGEST, NOTHING, SECTION, KeyRow
-from megazero.config.deepspeed.rows.train import BATCH_ROWS, is_lamb
+from megazero.config.deepspeed.rows.train import BATCH_ROWS, is_lamb, keys_of_other_optimizers
 from megazero.config.deepspeed.table import ALIASES, ROWS, SECTIONS, unknown_key
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.flags import Setting
@@ -362,6 +362,10 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
             key = f"optimizer.params.{name}"
             if values.get(key, harmless) != harmless:
                 yield f"`{key}` must not be {_say(values[key])} with {optimizer}; leave it out."
+    for key in keys_of_other_optimizers(values):
+        yield f"`{key}` must not be given with {optimizer}; leave it out."
+    if values.get("optimizer.params.factor_min", 0.5) > values.get("optimizer.params.factor_max", 4.0):
+        yield "`optimizer.params.factor_min` must be at most `optimizer.params.factor_max`; lower it."
     if values.get("optimizer.params.min_coeff", 0.01) > values.get("optimizer.params.max_coeff", 10.0):
         yield "`optimizer.params.min_coeff` must be at most `optimizer.params.max_coeff`; lower it."
     kind = values.get("scheduler.type")

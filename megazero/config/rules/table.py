@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from megazero.config.rules.compressed import COMPRESSED_RULES
 from megazero.config.rules.curriculum import CURRICULUM_RULES
 from megazero.config.rules.data_sampling import DATA_SAMPLING_RULES
 from megazero.config.rules.distillation import DISTILLATION_RULES
@@ -38,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     *LENGTH_RULES,
     *SCHEDULE_RULES,
     *OPTIMIZER_RULES,
+    *COMPRESSED_RULES,
     *PRECISION_RULES,
     *KEPT_ACTIVATION_RULES,
     *TOKENIZER_RULES,

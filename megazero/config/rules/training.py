@@ -237,10 +237,10 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
     Rule(
         "lamb_settings_need_lamb",
         ("optimizer.optimizer", *_LAMB),
-        "LAMB's settings must be left at their defaults unless `optimizer` is lamb",
+        "LAMB's settings must be left at their defaults unless `optimizer` is lamb or onebit-lamb",
         "add `--optimizer lamb` or leave them out",
         lambda c: (
-            c.config.optimizer.optimizer == "lamb"
+            c.config.optimizer.optimizer in ("lamb", "onebit-lamb")
             or all(value_at(c.config, path) == FIELD_BY_PATH[path].default for path in _LAMB)
         ),
     ),

@@ -54,18 +54,18 @@ class DeviceStore:
         weights = shard if layout.row.shard_state else full
         master, sums, own = weights, None, {}
         if bucket.key.trainable:
-            master = weights.to(self.policy.main_dtype)
+            master = weights.to(self.policy.main_dtype, copy=self.policy.own_masters)
             size = layout.shard_size if layout.row.shard_grads else layout.padded
             sums = full.new_zeros(size, dtype=self.policy.accumulation_dtype)
             own = {GRADIENT: own_sums(layout, sums)}
         self.buckets.append(bucket)
         self._held[bucket] = _Held(shard, weights, {WEIGHT: master}, sums, own)
 
-    def make_moments(self, init_state: Callable[[Tensor], dict[str, Tensor]]) -> None:
+    def make_moments(self, init_state: Callable[[Bucket, Tensor], dict[str, Tensor]]) -> None:
         for bucket in self.buckets:
             if bucket.key.trainable:
                 state = self._held[bucket].state
-                state.update(init_state(state[WEIGHT].float()))
+                state.update(init_state(bucket, state[WEIGHT].float()))
 
     def shard(self, bucket: Bucket) -> Tensor:
         return self._held[bucket].shard

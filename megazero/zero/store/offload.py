@@ -94,13 +94,13 @@ class OffloadStore:
         self.buckets.append(bucket)
         self._kept[bucket] = kept
 
-    def make_moments(self, init_state: Callable[[Tensor], dict[str, Tensor]]) -> None:
+    def make_moments(self, init_state: Callable[[Bucket, Tensor], dict[str, Tensor]]) -> None:
         for bucket in self.buckets:
             if not bucket.key.trainable:
                 continue
             state = self._kept[bucket].state
             for residents in self.visits((WEIGHT,), [bucket]):
-                made = init_state(residents[0].flats[WEIGHT].float())
+                made = init_state(bucket, residents[0].flats[WEIGHT].float())
             if isinstance(state[WEIGHT], TierSlot):
                 made = {kind: self._put_away(self.placement.state, flat, 0) for kind, flat in made.items()}
             state.update(made)
@@ -198,7 +198,7 @@ class OffloadStore:
         elif kept.weights is None:
             state[WEIGHT] = weights.to(policy.main_dtype, copy=True)
         else:
-            state[WEIGHT] = kept.weights.to(policy.main_dtype)
+            state[WEIGHT] = kept.weights.to(policy.main_dtype, copy=policy.own_masters)
         dtype, sharded = policy.accumulation_dtype, layout.row.shard_grads
         tier = self.placement.gradients if isinstance(state[WEIGHT], TierSlot) else None
         if tier is None or not sharded:

@@ -37,8 +37,11 @@ class Store(Keeper, Protocol):
 
     buckets: list[Bucket]
 
-    def make_moments(self, init_state: Callable[[Tensor], dict[str, Tensor]]) -> None:
-        """Give each trained bucket the moments that a rule's `init_state` makes of its master weights."""
+    def make_moments(self, init_state: Callable[[Bucket, Tensor], dict[str, Tensor]]) -> None:
+        """Give each trained bucket the flat tensors that `init_state` makes of it and its master weights.
+
+        One that a rule's messages to other replicas leave may be of another size than the masters.
+        """
 
     def sums(self, bucket: Bucket) -> Tensor:
         """The flat tensor on the device in which gradients are summed until `land`: [padded].

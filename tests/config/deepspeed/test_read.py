@@ -72,6 +72,51 @@ HONOURED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"optimizer.type": "Lamb"},
         {"optimizer.lamb_adapt_all": False},
     ),
+    "optimizer.params.freeze_step": (
+        400,
+        {"optimizer.type": "OneBitAdam"},
+        {"optimizer.onebit_freeze_step": 400},
+    ),
+    "optimizer.params.coeff_beta": (
+        0.5,
+        {"optimizer.type": "OneBitLamb"},
+        {"optimizer.onebit_lamb_coeff_beta": 0.5},
+    ),
+    "optimizer.params.factor_max": (
+        3.0,
+        {"optimizer.type": "OneBitLamb"},
+        {"optimizer.onebit_lamb_factor_max": 3.0},
+    ),
+    "optimizer.params.factor_min": (
+        0.25,
+        {"optimizer.type": "onebitlamb"},
+        {"optimizer.onebit_lamb_factor_min": 0.25},
+    ),
+    "optimizer.params.factor_threshold": (
+        0.2,
+        {"optimizer.type": "OneBitLamb"},
+        {"optimizer.onebit_lamb_factor_threshold": 0.2},
+    ),
+    "optimizer.params.var_freeze_step": (
+        500,
+        {"optimizer.type": "ZeroOneAdam"},
+        {"optimizer.zero_one_var_freeze_step": 500},
+    ),
+    "optimizer.params.var_update_scaler": (
+        8,
+        {"optimizer.type": "ZeroOneAdam"},
+        {"optimizer.zero_one_var_update_scaler": 8},
+    ),
+    "optimizer.params.local_step_scaler": (
+        100,
+        {"optimizer.type": "ZeroOneAdam"},
+        {"optimizer.zero_one_local_step_scaler": 100},
+    ),
+    "optimizer.params.local_step_clipper": (
+        4,
+        {"optimizer.type": "ZeroOneAdam"},
+        {"optimizer.zero_one_local_step_clipper": 4},
+    ),
     "gradient_clipping": (0.5, {}, {"optimizer.clip_grad": 0.5}),
     "fp16.enabled": (True, {}, {"precision.dtype": "fp16", "precision.initial_loss_scale": 65536.0}),
     "fp16.loss_scale": (4096, {"fp16.enabled": True}, {"precision.loss_scale": 4096.0}),
@@ -421,8 +466,19 @@ def test_the_loss_scale_zero_is_dynamic() -> None:
         ),
         ({"scheduler.type": "OneCycle"}, '`scheduler.type` is not accepted as "OneCycle"'),
         ({"scheduler.type": "LRRangeTest"}, '`scheduler.type` is not accepted as "LRRangeTest"'),
-        ({"optimizer.type": "OneBitAdam"}, '`optimizer.type` is not accepted as "OneBitAdam"'),
-        ({"optimizer.type": "OneBitLamb"}, '`optimizer.type` is not accepted as "OneBitLamb"'),
+        ({"optimizer.type": "MuAdam"}, '`optimizer.type` is not accepted as "MuAdam"'),
+        (
+            {"optimizer.type": "OneBitAdam", "optimizer.params.var_freeze_step": 7},
+            "`optimizer.params.var_freeze_step` must not be given with OneBitAdam; leave it out.",
+        ),
+        (
+            {"optimizer.type": "OneBitAdam", "optimizer.params.bias_correction": False},
+            "`optimizer.params.bias_correction` must not be false with OneBitAdam; leave it out.",
+        ),
+        (
+            {"optimizer.type": "OneBitLamb", "optimizer.params.factor_min": 5.0},
+            "`optimizer.params.factor_min` must be at most `optimizer.params.factor_max`; lower it.",
+        ),
         (
             {"optimizer.type": "AdamW", "optimizer.params.max_coeff": 0.3},
             "`optimizer.params.max_coeff` must not be 0.3 with AdamW; leave it out.",

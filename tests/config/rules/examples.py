@@ -242,6 +242,25 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
     "lamb_settings_need_lamb": {"optimizer.lamb_max_coeff": 0.3},
     "lamb_bounds_ordered": {"optimizer.optimizer": "lamb", "optimizer.lamb_min_coeff": 11.0},
+    "compressed_optimizer_needs_stage_0": {"optimizer.optimizer": "onebit-adam", "zero.stage": 1},
+    "compressed_optimizer_needs_fp32_state": {
+        "optimizer.optimizer": "zero-one-adam",
+        "zero.grad_accumulation_dtype": "bf16",
+    },
+    "compressed_state_stays_on_device": {
+        "optimizer.optimizer": "onebit-adam",
+        "offload.optimizer": "cpu",
+    },
+    "onebit_settings_need_onebit": {"optimizer.onebit_freeze_step": 400},
+    "onebit_lamb_settings_need_onebit_lamb": {
+        "optimizer.optimizer": "onebit-adam",
+        "optimizer.onebit_lamb_factor_max": 3.0,
+    },
+    "zero_one_settings_need_zero_one_adam": {"optimizer.zero_one_var_freeze_step": 400},
+    "onebit_lamb_factors_ordered": {
+        "optimizer.optimizer": "onebit-lamb",
+        "optimizer.onebit_lamb_factor_min": 5.0,
+    },
     "loss_scale_needs_16_bits": {"precision.loss_scale": 4096.0},
     "min_loss_scale_below_initial": {"precision.min_loss_scale": 8.0, "precision.initial_loss_scale": 4.0},
     "recompute_units_within_model": {"recompute.granularity": "full", "recompute.num_layers": 5},

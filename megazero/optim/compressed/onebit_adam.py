@@ -1,0 +1,89 @@
+"""1-bit Adam: once its second moment is frozen, replicas exchange one bit per element of the first."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from megazero.errors import ConfigError
+from megazero.ops.adam import adam_step
+from megazero.optim.compressed.mean import compressed_mean
+from megazero.optim.rule import Needs, Replicas, check_pieces, zeros_like
+
+
+@dataclass(frozen=True)
+class OnebitAdam:
+    """1-bit Adam (Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training").
+
+    For `freeze_step` updates it is `Adam`, bit for bit. From then on v stays as it is, gradients are not
+    summed, and ``m = C(b1 m + (1 - b1) g)``, where g is a replica's own gradient and C is
+    `compressed_mean`; ``p = p (1 - lr wd) - lr m' / (sqrt(v') + eps)``. The moments are corrected for their
+    start as Adam's are, v for `freeze_step` updates. (DeepSpeed's `bias_correction` never has an effect;
+    after thousands of exact steps there is none to have.)
+
+    An element whose v is 0 then, because it never had a gradient (rows of an embedding that no sample
+    reaches, and padding), does not move and is left out of C; with a v of 0, one bit would move it by
+    ``lr / eps``. This is what DeepSpeed's `exp_avg_mask` is for.
+
+    Attributes:
+        beta1, beta2, eps: as Adam's.
+        freeze_step: number of exact updates.
+
+    Raises:
+        ConfigError: `freeze_step` is below 1.
+    """
+
+    needs: ClassVar[Needs] = Needs(reduces=True)
+
+    freeze_step: int
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if self.freeze_step < 1:
+            raise ConfigError(
+                f"`freeze_step` must be at least 1, but is {self.freeze_step}; without an exact step no "
+                "element has a second moment, and none would move: choose 15 to 25 percent of the steps"
+            )
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def init_state(self, like: Tensor) -> dict[str, Tensor]:
+        return zeros_like(self.state_names, like)
+
+    def sums_exactly(self, step: int) -> bool:
+        return step <= self.freeze_step
+
+    @torch.no_grad()
+    def reduce(self, grads, state, *, replicas: Replicas, step) -> None:
+        """Bring the first moment up to date on all replicas; the gradients are used up."""
+        momentum = state["exp_avg"]
+        # The mean of the replicas' gradients times their number is the whole gradient.
+        momentum.mul_(self.beta1).add_(grads, alpha=(1.0 - self.beta1) * replicas.group.size)
+        compressed_mean(momentum, state["exp_avg_sq"] > 0, replicas)
+
+    @torch.no_grad()
+    def step(self, params, grads, states, *, step, lr, weight_decays) -> None:
+        check_pieces(self.state_names, params, grads, states, step, weight_decays)
+        exact = self.sums_exactly(step)
+        first, second = 1.0 - self.beta1**step, 1.0 - self.beta2**self.freeze_step
+        for param, grad, state, decay in zip(params, grads, states, weight_decays, strict=True):
+            if not param.numel():
+                continue
+            if exact:
+                moments = [state["exp_avg"]], [state["exp_avg_sq"]]
+                betas = {"beta1": self.beta1, "beta2": self.beta2}
+                adam_step(
+                    [param], [grad], *moments, step=step, lr=lr, **betas, eps=self.eps, weight_decay=decay
+                )
+                continue
+            param.mul_(1.0 - lr * decay)
+            scale = state["exp_avg_sq"].sqrt().div_(math.sqrt(second)).add_(self.eps)
+            param.addcdiv_(state["exp_avg"], scale, value=-lr / first)

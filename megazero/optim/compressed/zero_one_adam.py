@@ -1,0 +1,154 @@
+"""0/1 Adam: the second moment is updated less and less often, and then replicas exchange less often."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from megazero.errors import ConfigError
+from megazero.optim.compressed.mean import compressed_mean
+from megazero.optim.rule import Needs, Replicas, check_pieces, zeros_like
+
+
+@dataclass(frozen=True)
+class ZeroOneAdam:
+    """0/1 Adam (Lu et al. 2022, "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam").
+
+    For `var_freeze_step` updates, gradients are summed exactly in those that `updates_variance` names, and
+    both moments are updated; in the others only the first, by the compressed mean of the gradients. Then v
+    stays as it is and each replica goes on alone: it moves its weights by its own first moment, and collects
+    in u what it moved by, ``sum lr m'``. In the updates that `exchanges` names, the replicas go on together
+    from where they were last together: ``u = C(u)``, ``m = u / sum lr``, ``p = p - u / (sqrt(v') + eps)``.
+
+    The masters are the weights that the replicas have in common, and u leads from there to those in use.
+    Weight decay shrinks the masters in every update, so none of it gets into m (in DeepSpeed it does). As in
+    `OnebitAdam`, nothing moves that has no second moment.
+
+    Attributes:
+        var_freeze_step: number of updates after which v stays as it is.
+        var_update_scaler: the number of updates of v after which their distance doubles.
+        local_step_scaler: the number of updates after which the distance of exchanges doubles.
+        local_step_clipper: the largest distance of exchanges; 1 lets the replicas always exchange.
+        beta1, beta2, eps: as Adam's; m is divided by 1 - b1^t, and v by 1 - b2^k if it was updated k times.
+
+    Raises:
+        ConfigError: one of the first four is below 1.
+    """
+
+    needs: ClassVar[Needs] = Needs(
+        reduces=True, private=("exp_avg", "local_update"), scalars=("lr_sum",), in_use=True
+    )
+
+    var_freeze_step: int
+    var_update_scaler: int = 16
+    local_step_scaler: int = 32678
+    local_step_clipper: int = 16
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        for name in ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"`{name}` must be at least 1, but is {value}; choose a number of steps")
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "local_update")
+
+    def init_state(self, like: Tensor) -> dict[str, Tensor]:
+        return zeros_like(self.state_names, like)
+
+    def updates_variance(self, step: int) -> bool:
+        """Whether update number `step` updates v: the first one does, and then the distance from one to the
+        next, 1 at first, doubles after `var_update_scaler` of them.
+        """
+        if step > self.var_freeze_step:
+            return False
+        return self._variance_updates(step) > self._variance_updates(step - 1)
+
+    def exchanges(self, step: int) -> bool:
+        """Whether update number `step` of those after the freeze ends with an exchange."""
+        alone = step - self.var_freeze_step
+        doublings = min((alone - 1) // self.local_step_scaler, self.local_step_clipper.bit_length())
+        return alone % min(2**doublings, self.local_step_clipper) == 0
+
+    def sums_exactly(self, step: int) -> bool:
+        return self.updates_variance(step)
+
+    @torch.no_grad()
+    def reduce(self, grads, state, *, replicas: Replicas, step) -> None:
+        """Bring the gradients to all replicas, or the first moments, or nothing, as the step is."""
+        live = state["exp_avg_sq"] > 0
+        grads.mul_(replicas.group.size)  # the mean of these is the whole gradient
+        if step <= self.var_freeze_step:
+            compressed_mean(grads, live, replicas)
+            return
+        if step == self.var_freeze_step + 1:  # what was left out of gradients is none of what comes now
+            replicas.worker_error.zero_()
+            replicas.server_error.zero_()
+        momentum, update, lr_sum = state["exp_avg"], state["local_update"], state["lr_sum"]
+        momentum.lerp_(grads, 1.0 - self.beta1).mul_(live)
+        rates = [lr / self._corrections(step)[0] for lr in replicas.lrs]
+        for (start, stop), rate in zip(replicas.spans, rates, strict=True):
+            update[start:stop].add_(momentum[start:stop], alpha=rate)
+        lr_sum.add_(torch.tensor(rates, dtype=lr_sum.dtype, device=lr_sum.device))
+        if self.exchanges(step):
+            compressed_mean(update, live, replicas)
+            _share(momentum, update, lr_sum, replicas.spans)
+
+    @torch.no_grad()
+    def step(self, params, grads, states, *, step, lr, weight_decays) -> None:
+        check_pieces(self.state_names, params, grads, states, step, weight_decays)
+        alone = step > self.var_freeze_step
+        if alone and not self.exchanges(step):
+            lr_of_moments = 0.0
+        else:
+            lr_of_moments = 1.0 if alone else lr / self._corrections(step)[0]
+        for param, grad, state, decay in zip(params, grads, states, weight_decays, strict=True):
+            if not alone:
+                state["exp_avg"].lerp_(grad, 1.0 - self.beta1)
+                if self.updates_variance(step):
+                    state["exp_avg_sq"].mul_(self.beta2).addcmul_(grad, grad, value=1.0 - self.beta2)
+            param.mul_(1.0 - lr * decay)
+            if lr_of_moments:
+                moved = state["local_update"] if alone else state["exp_avg"]
+                param.addcdiv_(moved, self._roots(state["exp_avg_sq"], step), value=-lr_of_moments)
+            if alone and lr_of_moments:
+                state["local_update"].zero_()
+
+    def in_use(self, master: Tensor, state: dict[str, Tensor]) -> Tensor:
+        """The masters and this replica's own moves since."""
+        roots = self._roots(state["exp_avg_sq"], self.var_freeze_step)
+        return torch.addcdiv(master, state["local_update"], roots, value=-1.0)
+
+    def _roots(self, variance: Tensor, step: int) -> Tensor:
+        return variance.sqrt().div_(math.sqrt(self._corrections(step)[1])).add_(self.eps)
+
+    def _corrections(self, step: int) -> tuple[float, float]:
+        """What the moments are divided by."""
+        updates = self._variance_updates(min(step, self.var_freeze_step))
+        return 1.0 - self.beta1**step, 1.0 - self.beta2**updates
+
+    def _variance_updates(self, step: int) -> int:
+        """How often v is updated in the first `step` updates, if it is not frozen before."""
+        if step < 1:
+            return 0
+        scaler = self.var_update_scaler
+        # After `scaler` updates at each of the distances 1, 2, ..., 2^(d - 1), the next is at distance 2^d.
+        doublings = ((step - 1) // scaler + 1).bit_length() - 1
+        since = step - 1 - scaler * (2**doublings - 1)
+        return scaler * doublings + since // 2**doublings + 1
+
+
+def _share(momentum: Tensor, update: Tensor, lr_sum: Tensor, spans: Sequence[tuple[int, int]]) -> None:
+    """``m = u / sum lr``, where anything was moved by; the sums begin anew."""
+    for total, (start, stop) in zip(lr_sum, spans, strict=True):
+        piece = momentum[start:stop]
+        piece.copy_(torch.where(total > 0, update[start:stop] / total, piece))
+    lr_sum.zero_()
