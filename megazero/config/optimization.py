@@ -12,17 +12,42 @@ from megazero.config.option import Probability, Section, option
 class OptimizerConfig(Section):
     """Optimizer"""
 
-    optimizer: Literal["adam", "sgd", "lamb"] = option(
+    optimizer: Literal[
+        "adam",
+        "sgd",
+        "lamb",
+        "lion",
+        "adagrad",
+        "adadelta",
+        "adamax",
+        "nadam",
+        "radam",
+        "rmsprop",
+    ] = option(
         "adam",
         "adam is AdamW (decoupled weight decay); lamb is AdamW's update, made as long as a set fraction of "
-        "each tensor's weights (You et al. 2020)",
+        "each tensor's weights (You et al. 2020); lion moves each weight by the learning rate (Chen et al. "
+        "2023, decoupled weight decay); adagrad, adadelta, adamax, nadam, radam and rmsprop are "
+        "torch.optim's, whose weight decay is a part of the gradient",
+        refused={
+            "adafactor": "keeps the rows and columns of whole matrices, which pieces of them have not",
+            "asgd": "trains as SGD does, and averages weights that no checkpoint would take",
+            "rprop": "reads the learning rate only once and decays no weights; their schedules would be idle",
+            "soap": "is not offered; choose muon, which also preconditions whole matrices",
+            "adaptive_muon": "is not offered; choose muon",
+            "dist_muon": "is muon with `--use-distributed-optimizer`; give these two",
+        },
     )
     lr: PositiveFloat = option(..., "peak learning rate")
     min_lr: NonNegativeFloat = option(0.0, "floor of the learning rate")
     weight_decay: NonNegativeFloat = option(0.01, "weight decay of matrices and embeddings")
-    adam_beta1: Probability = option(0.9, "adam and lamb: decay of the first moment")
-    adam_beta2: Probability = option(0.999, "adam and lamb: decay of the second moment")
-    adam_eps: PositiveFloat = option(1e-8, "adam and lamb: added to the root of the second moment")
+    adam_beta1: Probability = option(0.9, "adam, lamb, adamax, nadam and radam: decay of the first moment")
+    adam_beta2: Probability = option(
+        0.999, "adam, lamb, adamax, nadam and radam: decay of the second moment, or of adamax's norm"
+    )
+    adam_eps: PositiveFloat = option(
+        1e-8, "adam, lamb, adamax, nadam, radam and rmsprop: added to the root of the second moment"
+    )
     sgd_momentum: NonNegativeFloat = option(0.9, "momentum of SGD")
     lamb_max_coeff: PositiveFloat = option(
         10.0, "LAMB: largest trust ratio, norm of a tensor's weights over norm of its update"
@@ -39,6 +64,12 @@ class OptimizerConfig(Section):
         "does not decay",
         aliases=("--use-nvlamb",),
     )
+    lion_beta1: Probability = option(0.95, "Lion: share of the momentum in the sum whose sign is taken")
+    lion_beta2: Probability = option(0.98, "Lion: decay of the momentum")
+    adagrad_eps: PositiveFloat = option(1e-10, "Adagrad: added to the root of the sum of squared gradients")
+    adadelta_rho: Probability = option(0.9, "Adadelta: decay of the means of squared gradients and updates")
+    adadelta_eps: PositiveFloat = option(1e-6, "Adadelta: added to both means before their roots are taken")
+    rmsprop_alpha: Probability = option(0.99, "RMSprop: decay of the mean of squared gradients")
     clip_grad: NonNegativeFloat = option(1.0, "largest global gradient norm; 0 turns clipping off")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
         "linear", "shape of the decay"

@@ -2,13 +2,17 @@
 
 Everything here is a pure function or a frozen value and starts no communication; `train` and `zero` put the
 pieces together. `schedule.py`: learning rate and weight decay over the course of training. `rule.py`: what an
-update rule is given and may ask for. `update.py`: Adam and SGD on flat fp32 shards. `lamb.py`: LAMB, which
-asks for norms of whole parameters. `loss_scaler.py`: the loss scale of fp16 training. `grad_norm.py`:
-clipping.
+update rule is given and may ask for. `update.py`: Adam and SGD on flat fp32 shards. `lion.py`, `adagrad.py`:
+two more of their kind. `torch_rule.py`: any other class of torch.optim that updates each element by itself.
+`lamb.py`: LAMB, which asks for norms of whole parameters. `build.py`: the rule that a configuration names.
+`loss_scaler.py`: the loss scale of fp16 training. `grad_norm.py`: clipping.
 """
 
+from megazero.optim.adagrad import Adagrad
+from megazero.optim.build import build_update_rule
 from megazero.optim.grad_norm import clip_coefficient, local_square_sum
 from megazero.optim.lamb import Lamb
+from megazero.optim.lion import Lion
 from megazero.optim.loss_scaler import (
     DynamicLossScaler,
     LossScaler,
@@ -26,14 +30,17 @@ from megazero.optim.schedule import (
     build_learning_rate,
     build_weight_decay,
 )
-from megazero.optim.update import Adam, Sgd, build_update_rule
+from megazero.optim.torch_rule import TorchRule, on_pieces
+from megazero.optim.update import Adam, Sgd
 
 __all__ = [
+    "Adagrad",
     "Adam",
     "Decay",
     "DynamicLossScaler",
     "Lamb",
     "LearningRate",
+    "Lion",
     "LossScaler",
     "Needs",
     "NoScaler",
@@ -42,6 +49,7 @@ __all__ = [
     "ScalerState",
     "Sgd",
     "StaticLossScaler",
+    "TorchRule",
     "UpdateRule",
     "Warmup",
     "WeightDecay",
@@ -51,4 +59,5 @@ __all__ = [
     "build_weight_decay",
     "clip_coefficient",
     "local_square_sum",
+    "on_pieces",
 ]

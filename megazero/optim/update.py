@@ -1,5 +1,5 @@
 """AdamW and SGD, of which each element's update depends only on that element, so that a tensor may be cut
-anywhere; and the choice of a rule.
+anywhere.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megazero.config.tree import OptimizerConfig
 from megazero.ops.adam import adam_step
-from megazero.optim.lamb import Lamb
-from megazero.optim.rule import Needs, UpdateRule, check_pieces, zeros_like
+from megazero.optim.rule import Needs, check_pieces, zeros_like
 
 
 @dataclass(frozen=True)
@@ -84,20 +82,3 @@ class Sgd:
             if self.momentum:
                 direction = state["momentum"].mul_(self.momentum).add_(direction)
             param.add_(direction, alpha=-lr)
-
-
-def build_update_rule(config: OptimizerConfig) -> UpdateRule:
-    """The update rule that the configuration names."""
-    if config.optimizer == "sgd":
-        return Sgd(config.sgd_momentum)
-    if config.optimizer == "lamb":
-        return Lamb(
-            config.adam_beta1,
-            config.adam_beta2,
-            config.adam_eps,
-            config.lamb_min_coeff,
-            config.lamb_max_coeff,
-            config.lamb_bias_correction,
-            config.lamb_adapt_all,
-        )
-    return Adam(config.adam_beta1, config.adam_beta2, config.adam_eps)

@@ -103,7 +103,7 @@ def test_every_problem_is_reported_at_once():
         ({"optimizer": two_betas}, "`betas` must be the same in every parameter group of AdamW"),
         ({"optimizer": lambda m: torch.optim.LBFGS(m.parameters())}, "LBFGS fails there"),
         ({"optimizer": lambda m: Middle(m.parameters())}, "Middle gives other values for a tensor in pieces"),
-        ({"optimizer": lambda m: torch.optim.NAdam(m.parameters())}, "NAdam keeps mu_product"),
+        ({"optimizer": lambda m: torch.optim.ASGD(m.parameters())}, "ASGD keeps eta, mu"),
         ({"optimizer": lambda m: torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)}, "2 of 2 are not"),
         ({"optimizer": lambda m: lambda params: None}, "gives a NoneType"),
         ({"optimizer": lambda m: "adam"}, "but is a str"),

@@ -67,7 +67,7 @@ DEPENDENT: Mapping[str, str] = MappingProxyType(
         "it matters only with context parallelism": """
             --cp-comm-type=* --hierarchical-context-parallel-sizes=* --max-seqlen-per-dp-cp-rank=""",
         "it matters only with another optimizer": """
-            --lion-beta1= --lion-beta2= --muon-coefficient-type= --muon-extra-scale-factor=
+            --muon-coefficient-type= --muon-extra-scale-factor=
             --muon-fp32-matmul-prec= --muon-momentum= --muon-nesterov --muon-no-split-qkv
             --muon-num-ns-steps= --muon-scalar-optimizer= --muon-scale-mode= --muon-tp-mode=
             --muon-use-syrk""",

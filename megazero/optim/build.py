@@ -1,0 +1,54 @@
+"""Which update rule a configuration names."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from megazero.config.tree import OptimizerConfig
+from megazero.optim.adagrad import Adagrad
+from megazero.optim.lamb import Lamb
+from megazero.optim.lion import Lion
+from megazero.optim.rule import UpdateRule
+from megazero.optim.torch_rule import TorchRule, on_pieces
+from megazero.optim.update import Adam, Sgd
+
+
+def build_update_rule(config: OptimizerConfig) -> UpdateRule:
+    """The update rule that the configuration names."""
+    name = config.optimizer
+    if name == "sgd":
+        return Sgd(config.sgd_momentum)
+    if name == "lion":
+        return Lion(config.lion_beta1, config.lion_beta2)
+    if name == "adagrad":
+        return Adagrad(config.adagrad_eps)
+    if name == "lamb":
+        return Lamb(
+            config.adam_beta1,
+            config.adam_beta2,
+            config.adam_eps,
+            config.lamb_min_coeff,
+            config.lamb_max_coeff,
+            config.lamb_bias_correction,
+            config.lamb_adapt_all,
+        )
+    if name == "adam":
+        return Adam(config.adam_beta1, config.adam_beta2, config.adam_eps)
+    return _of_torch(config)
+
+
+def _of_torch(config: OptimizerConfig) -> UpdateRule:
+    """A class of torch.optim with the options that the configuration has for it, otherwise torch's own."""
+    moments = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    rows: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+        "adadelta": (torch.optim.Adadelta, {"rho": config.adadelta_rho, "eps": config.adadelta_eps}),
+        "adamax": (torch.optim.Adamax, moments),
+        "nadam": (torch.optim.NAdam, moments),
+        "radam": (torch.optim.RAdam, moments),
+        "rmsprop": (torch.optim.RMSprop, {"alpha": config.rmsprop_alpha, "eps": config.adam_eps}),
+    }
+    kind, options = rows[config.optimizer]
+    return on_pieces(TorchRule(kind, MappingProxyType(options)))
