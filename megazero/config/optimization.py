@@ -23,12 +23,15 @@ class OptimizerConfig(Section):
         "nadam",
         "radam",
         "rmsprop",
+        "muon",
     ] = option(
         "adam",
         "adam is AdamW (decoupled weight decay); lamb is AdamW's update, made as long as a set fraction of "
         "each tensor's weights (You et al. 2020); lion moves each weight by the learning rate (Chen et al. "
         "2023, decoupled weight decay); adagrad, adadelta, adamax, nadam, radam and rmsprop are "
-        "torch.optim's, whose weight decay is a part of the gradient",
+        "torch.optim's, whose weight decay is a part of the gradient; muon makes the updates of matrices "
+        "between hidden vectors orthogonal (Jordan et al. 2024, decoupled weight decay) and leaves the rest "
+        "to `--muon-scalar-optimizer`",
         refused={
             "adafactor": "keeps the rows and columns of whole matrices, which pieces of them have not",
             "asgd": "trains as SGD does, and averages weights that no checkpoint would take",
@@ -70,6 +73,41 @@ class OptimizerConfig(Section):
     adadelta_rho: Probability = option(0.9, "Adadelta: decay of the means of squared gradients and updates")
     adadelta_eps: PositiveFloat = option(1e-6, "Adadelta: added to both means before their roots are taken")
     rmsprop_alpha: Probability = option(0.99, "RMSprop: decay of the mean of squared gradients")
+    muon_momentum: Probability = option(0.9, "Muon: decay of the momentum")
+    muon_nesterov: bool = option(False, "Muon: Nesterov's momentum, in which the gradient counts once more")
+    muon_coefficient_type: Literal["quintic", "simple"] = option(
+        "quintic",
+        "Muon: coefficients of the Newton-Schulz steps; quintic are tuned for five steps one by one, simple "
+        "are Jordan et al.'s, the same in each step",
+        refused={
+            **dict.fromkeys(("polar_express", "cans", "aol"), "is not offered; choose quintic"),
+            "custom": "takes numbers that no command line gives; choose quintic or simple",
+        },
+    )
+    muon_num_ns_steps: PositiveInt = option(5, "Muon: number of Newton-Schulz steps")
+    muon_ns_dtype: Literal["fp32", "bf16"] = option(
+        "fp32", "Muon: dtype of the products in Newton-Schulz steps"
+    )
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = option(
+        "spectral",
+        "Muon: factor of an update by its matrix's shape: spectral is sqrt(max(rows, columns)), "
+        "unit_rms_norm sqrt(rows / columns), shape_scaling sqrt(max(1, rows / columns)), as Jordan et al. "
+        "have it",
+    )
+    muon_extra_scale_factor: PositiveFloat = option(
+        1.0, "Muon: a further factor of updates; 0.2 with spectral makes them the size of AdamW's"
+    )
+    muon_split_qkv: bool = option(
+        True,
+        "Muon: queries, keys and values are one matrix",
+        flag="--muon-no-split-qkv",
+    )
+    muon_scalar_optimizer: Literal["adam", "lion"] = option(
+        "adam", "Muon: optimizer of embeddings, heads, norms, biases and routers"
+    )
+    muon_scalar_lr: PositiveFloat | None = option(
+        None, "Muon: their peak learning rate, which moves as `--lr` does; none for the same"
+    )
     clip_grad: NonNegativeFloat = option(1.0, "largest global gradient norm; 0 turns clipping off")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
         "linear", "shape of the decay"

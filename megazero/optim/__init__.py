@@ -4,8 +4,9 @@ Everything here is a pure function or a frozen value and starts no communication
 pieces together. `schedule.py`: learning rate and weight decay over the course of training. `rule.py`: what an
 update rule is given and may ask for. `update.py`: Adam and SGD on flat fp32 shards. `lion.py`, `adagrad.py`:
 two more of their kind. `torch_rule.py`: any other class of torch.optim that updates each element by itself.
-`lamb.py`: LAMB, which asks for norms of whole parameters. `build.py`: the rule that a configuration names.
-`loss_scaler.py`: the loss scale of fp16 training. `grad_norm.py`: clipping.
+`lamb.py`: LAMB, which asks for norms of whole parameters. `muon.py`: Muon, which asks for whole matrices.
+`build.py`: the rule that a configuration names. `loss_scaler.py`: the loss scale of fp16 training.
+`grad_norm.py`: clipping.
 """
 
 from megazero.optim.adagrad import Adagrad
@@ -21,7 +22,8 @@ from megazero.optim.loss_scaler import (
     StaticLossScaler,
     build_loss_scaler,
 )
-from megazero.optim.rule import Needs, NormRule, ReducingRule, UpdateRule
+from megazero.optim.muon import Muon
+from megazero.optim.rule import MatrixRule, Needs, NormRule, ReducingRule, UpdateRule
 from megazero.optim.schedule import (
     Decay,
     LearningRate,
@@ -42,6 +44,8 @@ __all__ = [
     "LearningRate",
     "Lion",
     "LossScaler",
+    "MatrixRule",
+    "Muon",
     "Needs",
     "NoScaler",
     "NormRule",

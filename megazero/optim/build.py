@@ -11,6 +11,8 @@ from megazero.config.tree import OptimizerConfig
 from megazero.optim.adagrad import Adagrad
 from megazero.optim.lamb import Lamb
 from megazero.optim.lion import Lion
+from megazero.optim.muon import NEWTON_SCHULZ, Muon
+from megazero.optim.rescaled import Rescaled
 from megazero.optim.rule import UpdateRule
 from megazero.optim.torch_rule import TorchRule, on_pieces
 from megazero.optim.update import Adam, Sgd
@@ -37,7 +39,25 @@ def build_update_rule(config: OptimizerConfig) -> UpdateRule:
         )
     if name == "adam":
         return Adam(config.adam_beta1, config.adam_beta2, config.adam_eps)
-    return _of_torch(config)
+    return _muon(config) if name == "muon" else _of_torch(config)
+
+
+def _muon(config: OptimizerConfig) -> UpdateRule:
+    """Muon beside the rule for all that is no matrix."""
+    rest = build_update_rule(config.model_copy(update={"optimizer": config.muon_scalar_optimizer}))
+    if config.muon_scalar_lr is not None:
+        rest = Rescaled(rest, config.muon_scalar_lr / config.lr)
+    return Muon(
+        config.muon_momentum,
+        config.muon_nesterov,
+        NEWTON_SCHULZ[config.muon_coefficient_type],
+        config.muon_num_ns_steps,
+        config.muon_scale_mode,
+        config.muon_extra_scale_factor,
+        config.muon_split_qkv,
+        config.muon_ns_dtype,
+        rest,
+    )
 
 
 def _of_torch(config: OptimizerConfig) -> UpdateRule:

@@ -70,7 +70,7 @@ def build_engine(
     """
     lessons = Lessons.of(config.distillation, chunks, teacher)
     rule = build_update_rule(config.optimizer)
-    policy = ZeroPolicy.of(config.zero, rule_reduces=rule.needs.reduces)
+    policy = ZeroPolicy.of(config.zero, rule_reduces=rule.needs.reduces, matrices_apart=rule.needs.matrices)
     units = [
         Unit(number, block, tuple(block.parameters()))
         for number, chunk in chunks.items()

@@ -126,7 +126,7 @@ class CopyCheck:
         self.optimizer = optimizer
         self.context = context
         self._store = optimizer.store
-        self._kinds = (WEIGHT, *optimizer.rule.state_names)
+        self._kinds = (WEIGHT, *optimizer.state_names)
         self._fingerprints = Fingerprints(context.device)
         # Ends come last: the order of buckets is not the same on the two stages.
         self._shared = [name for name in _GROUPS if context.groups[name].size > 1]

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from megazero.errors import ConfigError
-from megazero.mpu import ParallelContext, ParamSpec, gather_values, read_values
+from megazero.mpu import ParallelContext, ParamSpec, Work, gather_values, read_values
 from megazero.optim import UpdateRule, clip_coefficient, local_square_sum
-from megazero.zero.bucket import Bucket
+from megazero.zero.bucket import Bucket, whole_state
 from megazero.zero.layout import counted_parts, present_parts
+from megazero.zero.matrices import WholeMatrices
 from megazero.zero.norms import ParameterNorms
 from megazero.zero.store import GRADIENT, WEIGHT, Store
 from megazero.zero.update import PerGroup, Update, UpdateFacts
@@ -59,7 +60,22 @@ class Optimizer:
         self._trained = [bucket for bucket in store.buckets if bucket.key.trainable]
         self._counted = {bucket: counted_parts(bucket.layout) for bucket in self._trained}
         _check_reduction(rule, store, self._trained)
-        store.make_moments(rule.init_state)
+        _check_matrices(rule, self._trained)
+        for each, buckets in self._parts():
+            store.make_moments(each.init_state, buckets)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Kinds of moments; not every bucket has all of them where there are several rules."""
+        return tuple(dict.fromkeys(name for rule, _ in self._parts() for name in rule.state_names))
+
+    def _parts(self) -> list[tuple[UpdateRule, list[Bucket]]]:
+        """The rules and the trained buckets that each of them updates."""
+        if not self.rule.needs.matrices:
+            return [(self.rule, self._trained)]
+        matrices = [bucket for bucket in self._trained if bucket.key.matrices]
+        rest = [bucket for bucket in self._trained if not bucket.key.matrices]
+        return [(self.rule, matrices), (self.rule.rest, rest)]
 
     @torch.no_grad()
     def step(
@@ -88,21 +104,28 @@ class Optimizer:
                 return StepReport(norm, False, self._first_bad_parameter())
             clip = clip_coefficient(norm, self.clip_grad)
         self.updates += 1
-        asked, moments = self.rule.needs.norms, self.rule.state_names
-        norms = ParameterNorms(self._trained, self.context, len(asked)) if asked else None
-        update = Update(self.rule, UpdateFacts(self.updates, lr, weight_decay, grad_scale * clip), norms)
-        everything = (WEIGHT, GRADIENT, *moments)
-        if norms is not None:
-            for residents in self.store.visits(everything, self._trained, changes=(GRADIENT, *moments)):
-                update.prepare(residents)
-            norms.reduce()
-        works = []
-        for residents in self.store.visits(everything, self._trained, changes=everything):
-            update.apply(residents)
-            works += [each.bucket.publish(each.flats[WEIGHT]) for each in residents]
+        facts = UpdateFacts(self.updates, lr, weight_decay, grad_scale * clip)
+        works = [work for rule, buckets in self._parts() for work in self._update(rule, buckets, facts)]
         for work in works:
             work.wait()
         return StepReport(norm, True)
+
+    def _update(self, rule: UpdateRule, buckets: Sequence[Bucket], facts: UpdateFacts) -> list[Work]:
+        """Update these buckets by a rule and start to bring the masters to the weights."""
+        needs, moments = rule.needs, rule.state_names
+        norms = ParameterNorms(buckets, self.context, len(needs.norms)) if needs.norms else None
+        matrices = WholeMatrices(rule, self.context) if needs.matrices else None
+        update = Update(rule, facts, norms, matrices)
+        everything = (WEIGHT, GRADIENT, *moments)
+        if norms is not None:
+            for residents in self.store.visits(everything, buckets, changes=(GRADIENT, *moments)):
+                update.prepare(residents)
+            norms.reduce()
+        works = []
+        for residents in self.store.visits(everything, buckets, changes=everything):
+            update.apply(residents)
+            works += [each.bucket.publish(each.flats[WEIGHT]) for each in residents]
+        return works
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -156,17 +179,19 @@ class Optimizer:
         All ranks iterate to the end. One bucket at a time is whole; tensors may be views of live state.
 
         Args:
-            kinds: of ``weight`` and the rule's state names, which alone are gathered; None for all.
+            kinds: of ``weight`` and `state_names`, which alone are gathered; None for all.
 
         Yields:
             ``spec, {"weight": ..., "exp_avg": ...}``, tensors in the shape of this tensor-parallel slice;
             of a parameter that is not trained the weight alone.
         """
-        kinds = (WEIGHT, *self.rule.state_names) if kinds is None else kinds
+        kinds = (WEIGHT, *self.state_names) if kinds is None else kinds
         for residents in self.store.visits(kinds, self.store.buckets):
             for each in residents:
                 layout = each.bucket.layout
-                views = {kind: layout.views(_whole(each.bucket, flat)) for kind, flat in each.flats.items()}
+                views = {
+                    kind: layout.views(whole_state(each.bucket, flat)) for kind, flat in each.flats.items()
+                }
                 for i, spec in enumerate(layout.specs):
                     yield spec, {kind: parts[i] for kind, parts in views.items()}
 
@@ -176,7 +201,7 @@ class Optimizer:
         for residents in self.store.visits((GRADIENT,), self._trained):
             for each in residents:
                 layout = each.bucket.layout
-                whole = _whole(each.bucket, each.flats[GRADIENT])
+                whole = whole_state(each.bucket, each.flats[GRADIENT])
                 yield from zip(layout.specs, layout.views(whole), strict=True)
 
     @torch.no_grad()
@@ -186,7 +211,7 @@ class Optimizer:
         Args:
             tensor_of: the whole tensor of a parameter (of this tensor-parallel slice) by kind; asked only
                 for parameters of which this rank holds a part.
-            kinds: of ``weight`` and the rule's state names; parameters that are not trained have no moments.
+            kinds: of ``weight`` and `state_names`; parameters that are not trained have no moments.
         """
         for bucket in self.store.buckets:
             mine = self.store.at_rest(bucket)
@@ -251,15 +276,6 @@ class Optimizer:
                         yield each.bucket.layout.specs[number].name
 
 
-def _whole(bucket: Bucket, flat: Tensor) -> Tensor:
-    """A whole flat tensor [padded] from every rank's part over its `state_range`."""
-    if not bucket.layout.row.shard_state:
-        return flat
-    whole = flat.new_empty(bucket.layout.padded)
-    bucket.wire.group.all_gather(whole, flat.contiguous()).wait()
-    return whole
-
-
 def _check_reduction(rule: UpdateRule, store: Store, buckets: Sequence[Bucket]) -> None:
     """Refuse a rule that sums gradients itself where they are summed already or cannot be used."""
     if not rule.needs.reduces:
@@ -281,3 +297,13 @@ def _check_reduction(rule: UpdateRule, store: Store, buckets: Sequence[Bucket]) 
                 f"`accumulation_dtype` must be fp32 for {name}, which sums gradients itself, but is {dtype}; "
                 "choose fp32"
             )
+
+
+def _check_matrices(rule: UpdateRule, buckets: Sequence[Bucket]) -> None:
+    """Refuse a rule for whole matrices where these share buckets with other parameters."""
+    mixed = [s.name for b in buckets if not b.key.matrices for s in b.layout.specs if s.matrices is not None]
+    if rule.needs.matrices and mixed:
+        raise ConfigError(
+            f"`matrices_apart` of the ZeRO policy must be true for {type(rule).__name__}, which updates "
+            f"whole matrices such as {mixed[0]}, but is false; build the policy from the rule"
+        )

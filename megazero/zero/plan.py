@@ -58,6 +58,7 @@ class BucketKey:
         replicas: name of the communicator over the ranks that hold the same parameters.
         trainable: whether the parameters get gradients.
         row: index of the bucket's row in `table.STAGES`.
+        matrices: whether they are made of matrices, which have a rule of their own.
     """
 
     chunk: int
@@ -65,6 +66,7 @@ class BucketKey:
     replicas: str
     trainable: bool
     row: int
+    matrices: bool = False
 
 
 def plan_buckets(
@@ -86,7 +88,8 @@ def plan_buckets(
     for i in reversed(range(len(params))):
         param = params[i]
         row = _row(param, policy, group_size(param.spec.replicas))
-        key = BucketKey(param.chunk, param.dtype, param.spec.replicas, param.trainable, row)
+        matrices = policy.matrices_apart and param.spec.matrices is not None
+        key = BucketKey(param.chunk, param.dtype, param.spec.replicas, param.trainable, row, matrices)
         place = (key, param.unit if STAGES[row].shard_params else None)
         members = None if param.alone else open_.get(place)
         if members is None or sum(params[m].numel for m in members) + param.numel > policy.bucket_size:

@@ -26,6 +26,7 @@ class ZeroPolicy:
         main_dtype: dtype of the optimizer's copy of the weights.
         hpz: number of ranks of one node that hold a second partition (ZeRO++); 1 turns it off.
         rule_reduces: whether the update rule sums gradients over the replicas itself, see `optim.Needs`.
+        matrices_apart: whether parameters made of matrices have buckets of their own, see `optim.Needs`.
     """
 
     stage: int = 0
@@ -39,9 +40,12 @@ class ZeroPolicy:
     main_dtype: torch.dtype = torch.float32
     hpz: int = 1
     rule_reduces: bool = False
+    matrices_apart: bool = False
 
     @classmethod
-    def of(cls, config: ZeroConfig, *, rule_reduces: bool = False) -> ZeroPolicy:
+    def of(
+        cls, config: ZeroConfig, *, rule_reduces: bool = False, matrices_apart: bool = False
+    ) -> ZeroPolicy:
         """The policy of a configuration and of an update rule's `Needs`."""
         return cls(
             stage=config.stage,
@@ -55,6 +59,7 @@ class ZeroPolicy:
             main_dtype=_dtype(config.main_params_dtype),
             hpz=config.hpz_partition_size,
             rule_reduces=rule_reduces,
+            matrices_apart=matrices_apart,
         )
 
 

@@ -42,8 +42,10 @@ class Store(Keeper, Protocol):
 
     buckets: list[Bucket]
 
-    def make_moments(self, init_state: Callable[[Tensor], dict[str, Tensor]]) -> None:
-        """Give each trained bucket the moments that a rule's `init_state` makes of its master weights."""
+    def make_moments(
+        self, init_state: Callable[[Tensor], dict[str, Tensor]], buckets: Sequence[Bucket]
+    ) -> None:
+        """Give these trained buckets the moments that a rule's `init_state` makes of their master weights."""
 
     def sums(self, bucket: Bucket) -> Tensor:
         """The flat tensor on the device in which gradients are summed until `land`: [padded].
@@ -124,11 +126,12 @@ class DeviceStore:
         self.buckets.append(bucket)
         self._held[bucket] = _Held(shard, weights, {WEIGHT: master}, sums, own)
 
-    def make_moments(self, init_state: Callable[[Tensor], dict[str, Tensor]]) -> None:
-        for bucket in self.buckets:
-            if bucket.key.trainable:
-                state = self._held[bucket].state
-                state.update(init_state(state[WEIGHT].float()))
+    def make_moments(
+        self, init_state: Callable[[Tensor], dict[str, Tensor]], buckets: Sequence[Bucket]
+    ) -> None:
+        for bucket in buckets:
+            state = self._held[bucket].state
+            state.update(init_state(state[WEIGHT].float()))
 
     def shard(self, bucket: Bucket) -> Tensor:
         return self._held[bucket].shard

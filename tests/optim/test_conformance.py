@@ -13,13 +13,7 @@ from torch import Tensor, nn
 
 from megazero.config.tree import OptimizerConfig
 from megazero.mpu import (
-    Cut,
-    InitialValues,
-    ParallelContext,
-    ParamSpec,
     ProcessGrid,
-    ThreadWorld,
-    thread_context,
 )
 from megazero.optim import (
     Adagrad,
@@ -32,10 +26,10 @@ from megazero.optim import (
     build_update_rule,
     local_square_sum,
 )
-from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store
 from tests.optim.rules import Lars, SelfSumming, SelfSummingLars
+from tests.optim.sharded import LR, SPECS, sharded, values
 
-LR, STEPS = 0.02, 20
+STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -311,69 +305,9 @@ class TestAlone:
         assert not any(tensor.any() for tensor in states[0].values())
 
 
-SPECS = (
-    ParamSpec("columns", (4, 6), InitialValues("zeros"), (Cut(0, "tp"),)),
-    ParamSpec("words", (5, 3), InitialValues("zeros"), (Cut(0, "tp", padded_size=8),)),
-    ParamSpec("rows", (5, 4), InitialValues("zeros"), (Cut(1, "tp"),)),
-    ParamSpec("experts", (2, 4, 3), InitialValues("zeros"), (Cut(0, "ep"), Cut(1, "etp"))),
-    ParamSpec("experts' bias", (2, 3), InitialValues("zeros"), (Cut(0, "ep"),)),
-    ParamSpec("norm", (7,), InitialValues("zeros"), weight_decay=False),
-    ParamSpec("bias", (11,), InitialValues("zeros")),
-    ParamSpec("empty", (0, 3), InitialValues("zeros")),
-    ParamSpec("scalar", (), InitialValues("zeros")),
-    ParamSpec("zero", (3,), InitialValues("zeros")),
-)
-
-
-def values(spec: ParamSpec, number: int) -> Tensor:
-    """Weights (0) or the gradient of a step, whole; those of `zero` are 0 at first."""
-    seed = 1000 * number + sum(map(ord, spec.name))
-    drawn = torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed))
-    return drawn * 0.0 if spec.name == "zero" and number < 2 else drawn
-
-
-def sharded(rule: UpdateRule, grid: ProcessGrid, stage: int) -> list[dict[str, Tensor]]:
-    """Each rank's weights and moments, whole, after some steps; replicas add parts of each gradient."""
-    world = ThreadWorld(grid.world_size, 20.0)
-
-    def work(rank: int) -> dict[str, Tensor]:
-        context = thread_context(world, grid, rank)
-        optimizer = _trained(rule, stage, context)
-        return {
-            f"{spec.name}/{kind}": spec.unshard(tensor, context.groups).clone()
-            for spec, state in optimizer.full_state()
-            for kind, tensor in state.items()
-        }
-
-    return world.run(work)
-
-
-def _trained(rule: UpdateRule, stage: int, context: ParallelContext) -> Optimizer:
-    place = context.place
-    params = [nn.Parameter(spec.shard(values(spec, 0), place).clone()) for spec in SPECS]
-    for param, spec in zip(params, SPECS, strict=True):
-        param.spec = spec
-    units = [Unit(0, nn.Module(), (param,)) for param in params]
-    policy = ZeroPolicy(stage, bucket_size=25, persistence_threshold=5, rule_reduces=rule.needs.reduces)
-    store = build_store(units, policy, context)
-    parallel, optimizer = DataParallel(units, store, policy, context), Optimizer(store, rule, context, 0.0)
-    for step in range(1, 6):
-        parallel.start()
-        parallel.begin_backward(0, reduce=True)
-        for param, spec in zip(params, SPECS, strict=True):
-            group = context.groups[spec.replicas]
-            share = 0.25 if group.rank else 1.0 - 0.25 * (group.size - 1)
-            param.grad = share * spec.shard(values(spec, step), place)
-            parallel.collect(param)
-        parallel.end_backward()
-        parallel.finish()
-        assert optimizer.step(LR, 0.1).applied
-    return optimizer
-
-
 @cache
 def whole(row: RuleRow) -> dict[str, Tensor]:
-    return sharded(row.rule, ProcessGrid(), 0)[0]
+    return sharded(row.rule, ProcessGrid(), 0, SPECS)[0]
 
 
 @EVERY_ROW
@@ -382,7 +316,7 @@ def whole(row: RuleRow) -> dict[str, Tensor]:
 )
 def test_shards_and_slices_move_like_whole_parameters(row, grid):
     for stage in row.stages:
-        for found in sharded(row.rule, ProcessGrid(**grid), stage):
+        for found in sharded(row.rule, ProcessGrid(**grid), stage, SPECS):
             assert found.keys() == whole(row).keys()
             for name, want in whole(row).items():
                 torch.testing.assert_close(found[name], want, rtol=1e-5, atol=1e-6, msg=f"{stage} {name}")

@@ -12,6 +12,7 @@ from itertools import combinations
 from types import MappingProxyType
 
 from megazero.config.derive import EXPERT_FIELDS
+from megazero.config.fields import FIELDS
 from tests.oracle.text import VOCABULARY
 
 STEPS = 20
@@ -156,6 +157,10 @@ NOT_STATED = MappingProxyType(
                 for name in ("adagrad_eps", "adadelta_rho", "adadelta_eps", "rmsprop_alpha")
             ),
             "torch's class is the oracle: tests/optim/test_conformance.py",
+        ),
+        **dict.fromkeys(
+            (spec.path for spec in FIELDS if spec.name.startswith("muon_")),
+            "torch's class is the oracle: tests/optim/test_muon.py",
         ),
         "data.train_data_path": "another way to name the documents: tests/data/test_build.py",
         "data.valid_data_path": "no training reads it",

@@ -227,6 +227,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "adagrad_settings_need_adagrad": {"optimizer.adagrad_eps": 1e-8, "optimizer.optimizer": "rmsprop"},
     "adadelta_settings_need_adadelta": {"optimizer.adadelta_rho": 0.95},
     "rmsprop_settings_need_rmsprop": {"optimizer.rmsprop_alpha": 0.9, "optimizer.optimizer": "adagrad"},
+    "muon_settings_need_muon": {"optimizer.muon_nesterov": True},
+    "muon_quintic_in_fives": {"optimizer.optimizer": "muon", "optimizer.muon_num_ns_steps": 6},
     "loss_scale_needs_16_bits": {"precision.loss_scale": 4096.0},
     "min_loss_scale_below_initial": {"precision.min_loss_scale": 8.0, "precision.initial_loss_scale": 4.0},
     "recompute_units_within_model": {"recompute.granularity": "full", "recompute.num_layers": 5},
