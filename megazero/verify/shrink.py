@@ -77,6 +77,11 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
         "distillation": {"kd_train_iters": None if config.distillation.kd_train_iters is None else 3},
         "training": {"train_iters": 100, "train_samples": None, "train_tokens": None},
     }
+    if config.optimizer.optimizer == "adagrad":
+        changes["optimizer"]["adagrad_eps"] = 1e-4
+    if "lion" in (config.optimizer.optimizer, config.optimizer.muon_scalar_optimizer):
+        changes["model"] |= {"add_bias_linear": False, "add_qkv_bias": False}
+        notes.append("no biases: that of keys has no gradient but rounding, and Lion takes its sign")
     # Lengths of the learning rate schedule are removed in every unit: the run is only a few steps long.
     changes["optimizer"] |= {
         name: (None if "decay" in name or "fraction" in name else 0)

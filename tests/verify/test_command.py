@@ -106,6 +106,14 @@ def test_a_fine_tuning_is_verified_without_its_files(capsys):
     assert out.endswith("the same training as one process\n")
 
 
+@pytest.mark.parametrize("optimizer", ["lion", "adagrad", "rmsprop", "muon"])
+def test_other_optimizers_are_verified(optimizer, capsys):
+    """Two replicas x two slices, with biases and all, as the user asks."""
+    layout = ["--tensor-model-parallel-size", "2", "--zero-stage", "1", "--world-size", "4", "--steps", "2"]
+    assert main([*BASE, *layout, "--optimizer", optimizer]) == 0
+    assert capsys.readouterr().out.endswith("the same training as one process\n")
+
+
 ENCODER = [*BASE, "--model-family", "bert", "--steps", "2"]
 
 

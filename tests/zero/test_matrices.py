@@ -121,7 +121,7 @@ def test_a_rank_works_out_only_matrices_that_it_holds_parts_of(stage, shares):
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_traffic_is_the_momentum_over_the_replicas_and_the_slices(stage):
-    """Two replicas x two slices of a matrix of 8 x 4, in fp32; stage 1 gathers weights after the update, too."""
+    """Two replicas x two slices of 8 x 4 elements of fp32; stage 1 gathers weights after the update, too."""
     log = TrafficLog()
     context = recording_context(ProcessGrid(dp=2, tp=2), 0, log, "cpu")
     param = parameter("weight", [[1.0] * 4] * 4)
