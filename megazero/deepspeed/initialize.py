@@ -16,6 +16,7 @@ from megazero.config.deepspeed import read_deepspeed
 from megazero.deepspeed.data import build_dataloader
 from megazero.deepspeed.engine import UserEngine
 from megazero.deepspeed.experts import agreed_ep_size, check_ep_size, share_experts, without
+from megazero.deepspeed.muon import matrix_groups
 from megazero.deepspeed.optimizer import UserOptimizer, build_torch_optimizer
 from megazero.deepspeed.parallel import build_parallel, group_numbers, prepare
 from megazero.deepspeed.report import Reporter
@@ -126,13 +127,14 @@ def _shard(
     """Move the model's parameters into buckets and put an optimizer over them."""
     extras = settings.extras
     rule_of = choose_rule(client, allow_untested=extras.zero_allow_untested_optimizer)
-    policy = ZeroPolicy.of(settings.zero)
+    whole = matrix_groups(client)
+    policy = ZeroPolicy.of(settings.zero, matrices_apart=bool(whole))
     numbers = group_numbers(model, client.param_groups)
     params = dict(model.named_parameters())
     gone = share_experts(model, context)
     without(client.param_groups, gone)
     homes = prepare(model, params, gone, context, DTYPES[settings.precision.dtype])
-    parallel = build_parallel(model, policy, context, homes, numbers)
+    parallel = build_parallel(model, policy, context, homes, numbers, whole)
     shards = Optimizer(parallel.store, rule_of(client.param_groups), context, settings.clip_grad)
     return UserOptimizer(
         client,

@@ -1,13 +1,13 @@
 """Turns a torch optimizer into an update rule on flat shards.
 
-AdamW and FusedLamb have rules of their own. Any other optimizer runs itself on flat pieces of the fp32 master
-weights, see `megazero.optim.TorchRule`.
+AdamW, FusedLamb, FusedLion and Muon have rules of their own. Any other optimizer runs itself on flat pieces
+of the fp32 master weights, see `megazero.optim.TorchRule`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from megazero.deepspeed.lamb import FusedLamb, lamb_of
+from megazero.deepspeed.lion import FusedLion
+from megazero.deepspeed.muon import matrix_groups, muon_of
 from megazero.errors import ConfigError
-from megazero.optim import Adam, TorchRule, UpdateRule, on_pieces
+from megazero.optim import Adam, Lion, TorchRule, UpdateRule, on_pieces
 
 Groups = Sequence[Mapping[str, Any]]
 """Parameter groups of a torch optimizer."""
@@ -46,6 +48,10 @@ def choose_rule(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> Ru
         return _adamw
     if type(optimizer) is FusedLamb:
         return _lamb
+    if type(optimizer) is FusedLion:
+        return _lion
+    if whole := matrix_groups(optimizer):
+        return lambda groups: _muon(groups, whole)
     rule = on_pieces(TorchRule(type(optimizer), *_options(optimizer)), allow_untested=allow_untested)
     return lambda groups: replace(rule, options=_common(groups, tuple(rule.options), rule.kind.__name__))
 
@@ -58,6 +64,18 @@ def _adamw(groups: Groups) -> UpdateRule:
 def _lamb(groups: Groups) -> UpdateRule:
     names = ("betas", "eps", "min_coeff", "max_coeff", "bias_correction", "use_nvlamb")
     return lamb_of(_common(groups, names, "FusedLamb"))
+
+
+def _lion(groups: Groups) -> UpdateRule:
+    return Lion(*(float(beta) for beta in _common(groups, ("betas",), "FusedLion")["betas"]))
+
+
+def _muon(groups: Groups, whole: Set[int]) -> UpdateRule:
+    matrices = [group for number, group in enumerate(groups) if number in whole]
+    rest = [group for number, group in enumerate(groups) if number not in whole]
+    names = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "eps")
+    own = _common(matrices, [name for name in names if name in matrices[0]], "Muon")
+    return muon_of(own, _common(rest, ("betas", "eps"), "Muon's AdamW") if rest else {})
 
 
 def _options(optimizer: torch.optim.Optimizer) -> tuple[Mapping[str, Any], tuple[str, ...]]:

@@ -18,7 +18,8 @@ from megazero.config.bounded import bounded_text
 from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
 from megazero.config.deepspeed.extras import Extras
 from megazero.config.deepspeed.row import AUTO, LARGEST, NOTHING, SECTION, KeyRow
-from megazero.config.deepspeed.rows.train import BATCH_ROWS, is_lamb
+from megazero.config.deepspeed.rows.optimizer import optimizer_of
+from megazero.config.deepspeed.rows.train import BATCH_ROWS
 from megazero.config.deepspeed.table import ALIASES, ROWS, SECTIONS, unknown_key
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.flags import Setting
@@ -28,9 +29,14 @@ from megazero.regular_file import why_unreadable
 _LONGEST_SHOWN = 80  # characters of a value in a message
 _DEEPEST = 32  # levels; DeepSpeed's own keys need eight
 _NOTHING_GIVEN: Mapping[str, Any] = MappingProxyType({})
-# Keys of LAMB, and what other optimizers accept, which is what they do.
-_OF_LAMB: Mapping[str, Any] = MappingProxyType(
-    {"max_coeff": None, "min_coeff": None, "use_nvlamb": None, "bias_correction": True}
+# Keys of one optimizer, and what others accept, which is what they do.
+_OF_ONE: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "lamb": {"max_coeff": None, "min_coeff": None, "use_nvlamb": None, "bias_correction": True},
+        "muon": {"muon_lr": None, "adam_lr": None, "ns_method": None, "nesterov": False},
+        "adadelta": {"rho": None},
+        "rmsprop": {"alpha": None},
+    }
 )
 _WARMUP = frozenset({"warmup_num_steps", "warmup_type", "last_batch_iteration"})
 _SCHEDULER_TAKES: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -296,7 +302,7 @@ def _apply(
         row, value, values, source, result.defaults if row.key in resolved else result.settings
     )
     if row.extra and found is not NOTHING:
-        extras[row.extra] = found
+        extras[row.extra] = value if len(row.fields) > 1 else found
     if row.script_refused:
         result.script_problems.append(f"{source} is not accepted: {row.script_refused}.")
     elif row.accepted:
@@ -357,11 +363,13 @@ def _set_batch(
 def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
     """Keys that are sound by themselves but not together."""
     optimizer = values.get("optimizer.type")
-    if optimizer is not None and not is_lamb(values):
-        for name, harmless in _OF_LAMB.items():
+    for own, keys in _OF_ONE.items() if optimizer is not None else ():
+        for name, harmless in keys.items() if optimizer_of(values) != own else ():
             key = f"optimizer.params.{name}"
             if values.get(key, harmless) != harmless:
                 yield f"`{key}` must not be {_say(values[key])} with {optimizer}; leave it out."
+    if optimizer_of(values) == "rmsprop" and values.get("optimizer.params.momentum"):
+        yield "`optimizer.params.momentum` must be 0 with RMSprop, which has none here; leave it out."
     if values.get("optimizer.params.min_coeff", 0.01) > values.get("optimizer.params.max_coeff", 10.0):
         yield "`optimizer.params.min_coeff` must be at most `optimizer.params.max_coeff`; lower it."
     kind = values.get("scheduler.type")

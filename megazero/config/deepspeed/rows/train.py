@@ -1,4 +1,4 @@
-"""Rows of the DeepSpeed table: batch sizes, optimizer, schedule and precision."""
+"""Rows of the DeepSpeed table: batch sizes, schedule and precision."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from megazero.config.deepspeed.row import (
     COUNT,
     INTEGER,
     NOTHING,
-    NUMBER,
-    PAIR,
     SIZE,
     TEXT,
     KeyRow,
@@ -67,107 +65,6 @@ BATCH_ROWS: tuple[KeyRow, ...] = (
         ("batch.micro_batch_size", "batch.global_batch_size"),
         auto=left_to_flags,
     ),
-)
-
-_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
-    {"adam": "adam", "adamw": "adam", "sgd": "sgd", "lamb": "lamb", "fusedlamb": "lamb"}
-)
-
-
-def _optimizer(key: str, shape: Any, *fields: str, **rest: Any) -> KeyRow:
-    return sets(
-        f"optimizer.params.{key}", shape, *fields, extra=f"optimizer.{key}", when="optimizer.type", **rest
-    )
-
-
-def is_lamb(values: Values) -> bool:
-    """Whether a JSON's optimizer is LAMB."""
-    return _OPTIMIZERS.get(values.get("optimizer.type", "").lower()) == "lamb"
-
-
-def _of_lamb(told: Callable[[Any], Any]) -> Callable[[Any, Values], Any]:
-    """What a key of LAMB says; with another optimizer, where only its default is accepted, nothing."""
-    return lambda value, values: told(value) if is_lamb(values) else NOTHING
-
-
-def _corrects(on: bool) -> str:
-    # DeepSpeed's FusedLamb multiplies the learning rate, after the trust ratio.
-    return "rate" if on else "none"
-
-
-OPTIMIZER_ROWS: tuple[KeyRow, ...] = (
-    sets(
-        "optimizer.type",
-        TEXT,
-        "optimizer.optimizer",
-        convert=lambda name, values: _OPTIMIZERS[name.lower()],
-        extra="optimizer.type",
-        only=only("Adam", "AdamW", "SGD", "Lamb", "FusedLamb"),
-        refused="choose Adam, AdamW (both decay weights separately from the gradient), SGD or Lamb; others "
-        "come in a later version",
-    ),
-    _optimizer("lr", AMOUNT, "optimizer.lr", auto=left_to_flags),
-    _optimizer("betas", PAIR, "optimizer.adam_beta1", "optimizer.adam_beta2", auto=left_to_flags),
-    _optimizer("eps", AMOUNT, "optimizer.adam_eps", auto=left_to_flags),
-    _optimizer("weight_decay", AMOUNT, "optimizer.weight_decay", absent=0.0, auto=left_to_flags),
-    _optimizer("momentum", AMOUNT, "optimizer.sgd_momentum", absent=0.0, auto=left_to_flags),
-    _optimizer(
-        "max_coeff",
-        AMOUNT,
-        "optimizer.lamb_max_coeff",
-        only=Only("above 0", lambda bound: bound > 0),
-        refused="a trust ratio of 0 moves nothing; choose 10",
-    ),
-    _optimizer("min_coeff", AMOUNT, "optimizer.lamb_min_coeff"),
-    _optimizer(
-        "bias_correction",
-        BOOL,
-        "optimizer.lamb_bias_correction",
-        convert=_of_lamb(_corrects),
-        absent=True,
-    ),
-    # apex's name for what DeepSpeed's LAMB always does.
-    _optimizer("use_nvlamb", BOOL, "optimizer.lamb_adapt_all", convert=_of_lamb(lambda on: on), absent=True),
-    sets("optimizer.params.max_grad_norm", AMOUNT, "optimizer.clip_grad", when="optimizer.type"),
-    *refuses(
-        "the update always decays weights separately from the gradient; leave it out",
-        BOOL,
-        only(True),
-        "optimizer.params.adam_w_mode",
-    ),
-    *refuses(
-        "gradients always enter the first moment by 1 - beta1; leave it out",
-        BOOL,
-        only(True),
-        "optimizer.params.grad_averaging",
-    ),
-    *refuses(
-        "epsilon is always added to the root; leave it out",
-        BOOL,
-        only(False),
-        "optimizer.params.eps_inside_sqrt",
-    ),
-    *refuses(
-        "there is no such variant; leave it out",
-        BOOL,
-        only(False),
-        "optimizer.params.amsgrad",
-        "optimizer.params.nesterov",
-        "optimizer.params.maximize",
-    ),
-    *refuses("there is no such variant; leave it out", NUMBER, only(0), "optimizer.params.dampening"),
-    *ignores(
-        "the fastest update that is built is used, and all of them compute the same",
-        BOOL,
-        "optimizer.params.torch_adam",
-        "optimizer.params.fused",
-        "optimizer.params.foreach",
-        "optimizer.params.capturable",
-        "optimizer.params.differentiable",
-        "optimizer.params.set_grad_none",
-        "optimizer.legacy_fusion",
-    ),
-    sets("gradient_clipping", AMOUNT, "optimizer.clip_grad", auto=left_to_flags),
 )
 
 _SCRIPT_SCHEDULE = (
