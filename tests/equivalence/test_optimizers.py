@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 
+from benchmarks import reshard_sweep as reshard
 from megazero.config.tree import Config
 from megazero.verify.compare import compare
 from megazero.verify.layouts import Layout
@@ -81,6 +82,25 @@ def test_layout_equals_one_process(layout):
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_so_it_does_with_muons_settings(settings):
     check(Layout(optimizer="muon", tp=2, dp=2, zero=1, shape="llama"), settings)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (
+            Layout(optimizer="muon", tp=2, dp=2, zero=1, shape="llama"),
+            Layout(optimizer="muon", pp=2, dp=2, zero=3, bucket_size=1, shape="llama"),
+        ),
+        (
+            Layout(optimizer="lion", dp=2, zero=3, shape="llama"),
+            Layout(optimizer="lion", tp=2, shape="llama"),
+        ),
+        (Layout(optimizer="radam", tp=2, dp=2, zero=2), Layout(optimizer="radam", pp=2)),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_a_checkpoint_goes_there_and_back_bit_for_bit(first, second, tmp_path):
+    assert reshard.check(reshard.Case(first), reshard.Case(second), tmp_path).wrong == ()
 
 
 def test_each_optimizer_meets_each_kind_of_layout():
