@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from megazero.errors import ConfigError
 from megazero.optim import Adam, Muon
 
-_ADAM = {"betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+_ADAM = MappingProxyType({"betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0})
 _EPS = 1e-7
 
 
