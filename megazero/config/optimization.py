@@ -12,19 +12,54 @@ from megazero.config.option import Probability, Section, option
 class OptimizerConfig(Section):
     """Optimizer"""
 
-    optimizer: Literal["adam", "sgd", "lamb", "onebit-adam", "zero-one-adam", "onebit-lamb"] = option(
+    optimizer: Literal[
+        "adam",
+        "sgd",
+        "lamb",
+        "lion",
+        "adagrad",
+        "adadelta",
+        "adamax",
+        "nadam",
+        "radam",
+        "rmsprop",
+        "muon",
+        "onebit-adam",
+        "zero-one-adam",
+        "onebit-lamb",
+    ] = option(
         "adam",
         "adam is AdamW (decoupled weight decay); lamb is AdamW's update, made as long as a set fraction of "
-        "each tensor's weights (You et al. 2020); onebit-adam (Tang et al. 2021), zero-one-adam (Lu et al. "
-        "2022) and onebit-lamb (Li et al. 2021) come to send one bit per element between data-parallel ranks",
+        "each tensor's weights (You et al. 2020); lion moves each weight by the learning rate (Chen et al. "
+        "2023, decoupled weight decay); adagrad, adadelta, adamax, nadam, radam and rmsprop are "
+        "torch.optim's, whose weight decay is a part of the gradient; muon makes the updates of matrices "
+        "between hidden vectors orthogonal (Jordan et al. 2024, decoupled weight decay) and leaves the rest "
+        "to `--muon-scalar-optimizer`; onebit-adam (Tang et al. 2021), zero-one-adam (Lu et al. 2022) and "
+        "onebit-lamb (Li et al. 2021) come to send one bit per element between data-parallel ranks",
+        refused={
+            "adafactor": "keeps the rows and columns of whole matrices, which pieces of them have not",
+            "asgd": "trains as SGD does, and averages weights that no checkpoint would take",
+            "rprop": "reads the learning rate only once and decays no weights; their schedules would be idle",
+            "soap": "is not offered; choose muon, which also preconditions whole matrices",
+            "adaptive_muon": "is not offered; choose muon",
+            "dist_muon": "is muon with `--use-distributed-optimizer`; give these two",
+        },
     )
     lr: PositiveFloat = option(..., "peak learning rate")
     min_lr: NonNegativeFloat = option(0.0, "floor of the learning rate")
     weight_decay: NonNegativeFloat = option(0.01, "weight decay of matrices and embeddings")
-    adam_beta1: Probability = option(0.9, "Adam and LAMB of all kinds: decay of the first moment")
-    adam_beta2: Probability = option(0.999, "Adam and LAMB of all kinds: decay of the second moment")
+    adam_beta1: Probability = option(
+        0.9, "Adam and LAMB of all kinds, adamax, nadam and radam: decay of the first moment"
+    )
+    adam_beta2: Probability = option(
+        0.999,
+        "Adam and LAMB of all kinds, adamax, nadam and radam: decay of the second moment, or of "
+        "adamax's norm",
+    )
     adam_eps: PositiveFloat = option(
-        1e-8, "Adam and LAMB of all kinds: added to the root of the second moment"
+        1e-8,
+        "Adam and LAMB of all kinds, adamax, nadam, radam and rmsprop: added to the root of the second "
+        "moment",
     )
     sgd_momentum: NonNegativeFloat = option(0.9, "momentum of SGD")
     lamb_max_coeff: PositiveFloat = option(
@@ -66,6 +101,47 @@ class OptimizerConfig(Section):
     )
     zero_one_local_step_clipper: PositiveInt = option(
         16, "0/1 Adam: largest distance of exchanges; 1 exchanges in every update"
+    )
+    lion_beta1: Probability = option(0.95, "Lion: share of the momentum in the sum whose sign is taken")
+    lion_beta2: Probability = option(0.98, "Lion: decay of the momentum")
+    adagrad_eps: PositiveFloat = option(1e-10, "Adagrad: added to the root of the sum of squared gradients")
+    adadelta_rho: Probability = option(0.9, "Adadelta: decay of the means of squared gradients and updates")
+    adadelta_eps: PositiveFloat = option(1e-6, "Adadelta: added to both means before their roots are taken")
+    rmsprop_alpha: Probability = option(0.99, "RMSprop: decay of the mean of squared gradients")
+    muon_momentum: Probability = option(0.9, "Muon: decay of the momentum")
+    muon_nesterov: bool = option(False, "Muon: Nesterov's momentum, in which the gradient counts once more")
+    muon_coefficient_type: Literal["quintic", "simple"] = option(
+        "quintic",
+        "Muon: coefficients of the Newton-Schulz steps; quintic are tuned for five steps one by one, simple "
+        "are Jordan et al.'s, the same in each step",
+        refused={
+            **dict.fromkeys(("polar_express", "cans", "aol"), "is not offered; choose quintic"),
+            "custom": "takes numbers that no command line gives; choose quintic or simple",
+        },
+    )
+    muon_num_ns_steps: PositiveInt = option(5, "Muon: number of Newton-Schulz steps")
+    muon_ns_dtype: Literal["fp32", "bf16"] = option(
+        "fp32", "Muon: dtype of the products in Newton-Schulz steps"
+    )
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = option(
+        "spectral",
+        "Muon: factor of an update by its matrix's shape: spectral is sqrt(max(rows, columns)), "
+        "unit_rms_norm sqrt(rows / columns), shape_scaling sqrt(max(1, rows / columns)), as Jordan et al. "
+        "have it",
+    )
+    muon_extra_scale_factor: PositiveFloat = option(
+        1.0, "Muon: a further factor of updates; 0.2 with spectral makes them the size of AdamW's"
+    )
+    muon_split_qkv: bool = option(
+        True,
+        "Muon: queries, keys and values are one matrix",
+        flag="--muon-no-split-qkv",
+    )
+    muon_scalar_optimizer: Literal["adam", "lion"] = option(
+        "adam", "Muon: optimizer of embeddings, heads, norms, biases and routers"
+    )
+    muon_scalar_lr: PositiveFloat | None = option(
+        None, "Muon: their peak learning rate, which moves as `--lr` does; none for the same"
     )
     clip_grad: NonNegativeFloat = option(1.0, "largest global gradient norm; 0 turns clipping off")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(

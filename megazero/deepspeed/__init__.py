@@ -1,19 +1,23 @@
 """deepspeed: DeepSpeed's interface: an engine for the user's own model, with DeepSpeed's JSON and names.
 
 Start with `initialize.py` and `engine.py` (`stepping.py` holds its training step, `answers.py` what a script
-may query). `settings.py` reads the JSON; `optimizer.py`, `torch_rule.py`, `lamb.py` and `schedules.py`
-connect torch's optimizers to ours; `parallel.py` lays a foreign module out in buckets; `checkpoint.py` and
-`data.py` save and feed it; `report.py` reports progress.
+may query). `settings.py` reads the JSON; `optimizer.py`, `torch_rule.py`, `lamb.py`, `lion.py`, `muon.py` and
+`schedules.py` connect torch's optimizers to ours; `parallel.py` lays a foreign module out in buckets;
+`checkpoint.py` and `data.py` save and feed it; `report.py` reports progress.
 """
 
 from megazero.deepspeed.data import RepeatingLoader
 from megazero.deepspeed.engine import UserEngine
 from megazero.deepspeed.initialize import add_config_arguments, init_distributed, initialize
 from megazero.deepspeed.lamb import FusedLamb
+from megazero.deepspeed.lion import FusedLion
+from megazero.deepspeed.muon import MuonWithAuxAdam
 from megazero.deepspeed.optimizer import UserOptimizer
 
 __all__ = [
     "FusedLamb",
+    "FusedLion",
+    "MuonWithAuxAdam",
     "RepeatingLoader",
     "UserEngine",
     "UserOptimizer",

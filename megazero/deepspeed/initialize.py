@@ -16,6 +16,7 @@ from megazero.config.deepspeed import read_deepspeed
 from megazero.deepspeed.data import build_dataloader
 from megazero.deepspeed.engine import UserEngine
 from megazero.deepspeed.experts import agreed_ep_size, check_ep_size, share_experts, without
+from megazero.deepspeed.muon import matrix_groups
 from megazero.deepspeed.optimizer import UserOptimizer, build_torch_optimizer
 from megazero.deepspeed.parallel import build_parallel, group_numbers, prepare
 from megazero.deepspeed.report import Reporter
@@ -148,6 +149,7 @@ def _shard(
     extras = settings.extras
     rule_of = choose_rule(client, allow_untested=extras.zero_allow_untested_optimizer)
     rule = rule_of(client.param_groups)
+    whole = matrix_groups(client)
     policy = ZeroPolicy.of(settings.zero, settings.offload, rule.needs)
     numbers = group_numbers(model, client.param_groups)
     params = dict(model.named_parameters())
@@ -155,7 +157,7 @@ def _shard(
     without(client.param_groups, gone)
     homes = prepare(model, params, gone, context, DTYPES[settings.precision.dtype])
     kind = store_kind(settings.offload, context.device)
-    parallel = build_parallel(model, policy, context, homes, numbers, kind)
+    parallel = build_parallel(model, policy, context, homes, numbers, kind, whole)
     shards = Optimizer(parallel.store, rule, context, settings.clip_grad)
     return UserOptimizer(
         client,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,11 +12,37 @@ from torch import nn
 from megazero.config.deepspeed import Extras, OptimizerExtras
 from megazero.deepspeed.compressed import OPTIONS, CompressedOptimizer
 from megazero.deepspeed.lamb import FusedLamb
+from megazero.deepspeed.lion import FusedLion
+from megazero.deepspeed.muon import split_by_mark
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.torch_rule import RuleOf
 from megazero.errors import ConfigError, MegazeroError
 from megazero.optim import LossScaler, ScalerState
 from megazero.zero import Optimizer, StepReport
+
+_CLASSES: Mapping[str, type[torch.optim.Optimizer]] = MappingProxyType(
+    {
+        "sgd": torch.optim.SGD,
+        "lion": FusedLion,
+        "adagrad": torch.optim.Adagrad,
+        "adadelta": torch.optim.Adadelta,
+        "adamax": torch.optim.Adamax,
+        "nadam": torch.optim.NAdam,
+        "radam": torch.optim.RAdam,
+        "rmsprop": torch.optim.RMSprop,
+    }
+)
+# The options that they take beside learning rate and weight decay; others have betas and an epsilon.
+_TAKEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "sgd": ("momentum",),
+        "lion": ("betas",),
+        "adagrad": ("eps",),
+        "adadelta": ("rho", "eps"),
+        "rmsprop": ("alpha", "eps"),
+        "muon": ("momentum", "nesterov", "betas", "eps"),
+    }
+)
 
 ParamGroups = Sequence[nn.Parameter] | Sequence[dict[str, Any]]
 
@@ -66,20 +93,22 @@ def _of_json(extras: OptimizerExtras, params: ParamGroups) -> torch.optim.Optimi
             "write it down"
         )
 
-    def known(name: str) -> Any:
-        value = getattr(extras, name)
-        return getattr(OptimizerExtras, name) if value is None else value  # "auto": the default
-
-    if extras.type == "sgd":
-        return torch.optim.SGD(
-            params, extras.lr, momentum=known("momentum"), weight_decay=known("weight_decay")
-        )
-    adams = {name: known(name) for name in ("betas", "eps", "weight_decay")}
+    # What is "auto" or missing has the default of the class; only the decay of AdamW and Muon is another.
+    said = {"weight_decay": extras.weight_decay or 0.0}
+    names = _TAKEN.get(extras.type, ("betas", "eps"))
+    said |= {name: value for name in names if (value := getattr(extras, name)) is not None}
+    if extras.type in _CLASSES:
+        return _CLASSES[extras.type](params, lr=extras.lr, **said)
+    if extras.type == "muon":
+        shared = {"weight_decay": said.pop("weight_decay")}
+        rest = {"lr": extras.adam_lr or extras.lr, "betas": (0.9, 0.999), "eps": 1e-8, **shared}
+        rest |= {name: said.pop(name) for name in ("betas", "eps") if name in said}
+        return split_by_mark(list(params), {"lr": extras.muon_lr or extras.lr, **shared, **said}, rest)
     if extras.type == "lamb":
         return FusedLamb(
             params,
             extras.lr,
-            **adams,
+            **said,
             bias_correction=extras.bias_correction == "rate",
             max_coeff=extras.max_coeff,
             min_coeff=extras.min_coeff,
@@ -87,8 +116,9 @@ def _of_json(extras: OptimizerExtras, params: ParamGroups) -> torch.optim.Optimi
         )
     if extras.type in OPTIONS:
         own = {name: getattr(extras, name) for name in OPTIONS[extras.type]}
-        return CompressedOptimizer(extras.type, params, extras.lr, **adams, **own)
-    return torch.optim.AdamW(params, extras.lr, **adams)
+        said = {"betas": (0.9, 0.999), "eps": 1e-8, **said}
+        return CompressedOptimizer(extras.type, params, extras.lr, **said, **own)
+    return torch.optim.AdamW(params, extras.lr, **said)
 
 
 class UserOptimizer(torch.optim.Optimizer):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from megazero.errors import ConfigError, MegazeroError
-from megazero.mpu import Cut, Group, InitialValues, ParallelContext, ParamSpec, spec_of
+from megazero.mpu import Cut, Group, InitialValues, Matrices, ParallelContext, ParamSpec, spec_of
 from megazero.zero import DataParallel, Store, Unit, ZeroPolicy, build_store, module_units
 from megazero.zero.init import Partition, external_parameters, is_partitioned
 
@@ -149,14 +149,22 @@ def build_parallel(
     homes: Mapping[int, Partition],
     groups: Mapping[int, int],
     kind: Callable[[ZeroPolicy], Store],
+    whole: Set[int] = frozenset(),
 ) -> UserParallel:
-    """Move the model's parameters into buckets of such a store; those of `homes` bucket by bucket."""
+    """Move the model's parameters into buckets of such a store; those of `homes` bucket by bucket.
+
+    Args:
+        whole: numbers of the groups whose parameters are matrices that an optimizer needs whole.
+    """
 
     def fill(params: Sequence[nn.Parameter]) -> None:
         for param in params:
             param.data.copy_(homes[id(param)].whole())
 
     units = user_units(model, context.tp.size)
+    for param in model.parameters():
+        if groups.get(id(param)) in whole:
+            param.spec = replace(spec_of(param), matrices=Matrices())
     store = build_store(units, policy, context, fill, groups, kind)
     return UserParallel(model, units, store, policy, context)
 

@@ -9,6 +9,7 @@ from megazero.config.tree import ModelConfig
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
 from megazero.layers.placement import Placement
+from megazero.mpu import Matrices
 from megazero.ops.attention import attention
 from megazero.ops.rotary import apply_rotary
 
@@ -44,6 +45,7 @@ class SelfAttention(nn.Module):
             placement,
             bias=config.qkv_bias,
             std=config.init_method_std,
+            matrices=Matrices(parts=(self.queries_per_group, 1, 1), dim=1),
         )
         self.out = RowParallelLinear(
             f"layers.{layer}.attention.out",

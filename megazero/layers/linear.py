@@ -19,7 +19,10 @@ from torch.autograd import Function
 from megazero.layers.collectives import gather_rows, reduce_from_slices, reduce_scatter_sequence
 from megazero.layers.inputs import Deferred
 from megazero.layers.placement import Placement
-from megazero.mpu import DONE, Cut, Group, InitialValues, ParamSpec, SoloGroup, Work
+from megazero.mpu import DONE, Cut, Group, InitialValues, Matrices, ParamSpec, SoloGroup, Work
+
+ONE_MATRIX = Matrices()
+"""A weight [..., h] whose rows all belong together."""
 
 
 class _ColumnLinear(Function):
@@ -156,6 +159,7 @@ class ColumnParallelLinear(nn.Module):
         shape: logical shape of the outputs; its dim `shard_dim` is sliced.
         bias: whether the layer has a bias.
         std: standard deviation of the initial weight.
+        matrices: the matrices that the weight is made of; by default it is one.
     """
 
     def __init__(
@@ -168,12 +172,15 @@ class ColumnParallelLinear(nn.Module):
         shard_dim: int = 0,
         bias: bool = True,
         std: float = 0.02,
+        matrices: Matrices = ONE_MATRIX,
     ):
         super().__init__()
         self.placement = placement
         cuts = (Cut(shard_dim, "tp"),)
         normal, zeros = InitialValues("normal", std), InitialValues("zeros")
-        self.weight = placement.parameter(ParamSpec(f"{name}.weight", (*shape, features), normal, cuts))
+        self.weight = placement.parameter(
+            ParamSpec(f"{name}.weight", (*shape, features), normal, cuts, matrices=matrices)
+        )
         self.bias = None
         if bias:
             self.bias = placement.parameter(ParamSpec(f"{name}.bias", shape, zeros, cuts, weight_decay=False))
@@ -209,7 +216,9 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.placement = placement
         normal, cuts = InitialValues("normal", std), (Cut(1, "tp"),)
-        self.weight = placement.parameter(ParamSpec(f"{name}.weight", (features, width), normal, cuts))
+        self.weight = placement.parameter(
+            ParamSpec(f"{name}.weight", (features, width), normal, cuts, matrices=ONE_MATRIX)
+        )
         self.bias = None
         if bias:
             self.bias = placement.parameter(

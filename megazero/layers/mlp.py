@@ -11,6 +11,7 @@ from megazero.config.tree import ModelConfig
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
 from megazero.layers.placement import Placement
+from megazero.mpu import Matrices
 from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
@@ -64,6 +65,7 @@ class MLP(nn.Module):
             shard_dim=1 if gated else 0,
             bias=config.add_bias_linear,
             std=config.init_method_std,
+            matrices=Matrices(stacked=1 if gated else 0),
         )
         self.down = RowParallelLinear(
             f"{name}.down",

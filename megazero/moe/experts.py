@@ -10,7 +10,7 @@ from torch.autograd import Function
 
 from megazero.config.tree import ModelConfig
 from megazero.layers import Deferred, Placement, activated, residual_std
-from megazero.mpu import Cut, InitialValues, ParamSpec
+from megazero.mpu import Cut, InitialValues, Matrices, ParamSpec
 from megazero.ops.grouped_linear import grouped_linear, grouped_outer
 
 
@@ -98,7 +98,9 @@ class Experts(nn.Module):
 
         def parameter(which: str, shape: tuple[int, ...], init: InitialValues, cuts: tuple[Cut, ...]):
             decay = which.endswith("weight")
-            return placement.parameter(ParamSpec(f"{name}.{which}", shape, init, cuts, decay))
+            matrices = Matrices(stacked=len(shape) - 2) if decay else None
+            spec = ParamSpec(f"{name}.{which}", shape, init, cuts, decay, matrices=matrices)
+            return placement.parameter(spec)
 
         self.up = parameter("up.weight", (experts, *inner, hidden), std, cuts)
         self.down = parameter("down.weight", (experts, hidden, width), out_std, (ep, Cut(2, "etp")))

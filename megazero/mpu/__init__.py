@@ -15,8 +15,9 @@ from megazero.mpu.grid import AXES, COMMUNICATORS, SLICE_AXES, Axis, Place, Proc
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
 from megazero.mpu.host import read_values
 from megazero.mpu.launch import Launch, choose_device, join, leave, open_context, reporting
+from megazero.mpu.matrices import Matrices
 from megazero.mpu.messages import gather_values, name_ranks
-from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec, copy_axes, spec_of
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec, copy_axes, matrix_spec, spec_of
 from megazero.mpu.rng import derive_key, sample_keys, site_key
 from megazero.mpu.shared_group import SharedGroup
 from megazero.mpu.shared_open import open_shared
@@ -42,6 +43,7 @@ __all__ = [
     "InitialValues",
     "JobFailure",
     "Launch",
+    "Matrices",
     "ParallelContext",
     "ParamSpec",
     "Place",
@@ -67,6 +69,7 @@ __all__ = [
     "join",
     "leave",
     "make_context",
+    "matrix_spec",
     "name_ranks",
     "open_context",
     "open_shared",

@@ -8,7 +8,7 @@ the parameter counts in sums all follow from that.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megazero.mpu.grid import SLICE_AXES, Place, numbering, slice_axes
 from megazero.mpu.group import Group
+from megazero.mpu.matrices import Matrices
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class ParamSpec:
             parallelism), so the gradients must be summed over them.
         expert: it belongs, whole, to one expert of its own name: ranks with another index along ``ep`` hold
             other experts' parameters, and no part of it.
+        matrices: the matrices between hidden vectors that it is made of; None for vectors, tables and heads.
     """
 
     name: str
@@ -69,6 +71,7 @@ class ParamSpec:
     shared: bool = False
     partial_grad: bool = False
     expert: bool = False
+    matrices: Matrices | None = None
 
     def __post_init__(self) -> None:
         dims, told = [cut.dim for cut in self.cuts], f"{self.name} {self.shape} has {self.cuts}"
@@ -172,6 +175,14 @@ class ParamSpec:
         theirs = tuple(slice(first, first + size) for first, size in zip(start, present, strict=True))
         local[tuple(slice(size) for size in present)] = whole[theirs]
         return local
+
+
+def matrix_spec(spec: ParamSpec, place: Place) -> ParamSpec:
+    """The spec of what a parameter's ranks must gather for whole matrices: it is cut only within them."""
+    assert spec.matrices is not None, f"{spec.name} has no matrices"
+    local, stacked = spec.local_shape(place), spec.matrices.stacked
+    cuts = tuple(cut for cut in spec.cuts if cut.dim >= stacked)
+    return replace(spec, shape=(*local[:stacked], *spec.shape[stacked:]), cuts=cuts)
 
 
 def copy_axes(spec: ParamSpec) -> tuple[str, ...]:

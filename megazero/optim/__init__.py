@@ -2,15 +2,19 @@
 
 Everything here is a pure function or a frozen value and starts no communication; `train` and `zero` put the
 pieces together. `schedule.py`: learning rate and weight decay over the course of training. `rule.py`: what an
-update rule is given and may ask for. `update.py`: Adam and SGD on flat fp32 shards. `lamb.py`: LAMB, which
-asks for norms of whole parameters. `compressed/`: rules that sum over the replicas themselves, a bit per
-element. `loss_scaler.py`: the loss scale of fp16 training. `grad_norm.py`:
-clipping.
+update rule is given and may ask for. `update.py`: Adam and SGD on flat fp32 shards. `lion.py`, `adagrad.py`:
+two more of their kind. `torch_rule.py`: any other class of torch.optim that updates each element by itself.
+`lamb.py`: LAMB, which asks for norms of whole parameters. `muon.py`: Muon, which asks for whole matrices.
+`compressed/`: rules that sum over the replicas themselves, a bit per element. `build.py`: the rule that a
+configuration names. `loss_scaler.py`: the loss scale of fp16 training. `grad_norm.py`: clipping.
 """
 
+from megazero.optim.adagrad import Adagrad
+from megazero.optim.build import build_update_rule
 from megazero.optim.compressed import OnebitAdam, OnebitLamb, ZeroOneAdam
 from megazero.optim.grad_norm import clip_coefficient, local_square_sum
 from megazero.optim.lamb import Lamb
+from megazero.optim.lion import Lion
 from megazero.optim.loss_scaler import (
     DynamicLossScaler,
     LossScaler,
@@ -19,10 +23,12 @@ from megazero.optim.loss_scaler import (
     StaticLossScaler,
     build_loss_scaler,
 )
+from megazero.optim.muon import Muon
 from megazero.optim.rule import (
     SERVER_ERROR,
     WORKER_ERROR,
     LocalRule,
+    MatrixRule,
     Needs,
     NormRule,
     ReducingRule,
@@ -37,18 +43,23 @@ from megazero.optim.schedule import (
     build_learning_rate,
     build_weight_decay,
 )
-from megazero.optim.update import Adam, Sgd, build_update_rule
+from megazero.optim.torch_rule import TorchRule, on_pieces
+from megazero.optim.update import Adam, Sgd
 
 __all__ = [
     "SERVER_ERROR",
     "WORKER_ERROR",
+    "Adagrad",
     "Adam",
     "Decay",
     "DynamicLossScaler",
     "Lamb",
     "LearningRate",
+    "Lion",
     "LocalRule",
     "LossScaler",
+    "MatrixRule",
+    "Muon",
     "Needs",
     "NoScaler",
     "NormRule",
@@ -59,6 +70,7 @@ __all__ = [
     "ScalerState",
     "Sgd",
     "StaticLossScaler",
+    "TorchRule",
     "UpdateRule",
     "Warmup",
     "WeightDecay",
@@ -69,4 +81,5 @@ __all__ = [
     "build_weight_decay",
     "clip_coefficient",
     "local_square_sum",
+    "on_pieces",
 ]

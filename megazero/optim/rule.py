@@ -23,6 +23,7 @@ class Needs:
         private: those of its `state_names` that differ between replicas.
         scalars: names of further state, one number for each whole parameter.
         in_use: whether the model uses other weights than the masters, which the rule's `in_use` makes.
+        matrices: whether it updates whole matrices, and leaves other parameters to another, see `MatrixRule`.
     """
 
     norms: tuple[str, ...] = ()
@@ -30,6 +31,7 @@ class Needs:
     private: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
     in_use: bool = False
+    matrices: bool = False
 
 
 WORKER_ERROR = "worker_error"
@@ -154,6 +156,57 @@ class NormRule(UpdateRule, Protocol):
             norms: for each piece, the L2 norms of its whole parameter's tensors, fp64 [len(needs.norms)].
             exempt: for each piece, whether its parameter is exempt from weight decay, and not only for now,
                 while a schedule has it at 0.
+        """
+
+
+class MatrixRule(UpdateRule, Protocol):
+    """A rule whose update of a matrix depends on all of it (Muon, Shampoo), however it is cut and sharded.
+
+    `prepare` sees this rank's pieces; what it makes of them is put together to whole matrices, of which
+    `change` makes the updates; `step` gets this rank's pieces of these. Parameters whose `ParamSpec` names no
+    matrices are for `rest`.
+
+    Attributes:
+        rest: the rule for other parameters, which has other buckets and its own state.
+        split_joined: whether matrices that are stored as one (queries, keys and values) are changed apart.
+    """
+
+    rest: UpdateRule
+    split_joined: bool
+
+    def prepare(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        *,
+        step: int,
+        weight_decays: Sequence[float],
+    ) -> Iterable[Tensor]:
+        """Bring `states` up to date and return what `change` is to be given, piece by piece.
+
+        Args:
+            params, grads, states, step, weight_decays: as in `NormRule.prepare`.
+        """
+
+    def change(self, matrices: Tensor) -> Tensor:
+        """The updates of whole matrices, [n, rows, columns] -> the same shape, each by itself."""
+
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        *,
+        step: int,
+        lr: float,
+        weight_decays: Sequence[float],
+        updates: Sequence[Tensor],
+    ) -> None:
+        """Update `params` in place, as `UpdateRule.step` does.
+
+        Args:
+            updates: for each piece, its part of what `change` returned.
         """
 
 

@@ -1,5 +1,5 @@
 """AdamW and SGD, of which each element's update depends only on that element, so that a tensor may be cut
-anywhere; and the choice of a rule.
+anywhere.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megazero.config.tree import OptimizerConfig
 from megazero.ops.adam import adam_step
-from megazero.optim.compressed import OnebitAdam, OnebitLamb, ZeroOneAdam
-from megazero.optim.lamb import Lamb
-from megazero.optim.rule import Needs, UpdateRule, check_pieces, zeros_like
+from megazero.optim.rule import Needs, check_pieces, zeros_like
 
 
 @dataclass(frozen=True)
@@ -85,39 +82,3 @@ class Sgd:
             if self.momentum:
                 direction = state["momentum"].mul_(self.momentum).add_(direction)
             param.add_(direction, alpha=-lr)
-
-
-def build_update_rule(config: OptimizerConfig) -> UpdateRule:
-    """The update rule that the configuration names."""
-    if config.optimizer == "sgd":
-        return Sgd(config.sgd_momentum)
-    adam = Adam(config.adam_beta1, config.adam_beta2, config.adam_eps)
-    lamb = Lamb(
-        **vars(adam),
-        min_coeff=config.lamb_min_coeff,
-        max_coeff=config.lamb_max_coeff,
-        bias_correction=config.lamb_bias_correction,
-        adapt_all=config.lamb_adapt_all,
-    )
-    if config.optimizer == "lamb":
-        return lamb
-    if config.optimizer == "onebit-lamb":
-        return OnebitLamb(
-            config.onebit_freeze_step,
-            lamb,
-            config.onebit_lamb_coeff_beta,
-            config.onebit_lamb_factor_min,
-            config.onebit_lamb_factor_max,
-            config.onebit_lamb_factor_threshold,
-        )
-    if config.optimizer == "onebit-adam":
-        return OnebitAdam(config.onebit_freeze_step, **vars(adam))
-    if config.optimizer == "zero-one-adam":
-        return ZeroOneAdam(
-            config.zero_one_var_freeze_step,
-            config.zero_one_var_update_scaler,
-            config.zero_one_local_step_scaler,
-            config.zero_one_local_step_clipper,
-            **vars(adam),
-        )
-    return adam

@@ -336,6 +336,7 @@ class Layout:
                 lr_warmup_iters=2,
                 weight_decay=0.1,
                 adam_eps=1e-4,
+                **({"adagrad_eps": 1e-4} if self.optimizer == "adagrad" else {}),
             ),
             recompute=RecomputeConfig(granularity=self.recompute),
             precision=PrecisionConfig(dtype=self.dtype),

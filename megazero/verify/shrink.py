@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -69,23 +70,10 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
     changes = {
         "model": {**_model(config, tp, pp), **_experts(config, tp, ep, etp)},
         "parallel": _parallel(config, tp, pp) | _shared_experts(config, ep, etp),
-        "zero": {
-            "bucket_size": 3000,
-            "prefetch_size": 6000,
-            "param_persistence_threshold": 40,
-            "hpz_partition_size": min(config.zero.hpz_partition_size, dp),
-            "grad_reduce_dtype": "fp32",
-            "grad_accumulation_dtype": "fp32",
-            "main_params_dtype": "fp32",
-            # Codes, as narrow types, have another law than to equal one process.
-            "quantized_weights": "none",
-            "quantized_gradients": "none",
-            "quantization_block_size": 256,
-            "quantization_rounding": "nearest",
-            "node_size": 1,
-        },
+        "zero": _zero(config, dp),
+        "offload": {"path": config.offload.path and tempfile.gettempdir()},
         "batch": _batch(config, data_parallel, pp, dp),
-        "optimizer": {"lr": 1e-2, "adam_eps": 1e-4, "clip_grad": 0.5, "lr_decay_style": "constant"},
+        "optimizer": _optimizer(config),
         "precision": {"dtype": "fp32"},
         "curriculum": _curriculum(config, tp),
         "data_sampling": {
@@ -96,15 +84,10 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
         "distillation": {"kd_train_iters": None if config.distillation.kd_train_iters is None else 3},
         "training": {"train_iters": 100, "train_samples": None, "train_tokens": None},
     }
-    # Lengths of the learning rate schedule are removed in every unit: the run is only a few steps long.
-    changes["optimizer"] |= {
-        name: (None if "decay" in name or "fraction" in name else 0)
-        for name in type(config.optimizer).model_fields
-        if name.startswith(("lr_decay_", "lr_warmup_", "lr_wsd_decay_"))
-        and name not in ("lr_decay_style", "lr_wsd_decay_style", "lr_warmup_init")
-    }
+    if "lion" in (config.optimizer.optimizer, config.optimizer.muon_scalar_optimizer):
+        changes["model"] |= {"add_bias_linear": False, "add_qkv_bias": False}
+        notes.append("no biases: that of keys has no gradient but rounding, and Lion takes its sign")
     if config.optimizer.optimizer in _ALL_EXACT:
-        changes["optimizer"] |= _ALL_EXACT[config.optimizer.optimizer]
         notes.append(f"{config.optimizer.optimizer} sums exactly: compressed, sums depend on the replicas")
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
     if ep != parallel.expert_model_parallel_size:
@@ -117,6 +100,38 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
         notes.append("the teacher is a new one, of twice the student's layers")
     grid = ProcessGrid(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp)
     return Shrunk(config.model_copy(update=sections), grid, tuple(notes))
+
+
+def _zero(config: Config, dp: int) -> dict:
+    return {
+        "bucket_size": 3000,
+        "prefetch_size": 6000,
+        "param_persistence_threshold": 40,
+        "hpz_partition_size": min(config.zero.hpz_partition_size, dp),
+        "grad_reduce_dtype": "fp32",
+        "grad_accumulation_dtype": "fp32",
+        "main_params_dtype": "fp32",
+        # Codes, as narrow types, have another law than to equal one process.
+        "quantized_weights": "none",
+        "quantized_gradients": "none",
+        "quantization_block_size": 256,
+        "quantization_rounding": "nearest",
+        "node_size": 1,
+    }
+
+
+def _optimizer(config: Config) -> dict:
+    changes = {"lr": 1e-2, "adam_eps": 1e-4, "clip_grad": 0.5, "lr_decay_style": "constant"}
+    if config.optimizer.optimizer == "adagrad":
+        changes["adagrad_eps"] = 1e-4
+    # Lengths of the learning rate schedule are removed in every unit: the run is only a few steps long.
+    changes |= {
+        name: (None if "decay" in name or "fraction" in name else 0)
+        for name in type(config.optimizer).model_fields
+        if name.startswith(("lr_decay_", "lr_warmup_", "lr_wsd_decay_"))
+        and name not in ("lr_decay_style", "lr_wsd_decay_style", "lr_warmup_init")
+    }
+    return changes | _ALL_EXACT.get(config.optimizer.optimizer, {})
 
 
 def _curriculum(config: Config, tp: int) -> dict:

@@ -162,6 +162,15 @@ class Bucket:
             self.storage.resize_(numel * self.full.element_size())
 
 
+def whole_state(bucket: Bucket, flat: Tensor) -> Tensor:
+    """A whole flat tensor [padded] from each replica's `state_range`; all replicas call this."""
+    if not bucket.layout.row.shard_state:
+        return flat
+    whole = flat.new_empty(bucket.layout.padded)
+    bucket.wire.group.all_gather(whole, flat.contiguous()).wait()
+    return whole
+
+
 @torch.no_grad()
 def _move_in(params: Sequence[nn.Parameter], views: Sequence[Tensor], fill: Fill | None) -> None:
     """Make each parameter's data a view of the bucket, keeping its values or taking those from `fill`."""

@@ -129,7 +129,7 @@ class CopyCheck:
         # Each replica may use weights of its own then, which are not those that the masters round to.
         self._apart = optimizer.rule.needs.in_use
         private = optimizer.private_kinds
-        self._kinds = (WEIGHT, *(kind for kind in optimizer.rule.state_names if kind not in private))
+        self._kinds = (WEIGHT, *(kind for kind in optimizer.state_names if kind not in private))
         self._fingerprints = Fingerprints(context.device)
         # Ends come last: the order of buckets is not the same on the two stages.
         self._shared = [name for name in _GROUPS if context.groups[name].size > 1]

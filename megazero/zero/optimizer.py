@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megazero.errors import ConfigError
-from megazero.mpu import ParallelContext, ParamSpec, gather_values, read_values
+from megazero.mpu import ParallelContext, ParamSpec, Work, gather_values, read_values
 from megazero.optim import SERVER_ERROR, WORKER_ERROR, UpdateRule, clip_coefficient, local_square_sum
-from megazero.zero.bucket import Bucket
+from megazero.zero.bucket import Bucket, whole_state
 from megazero.zero.layout import counted_parts, present_parts
+from megazero.zero.matrices import WholeMatrices
 from megazero.zero.norms import ParameterNorms
 from megazero.zero.store import GRADIENT, WEIGHT, Resident, Store
 from megazero.zero.update import PerGroup, Update, UpdateFacts, state_of, sums_exactly
@@ -58,7 +60,9 @@ class Optimizer:
         self._trained = [bucket for bucket in store.buckets if bucket.key.trainable]
         self._counted = {bucket: counted_parts(bucket.layout) for bucket in self._trained}
         _check_reduction(rule, store, self._trained)
-        store.make_moments(self._initial_state)
+        _check_matrices(rule, self._trained)
+        for each, buckets in self._parts():
+            store.make_moments(partial(self._initial_state, each), buckets)
         self.updates = 0
 
     @property
@@ -83,6 +87,19 @@ class Optimizer:
     def _sums_exactly(self) -> bool:
         """Whether the wires sum the gradients of the next update."""
         return sums_exactly(self.rule, self.updates + 1)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Kinds of moments; not every bucket has all of them where there are several rules."""
+        return tuple(dict.fromkeys(name for rule, _ in self._parts() for name in rule.state_names))
+
+    def _parts(self) -> list[tuple[UpdateRule, list[Bucket]]]:
+        """The rules and the trained buckets that each of them updates."""
+        if not self.rule.needs.matrices:
+            return [(self.rule, self._trained)]
+        matrices = [bucket for bucket in self._trained if bucket.key.matrices]
+        rest = [bucket for bucket in self._trained if not bucket.key.matrices]
+        return [(self.rule, matrices), (self.rule.rest, rest)]
 
     @torch.no_grad()
     def step(
@@ -111,23 +128,29 @@ class Optimizer:
                 return StepReport(norm, False, self._first_bad_parameter())
             clip = clip_coefficient(norm, self.clip_grad)
         number = self.updates + 1
-        asked, moments = self.rule.needs.norms, self._moments
-        norms = ParameterNorms(self._trained, self.context, len(asked)) if asked else None
         facts = UpdateFacts(number, lr, weight_decay, grad_scale * clip)
-        update = Update(self.rule, facts, norms, self.context)
-        everything = (WEIGHT, GRADIENT, *moments)
-        if norms is not None:
-            for residents in self.store.visits(everything, self._trained, changes=(GRADIENT, *moments)):
-                update.prepare(residents)
-            norms.reduce()
-        works = []
-        for residents in self.store.visits(everything, self._trained, changes=everything):
-            update.apply(residents)
-            works += [each.bucket.publish(self._in_use(each)) for each in residents]
+        works = [work for rule, buckets in self._parts() for work in self._update(rule, buckets, facts)]
         for work in works:
             work.wait()
         self.updates = number
         return StepReport(norm, True)
+
+    def _update(self, rule: UpdateRule, buckets: Sequence[Bucket], facts: UpdateFacts) -> list[Work]:
+        """Update these buckets by a rule and start to bring the masters to the weights."""
+        needs, moments = rule.needs, (*rule.state_names, *self._beside(rule))
+        norms = ParameterNorms(buckets, self.context, len(needs.norms)) if needs.norms else None
+        matrices = WholeMatrices(rule, self.context) if needs.matrices else None
+        update = Update(rule, facts, self.context, norms, matrices)
+        everything = (WEIGHT, GRADIENT, *moments)
+        if norms is not None:
+            for residents in self.store.visits(everything, buckets, changes=(GRADIENT, *moments)):
+                update.prepare(residents)
+            norms.reduce()
+        works = []
+        for residents in self.store.visits(everything, buckets, changes=everything):
+            update.apply(residents)
+            works += [each.bucket.publish(self._in_use(each)) for each in residents]
+        return works
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -183,17 +206,19 @@ class Optimizer:
         what differs between replicas, each gets its own.
 
         Args:
-            kinds: of ``weight`` and the rule's state names, which alone are gathered; None for all.
+            kinds: of ``weight`` and `state_names`, which alone are gathered; None for all.
 
         Yields:
             ``spec, {"weight": ..., "exp_avg": ...}``, tensors in the shape of this tensor-parallel slice;
             of a parameter that is not trained the weight alone.
         """
-        kinds = (WEIGHT, *self.rule.state_names) if kinds is None else kinds
+        kinds = (WEIGHT, *self.state_names) if kinds is None else kinds
         for residents in self.store.visits(kinds, self.store.buckets):
             for each in residents:
                 layout = each.bucket.layout
-                views = {kind: layout.views(_whole(each.bucket, flat)) for kind, flat in each.flats.items()}
+                views = {
+                    kind: layout.views(whole_state(each.bucket, flat)) for kind, flat in each.flats.items()
+                }
                 for i, spec in enumerate(layout.specs):
                     yield spec, {kind: parts[i] for kind, parts in views.items()}
 
@@ -203,7 +228,7 @@ class Optimizer:
         for residents in self.store.visits((GRADIENT,), self._trained):
             for each in residents:
                 layout = each.bucket.layout
-                whole = _whole(each.bucket, each.flats[GRADIENT])
+                whole = whole_state(each.bucket, each.flats[GRADIENT])
                 yield from zip(layout.specs, layout.views(whole), strict=True)
 
     @torch.no_grad()
@@ -213,7 +238,7 @@ class Optimizer:
         Args:
             tensor_of: the whole tensor of a parameter (of this tensor-parallel slice) by kind; asked only
                 for parameters of which this rank holds a part.
-            kinds: of ``weight`` and the rule's state names; parameters that are not trained have no moments.
+            kinds: of ``weight`` and `state_names`; parameters that are not trained have no moments.
         """
         for bucket in self.store.buckets:
             mine = self.store.at_rest(bucket)
@@ -224,15 +249,19 @@ class Optimizer:
     @property
     def _moments(self) -> tuple[str, ...]:
         """All kinds of state besides the masters."""
-        errors = (WORKER_ERROR, SERVER_ERROR) if self.rule.needs.reduces else ()
-        return (*self.rule.state_names, *self.rule.needs.scalars, *errors)
+        return (*self.state_names, *self._beside(self.rule))
 
-    def _initial_state(self, bucket: Bucket, master: Tensor) -> dict[str, Tensor]:
-        layout, needs = bucket.layout, self.rule.needs
+    def _beside(self, rule: UpdateRule) -> tuple[str, ...]:
+        """Kinds of state that are not of the masters' shape."""
+        errors = (WORKER_ERROR, SERVER_ERROR) if rule.needs.reduces else ()
+        return (*rule.needs.scalars, *errors)
+
+    def _initial_state(self, rule: UpdateRule, bucket: Bucket, master: Tensor) -> dict[str, Tensor]:
+        layout, needs = bucket.layout, rule.needs
         sizes = dict.fromkeys(needs.scalars, len(layout.members))
         if needs.reduces:
             sizes |= {WORKER_ERROR: layout.padded, SERVER_ERROR: layout.shard_size}
-        return self.rule.init_state(master) | {kind: master.new_zeros(size) for kind, size in sizes.items()}
+        return rule.init_state(master) | {kind: master.new_zeros(size) for kind, size in sizes.items()}
 
     def _in_use(self, resident: Resident) -> Tensor:
         """The weights that the model is to use."""
@@ -298,15 +327,6 @@ class Optimizer:
                         yield each.bucket.layout.specs[number].name
 
 
-def _whole(bucket: Bucket, flat: Tensor) -> Tensor:
-    """A whole flat tensor [padded] from every rank's part over its `state_range`."""
-    if not bucket.layout.row.shard_state:
-        return flat
-    whole = flat.new_empty(bucket.layout.padded)
-    bucket.wire.group.all_gather(whole, flat.contiguous()).wait()
-    return whole
-
-
 def _check_reduction(rule: UpdateRule, store: Store, buckets: Sequence[Bucket]) -> None:
     """Refuse a rule that sums gradients itself where they are summed already or cannot be used."""
     if not rule.needs.reduces:
@@ -343,3 +363,13 @@ def _check_reduction(rule: UpdateRule, store: Store, buckets: Sequence[Bucket]) 
                     f"`{setting}` must be fp32 for {name}, which sums gradients itself, but is {dtype}; "
                     "choose fp32"
                 )
+
+
+def _check_matrices(rule: UpdateRule, buckets: Sequence[Bucket]) -> None:
+    """Refuse a rule for whole matrices where these share buckets with other parameters."""
+    mixed = [s.name for b in buckets if not b.key.matrices for s in b.layout.specs if s.matrices is not None]
+    if rule.needs.matrices and mixed:
+        raise ConfigError(
+            f"`matrices_apart` of the ZeRO policy must be true for {type(rule).__name__}, which updates "
+            f"whole matrices such as {mixed[0]}, but is false; build the policy from the rule"
+        )

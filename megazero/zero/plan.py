@@ -59,6 +59,7 @@ class BucketKey:
         trainable: whether the parameters get gradients.
         row: index of the bucket's row in `table.STAGES`.
         compressed: whether its weights and gradients may travel as codes.
+        matrices: whether they are made of matrices, which have a rule of their own.
     """
 
     chunk: int
@@ -67,6 +68,7 @@ class BucketKey:
     trainable: bool
     row: int
     compressed: bool = False
+    matrices: bool = False
 
 
 def plan_buckets(
@@ -89,7 +91,10 @@ def plan_buckets(
         param = params[i]
         row = _row(param, policy, group_size(param.spec.replicas))
         compressed = _compressed(param, policy, group_size)
-        key = BucketKey(param.chunk, param.dtype, param.spec.replicas, param.trainable, row, compressed)
+        matrices = policy.matrices_apart and param.spec.matrices is not None
+        key = BucketKey(
+            param.chunk, param.dtype, param.spec.replicas, param.trainable, row, compressed, matrices
+        )
         place = (key, param.unit if STAGES[row].shard_params else None)
         members = None if param.alone else open_.get(place)
         if members is None or sum(params[m].numel for m in members) + param.numel > policy.bucket_size:

@@ -37,6 +37,7 @@ class ZeroPolicy:
         rounding_seed: of stochastic rounding to these; None rounds to the nearest.
         rule_reduces: whether the update rule sums gradients over the replicas itself, see `optim.Needs`.
         own_masters: whether fp32 weights have masters beside them, as they are not always equal.
+        matrices_apart: whether parameters made of matrices have buckets of their own, see `optim.Needs`.
     """
 
     stage: int = 0
@@ -55,6 +56,7 @@ class ZeroPolicy:
     rounding_seed: int | None = None
     rule_reduces: bool = False
     own_masters: bool = False
+    matrices_apart: bool = False
 
     @classmethod
     def of(
@@ -78,6 +80,7 @@ class ZeroPolicy:
             rounding_seed=seed if config.quantization_rounding == "stochastic" else None,
             rule_reduces=needs.reduces,
             own_masters=needs.in_use,
+            matrices_apart=needs.matrices,
         )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megazero.mpu import ParallelContext
 from megazero.optim import SERVER_ERROR, WORKER_ERROR, Replicas, UpdateRule
+from megazero.zero.matrices import WholeMatrices
 from megazero.zero.norms import ParameterNorms, reduce_over_slices
 from megazero.zero.store import GRADIENT, WEIGHT, Resident
 
@@ -49,6 +50,7 @@ class _RulePiece:
     exempt: bool
     resident: Resident
     member: int
+    where: slice
 
 
 class Update:
@@ -60,17 +62,24 @@ class Update:
     Args:
         rule: updates each piece.
         facts: the facts of this step.
-        norms: norms of individual parameters; None if the rule asks for none.
         context: this rank's groups and place.
+        norms: norms of individual parameters; None if the rule asks for none.
+        matrices: puts whole matrices together; None if the rule asks for none.
     """
 
     def __init__(
-        self, rule: UpdateRule, facts: UpdateFacts, norms: ParameterNorms | None, context: ParallelContext
+        self,
+        rule: UpdateRule,
+        facts: UpdateFacts,
+        context: ParallelContext,
+        norms: ParameterNorms | None = None,
+        matrices: WholeMatrices | None = None,
     ):
         self.rule = rule
         self.context = context
         self.facts = facts
         self.norms = norms
+        self.matrices = matrices
 
     def prepare(self, residents: Sequence[Resident]) -> None:
         """Run the rule's `prepare` on these buckets and measure what it returns.
@@ -142,14 +151,39 @@ class Update:
             self.norms.add(piece.resident.bucket, piece.member, tensors)
 
     def _move(self, residents: Sequence[Resident]) -> None:
+        if self.matrices is None:
+            self._step(list(self._pieces(residents)), None)
+            return
+        for each in residents:  # one bucket's matrices at a time are whole
+            pieces = list(self._pieces([each]))
+            self._step(pieces, self._updates(each, pieces))
+
+    def _updates(self, each: Resident, pieces: Sequence[_RulePiece]) -> Tensor:
+        """What a rule for whole matrices makes of a bucket, flat over its `state_range`."""
+        prepared = torch.zeros_like(each.flats[WEIGHT])
+        found = self.rule.prepare(
+            [piece.weights for piece in pieces],
+            [piece.gradient for piece in pieces],
+            [piece.state for piece in pieces],
+            step=self.facts.number,
+            weight_decays=[piece.decay for piece in pieces],
+        )
+        for piece, tensor in zip(pieces, found, strict=True):
+            prepared[piece.where] = tensor
+        return self.matrices.updates(each.bucket, prepared)
+
+    def _step(self, pieces: Sequence[_RulePiece], updates: Tensor | None) -> None:
+        """Give pieces to the rule, those of one learning rate together, with what it has asked for."""
         calls: dict[float, list[_RulePiece]] = {}
-        for piece in self._pieces(residents):
+        for piece in pieces:
             calls.setdefault(piece.lr, []).append(piece)
         for lr, pieces in calls.items():
             asked = {}
             if self.norms is not None:
                 asked["norms"] = [self.norms.of(piece.resident.bucket, piece.member) for piece in pieces]
                 asked["exempt"] = [piece.exempt for piece in pieces]
+            if updates is not None:
+                asked["updates"] = [updates[piece.where] for piece in pieces]
             self.rule.step(
                 [piece.weights for piece in pieces],
                 [piece.gradient for piece in pieces],
@@ -168,9 +202,10 @@ class Update:
     def _pieces(self, residents: Sequence[Resident]) -> Iterator[_RulePiece]:
         """One piece per segment, or per member if the rule looks at individual parameters."""
         scalars = () if self.norms is None else self.rule.needs.scalars
+        whole = self.norms is not None or self.matrices is not None
         for each in residents:
             layout, flats = each.bucket.layout, each.flats
-            ranges = layout.segments if self.norms is None else layout.member_segments
+            ranges = layout.member_segments if whole else layout.segments
             for number, segment in enumerate(ranges):
                 where = layout.overlap(segment.start, segment.stop)
                 if where.start < where.stop:
@@ -184,6 +219,7 @@ class Update:
                         not segment.weight_decay or self._group_is_exempt(segment.group),
                         each,
                         number,
+                        where,
                     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import megazero
-from megazero.deepspeed import FusedLamb
+from megazero.deepspeed import FusedLamb, FusedLion
 from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
 from tests.deepspeed.user_models import (
     ADAMW,
@@ -102,8 +102,10 @@ OPTIMIZERS = {
     "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, initial_accumulator_value=0.1),
     "FusedLamb": lambda groups: FusedLamb(groups, lr=1e-2, eps=1e-4),
     "FusedLamb as apex": lambda groups: FusedLamb(groups, lr=1e-2, use_nvlamb=False, bias_correction=False),
+    "NAdam": lambda groups: torch.optim.NAdam(groups, lr=1e-2, decoupled_weight_decay=True),
     "RAdam": lambda groups: torch.optim.RAdam(groups, lr=1e-2),
     "Adadelta": lambda groups: torch.optim.Adadelta(groups, lr=1.0),
+    "FusedLion": lambda groups: FusedLion(groups, lr=1e-3, betas=(0.8, 0.95)),
 }
 
 

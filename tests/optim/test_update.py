@@ -7,7 +7,7 @@ import math
 import torch
 
 from megazero.config.tree import OptimizerConfig
-from megazero.optim.update import Adam, Sgd, build_update_rule
+from megazero.optim import Adam, Sgd, build_update_rule
 
 LR, STEPS = 0.02, 20
 

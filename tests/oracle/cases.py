@@ -137,6 +137,7 @@ OPTIMIZER = {
     },
 }
 
+_SIGNS = "rounding turns signs around, and each moves by the learning rate: tests/optim/test_conformance.py"
 # Settings of these sections that no case states, and why.
 SECTIONS = ("model", "data", "batch", "optimizer", "precision")
 NOT_STATED = MappingProxyType(
@@ -148,6 +149,19 @@ NOT_STATED = MappingProxyType(
             "experts have cases of their own: tests/oracle/test_experts.py",
         ),
         "model.num_classes": "fine-tuning has tests of its own: tests/equivalence/test_classifiers.py",
+        "optimizer.lion_beta1": _SIGNS,
+        "optimizer.lion_beta2": _SIGNS,
+        **dict.fromkeys(
+            (
+                f"optimizer.{name}"
+                for name in ("adagrad_eps", "adadelta_rho", "adadelta_eps", "rmsprop_alpha")
+            ),
+            "torch's class is the oracle: tests/optim/test_conformance.py",
+        ),
+        **dict.fromkeys(
+            (spec.path for spec in FIELDS if spec.name.startswith("muon_")),
+            "torch's class is the oracle: tests/optim/test_muon.py",
+        ),
         "data.train_data_path": "another way to name the documents: tests/data/test_build.py",
         "data.valid_data_path": "no training reads it",
         "data.test_data_path": "no training reads it",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 
 import pytest
 
@@ -122,6 +123,14 @@ def test_a_fine_tuning_is_verified_without_its_files(capsys):
     assert out.endswith("the same training as one process\n")
 
 
+@pytest.mark.parametrize("optimizer", ["lion", "adagrad", "rmsprop", "muon"])
+def test_other_optimizers_are_verified(optimizer, capsys):
+    """Two replicas x two slices, with biases and all, as the user asks."""
+    layout = ["--tensor-model-parallel-size", "2", "--zero-stage", "1", "--world-size", "4", "--steps", "2"]
+    assert main([*BASE, *layout, "--optimizer", optimizer]) == 0
+    assert capsys.readouterr().out.endswith("the same training as one process\n")
+
+
 ENCODER = [*BASE, "--model-family", "bert", "--steps", "2"]
 
 
@@ -229,3 +238,13 @@ def test_codes_are_left_out_and_that_is_said():
     assert small.notes[-1] == "weights and gradients travel exactly, not as codes"
     assert check(small.config, small.grid.world_size) == []
     assert check(serial_of(small.config), 1) == []
+
+
+def test_a_disk_that_is_elsewhere_is_not_needed(tmp_path):
+    config = parse_config(
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 90 --mock-data "
+        f"--micro-batch-size 1 --lr 1e-3 --train-iters 9 --offload-optimizer nvme --offload-path {tmp_path}/gone".split(),
+        world_size=2,
+    ).config
+    found = shrink(config, 2).config.offload
+    assert (found.optimizer, found.path) == ("nvme", tempfile.gettempdir())

@@ -102,6 +102,17 @@ def test_recorded_traffic_is_what_ranks_count(bundle):
             assert counted == recorded[stage], f"rank {rank} of {layout.name}"
 
 
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_recorded_traffic_of_whole_matrices_is_what_ranks_count(zero):
+    """Each rank gathers those of which it holds a part, so that ranks of one model differ by replica only."""
+    layout = Layout(optimizer="muon", tp=2, pp=2, dp=2, zero=zero, shape="llama")
+    config = few_micro_batches(layout)
+    for rank, counted in enumerate(traffic(layout, config)):
+        log = TrafficLog()
+        step(config, recording_context(layout.grid, rank, log), log)
+        assert counted == log, f"rank {rank}"
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
 @pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
 def test_a_pipeline_sends_each_boundary_once_in_each_direction(schedule, tp, sp):

@@ -40,10 +40,11 @@ class SleepingStore:
                 self._sums[bucket] = sums
         self.buckets.append(bucket)
 
-    def make_moments(self, init_state: Callable[[Bucket, Tensor], dict[str, Tensor]]) -> None:
-        for bucket in self.buckets:
-            if bucket.key.trainable:
-                self.asleep[bucket].update(init_state(bucket, self.asleep[bucket][WEIGHT].float()))
+    def make_moments(
+        self, init_state: Callable[[Bucket, Tensor], dict[str, Tensor]], buckets: Sequence[Bucket]
+    ) -> None:
+        for bucket in buckets:
+            self.asleep[bucket].update(init_state(bucket, self.asleep[bucket][WEIGHT].float()))
 
     def shard(self, bucket: Bucket) -> Tensor:
         shard = self._shards[bucket]

@@ -24,7 +24,7 @@ def test_every_setting_arrives():
         main_params_dtype="fp16",
         hpz_partition_size=2,
     )
-    needs = Needs(reduces=True, in_use=True)
+    needs = Needs(reduces=True, in_use=True, matrices=True)
     assert ZeroPolicy.of(config, OffloadConfig(optimizer="cpu"), needs) == ZeroPolicy(
         stage=3,
         bucket_size=101,
@@ -39,6 +39,7 @@ def test_every_setting_arrives():
         shard_alone=True,
         rule_reduces=True,
         own_masters=True,
+        matrices_apart=True,
     )
     plain = ZeroPolicy.of(config, OffloadConfig())
     assert (plain.rule_reduces, plain.own_masters, plain.shard_alone) == (False, False, False)

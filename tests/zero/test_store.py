@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from torch import nn
 
 from megazero.checkpoint import parts_to_read, parts_to_write
 from megazero.errors import ConfigError
-from megazero.mpu import solo_context
-from megazero.optim import Adam
+from megazero.mpu import Matrices, solo_context
+from megazero.optim import Adam, Muon
 from megazero.zero import (
     GRADIENT,
     STAGES,
@@ -109,19 +110,34 @@ def test_bucket_after_bucket_is_all_at_once(stage, settings):
             assert_equal(found, wanted)
 
 
+def made_of_matrices() -> Zoo:
+    """The zoo, whose parameters of two dims are matrices."""
+    model = Zoo()
+    module_units(model)  # gives parameters their specs
+    for param in model.parameters():
+        if param.dim() == 2:
+            param.spec = replace(param.spec, matrices=Matrices())
+    return model
+
+
 @pytest.mark.parametrize(
     ("rule", "stages", "kinds"),
-    [(Lars(), range(4), STORES), (SelfSumming(), range(1), (SleepingStore,))],
-    ids=["Lars", "SelfSumming"],
+    [
+        (Lars(), range(4), STORES),
+        (SelfSumming(), range(1), (SleepingStore,)),
+        (Muon(), range(4), STORES),
+    ],
+    ids=["Lars", "SelfSumming", "Muon"],
 )
 def test_rules_with_needs_can_be_visited_bucket_after_bucket(rule, stages, kinds):
     for stage in stages:
-        settings = policy(stage, rule_reduces=rule.needs.reduces)
+        needs = rule.needs
+        settings = policy(stage, rule_reduces=needs.reduces, matrices_apart=needs.matrices)
         trained = [
             in_threads(
                 2,
                 lambda context, k=kind, s=settings: Trainer(
-                    Zoo(), zoo_loss, s, context, kind=k, rule=rule
+                    made_of_matrices(), zoo_loss, s, context, kind=k, rule=rule
                 ).train(3),
             )
             for kind in (DeviceStore, *kinds)

@@ -28,7 +28,7 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
             --bias-activation-fusion --bias-dropout-fusion --apply-rope-fusion
             --masked-softmax-fusion --persist-layer-norm --memory-efficient-layer-norm
             --gradient-accumulation-fusion --fused-residual-rmsnorm --fused-single-qkv-rope
-            --use-transformer-engine-op-fuser --use-fused-weighted-squared-relu
+            --use-transformer-engine-op-fuser --muon-use-syrk --use-fused-weighted-squared-relu
             --use-grouped-gemm-for-dense-mlp --disable-jit-fuser --disable-parameter-transpose-cache
             --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --use-tutel
             --use-grouped-gemm-for-shared-expert --moe-mlp-glu-interleave-size=
@@ -40,6 +40,7 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
             --cuda-graph-impl= --cuda-graph-scope=* --cuda-graph-modules=* --cuda-graph-warmup-steps=
             --cuda-graph-retain-backward-graph --enable-cuda-graph --external-cuda-graph
             --no-cuda-graph-use-single-mempool --optimizer-cuda-graph""",
+        "`--muon-ns-dtype` says how exact the products are": "--muon-fp32-matmul-prec=",
         "the order of work and of communication changes only the speed": """
             --no-async-tensor-model-parallel-allreduce --tp-comm-overlap --tp-comm-overlap-cfg=
             --tp-comm-atomic-ag --tp-comm-atomic-rs --tp-comm-bootstrap-backend=
@@ -133,6 +134,11 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
 
 CONDITIONAL: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
+        "--muon-tp-mode=": (
+            "duplicated distributed",
+            "Muon looks at whole matrices, however they are cut",
+            "choose duplicated, which gives the same numbers with any tensor-parallel size, or leave it out",
+        ),
         "--DDP-impl=": (
             "local torch",
             "there is one data-parallel engine",

@@ -64,11 +64,6 @@ DEPENDENT: Mapping[str, str] = MappingProxyType(
             --gtp-remat-reduce-scatter-with-fp32-accumulation""",
         "it matters only with context parallelism": """
             --cp-comm-type=* --hierarchical-context-parallel-sizes=* --max-seqlen-per-dp-cp-rank=""",
-        "it matters only with another optimizer": """
-            --lion-beta1= --lion-beta2= --muon-coefficient-type= --muon-extra-scale-factor=
-            --muon-fp32-matmul-prec= --muon-momentum= --muon-nesterov --muon-no-split-qkv
-            --muon-num-ns-steps= --muon-scalar-optimizer= --muon-scale-mode= --muon-tp-mode=
-            --muon-use-syrk""",
         "it matters only with `--qk-layernorm`": "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type=",
         "it matters only with `--qk-clip`": "--qk-clip-alpha= --qk-clip-threshold=",
         "it matters only with `--use-mup`": """

@@ -13,18 +13,23 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class OptimizerExtras:
-    """The optimizer to build if none is passed; `type` is a value of `--optimizer`.
+    """The optimizer to build if none is passed; `type` is a name of `--optimizer`.
 
-    The four from `max_coeff` on are LAMB's, see `Lamb`; `use_nvlamb` is `adapt_all`. Those after them are of
-    `OnebitAdam`, `OnebitLamb` and `ZeroOneAdam`.
+    What is None has the default of the type's class. The four from `max_coeff` on are LAMB's, see `Lamb`;
+    `use_nvlamb` is `adapt_all`. Those after them are of `OnebitAdam`, `OnebitLamb` and `ZeroOneAdam`.
     """
 
-    type: Literal["adam", "sgd", "lamb", "onebit-adam", "zero-one-adam", "onebit-lamb"]
+    type: str
     lr: float | None = 1e-3
-    betas: tuple[float, float] | None = (0.9, 0.999)
-    eps: float | None = 1e-8
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
     weight_decay: float | None = 0.0
-    momentum: float | None = 0.0
+    momentum: float | None = None
+    rho: float | None = None
+    alpha: float | None = None
+    muon_lr: float | None = None
+    adam_lr: float | None = None
+    nesterov: bool | None = None
     max_coeff: float = 10.0
     min_coeff: float = 0.01
     bias_correction: Literal["rate", "none"] = "rate"

@@ -17,8 +17,9 @@ from typing import Any
 from megazero.config.bounded import bounded_text
 from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
 from megazero.config.deepspeed.extras import Extras
-from megazero.config.deepspeed.row import AUTO, LARGEST, NOTHING, SECTION, KeyRow
-from megazero.config.deepspeed.rows.train import BATCH_ROWS, is_lamb, keys_of_other_optimizers
+from megazero.config.deepspeed.row import AUTO, LARGEST, NOTHING, SECTION, KeyRow, say
+from megazero.config.deepspeed.rows.optimizer import optimizer_faults
+from megazero.config.deepspeed.rows.train import BATCH_ROWS
 from megazero.config.deepspeed.table import ALIASES, ROWS, SECTIONS, unknown_key
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.flags import Setting
@@ -28,10 +29,6 @@ from megazero.regular_file import why_unreadable
 _LONGEST_SHOWN = 80  # characters of a value in a message
 _DEEPEST = 32  # levels; DeepSpeed's own keys need eight
 _NOTHING_GIVEN: Mapping[str, Any] = MappingProxyType({})
-# Keys of LAMB, and what other optimizers accept, which is what they do.
-_OF_LAMB: Mapping[str, Any] = MappingProxyType(
-    {"max_coeff": None, "min_coeff": None, "use_nvlamb": None, "bias_correction": True}
-)
 _WARMUP = frozenset({"warmup_num_steps", "warmup_type", "last_batch_iteration"})
 _SCHEDULER_TAKES: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -134,15 +131,11 @@ def conflicts(flags: Sequence[Setting], settings: Sequence[Setting]) -> list[str
     by_path = {setting.spec.path: setting for setting in flags}
     rivals = [(by_path[each.spec.path], each) for each in settings if each.spec.path in by_path]
     return [
-        f"`{each.spec.path}` must be set one way, but `{flag.source}` says {_say(flag.value)} and "
-        f"{each.source} says {_say(each.value)}; change one of them."
+        f"`{each.spec.path}` must be set one way, but `{flag.source}` says {say(flag.value)} and "
+        f"{each.source} says {say(each.value)}; change one of them."
         for flag, each in rivals
         if flag.value != each.value
     ]
-
-
-def _say(value: Any) -> str:
-    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _load(result: DeepSpeedSettings, path: Path) -> Mapping[str, Any]:
@@ -296,7 +289,7 @@ def _apply(
         row, value, values, source, result.defaults if row.key in resolved else result.settings
     )
     if row.extra and found is not NOTHING:
-        extras[row.extra] = found
+        extras[row.extra] = value if len(row.fields) > 1 else found
     if row.script_refused:
         result.script_problems.append(f"{source} is not accepted: {row.script_refused}.")
     elif row.accepted:
@@ -356,18 +349,7 @@ def _set_batch(
 
 def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
     """Keys that are sound by themselves but not together."""
-    optimizer = values.get("optimizer.type")
-    if optimizer is not None and not is_lamb(values):
-        for name, harmless in _OF_LAMB.items():
-            key = f"optimizer.params.{name}"
-            if values.get(key, harmless) != harmless:
-                yield f"`{key}` must not be {_say(values[key])} with {optimizer}; leave it out."
-    for key in keys_of_other_optimizers(values):
-        yield f"`{key}` must not be given with {optimizer}; leave it out."
-    if values.get("optimizer.params.factor_min", 0.5) > values.get("optimizer.params.factor_max", 4.0):
-        yield "`optimizer.params.factor_min` must be at most `optimizer.params.factor_max`; lower it."
-    if values.get("optimizer.params.min_coeff", 0.01) > values.get("optimizer.params.max_coeff", 10.0):
-        yield "`optimizer.params.min_coeff` must be at most `optimizer.params.max_coeff`; lower it."
+    yield from optimizer_faults(values)
     kind = values.get("scheduler.type")
     if kind is not None:
         for key in (key for key in values if key.startswith("scheduler.params.")):
@@ -385,8 +367,8 @@ def _settle(result: DeepSpeedSettings) -> None:
         first = by_path.setdefault(setting.spec.path, setting)
         if first.value != setting.value:
             result.problems.append(
-                f"`{setting.spec.path}` must be set one way, but {first.source} says {_say(first.value)} and "
-                f"{setting.source} says {_say(setting.value)}; keep one of these keys."
+                f"`{setting.spec.path}` must be set one way, but {first.source} says {say(first.value)} and "
+                f"{setting.source} says {say(setting.value)}; keep one of these keys."
             )
             result.broken.add(setting.spec.path)
     result.settings = list(by_path.values())

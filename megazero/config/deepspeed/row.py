@@ -167,6 +167,11 @@ class KeyRow:
         return bool(self.fields or self.extra or self.accepted)
 
 
+def say(value: Any) -> str:
+    """A value as JSON writes it; None is what was not set."""
+    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def plainly(value: Any, values: Values) -> Any:
     """The converter that changes nothing."""
     return value

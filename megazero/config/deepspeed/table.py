@@ -10,9 +10,10 @@ from megazero.config.deepspeed.row import KeyRow
 from megazero.config.deepspeed.rows.curriculum import CURRICULUM_ROWS
 from megazero.config.deepspeed.rows.data_efficiency import DATA_EFFICIENCY_ROWS
 from megazero.config.deepspeed.rows.offload import OFFLOAD_ROWS
+from megazero.config.deepspeed.rows.optimizer import OPTIMIZER_ROWS
 from megazero.config.deepspeed.rows.skipping import SKIPPING_ROWS
 from megazero.config.deepspeed.rows.tools import FEATURE_ROWS, LOGGING_ROWS
-from megazero.config.deepspeed.rows.train import BATCH_ROWS, OPTIMIZER_ROWS, PRECISION_ROWS, SCHEDULER_ROWS
+from megazero.config.deepspeed.rows.train import BATCH_ROWS, PRECISION_ROWS, SCHEDULER_ROWS
 from megazero.config.deepspeed.rows.zero import ACTIVATION_ROWS, PIPELINE_ROWS, ZERO_ROWS
 
 GROUPS: Mapping[str, tuple[KeyRow, ...]] = MappingProxyType(

@@ -12,13 +12,13 @@ from megazero.config.rules.experts import EXPERT_RULES
 from megazero.config.rules.files import DATA_RULES, OUTPUT_RULES, TOKENIZER_RULES
 from megazero.config.rules.finetuning import FINETUNING_RULES
 from megazero.config.rules.model import BATCH_RULES, MODEL_RULES, PARALLEL_RULES
+from megazero.config.rules.optimizers import OPTIMIZER_RULES
 from megazero.config.rules.pipeline import PIPELINE_RULES
 from megazero.config.rules.routing import ROUTING_RULES
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.rules.skipping import SKIPPING_RULES
 from megazero.config.rules.training import (
     LENGTH_RULES,
-    OPTIMIZER_RULES,
     PRECISION_RULES,
     SCHEDULE_RULES,
 )

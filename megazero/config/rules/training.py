@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.horizon import Evaluations, Limits, LrLengths
 from megazero.config.rules.rule import STEP_FIELDS, Case, Rule, value_at
 from megazero.config.steps import UNITS
@@ -13,7 +12,6 @@ _LR_DECAY = tuple(f"optimizer.lr_decay_{unit}" for unit in UNITS)
 _LR_WARMUP = tuple(f"optimizer.lr_warmup_{unit}" for unit in UNITS)
 _LR_WSD = tuple(f"optimizer.lr_wsd_decay_{unit}" for unit in UNITS)
 _WEIGHT_DECAY_RANGE = ("optimizer.start_weight_decay", "optimizer.end_weight_decay")
-_LAMB = tuple(f"optimizer.lamb_{name}" for name in ("max_coeff", "min_coeff", "bias_correction", "adapt_all"))
 _LR_READS = (
     "optimizer.lr_decay_style",
     "optimizer.lr_warmup_fraction",
@@ -230,26 +228,6 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
             any(value_at(c.config, path) is None for path in _WEIGHT_DECAY_RANGE)
             or c.config.optimizer.start_weight_decay <= c.config.optimizer.end_weight_decay
         ),
-    ),
-)
-
-OPTIMIZER_RULES: tuple[Rule, ...] = (
-    Rule(
-        "lamb_settings_need_lamb",
-        ("optimizer.optimizer", *_LAMB),
-        "LAMB's settings must be left at their defaults unless `optimizer` is lamb or onebit-lamb",
-        "add `--optimizer lamb` or leave them out",
-        lambda c: (
-            c.config.optimizer.optimizer in ("lamb", "onebit-lamb")
-            or all(value_at(c.config, path) == FIELD_BY_PATH[path].default for path in _LAMB)
-        ),
-    ),
-    Rule(
-        "lamb_bounds_ordered",
-        ("optimizer.lamb_min_coeff", "optimizer.lamb_max_coeff"),
-        "`lamb_min_coeff` must be at most `lamb_max_coeff`",
-        "lower `--lamb-min-coeff`",
-        lambda c: c.config.optimizer.lamb_min_coeff <= c.config.optimizer.lamb_max_coeff,
     ),
 )
 

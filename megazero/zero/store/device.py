@@ -61,11 +61,12 @@ class DeviceStore:
         self.buckets.append(bucket)
         self._held[bucket] = _Held(shard, weights, {WEIGHT: master}, sums, own)
 
-    def make_moments(self, init_state: Callable[[Bucket, Tensor], dict[str, Tensor]]) -> None:
-        for bucket in self.buckets:
-            if bucket.key.trainable:
-                state = self._held[bucket].state
-                state.update(init_state(bucket, state[WEIGHT].float()))
+    def make_moments(
+        self, init_state: Callable[[Bucket, Tensor], dict[str, Tensor]], buckets: Sequence[Bucket]
+    ) -> None:
+        for bucket in buckets:
+            state = self._held[bucket].state
+            state.update(init_state(bucket, state[WEIGHT].float()))
 
     def shard(self, bucket: Bucket) -> Tensor:
         return self._held[bucket].shard

@@ -94,10 +94,10 @@ class OffloadStore:
         self.buckets.append(bucket)
         self._kept[bucket] = kept
 
-    def make_moments(self, init_state: Callable[[Bucket, Tensor], dict[str, Tensor]]) -> None:
-        for bucket in self.buckets:
-            if not bucket.key.trainable:
-                continue
+    def make_moments(
+        self, init_state: Callable[[Bucket, Tensor], dict[str, Tensor]], buckets: Sequence[Bucket]
+    ) -> None:
+        for bucket in buckets:
             state = self._kept[bucket].state
             for residents in self.visits((WEIGHT,), [bucket]):
                 made = init_state(bucket, residents[0].flats[WEIGHT].float())

@@ -37,8 +37,10 @@ class Store(Keeper, Protocol):
 
     buckets: list[Bucket]
 
-    def make_moments(self, init_state: Callable[[Bucket, Tensor], dict[str, Tensor]]) -> None:
-        """Give each trained bucket the flat tensors that `init_state` makes of it and its master weights.
+    def make_moments(
+        self, init_state: Callable[[Bucket, Tensor], dict[str, Tensor]], buckets: Sequence[Bucket]
+    ) -> None:
+        """Give each of these trained buckets the flat tensors that `init_state` makes of it and its masters.
 
         One that a rule's messages to other replicas leave may be of another size than the masters.
         """

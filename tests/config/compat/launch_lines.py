@@ -78,7 +78,6 @@ _JSON_SECTIONS: Mapping[str, str] = MappingProxyType(
 _CHOICES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("--optimizer", "dist_muon"): "other optimizers",
-        ("--optimizer", "muon"): "other optimizers",
         ("--position-embedding-type", "yarn"): "model variants",
         ("--position-embedding-type", "relative"): "model variants",
         ("--dataloader-type", "external"): "data variants",

@@ -117,6 +117,23 @@ HONOURED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"optimizer.type": "ZeroOneAdam"},
         {"optimizer.zero_one_local_step_clipper": 4},
     ),
+    "optimizer.params.rho": (0.8, {"optimizer.type": "Adadelta"}, {"optimizer.adadelta_rho": 0.8}),
+    "optimizer.params.alpha": (0.9, {"optimizer.type": "RMSprop"}, {"optimizer.rmsprop_alpha": 0.9}),
+    "optimizer.params.nesterov": (
+        False,
+        {"optimizer.type": "Muon"},
+        {"optimizer.optimizer": "muon", "optimizer.muon_nesterov": False},
+    ),
+    "optimizer.params.muon_lr": (
+        0.02,
+        {"optimizer.type": "muon", "optimizer.params.lr": 1e-3},
+        {"optimizer.lr": 0.02, "optimizer.muon_scalar_lr": 1e-3},
+    ),
+    "optimizer.params.adam_lr": (
+        2e-3,
+        {"optimizer.type": "Muon", "optimizer.params.lr": 1e-3},
+        {"optimizer.lr": 1e-3, "optimizer.muon_scalar_lr": 2e-3},
+    ),
     "gradient_clipping": (0.5, {}, {"optimizer.clip_grad": 0.5}),
     "fp16.enabled": (True, {}, {"precision.dtype": "fp16", "precision.initial_loss_scale": 65536.0}),
     "fp16.loss_scale": (4096, {"fp16.enabled": True}, {"precision.loss_scale": 4096.0}),
@@ -278,6 +295,9 @@ HARMLESS: dict[str, Any] = {
     "curriculum_learning.curriculum_type": "seqlen",
     f"{LTD}.random_ltd_schedule.schedule_type": "fixed_linear",
     "optimizer.params.dampening": 0,
+    "optimizer.params.lr_decay": 0,
+    "optimizer.params.initial_accumulator_value": 0,
+    "optimizer.params.momentum_decay": 0.004,
     "scheduler.params.last_batch_iteration": -1,
     "gradient_allreduce_op": "Mean",
     "zero_optimization.mics_shard_size": -1,
@@ -416,6 +436,37 @@ def test_lamb_is_as_deepspeeds_fused_lamb_unless_the_json_says_otherwise() -> No
     }
 
 
+@pytest.mark.parametrize(
+    ("kind", "told", "expected"),
+    [
+        ("Lion", {}, {"optimizer": "lion", "lion_beta1": 0.9, "lion_beta2": 0.99}),
+        ("FusedLion", {"betas": [0.8, 0.9]}, {"optimizer": "lion", "lion_beta1": 0.8, "lion_beta2": 0.9}),
+        ("Adagrad", {"eps": 1e-8}, {"optimizer": "adagrad", "adagrad_eps": 1e-8}),
+        ("Adadelta", {"eps": 1e-5}, {"optimizer": "adadelta", "adadelta_eps": 1e-5}),
+        ("RAdam", {"eps": 1e-5}, {"optimizer": "radam", "adam_eps": 1e-5}),
+        ("NAdam", {"betas": [0.8, 0.9]}, {"optimizer": "nadam", "adam_beta1": 0.8, "adam_beta2": 0.9}),
+        (
+            "Muon",
+            {"muon_lr": 0.02, "adam_lr": 3e-4, "momentum": 0.9},
+            {
+                "optimizer": "muon",
+                "lr": 0.02,
+                "muon_scalar_lr": 3e-4,
+                "muon_momentum": 0.9,
+                "muon_nesterov": True,
+                "muon_coefficient_type": "simple",
+                "muon_scale_mode": "shape_scaling",
+            },
+        ),
+        ("Muon", {}, {"optimizer": "muon", "muon_momentum": 0.95, "muon_nesterov": True}),
+    ],
+)
+def test_other_optimizers_are_those_of_deepspeed(kind: str, told: dict, expected: dict) -> None:
+    result = read({"optimizer.type": kind, **{f"optimizer.params.{name}": v for name, v in told.items()}})
+    assert result.problems == []
+    assert {f"optimizer.{name}": v for name, v in expected.items()}.items() <= result.values.items()
+
+
 def test_a_section_of_the_tree_is_built_from_the_settings() -> None:
     """What an engine without a command line does."""
     result = read({"zero_optimization.stage": 2, "gradient_clipping": 1})
@@ -469,7 +520,7 @@ def test_the_loss_scale_zero_is_dynamic() -> None:
         ({"optimizer.type": "MuAdam"}, '`optimizer.type` is not accepted as "MuAdam"'),
         (
             {"optimizer.type": "OneBitAdam", "optimizer.params.var_freeze_step": 7},
-            "`optimizer.params.var_freeze_step` must not be given with OneBitAdam; leave it out.",
+            "`optimizer.params.var_freeze_step` must not be 7 with OneBitAdam; leave it out.",
         ),
         (
             {"optimizer.type": "OneBitAdam", "optimizer.params.bias_correction": False},
@@ -486,6 +537,14 @@ def test_the_loss_scale_zero_is_dynamic() -> None:
         (
             {"optimizer.type": "Adam", "optimizer.params.bias_correction": False},
             "`optimizer.params.bias_correction` must not be false with Adam; leave it out.",
+        ),
+        (
+            {"optimizer.type": "SGD", "optimizer.params.nesterov": True},
+            "`optimizer.params.nesterov` must not be true with SGD; leave it out.",
+        ),
+        (
+            {"optimizer.type": "RMSprop", "optimizer.params.momentum": 0.9},
+            "`optimizer.params.momentum` must be 0 with RMSprop",
         ),
         (
             {"optimizer.type": "Lamb", "optimizer.params.max_coeff": 0.001},

@@ -242,6 +242,12 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
     "lamb_settings_need_lamb": {"optimizer.lamb_max_coeff": 0.3},
     "lamb_bounds_ordered": {"optimizer.optimizer": "lamb", "optimizer.lamb_min_coeff": 11.0},
+    "lion_settings_need_lion": {"optimizer.lion_beta1": 0.9},
+    "adagrad_settings_need_adagrad": {"optimizer.adagrad_eps": 1e-8, "optimizer.optimizer": "rmsprop"},
+    "adadelta_settings_need_adadelta": {"optimizer.adadelta_rho": 0.95},
+    "rmsprop_settings_need_rmsprop": {"optimizer.rmsprop_alpha": 0.9, "optimizer.optimizer": "adagrad"},
+    "muon_settings_need_muon": {"optimizer.muon_nesterov": True},
+    "muon_quintic_in_fives": {"optimizer.optimizer": "muon", "optimizer.muon_num_ns_steps": 6},
     "compressed_optimizer_needs_stage_0": {"optimizer.optimizer": "onebit-adam", "zero.stage": 1},
     "compressed_optimizer_needs_fp32_state": {
         "optimizer.optimizer": "zero-one-adam",

@@ -1,4 +1,4 @@
-"""Rows of the DeepSpeed table: batch sizes, optimizer, schedule and precision."""
+"""Rows of the DeepSpeed table: batch sizes, schedule and precision."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from megazero.config.deepspeed.row import (
     COUNT,
     INTEGER,
     NOTHING,
-    NUMBER,
-    PAIR,
     SIZE,
     TEXT,
     KeyRow,
@@ -67,167 +65,6 @@ BATCH_ROWS: tuple[KeyRow, ...] = (
         ("batch.micro_batch_size", "batch.global_batch_size"),
         auto=left_to_flags,
     ),
-)
-
-_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
-    {
-        "adam": "adam",
-        "adamw": "adam",
-        "sgd": "sgd",
-        "lamb": "lamb",
-        "fusedlamb": "lamb",
-        "onebitadam": "onebit-adam",
-        "zerooneadam": "zero-one-adam",
-        "onebitlamb": "onebit-lamb",
-    }
-)
-
-
-def _optimizer(key: str, shape: Any, *fields: str, **rest: Any) -> KeyRow:
-    return sets(
-        f"optimizer.params.{key}", shape, *fields, extra=f"optimizer.{key}", when="optimizer.type", **rest
-    )
-
-
-# Keys of the 1-bit optimizers, and what they belong to.
-_OF_COMPRESSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "freeze_step": ("onebit-adam", "onebit-lamb"),
-        **dict.fromkeys(("coeff_beta", "factor_max", "factor_min", "factor_threshold"), ("onebit-lamb",)),
-        **dict.fromkeys(
-            ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
-            ("zero-one-adam",),
-        ),
-    }
-)
-
-
-def keys_of_other_optimizers(values: Values) -> list[str]:
-    """Keys of the 1-bit optimizers that are given, but not of the one that a JSON chooses, if it does."""
-    chosen = optimizer_of(values)
-    keys = [(f"optimizer.params.{name}", owners) for name, owners in _OF_COMPRESSED.items()]
-    return [key for key, owners in keys if chosen is not None and key in values and chosen not in owners]
-
-
-def optimizer_of(values: Values) -> str | None:
-    """The value of `--optimizer` that a JSON's optimizer is."""
-    return _OPTIMIZERS.get(values.get("optimizer.type", "").lower())
-
-
-def is_lamb(values: Values) -> bool:
-    """Whether a JSON's optimizer is LAMB, or 1-bit LAMB, which begins as LAMB."""
-    return optimizer_of(values) in ("lamb", "onebit-lamb")
-
-
-def _of_lamb(told: Callable[[Any], Any]) -> Callable[[Any, Values], Any]:
-    """What a key of LAMB says; with another optimizer, where only its default is accepted, nothing."""
-    return lambda value, values: told(value) if is_lamb(values) else NOTHING
-
-
-def _corrects(on: bool) -> str:
-    # DeepSpeed's FusedLamb multiplies the learning rate, after the trust ratio.
-    return "rate" if on else "none"
-
-
-_ABOVE_0: Mapping[str, Any] = MappingProxyType(
-    {
-        "only": Only("above 0", lambda factor: factor > 0),
-        "refused": "the trust ratio would become 0 or stay as it is; leave it out",
-    }
-)
-
-OPTIMIZER_ROWS: tuple[KeyRow, ...] = (
-    sets(
-        "optimizer.type",
-        TEXT,
-        "optimizer.optimizer",
-        convert=lambda name, values: _OPTIMIZERS[name.lower()],
-        extra="optimizer.type",
-        only=only("Adam", "AdamW", "SGD", "Lamb", "FusedLamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb"),
-        refused="choose Adam, AdamW (both decay weights separately from the gradient), SGD, Lamb, "
-        "OneBitAdam, ZeroOneAdam or OneBitLamb; others come in a later version",
-    ),
-    _optimizer("lr", AMOUNT, "optimizer.lr", auto=left_to_flags),
-    _optimizer("betas", PAIR, "optimizer.adam_beta1", "optimizer.adam_beta2", auto=left_to_flags),
-    _optimizer("eps", AMOUNT, "optimizer.adam_eps", auto=left_to_flags),
-    _optimizer("weight_decay", AMOUNT, "optimizer.weight_decay", absent=0.0, auto=left_to_flags),
-    _optimizer("momentum", AMOUNT, "optimizer.sgd_momentum", absent=0.0, auto=left_to_flags),
-    _optimizer(
-        "max_coeff",
-        AMOUNT,
-        "optimizer.lamb_max_coeff",
-        only=Only("above 0", lambda bound: bound > 0),
-        refused="a trust ratio of 0 moves nothing; choose 10",
-    ),
-    _optimizer("min_coeff", AMOUNT, "optimizer.lamb_min_coeff"),
-    _optimizer(
-        "bias_correction",
-        BOOL,
-        "optimizer.lamb_bias_correction",
-        convert=_of_lamb(_corrects),
-        absent=True,
-    ),
-    # apex's name for what DeepSpeed's LAMB always does.
-    _optimizer("use_nvlamb", BOOL, "optimizer.lamb_adapt_all", convert=_of_lamb(lambda on: on), absent=True),
-    _optimizer("freeze_step", COUNT, "optimizer.onebit_freeze_step"),
-    _optimizer(
-        "coeff_beta",
-        AMOUNT,
-        "optimizer.onebit_lamb_coeff_beta",
-        only=Only("at most 1", lambda decay: decay <= 1),
-        refused="it is the decay of an average; choose 0.9",
-    ),
-    _optimizer("factor_max", AMOUNT, "optimizer.onebit_lamb_factor_max", **_ABOVE_0),
-    _optimizer("factor_min", AMOUNT, "optimizer.onebit_lamb_factor_min", **_ABOVE_0),
-    _optimizer("factor_threshold", AMOUNT, "optimizer.onebit_lamb_factor_threshold", **_ABOVE_0),
-    _optimizer("var_freeze_step", COUNT, "optimizer.zero_one_var_freeze_step"),
-    _optimizer("var_update_scaler", COUNT, "optimizer.zero_one_var_update_scaler"),
-    _optimizer("local_step_scaler", COUNT, "optimizer.zero_one_local_step_scaler"),
-    _optimizer("local_step_clipper", COUNT, "optimizer.zero_one_local_step_clipper"),
-    *ignores("bits travel over the groups that everything else does", BOOL, "optimizer.params.cuda_aware"),
-    *ignores(
-        "bits travel over the groups that everything else does", TEXT, "optimizer.params.comm_backend_name"
-    ),
-    sets("optimizer.params.max_grad_norm", AMOUNT, "optimizer.clip_grad", when="optimizer.type"),
-    *refuses(
-        "the update always decays weights separately from the gradient; leave it out",
-        BOOL,
-        only(True),
-        "optimizer.params.adam_w_mode",
-    ),
-    *refuses(
-        "gradients always enter the first moment by 1 - beta1; leave it out",
-        BOOL,
-        only(True),
-        "optimizer.params.grad_averaging",
-    ),
-    *refuses(
-        "epsilon is always added to the root; leave it out",
-        BOOL,
-        only(False),
-        "optimizer.params.eps_inside_sqrt",
-    ),
-    *refuses(
-        "there is no such variant; leave it out",
-        BOOL,
-        only(False),
-        "optimizer.params.amsgrad",
-        "optimizer.params.nesterov",
-        "optimizer.params.maximize",
-    ),
-    *refuses("there is no such variant; leave it out", NUMBER, only(0), "optimizer.params.dampening"),
-    *ignores(
-        "the fastest update that is built is used, and all of them compute the same",
-        BOOL,
-        "optimizer.params.torch_adam",
-        "optimizer.params.fused",
-        "optimizer.params.foreach",
-        "optimizer.params.capturable",
-        "optimizer.params.differentiable",
-        "optimizer.params.set_grad_none",
-        "optimizer.legacy_fusion",
-    ),
-    sets("gradient_clipping", AMOUNT, "optimizer.clip_grad", auto=left_to_flags),
 )
 
 _SCRIPT_SCHEDULE = (

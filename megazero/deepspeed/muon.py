@@ -1,0 +1,125 @@
+"""Muon for matrices beside AdamW for the rest, as one torch optimizer for `megazero.initialize`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from megazero.errors import ConfigError
+from megazero.optim import Adam, Muon
+
+_ADAM = MappingProxyType({"betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0})
+_EPS = 1e-7
+
+
+class MuonWithAuxAdam(torch.optim.Optimizer):
+    """The groups and options of Muon and of the AdamW beside it, under the name of Jordan et al.'s class.
+
+    It names them for `megazero.initialize`, which updates the shards; it cannot step by itself.
+
+    Args:
+        param_groups: groups with ``use_muon``: true for matrices, with `lr`, `momentum` and `weight_decay`;
+            false for all other parameters, with `lr`, `betas`, `eps` and `weight_decay`.
+
+    Raises:
+        ConfigError: a group does not say which it is, or one for Muon has parameters that are no matrices.
+    """
+
+    def __init__(self, param_groups: Iterable[Mapping[str, Any]]):
+        groups = []
+        for number, group in enumerate(param_groups):
+            if not isinstance(group.get("use_muon"), bool):
+                raise ConfigError(
+                    f"`use_muon` of parameter group {number} must be true or false, but is "
+                    f"{group.get('use_muon')}; say whether Muon or AdamW updates the group"
+                )
+            muon = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
+            groups.append({**(muon if group["use_muon"] else {"lr": 3e-4, **_ADAM}), **group})
+        super().__init__(groups, {})
+        _check_matrices([group for group in self.param_groups if group["use_muon"]])
+
+    def step(self, closure: Any = None) -> Any:
+        """Refused: see above.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "`step` must be called on the optimizer that `megazero.initialize` returns, but was called on "
+            "MuonWithAuxAdam, which only names groups and options; use that one"
+        )
+
+
+def split_by_mark(params: Sequence[Any], muon: Mapping[str, Any], rest: Mapping[str, Any]) -> MuonWithAuxAdam:
+    """DeepSpeed's way to say which parameters Muon updates: their attribute `use_muon`.
+
+    Args:
+        params: parameters or parameter groups.
+        muon: options of those that are marked.
+        rest: options of the others.
+
+    Raises:
+        ConfigError: a parameter is without the mark.
+    """
+    groups = [dict(each) if isinstance(each, Mapping) else {"params": [each]} for each in params]
+    if all(isinstance(each, nn.Parameter) for each in params):
+        groups = [{"params": list(params)}]
+    found = []
+    for group in groups:
+        members = list(group.pop("params"))
+        unmarked = [param for param in members if not isinstance(getattr(param, "use_muon", None), bool)]
+        if unmarked:
+            raise ConfigError(
+                f"`use_muon` must be set on every parameter for Muon, but {len(unmarked)} of "
+                f"{len(members)} are without it; set it to true on matrices between hidden vectors, and to "
+                "false on embeddings, heads, norms and biases"
+            )
+        for use_muon, options in ((True, muon), (False, rest)):
+            chosen = [param for param in members if param.use_muon is use_muon]
+            if chosen:
+                found.append({**options, **group, "params": chosen, "use_muon": use_muon})
+    return MuonWithAuxAdam(found)
+
+
+def matrix_groups(client: torch.optim.Optimizer) -> frozenset[int]:
+    """Numbers of the groups whose parameters are updated as whole matrices."""
+    whole = isinstance(client, torch.optim.Muon)
+    mixed = isinstance(client, MuonWithAuxAdam)
+    return frozenset(
+        number for number, group in enumerate(client.param_groups) if whole or (mixed and group["use_muon"])
+    )
+
+
+def muon_of(group: Mapping[str, Any], rest: Mapping[str, Any]) -> Muon:
+    """The rule that a group of `torch.optim.Muon` or `MuonWithAuxAdam`, and one of its AdamW's, describe.
+
+    Raises:
+        ConfigError: `eps` of torch's Muon is not its default.
+    """
+    if group.get("eps", _EPS) != _EPS:
+        raise ConfigError(f"`eps` of Muon must be {_EPS}, but is {group['eps']}; leave it out")
+    spectral = group.get("adjust_lr_fn") == "match_rms_adamw"
+    options = {**_ADAM, **rest}
+    return Muon(
+        momentum=group["momentum"],
+        nesterov=group.get("nesterov", True),
+        coefficients=(tuple(group.get("ns_coefficients", (3.4445, -4.7750, 2.0315))),),
+        steps=group.get("ns_steps", 5),
+        scale="spectral" if spectral else "shape_scaling",
+        extra_scale=0.2 if spectral else 1.0,
+        rest=Adam(float(options["betas"][0]), float(options["betas"][1]), options["eps"]),
+    )
+
+
+def _check_matrices(groups: Sequence[Mapping[str, Any]]) -> None:
+    for group in groups:
+        wrong = [tuple(param.shape) for param in group["params"] if param.dim() != 2]
+        if wrong:
+            raise ConfigError(
+                f"`use_muon` must be false for parameters that are no matrices, but is true for one of shape "
+                f"{wrong[0]}; leave it to AdamW"
+            )

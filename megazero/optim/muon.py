@@ -1,0 +1,130 @@
+"""Muon, which needs whole matrices: the update is as close to orthogonal as a few products make it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from types import MappingProxyType
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from megazero.optim.rule import Needs, UpdateRule, check_pieces, zeros_like
+from megazero.optim.update import Adam
+
+Coefficients = tuple[tuple[float, float, float], ...]
+
+NEWTON_SCHULZ: Mapping[str, Coefficients] = MappingProxyType(
+    {
+        "simple": ((3.4445, -4.7750, 2.0315),),
+        "quintic": (
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+    }
+)
+"""Coefficients (a, b, c): Jordan et al.'s for every step, and those tuned for five (Cesista et al. 2025)."""
+
+_EPS = 1e-7  # the smallest norm by which a matrix is divided
+
+
+def newton_schulz(
+    matrices: Tensor, coefficients: Sequence[tuple[float, float, float]], dtype: torch.dtype
+) -> Tensor:
+    """Bring the singular values of matrices near 1 and keep their singular vectors (Jordan et al. 2024).
+
+    ``X = a X + (b A + c A^2) X`` with ``A = X X^T``, from ``X = G / |G|`` on; tall matrices are transposed.
+
+    Args:
+        matrices: [n, rows, columns], any dtype; unchanged.
+        coefficients: (a, b, c) of each step.
+        dtype: of the products.
+
+    Returns:
+        [n, rows, columns] in the dtype of `matrices`.
+    """
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = (x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_EPS)).to(dtype)
+    for a, b, c in coefficients:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks").
+
+    ``m = momentum m + (1 - momentum) g``; ``p = p (1 - lr wd) - lr s O(m)``, with O of `newton_schulz` for
+    each whole matrix, and with Nesterov's momentum O of ``momentum m + (1 - momentum) g``. `rest` updates all
+    parameters that are not made of matrices between hidden vectors, see `ParamSpec.matrices`.
+
+    Attributes:
+        momentum: decay of m.
+        nesterov: whether the gradient counts once more.
+        coefficients: (a, b, c) of the Newton-Schulz steps; if these are more, they start over.
+        steps: number of these steps.
+        scale: s by a matrix's shape: ``shape_scaling`` is sqrt(max(1, rows / columns)), as Jordan et al.
+            have it; ``spectral`` is sqrt(max(rows, columns)); ``unit_rms_norm`` is sqrt(rows / columns).
+        extra_scale: what s is multiplied by; 0.2 with ``spectral`` gives updates the size of AdamW's (Liu et
+            al. 2025, "Muon is Scalable for LLM Training").
+        split_joined: whether queries, keys and values that are stored as one are orthogonalized apart.
+        dtype: of the products: fp32, or bf16 as Jordan et al. have it.
+        rest: the rule for other parameters.
+    """
+
+    needs: ClassVar[Needs] = Needs(matrices=True)
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    coefficients: Coefficients = NEWTON_SCHULZ["simple"]
+    steps: int = 5
+    scale: Literal["shape_scaling", "spectral", "unit_rms_norm"] = "shape_scaling"
+    extra_scale: float = 1.0
+    split_joined: bool = True
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    rest: UpdateRule = field(default_factory=Adam)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("momentum",)
+
+    def init_state(self, like: Tensor) -> dict[str, Tensor]:
+        return zeros_like(self.state_names, like)
+
+    @torch.no_grad()
+    def prepare(self, params, grads, states, *, step, weight_decays) -> Iterator[Tensor]:
+        """Update the momentum and yield what is to be orthogonalized, piece by piece; pieces may be views."""
+        check_pieces(self.state_names, params, grads, states, step, weight_decays)
+        for grad, state in zip(grads, states, strict=True):
+            momentum = state["momentum"].lerp_(grad, 1.0 - self.momentum)
+            yield torch.lerp(grad, momentum, self.momentum) if self.nesterov else momentum
+
+    @torch.no_grad()
+    def change(self, matrices: Tensor) -> Tensor:
+        """The update of whole matrices [n, rows, columns] from what `prepare` said of them."""
+        rows, columns = matrices.shape[-2:]
+        steps = list(islice(cycle(self.coefficients), self.steps))
+        dtype = torch.float32 if self.dtype == "fp32" else torch.bfloat16
+        return newton_schulz(matrices, steps, dtype).mul_(self._scale(rows, columns))
+
+    @torch.no_grad()
+    def step(self, params, grads, states, *, step, lr, weight_decays, updates) -> None:
+        check_pieces(self.state_names, params, grads, states, step, weight_decays)
+        for param, update, decay in zip(params, updates, weight_decays, strict=True):
+            param.mul_(1.0 - lr * decay).sub_(update, alpha=lr)
+
+    def _scale(self, rows: int, columns: int) -> float:
+        square = {
+            "shape_scaling": max(1.0, rows / columns),
+            "spectral": float(max(rows, columns)),
+            "unit_rms_norm": rows / columns,
+        }[self.scale]
+        return self.extra_scale * math.sqrt(square)

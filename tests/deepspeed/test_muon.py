@@ -1,0 +1,140 @@
+"""Muon under `megazero.initialize`: torch's class, and matrices beside AdamW, at any stage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megazero.deepspeed import MuonWithAuxAdam
+from megazero.deepspeed.torch_rule import choose_rule
+from megazero.errors import ConfigError
+from megazero.mpu import ParallelContext, solo_context
+from megazero.optim import Adam, Muon
+from tests.deepspeed.user_models import (
+    Tied,
+    assert_same,
+    build,
+    on_ranks,
+    settings,
+    start,
+    train_engine,
+    train_plain,
+)
+
+
+def mark(model: nn.Module) -> nn.Module:
+    """Matrices between hidden vectors, as a user of DeepSpeed marks them."""
+    for name, param in model.named_parameters():
+        param.use_muon = param.ndim == 2 and "embed" not in name
+    return model
+
+
+def both(model: nn.Module) -> MuonWithAuxAdam:
+    params = [p for p in mark(model).parameters() if p.requires_grad]
+    return MuonWithAuxAdam(
+        [
+            {"params": [p for p in params if p.use_muon], "use_muon": True, "lr": 0.01, "weight_decay": 0.1},
+            {"params": [p for p in params if not p.use_muon], "use_muon": False, "lr": 1e-3, "eps": 1e-4},
+        ]
+    )
+
+
+def record(ranks: int, stage: int, **arguments):
+    optimizer = arguments.pop("make", None)
+
+    def work(context: ParallelContext):
+        model = mark(build(Tied))
+        own = {"optimizer": optimizer(model)} if optimizer else {}
+        return train_engine(start(context, model, settings(stage, **arguments), **own), context, range(4))
+
+    return on_ranks(ranks, work)
+
+
+class Plain(torch.optim.Optimizer):
+    """Muon's groups by the rule and others by torch's AdamW, in one process on whole matrices."""
+
+    def __init__(self, groups):
+        super().__init__([dict(group) for group in groups], {})
+        rest = [group for group in groups if not group.get("use_muon", True)]
+        self.rest = torch.optim.AdamW(rest) if rest else None
+
+    def step(self, closure=None):
+        for group in self.param_groups if self.rest is None else self.param_groups[:1]:
+            for param in (each for each in group["params"] if each.grad is not None):
+                state = self.state[param] or Muon().init_state(param)
+                self.state[param] = state
+                pieces, facts = (
+                    ([param.data], [param.grad], [state]),
+                    {"step": 1, "weight_decays": [group["weight_decay"]]},
+                )
+                (prepared,) = Muon().prepare(*pieces, **facts)
+                update = Muon().change(prepared.clone()[None])[0]
+                Muon().step(*pieces, lr=group["lr"], updates=[update], **facts)
+        if self.rest is not None:
+            self.rest.step()
+
+
+def plain(make, ranks: int):
+    model = mark(build(Tied))
+    return train_plain(model, Plain(make(model).param_groups), ranks=ranks, accumulation=1, steps=4)
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 0), (2, 1), (2, 2), (3, 3)])
+def test_any_stage_trains_as_whole_matrices_would(ranks, stage):
+    expected = plain(both, ranks)
+    for found in record(ranks, stage, make=both):
+        assert_same(found, expected)
+
+
+def test_the_json_is_muon_for_marked_parameters():
+    told = {"muon_lr": 0.01, "adam_lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4}
+
+    def direct(model):
+        optimizer = both(model)
+        optimizer.param_groups[1] |= {"weight_decay": 0.1, "betas": (0.9, 0.999)}
+        return optimizer
+
+    json = record(2, 1, optimizer={"type": "Muon", "params": told})
+    assert_same(json[0], record(2, 1, make=direct)[0])
+
+
+def test_without_marks_it_is_refused():
+    optimizer = {"type": "Muon", "params": {"lr": 0.01}}
+    with pytest.raises(ConfigError, match="`use_muon` must be set on every parameter for Muon"):
+        start(solo_context(), build(Tied), settings(0, optimizer=optimizer))
+
+
+def test_groups_say_which_they_are():
+    weight, bias = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    with pytest.raises(ConfigError, match="`use_muon` of parameter group 0 must be true or false"):
+        MuonWithAuxAdam([{"params": [weight]}])
+    with pytest.raises(ConfigError, match="`use_muon` must be false for parameters that are no matrices"):
+        MuonWithAuxAdam([{"params": [bias], "use_muon": True}])
+    with pytest.raises(ConfigError, match="`step` must be called on the optimizer"):
+        MuonWithAuxAdam([{"params": [weight], "use_muon": True}]).step()
+
+
+def test_torchs_muon_is_the_rule_with_its_options():
+    weight = nn.Parameter(torch.ones(2, 3))
+    plain = torch.optim.Muon([weight], lr=0.01)
+    assert choose_rule(plain, allow_untested=False)(plain.param_groups) == Muon(rest=Adam(0.9, 0.95, 1e-10))
+    told = {"momentum": 0.9, "nesterov": False, "ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5)}
+    other = torch.optim.Muon([weight], lr=0.01, adjust_lr_fn="match_rms_adamw", **told)
+    found = choose_rule(other, allow_untested=False)(other.param_groups)
+    assert found == Muon(0.9, False, ((2.0, -1.5, 0.5),), 3, "spectral", 0.2, rest=Adam(0.9, 0.95, 1e-10))
+    strange = torch.optim.Muon([weight], lr=0.01, eps=1e-3)
+    with pytest.raises(ConfigError, match="`eps` of Muon must be 1e-07, but is 0.001"):
+        choose_rule(strange, allow_untested=False)(strange.param_groups)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_torchs_muon_trains_matrices_and_freezes_the_rest(stage):
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        for param in model.parameters():
+            param.requires_grad_(param.use_muon and param.requires_grad)
+        return torch.optim.Muon([param for param in model.parameters() if param.requires_grad], lr=0.01)
+
+    others, expected = record(2, stage, make=make), plain(make, 2)
+    for found in others:
+        assert_same(found, expected)
