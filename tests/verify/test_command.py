@@ -243,7 +243,8 @@ def test_codes_are_left_out_and_that_is_said():
 def test_a_disk_that_is_elsewhere_is_not_needed(tmp_path):
     flags = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 90 --mock-data "
-        f"--micro-batch-size 1 --lr 1e-3 --train-iters 9 --offload-optimizer nvme --offload-path {tmp_path}/gone"
+        "--micro-batch-size 1 --lr 1e-3 --train-iters 9 --offload-optimizer nvme "
+        f"--offload-path {tmp_path}/gone"
     )
     config = parse_config(flags.split(), world_size=2).config
     found = shrink(config, 2).config.offload
