@@ -121,7 +121,7 @@ class Snapshots:
         numbers = [part for part in parts if part.tensor.is_floating_point()]
         # A sum is inf or NaN if any element is, so the device is waited for once; where large numbers make
         # it so, the tensor itself is looked at.
-        sums = [part.tensor.sum(dtype=torch.float32) for part in numbers]
+        sums = [part.tensor.sum(dtype=torch.float32).to(self.context.device) for part in numbers]
         sound = torch.stack(sums).isfinite().tolist() if sums else []
         doubtful = [part for part, well in zip(numbers, sound, strict=True) if not well]
         bad = next((str(part.key) for part in doubtful if not part.tensor.isfinite().all()), None)

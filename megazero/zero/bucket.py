@@ -166,8 +166,9 @@ def whole_state(bucket: Bucket, flat: Tensor) -> Tensor:
     """A whole flat tensor [padded] from each replica's `state_range`; all replicas call this."""
     if not bucket.layout.row.shard_state:
         return flat
-    whole = flat.new_empty(bucket.layout.padded)
-    bucket.wire.group.all_gather(whole, flat.contiguous()).wait()
+    mine = flat.to(bucket.full.device).contiguous()
+    whole = mine.new_empty(bucket.layout.padded)
+    bucket.wire.group.all_gather(whole, mine).wait()
     return whole
 
 

@@ -130,7 +130,8 @@ class CopyCheck:
         self._apart = optimizer.rule.needs.in_use
         private = optimizer.private_kinds
         self._kinds = (WEIGHT, *(kind for kind in optimizer.state_names if kind not in private))
-        self._fingerprints = Fingerprints(context.device)
+        # State that is offloaded stays where it is while it is looked at.
+        self._fingerprints = {each.type: Fingerprints(each) for each in (torch.device("cpu"), context.device)}
         # Ends come last: the order of buckets is not the same on the two stages.
         self._shared = [name for name in _GROUPS if context.groups[name].size > 1]
 
@@ -142,7 +143,8 @@ class CopyCheck:
         for residents in self._store.visits(self._kinds, self._store.buckets):
             for each in residents:
                 for piece in self._pieces(each):
-                    found = self._fingerprints.of(piece.tensor)
+                    found = self._fingerprints[piece.tensor.device.type].of(piece.tensor)
+                    found = found.to(self.context.device)
                     for group in piece.groups:
                         compared[group].pieces.append((piece.name, piece.kind))
                         compared[group].prints.append(found)
@@ -245,7 +247,7 @@ def _roundings(resident: Resident) -> Iterator[tuple[str, Tensor]]:
     mine = used if layout.row.shard_params else used[layout.state_range]
     if mine.data_ptr() == master.data_ptr():  # the masters are a part of the weights
         return
-    wanted = master.to(mine.dtype)
+    wanted = master.to(mine.device, mine.dtype)
     if not layout.row.shard_params:  # these have been gathered
         resident.bucket.wire.round_weights(wanted)
     pieces = zip(layout.member_pieces(mine), layout.member_pieces(wanted), strict=True)

@@ -307,7 +307,7 @@ class Optimizer:
                 for each in residents
                 for where in parts[each.bucket]
             )
-            total += found * copies if estimates else found / copies
+            total += (found * copies if estimates else found / copies).to(total.device)
         self.context.world.all_reduce(total).wait()
         (value,) = read_values(total) or (math.nan,)
         return value

@@ -213,7 +213,7 @@ class GradientReducer:
                 if segment.partial_grad
             ]
             if parts := [part for part in found if part.numel()]:
-                together = torch.cat(parts)
+                together = torch.cat(parts).to(self.context.device)  # which groups send from
                 self.context.tp.all_reduce(together).wait()
                 for part, total in zip(parts, together.split([p.numel() for p in parts]), strict=True):
                     part.copy_(total)
@@ -225,7 +225,10 @@ class GradientReducer:
         shared = [bucket for bucket in self._buckets() if bucket.layout.specs[0].shared]
         for residents in self.store.visits((GRADIENT,), shared, changes=(GRADIENT,)):
             for each in residents:
-                self.context.ends.all_reduce(each.flats[GRADIENT]).wait()
+                sums = each.flats[GRADIENT].to(self.context.device)
+                self.context.ends.all_reduce(sums).wait()
+                if sums is not each.flats[GRADIENT]:
+                    each.flats[GRADIENT].copy_(sums)
 
     def _buckets(self) -> list[Bucket]:
         return [progress.bucket for progress in self._progress]

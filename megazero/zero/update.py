@@ -180,7 +180,8 @@ class Update:
         for lr, pieces in calls.items():
             asked = {}
             if self.norms is not None:
-                asked["norms"] = [self.norms.of(piece.resident.bucket, piece.member) for piece in pieces]
+                found = ((self.norms.of(p.resident.bucket, p.member), p.weights.device) for p in pieces)
+                asked["norms"] = [norms.to(device) for norms, device in found]
                 asked["exempt"] = [piece.exempt for piece in pieces]
             if updates is not None:
                 asked["updates"] = [updates[piece.where] for piece in pieces]
