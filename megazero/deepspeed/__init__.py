@@ -3,11 +3,20 @@
 Start with `initialize.py` and `engine.py` (`stepping.py` holds its training step, `answers.py` what a script
 may query). `settings.py` reads the JSON; `optimizer.py`, `torch_rule.py`, `lamb.py`, `lion.py`, `muon.py` and
 `schedules.py` connect torch's optimizers to ours; `parallel.py` lays a foreign module out in buckets;
-`checkpoint.py` and `data.py` save and feed it; `report.py` reports progress.
+`checkpoint.py` and `data.py` save and feed it; `report.py` reports progress; `estimates.py` says how much
+memory states take.
 """
 
 from megazero.deepspeed.data import RepeatingLoader
 from megazero.deepspeed.engine import UserEngine
+from megazero.deepspeed.estimates import (
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
 from megazero.deepspeed.initialize import add_config_arguments, init_distributed, initialize
 from megazero.deepspeed.lamb import FusedLamb
 from megazero.deepspeed.lion import FusedLion
@@ -22,6 +31,12 @@ __all__ = [
     "UserEngine",
     "UserOptimizer",
     "add_config_arguments",
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
     "init_distributed",
     "initialize",
 ]
