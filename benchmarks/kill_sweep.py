@@ -1,6 +1,6 @@
 """kill -9 at any moment of a run, then a resume: the end must equal that of an uninterrupted run.
 
-    python benchmarks/kill_sweep.py --points 200 [--layout t2d2|p2d2|bert|all] [--jobs 2] [--output FILE]
+    python benchmarks/kill_sweep.py --points 200 [--layout NAME] [--jobs 2] [--output FILE]
 
 Every point trains a small GPT or BERT on four Gloo ranks, on two blended corpora, with dropout and a growing
 batch; a BERT masks tokens anew in every sample.
@@ -12,7 +12,8 @@ launcher would. The same command then continues to the end, and these must hold:
 - what ``latest`` named after the kill loads, and is what the run continued from;
 - no more work is lost than one save interval, or two if saves may still be on their way;
 - the losses and gradient norms of all iterations, and the hashes of all logical tensors of the last
-  checkpoint (parameters, moments, every generator's state) equal the uninterrupted run's.
+  checkpoint (parameters, moments, every generator's state) equal the uninterrupted run's;
+- where state was offloaded to disk, nothing is left of it.
 
 A table of the kinds of points follows; the exit status is 1 if one failed.
 """
@@ -71,6 +72,8 @@ LAYOUTS = {
     "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 "
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 "
     "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.05",
+    "disk": "--vocab-size 64 --tensor-model-parallel-size 2 --zero-stage 3 --bf16 "
+    "--zero-param-persistence-threshold 0 --offload-optimizer nvme --offload-parameters nvme",
 }
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WAYS = ((True, 1, "cyclic"), (False, None, "single"), (False, 2, "cyclic"), (True, None, "single"))
@@ -93,6 +96,7 @@ class Variant:
             *COMMON.split(),
             *LAYOUTS[self.layout].split(),
             *(("--vocab-file", str(data / "vocab.txt")) if self.layout == "bert" else ()),
+            *(("--offload-path", str(data)) if self.layout == "disk" else ()),
             *(
                 "--data-path",
                 "0.7",
@@ -411,12 +415,16 @@ def main() -> int:
             for i, variant in enumerate(variants(layouts, args.points))
         }
         points = list(choose(references, args.points, args.seed))
+        there = sorted(path.name for path in (folder / "data").iterdir())
         results = sweep_side_by_side(points, references, folder, args.jobs)
+        left = {path.name for path in (folder / "data").iterdir()}.difference(there)
     print(table(results))
+    if left:
+        print(f"left where state was offloaded to: {', '.join(sorted(left))}")
     if args.output is not None:
         with args.output.open("a") as out:
             out.writelines(json.dumps({"benchmark": "kill_sweep", **result}) + "\n" for result in results)
-    return 1 if any(result["problems"] for result in results) else 0
+    return 1 if left or any(result["problems"] for result in results) else 0
 
 
 if __name__ == "__main__":
