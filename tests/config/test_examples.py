@@ -18,6 +18,8 @@ MOE = ("dense", "fine-grained-shared", "moe-top1", "moe-top2", "pr-moe", "pyrami
         ("gpt_tiny_cpu", 1, []),
         ("gpt_tiny_cpu", 2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
         ("gpt2_345m", 8, []),
+        ("gpt2_345m_slow_network", 8, []),
+        ("gpt_13b_one_gpu", 1, []),
         ("llama_1b_tp2_sp", 8, []),
         ("gpt_pipeline_zero_cpu", 4, []),
         ("gpt3_175b_3d", 1024, []),
