@@ -1,11 +1,12 @@
 """What the guards of a training cost: whole steps with all defaults beside steps with none, in turns.
 
     python benchmarks/guards_cost.py             # one process and two
-    python benchmarks/guards_cost.py --ranks 2 --steps 40
+    python benchmarks/guards_cost.py --ranks 2 --steps 40 --seq-length 64
 
-The model is the GPT of 23 million parameters of `train_step.py`, on random data. Each rank holds two
-trainings, one with the default guards and one with none, and makes a step of each in turn, with all that a
-loop does between steps. The comparison of copies, made every 500 steps, is timed by itself.
+The model is the GPT of 23 million parameters of `train_step.py`, on random data. Each rank holds three
+trainings, one with the default guards and two with none, and makes a step of each in turn, with all that a
+loop does between steps. The ratio of the two without guards says how near equal trainings come to each other.
+The comparison of copies, made every 500 steps, is timed by itself.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from megazero.train.state import TrainState
 from megazero.train.vocabulary import build_vocabulary
 
 MODEL = (
-    "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 8192 --mock-data "
+    "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --vocab-size 8192 --mock-data "
     "--micro-batch-size 4 --lr 1e-4 --train-iters 100000 --eval-iters 0 --log-interval 100 "
     "--hidden-dropout 0 --attention-dropout 0"
 )
@@ -63,19 +64,23 @@ class Trained:
         return time.perf_counter() - began
 
 
-def rank(number: int, ranks: int, port: int, steps: int, answers) -> None:
+def rank(number: int, ranks: int, port: int, steps: int, length: int, answers) -> None:
     """One rank's part."""
     import os
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    config = parse_config([*MODEL.split(), "--global-batch-size", str(8 * ranks)], world_size=ranks).config
+    sized = f"--seq-length {length}"
+    argv = [*MODEL.split(), *sized.split(), "--global-batch-size", str(8 * ranks)]
+    config = parse_config(argv, world_size=ranks).config
     joined = join(config.parallel, Launch(number, ranks, number), 1, partial(settings_and_code, config))
-    teams = {"guarded": Trained("", ranks, joined), "bare": Trained(NONE, ranks, joined)}
+    kinds = {"bare": NONE, "guarded": "", "twin": NONE}
+    teams = {name: Trained(f"{sized} {flags}", ranks, joined) for name, flags in kinds.items()}
     seconds: dict[str, list[float]] = {name: [] for name in teams}
     compared = []
     with StopRequest() as stop:
         for round_ in range(steps + 3):
-            for name in sorted(teams, reverse=round_ % 2 == 1):
+            names = list(teams)
+            for name in names[round_ % 3 :] + names[: round_ % 3]:
                 taken = teams[name].step(stop)
                 if round_ >= 3:
                     seconds[name].append(taken)
@@ -88,17 +93,23 @@ def rank(number: int, ranks: int, port: int, steps: int, answers) -> None:
     leave(joined)
 
 
+def median_ratio(seconds: list[float], others: list[float]) -> float:
+    """The median over the rounds of one training's step over another's."""
+    return statistics.median(mine / other for mine, other in zip(seconds, others, strict=True))
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seq-length", type=int, default=512)
     flags = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     for ranks in flags.ranks:
         answers, port = context.Queue(), _free_port()
         work = [
-            context.Process(target=rank, args=(number, ranks, port, flags.steps, answers))
+            context.Process(target=rank, args=(number, ranks, port, flags.steps, flags.seq_length, answers))
             for number in range(ranks)
         ]
         for each in work:
@@ -106,15 +117,17 @@ def main() -> None:
         found = answers.get()
         for each in work:
             each.join()
-        bare, guarded = (statistics.median(found[name]) for name in ("bare", "guarded"))
+        bare, guarded, twin = (statistics.median(found[name]) for name in ("bare", "guarded", "twin"))
         compared = statistics.median(found["compared"])
-        pairs = zip(found["guarded"], found["bare"], strict=True)
         line = {
             "ranks": ranks,
+            "sequence length": flags.seq_length,
+            "rounds": flags.steps,
             "bare step, s": round(bare, 4),
-            "guarded step, s": round(guarded, 4),
-            "ratio of medians": round(guarded / bare, 4),
-            "median of ratios": round(statistics.median(left / right for left, right in pairs), 4),
+            "guarded / bare, ratio of medians": round(guarded / bare, 4),
+            "guarded / bare, median of ratios": round(median_ratio(found["guarded"], found["bare"]), 4),
+            "twin / bare, ratio of medians": round(twin / bare, 4),
+            "twin / bare, median of ratios": round(median_ratio(found["twin"], found["bare"]), 4),
             "comparison of copies, s": round(compared, 4),
             "of a step, every 500": round(compared / 500 / bare, 6),
         }
