@@ -224,7 +224,8 @@ class _OpenFile:
 
     def reserve(self, start: int, size: int) -> None:
         """Set room aside, of zeros."""
-        self._checked(partial(os.posix_fallocate, self._file, start, size), "be made larger in")
+        grow = partial(os.posix_fallocate, self._file, start, size)
+        self._checked(grow, f"grow by {size / 2**20:.1f} MiB, after {start / 2**20:.1f} MiB, in")
 
     def mapped(self, size: int) -> mmap.mmap:
         """All of the file as memory, after all writes."""
