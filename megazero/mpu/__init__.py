@@ -13,7 +13,7 @@ from megazero.mpu.context import (
 )
 from megazero.mpu.grid import AXES, COMMUNICATORS, SLICE_AXES, Axis, Place, ProcessGrid, slice_axes
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
-from megazero.mpu.host import read_values
+from megazero.mpu.host import on_device, read_values
 from megazero.mpu.launch import Launch, choose_device, join, leave, open_context, reporting
 from megazero.mpu.matrices import Matrices
 from megazero.mpu.messages import gather_values, name_ranks
@@ -71,6 +71,7 @@ __all__ = [
     "make_context",
     "matrix_spec",
     "name_ranks",
+    "on_device",
     "open_context",
     "open_shared",
     "read_values",

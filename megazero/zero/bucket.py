@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.errors import ConfigError
-from megazero.mpu import DONE, Work, spec_of
+from megazero.mpu import DONE, Work, on_device, spec_of
 from megazero.zero.layout import BucketLayout
 from megazero.zero.plan import BucketKey
 from megazero.zero.wires.wire import Wire
@@ -166,7 +166,7 @@ def whole_state(bucket: Bucket, flat: Tensor) -> Tensor:
     """A whole flat tensor [padded] from each replica's `state_range`; all replicas call this."""
     if not bucket.layout.row.shard_state:
         return flat
-    mine = flat.to(bucket.full.device).contiguous()
+    mine = on_device(flat, bucket.full.device).contiguous()
     whole = mine.new_empty(bucket.layout.padded)
     bucket.wire.group.all_gather(whole, mine).wait()
     return whole

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megazero.mpu import SLICE_AXES, Group, ParallelContext, copy_axes, gather_values, name_ranks
+from megazero.mpu import SLICE_AXES, Group, ParallelContext, copy_axes, gather_values, name_ranks, on_device
 from megazero.zero.fingerprint import Fingerprints
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.store import WEIGHT, Resident
@@ -144,7 +144,7 @@ class CopyCheck:
             for each in residents:
                 for piece in self._pieces(each):
                     found = self._fingerprints[piece.tensor.device.type].of(piece.tensor)
-                    found = found.to(self.context.device)
+                    found = on_device(found, self.context.device)
                     for group in piece.groups:
                         compared[group].pieces.append((piece.name, piece.kind))
                         compared[group].prints.append(found)
@@ -247,7 +247,7 @@ def _roundings(resident: Resident) -> Iterator[tuple[str, Tensor]]:
     mine = used if layout.row.shard_params else used[layout.state_range]
     if mine.data_ptr() == master.data_ptr():  # the masters are a part of the weights
         return
-    wanted = master.to(mine.device, mine.dtype)
+    wanted = on_device(master, mine.device).to(mine.dtype)
     if not layout.row.shard_params:  # these have been gathered
         resident.bucket.wire.round_weights(wanted)
     pieces = zip(layout.member_pieces(mine), layout.member_pieces(wanted), strict=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megazero.errors import ConfigError
-from megazero.mpu import ParallelContext, ParamSpec, Work, gather_values, read_values
+from megazero.mpu import ParallelContext, ParamSpec, Work, gather_values, on_device, read_values
 from megazero.optim import SERVER_ERROR, WORKER_ERROR, UpdateRule, clip_coefficient, local_square_sum
 from megazero.zero.bucket import Bucket, whole_state
 from megazero.zero.layout import counted_parts, present_parts
@@ -307,7 +307,7 @@ class Optimizer:
                 for each in residents
                 for where in parts[each.bucket]
             )
-            total += (found * copies if estimates else found / copies).to(total.device)
+            total += on_device(found * copies if estimates else found / copies, total.device)
         self.context.world.all_reduce(total).wait()
         (value,) = read_values(total) or (math.nan,)
         return value

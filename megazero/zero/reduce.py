@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megazero.mpu import ParallelContext
+from megazero.mpu import ParallelContext, on_device
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
@@ -213,7 +213,7 @@ class GradientReducer:
                 if segment.partial_grad
             ]
             if parts := [part for part in found if part.numel()]:
-                together = torch.cat(parts).to(self.context.device)  # which groups send from
+                together = on_device(torch.cat(parts), self.context.device)  # groups send from there
                 self.context.tp.all_reduce(together).wait()
                 for part, total in zip(parts, together.split([p.numel() for p in parts]), strict=True):
                     part.copy_(total)
@@ -225,7 +225,7 @@ class GradientReducer:
         shared = [bucket for bucket in self._buckets() if bucket.layout.specs[0].shared]
         for residents in self.store.visits((GRADIENT,), shared, changes=(GRADIENT,)):
             for each in residents:
-                sums = each.flats[GRADIENT].to(self.context.device)
+                sums = on_device(each.flats[GRADIENT], self.context.device)
                 self.context.ends.all_reduce(sums).wait()
                 if sums is not each.flats[GRADIENT]:
                     each.flats[GRADIENT].copy_(sums)

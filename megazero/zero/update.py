@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megazero.mpu import ParallelContext
+from megazero.mpu import ParallelContext, on_device
 from megazero.optim import SERVER_ERROR, WORKER_ERROR, Replicas, UpdateRule
 from megazero.zero.matrices import WholeMatrices
 from megazero.zero.norms import ParameterNorms, reduce_over_slices
@@ -181,7 +181,7 @@ class Update:
             asked = {}
             if self.norms is not None:
                 found = ((self.norms.of(p.resident.bucket, p.member), p.weights.device) for p in pieces)
-                asked["norms"] = [norms.to(device) for norms, device in found]
+                asked["norms"] = [on_device(norms, device) for norms, device in found]
                 asked["exempt"] = [piece.exempt for piece in pieces]
             if updates is not None:
                 asked["updates"] = [updates[piece.where] for piece in pieces]
