@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -30,7 +31,7 @@ FAULTS = (
 Hook = Callable[[Tensor], Tensor]
 
 
-class Trainer:
+class Trainer(ABC):
     """A small training on this rank; the base class draws random vectors."""
 
     folder = "."  # where `save` writes
@@ -41,19 +42,21 @@ class Trainer:
         x = x * 1e4 if noise else x
         return x, x.roll(1, 1)
 
+    @abstractmethod
     def step(self, x: Tensor, y: Tensor, hook: Hook | None) -> float:
         """One update, with `hook` on the gradient of the model's output; returns the loss."""
-        raise NotImplementedError
 
+    @abstractmethod
     def parameters(self) -> list[nn.Parameter]:
-        raise NotImplementedError
+        """Those of the model, as this rank holds them."""
 
+    @abstractmethod
     def moment(self) -> Tensor:
         """A first moment that this rank holds."""
-        raise NotImplementedError
 
+    @abstractmethod
     def save(self) -> None:
-        raise NotImplementedError
+        """Save a checkpoint into `folder`."""
 
 
 class Small(nn.Module):

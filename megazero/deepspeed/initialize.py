@@ -119,27 +119,6 @@ def _check(settings: UserSettings, context: ParallelContext) -> None:
             f"`zero_hpz_partition_size` must be the size of the group of replicas on a node "
             f"({context.node.size}), but is {hpz}; build the context with that `node_size`"
         )
-    _check_codes(settings)
-
-
-def _check_codes(settings: UserSettings) -> None:
-    """Refuse quantized communication where it would change nothing.
-
-    Raises:
-        ConfigError: nothing is sharded, or gathered weights are the masters.
-    """
-    zero, dtype = settings.zero, settings.precision.dtype
-    weights = zero.quantized_weights != "none"
-    if zero.stage == 0 and (weights or zero.quantized_gradients != "none"):
-        raise ConfigError(
-            "`stage` must be 1, 2 or 3 for `zero_quantized_weights` and `zero_quantized_gradients`, but is "
-            "0; set it or leave them out"
-        )
-    if zero.stage < 3 and weights and zero.main_params_dtype == dtype:
-        raise ConfigError(
-            f"`stage` must be 3 for `zero_quantized_weights` with {dtype} weights, which are their own "
-            f"masters and must stay exact, but is {zero.stage}; choose stage 3, or `bf16`"
-        )
 
 
 def _shard(

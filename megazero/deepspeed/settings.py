@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,10 @@ from torch import nn
 from megazero.config.curriculum import CurriculumConfig
 from megazero.config.deepspeed import BatchTriangle, DeepSpeedSettings, Extras, read_deepspeed, resolve_batch
 from megazero.config.offload import OffloadConfig
-from megazero.config.option import Section
 from megazero.config.pacing import Pacing
 from megazero.config.resolve import build_section
-from megazero.config.rules.rule import Case
-from megazero.config.rules.zero import OFFLOAD_RULES
-from megazero.config.tree import Config, PrecisionConfig, ZeroConfig
+from megazero.config.rules import check_sections
+from megazero.config.tree import PrecisionConfig, ZeroConfig
 from megazero.config.tree_output import LoggingConfig
 from megazero.errors import ConfigError
 
@@ -89,13 +87,13 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module) -> U
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     given = {"model.hidden_size": hidden} if isinstance(hidden, int) else {}
     read = read_deepspeed(source, data_parallel=data_parallel, given=given)
-    problems, sections = list(read.problems), []
+    problems, sections = list(read.problems), {}
     for name in ("zero", "offload", "precision", "logging"):
         try:
-            sections.append(build_section(name, [*read.defaults, *read.settings]))
+            sections[name] = build_section(name, [*read.defaults, *read.settings])
         except ConfigError as error:
             problems += error.violations
-    problems += _offload_problems(sections)
+    problems += check_sections(sections)
     for name in _FOR_SCRIPTS_OF_OURS:
         if any(name in setting.source and setting.value is not False for setting in read.settings):
             problems.append(
@@ -113,23 +111,13 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module) -> U
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return UserSettings(
-        *sections,
+        **sections,
         extras=read.extras,
         batch=batch,
         clip_grad=read.values.get("optimizer.clip_grad", 0.0),
         notes=_without_effect(read),
         seqlen=seqlen,
     )
-
-
-def _offload_problems(sections: Sequence[Section]) -> list[str]:
-    """What the rules say about offload, if the sections that they read are there."""
-    parts = {"zero": ZeroConfig, "offload": OffloadConfig}
-    found = {name: each for name, kind in parts.items() for each in sections if isinstance(each, kind)}
-    if len(found) < len(parts):
-        return []
-    case = Case(Config.model_construct(**found))
-    return [rule.violation(case) for rule in OFFLOAD_RULES if not rule.holds(case)]
 
 
 def _seqlen(section: CurriculumConfig) -> Pacing | None:

@@ -65,6 +65,7 @@ class Loop:
         self.timers = Timers(context.device, synchronize=plan.exact_timers)
         self.waits = Waits(context.device) if context.watch is None else context.watch.waits
         self.stragglers = Stragglers(plan.straggler_interval, context)
+        self._offloads = bool(engine.optimizer.store.offloaded())
         self._reached = 0
         self._folder = None if checkpoints is None else Path(checkpoints.saver.directory)
         self.incidents = IncidentLog(monitor, self._folder if context.rank == 0 else None)
@@ -175,7 +176,7 @@ class Loop:
             "params_norm": optimizer.params_norm() if self.plan.log_params_norm else None,
             "num_zeros": optimizer.count_zero_grads() if self.plan.log_num_zeros else None,
             "rank_seconds": self.stragglers.take_summary(),
-            "offload": asdict(store.traffic() - moved) if store.offloaded() else None,
+            "offload": asdict(store.traffic() - moved) if self._offloads else None,
         }
         if self._due(self.plan.log_interval, state):
             extras["tokens_per_expert"] = self.engine.loads.report(result.tokens)

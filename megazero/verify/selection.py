@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cache
-from itertools import combinations, islice, product
+from itertools import combinations, cycle, islice, product
 
 from megazero.verify.layouts import DECODERS, ENCODERS, EXPERTS, GLOBAL_BATCH, METHODS, STORES, Layout
 
@@ -156,10 +156,12 @@ def with_methods(layouts: Sequence[Layout], every: int = 4) -> list[Layout]:
 
 
 def with_stores(layouts: Sequence[Layout]) -> list[Layout]:
-    """The layouts, of which every second one keeps its state elsewhere, in the stores by turns."""
-    names = [name for name in STORES if name]
+    """The layouts, of which half keep their state elsewhere, in the stores by turns; half of those with a
+    method (every third or fourth) are among them.
+    """
+    stores = cycle(name for name in STORES if name)
     return [
-        replace(layout, store=names[place // 2 % len(names)]) if place % 2 else layout
+        replace(layout, store=next(stores)) if (place + place // 4) % 2 else layout
         for place, layout in enumerate(layouts)
     ]
 

@@ -85,11 +85,11 @@ TRAINED = {**BATCH, "optimizer": ADAMW}
         ),
         (
             {**TRAINED, "zero_optimization": {"stage": 0, "zero_quantized_gradients": True}},
-            "`stage` must be 1, 2 or 3 for `zero_quantized_weights` and `zero_quantized_gradients`, but is 0",
+            "`quantized_gradients` must be none unless the ZeRO stage is 1, 2 or 3, but .* and `stage` is 0",
         ),
         (
             {**TRAINED, "zero_optimization": {"stage": 2, "zero_quantized_weights": True}},
-            "`stage` must be 3 for `zero_quantized_weights` with fp32 weights",
+            "`quantized_weights` must be none at the ZeRO stages 1 and 2 unless .*quantized_weights_need_masters",
         ),
         ("missing.json", "must name a readable file"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 from megazero.verify.compare import compare
@@ -25,3 +26,21 @@ def check(records: list[Record], layout: Layout) -> None:
     """Fail with every deviation that is too large."""
     bad = [str(d) for d in compare(records, serial(layout.serial)) if d.share > 1]
     assert not bad, "\n".join(bad)
+
+
+def assert_holds_all(layouts: Sequence[Layout]) -> None:
+    """The layouts, which are some of all sweeps', have every value of these settings."""
+    expected = {
+        "tp": {1, 2, 4},
+        "pp": {1, 2, 4},
+        "dp": {1, 2},
+        "ep": {1, 2},
+        "schedule": {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"},
+        "zero": {0, 1, 2, 3},
+        "sequence_parallel": {False, True},
+        "recompute": {"none", "full", "selective"},
+        "micro_batch": {1, 2},
+        "shape": {"gpt2", "llama", "bert", "bert-original"},
+    }
+    for name, values in expected.items():
+        assert values <= {getattr(layout, name) for layout in layouts}, name

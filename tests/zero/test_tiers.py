@@ -74,6 +74,14 @@ def test_a_slot_that_was_read_ahead_for_nothing_can_be_filled(tmp_path):
     assert tier.at_rest(slot).tolist() == [2.0] * 10
 
 
+def test_what_was_read_ahead_for_nothing_is_not_taken_for_what_is_written_at_rest(tmp_path):
+    tier = DiskTier(tmp_path)
+    slot = tier.make(10, torch.float32)
+    tier.prefetch(slot)
+    tier.at_rest(slot).fill_(4)
+    assert tier.fetch(slot).tolist() == [4.0] * 10
+
+
 def test_buffers_are_used_again(tmp_path):
     """Visiting many slots in turn takes no more memory than those in use at a time."""
     tier = DiskTier(tmp_path, DiskSettings(block=PAGE))

@@ -6,6 +6,17 @@ accepted without effect; the other files hold the rules by subject.
 
 from megazero.config.rules.notes import NOTES, Note, notes_on
 from megazero.config.rules.rule import Case, Rule, value_at
-from megazero.config.rules.table import RULES, broken_rules, check
+from megazero.config.rules.table import RULES, broken_rules, check, check_sections
 
-__all__ = ["NOTES", "RULES", "Case", "Note", "Rule", "broken_rules", "check", "notes_on", "value_at"]
+__all__ = [
+    "NOTES",
+    "RULES",
+    "Case",
+    "Note",
+    "Rule",
+    "broken_rules",
+    "check",
+    "check_sections",
+    "notes_on",
+    "value_at",
+]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
+from megazero.config.option import Section
 from megazero.config.rules.compressed import COMPRESSED_RULES
 from megazero.config.rules.curriculum import CURRICULUM_RULES
 from megazero.config.rules.data_sampling import DATA_SAMPLING_RULES
@@ -63,6 +64,17 @@ def check(config: Config, world_size: int | None, unknown_fields: Set[str] = fro
     """
     return [
         rule.violation(Case(config, world_size)) for rule in broken_rules(config, world_size, unknown_fields)
+    ]
+
+
+def check_sections(sections: Mapping[str, Section]) -> list[str]:
+    """All violations of the rules that read nothing but these sections, by name; for a part of a configuration."""
+    case = Case(Config.model_construct(**sections))
+    return [
+        rule.violation(case)
+        for rule in RULES
+        if {path.partition(".")[0] for path in rule.fields + rule.reads} <= sections.keys()
+        and not rule.holds(case)
     ]
 
 

@@ -112,6 +112,8 @@ class DiskTier:
         self._give_back(slot)
 
     def at_rest(self, slot: TierSlot) -> Tensor:
+        if slot in self._reading:  # what was read ahead for nothing must not outlive what is written here
+            self.drop(slot, self.fetch(slot))
         self._settle(slot)
         if self._mapped is None:
             self._mapped = self._file.mapped(self._size)
