@@ -68,7 +68,7 @@ def check(config: Config, world_size: int | None, unknown_fields: Set[str] = fro
 
 
 def check_sections(sections: Mapping[str, Section]) -> list[str]:
-    """All violations of the rules that read nothing but these sections, by name; for a part of a configuration."""
+    """The violations of the rules that read nothing but these sections, a part of a configuration."""
     case = Case(Config.model_construct(**sections))
     return [
         rule.violation(case)
