@@ -22,7 +22,7 @@ from tests.source_tree import ROOT, Source, find_cycle, sources
 # A package imports from lower numbers only; of its own number, itself.
 LEVELS = {
     **dict.fromkeys(("errors", "file_lock", "regular_file", "version"), -1),
-    **dict.fromkeys(("config", "loss", "pictures"), 0),
+    **dict.fromkeys(("config", "kernels", "loss", "pictures"), 0),
     **dict.fromkeys(("mpu", "ops", "data"), 1),
     **dict.fromkeys(("data_efficiency", "layers", "moe", "optim", "zero", "pipeline"), 2),
     **dict.fromkeys(("models", "checkpoint"), 3),
@@ -414,7 +414,7 @@ def text_files() -> Iterator[tuple[str, str]]:
         "docs",
         ".ci",
     )
-    suffixes = {".py", ".md", ".sh", ".yaml", ".txt", ".toml", ".hpp", ".cpp", ".cu", ".cuh", ".json", ""}
+    suffixes = {".py", ".md", ".sh", ".yaml", ".txt", ".toml", ".hpp", ".cpp", ".cu", ".h", ".json", ""}
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*")] + list(ROOT.glob("*"))
     for path in sorted(paths):
         # A worktree's .git is a file that says where the repository is.

@@ -8,8 +8,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.ops.chunks import compute_dtype, row_chunks
+from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, where
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
+from megazero.ops.rms_norm.cuda import rms_norm_cuda
 from megazero.ops.rms_norm.reference import rms_norm_reference
 
 
@@ -94,6 +96,7 @@ RMS_NORM = Operator(
     "rms_norm",
     (
         Implementation("native_cpu", rms_norm_native_cpu, on_native_cpu()),
+        Implementation("cuda", rms_norm_cuda, on_cuda_kernels()),
         Implementation("torch", rms_norm_torch, where(CUDA)),
         Implementation("chunked", rms_norm_chunked, where(CPU)),
         Implementation("reference", rms_norm_reference),

@@ -1,0 +1,199 @@
+// What every kernel starts from: element types, memory, reductions and launches, spelled once for nvcc and for a C++
+// compiler (common/cuda_on_cpu.h). A source csrc/*/cuda.cu includes this and nothing of CUDA's own.
+//
+// The ABI: `extern "C" int megazero_cuda_<name>(...)` takes device addresses, std::int64_t, double and a last `void*
+// stream`, launches, and returns CUDA's error code (0: none). It allocates nothing and waits for nothing, so a CUDA
+// graph can capture it. MEGAZERO_EXPORT(<name>) tells Python its parameters' types.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#else
+#include "common/cuda_on_cpu.h"
+#include "common/half.hpp"
+#endif
+
+namespace megazero {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Elements as they lie in memory; all arithmetic is done in float. The codes are those of megazero/ops/cuda.py.
+struct F16 {
+  std::uint16_t bits;
+};
+#if defined(__CUDACC__)
+struct Bf16 {
+  std::uint16_t bits;
+};
+
+// A pointer into device memory, and one to what many threads read and nobody writes, small enough to stay in the cache.
+template <typename T>
+using Global = T*;
+template <typename T>
+using Cached = const T* __restrict__;
+#define MEGAZERO_ELEMENT(pointer) std::remove_const_t<std::remove_pointer_t<decltype(pointer)>>
+
+// An array in a block's shared memory.
+template <typename T>
+class SharedArray {
+ public:
+  __device__ explicit SharedArray(void* data) : data_(static_cast<T*>(data)) {}
+  __device__ __forceinline__ T& operator[](std::int64_t i) const { return data_[i]; }
+
+ private:
+  T* data_;
+};
+
+// N elements that cross the memory bus together.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Pack {
+  T at[N];
+};
+
+template <int N, typename T>
+__device__ __forceinline__ Pack<std::remove_const_t<T>, N> load_pack(T* from, std::int64_t i) {
+  return *reinterpret_cast<const Pack<std::remove_const_t<T>, N>*>(from + i);
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void store_pack(T* to, std::int64_t i, const Pack<T, N>& pack) {
+  *reinterpret_cast<Pack<T, N>*>(to + i) = pack;
+}
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(F16 x) { return __half2float(__ushort_as_half(x.bits)); }
+__device__ __forceinline__ float to_float(Bf16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return x;
+  } else if constexpr (std::is_same_v<T, F16>) {
+    return F16{__half_as_ushort(__float2half_rn(x))};
+  } else {
+    return Bf16{__bfloat16_as_ushort(__float2bfloat16_rn(x))};
+  }
+}
+
+// MEGAZERO_SHARED(float, partials, 32) declares SharedArray<float> partials of 32 elements.
+#define MEGAZERO_SHARED(type, name, count)            \
+  __shared__ alignas(16) unsigned char name##_bytes[sizeof(type) * (count)]; \
+  const ::megazero::SharedArray<type> name(name##_bytes)
+#define MEGAZERO_DYNAMIC_SHARED(type, name)                    \
+  extern __shared__ __align__(16) unsigned char megazero_dynamic[]; \
+  const ::megazero::SharedArray<type> name(megazero_dynamic)
+
+// MEGAZERO_LAUNCH((kernel<T, 4>), blocks, threads, shared_bytes, stream, arguments...) is CUDA's error code.
+#define MEGAZERO_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...) \
+  ::megazero::launch(MEGAZERO_NAMED kernel, blocks, threads, shared_bytes, stream, __VA_ARGS__)
+#define MEGAZERO_NAMED(...) __VA_ARGS__
+
+template <typename... Parameters, typename... Arguments>
+int launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, std::size_t shared_bytes, void* stream,
+           Arguments... arguments) {
+  kernel<<<blocks, threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(static_cast<Parameters>(arguments)...);
+  return static_cast<int>(cudaGetLastError());
+}
+#else
+inline float to_float(float x) { return x; }
+inline float to_float(F16 x) { return half_to_float(x.bits); }
+inline float to_float(Bf16 x) { return load(&x); }
+
+template <typename T>
+T from_float(float x) {
+  if constexpr (std::is_same_v<T, F16>) {
+    return F16{float_to_half(x)};
+  } else {
+    T to;
+    store(x, &to);
+    return to;
+  }
+}
+
+#define MEGAZERO_SHARED(type, name, count) \
+  static const char name##_key = 0;        \
+  const ::megazero::SharedArray<type> name(::megazero::on_cpu::shared_array(&name##_key, sizeof(type) * (count)))
+#define MEGAZERO_DYNAMIC_SHARED(type, name) \
+  const ::megazero::SharedArray<type> name(::megazero::on_cpu::dynamic_shared())
+#define MEGAZERO_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...) \
+  ((void)(stream), ::megazero::launch_on_cpu(#kernel, MEGAZERO_NAMED kernel, blocks, threads, shared_bytes, __VA_ARGS__))
+#define MEGAZERO_NAMED(...) __VA_ARGS__
+#endif
+
+// Calls body with an element of the type with that code; 1 ("invalid value") for another code.
+template <typename Body>
+int with_element(std::int64_t dtype, const Body& body) {
+  switch (dtype) {
+    case 0:
+      return body(float{});
+    case 1:
+      return body(F16{});
+    case 2:
+      return body(Bf16{});
+    default:
+      return 1;
+  }
+}
+
+inline int ceil_div(std::int64_t a, std::int64_t b) { return static_cast<int>((a + b - 1) / b); }
+
+// Whether the address allows accesses of that many bytes.
+inline bool aligned(const void* address, std::size_t bytes) {
+  return reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
+}
+
+// The sum over a warp, in every lane: each lane adds the same numbers in the same order, so all get the same bits.
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(kAllLanes, value, distance);
+  }
+  return value;
+}
+
+// The largest over a warp, in every lane; NaN if any lane has NaN.
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    const float other = __shfl_xor_sync(kAllLanes, value, distance);
+    value = (other > value || other != other) ? other : value;
+  }
+  return value;
+}
+
+// Tells Python the parameters' types of a function of the ABI: p for an address, i for an integer, d for a double.
+template <typename T>
+constexpr char letter_of() {
+  if constexpr (std::is_pointer_v<T>) {
+    return 'p';
+  } else if constexpr (std::is_same_v<T, std::int64_t>) {
+    return 'i';
+  } else {
+    static_assert(std::is_same_v<T, double>, "the ABI knows addresses, std::int64_t and double");
+    return 'd';
+  }
+}
+
+template <typename... Parameters>
+struct Signature {
+  char letters[sizeof...(Parameters) + 1] = {letter_of<Parameters>()..., '\0'};
+};
+
+template <typename... Parameters>
+const char* signature_of(int (*)(Parameters...)) {
+  static const Signature<Parameters...> signature;
+  return signature.letters;
+}
+
+}  // namespace megazero
+
+#define MEGAZERO_EXPORT(name)                                    \
+  extern "C" const char* megazero_cuda_##name##_signature() {    \
+    return ::megazero::signature_of(&megazero_cuda_##name);      \
+  }

@@ -1,0 +1,164 @@
+"""Builds the libraries of kernels from csrc with ninja, once for each state of the sources.
+
+A library's name holds a hash of its sources and commands, and it appears under that name only when it is
+whole, so a build that was cut short is never taken for one that was not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megazero.errors import MegazeroError
+from megazero.file_lock import try_lock
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+# PTX of the oldest lets newer devices compile for themselves.
+ARCHITECTURES = ("sm_80", "sm_90")
+_NVCC_WARNINGS = "-Xptxas -warn-spills,-warn-lmem-usage -Werror all-warnings"
+_LOCK_POLL_S = 0.2
+
+
+class BuildError(MegazeroError):
+    """Kernels cannot be compiled: there is no compiler, no source, or an error in one."""
+
+
+@dataclass(frozen=True)
+class LibraryRecipe:
+    """How a library is made.
+
+    Attributes:
+        name: of the library.
+        sources: files to compile.
+        compile: a command with `$in` and `$out`, as ninja has them; run in csrc's folder.
+        link: likewise, from objects to the library.
+    """
+
+    name: str
+    sources: tuple[Path, ...]
+    compile: str
+    link: str
+
+    def fingerprint(self) -> str:
+        """A hash of the commands and of all of csrc's C++ and CUDA."""
+        digest = hashlib.sha256(f"{self.compile}\0{self.link}\0".encode())
+        for path in sorted(CSRC.rglob("*")):
+            if path.suffix in (".cu", ".cpp", ".hpp", ".h"):
+                digest.update(f"{path.relative_to(CSRC)}\0".encode() + path.read_bytes() + b"\0")
+        return digest.hexdigest()[:16]
+
+
+def kernel_sources() -> tuple[Path, ...]:
+    """The sources of all kernels. Raises BuildError if this installation came without them."""
+    found = tuple(sorted(CSRC.glob("*/cuda.cu")))
+    if not found:
+        raise BuildError(
+            f"`{CSRC}` must hold the kernels' sources, but has none; install megazero from its repository."
+        )
+    return found
+
+
+def find_nvcc() -> Path | None:
+    """nvcc of $CUDA_HOME, on the PATH, where NVIDIA's installer puts it, or of a Python package."""
+    homes = [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    on_path = shutil.which("nvcc")
+    homes += [Path(on_path).parent] if on_path else []
+    homes += [Path("/usr/local/cuda/bin")]
+    homes += sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin"))
+    return next((home / "nvcc" for home in homes if (home / "nvcc").is_file()), None)
+
+
+def cuda_recipe(architectures: Sequence[str] = ARCHITECTURES) -> LibraryRecipe:
+    """The library that GPUs run, for these architectures. Raises BuildError without nvcc or sources."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise BuildError(
+            "`nvcc` must be there to compile the kernels for GPUs, but is not found; "
+            "install the CUDA toolkit or set CUDA_HOME."
+        )
+    numbers = [each.removeprefix("sm_") for each in architectures]
+    codes = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers]
+    codes.append(f"-gencode=arch=compute_{numbers[0]},code=compute_{numbers[0]}")
+    flags = f"-std=c++17 -O3 -I {CSRC} {' '.join(codes)} -Xcompiler -fPIC {_NVCC_WARNINGS}"
+    sources = (*kernel_sources(), CSRC / "common/errors.cu")
+    return LibraryRecipe(
+        "megazero_cuda", sources, f"{nvcc} {flags} -c $in -o $out", f"{nvcc} -shared $in -o $out"
+    )
+
+
+def on_cpu_recipe(compiler: str | None = None) -> LibraryRecipe:
+    """The library that runs the same sources on the CPU. Raises BuildError without compiler or sources."""
+    chosen = compiler or os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
+    if chosen is None:
+        raise BuildError("A C++17 compiler must be there to run kernels on the CPU, but none is on the PATH.")
+    warnings = "-Wall -Wextra -Werror -Wno-unknown-pragmas"
+    compile_command = f"{chosen} -x c++ -std=c++17 -O1 {warnings} -fPIC -I {CSRC} -c $in -o $out"
+    sources = (*kernel_sources(), *sorted((CSRC / "common/on_cpu").glob("*.cpp")))
+    return LibraryRecipe("megazero_on_cpu", sources, compile_command, f"{chosen} -shared $in -o $out")
+
+
+def library_folder() -> Path:
+    """Where built libraries are kept: in the repository if it can be written to, else in the user's cache."""
+    if os.access(ROOT, os.W_OK):
+        return ROOT / "build" / "kernels"
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megazero" / "kernels"
+
+
+def path_of(recipe: LibraryRecipe, folder: Path | None = None) -> Path:
+    """Where the recipe's library is once it is built."""
+    return (folder or library_folder()) / f"lib{recipe.name}-{recipe.fingerprint()}.so"
+
+
+def build(recipe: LibraryRecipe, folder: Path | None = None) -> Path:
+    """The recipe's library, built if it is not there yet; of several processes, one builds, the others wait.
+
+    Raises BuildError with the compiler's words if it fails.
+    """
+    target = path_of(recipe, folder)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.is_file():
+        return target
+    with open(target.with_suffix(".lock"), "w") as lock:
+        while True:
+            try:
+                try_lock(lock.fileno())
+                break
+            except BlockingIOError:
+                time.sleep(_LOCK_POLL_S)
+        if not target.is_file():
+            _run_ninja(recipe, target)
+    return target
+
+
+def _run_ninja(recipe: LibraryRecipe, target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        objects = [f"{path.parent.name}_{path.stem}.o" for path in recipe.sources]
+        lines = [f"rule compile\n  command = {recipe.compile}", f"rule link\n  command = {recipe.link}"]
+        lines += [f"build {o}: compile {path}" for o, path in zip(objects, recipe.sources, strict=True)]
+        lines += [f"build library.so: link {' '.join(objects)}", "default library.so"]
+        (Path(scratch) / "build.ninja").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        ended = subprocess.run([*_ninja(), "-C", scratch], capture_output=True, text=True)
+        if ended.returncode != 0:
+            raise BuildError(
+                f"The library `{recipe.name}` must compile, but does not:\n{ended.stdout[-4000:]}"
+            )
+        os.replace(Path(scratch) / "library.so", target)
+
+
+def _ninja() -> list[str]:
+    """The command of ninja: the Python package's, or one on the PATH."""
+    beside = Path(sys.executable).with_name("ninja")
+    found = str(beside) if beside.is_file() else shutil.which("ninja")
+    if found is None:
+        raise BuildError("`ninja` must be there to build kernels, but is not; run `pip install ninja`.")
+    return [found]

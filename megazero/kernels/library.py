@@ -1,0 +1,75 @@
+"""A shared library of kernels, called with tensors and numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# As csrc/common/cuda.hpp numbers them.
+DTYPE_CODES = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat16: 2})
+_C_TYPES = MappingProxyType({"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double})
+
+
+class KernelLibrary:
+    """The functions `megazero_cuda_<name>` of a shared library.
+
+    A function's parameters are addresses, integers and doubles, and a stream last. The library says which for
+    each function, so a call with the wrong number or kind of arguments is an error of Python's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Load the library at `path`. Raises OSError if it cannot be loaded."""
+        self._library = ctypes.CDLL(str(path))
+        self._library.megazero_cuda_error_text.restype = ctypes.c_char_p
+
+    def launch(self, name: str, *arguments: Any) -> None:
+        """Run kernel `name` on the current stream of the device that its tensors are on.
+
+        An argument is a tensor (its address is passed; it must be contiguous), None (address 0), a dtype (its
+        code), an int or a float. Raises RuntimeError if CUDA refuses the launch, and ctypes.ArgumentError or
+        TypeError for arguments that the function does not take.
+        """
+        tensors = [each for each in arguments if isinstance(each, Tensor)]
+        assert all(each.is_contiguous() for each in tensors), f"{name} takes contiguous tensors"
+        assert len({each.device for each in tensors}) == 1, f"{name} takes tensors of one device"
+        with self._on(tensors) as stream:
+            code = self._function(name)(*map(_as_c, arguments), stream)
+        if code != 0:
+            text = self._library.megazero_cuda_error_text(code).decode()
+            raise RuntimeError(f"the kernel `{name}` must start, but CUDA says: {text} ({code}).")
+
+    def column_groups(self, count: int, width: int) -> int:
+        """Rows of the fp32 workspace [groups, width] in which kernels add up columns of `count` rows."""
+        return self._function("column_groups")(count, width)
+
+    def _on(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[int]:
+        """A context in which the tensors' device is current; gives the stream to launch on."""
+        return _device_and_stream(tensors[0].device)
+
+    def _function(self, name: str) -> Any:
+        function = getattr(self._library, f"megazero_cuda_{name}")
+        if function.argtypes is None:
+            signature = getattr(self._library, f"megazero_cuda_{name}_signature")
+            signature.restype = ctypes.c_char_p
+            function.argtypes = [_C_TYPES[letter] for letter in signature().decode()]
+        return function
+
+
+@contextlib.contextmanager
+def _device_and_stream(device: torch.device):
+    with torch.cuda.device(device):
+        yield torch.cuda.current_stream(device).cuda_stream
+
+
+def _as_c(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    if isinstance(argument, torch.dtype):
+        return DTYPE_CODES[argument]
+    return argument

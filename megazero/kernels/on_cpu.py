@@ -1,0 +1,135 @@
+"""The kernels on the CPU: the sources of csrc/*/cuda.cu, compiled by a C++ compiler, run and watched.
+
+See csrc/common/cuda_on_cpu.h for what is imitated, and csrc/common/on_cpu/watch.hpp for what is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megazero.kernels.library import KernelLibrary
+
+# A multiple of the rows that share a block (csrc/common/cuda_rows.hpp).
+MOST_GROUPS = 8
+
+
+class ThreadOrder(enum.Enum):
+    """In which order a block's threads take turns: a kernel that lacks a barrier differs among them."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    SHUFFLED = 2
+
+
+@dataclass(frozen=True)
+class KernelCounts:
+    """What one kernel did over its launches.
+
+    Attributes:
+        launches: how often it was started.
+        threads_per_block: the most threads of a block.
+        shared_bytes: the most shared memory of a block, static and dynamic.
+        bytes_read, bytes_written: by its threads from and to device memory, cached reads left out.
+        cached_bytes: distinct bytes read of what stays in the device's cache (a norm's weight).
+        sectors: 32-byte sectors that the warps' accesses touched, cached reads left out.
+        ideal_sectors: the fewest that the same bytes fit in.
+        shared_accesses: accesses of shared memory by warps.
+        bank_conflicts: further turns that those took because lanes met in a bank.
+        races: accesses of one address by two threads, one of them a write, that nothing orders.
+        divergent_barriers: barriers or warp operations that some of their threads did not reach.
+        out_of_bounds: accesses outside of the tensors and shared arrays.
+        misaligned: accesses at addresses that are no multiple of their size.
+        unwritten_reads: reads of shared memory before anybody wrote it.
+        bad_launches: launches that exceed a device's limits.
+    """
+
+    launches: int
+    threads_per_block: int
+    shared_bytes: int
+    bytes_read: int
+    bytes_written: int
+    cached_bytes: int
+    sectors: int
+    ideal_sectors: int
+    shared_accesses: int
+    bank_conflicts: int
+    races: int
+    divergent_barriers: int
+    out_of_bounds: int
+    misaligned: int
+    unwritten_reads: int
+    bad_launches: int
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes read and written, cached ones once."""
+        return self.bytes_read + self.bytes_written + self.cached_bytes
+
+    @property
+    def mistakes(self) -> int:
+        """How often it did what no kernel may do."""
+        return (
+            self.races
+            + self.divergent_barriers
+            + self.out_of_bounds
+            + self.misaligned
+            + self.unwritten_reads
+            + self.bad_launches
+        )
+
+
+@dataclass(frozen=True)
+class WatchReport:
+    """Counts by kernel, and the first faults in words."""
+
+    kernels: dict[str, KernelCounts]
+    faults: tuple[str, ...]
+
+
+class WatchedLibrary(KernelLibrary):
+    """Kernels that run on the CPU, on its tensors, and may touch only the tensors that they are given."""
+
+    def __init__(self, path: Path, order: ThreadOrder = ThreadOrder.FORWARD, seed: int = 0) -> None:
+        """Load the library; a block's threads run in `order`, shuffled by `seed`."""
+        super().__init__(path)
+        self._order = (order.value, seed)
+        self._library.megazero_on_cpu_report.restype = ctypes.c_char_p
+        self._library.megazero_on_cpu_declare.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        self._library.megazero_on_cpu_order.argtypes = [ctypes.c_int64, ctypes.c_int64]
+
+    def column_groups(self, count: int, width: int) -> int:
+        """Few, so that columns are added up over several rows of what is small enough to be run here."""
+        return min(super().column_groups(count, width), MOST_GROUPS)
+
+    def launch(self, name: str, *arguments: Any) -> None:
+        """As `KernelLibrary.launch`, with the arguments' memory declared to the watch."""
+        for each in arguments:
+            if isinstance(each, Tensor) and each.numel():
+                size = each.numel() * each.element_size()
+                self._library.megazero_on_cpu_declare(each.data_ptr(), size)
+        try:
+            super().launch(name, *arguments)
+        finally:
+            self._library.megazero_on_cpu_forget()
+
+    def report(self) -> WatchReport:
+        """What this thread's launches did since the last `reset`."""
+        found = json.loads(self._library.megazero_on_cpu_report())
+        kernels = {name: KernelCounts(**counts) for name, counts in found["kernels"].items()}
+        return WatchReport(kernels, tuple(found["faults"]))
+
+    def reset(self) -> None:
+        """Forget counts and faults."""
+        self._library.megazero_on_cpu_reset()
+
+    def _on(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[int]:
+        self._library.megazero_on_cpu_order(*self._order)
+        return contextlib.nullcontext(0)
