@@ -80,7 +80,7 @@ class Bound:
     floor: float | Tensor = 0.0
 
     def holds(self, result: Tensor, exact: Tensor) -> bool:
-        """Whether result [..] is close to the fp64 tensor exact [..], with infinities and NaN in the same places.
+        """Whether result [..] is close to the fp64 tensor exact [..], infinities and NaN in the same places.
 
         A number that overflows result's dtype counts as that infinity.
         """

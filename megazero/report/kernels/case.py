@@ -15,8 +15,8 @@ class KernelCase:
     Attributes:
         name: what is called, with its dtype: `rms_norm bf16`.
         run: makes the tensors and the call, by the library that it is given.
-        must_move: kernel -> the bytes that any implementation reads and writes, each once: inputs, outputs and
-            what is saved for backward.
+        must_move: kernel -> the bytes that any implementation reads and writes, each once: inputs, outputs
+            and what is saved for backward.
         scattered: kernels whose accesses follow indices from the data -> why their sectors are not ideal.
     """
 
