@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 # PTX of the oldest lets newer devices compile for themselves.
 ARCHITECTURES = ("sm_80", "sm_90")
-_NVCC_WARNINGS = "-Xptxas -warn-spills,-warn-lmem-usage -Werror all-warnings"
+# Registers that do not suffice, and local memory, are errors.
+_NVCC_CHECKS = "-Xptxas -v,-warn-spills,-warn-lmem-usage -Werror all-warnings"
 _LOCK_POLL_S = 0.2
 
 
@@ -50,11 +51,11 @@ class LibraryRecipe:
     link: str
 
     def fingerprint(self) -> str:
-        """A hash of the commands and of all of csrc's C++ and CUDA."""
+        """A hash of the commands, the sources and all of csrc's headers."""
         digest = hashlib.sha256(f"{self.compile}\0{self.link}\0".encode())
-        for path in sorted(CSRC.rglob("*")):
-            if path.suffix in (".cu", ".cpp", ".hpp", ".h"):
-                digest.update(f"{path.relative_to(CSRC)}\0".encode() + path.read_bytes() + b"\0")
+        headers = [path for path in CSRC.rglob("*") if path.suffix in (".hpp", ".h")]
+        for path in sorted({*self.sources, *headers}):
+            digest.update(f"{path}\0".encode() + path.read_bytes() + b"\0")
         return digest.hexdigest()[:16]
 
 
@@ -89,22 +90,31 @@ def cuda_recipe(architectures: Sequence[str] = ARCHITECTURES) -> LibraryRecipe:
     numbers = [each.removeprefix("sm_") for each in architectures]
     codes = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers]
     codes.append(f"-gencode=arch=compute_{numbers[0]},code=compute_{numbers[0]}")
-    flags = f"-std=c++17 -O3 -I {CSRC} {' '.join(codes)} -Xcompiler -fPIC {_NVCC_WARNINGS}"
+    flags = f"-std=c++17 -O3 -I {CSRC} {' '.join(codes)} -Xcompiler -fPIC {_NVCC_CHECKS}"
     sources = (*kernel_sources(), CSRC / "common/errors.cu")
     return LibraryRecipe(
         "megazero_cuda", sources, f"{nvcc} {flags} -c $in -o $out", f"{nvcc} -shared $in -o $out"
     )
 
 
-def on_cpu_recipe(compiler: str | None = None) -> LibraryRecipe:
-    """The library that runs the same sources on the CPU. Raises BuildError without compiler or sources."""
-    chosen = compiler or os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
-    if chosen is None:
-        raise BuildError("A C++17 compiler must be there to run kernels on the CPU, but none is on the PATH.")
+def on_cpu_recipe(sources: Sequence[Path] | None = None) -> LibraryRecipe:
+    """The library that runs kernels on the CPU: those of csrc, or of `sources`.
+
+    Raises BuildError without a C++ compiler or without sources.
+    """
+    names = (os.environ.get("CXX"), "g++", "c++", "clang++")
+    compiler = next((each for each in names if each and shutil.which(each)), None)
+    if compiler is None:
+        raise BuildError(
+            "A C++17 compiler must be there to run kernels on the CPU, but none is on the PATH; "
+            "install g++ or set CXX."
+        )
     warnings = "-Wall -Wextra -Werror -Wno-unknown-pragmas"
-    compile_command = f"{chosen} -x c++ -std=c++17 -O1 {warnings} -fPIC -I {CSRC} -c $in -o $out"
-    sources = (*kernel_sources(), *sorted((CSRC / "common/on_cpu").glob("*.cpp")))
-    return LibraryRecipe("megazero_on_cpu", sources, compile_command, f"{chosen} -shared $in -o $out")
+    compile_command = f"{compiler} -x c++ -std=c++17 -O1 {warnings} -fPIC -I {CSRC} -c $in -o $out"
+    chosen = kernel_sources() if sources is None else tuple(sources)
+    imitation = sorted((CSRC / "common/on_cpu").glob("*.cpp"))
+    name = "megazero_on_cpu" if sources is None else f"{chosen[0].stem}_on_cpu"
+    return LibraryRecipe(name, (*chosen, *imitation), compile_command, f"{compiler} -shared $in -o $out")
 
 
 def library_folder() -> Path:
@@ -152,6 +162,7 @@ def _run_ninja(recipe: LibraryRecipe, target: Path) -> None:
             raise BuildError(
                 f"The library `{recipe.name}` must compile, but does not:\n{ended.stdout[-4000:]}"
             )
+        target.with_suffix(".log").write_text(ended.stdout, encoding="utf-8")
         os.replace(Path(scratch) / "library.so", target)
 
 

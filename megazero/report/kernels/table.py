@@ -1,0 +1,122 @@
+"""The table of kernels: each case run on the CPU, beside what the compiler for GPUs says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megazero.kernels.build import ARCHITECTURES, build, cuda_recipe, on_cpu_recipe
+from megazero.kernels.on_cpu import KernelCounts, WatchedLibrary
+from megazero.report.kernels.case import KernelCase
+from megazero.report.kernels.compiled import CompiledKernel, occupancy, read_compiled
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """A kernel in a case.
+
+    Attributes:
+        kernel, case: their names.
+        counts: what it did.
+        must_move: the bytes that it must move, None if the case does not say.
+        scattered: why its sectors are not ideal; empty if they are to be.
+        compiled: by architecture; empty without nvcc.
+    """
+
+    kernel: str
+    case: str
+    counts: KernelCounts
+    must_move: int | None
+    scattered: str
+    compiled: Mapping[str, CompiledKernel]
+
+    @property
+    def bytes_ratio(self) -> float | None:
+        """Bytes moved per byte that must move."""
+        return self.counts.bytes_moved / self.must_move if self.must_move else None
+
+    @property
+    def sectors_ratio(self) -> float:
+        """32-byte sectors touched per sector that its bytes fit in."""
+        return self.counts.sectors / max(self.counts.ideal_sectors, 1)
+
+    def occupancy(self, architecture: str) -> float:
+        """The share of a multiprocessor's warps that its blocks can fill."""
+        registers = self.compiled[architecture].registers
+        return occupancy(architecture, registers, self.counts.threads_per_block, self.counts.shared_bytes)
+
+    def as_json(self) -> dict[str, object]:
+        """All of it, for machines."""
+        return {
+            "kernel": self.kernel,
+            "case": self.case,
+            "must_move": self.must_move,
+            "bytes_ratio": self.bytes_ratio,
+            "sectors_ratio": self.sectors_ratio,
+            "scattered": self.scattered,
+            **asdict(self.counts),
+            **{
+                architecture: {**asdict(each), "occupancy": self.occupancy(architecture)}
+                for architecture, each in self.compiled.items()
+            },
+        }
+
+
+def kernel_rows(cases: Iterable[KernelCase], compiled_by_nvcc: bool) -> list[KernelRow]:
+    """Run the cases and gather what they did, in their order.
+
+    Builds the library for the CPU, and with `compiled_by_nvcc` the one for GPUs, if they are not there yet.
+    Raises BuildError if they cannot be built.
+    """
+    library = WatchedLibrary(build(on_cpu_recipe()))
+    compiled = read_compiled(_cuda_log()) if compiled_by_nvcc else {}
+    rows = []
+    for case in cases:
+        library.reset()
+        case.run(library)
+        for kernel, counts in library.report().kernels.items():
+            by_architecture = {a: compiled[kernel, a] for a in ARCHITECTURES if (kernel, a) in compiled}
+            rows.append(
+                KernelRow(
+                    kernel,
+                    case.name,
+                    counts,
+                    case.must_move.get(kernel),
+                    case.scattered.get(kernel, ""),
+                    by_architecture,
+                )
+            )
+    return rows
+
+
+def _cuda_log() -> str:
+    return Path(build(cuda_recipe())).with_suffix(".log").read_text(encoding="utf-8")
+
+
+def markdown(rows: Iterable[KernelRow]) -> str:
+    """The rows as a Markdown table, with notes below it."""
+    lines = [
+        "| kernel | case | bytes / must | sectors / ideal | conflicts | threads | shared B "
+        "| registers 80 / 90 | occupancy 80 / 90 |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    notes = []
+    for row in rows:
+        mark = ""
+        if row.scattered:
+            if row.scattered not in notes:
+                notes.append(row.scattered)
+            mark = f" [{notes.index(row.scattered) + 1}]"
+        each = [row.compiled.get(a) for a in ARCHITECTURES]
+        registers = " / ".join("-" if one is None else str(one.registers) for one in each)
+        shares = " / ".join(
+            "-" if one is None else f"{row.occupancy(a):.0%}"
+            for a, one in zip(ARCHITECTURES, each, strict=True)
+        )
+        ratio = "-" if row.bytes_ratio is None else f"{row.bytes_ratio:.3f}"
+        counts = row.counts
+        cells = (f"`{row.kernel}`", row.case, ratio, f"{row.sectors_ratio:.3f}{mark}", counts.bank_conflicts)
+        cells = (*cells, counts.threads_per_block, counts.shared_bytes, registers, shares)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join([*lines, "", *(f"[{i}] {note}" for i, note in enumerate(notes, 1))]).rstrip() + "\n"

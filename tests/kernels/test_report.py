@@ -1,0 +1,104 @@
+"""What the table of kernels says, and the bounds that every kernel keeps in its case."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megazero.kernels.build import CSRC, ROOT
+from megazero.report.kernels.cases import CASES
+from megazero.report.kernels.command import BEGIN, END, main
+from megazero.report.kernels.compiled import CompiledKernel, occupancy, read_compiled
+from megazero.report.kernels.table import KernelRow, kernel_rows, markdown
+
+LOG = """
+ptxas info    : Compiling entry function '_ZN8megazero8rms_normIfLi1EEEvllPKT_' for 'sm_80'
+ptxas info    : Function properties for _ZN8megazero8rms_normIfLi1EEEvllPKT_
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 56 registers, used 1 barriers, 128 bytes smem, 408 bytes cmem[0]
+ptxas info    : Compiling entry function '_ZN8megazero8rms_normINS_4Bf16ELi8EEEvllPKT_' for 'sm_80'
+ptxas info    : Function properties for _ZN8megazero8rms_normINS_4Bf16ELi8EEEvllPKT_
+    8 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 32 registers, used 1 barriers, 128 bytes smem, 408 bytes cmem[0]
+ptxas info    : Compiling entry function '_ZN8megazero12_GLOBAL__N_14movePf' for 'sm_90'
+ptxas info    : Function properties for _ZN8megazero12_GLOBAL__N_14movePf
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 18 registers
+"""
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[KernelRow]:
+    return kernel_rows(CASES, compiled_by_nvcc=False)
+
+
+def test_what_the_compiler_said_is_read():
+    assert read_compiled(LOG) == {
+        ("rms_norm", "sm_80"): CompiledKernel(registers=56, spilled=12, instances=2),
+        ("move", "sm_90"): CompiledKernel(registers=18, spilled=0, instances=1),
+    }
+
+
+@pytest.mark.parametrize(
+    ("architecture", "registers", "threads", "shared", "share"),
+    [
+        ("sm_80", 32, 1024, 128, 1.0),
+        ("sm_80", 64, 1024, 128, 0.5),
+        ("sm_80", 65, 1024, 128, 0.0),
+        ("sm_80", 64, 128, 0, 0.5),
+        ("sm_80", 16, 32, 0, 0.5),  # 32 blocks of a warp are the most
+        ("sm_80", 32, 256, 48 * 1024, 3 * 8 / 64),
+        ("sm_90", 32, 256, 48 * 1024, 4 * 8 / 64),
+    ],
+)
+def test_occupancy(architecture, registers, threads, shared, share):
+    assert occupancy(architecture, registers, threads, shared) == share
+
+
+def test_every_kernel_has_a_case(rows):
+    declared = {
+        name
+        for path in CSRC.glob("*/cuda.cu")
+        for name in re.findall(r"MEGAZERO_LAUNCH\(\s*\((\w+)", path.read_text(encoding="utf-8"))
+    }
+    assert {row.kernel for row in rows} == declared
+
+
+def test_every_kernel_keeps_its_bounds(rows):
+    for row in rows:
+        where = f"{row.kernel} in {row.case}"
+        assert row.counts.mistakes == 0, where
+        assert row.counts.bank_conflicts == 0, where
+        assert row.must_move is not None, where
+        assert row.counts.bytes_moved <= 1.05 * row.must_move, f"{where}: {row.bytes_ratio}"
+        # Fewer bytes than it must move would mean that the case is wrong.
+        assert row.counts.bytes_moved >= 0.99 * row.must_move, f"{where}: {row.bytes_ratio}"
+        assert row.scattered or row.sectors_ratio <= 1.1, f"{where}: {row.sectors_ratio}"
+
+
+def test_the_page_shows_what_the_kernels_do(rows):
+    page = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+    table = page.partition(BEGIN)[2].partition(END)[0].strip()
+
+    def counted(text: str) -> list[list[str]]:
+        return [line.split("|")[1:8] for line in text.splitlines() if line.startswith("| `")]
+
+    assert counted(table) == counted(markdown(rows)), "run `megazero kernels report --update docs/kernels.md`"
+    registers = re.findall(r"\| (\d+) / (\d+) \| (\d+)% / (\d+)% \|$", table, re.MULTILINE)
+    assert len(registers) == len(rows)
+
+
+def test_a_page_without_a_place_for_the_table_is_refused(tmp_path, capsys):
+    page = Path(tmp_path / "page.md")
+    page.write_text("# A page\n", encoding="utf-8")
+    assert main(["report", "--no-nvcc", "--update", str(page)]) == 2
+    assert "must be a page with the lines" in capsys.readouterr().err
+    assert page.read_text(encoding="utf-8") == "# A page\n"
+
+
+def test_json_has_a_line_per_row(rows, capsys):
+    assert main(["report", "--no-nvcc", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["kernel"], line["case"]) for line in lines] == [(row.kernel, row.case) for row in rows]
+    assert all(line["bytes_ratio"] <= 1.05 for line in lines)
