@@ -8,7 +8,7 @@ namespace megazero::on_cpu {
 namespace {
 
 constexpr std::size_t kSector = 32;
-constexpr std::size_t kMostFaultsTold = 20;
+constexpr std::int64_t kMostFaultsTold = 5;  // of a kernel and kind
 
 const Buffer* find(const std::vector<Buffer>& buffers, const void* address, std::size_t bytes) {
   const char* at = static_cast<const char*>(address);
@@ -60,8 +60,7 @@ void Watch::declare_shared(const void* begin, std::size_t bytes) {
 }
 
 void Watch::fault(std::int64_t Counts::*kind, Site site, const Moment& now, const char* what) {
-  ++(counts_->*kind);
-  if (faults_.size() >= kMostFaultsTold) return;
+  if (++(counts_->*kind) > kMostFaultsTold) return;
   std::ostringstream text;
   text << kernel_ << ": " << what << " at " << site.file << ":" << site.line << " by thread " << now.thread
        << " of block " << now.block;
