@@ -1,8 +1,13 @@
 """Builds megazero and, where a C++ compiler is present, its native data helpers and CPU kernels.
 
 The extensions are optional: without a compiler the package installs and uses numpy and torch, slower.
+
+The CUDA kernels are built too if torch is there, is one for CUDA, and nvcc is found. MEGAZERO_CUDA=1 builds
+them with any torch, and then a failure is an error; MEGAZERO_CUDA=0 leaves them out.
 """
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -45,6 +50,23 @@ native_mpu = Pybind11Extension(
     optional=True,
 )
 
+TORCH_IS_FOR_CUDA = "import sys, torch; sys.exit(torch.version.cuda is None)"
+BUILD_KERNELS = [sys.executable, "-m", "megazero.cli", "kernels", "build"]
+
+
+class BuildAll(build_ext):
+    """The extensions, and the library of CUDA kernels."""
+
+    def run(self):
+        super().run()
+        wanted = os.environ.get("MEGAZERO_CUDA")
+        if wanted is None:
+            found = subprocess.run([sys.executable, "-c", TORCH_IS_FOR_CUDA], stderr=subprocess.DEVNULL)
+            wanted = "maybe" if found.returncode == 0 else "0"
+        if wanted != "0":
+            subprocess.run(BUILD_KERNELS, cwd=Path(__file__).parent, check=wanted == "1")
+
+
 setup(
     name="megazero",
     version="0.1.0",
@@ -54,6 +76,7 @@ setup(
     install_requires=[
         "torch>=2.9",
         "numpy>=1.26",
+        "ninja>=1.11",
         "pydantic>=2.6",
         "pyyaml>=6",
         "tokenizers>=0.20",
@@ -73,6 +96,6 @@ setup(
         "wandb": ["wandb"],
     },
     ext_modules=[native_data, native_ops, *([native_mpu] if sys.platform == "linux" else [])],
-    cmdclass={"build_ext": build_ext},
+    cmdclass={"build_ext": BuildAll},
     entry_points={"console_scripts": ["megazero=megazero.cli:main"]},
 )

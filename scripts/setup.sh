@@ -77,7 +77,7 @@ setup_install() {
     python scripts/setup_facts.py constraints >"$constraints"
     setup_say "installing the other dependencies${SETUP_EXTRAS:+ and the extras $SETUP_EXTRAS}"
     # The build tools live in the environment too, so that pip need not make another one for each build.
-    setup_pip install -c "$constraints" "setuptools>=68" "pybind11>=2.12" ||
+    setup_pip install -c "$constraints" "setuptools>=68" "pybind11>=2.12" "ninja>=1.11" ||
         setup_die "the build tools could not be installed; see above."
     setup_build_native
     if [[ -n ${SETUP_OPTIONAL:-} ]]; then

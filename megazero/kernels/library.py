@@ -28,6 +28,11 @@ class KernelLibrary:
         self._library = ctypes.CDLL(str(path))
         self._library.megazero_cuda_error_text.restype = ctypes.c_char_p
 
+    def driver_error(self) -> str | None:
+        """Why this machine's driver cannot run the library, in CUDA's words; None if it can."""
+        code = self._library.megazero_cuda_driver_error()
+        return None if code == 0 else self._error_text(code)
+
     def launch(self, name: str, *arguments: Any) -> None:
         """Run kernel `name` on the current stream of the device that its tensors are on.
 
@@ -41,7 +46,7 @@ class KernelLibrary:
         with self._on(tensors) as stream:
             code = self._function(name)(*map(_as_c, arguments), stream)
         if code != 0:
-            text = self._library.megazero_cuda_error_text(code).decode()
+            text = self._error_text(code)
             raise RuntimeError(f"the kernel `{name}` must start, but CUDA says: {text} ({code}).")
 
     def column_groups(self, count: int, width: int) -> int:
@@ -51,6 +56,9 @@ class KernelLibrary:
     def _on(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[int]:
         """A context in which the tensors' device is current; gives the stream to launch on."""
         return _device_and_stream(tensors[0].device)
+
+    def _error_text(self, code: int) -> str:
+        return self._library.megazero_cuda_error_text(code).decode()
 
     def _function(self, name: str) -> Any:
         function = getattr(self._library, f"megazero_cuda_{name}")

@@ -20,31 +20,43 @@ from megazero.ops.dispatch import CUDA, CallFacts, where
 OLDEST_CAPABILITY = (8, 0)
 
 
-def _load() -> KernelLibrary | None:
+def load_cuda_kernels() -> KernelLibrary | None:
+    """The library for this process's devices; None, after a warning with the reason, if there can be none."""
     if not torch.cuda.is_available() or os.environ.get("MEGAZERO_CUDA") == "0":
         return None
-    capability = torch.cuda.get_device_capability()
     try:
-        if capability < OLDEST_CAPABILITY:
-            raise BuildError(f"the device has compute capability {capability}, and 8.0 is the oldest served")
-        built = path_of(cuda_recipe())
-        if not built.is_file():
-            built = build(cuda_recipe([_architecture(capability)]))
-        return KernelLibrary(built)
+        return _library_for(torch.cuda.get_device_capability())
     except (BuildError, OSError) as error:
-        warnings.warn(f"megazero.ops works without its CUDA kernels: {error}", stacklevel=2)
+        warnings.warn(
+            f"megazero.ops works without its CUDA kernels: {error} torch's operators run instead.",
+            stacklevel=2,
+        )
         return None
+
+
+def _library_for(capability: tuple[int, int]) -> KernelLibrary:
+    if capability < OLDEST_CAPABILITY:
+        oldest, found = (".".join(map(str, each)) for each in (OLDEST_CAPABILITY, capability))
+        raise BuildError(f"The device must have compute capability {oldest} or more, but has {found}.")
+    path = path_of(cuda_recipe())
+    if not path.is_file():
+        path = build(cuda_recipe([_architecture(capability)]))
+    library = KernelLibrary(path)
+    reason = library.driver_error()
+    if reason is not None:
+        raise BuildError(
+            f"The driver must suit the toolkit that compiled `{path.name}`, but CUDA says: {reason}."
+        )
+    return library
 
 
 def _architecture(capability: tuple[int, int]) -> str:
     """The newest architecture that we compile for and the device runs."""
-    fitting = [
-        each for each in ARCHITECTURES if int(each.removeprefix("sm_")) <= 10 * capability[0] + capability[1]
-    ]
-    return fitting[-1]
+    number = 10 * capability[0] + capability[1]
+    return [each for each in ARCHITECTURES if int(each.removeprefix("sm_")) <= number][-1]
 
 
-CUDA_KERNELS = _load()
+CUDA_KERNELS = load_cuda_kernels()
 CUDA_DTYPES = frozenset(DTYPE_CODES)
 
 

@@ -280,6 +280,8 @@ const char* megazero_on_cpu_report() {
 
 void megazero_on_cpu_reset() { machine().watch.reset(); }
 
+int megazero_cuda_driver_error() { return 0; }
+
 const char* megazero_cuda_error_text(std::int64_t code) {
   switch (code) {
     case 1:

@@ -1,0 +1,131 @@
+"""Libraries of kernels: built once, whole or not at all, and refused with the reason."""
+
+import os
+import warnings
+
+import pytest
+import torch
+
+from megazero.kernels import build as build_module
+from megazero.kernels.build import BuildError, LibraryRecipe, build, cuda_recipe, find_nvcc, path_of
+from megazero.kernels.library import KernelLibrary
+from megazero.ops import cuda
+from tests.kernels.harness import library_path
+
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+
+
+def recipe(tmp_path, text=SOURCE, flags=""):
+    source = tmp_path / "answer.cpp"
+    source.write_text(text, encoding="utf-8")
+    return LibraryRecipe("answer", (source,), f"g++ -fPIC {flags} -c $in -o $out", "g++ -shared $in -o $out")
+
+
+def test_a_library_is_built_once(tmp_path):
+    made = recipe(tmp_path)
+    path = build(made, tmp_path / "kept")
+    before = path.stat().st_mtime_ns
+    assert build(made, tmp_path / "kept") == path == path_of(made, tmp_path / "kept")
+    assert path.stat().st_mtime_ns == before
+
+
+def test_another_source_or_command_is_another_library(tmp_path):
+    names = {path_of(recipe(tmp_path), tmp_path).name, path_of(recipe(tmp_path, flags="-O2"), tmp_path).name}
+    names.add(path_of(recipe(tmp_path, SOURCE.replace("42", "43")), tmp_path).name)
+    assert len(names) == 3
+
+
+def test_a_source_that_does_not_compile_leaves_nothing_and_is_told(tmp_path):
+    with pytest.raises(BuildError, match="`answer` must compile, but does not:(?s:.)*answer.cpp:1"):
+        build(recipe(tmp_path, "int answer() { return nothing; }\n"), tmp_path / "kept")
+    assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".lock"]
+    assert build(recipe(tmp_path), tmp_path / "kept").is_file()
+
+
+def test_what_a_build_that_was_killed_left_is_not_taken(tmp_path):
+    made = recipe(tmp_path)
+    kept = tmp_path / "kept"
+    (kept / "tmpkilled").mkdir(parents=True)
+    (kept / "tmpkilled" / "library.so").write_bytes(b"half")
+    path_of(made, kept).with_suffix(".lock").write_text("")
+    path = build(made, kept)
+    assert path.stat().st_size > 1000
+
+
+def test_no_nvcc_and_no_sources_are_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(build_module, "find_nvcc", lambda: None)
+    with pytest.raises(BuildError, match="`nvcc` must be there"):
+        cuda_recipe()
+    monkeypatch.undo()
+    monkeypatch.setattr(build_module, "CSRC", tmp_path)
+    with pytest.raises(BuildError, match="must hold the kernels' sources"):
+        build_module.kernel_sources()
+
+
+def test_nvcc_is_looked_for_where_cuda_home_says(monkeypatch, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvcc").write_text("")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert find_nvcc() == tmp_path / "bin/nvcc"
+
+
+@pytest.fixture
+def a_device(monkeypatch):
+    """A device of a given capability, whose library is the one for the CPU."""
+
+    def pretend(capability):
+        monkeypatch.delenv("MEGAZERO_CUDA", raising=False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(cuda, "path_of", lambda recipe: library_path())
+        monkeypatch.setattr(build_module, "find_nvcc", lambda: "nvcc")
+
+    return pretend
+
+
+def test_a_device_that_is_new_enough_has_the_kernels(a_device):
+    a_device((9, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(cuda.load_cuda_kernels(), KernelLibrary)
+
+
+def test_a_device_that_is_too_old_has_torch_instead(a_device):
+    a_device((7, 0))
+    with pytest.warns(UserWarning, match="must have compute capability 8.0 or more, but has 7.0"):
+        assert cuda.load_cuda_kernels() is None
+
+
+def test_a_driver_that_does_not_suit_the_toolkit_is_told(a_device, monkeypatch):
+    a_device((9, 0))
+    monkeypatch.setattr(KernelLibrary, "driver_error", lambda self: "CUDA driver version is insufficient")
+    with pytest.warns(UserWarning, match="The driver must suit the toolkit.*driver version is insufficient"):
+        assert cuda.load_cuda_kernels() is None
+
+
+def test_a_library_that_is_damaged_is_told(a_device, monkeypatch, tmp_path):
+    a_device((9, 0))
+    half = tmp_path / "half.so"
+    half.write_bytes(bytes(1000))
+    monkeypatch.setattr(cuda, "path_of", lambda recipe: half)
+    with pytest.warns(UserWarning, match="works without its CUDA kernels: .*half.so"):
+        assert cuda.load_cuda_kernels() is None
+
+
+def test_kernels_can_be_switched_off(a_device, monkeypatch):
+    a_device((9, 0))
+    monkeypatch.setenv("MEGAZERO_CUDA", "0")
+    assert cuda.load_cuda_kernels() is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "architecture"), [((8, 0), "sm_80"), ((8, 9), "sm_80"), ((9, 0), "sm_90")]
+)
+def test_the_newest_architecture_that_runs_is_built(a_device, monkeypatch, capability, architecture):
+    a_device(capability)
+    built = []
+    monkeypatch.setattr(cuda, "path_of", lambda recipe: library_path().with_name("nothing"))
+    monkeypatch.setattr(cuda, "build", lambda recipe: built.append(recipe) or library_path())
+    assert cuda.load_cuda_kernels() is not None
+    assert f"code={architecture}" in built[0].compile
+    assert os.path.basename(built[0].sources[0]) == "cuda.cu"
