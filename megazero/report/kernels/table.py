@@ -46,6 +46,25 @@ class KernelRow:
         registers = self.compiled[architecture].registers
         return occupancy(architecture, registers, self.counts.threads_per_block, self.counts.shared_bytes)
 
+    def problems(self) -> list[str]:
+        """The bounds that every kernel keeps in its case and this one does not: a sentence each."""
+        counts, where = self.counts, f"`{self.kernel}` in {self.case}"
+        found = []
+        if counts.mistakes:
+            found.append(f"{where} must make no mistake, but makes {counts.mistakes}")
+        if counts.bank_conflicts:
+            found.append(f"{where} must have no bank conflict, but has {counts.bank_conflicts}")
+        # Fewer bytes than it must move would mean that the case is wrong.
+        if self.bytes_ratio is None or not 0.99 <= self.bytes_ratio <= 1.05:
+            found.append(
+                f"{where} must move at most 1.05 of the bytes that it must, but moves {self.bytes_ratio}"
+            )
+        if not self.scattered and self.sectors_ratio > 1.1:
+            found.append(
+                f"{where} must touch at most 1.1 of the sectors, but touches {self.sectors_ratio:.3f}"
+            )
+        return found
+
     def as_json(self) -> dict[str, object]:
         """All of it, for machines."""
         return {
