@@ -97,7 +97,8 @@ FAULTS = (
         "rms_norm",
         ROWS,
         "return ((tile * kPacks + k) * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * N;",
-        "return (tile * kPacks * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x) * kPacks + k) * N;",
+        "return (tile * kPacks * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x) * kPacks + k)"
+        " * N;",
     ),
     KernelFault(
         "a row is read twice although it is held in registers",
