@@ -63,6 +63,12 @@ def _incidents(arguments: list[str]) -> int:
     return incidents(arguments)
 
 
+def _memory_report(arguments: list[str]) -> int:
+    from megazero.report.memory_command import main as memory_report
+
+    return memory_report(arguments)
+
+
 def _moe_report(arguments: list[str]) -> int:
     from megazero.report.command import main as moe_report
 
@@ -94,6 +100,7 @@ VERBS = (
     Verb("fill-mask", "show what a model expects at the masked places of a text", _fill_mask),
     Verb("generate", "generate text from a checkpoint", _generate),
     Verb("incidents", "list what a run's guards found, and draw it over time", _incidents),
+    Verb("memory-report", "show what each rank's memory holds, measured or planned", _memory_report),
     Verb("moe-report", "show how evenly a mixture of experts uses its experts", _moe_report),
     Verb("plan", "show what a launch would do: `megazero plan schedule` draws a pipeline schedule", _plan),
     Verb("verify", "check that a configuration's layout trains like one process", _verify),

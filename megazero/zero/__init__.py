@@ -19,14 +19,17 @@ from megazero.zero.policy import ZeroPolicy
 from megazero.zero.reduce import GradientReducer
 from megazero.zero.store import (
     GRADIENT,
+    HELD,
     WEIGHT,
     DeviceStore,
     DiskTier,
     HostTier,
     OffloadStore,
     Resident,
+    Sizes,
     StatePlacement,
     Store,
+    offloaded,
     store_kind,
 )
 from megazero.zero.table import STAGES, StageRow
@@ -43,6 +46,7 @@ from megazero.zero.wires import (
 
 __all__ = [
     "GRADIENT",
+    "HELD",
     "STAGES",
     "WEIGHT",
     "Bucket",
@@ -69,6 +73,7 @@ __all__ = [
     "Reduction",
     "Resident",
     "Segment",
+    "Sizes",
     "StageRow",
     "StatePlacement",
     "StepReport",
@@ -79,6 +84,7 @@ __all__ = [
     "build_store",
     "choose_wire",
     "module_units",
+    "offloaded",
     "plan_buckets",
     "register_external_parameter",
     "store_kind",

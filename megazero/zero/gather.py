@@ -29,6 +29,9 @@ class Gatherer:
         units: the units in the order in which forward uses them.
         buckets: the buckets of the units' parameters; those whose weights are not sharded are ignored.
         policy: what is gathered ahead and what is kept.
+
+    Attributes:
+        most_live_bytes: what gathered weights have held at most at a time.
     """
 
     def __init__(self, units: Sequence[Unit], buckets: Sequence[Bucket], policy: ZeroPolicy):
@@ -38,6 +41,7 @@ class Gatherer:
         self._units: list[list[Bucket]] = []
         self._chunks: dict[int, list[int]] = {}
         self._live = 0
+        self._live_bytes = self.most_live_bytes = 0
         self._users = dict.fromkeys(map(id, self.buckets), 0)
         self._missing: dict[int, set[int]] = {}
         self._backward = False
@@ -102,12 +106,15 @@ class Gatherer:
         if bucket.presence is Presence.SHARD:
             bucket.fetch()
             self._live += bucket.layout.padded
+            self._live_bytes += bucket.full.nbytes
+            self.most_live_bytes = max(self.most_live_bytes, self._live_bytes)
 
     def free(self, bucket: Bucket) -> None:
         """Free a bucket's whole weights."""
         if bucket.presence is not Presence.SHARD:
             bucket.free()
             self._live -= bucket.layout.padded
+            self._live_bytes -= bucket.full.nbytes
 
     def _buckets_of(self, chunk: int) -> list[Bucket]:
         return [bucket for unit in self._chunks.get(chunk, []) for bucket in self._units[unit]]

@@ -17,7 +17,7 @@ from megazero.zero.bucket import Bucket, whole_state
 from megazero.zero.layout import counted_parts, present_parts
 from megazero.zero.matrices import WholeMatrices
 from megazero.zero.norms import ParameterNorms
-from megazero.zero.store import GRADIENT, WEIGHT, Resident, Store
+from megazero.zero.store import GRADIENT, WEIGHT, Resident, Store, offloaded
 from megazero.zero.update import PerGroup, Update, UpdateFacts, state_of, sums_exactly
 
 
@@ -332,7 +332,7 @@ def _check_reduction(rule: UpdateRule, store: Store, buckets: Sequence[Bucket]) 
     if not rule.needs.reduces:
         return
     name = type(rule).__name__
-    if store.offloaded():
+    if offloaded(store):
         raise ConfigError(
             f"`offload` must keep state on the device with {name}, whose messages leave from there, but "
             "keeps it elsewhere; leave it out"

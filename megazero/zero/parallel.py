@@ -44,6 +44,11 @@ class DataParallel:
         """Show each bucket's gradients on this rank to `observer` before they are reduced."""
         self._reducer.observer = observer
 
+    @property
+    def most_buffer_bytes(self) -> tuple[int, int]:
+        """The most bytes at a time of gathered weights, and of transient gradient buffers."""
+        return self._gatherer.most_live_bytes, self._reducer.most_buffer_bytes
+
     def start(self, step: int = 0) -> None:
         """Begin a step: forget the previous step's gradients, and all that an interrupted one left behind.
 

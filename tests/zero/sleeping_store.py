@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megazero.zero import GRADIENT, WEIGHT, Bucket, Resident, ZeroPolicy
-from megazero.zero.store import Traffic
+from megazero.zero.store import Sizes, Traffic
 
 
 class SleepingStore:
@@ -71,7 +71,7 @@ class SleepingStore:
     def traffic(self) -> Traffic:
         return Traffic()
 
-    def offloaded(self) -> Mapping[str, int]:
+    def sizes(self) -> Sizes:
         return {}
 
     def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
-from megazero.zero.store.store import GRADIENT, WEIGHT, Resident
+from megazero.zero.store.store import GRADIENT, WEIGHT, Resident, Sizes, add_up, held_as
 from megazero.zero.store.tier import ALIGNMENT, Tier, TierSlot, Traffic
 
 _HOST = torch.device("cpu")
@@ -155,7 +155,7 @@ class OffloadStore:
             self._fill(tier, sums, result)
             return
         there = tier.fetch(sums)
-        there.add_(result.to(_HOST))
+        there.add_(_on_host(result))
         tier.put(sums, there)
 
     def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:
@@ -182,8 +182,24 @@ class OffloadStore:
     def traffic(self) -> Traffic:
         return sum((tier.traffic() for tier in self.placement.tiers), Traffic())
 
-    def offloaded(self) -> Mapping[str, int]:
-        return {tier.name: tier.nbytes for tier in self.placement.tiers}
+    def sizes(self) -> Sizes:
+        items = [item for bucket in self.buckets for item in self._items(bucket)]
+        buffers = [("cpu", "buffers", tier.buffer_bytes) for tier in self.placement.tiers]
+        return add_up([*items, *(item for item in buffers if item[2])])
+
+    def _items(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
+        kept = self._kept[bucket]
+        weights = kept.shard if bucket.layout.row.shard_params else bucket.full
+        place = self.placement.parameters.name if isinstance(weights, TierSlot) else "device"
+        yield place, "weights", weights.nbytes
+        for kind, held in kept.state.items():
+            if isinstance(held, TierSlot):
+                if held is not kept.shard:
+                    yield self._tier_of(kept, kind).name, held_as(kind), held.nbytes
+            elif kind != GRADIENT and held is not kept.weights and held is not kept.shard:
+                yield "device", held_as(kind), held.nbytes
+        if kept.sums is not None:
+            yield "device", "gradients", kept.sums.nbytes
 
     def _admit_state(self, bucket: Bucket, kept: _Kept, weights: Tensor) -> None:
         """Give a trained bucket masters and gradient sums."""
@@ -249,7 +265,7 @@ class OffloadStore:
                 tier, slot = slots[kind]
                 flats[kind] = tier.fetch(slot)
             else:
-                flats[kind] = state[kind].to(_HOST) if slots else state[kind]
+                flats[kind] = _on_host(state[kind]) if slots else state[kind]
         return flats
 
     def _to_sleep(self, bucket: Bucket, flats: Mapping[str, Tensor], changes: Collection[str]) -> None:
@@ -260,6 +276,10 @@ class OffloadStore:
                 tier.put(slot, flat) if kind in changes else tier.drop(slot, flat)
             elif kind in changes and flat is not state[kind]:
                 state[kind].copy_(flat)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else tensor.to(_HOST)
 
 
 def _lead(first: int, dtype: torch.dtype) -> int:
