@@ -64,7 +64,7 @@ def _incidents(arguments: list[str]) -> int:
 
 
 def _memory_report(arguments: list[str]) -> int:
-    from megazero.report.memory_command import main as memory_report
+    from megazero.report.memory.command import main as memory_report
 
     return memory_report(arguments)
 

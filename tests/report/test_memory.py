@@ -9,10 +9,10 @@ import torch
 
 from megazero.config.resolve import parse_config
 from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.report.memory import RankMemory, merge_alike, read_memory, rows, shown, verdict
-from megazero.report.memory_command import main
-from megazero.report.memory_picture import memory_figure
-from megazero.report.planned_memory import planned_memory
+from megazero.report.memory.command import main
+from megazero.report.memory.picture import memory_figure
+from megazero.report.memory.planned import planned_memory
+from megazero.report.memory.table import RankMemory, merge_alike, read_memory, rows, shown, verdict
 from megazero.train.assemble import pretrain_on
 from megazero.train.memory import MemoryMeter, _PeakOfOutputs
 from megazero.zero import GRADIENT, WEIGHT, ZeroPolicy

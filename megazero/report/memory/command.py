@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megazero.config.resolve import parse_config
 from megazero.errors import ConfigError, exit_status
-from megazero.report.memory import COLUMNS, merge_alike, read_memory, rows, verdict
-from megazero.report.memory_picture import draw_memory
+from megazero.report.memory.picture import draw_memory
+from megazero.report.memory.table import COLUMNS, merge_alike, read_memory, rows, verdict
 
 
 def build_memory_parser() -> argparse.ArgumentParser:
@@ -44,7 +44,7 @@ def _report(flags: argparse.Namespace, training: Sequence[str] | None) -> None:
     if training is None:
         found = merge_alike(read_memory(flags.metrics))
     else:
-        from megazero.report.planned_memory import planned_memory
+        from megazero.report.memory.planned import planned_memory
 
         config = parse_config(training, world_size=flags.nproc).config
         found = merge_alike(planned_memory(config, flags.nproc))

@@ -11,7 +11,7 @@ from megazero.config.horizon import Horizon, horizon_of
 from megazero.config.steps import Progress
 from megazero.config.tree import Config
 from megazero.mpu import ParallelContext, ProcessGrid, TrafficLog, grid_of, recording_context
-from megazero.report.memory import RankMemory
+from megazero.report.memory.table import RankMemory
 from megazero.train.assemble import build_model
 from megazero.train.families import family_of
 from megazero.train.feed import cut

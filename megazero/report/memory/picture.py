@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megazero.pictures import check_suffix, new_figure
-from megazero.report.memory import PLACES, RankMemory, shown
+from megazero.report.memory.table import PLACES, RankMemory, shown
 from megazero.train.memory import KINDS
 
 if TYPE_CHECKING:
