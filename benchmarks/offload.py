@@ -3,6 +3,7 @@
     python benchmarks/offload.py memory --folder DIR   # peak memory of whole trainings, also under a limit
     python benchmarks/offload.py disk --folder DIR     # reads and writes beside fio's (if it is installed)
     python benchmarks/offload.py steps --folder DIR    # steps beside the larger of computing and moving
+    python benchmarks/offload.py slices --folder DIR   # waiting for weights on disk, read ahead or not
 
 `memory` trains a GPT of about 100 million parameters at ZeRO stage 3 on one rank, with everything on the
 device, on the host and on disk, and the last one in a control group that may hold a quarter of its state
@@ -75,8 +76,23 @@ def enter_group(limit: int) -> None:
     raise OSError("there are no control groups for memory")
 
 
-def train(flags: str, steps: int, limit: int | None = None) -> tuple[int, int, list[dict]]:
-    """Train in a process of its own: its status, the most bytes that were resident, and its metrics."""
+AHEAD = "import sys, runpy; from megazero.zero import gather; gather.SLICES_AHEAD = int(sys.argv.pop(1)); "
+
+
+def train(
+    flags: str, steps: int, limit: int | None = None, ahead: int | None = None
+) -> tuple[int, int, list[dict]]:
+    """Train in a process of its own: its status, the most bytes that were resident, and its metrics.
+
+    Args:
+        flags: beside those of `MODEL`.
+        steps: how many.
+        limit: bytes that its control group may hold.
+        ahead: how many slices of weights are read ahead; None for as many as usual.
+    """
+    script = str(ROOT / "pretrain_gpt.py")
+    start = [script] if ahead is None else ["-c", f"{AHEAD}runpy.run_path({script!r}, None, '__main__')"]
+    start += [] if ahead is None else [str(ahead)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m.jsonl"
         words = f"{MODEL} {flags} --train-iters {steps} --metrics-jsonl {path}".split()
@@ -88,7 +104,7 @@ def train(flags: str, steps: int, limit: int | None = None) -> tuple[int, int, l
             "PYTHONPATH": str(ROOT),
         }
         work = subprocess.Popen(
-            [sys.executable, str(ROOT / "pretrain_gpt.py"), *words],
+            [sys.executable, *start, *words],
             preexec_fn=before,
             env=environment,
             stdout=subprocess.DEVNULL,
@@ -227,13 +243,34 @@ def steps(folder: Path) -> int:
     return 0
 
 
+def slices(folder: Path, rounds: int = 3) -> int:
+    """Seconds of waiting for slices of weights on disk, in turns; 1 if losses differ."""
+    waited: dict[int, list[float]] = {0: [], 2: []}
+    seconds: dict[int, list[float]] = {0: [], 2: []}
+    losses = set()
+    flags = f"--offload-parameters nvme --offload-path {folder}"
+    for _ in range(rounds):
+        for ahead in waited:
+            _, _, done = train(flags, 4, ahead=ahead)
+            waited[ahead] += [step["offload"]["waited"] for step in done[1:]]
+            seconds[ahead] += [step["seconds"] for step in done[1:]]
+            losses.add(tuple(step["lm_loss"] for step in done))
+    for ahead, found in waited.items():
+        told = {"waited": statistics.median(found), "seconds": statistics.median(seconds[ahead])}
+        tell(measure="slices", read_ahead=ahead, **told)
+    ratio = statistics.median(waited[2]) / statistics.median(waited[0])
+    tell(measure="slices", waiting="2 / 0", ratio=ratio, same_losses=len(losses) == 1)
+    return int(len(losses) != 1)
+
+
 def main() -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("memory", "disk", "steps"))
+    parser.add_argument("what", choices=("memory", "disk", "steps", "slices"))
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     flags = parser.parse_args()
-    return {"memory": memory, "disk": disk, "steps": steps}[flags.what](flags.folder)
+    work = {"memory": memory, "disk": disk, "steps": steps, "slices": slices}[flags.what]
+    return work(flags.folder)
 
 
 if __name__ == "__main__":

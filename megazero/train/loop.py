@@ -208,6 +208,8 @@ class Loop:
         interval = self.plan.guards.check_weights_interval
         if not interval or self.guard.failing(state) or not (due or self._due(interval, state)):
             return state
+        if self.checkpoints is not None:
+            self.checkpoints.saver.wait_for_copies()  # copies that differ are put right
         with self.timers("comparison of copies"), self._keeping_checkpoints():
             reached = self.guard.check_copies(state)
         if reached.iteration < state.iteration:

@@ -34,7 +34,7 @@ class DataParallel:
     def __init__(self, units: Sequence[Unit], store: Store, policy: ZeroPolicy, context: ParallelContext):
         self.store = store
         self._reducer = GradientReducer(store, policy, context)
-        self._gatherer = Gatherer(units, store.buckets, policy)
+        self._gatherer = Gatherer(units, store, policy)
         self._chunk = 0
         for bucket in store.buckets:
             for param in bucket.params if bucket.key.trainable else ():

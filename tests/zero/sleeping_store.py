@@ -46,6 +46,9 @@ class SleepingStore:
         for bucket in buckets:
             self.asleep[bucket].update(init_state(bucket, self.asleep[bucket][WEIGHT].float()))
 
+    def read_ahead(self, buckets: Sequence[Bucket]) -> None:
+        return None
+
     def shard(self, bucket: Bucket) -> Tensor:
         shard = self._shards[bucket]
         return shard.clone() if bucket.layout.row.shard_params else shard

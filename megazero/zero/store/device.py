@@ -46,6 +46,7 @@ class DeviceStore:
     def __init__(self, policy: ZeroPolicy):
         self.policy = policy
         self.buckets: list[Bucket] = []
+        self.asleep: dict[Bucket, set[str]] = {}
         self._held: dict[Bucket, _Held] = {}
 
     def admit(self, bucket: Bucket) -> None:
@@ -67,6 +68,9 @@ class DeviceStore:
         for bucket in buckets:
             state = self._held[bucket].state
             state.update(init_state(bucket, state[WEIGHT].float()))
+
+    def read_ahead(self, buckets: Sequence[Bucket]) -> None:
+        return None  # it is here
 
     def shard(self, bucket: Bucket) -> Tensor:
         return self._held[bucket].shard

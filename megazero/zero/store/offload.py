@@ -74,8 +74,10 @@ class OffloadStore:
         self.policy = policy
         self.placement = placement
         self.buckets: list[Bucket] = []
+        self.asleep: dict[Bucket, set[str]] = {}
         self._kept: dict[Bucket, _Kept] = {}
         self._elements = self._offloaded = 0
+        self._ahead: set[TierSlot] = set()  # slices that are being read before they are asked for
 
     def admit(self, bucket: Bucket) -> None:
         layout, full = bucket.layout, bucket.full
@@ -93,6 +95,7 @@ class OffloadStore:
             kept.state[WEIGHT] = shard if weights is None else weights
         self.buckets.append(bucket)
         self._kept[bucket] = kept
+        self._note_asleep(bucket)
 
     def make_moments(
         self, init_state: Callable[[Bucket, Tensor], dict[str, Tensor]], buckets: Sequence[Bucket]
@@ -104,6 +107,16 @@ class OffloadStore:
             if isinstance(state[WEIGHT], TierSlot):
                 made = {kind: self._put_away(self.placement.state, flat, 0) for kind, flat in made.items()}
             state.update(made)
+            self._note_asleep(bucket)
+
+    def read_ahead(self, buckets: Sequence[Bucket]) -> None:
+        tier, slots = self.placement.parameters, [self._kept[bucket].shard for bucket in buckets]
+        wanted = dict.fromkeys(slot for slot in slots if isinstance(slot, TierSlot))
+        for slot in self._ahead - wanted.keys():
+            tier.drop(slot, tier.fetch(slot))
+        for slot in wanted:
+            tier.prefetch(slot)
+        self._ahead = set(wanted)
 
     def shard(self, bucket: Bucket) -> Tensor:
         shard = self._kept[bucket].shard
@@ -111,6 +124,7 @@ class OffloadStore:
             return shard
         tier = self.placement.parameters
         found = tier.fetch(shard)
+        self._ahead.discard(shard)
         there = found.to(bucket.full.device, copy=not tier.in_place)
         tier.drop(shard, found)
         return there
@@ -186,6 +200,10 @@ class OffloadStore:
         items = [item for bucket in self.buckets for item in self._items(bucket)]
         buffers = [("cpu", "buffers", tier.buffer_bytes) for tier in self.placement.tiers]
         return add_up([*items, *(item for item in buffers if item[2])])
+
+    def _note_asleep(self, bucket: Bucket) -> None:
+        state = self._kept[bucket].state
+        self.asleep[bucket] = {k for k, held in state.items() if isinstance(held, TierSlot) and k != GRADIENT}
 
     def _items(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         kept = self._kept[bucket]

@@ -63,9 +63,18 @@ def held_as(kind: str) -> str:
 
 
 class Store(Keeper, Protocol):
-    """Holds the buckets of one rank, and all their state that lasts from step to step."""
+    """Holds the buckets of one rank, and all their state that lasts from step to step.
+
+    Attributes:
+        buckets: in the order in which backward completes them.
+        asleep: by bucket, the kinds whose `at_rest` is memory of a tier, which is too large to be copied.
+    """
 
     buckets: list[Bucket]
+    asleep: Mapping[Bucket, Collection[str]]
+
+    def read_ahead(self, buckets: Sequence[Bucket]) -> None:
+        """Start to read what `shard` will be asked for next, and let go of what was read ahead of others."""
 
     def make_moments(
         self, init_state: Callable[[Bucket, Tensor], dict[str, Tensor]], buckets: Sequence[Bucket]
