@@ -12,7 +12,7 @@ from megazero.checkpoint.box import Box, boxes_of_span
 from megazero.checkpoint.part import WEIGHT, Key, Part
 from megazero.mpu import ParallelContext, ParamSpec, spec_of
 from megazero.optim import SERVER_ERROR
-from megazero.zero import STAGES, BucketLayout, Optimizer
+from megazero.zero import IN_USE, STAGES, BucketLayout, Optimizer
 
 
 def parts_to_write(optimizer: Optimizer, context: ParallelContext, *, moments: bool = True) -> list[Part]:
@@ -57,6 +57,8 @@ def parts_to_read(optimizer: Optimizer, context: ParallelContext, *, moments: bo
     for layout, flats, _ in _flats(optimizer, moments):
         for spec, (start, stop) in zip(layout.specs, layout.spans, strict=True):
             for kind, flat in flats.items():
+                if kind == IN_USE:
+                    continue
                 found = list(_parts(layout, spec, kind, flat, start, stop, context))
                 if spec.padded_shape != spec.shape:
                     flat[layout.overlap(start, stop)].zero_()
@@ -71,6 +73,16 @@ def parts_to_read(optimizer: Optimizer, context: ParallelContext, *, moments: bo
     for _, _, scalars in _scalars(optimizer, moments):
         parts += scalars
     return parts
+
+
+def parts_in_use(optimizer: Optimizer, context: ParallelContext) -> list[Part]:
+    """All parts of the weights in use that this rank holds, where they are not what masters round to."""
+    return [
+        part
+        for layout, flats, _ in _flats(optimizer, True)
+        for spec, span in zip(layout.specs, layout.spans, strict=True)
+        for part in (_parts(layout, spec, IN_USE, flats[IN_USE], *span, context) if IN_USE in flats else ())
+    ]
 
 
 def parts_of_parameters(parameters: Iterable[nn.Parameter], context: ParallelContext) -> list[Part]:
@@ -105,6 +117,8 @@ def _flats(
         flats, layout = optimizer.store.at_rest(bucket), bucket.layout
         asleep = optimizer.store.asleep.get(bucket, ())
         shared = {kind: flat for kind, flat in flats.items() if kind not in apart}
+        if optimizer.delayed is not None and bucket.key.trainable:
+            shared[IN_USE] = bucket.weights_in_use()
         yield layout, shared if moments else {WEIGHT: flats[WEIGHT]}, asleep
         if moments and SERVER_ERROR in flats:  # each replica has its slice of it, as if state were sharded
             yield replace(layout, row=STAGES[1]), {SERVER_ERROR: flats[SERVER_ERROR]}, ()

@@ -71,7 +71,10 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
         "model": {**_model(config, tp, pp), **_experts(config, tp, ep, etp)},
         "parallel": _parallel(config, tp, pp) | _shared_experts(config, ep, etp),
         "zero": _zero(config, dp),
-        "offload": {"path": config.offload.path and tempfile.gettempdir()},
+        "offload": {
+            "path": config.offload.path and tempfile.gettempdir(),
+            "delayed_param_update_start": min(config.offload.delayed_param_update_start, 1),
+        },
         "batch": _batch(config, data_parallel, pp, dp),
         "optimizer": _optimizer(config),
         "precision": {"dtype": "fp32"},

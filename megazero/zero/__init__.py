@@ -9,6 +9,7 @@ are on this rank, `store.py` holds the rest of its state, and `wires` move it be
 from megazero.zero.bucket import Bucket
 from megazero.zero.build import build_store
 from megazero.zero.copies import CopyCheck, CopyDifference, CopyFindings
+from megazero.zero.delayed import IN_USE, DelayedUpdates
 from megazero.zero.fingerprint import Fingerprints
 from megazero.zero.init import GatheredParameters, Init, register_external_parameter
 from megazero.zero.layout import BucketLayout, Segment
@@ -47,6 +48,7 @@ from megazero.zero.wires import (
 __all__ = [
     "GRADIENT",
     "HELD",
+    "IN_USE",
     "STAGES",
     "WEIGHT",
     "Bucket",
@@ -57,6 +59,7 @@ __all__ = [
     "CopyDifference",
     "CopyFindings",
     "DataParallel",
+    "DelayedUpdates",
     "DeviceStore",
     "DiskTier",
     "ExactWire",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +35,12 @@ class StatePlacement:
     gradients: Tier | None = None
     parameters: Tier | None = None
     fraction: float = 1.0
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether all masters, moments and sums are worked on where they are kept, in the host's memory."""
+        places = (self.state, self.gradients)
+        return self.fraction == 1.0 and all(tier is not None and tier.in_place for tier in places)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -68,6 +75,9 @@ class OffloadStore:
     Args:
         policy: the dtypes of masters and sums.
         placement: what is kept where.
+
+    Attributes:
+        updates: updates of buckets that run on another thread; whatever touches their state waits for them.
     """
 
     def __init__(self, policy: ZeroPolicy, placement: StatePlacement):
@@ -76,6 +86,7 @@ class OffloadStore:
         self.buckets: list[Bucket] = []
         self.asleep: dict[Bucket, set[str]] = {}
         self._kept: dict[Bucket, _Kept] = {}
+        self.updates: dict[Bucket, Future[None]] = {}
         self._elements = self._offloaded = 0
         self._ahead: set[TierSlot] = set()  # slices that are being read before they are asked for
 
@@ -138,6 +149,7 @@ class OffloadStore:
             self._fill(self.placement.parameters, kept.shard, master)
 
     def adopt(self, bucket: Bucket) -> None:
+        self._finish(bucket)
         kept, layout = self._kept[bucket], bucket.layout
         own = bucket.full[layout.own]
         if isinstance(kept.shard, TierSlot):
@@ -159,6 +171,7 @@ class OffloadStore:
 
     @torch.no_grad()
     def land(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
+        self._finish(bucket)
         sums = self._kept[bucket].state[GRADIENT]
         if not isinstance(sums, TierSlot):
             if result.data_ptr() != sums.data_ptr():  # otherwise they were reduced in place
@@ -173,6 +186,7 @@ class OffloadStore:
         tier.put(sums, there)
 
     def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        self._finish(bucket)
         kept = self._kept[bucket]
         return {
             kind: self._tier_of(kept, kind).at_rest(held) if isinstance(held, TierSlot) else held
@@ -187,6 +201,7 @@ class OffloadStore:
         for number, bucket in enumerate(buckets):
             for other in buckets[number : number + 1 + _AHEAD]:
                 self._prefetch(other, kinds)
+            self._finish(bucket)
             visited = self._wake(bucket, kinds)
             try:
                 yield [Resident(bucket, visited)]
@@ -200,6 +215,12 @@ class OffloadStore:
         items = [item for bucket in self.buckets for item in self._items(bucket)]
         buffers = [("cpu", "buffers", tier.buffer_bytes) for tier in self.placement.tiers]
         return add_up([*items, *(item for item in buffers if item[2])])
+
+    def _finish(self, bucket: Bucket) -> None:
+        """Wait for the bucket's update."""
+        update = self.updates.pop(bucket, None)
+        if update is not None:
+            update.result()
 
     def _note_asleep(self, bucket: Bucket) -> None:
         state = self._kept[bucket].state
