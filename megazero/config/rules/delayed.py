@@ -13,7 +13,8 @@ def _delays(case: Case) -> bool:
 
 
 def _on_host(offload: OffloadConfig) -> bool:
-    return offload.places[:2] == ("cpu", "cpu") and offload.fraction == 1.0
+    gradients = offload.gradients in ("auto", "cpu")
+    return offload.optimizer == "cpu" and gradients and offload.fraction == 1.0
 
 
 DELAYED_RULES: tuple[Rule, ...] = (
