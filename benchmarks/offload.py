@@ -29,7 +29,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.zero import DiskTier
+from torch import nn
+
+from megazero.mpu import solo_context
+from megazero.zero import (
+    DataParallel,
+    DiskTier,
+    OffloadStore,
+    StatePlacement,
+    ZeroPolicy,
+    build_store,
+    gather,
+    module_units,
+)
 from megazero.zero.store.disk import DiskSettings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,23 +88,8 @@ def enter_group(limit: int) -> None:
     raise OSError("there are no control groups for memory")
 
 
-AHEAD = "import sys, runpy; from megazero.zero import gather; gather.SLICES_AHEAD = int(sys.argv.pop(1)); "
-
-
-def train(
-    flags: str, steps: int, limit: int | None = None, ahead: int | None = None
-) -> tuple[int, int, list[dict]]:
-    """Train in a process of its own: its status, the most bytes that were resident, and its metrics.
-
-    Args:
-        flags: beside those of `MODEL`.
-        steps: how many.
-        limit: bytes that its control group may hold.
-        ahead: how many slices of weights are read ahead; None for as many as usual.
-    """
-    script = str(ROOT / "pretrain_gpt.py")
-    start = [script] if ahead is None else ["-c", f"{AHEAD}runpy.run_path({script!r}, None, '__main__')"]
-    start += [] if ahead is None else [str(ahead)]
+def train(flags: str, steps: int, limit: int | None = None) -> tuple[int, int, list[dict]]:
+    """Train in a process of its own: its status, the most bytes that were resident, and its metrics."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m.jsonl"
         words = f"{MODEL} {flags} --train-iters {steps} --metrics-jsonl {path}".split()
@@ -104,7 +101,7 @@ def train(
             "PYTHONPATH": str(ROOT),
         }
         work = subprocess.Popen(
-            [sys.executable, *start, *words],
+            [sys.executable, str(ROOT / "pretrain_gpt.py"), *words],
             preexec_fn=before,
             env=environment,
             stdout=subprocess.DEVNULL,
@@ -243,23 +240,48 @@ def steps(folder: Path) -> int:
     return 0
 
 
-def slices(folder: Path, rounds: int = 3) -> int:
-    """Seconds of waiting for slices of weights on disk, in turns; 1 if losses differ."""
-    waited: dict[int, list[float]] = {0: [], 2: []}
-    seconds: dict[int, list[float]] = {0: [], 2: []}
+def slices(folder: Path, rounds: int = 7) -> int:
+    """Waiting for slices of weights on disk, read ahead or not, in turns; 1 if losses differ.
+
+    24 layers of 4 MiB on one rank, forward and backward with as much computing as 256 samples take.
+    """
+    context, width = solo_context(), 1024
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(24)))
+    units = module_units(model)
+    policy = ZeroPolicy(3, bucket_size=width**2, prefetch=0, max_live=0, shard_alone=True)
+    tier = DiskTier(folder)
+    store = build_store(
+        units, policy, context, kind=lambda p: OffloadStore(p, StatePlacement(parameters=tier))
+    )
+    sharding, x = DataParallel(units, store, policy, context), torch.ones(256, width)
+
+    def step() -> float:
+        sharding.start()
+        sharding.gather(0)
+        loss = model(x).square().sum()
+        sharding.begin_backward(0, reduce=True)
+        loss.backward()
+        sharding.end_backward()
+        sharding.finish()
+        return float(loss.detach())
+
+    step()
+    waited: dict[int, list[float]] = {0: [], gather.SLICES_AHEAD: []}
+    seconds: dict[int, list[float]] = {ahead: [] for ahead in waited}
     losses = set()
-    flags = f"--offload-parameters nvme --offload-path {folder}"
     for _ in range(rounds):
         for ahead in waited:
-            _, _, done = train(flags, 4, ahead=ahead)
-            waited[ahead] += [step["offload"]["waited"] for step in done[1:]]
-            seconds[ahead] += [step["seconds"] for step in done[1:]]
-            losses.add(tuple(step["lm_loss"] for step in done))
+            gather.SLICES_AHEAD = ahead
+            before, began = tier.traffic(), time.perf_counter()
+            losses.add(step())
+            seconds[ahead].append(time.perf_counter() - began)
+            waited[ahead].append((tier.traffic() - before).waited)
+    without, usual = (statistics.median(found) for found in waited.values())
     for ahead, found in waited.items():
         told = {"waited": statistics.median(found), "seconds": statistics.median(seconds[ahead])}
         tell(measure="slices", read_ahead=ahead, **told)
-    ratio = statistics.median(waited[2]) / statistics.median(waited[0])
-    tell(measure="slices", waiting="2 / 0", ratio=ratio, same_losses=len(losses) == 1)
+    tell(measure="slices", way="read ahead / not", waited=usual / without, same_losses=len(losses) == 1)
     return int(len(losses) != 1)
 
 
