@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from megazero.verify.compare import compare
 from megazero.verify.layouts import Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads
+from megazero.verify.shrink import shrink
 from megazero.zero import (
     CopyCheck,
     DataParallel,
@@ -191,14 +193,41 @@ def delayed_config(layout: Layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_any_layout_is_one_process_with_the_option(layout):
-    from dataclasses import replace
-
     alone = run_alone(delayed_config(replace(layout.serial, store="cpu")), 5)
     found = run_in_threads(delayed_config(layout), layout.grid)
     assert_like(found, alone)
     plain = run_alone(layout.serial.config(), 5)
     assert alone.losses[0] == plain.losses[0]
     assert alone.losses[START + 1] != plain.losses[START + 1]  # the first update that is not known in time
+
+
+def test_verify_delays_from_the_second_update_on():
+    words = [
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "32",
+        "--num-attention-heads",
+        "2",
+        "--seq-length",
+        "16",
+        "--vocab-size",
+        "61",
+    ]
+    words += [
+        "--mock-data",
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "4",
+        "--lr",
+        "1e-2",
+        "--train-iters",
+        "9",
+    ]
+    for flags, start in (("--offload-optimizer cpu --delayed-param-update", 1), ("", 40)):
+        config = parse_config([*words, *flags.split()], world_size=2).config
+        assert shrink(config, 2).config.offload.delayed_param_update_start == start
 
 
 def assert_like(found: list[Record], alone: Record) -> None:
