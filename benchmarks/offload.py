@@ -3,6 +3,7 @@
     python benchmarks/offload.py memory --folder DIR   # peak memory of whole trainings, also under a limit
     python benchmarks/offload.py disk --folder DIR     # reads and writes beside fio's (if it is installed)
     python benchmarks/offload.py steps --folder DIR    # steps beside the larger of computing and moving
+    python benchmarks/offload.py slices --folder DIR   # waiting for weights on disk, read ahead or not
 
 `memory` trains a GPT of about 100 million parameters at ZeRO stage 3 on one rank, with everything on the
 device, on the host and on disk, and the last one in a control group that may hold a quarter of its state
@@ -28,7 +29,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.zero import DiskTier
+from torch import nn
+
+from megazero.mpu import solo_context
+from megazero.zero import (
+    DataParallel,
+    DiskTier,
+    OffloadStore,
+    StatePlacement,
+    ZeroPolicy,
+    build_store,
+    gather,
+    module_units,
+)
 from megazero.zero.store.disk import DiskSettings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -227,13 +240,59 @@ def steps(folder: Path) -> int:
     return 0
 
 
+def slices(folder: Path, rounds: int = 7) -> int:
+    """Waiting for slices of weights on disk, read ahead or not, in turns; 1 if losses differ.
+
+    24 layers of 4 MiB on one rank, forward and backward with as much computing as 256 samples take.
+    """
+    context, width = solo_context(), 1024
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(24)))
+    units = module_units(model)
+    policy = ZeroPolicy(3, bucket_size=width**2, prefetch=0, max_live=0, shard_alone=True)
+    tier = DiskTier(folder)
+    store = build_store(
+        units, policy, context, kind=lambda p: OffloadStore(p, StatePlacement(parameters=tier))
+    )
+    sharding, x = DataParallel(units, store, policy, context), torch.ones(256, width)
+
+    def step() -> float:
+        sharding.start()
+        sharding.gather(0)
+        loss = model(x).square().sum()
+        sharding.begin_backward(0, reduce=True)
+        loss.backward()
+        sharding.end_backward()
+        sharding.finish()
+        return float(loss.detach())
+
+    step()
+    waited: dict[int, list[float]] = {0: [], gather.SLICES_AHEAD: []}
+    seconds: dict[int, list[float]] = {ahead: [] for ahead in waited}
+    losses = set()
+    for _ in range(rounds):
+        for ahead in waited:
+            gather.SLICES_AHEAD = ahead
+            before, began = tier.traffic(), time.perf_counter()
+            losses.add(step())
+            seconds[ahead].append(time.perf_counter() - began)
+            waited[ahead].append((tier.traffic() - before).waited)
+    without, usual = (statistics.median(found) for found in waited.values())
+    for ahead, found in waited.items():
+        told = {"waited": statistics.median(found), "seconds": statistics.median(seconds[ahead])}
+        tell(measure="slices", read_ahead=ahead, **told)
+    tell(measure="slices", way="read ahead / not", waited=usual / without, same_losses=len(losses) == 1)
+    return int(len(losses) != 1)
+
+
 def main() -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("memory", "disk", "steps"))
+    parser.add_argument("what", choices=("memory", "disk", "steps", "slices"))
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     flags = parser.parse_args()
-    return {"memory": memory, "disk": disk, "steps": steps}[flags.what](flags.folder)
+    work = {"memory": memory, "disk": disk, "steps": steps, "slices": slices}[flags.what]
+    return work(flags.folder)
 
 
 if __name__ == "__main__":

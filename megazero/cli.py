@@ -69,6 +69,12 @@ def _kernels(arguments: list[str]) -> int:
     return kernels(arguments)
 
 
+def _memory_report(arguments: list[str]) -> int:
+    from megazero.report.memory.command import main as memory_report
+
+    return memory_report(arguments)
+
+
 def _moe_report(arguments: list[str]) -> int:
     from megazero.report.command import main as moe_report
 
@@ -101,6 +107,7 @@ VERBS = (
     Verb("generate", "generate text from a checkpoint", _generate),
     Verb("incidents", "list what a run's guards found, and draw it over time", _incidents),
     Verb("kernels", "build the CUDA kernels, and show what they do and need", _kernels),
+    Verb("memory-report", "show what each rank's memory holds, measured or planned", _memory_report),
     Verb("moe-report", "show how evenly a mixture of experts uses its experts", _moe_report),
     Verb("plan", "show what a launch would do: `megazero plan schedule` draws a pipeline schedule", _plan),
     Verb("verify", "check that a configuration's layout trains like one process", _verify),

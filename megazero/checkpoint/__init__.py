@@ -19,7 +19,13 @@ from megazero.checkpoint.part import RANDOM, ROUTER, WEIGHT, Key, Part, Source, 
 from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.checkpoint.replica_rows import ReplicaRows
 from megazero.checkpoint.saver import Saver, together
-from megazero.checkpoint.shards import parts_of_parameters, parts_to_read, parts_to_write, state_keys
+from megazero.checkpoint.shards import (
+    parts_in_use,
+    parts_of_parameters,
+    parts_to_read,
+    parts_to_write,
+    state_keys,
+)
 from megazero.checkpoint.writer import write_checkpoint
 
 __all__ = [
@@ -41,6 +47,7 @@ __all__ = [
     "iteration_folder",
     "latest_iteration",
     "misfits",
+    "parts_in_use",
     "parts_of_parameters",
     "parts_to_read",
     "parts_to_write",

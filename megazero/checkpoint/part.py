@@ -40,12 +40,14 @@ class Part:
         shape: the shape of the whole logical tensor, without padding.
         box: the part of it.
         tensor: the memory, in the box's shape, with any strides, dtype and device.
+        asleep: whether the memory is where offloaded state is kept; it is written from there, without a copy.
     """
 
     key: Key
     shape: tuple[int, ...]
     box: Box
     tensor: Tensor
+    asleep: bool = False
 
     @classmethod
     def whole(cls, key: Key, tensor: Tensor) -> Part:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,7 +56,9 @@ class Saver:
     """Writes checkpoints into one folder. Every rank of a job has one and makes the same calls.
 
     With `in_flight` 0 a save returns when its checkpoint is visible. Otherwise it returns at once: threads
-    copy the parts, which must not change before `wait_for_copies` has returned, and write them; between two
+    copy the parts, which must not change before `wait_for_copies` has returned, and write them. Parts that
+    are asleep are written from where they are instead, into files of their own, so that no memory is taken
+    for them; `wait_for_copies` then takes until they are written. Between two
     training steps the ranks call `advance` together, first when all files are written, then when the first
     rank has made them a visible checkpoint. A save beyond `in_flight` waits for the oldest.
 
@@ -129,20 +131,24 @@ class Saver:
             self._flights.append(_PendingSave(iteration, facts, Staging(), job, job))
             return [*visible, self.settle()]
         staging = self._free.pop() if self._free else Staging()
-        copies, fill = staging.take(parts)
-        copied = self._copier.submit(fill)
+        copies, fill = staging.take([part for part in parts if not part.asleep])
+        asleep = [part for part in parts if part.asleep]
+
+        def copy() -> Written:
+            fill()
+            return self._write(folder, asleep, "-offloaded")
+
+        copied = self._copier.submit(copy)
 
         def write() -> Written:
-            copied.result()
-            return self._write(folder, copies)
+            return copied.result() + self._write(folder, copies)
 
         self._flights.append(_PendingSave(iteration, facts, staging, self._writer.submit(write), copied))
         return visible
 
     def wait_for_copies(self) -> None:
         """Return when the parts of all checkpoints on their way may change."""
-        for flight in self._flights:
-            flight.copied.result()
+        wait([flight.copied for flight in self._flights])  # what failed is told when the flight is settled
 
     def advance(self) -> int | None:
         """Take the oldest checkpoint one stage further; every rank calls this, ideally when none is `busy`.
@@ -212,8 +218,9 @@ class Saver:
         self._tidy(lambda path: path.suffix == ".partial" and path not in flying)
         self.disk.make_folder(folder)
 
-    def _write(self, folder: Path, parts: Sequence[Part]) -> Written:
-        return write_parts(self.disk, folder, parts, self.context.rank, self.context.world_size)
+    def _write(self, folder: Path, parts: Sequence[Part], beside: str = "") -> Written:
+        place = self.context.rank, self.context.world_size
+        return write_parts(self.disk, folder, parts, *place, beside)
 
     def _complete(self, folder: Path, flight: _PendingSave, everyone: Sequence[Mapping[str, Any]]) -> None:
         self._lock.check()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from megazero.checkpoint.box import Box, boxes_of_span
 from megazero.checkpoint.part import WEIGHT, Key, Part
 from megazero.mpu import ParallelContext, ParamSpec, spec_of
 from megazero.optim import SERVER_ERROR
-from megazero.zero import STAGES, BucketLayout, Optimizer
+from megazero.zero import IN_USE, STAGES, BucketLayout, Optimizer
 
 
 def parts_to_write(optimizer: Optimizer, context: ParallelContext, *, moments: bool = True) -> list[Part]:
@@ -24,7 +24,7 @@ def parts_to_write(optimizer: Optimizer, context: ParallelContext, *, moments: b
     """
     parts: list[Part] = []
     dealt: dict[int, list[int]] = defaultdict(lambda: [0] * context.world_size)
-    for layout, flats in _flats(optimizer, moments):
+    for layout, flats, asleep in _flats(optimizer, moments):
         loads = dealt[layout.ranks]
         for i, (spec, (start, stop)) in enumerate(zip(layout.specs, layout.spans, strict=True)):
             if not _writes(i, spec, context):
@@ -37,7 +37,8 @@ def parts_to_write(optimizer: Optimizer, context: ParallelContext, *, moments: b
             elif start == stop and layout.rank != 0:
                 continue
             for kind, flat in flats.items():
-                parts += _parts(layout, spec, kind, flat, start, stop, context)
+                found = _parts(layout, spec, kind, flat, start, stop, context)
+                parts += [replace(part, asleep=True) for part in found] if kind in asleep else found
     for layout, flats in _private(optimizer, moments):
         for i, (spec, span) in enumerate(zip(layout.specs, layout.spans, strict=True)):
             if _writes(i, spec, context):
@@ -53,9 +54,11 @@ def parts_to_write(optimizer: Optimizer, context: ParallelContext, *, moments: b
 def parts_to_read(optimizer: Optimizer, context: ParallelContext, *, moments: bool = True) -> list[Part]:
     """All parts of masters and moments that this rank holds; padding of the vocabulary is zeroed here."""
     parts: list[Part] = []
-    for layout, flats in _flats(optimizer, moments):
+    for layout, flats, _ in _flats(optimizer, moments):
         for spec, (start, stop) in zip(layout.specs, layout.spans, strict=True):
             for kind, flat in flats.items():
+                if kind == IN_USE:
+                    continue
                 found = list(_parts(layout, spec, kind, flat, start, stop, context))
                 if spec.padded_shape != spec.shape:
                     flat[layout.overlap(start, stop)].zero_()
@@ -70,6 +73,16 @@ def parts_to_read(optimizer: Optimizer, context: ParallelContext, *, moments: bo
     for _, _, scalars in _scalars(optimizer, moments):
         parts += scalars
     return parts
+
+
+def parts_in_use(optimizer: Optimizer, context: ParallelContext) -> list[Part]:
+    """All parts of the weights in use that this rank holds, where they are not what masters round to."""
+    return [
+        part
+        for layout, flats, _ in _flats(optimizer, True)
+        for spec, span in zip(layout.specs, layout.spans, strict=True)
+        for part in (_parts(layout, spec, IN_USE, flats[IN_USE], *span, context) if IN_USE in flats else ())
+    ]
 
 
 def parts_of_parameters(parameters: Iterable[nn.Parameter], context: ParallelContext) -> list[Part]:
@@ -89,21 +102,26 @@ def state_keys(optimizer: Optimizer) -> set[Key]:
     return {
         Key(spec.tied_with or spec.name, kind)
         for found in (_flats, _private)
-        for layout, flats in found(optimizer, moments=True)
+        for layout, flats, *_ in found(optimizer, moments=True)
         for spec in layout.specs
         for kind in flats
     } | {part.key for _, _, scalars in _scalars(optimizer, moments=True) for part in scalars}
 
 
-def _flats(optimizer: Optimizer, moments: bool) -> Iterator[tuple[BucketLayout, Mapping[str, Tensor]]]:
-    """What the replicas hold together: flat tensors over the `state_range` of a layout."""
+def _flats(
+    optimizer: Optimizer, moments: bool
+) -> Iterator[tuple[BucketLayout, Mapping[str, Tensor], Collection[str]]]:
+    """What the replicas hold together: flat tensors over the `state_range` of a layout, and which sleep."""
     apart = {*optimizer.private_kinds, *optimizer.rule.needs.scalars, SERVER_ERROR}
     for bucket in optimizer.store.buckets:
         flats, layout = optimizer.store.at_rest(bucket), bucket.layout
+        asleep = optimizer.store.asleep.get(bucket, ())
         shared = {kind: flat for kind, flat in flats.items() if kind not in apart}
-        yield layout, shared if moments else {WEIGHT: flats[WEIGHT]}
+        if optimizer.delayed is not None and bucket.key.trainable:
+            shared[IN_USE] = bucket.weights_in_use()
+        yield layout, shared if moments else {WEIGHT: flats[WEIGHT]}, asleep
         if moments and SERVER_ERROR in flats:  # each replica has its slice of it, as if state were sharded
-            yield replace(layout, row=STAGES[1]), {SERVER_ERROR: flats[SERVER_ERROR]}
+            yield replace(layout, row=STAGES[1]), {SERVER_ERROR: flats[SERVER_ERROR]}, ()
 
 
 def _private(optimizer: Optimizer, moments: bool) -> Iterator[tuple[BucketLayout, Mapping[str, Tensor]]]:

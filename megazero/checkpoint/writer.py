@@ -81,14 +81,20 @@ class Written:
         ]
         return cls(files, entries)
 
+    def __add__(self, other: Written) -> Written:
+        return Written({**self.files, **other.files}, [*self.entries, *other.entries])
 
-def write_parts(disk: Disk, folder: Path, parts: Iterable[Part], number: int, count: int) -> Written:
+
+def write_parts(
+    disk: Disk, folder: Path, parts: Iterable[Part], number: int, count: int, beside: str = ""
+) -> Written:
     """Write parts to two files: the weights, and the rest. A file that would be empty is not written.
 
     Args:
         folder: the partial checkpoint's folder.
         parts: the parts, with tensors on any device.
         number, count: this file's number, from 0, and how many there are of its kind, for its name.
+        beside: what tells these files from others with this number.
 
     Raises:
         OSError: the disk is full, fails, or may not be written to.
@@ -101,7 +107,7 @@ def write_parts(disk: Disk, folder: Path, parts: Iterable[Part], number: int, co
     for sort, mine in sorts.items():
         if not mine:
             continue
-        name = file_name(sort, number, count)
+        name = file_name(sort + beside, number, count)
         files[name] = write_tensors(
             disk, folder / name, ((piece_name(p.key, p.shape, p.box), p.tensor) for p in mine)
         )

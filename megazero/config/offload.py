@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megazero.config.option import Section, option
 
@@ -39,6 +39,18 @@ class OffloadConfig(Section):
         "the device and are updated there (twin-flow)",
         flag="--offload-fraction",
         aliases=("--optimizer-offload-fraction",),
+    )
+    delayed_param_update: bool = option(
+        False,
+        "update on the host while the next step computes, which does not know of it yet: weights are a step "
+        "stale, and the training is another one than without (DPU of ZeRO-Offload)",
+        flag="--delayed-param-update",
+    )
+    delayed_param_update_start: NonNegativeInt = option(
+        40,
+        "updates that are made at once before they are delayed, while weights change fast",
+        flag="--delayed-param-update-start",
+        unit="updates",
     )
     path: str | None = option(
         None, "folder on the disk to offload to; nothing is left there at the end", flag="--offload-path"

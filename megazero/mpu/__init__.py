@@ -14,7 +14,7 @@ from megazero.mpu.context import (
 from megazero.mpu.grid import AXES, COMMUNICATORS, SLICE_AXES, Axis, Place, ProcessGrid, slice_axes
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
 from megazero.mpu.host import on_device, read_values
-from megazero.mpu.launch import Launch, choose_device, join, leave, open_context, reporting
+from megazero.mpu.launch import Launch, choose_device, grid_of, join, leave, open_context, reporting
 from megazero.mpu.matrices import Matrices
 from megazero.mpu.messages import gather_values, name_ranks
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec, copy_axes, matrix_spec, spec_of
@@ -66,6 +66,7 @@ __all__ = [
     "count_traffic",
     "derive_key",
     "gather_values",
+    "grid_of",
     "join",
     "leave",
     "make_context",

@@ -55,7 +55,16 @@ from megazero.train.state import TrainState
 from megazero.train.token_flops import TokenFlops
 from megazero.train.vocabulary import Vocabulary, build_vocabulary
 from megazero.train.weights import take_foreign_weights
-from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store, store_kind
+from megazero.zero import (
+    DataParallel,
+    DelayedUpdates,
+    Optimizer,
+    Unit,
+    ZeroPolicy,
+    build_store,
+    offloaded,
+    store_kind,
+)
 
 
 def build_engine(
@@ -79,12 +88,14 @@ def build_engine(
     ]
     fill = partial(initialize_parameters, seed=config.training.seed, place=context.place)
     store = build_store(units, policy, context, fill, kind=store_kind(config.offload, context.device))
+    start = config.offload.delayed_param_update_start
+    delayed = DelayedUpdates(store, start) if config.offload.delayed_param_update else None
     sharding = DataParallel(units, store, policy, context)
     executor = Executor(lessons.beside(chunks), context.pp, sharding, context.device)
     engine = Engine(
         executor,
         Programs(cache(partial(train_program, config)), cache(partial(evaluation_program, config))),
-        Optimizer(store, rule, context, config.optimizer.clip_grad),
+        Optimizer(store, rule, context, config.optimizer.clip_grad, delayed),
         build_loss_scaler(config.precision),
         Schedules(
             build_learning_rate(config.optimizer, horizon),
@@ -161,6 +172,7 @@ def build_plan(config: Config, horizon: Horizon, vocabulary: Vocabulary, context
         exact_timers=logging.log_timers_to_tensorboard,
         log_interval=logging.log_interval,
         straggler_interval=logging.straggler_interval or None,
+        measures_memory=logging.metrics_jsonl is not None,
         difficulties=Difficulties.of(config.data_sampling),
     )
 
@@ -230,7 +242,7 @@ def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     notes = dict.fromkeys(note for dataset in datasets if dataset is not None for note in dataset.notes)
     asleep = [
         f"offload: each rank keeps {size / 2**20:,.1f} MiB of its state in {tier}"
-        for tier, size in engine.optimizer.store.offloaded().items()
+        for tier, size in offloaded(engine.optimizer.store).items()
     ]
     for remark in (*resumed.remarks, *compared, *engine.lessons.remarks, *notes, *asleep):
         monitor.message(remark)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from megazero.mpu import JobFailure, ParallelContext, Waits, gather_values
 from megazero.train.engine import Engine, StepResult
 from megazero.train.guards.guard import StepGuard
 from megazero.train.guards.incidents import Incident, IncidentLog
+from megazero.train.memory import MemoryMeter
 from megazero.train.metrics import EvalMetrics, StepMetrics
 from megazero.train.monitors import CompositeMonitor, Monitor
 from megazero.train.rollback import go_back
@@ -30,6 +31,7 @@ from megazero.train.state import TrainState
 from megazero.train.step_metrics import step_metrics
 from megazero.train.stragglers import Straggler, Stragglers
 from megazero.train.timers import Timers
+from megazero.zero import offloaded
 
 _SHOWN = 3  # changed files in a message
 
@@ -65,8 +67,9 @@ class Loop:
         self.timers = Timers(context.device, synchronize=plan.exact_timers)
         self.waits = Waits(context.device) if context.watch is None else context.watch.waits
         self.stragglers = Stragglers(plan.straggler_interval, context)
-        self._offloads = bool(engine.optimizer.store.offloaded())
+        self._offloads = bool(offloaded(engine.optimizer.store))
         self._reached = 0
+        self._memory = MemoryMeter.of(engine) if plan.measures_memory else None
         self._folder = None if checkpoints is None else Path(checkpoints.saver.directory)
         self.incidents = IncidentLog(monitor, self._folder if context.rank == 0 else None)
         if context.watch is not None:
@@ -166,17 +169,20 @@ class Loop:
         judge = self.guard.judge(state, step, batches)
         store = self.engine.optimizer.store
         moved = store.traffic()
-        result = self.engine.train_step(batches, state.progress, self.timers, hold, judge)
+        meter, self._memory = self._memory, None  # the first step is measured
+        with nullcontext() if meter is None else meter.over_a_step():
+            result = self.engine.train_step(batches, state.progress, self.timers, hold, judge)
         state = state.after(
             step, result.skipped, self._stability(state, result), bad=result.bad or result.held
         )
         # These take communication, so every rank computes them; the monitor only shows them.
-        optimizer = self.engine.optimizer
+        optimizer, device = self.engine.optimizer, self.context.device
         extras = {
             "params_norm": optimizer.params_norm() if self.plan.log_params_norm else None,
             "num_zeros": optimizer.count_zero_grads() if self.plan.log_num_zeros else None,
             "rank_seconds": self.stragglers.take_summary(),
             "offload": asdict(store.traffic() - moved) if self._offloads else None,
+            "memory": None if meter is None else gather_values(self.context.world, meter.sizes(), device),
         }
         if self._due(self.plan.log_interval, state):
             extras["tokens_per_expert"] = self.engine.loads.report(result.tokens)
@@ -202,6 +208,8 @@ class Loop:
         interval = self.plan.guards.check_weights_interval
         if not interval or self.guard.failing(state) or not (due or self._due(interval, state)):
             return state
+        if self.checkpoints is not None:
+            self.checkpoints.saver.wait_for_copies()  # copies that differ are put right
         with self.timers("comparison of copies"), self._keeping_checkpoints():
             reached = self.guard.check_copies(state)
         if reached.iteration < state.iteration:

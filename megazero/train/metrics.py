@@ -20,6 +20,7 @@ _WHERE_KNOWN = (
     "layers_run",
     "rank_seconds",
     "offload",
+    "memory",
     *STABILITY,
 )
 
@@ -66,6 +67,8 @@ class StepMetrics:
             ranks were compared (`stragglers.py`).
         offload: what this rank moved to and from offloaded state: ``read`` and ``written``, bytes, and
             ``waited``, seconds in which the step did nothing else. None where nothing is offloaded.
+        memory: for each rank, bytes by place (``device``, ``cpu``, ``nvme``) and by what they hold (see
+            `memory.py`); in the first iteration of a run, and only where metrics go to a file.
     """
 
     iteration: int
@@ -96,6 +99,7 @@ class StepMetrics:
     tokens_per_expert: Sequence[Mapping] | None = None
     rank_seconds: Mapping[str, Sequence[float]] | None = None
     offload: Mapping[str, float] | None = None
+    memory: Sequence[Mapping] | None = None
 
     @property
     def expert_loads(self) -> tuple[float, float] | None:
@@ -109,9 +113,9 @@ class StepMetrics:
     def record(self) -> dict[str, object]:
         """Name -> value of every field, with every loss term in place of `losses`.
 
-        What each expert got, what was moved to offloaded state and how steady the training is are there only
-        where they are known, the sequence length only where it changes, difficulties only with a curriculum,
-        and what was skipped only where something was or could be.
+        What each expert got, what was moved to offloaded state, what memory holds and how steady the training
+        is are there only where they are known, the sequence length only where it changes, difficulties only
+        with a curriculum, and what was skipped only where something was or could be.
         """
         found = _record(self)
         for name in _WHERE_KNOWN:

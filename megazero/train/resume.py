@@ -24,6 +24,7 @@ from megazero.checkpoint import (
     Verify,
     candidates,
     misfits,
+    parts_in_use,
     parts_to_read,
     state_keys,
     together,
@@ -45,7 +46,7 @@ from megazero.train.router_state import router_parts_to_read
 from megazero.train.same_sums import changed_sums
 from megazero.train.state import TrainState
 from megazero.train.state_json import DataFacts, RunFacts, SavedModel, saved_model, saved_run
-from megazero.zero import Optimizer
+from megazero.zero import IN_USE, Optimizer
 
 # What determines learning rate and weight decay after a resume; a silent change would distort the schedule.
 SCHEDULE_FIELDS = (
@@ -265,11 +266,21 @@ def load_state(
     together(context, read, f"load {reader.folder}")
     optimizer.publish()
     if moments:
+        _load_in_use(optimizer, context, reader)
         optimizer.updates = run.updates
         engine.scaler_state = ScalerState(**dict(run.scaler))
     if rows:
         together(context, lambda: set_random_state(generators, context.device), f"load {reader.folder}")
     return run.stream_seed if progress and not section.no_load_rng else config.training.seed
+
+
+def _load_in_use(optimizer: Optimizer, context: ParallelContext, reader: CheckpointReader) -> None:
+    """Load the weights that the next step reads, where an update that is delayed was not published yet."""
+    parts = parts_in_use(optimizer, context)
+    found = [part for part in parts if part.key in reader.shapes]  # none if it was saved without delay
+    if any(key.kind == IN_USE for key in reader.shapes) and optimizer.delayed is not None:
+        together(context, lambda: reader.read(found), f"load {reader.folder}")
+        optimizer.delayed.show_in_use()
 
 
 def _random_rows(
@@ -290,7 +301,8 @@ def _unused(source: Source, optimizer: Optimizer, context: ParallelContext, mome
     """What the checkpoint holds that no rank has a place for; moments count only if they are to be loaded."""
     mine = sorted(str(key) for key in state_keys(optimizer))
     asked = {name for names in gather_values(context.model, mine, context.device) for name in names}
-    kinds = {key.kind for key in source.shapes} - {RANDOM, ROUTER} if moments else {WEIGHT}
+    # Without delay, the weights in use are those of the masters.
+    kinds = {key.kind for key in source.shapes} - {RANDOM, ROUTER, IN_USE} if moments else {WEIGHT}
     held = [key for key in source.shapes if key.kind in kinds]
     return [str(key) for key in held if str(key) not in asked]
 

@@ -31,6 +31,7 @@ class RunPlan:
         exact_timers: whether to wait for the device at both ends of each timed phase.
         log_interval: iterations between reports of what each expert got.
         straggler_interval: iterations after which ranks are compared for being slow, or None.
+        measures_memory: whether the first step measures what memory holds.
         difficulties: how difficult the samples of each step may be; None without a curriculum over samples.
     """
 
@@ -47,6 +48,7 @@ class RunPlan:
     exact_timers: bool = False
     log_interval: int = 1
     straggler_interval: int | None = None
+    measures_memory: bool = False
     difficulties: Difficulties | None = None
 
 

@@ -71,7 +71,7 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
         "model": {**_model(config, tp, pp), **_experts(config, tp, ep, etp)},
         "parallel": _parallel(config, tp, pp) | _shared_experts(config, ep, etp),
         "zero": _zero(config, dp),
-        "offload": {"path": config.offload.path and tempfile.gettempdir()},
+        "offload": _offload(config),
         "batch": _batch(config, data_parallel, pp, dp),
         "optimizer": _optimizer(config),
         "precision": {"dtype": "fp32"},
@@ -100,6 +100,12 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
         notes.append("the teacher is a new one, of twice the student's layers")
     grid = ProcessGrid(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp)
     return Shrunk(config.model_copy(update=sections), grid, tuple(notes))
+
+
+def _offload(config: Config) -> dict:
+    soon = {"delayed_param_update_start": min(config.offload.delayed_param_update_start, 1)}
+    path = {"path": config.offload.path and tempfile.gettempdir()}
+    return path | (soon if config.offload.delayed_param_update else {})
 
 
 def _zero(config: Config, dp: int) -> dict:

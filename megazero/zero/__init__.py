@@ -9,6 +9,7 @@ are on this rank, `store.py` holds the rest of its state, and `wires` move it be
 from megazero.zero.bucket import Bucket
 from megazero.zero.build import build_store
 from megazero.zero.copies import CopyCheck, CopyDifference, CopyFindings
+from megazero.zero.delayed import IN_USE, DelayedUpdates
 from megazero.zero.fingerprint import Fingerprints
 from megazero.zero.init import GatheredParameters, Init, register_external_parameter
 from megazero.zero.layout import BucketLayout, Segment
@@ -19,14 +20,17 @@ from megazero.zero.policy import ZeroPolicy
 from megazero.zero.reduce import GradientReducer
 from megazero.zero.store import (
     GRADIENT,
+    HELD,
     WEIGHT,
     DeviceStore,
     DiskTier,
     HostTier,
     OffloadStore,
     Resident,
+    Sizes,
     StatePlacement,
     Store,
+    offloaded,
     store_kind,
 )
 from megazero.zero.table import STAGES, StageRow
@@ -43,6 +47,8 @@ from megazero.zero.wires import (
 
 __all__ = [
     "GRADIENT",
+    "HELD",
+    "IN_USE",
     "STAGES",
     "WEIGHT",
     "Bucket",
@@ -53,6 +59,7 @@ __all__ = [
     "CopyDifference",
     "CopyFindings",
     "DataParallel",
+    "DelayedUpdates",
     "DeviceStore",
     "DiskTier",
     "ExactWire",
@@ -69,6 +76,7 @@ __all__ = [
     "Reduction",
     "Resident",
     "Segment",
+    "Sizes",
     "StageRow",
     "StatePlacement",
     "StepReport",
@@ -79,6 +87,7 @@ __all__ = [
     "build_store",
     "choose_wire",
     "module_units",
+    "offloaded",
     "plan_buckets",
     "register_external_parameter",
     "store_kind",

@@ -149,6 +149,16 @@ class Bucket:
         self.store.write_weights(self, master)
         self.wire.group.all_gather(self.full, self.store.shard(self)).wait()
 
+    def weights_in_use(self) -> Tensor:
+        """The weights that forward reads, over `state_range`; none of them is offloaded."""
+        return self.store.shard(self) if self.layout.row.shard_params else self.full[self.layout.state_range]
+
+    def show_in_use(self) -> None:
+        """Gather the weights again, because `weights_in_use` has been written to."""
+        self.wire.weights_changed()
+        if self.layout.row.shard_state and self.presence is Presence.WHOLE:
+            self.wire.gather(self.full, self.store.shard(self)).wait()
+
     def adopt_full(self) -> None:
         """Copy what was written to the whole weights into the shard and the master."""
         assert self.presence is Presence.WHOLE

@@ -19,7 +19,7 @@ from megazero.zero.fingerprint import Fingerprints
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.store import WEIGHT, Resident
 
-IN_USE = "weights in use"
+_USED = "weights in use"
 ROUNDED = "weights in use, against their masters"
 _MASTER = "master weights"
 _GROUPS = ("replica", "expert_replica", *SLICE_AXES, "ends")
@@ -44,7 +44,7 @@ class CopyDifference:
 
     def __str__(self) -> str:
         if self.kind == ROUNDED:
-            return f"`{self.name}` ({IN_USE}) on {name_ranks(self.accused)} is not what its masters round to"
+            return f"`{self.name}` ({_USED}) on {name_ranks(self.accused)} is not what its masters round to"
         if self.others:
             where = f"on {name_ranks(self.accused)} differs from {name_ranks(self.others)}, which agree"
             return f"`{self.name}` ({self.kind}) {where}"
@@ -148,7 +148,7 @@ class CopyCheck:
                     for group in piece.groups:
                         compared[group].pieces.append((piece.name, piece.kind))
                         compared[group].prints.append(found)
-                rounded += [] if self._apart else _roundings(each)
+                rounded += [] if self._apart or self.optimizer.delayed else _roundings(each)
         compared = {name: each for name, each in compared.items() if each.pieces}
         unequal = {name: each.unequal() for name, each in compared.items()}
         wrong = [each.any() for each in unequal.values()] + [off for _, off in rounded]
@@ -180,7 +180,7 @@ class CopyCheck:
         used = _in_use(resident)
         kinds = {_MASTER if kind == WEIGHT else kind: flat for kind, flat in resident.flats.items()}
         if used is not None and not self._apart:
-            kinds = {IN_USE: used, **kinds}
+            kinds = {_USED: used, **kinds}
         for kind, flat in kinds.items():
             if whole := flat.numel() == layout.padded:
                 parts = [(i, flat[start:stop]) for i, (start, stop) in enumerate(layout.spans)]

@@ -11,7 +11,11 @@ from torch import Tensor, nn
 
 from megazero.zero.bucket import Bucket, Presence
 from megazero.zero.policy import ZeroPolicy
+from megazero.zero.store import Store
 from megazero.zero.unit import Unit
+
+SLICES_AHEAD = 2
+"""Buckets whose slices are read from where they sleep before they are gathered."""
 
 
 class Gatherer:
@@ -21,33 +25,47 @@ class Gatherer:
     outputs. The order of the units is learned from the previous pass, separately for forward and backward; a
     unit that was not expected is gathered on demand. Every rank runs the same units in the same order.
 
+    Where slices sleep elsewhere, those of the next `SLICES_AHEAD` buckets beyond the gathered ones are read
+    ahead, in the same order, or in that of the units while that is not known.
+
     A unit's weights are freed after its forward, and in backward as soon as all their gradients have been
     collected, unless the policy has room to keep them for the next use. A forward that runs within a backward
     frees nothing: it recomputes what the backward is about to need.
 
     Args:
         units: the units in the order in which forward uses them.
-        buckets: the buckets of the units' parameters; those whose weights are not sharded are ignored.
+        store: holds the buckets of the units' parameters; those whose weights are not sharded are ignored.
         policy: what is gathered ahead and what is kept.
+
+    Attributes:
+        most_live_bytes: what gathered weights have held at most at a time.
     """
 
-    def __init__(self, units: Sequence[Unit], buckets: Sequence[Bucket], policy: ZeroPolicy):
+    def __init__(self, units: Sequence[Unit], store: Store, policy: ZeroPolicy):
         self.policy = policy
-        self.buckets = [bucket for bucket in buckets if bucket.layout.row.shard_params]
+        self.store = store
+        self.buckets = [bucket for bucket in store.buckets if bucket.layout.row.shard_params]
         self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
         self._units: list[list[Bucket]] = []
         self._chunks: dict[int, list[int]] = {}
         self._live = 0
+        self._live_bytes = self.most_live_bytes = 0
         self._users = dict.fromkeys(map(id, self.buckets), 0)
+        self._ahead: list[Bucket] = []  # not gathered yet, and their slices are being read
         self._missing: dict[int, set[int]] = {}
         self._backward = False
         self._follower: dict[tuple[bool, int], int] = {}
+        self._neighbours: dict[tuple[bool, int], int] = {}
         self._previous: int | None = None
         for unit in units:
             mine = self.of(unit.params)
             if mine:
                 self._hook(unit.module, len(self._units))
-                self._chunks.setdefault(unit.chunk, []).append(len(self._units))
+                before = self._chunks.setdefault(unit.chunk, [])
+                if before:
+                    self._neighbours[False, before[-1]] = len(self._units)
+                    self._neighbours[True, len(self._units)] = before[-1]
+                before.append(len(self._units))
                 self._units.append(mine)
 
     def of(self, params: Iterable[nn.Parameter]) -> list[Bucket]:
@@ -59,8 +77,13 @@ class Gatherer:
         """Start gathering what the chunk uses first, because it runs next."""
         units = self._chunks.get(chunk)
         self._previous = None
-        if units and self.policy.overlap_gather:
-            self._prefetch(units[-1] if backward else units[0], backward)
+        if not units:
+            return
+        first = units[-1] if backward else units[0]
+        self._read_ahead(first, backward)
+        if self.policy.overlap_gather:
+            self._prefetch(first, backward)
+            self._read_ahead(first, backward)
 
     def begin_backward(self, chunk: int) -> None:
         """Note that a backward of the chunk begins."""
@@ -87,11 +110,14 @@ class Gatherer:
     def release(self, chunk: int) -> None:
         """Free the chunk's weights that the policy does not keep."""
         self._previous = None
-        for bucket in self._buckets_of(chunk):
+        mine = self._buckets_of(chunk)
+        self._expect([bucket for bucket in self._ahead if bucket not in mine])
+        for bucket in mine:
             self._drop(bucket)
 
     def finish(self) -> None:
         """Free everything."""
+        self._expect([])
         self._backward, self._previous = False, None
         self._users = dict.fromkeys(self._users, 0)
         for bucket in self.buckets:
@@ -101,13 +127,18 @@ class Gatherer:
         """Start gathering a bucket."""
         if bucket.presence is Presence.SHARD:
             bucket.fetch()
+            if bucket in self._ahead:
+                self._ahead.remove(bucket)
             self._live += bucket.layout.padded
+            self._live_bytes += bucket.full.nbytes
+            self.most_live_bytes = max(self.most_live_bytes, self._live_bytes)
 
     def free(self, bucket: Bucket) -> None:
         """Free a bucket's whole weights."""
         if bucket.presence is not Presence.SHARD:
             bucket.free()
             self._live -= bucket.layout.padded
+            self._live_bytes -= bucket.full.nbytes
 
     def _buckets_of(self, chunk: int) -> list[Bucket]:
         return [bucket for unit in self._chunks.get(chunk, []) for bucket in self._units[unit]]
@@ -151,6 +182,7 @@ class Gatherer:
         absent = [b for b in self._units[unit] if b.presence is not Presence.WHOLE]
         if not absent:
             return
+        self._read_ahead(unit, self._backward)
         for bucket in absent:
             self.fetch(bucket)
         if self._previous is not None:
@@ -159,8 +191,25 @@ class Gatherer:
         follower = self._follower.get((self._backward, unit))
         if follower is not None and self.policy.overlap_gather:
             self._prefetch(follower, self._backward)
+        self._read_ahead(unit, self._backward)
         for bucket in absent:
             bucket.arrive()
+
+    def _read_ahead(self, unit: int | None, backward: bool) -> None:
+        """Start to read the slices of what is gathered next, `unit` first."""
+        own = sum(bucket.presence is Presence.SHARD for bucket in self._units[unit])
+        ahead, seen = [], set()
+        while unit is not None and unit not in seen and len(ahead) < own + SLICES_AHEAD:
+            seen.add(unit)
+            ahead += [bucket for bucket in self._units[unit] if bucket.presence is Presence.SHARD]
+            unit = self._follower.get((backward, unit), self._neighbours.get((backward, unit)))
+        self._expect(ahead[: own + SLICES_AHEAD])
+
+    def _expect(self, ahead: list[Bucket]) -> None:
+        """Read these slices ahead, and none else."""
+        if ahead != self._ahead:
+            self._ahead = ahead
+            self.store.read_ahead(ahead)
 
     def _prefetch(self, unit: int | None, backward: bool) -> None:
         """Start gathering `unit` and the units that follow it, as far as the policy allows."""

@@ -14,10 +14,11 @@ from megazero.errors import ConfigError
 from megazero.mpu import ParallelContext, ParamSpec, Work, gather_values, on_device, read_values
 from megazero.optim import SERVER_ERROR, WORKER_ERROR, UpdateRule, clip_coefficient, local_square_sum
 from megazero.zero.bucket import Bucket, whole_state
+from megazero.zero.delayed import DelayedUpdates
 from megazero.zero.layout import counted_parts, present_parts
 from megazero.zero.matrices import WholeMatrices
 from megazero.zero.norms import ParameterNorms
-from megazero.zero.store import GRADIENT, WEIGHT, Resident, Store
+from megazero.zero.store import GRADIENT, WEIGHT, Resident, Store, offloaded
 from megazero.zero.update import PerGroup, Update, UpdateFacts, state_of, sums_exactly
 
 
@@ -47,13 +48,22 @@ class Optimizer:
         rule: how a flat piece moves.
         context: for the norm, which spans all ranks.
         clip_grad: largest gradient norm; 0 turns clipping off.
+        delayed: makes updates beside the next step; None makes each at once.
 
     Raises:
         ConfigError: `rule` sums gradients itself, but the store's buckets leave it nothing to sum.
     """
 
-    def __init__(self, store: Store, rule: UpdateRule, context: ParallelContext, clip_grad: float):
+    def __init__(
+        self,
+        store: Store,
+        rule: UpdateRule,
+        context: ParallelContext,
+        clip_grad: float,
+        delayed: DelayedUpdates | None = None,
+    ):
         self.store = store
+        self.delayed = delayed
         self.rule = rule
         self.context = context
         self.clip_grad = clip_grad
@@ -129,9 +139,13 @@ class Optimizer:
             clip = clip_coefficient(norm, self.clip_grad)
         number = self.updates + 1
         facts = UpdateFacts(number, lr, weight_decay, grad_scale * clip)
-        works = [work for rule, buckets in self._parts() for work in self._update(rule, buckets, facts)]
-        for work in works:
-            work.wait()
+        if self.delayed is not None and number > self.delayed.after:
+            update = Update(self.rule, facts, self.context)
+            self.delayed.begin(update, self._trained, self.rule.state_names, self._publish)
+        else:
+            works = [work for rule, buckets in self._parts() for work in self._update(rule, buckets, facts)]
+            for work in works:
+                work.wait()
         self.updates = number
         return StepReport(norm, True)
 
@@ -149,8 +163,12 @@ class Optimizer:
         works = []
         for residents in self.store.visits(everything, buckets, changes=everything):
             update.apply(residents)
-            works += [each.bucket.publish(self._in_use(each)) for each in residents]
+            works += [self._publish(each) for each in residents]
         return works
+
+    def _publish(self, resident: Resident) -> Work:
+        """Start to bring a bucket's masters to the weights."""
+        return resident.bucket.publish(self._in_use(resident))
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -158,7 +176,7 @@ class Optimizer:
         works = []
         kinds = (WEIGHT, *self._moments) if self.rule.needs.in_use else (WEIGHT,)
         for residents in self.store.visits(kinds, self.store.buckets):
-            works += [each.bucket.publish(self._in_use(each)) for each in residents]
+            works += [self._publish(each) for each in residents]
         for work in works:
             work.wait()
 
@@ -332,7 +350,7 @@ def _check_reduction(rule: UpdateRule, store: Store, buckets: Sequence[Bucket]) 
     if not rule.needs.reduces:
         return
     name = type(rule).__name__
-    if store.offloaded():
+    if offloaded(store):
         raise ConfigError(
             f"`offload` must keep state on the device with {name}, whose messages leave from there, but "
             "keeps it elsewhere; leave it out"

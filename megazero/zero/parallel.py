@@ -34,7 +34,7 @@ class DataParallel:
     def __init__(self, units: Sequence[Unit], store: Store, policy: ZeroPolicy, context: ParallelContext):
         self.store = store
         self._reducer = GradientReducer(store, policy, context)
-        self._gatherer = Gatherer(units, store.buckets, policy)
+        self._gatherer = Gatherer(units, store, policy)
         self._chunk = 0
         for bucket in store.buckets:
             for param in bucket.params if bucket.key.trainable else ():
@@ -43,6 +43,11 @@ class DataParallel:
     def observe(self, observer: Observer) -> None:
         """Show each bucket's gradients on this rank to `observer` before they are reduced."""
         self._reducer.observer = observer
+
+    @property
+    def most_buffer_bytes(self) -> tuple[int, int]:
+        """The most bytes at a time of gathered weights, and of transient gradient buffers."""
+        return self._gatherer.most_live_bytes, self._reducer.most_buffer_bytes
 
     def start(self, step: int = 0) -> None:
         """Begin a step: forget the previous step's gradients, and all that an interrupted one left behind.

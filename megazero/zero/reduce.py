@@ -70,6 +70,11 @@ class GradientReducer:
         self._ends = True
         self._next = 0
 
+    @property
+    def most_buffer_bytes(self) -> int:
+        """The most bytes that transient buffers have held at a time."""
+        return self._buffers.most_bytes
+
     def start(self, step: int = 0) -> None:
         """Forget the previous step's gradients; see `DataParallel.start`."""
         for progress in self._progress:
@@ -331,6 +336,9 @@ class _BufferPool:
     A bucket of one parameter that exceeds the bucket size gets a buffer of its own size, which is not kept.
     When it is allocated, a kept buffer is dropped, so there are never more buffers than have been in use at
     once.
+
+    Attributes:
+        most_bytes: what the buffers have held at most at a time.
     """
 
     def __init__(self, buckets: Sequence[Bucket], policy: ZeroPolicy):
@@ -339,16 +347,25 @@ class _BufferPool:
         usual = [x.padded for x in layouts if x.row.shard_grads and x.numel <= policy.bucket_size]
         self._size = max(usual, default=0)
         self._free: list[Tensor] = []
+        self._held = self.most_bytes = 0
 
     def take(self, bucket: Bucket) -> Tensor:
         """An uninitialized flat buffer at least as long as the bucket."""
-        if bucket.layout.padded > self._size:
-            if self._free:
-                self._free.pop()
-            return bucket.full.new_empty(bucket.layout.padded, dtype=self._dtype)
-        return self._free.pop() if self._free else bucket.full.new_empty(self._size, dtype=self._dtype)
+        large = bucket.layout.padded > self._size
+        if self._free:
+            kept = self._free.pop()
+            if not large:
+                return kept
+            self._held -= kept.nbytes
+            del kept
+        made = bucket.full.new_empty(bucket.layout.padded if large else self._size, dtype=self._dtype)
+        self._held += made.nbytes
+        self.most_bytes = max(self.most_bytes, self._held)
+        return made
 
     def give_back(self, buffer: Tensor) -> None:
         """Take back a buffer whose contents are no longer needed."""
         if buffer.numel() == self._size:
             self._free.append(buffer)
+        else:
+            self._held -= buffer.nbytes

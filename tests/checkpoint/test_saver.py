@@ -336,3 +336,56 @@ def test_memory_of_a_device_is_copied_in_the_order_of_its_work(tmp_path):
         reader = CheckpointReader(iteration_folder(tmp_path, iteration))
         reader.read([Part(W, (1 << 22,), Box.whole((1 << 22,)), loaded)])
         assert loaded.eq(value).all()
+
+
+def offloaded(values: Tensor, other: Tensor) -> list[Part]:
+    """Masters in a store's memory, and a moment on the device."""
+    masters = Part(W, tuple(values.shape), Box.whole(values.shape), values, asleep=True)
+    return [masters, Part.whole(Key("w", "exp_avg"), other)]
+
+
+def test_what_is_asleep_is_written_from_where_it_is(tmp_path):
+    """It takes no memory, an update waits until it is written, and the checkpoint is that of the save."""
+    disk, context = GatedDisk(), solo_context()
+    saver = Saver(tmp_path, context, disk, in_flight=1)
+    masters, moments = torch.ones(1000), torch.ones(1000)
+    saver.save(1, offloaded(masters, moments), {})
+    waited = threading.Thread(target=saver.wait_for_copies)
+    waited.start()
+    waited.join(0.05)
+    assert waited.is_alive()  # nothing is written yet
+    assert latest_iteration(tmp_path) is None
+    disk.gate.set()
+    waited.join(30)
+    masters.fill_(2)
+    moments.fill_(2)
+    assert saver.settle() == 1
+    assert sum(copy.nbytes for copy in saver._free[0]._copies) == moments.nbytes
+    saver.close()
+    reader = CheckpointReader(iteration_folder(tmp_path, 1))
+    assert reader.tensor(W).eq(1).all()
+    assert reader.tensor(Key("w", "exp_avg")).eq(1).all()
+    names = sorted(path.name for path in iteration_folder(tmp_path, 1).glob("*.safetensors"))
+    assert names == ["model-offloaded-00001-of-00001.safetensors", "optimizer-00001-of-00001.safetensors"]
+
+
+@pytest.mark.parametrize("broken", ["model-offloaded", "optimizer-0"])
+def test_a_disk_that_fails_while_what_is_asleep_is_written_is_told_when_it_is_settled(tmp_path, broken):
+    disk = FailingDisk(lambda path: path.name.startswith(broken))
+    saver = Saver(tmp_path, solo_context(), disk, in_flight=1)
+    values = torch.ones(10)
+    saver.save(1, offloaded(values, values.clone()), {})
+    saver.wait_for_copies()  # the step that changes them goes on
+    with pytest.raises(CheckpointError, match="No space left"):
+        saver.settle()
+    saver.close()
+    assert saved_iterations(tmp_path) == []
+    assert list(tmp_path.glob("*partial*")) == []
+
+
+def test_in_line_there_is_one_file_of_each_sort(tmp_path):
+    saver = Saver(tmp_path, solo_context())
+    saver.save(1, offloaded(torch.ones(3), torch.ones(3)), {})
+    saver.close()
+    names = sorted(path.name for path in iteration_folder(tmp_path, 1).glob("*.safetensors"))
+    assert names == ["model-00001-of-00001.safetensors", "optimizer-00001-of-00001.safetensors"]

@@ -25,6 +25,7 @@ from megazero.zero import (
     ZeroPolicy,
     build_store,
     module_units,
+    offloaded,
 )
 from tests.zero.harness import in_threads
 
@@ -59,7 +60,7 @@ def held(stage: int, ranks: int, *, state: bool, parameters: bool) -> tuple[int,
                 device += sum(flat.nbytes for flat in rest.values())
                 (visited,) = (r for residents in store.visits(("gradient",), [bucket]) for r in residents)
                 device += visited.flats["gradient"].nbytes
-        return store.offloaded().get("cpu", 0), device
+        return offloaded(store).get("cpu", 0), device
 
     found = in_threads(ranks, work)
     assert len({device for _, device in found}) == 1

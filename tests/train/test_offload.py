@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megazero.checkpoint import CheckpointReader, iteration_folder
+from megazero.checkpoint.staging import Staging
 from megazero.config.resolve import parse_config
 from megazero.errors import MegazeroError, OffloadError
 from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
@@ -57,6 +58,29 @@ def test_runs_go_on_from_one_store_to_another(tmp_path):
     run(tmp_path / "d", 6, nvme(tmp_path / "disk") + " --async-save", tmp_path / "a")
     assert_same(tmp_path / "d", tmp_path / "whole", 6)
     assert list((tmp_path / "disk").iterdir()) == []
+
+
+@pytest.mark.parametrize("store", ["nvme", "cpu"])
+def test_a_save_in_the_background_takes_no_memory_for_what_is_offloaded(tmp_path, monkeypatch, store):
+    """Copies are made of what is not offloaded, which here is the state of generators."""
+    copied, real = [], Staging.take
+
+    def take(self, parts):
+        copies, fill = real(self, parts)
+        copied.append(sum(part.tensor.nbytes for part in copies))
+        return copies, fill
+
+    monkeypatch.setattr(Staging, "take", take)
+    elsewhere = nvme(tmp_path / "disk") if store == "nvme" else "--offload-optimizer cpu"
+    for folder, flags in (("background", f"{elsewhere} --async-save"), ("copied", "--async-save")):
+        run(tmp_path / folder, 6, flags)
+    assert_same(tmp_path / "background", tmp_path / "copied", 6)
+    assert_same(tmp_path / "background", tmp_path / "copied", 4)
+    streamed, whole = copied[:3], copied[3:]
+    reader = CheckpointReader(iteration_folder(tmp_path / "copied", 6))
+    state = 4 * sum(math.prod(shape) for key, shape in reader.shapes.items() if key.kind != "rng")
+    assert len(whole) == 3
+    assert [large - small for small, large in zip(streamed, whole, strict=True)] == [state] * 3
 
 
 def test_what_is_moved_is_told(tmp_path, capsys):

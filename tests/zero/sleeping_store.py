@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megazero.zero import GRADIENT, WEIGHT, Bucket, Resident, ZeroPolicy
-from megazero.zero.store import Traffic
+from megazero.zero.store import Sizes, Traffic
 
 
 class SleepingStore:
@@ -46,6 +46,9 @@ class SleepingStore:
         for bucket in buckets:
             self.asleep[bucket].update(init_state(bucket, self.asleep[bucket][WEIGHT].float()))
 
+    def read_ahead(self, buckets: Sequence[Bucket]) -> None:
+        return None
+
     def shard(self, bucket: Bucket) -> Tensor:
         shard = self._shards[bucket]
         return shard.clone() if bucket.layout.row.shard_params else shard
@@ -71,7 +74,7 @@ class SleepingStore:
     def traffic(self) -> Traffic:
         return Traffic()
 
-    def offloaded(self) -> Mapping[str, int]:
+    def sizes(self) -> Sizes:
         return {}
 
     def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:

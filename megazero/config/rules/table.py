@@ -8,6 +8,7 @@ from megazero.config.option import Section
 from megazero.config.rules.compressed import COMPRESSED_RULES
 from megazero.config.rules.curriculum import CURRICULUM_RULES
 from megazero.config.rules.data_sampling import DATA_SAMPLING_RULES
+from megazero.config.rules.delayed import DELAYED_RULES
 from megazero.config.rules.distillation import DISTILLATION_RULES
 from megazero.config.rules.experts import EXPERT_RULES
 from megazero.config.rules.files import DATA_RULES, OUTPUT_RULES, TOKENIZER_RULES
@@ -37,6 +38,7 @@ RULES: tuple[Rule, ...] = (
     *PIPELINE_RULES,
     *ZERO_RULES,
     *OFFLOAD_RULES,
+    *DELAYED_RULES,
     *LENGTH_RULES,
     *SCHEDULE_RULES,
     *OPTIMIZER_RULES,

@@ -11,21 +11,24 @@ from megazero.zero.store.device import DeviceStore
 from megazero.zero.store.disk import DiskTier
 from megazero.zero.store.host import HostTier
 from megazero.zero.store.offload import OffloadStore, StatePlacement
-from megazero.zero.store.store import GRADIENT, WEIGHT, Resident, Store
+from megazero.zero.store.store import GRADIENT, HELD, WEIGHT, Resident, Sizes, Store, offloaded
 from megazero.zero.store.tier import Tier, TierSlot, Traffic
 
 __all__ = [
     "GRADIENT",
+    "HELD",
     "WEIGHT",
     "DeviceStore",
     "DiskTier",
     "HostTier",
     "OffloadStore",
     "Resident",
+    "Sizes",
     "StatePlacement",
     "Store",
     "Tier",
     "TierSlot",
     "Traffic",
+    "offloaded",
     "store_kind",
 ]

@@ -13,12 +13,13 @@ from megazero.zero.store.device import DeviceStore
 from megazero.zero.store.disk import DiskSettings, DiskTier
 from megazero.zero.store.host import HostTier
 from megazero.zero.store.offload import OffloadStore, StatePlacement
+from megazero.zero.store.paper import PaperTier
 from megazero.zero.store.store import Store
 from megazero.zero.store.tier import Tier
 
 
 def store_kind(config: OffloadConfig, device: torch.device) -> Callable[[ZeroPolicy], Store]:
-    """What makes the configured store; tiers of one kind are one.
+    """What makes the configured store; tiers of one kind are one, and on the meta device on paper.
 
     Args:
         config: what is offloaded, and where to.
@@ -30,11 +31,16 @@ def store_kind(config: OffloadConfig, device: torch.device) -> Callable[[ZeroPol
     optimizer, gradients, parameters = config.places
     if optimizer == parameters == "none":
         return DeviceStore
-    tiers: dict[str, Tier | None] = {"none": None}
-    if "cpu" in config.places:
-        tiers["cpu"] = HostTier(pin=config.pin_memory and device.type == "cuda")
-    if "nvme" in config.places:
-        settings = DiskSettings(config.block_size, config.queue_depth, config.direct_io)
-        tiers["nvme"] = DiskTier(Path(config.path), settings)
+    tiers = {name: _tier(name, config, device) for name in dict.fromkeys(config.places)}
     placement = StatePlacement(tiers[optimizer], tiers[gradients], tiers[parameters], config.fraction)
     return lambda policy: OffloadStore(policy, placement)
+
+
+def _tier(name: str, config: OffloadConfig, device: torch.device) -> Tier | None:
+    if name == "none":
+        return None
+    if device.type == "meta":
+        return PaperTier(name)
+    if name == "cpu":
+        return HostTier(pin=config.pin_memory and device.type == "cuda")
+    return DiskTier(Path(config.path), DiskSettings(config.block_size, config.queue_depth, config.direct_io))

@@ -11,7 +11,7 @@ from torch import Tensor
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
-from megazero.zero.store.store import GRADIENT, WEIGHT, Resident
+from megazero.zero.store.store import GRADIENT, WEIGHT, Resident, Sizes, add_up, held_as
 from megazero.zero.store.tier import Traffic
 
 
@@ -46,6 +46,7 @@ class DeviceStore:
     def __init__(self, policy: ZeroPolicy):
         self.policy = policy
         self.buckets: list[Bucket] = []
+        self.asleep: dict[Bucket, set[str]] = {}
         self._held: dict[Bucket, _Held] = {}
 
     def admit(self, bucket: Bucket) -> None:
@@ -67,6 +68,9 @@ class DeviceStore:
         for bucket in buckets:
             state = self._held[bucket].state
             state.update(init_state(bucket, state[WEIGHT].float()))
+
+    def read_ahead(self, buckets: Sequence[Bucket]) -> None:
+        return None  # it is here
 
     def shard(self, bucket: Bucket) -> Tensor:
         return self._held[bucket].shard
@@ -98,11 +102,21 @@ class DeviceStore:
     def traffic(self) -> Traffic:
         return Traffic()
 
-    def offloaded(self) -> Mapping[str, int]:
-        return {}
+    def sizes(self) -> Sizes:
+        return add_up(item for bucket in self.buckets for item in self._items(bucket))
 
     def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:
         return self._held[bucket].state
+
+    def _items(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
+        held = self._held[bucket]
+        weights = held.shard if bucket.layout.row.shard_params else bucket.full
+        yield "device", "weights", weights.nbytes
+        for kind, flat in held.state.items():
+            if flat is not held.weights:
+                yield "device", held_as(kind), flat.nbytes
+        if held.sums is not None:
+            yield "device", "gradients", held.sums.nbytes
 
     def visits(
         self, kinds: Collection[str], buckets: Sequence[Bucket], changes: Collection[str] = ()

@@ -74,6 +74,10 @@ class HostTier:
     def nbytes(self) -> int:
         return sum(slot.nbytes for slot in self._kept)
 
+    @property
+    def buffer_bytes(self) -> int:
+        return 0
+
 
 def available_memory() -> int:
     """Bytes of memory that this process can still get: what the host has, within its control group."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
-from megazero.zero.store.store import GRADIENT, WEIGHT, Resident
+from megazero.zero.store.store import GRADIENT, WEIGHT, Resident, Sizes, add_up, held_as
 from megazero.zero.store.tier import ALIGNMENT, Tier, TierSlot, Traffic
 
 _HOST = torch.device("cpu")
@@ -34,6 +35,12 @@ class StatePlacement:
     gradients: Tier | None = None
     parameters: Tier | None = None
     fraction: float = 1.0
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether all masters, moments and sums are worked on where they are kept, in the host's memory."""
+        places = (self.state, self.gradients)
+        return self.fraction == 1.0 and all(tier is not None and tier.in_place for tier in places)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -68,14 +75,20 @@ class OffloadStore:
     Args:
         policy: the dtypes of masters and sums.
         placement: what is kept where.
+
+    Attributes:
+        updates: updates of buckets that run on another thread; whatever touches their state waits for them.
     """
 
     def __init__(self, policy: ZeroPolicy, placement: StatePlacement):
         self.policy = policy
         self.placement = placement
         self.buckets: list[Bucket] = []
+        self.asleep: dict[Bucket, set[str]] = {}
         self._kept: dict[Bucket, _Kept] = {}
+        self.updates: dict[Bucket, Future[None]] = {}
         self._elements = self._offloaded = 0
+        self._ahead: set[TierSlot] = set()  # slices that are being read before they are asked for
 
     def admit(self, bucket: Bucket) -> None:
         layout, full = bucket.layout, bucket.full
@@ -93,6 +106,7 @@ class OffloadStore:
             kept.state[WEIGHT] = shard if weights is None else weights
         self.buckets.append(bucket)
         self._kept[bucket] = kept
+        self._note_asleep(bucket)
 
     def make_moments(
         self, init_state: Callable[[Bucket, Tensor], dict[str, Tensor]], buckets: Sequence[Bucket]
@@ -104,6 +118,16 @@ class OffloadStore:
             if isinstance(state[WEIGHT], TierSlot):
                 made = {kind: self._put_away(self.placement.state, flat, 0) for kind, flat in made.items()}
             state.update(made)
+            self._note_asleep(bucket)
+
+    def read_ahead(self, buckets: Sequence[Bucket]) -> None:
+        tier, slots = self.placement.parameters, [self._kept[bucket].shard for bucket in buckets]
+        wanted = dict.fromkeys(slot for slot in slots if isinstance(slot, TierSlot))
+        for slot in self._ahead - wanted.keys():
+            tier.drop(slot, tier.fetch(slot))
+        for slot in wanted:
+            tier.prefetch(slot)
+        self._ahead = set(wanted)
 
     def shard(self, bucket: Bucket) -> Tensor:
         shard = self._kept[bucket].shard
@@ -111,6 +135,7 @@ class OffloadStore:
             return shard
         tier = self.placement.parameters
         found = tier.fetch(shard)
+        self._ahead.discard(shard)
         there = found.to(bucket.full.device, copy=not tier.in_place)
         tier.drop(shard, found)
         return there
@@ -124,6 +149,7 @@ class OffloadStore:
             self._fill(self.placement.parameters, kept.shard, master)
 
     def adopt(self, bucket: Bucket) -> None:
+        self._finish(bucket)
         kept, layout = self._kept[bucket], bucket.layout
         own = bucket.full[layout.own]
         if isinstance(kept.shard, TierSlot):
@@ -145,6 +171,7 @@ class OffloadStore:
 
     @torch.no_grad()
     def land(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
+        self._finish(bucket)
         sums = self._kept[bucket].state[GRADIENT]
         if not isinstance(sums, TierSlot):
             if result.data_ptr() != sums.data_ptr():  # otherwise they were reduced in place
@@ -155,10 +182,11 @@ class OffloadStore:
             self._fill(tier, sums, result)
             return
         there = tier.fetch(sums)
-        there.add_(result.to(_HOST))
+        there.add_(_on_host(result))
         tier.put(sums, there)
 
     def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        self._finish(bucket)
         kept = self._kept[bucket]
         return {
             kind: self._tier_of(kept, kind).at_rest(held) if isinstance(held, TierSlot) else held
@@ -173,6 +201,7 @@ class OffloadStore:
         for number, bucket in enumerate(buckets):
             for other in buckets[number : number + 1 + _AHEAD]:
                 self._prefetch(other, kinds)
+            self._finish(bucket)
             visited = self._wake(bucket, kinds)
             try:
                 yield [Resident(bucket, visited)]
@@ -182,8 +211,34 @@ class OffloadStore:
     def traffic(self) -> Traffic:
         return sum((tier.traffic() for tier in self.placement.tiers), Traffic())
 
-    def offloaded(self) -> Mapping[str, int]:
-        return {tier.name: tier.nbytes for tier in self.placement.tiers}
+    def sizes(self) -> Sizes:
+        items = [item for bucket in self.buckets for item in self._items(bucket)]
+        buffers = [("cpu", "buffers", tier.buffer_bytes) for tier in self.placement.tiers]
+        return add_up([*items, *(item for item in buffers if item[2])])
+
+    def _finish(self, bucket: Bucket) -> None:
+        """Wait for the bucket's update."""
+        update = self.updates.pop(bucket, None)
+        if update is not None:
+            update.result()
+
+    def _note_asleep(self, bucket: Bucket) -> None:
+        state = self._kept[bucket].state
+        self.asleep[bucket] = {k for k, held in state.items() if isinstance(held, TierSlot) and k != GRADIENT}
+
+    def _items(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
+        kept = self._kept[bucket]
+        weights = kept.shard if bucket.layout.row.shard_params else bucket.full
+        place = self.placement.parameters.name if isinstance(weights, TierSlot) else "device"
+        yield place, "weights", weights.nbytes
+        for kind, held in kept.state.items():
+            if isinstance(held, TierSlot):
+                if held is not kept.shard:
+                    yield self._tier_of(kept, kind).name, held_as(kind), held.nbytes
+            elif kind != GRADIENT and held is not kept.weights and held is not kept.shard:
+                yield "device", held_as(kind), held.nbytes
+        if kept.sums is not None:
+            yield "device", "gradients", kept.sums.nbytes
 
     def _admit_state(self, bucket: Bucket, kept: _Kept, weights: Tensor) -> None:
         """Give a trained bucket masters and gradient sums."""
@@ -249,7 +304,7 @@ class OffloadStore:
                 tier, slot = slots[kind]
                 flats[kind] = tier.fetch(slot)
             else:
-                flats[kind] = state[kind].to(_HOST) if slots else state[kind]
+                flats[kind] = _on_host(state[kind]) if slots else state[kind]
         return flats
 
     def _to_sleep(self, bucket: Bucket, flats: Mapping[str, Tensor], changes: Collection[str]) -> None:
@@ -260,6 +315,10 @@ class OffloadStore:
                 tier.put(slot, flat) if kind in changes else tier.drop(slot, flat)
             elif kind in changes and flat is not state[kind]:
                 state[kind].copy_(flat)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else tensor.to(_HOST)
 
 
 def _lead(first: int, dtype: torch.dtype) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,13 @@ WEIGHT = "weight"
 
 GRADIENT = "gradient"
 """The kind of the gradient sums."""
+
+Sizes = Mapping[str, Mapping[str, int]]
+"""Bytes by place (``device``, or the name of a tier) and by what they hold, one of `HELD`."""
+
+HELD = ("weights", "masters", "moments", "gradients", "buffers")
+"""What is held between steps. Weights that are their own masters are weights; whatever else a rule remembers
+of a parameter is a moment. Buffers of the host are what state moves through on its way to and from a disk."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +39,42 @@ class Resident:
     flats: Mapping[str, Tensor]
 
 
+def add_up(held: Iterable[tuple[str, str, int]]) -> Sizes:
+    """The sizes of items (place, what they hold, bytes)."""
+    found: dict[str, dict[str, int]] = {}
+    for place, what, size in held:
+        there = found.setdefault(place, dict.fromkeys(HELD, 0))
+        there[what] += size
+    return found
+
+
+def offloaded(store: Store) -> Mapping[str, int]:
+    """Bytes of state that a store keeps in other memory than the device's, by its name."""
+    return {
+        place: sum(size for what, size in held.items() if what != "buffers")
+        for place, held in store.sizes().items()
+        if place != "device" and any(size for what, size in held.items() if what != "buffers")
+    }
+
+
+def held_as(kind: str) -> str:
+    """What of `HELD` a kind of state is."""
+    return {WEIGHT: "masters", GRADIENT: "gradients"}.get(kind, "moments")
+
+
 class Store(Keeper, Protocol):
-    """Holds the buckets of one rank, and all their state that lasts from step to step."""
+    """Holds the buckets of one rank, and all their state that lasts from step to step.
+
+    Attributes:
+        buckets: in the order in which backward completes them.
+        asleep: by bucket, the kinds whose `at_rest` is memory of a tier, which is too large to be copied.
+    """
 
     buckets: list[Bucket]
+    asleep: Mapping[Bucket, Collection[str]]
+
+    def read_ahead(self, buckets: Sequence[Bucket]) -> None:
+        """Start to read what `shard` will be asked for next, and let go of what was read ahead of others."""
 
     def make_moments(
         self, init_state: Callable[[Bucket, Tensor], dict[str, Tensor]], buckets: Sequence[Bucket]
@@ -60,8 +99,8 @@ class Store(Keeper, Protocol):
     def traffic(self) -> Traffic:
         """What has been moved to and from other memory so far."""
 
-    def offloaded(self) -> Mapping[str, int]:
-        """Bytes that are kept in other memory, by its name."""
+    def sizes(self) -> Sizes:
+        """Bytes that are held between steps."""
 
     def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:
         """Master weights and moments where they are kept between visits, for saving and loading.

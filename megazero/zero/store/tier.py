@@ -100,3 +100,7 @@ class Tier(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of memory for buffers, in use or not."""

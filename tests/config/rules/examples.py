@@ -14,6 +14,7 @@ TASK = {
 }
 
 EXPERTS = {"model.num_experts": (8,)}
+DELAYED = {"offload.delayed_param_update": True, "offload.optimizer": "cpu"}
 CODES = {"zero.stage": 1, "zero.quantized_gradients": "int8"}
 GROUPED = {**EXPERTS, "model.moe_router_num_groups": 4, "model.moe_router_group_topk": 2}
 RAMP = {
@@ -210,6 +211,16 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "offload_fraction_needs_offloaded_optimizer": {"offload.fraction": 0.5},
     "offload_to_disk_needs_path": {"offload.optimizer": "nvme"},
     "offload_blocks_are_pages": {"offload.block_size": 5000},
+    "delayed_start_needs_delayed_update": {"offload.delayed_param_update_start": 3},
+    "delayed_update_runs_on_the_host": {"offload.delayed_param_update": True},
+    "delayed_update_needs_parameters_on_device": {**DELAYED, "zero.stage": 3, "offload.parameters": "cpu"},
+    "delayed_update_is_elementwise": {**DELAYED, "optimizer.optimizer": "lamb"},
+    "delayed_update_needs_exact_weights": {
+        **DELAYED,
+        "zero.stage": 3,
+        "zero.quantized_weights": "int8",
+    },
+    "delayed_update_needs_pretraining": {**DELAYED, **TASK},
     "training_length_given": {"training.train_iters": None},
     "iters_or_samples": {"training.train_samples": 1000},
     "tokens_countable": {"training.train_iters": 10**17},
@@ -496,6 +507,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {**EXPERTS, "model.mlp_type": "residual", "model.family": "bert"},
     {**EXPERTS, **TASK},
     {"offload.optimizer": "cpu", "offload.fraction": 0.25, "offload.gradients": "none"},
+    {**DELAYED, "offload.delayed_param_update_start": 0, "zero.stage": 2, "precision.dtype": "bf16"},
     {"zero.stage": 3, "offload.parameters": "nvme", "offload.path": "d", "offload.block_size": 4096},
     TASK,
     {**TASK, "finetune.epochs": 0, "finetune.train_data": (), "finetune.test_data": ("a", "b")},

@@ -1,0 +1,1 @@
+"""`megazero memory-report`: what the memory of each rank holds, measured or planned."""

@@ -1,0 +1,121 @@
+"""Where a rank's memory goes: what is held between steps, to the byte, and what a step takes beyond it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megazero.train.engine import Engine
+from megazero.zero import HELD, DataParallel, Sizes, Store
+
+KINDS = (*HELD, "activations")
+"""What memory is told apart by: what a store holds, buffers of gathers and reductions, and activations."""
+
+
+class MemoryMeter:
+    """Measures the memory of one rank by place and kind.
+
+    Weights, masters, moments and gradient sums are what the store holds, padding included. Buffers are the
+    most bytes that gathered weights and transient gradients took at a time, each counted apart, and those
+    through which state moves to and from a disk. Activations are measured: the peak of a step less all
+    of the device's other kinds, so that these add up to the peak. Temporaries of operators and of the update
+    are thus among them; where buffers and activations peak at different moments, activations come out
+    smaller. The peak is that of torch's allocator on a CUDA device; elsewhere, the meta device included, the
+    outputs of operators on this thread are counted.
+
+    Args:
+        store: holds the state.
+        sharding: gathers and reduces.
+        device: of the weights.
+    """
+
+    def __init__(self, store: Store, sharding: DataParallel, device: torch.device):
+        self.store = store
+        self.sharding = sharding
+        self.device = device
+        self._peak = 0  # bytes beyond what was there before, without those of gathered weights
+
+    @classmethod
+    def of(cls, engine: Engine) -> MemoryMeter:
+        """That of an engine."""
+        return cls(engine.optimizer.store, engine.executor.sharding, engine.context.device)
+
+    @contextmanager
+    def over_a_step(self) -> Iterator[None]:
+        """Measure what the block takes."""
+        if self.device.type != "cuda":
+            with _PeakOfOutputs() as found:
+                yield
+            self._peak = found.most
+            return
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        yield
+        gathered, _ = self.sharding.most_buffer_bytes
+        self._peak = torch.cuda.max_memory_allocated(self.device) - before - gathered
+
+    def sizes(self) -> Mapping[str, Mapping[str, int]]:
+        """Bytes by place (``device``, ``cpu``, ``nvme``) and by `KINDS`, of which only those above zero."""
+        gathered, transient = self.sharding.most_buffer_bytes
+        held: Sizes = self.store.sizes()
+        device = {
+            **held.get("device", {}),
+            "buffers": gathered + transient,
+            "activations": max(0, self._peak - transient),
+        }
+        places = {"device": device, **{place: kinds for place, kinds in held.items() if place != "device"}}
+        return {
+            place: {kind: kinds[kind] for kind in KINDS if kinds.get(kind)} for place, kinds in places.items()
+        }
+
+
+class _PeakOfOutputs(TorchDispatchMode):
+    """Counts the bytes of the storages that operators make on this thread, and the most at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._alive = 0
+        self._known: weakref.WeakSet = weakref.WeakSet()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return (
+            False  # otherwise torch imports its compiler, which takes a second or two, and nothing compiles
+        )
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = None
+        for tensor in tree_leaves(out):
+            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            if storage in self._known:
+                continue
+            if given is None:
+                leaves = tree_leaves((args, kwargs))
+                given = {each.untyped_storage()._cdata for each in leaves if _is_strided(each)}
+            if storage._cdata not in given:
+                self._add(storage)
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+        self._known.add(storage)
+        self._alive += size
+        self.most = max(self.most, self._alive)
+        weakref.finalize(storage, self._remove, size)
+
+    def _remove(self, size: int) -> None:
+        self._alive -= size
+
+
+def _is_strided(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided

@@ -1,0 +1,88 @@
+"""`DelayedUpdates`: updates on the host that run while the next step computes (ZeRO-Offload's DPU)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from megazero.mpu import Work
+from megazero.zero.bucket import Bucket
+from megazero.zero.store import GRADIENT, WEIGHT, OffloadStore, Resident
+from megazero.zero.update import Update
+
+IN_USE = "weight_in_use"
+"""The kind of the weights that forward reads, where these are not what the masters round to."""
+
+
+class DelayedUpdates:
+    """Makes each update beside the next step's forward and backward (Ren et al. 2021, "ZeRO-Offload").
+
+    Update t starts on another thread when the gradients of step t are complete, and is published at the end
+    of step t + 1; so the weights of step t + 2 are the first to know of it, one step later than usual. A step
+    that is skipped starts and publishes nothing. Buckets are updated in the order in which backward
+    completes them, and whatever touches a bucket's state first waits for its update, so no number depends on
+    when that runs.
+
+    Args:
+        store: keeps masters, moments and gradient sums in the host's memory.
+        after: how many updates are made at once before, while weights change fast (the paper: 40).
+    """
+
+    def __init__(self, store: OffloadStore, after: int):
+        assert store.placement.updates_on_host, "what moves to the host and back cannot change beside a step"
+        self.store = store
+        self.after = after
+        self._thread: ThreadPoolExecutor | None = None
+
+    def show_in_use(self) -> None:
+        """Gather the weights in use again, because they have been written to, as after a resume."""
+        for bucket in self.store.buckets:
+            if bucket.key.trainable:
+                bucket.show_in_use()
+
+    def begin(
+        self,
+        update: Update,
+        buckets: Sequence[Bucket],
+        kinds: Sequence[str],
+        publish: Callable[[Resident], Work],
+    ) -> None:
+        """Publish the update before, and start this one.
+
+        Args:
+            update: of these buckets.
+            buckets: all that are trained by it.
+            kinds: of state that it needs besides masters and gradients.
+            publish: brings a bucket's masters to the weights.
+        """
+        residents: list[Resident] = []
+        everything = (WEIGHT, GRADIENT, *kinds)
+        works = []
+        for visited in self.store.visits(everything, buckets, changes=everything):
+            works += [publish(each) for each in visited]
+            residents += visited  # they are worked on where they are kept, so they outlive the visit
+        for work in works:
+            work.wait()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "update")
+        copied = _event()
+        for each in residents:
+            self.store.updates[each.bucket] = self._thread.submit(_apply, update, each, copied)
+
+
+@torch.no_grad()
+def _apply(update: Update, resident: Resident, copied: torch.cuda.Event | None) -> None:
+    if copied is not None:
+        copied.synchronize()
+    update.apply([resident])
+
+
+def _event() -> torch.cuda.Event | None:
+    """What has been queued on a CUDA device, which reads the masters that are about to change."""
+    if not torch.cuda.is_initialized():
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
