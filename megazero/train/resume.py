@@ -276,11 +276,21 @@ def load_state(
 
 def _load_in_use(optimizer: Optimizer, context: ParallelContext, reader: CheckpointReader) -> None:
     """Load the weights that the next step reads, where an update that is delayed was not published yet."""
+    if optimizer.delayed is None or all(key.kind != IN_USE for key in reader.shapes):
+        return
     parts = parts_in_use(optimizer, context)
-    found = [part for part in parts if part.key in reader.shapes]  # none if it was saved without delay
-    if any(key.kind == IN_USE for key in reader.shapes) and optimizer.delayed is not None:
-        together(context, lambda: reader.read(found), f"load {reader.folder}")
-        optimizer.delayed.show_in_use()
+
+    def read() -> None:
+        missing = sorted({str(part.key) for part in parts if part.key not in reader.shapes})
+        if missing:
+            raise CheckpointError(
+                f"{reader.folder} must hold the weights in use of all parameters, but lacks `{missing[0]}` and "
+                f"{len(missing) - 1} more; load an older checkpoint, or leave `--delayed-param-update` out."
+            )
+        reader.read(parts)
+
+    together(context, read, f"load {reader.folder}")
+    optimizer.delayed.show_in_use()
 
 
 def _random_rows(
