@@ -81,11 +81,6 @@ class BucketLayout:
         return self.own if self.row.shard_state else slice(0, self.padded)
 
     @cached_property
-    def padding(self) -> slice:
-        """The slice of a flat tensor over `state_range` that belongs to no member."""
-        return self.overlap(self.numel, self.padded)
-
-    @cached_property
     def specs(self) -> tuple[ParamSpec, ...]:
         """The members' specs."""
         return tuple(member.spec for member in self.members)

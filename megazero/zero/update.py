@@ -106,7 +106,8 @@ class Update:
             if self.rule.needs.one_pass:
                 each.bucket.sums_scale *= self.facts.factor
             if each.weights is not None:
-                rest = each.bucket.layout.padding if writes else slice(None)
+                layout = each.bucket.layout
+                rest = layout.overlap(layout.numel, layout.padded) if writes else slice(None)
                 each.weights[rest].copy_(in_use(self.rule, each)[rest])
 
     def _rule_writes(self, each: Resident) -> bool:
