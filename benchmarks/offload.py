@@ -3,6 +3,7 @@
     python benchmarks/offload.py memory --folder DIR   # peak memory of whole trainings, also under a limit
     python benchmarks/offload.py disk --folder DIR     # reads and writes beside fio's (if it is installed)
     python benchmarks/offload.py steps --folder DIR    # steps beside the larger of computing and moving
+    python benchmarks/offload.py updates --folder DIR  # the same of the update alone, in one process
     python benchmarks/offload.py beside --folder DIR   # steps beside DeepSpeed's with the same offloaded
 
 `memory` trains a GPT of about 100 million parameters at ZeRO stage 3 on one rank, with everything on the
@@ -30,13 +31,26 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.contenders import Shape
 from benchmarks.teams import Contender, present, results, started, take_turns, write
-from megazero.zero import DiskTier
+from megazero.mpu import solo_context
+from megazero.optim import Adam
+from megazero.zero import (
+    DiskTier,
+    HostTier,
+    OffloadStore,
+    Optimizer,
+    StatePlacement,
+    ZeroPolicy,
+    build_store,
+    module_units,
+)
 from megazero.zero.store.disk import DiskSettings
+from megazero.zero.store.tier import Tier
 
 ROOT = Path(__file__).resolve().parent.parent
 HIDDEN, LAYERS, VOCABULARY = 512, 32, 8192
@@ -246,6 +260,43 @@ def steps(folder: Path, rounds: int = 3) -> int:
     return 0
 
 
+def optimizer_of(tier: Tier) -> Optimizer:
+    """AdamW over eight bf16 matrices of four million elements, all of whose state is in a tier."""
+    model = nn.ModuleList(nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16) for _ in range(8))
+    policy = ZeroPolicy(3, persistence_threshold=0, bucket_size=1 << 22, shard_alone=True)
+    placement = StatePlacement(tier, tier, tier)
+    store = build_store(
+        module_units(model), policy, solo_context(), kind=lambda policy: OffloadStore(policy, placement)
+    )
+    for bucket in store.buckets:
+        store.land(bucket, torch.randn(bucket.layout.padded), first=True)
+    return Optimizer(store, Adam(), solo_context(), 0.0)
+
+
+def updates(folder: Path, rounds: int = 7) -> int:
+    """Updates and their norms: from disk beside the larger of the same on the host and of moving."""
+    disk = DiskTier(folder, DiskSettings())
+    from_disk, on_host = optimizer_of(disk), optimizer_of(HostTier())
+    found: dict[str, list[float]] = {"disk": [], "host": [], "moving": [], "over_larger": []}
+    for number in range(rounds + 1):
+        seconds = {}
+        before = disk.traffic()
+        for name, optimizer in (("disk", from_disk), ("host", on_host)):
+            began = time.perf_counter()
+            optimizer.step(1e-4, 0.1)
+            disk.settle()
+            seconds[name] = time.perf_counter() - began
+        moved = disk.traffic() - before
+        read, written = through_tier(folder, 16 << 20, 32, DiskSettings())
+        seconds["moving"] = moved.read / 1e9 / read + moved.written / 1e9 / written
+        seconds["over_larger"] = seconds["disk"] / max(seconds["host"], seconds["moving"])
+        for name, value in seconds.items() if number else ():
+            found[name].append(value)
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    tell(measure="updates", **medians, rounds=found["over_larger"], read=moved.read, written=moved.written)
+    return 0
+
+
 def beside(folder: Path) -> int:
     """Steps with the same state offloaded, here and in DeepSpeed, in turns; 1 if a contender failed."""
     shape = replace(Shape(), dtype="bf16", sequence=64, micro_batch=1)
@@ -272,10 +323,10 @@ def beside(folder: Path) -> int:
 def main() -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("memory", "disk", "steps", "beside"))
+    parser.add_argument("what", choices=("memory", "disk", "steps", "updates", "beside"))
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     flags = parser.parse_args()
-    work = {"memory": memory, "disk": disk, "steps": steps, "beside": beside}
+    work = {"memory": memory, "disk": disk, "steps": steps, "updates": updates, "beside": beside}
     return work[flags.what](flags.folder)
 
 
