@@ -31,7 +31,7 @@ from megazero.train.state import TrainState
 from megazero.train.step_metrics import step_metrics
 from megazero.train.stragglers import Straggler, Stragglers
 from megazero.train.timers import Timers
-from megazero.zero import offloaded
+from megazero.zero import offloaded, traffic
 
 _SHOWN = 3  # changed files in a message
 
@@ -168,7 +168,7 @@ class Loop:
         hold = self.checkpoints.saver.wait_for_copies if self.checkpoints is not None else None
         judge = self.guard.judge(state, step, batches)
         store = self.engine.optimizer.store
-        moved = store.traffic()
+        moved = traffic(store)
         meter, self._memory = self._memory, None  # the first step is measured
         with nullcontext() if meter is None else meter.over_a_step():
             result = self.engine.train_step(batches, state.progress, self.timers, hold, judge)
@@ -181,7 +181,7 @@ class Loop:
             "params_norm": optimizer.params_norm() if self.plan.log_params_norm else None,
             "num_zeros": optimizer.count_zero_grads() if self.plan.log_num_zeros else None,
             "rank_seconds": self.stragglers.take_summary(),
-            "offload": asdict(store.traffic() - moved) if self._offloads else None,
+            "offload": asdict(traffic(store) - moved) if self._offloads else None,
             "memory": None if meter is None else gather_values(self.context.world, meter.sizes(), device),
         }
         if self._due(self.plan.log_interval, state):

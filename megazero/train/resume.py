@@ -284,8 +284,8 @@ def _load_in_use(optimizer: Optimizer, context: ParallelContext, reader: Checkpo
         missing = sorted({str(part.key) for part in parts if part.key not in reader.shapes})
         if missing:
             raise CheckpointError(
-                f"{reader.folder} must hold the weights in use of all parameters, but lacks `{missing[0]}` and "
-                f"{len(missing) - 1} more; load an older checkpoint, or leave `--delayed-param-update` out."
+                f"{reader.folder} must hold the weights in use of all parameters, but lacks `{missing[0]}` "
+                f"and {len(missing) - 1} more; load an older one, or leave `--delayed-param-update` out."
             )
         reader.read(parts)
 

@@ -32,6 +32,7 @@ from megazero.zero.store import (
     Store,
     offloaded,
     store_kind,
+    traffic,
 )
 from megazero.zero.table import STAGES, StageRow
 from megazero.zero.unit import Unit, module_units
@@ -91,4 +92,5 @@ __all__ = [
     "plan_buckets",
     "register_external_parameter",
     "store_kind",
+    "traffic",
 ]

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from megazero.errors import ConfigError
 from megazero.mpu import ParallelContext, ParamSpec, Work, gather_values, on_device, read_values
 from megazero.optim import SERVER_ERROR, WORKER_ERROR, UpdateRule, clip_coefficient, local_square_sum
 from megazero.zero.bucket import Bucket, whole_state
 from megazero.zero.delayed import DelayedUpdates
+from megazero.zero.fitting import check_matrices, check_reduction
 from megazero.zero.layout import counted_parts, present_parts
 from megazero.zero.matrices import WholeMatrices
 from megazero.zero.norms import ParameterNorms
-from megazero.zero.store import GRADIENT, WEIGHT, Resident, Store, offloaded
-from megazero.zero.update import PerGroup, Update, UpdateFacts, state_of, sums_exactly
+from megazero.zero.store import GRADIENT, WEIGHT, Resident, Store
+from megazero.zero.update import PerGroup, Update, UpdateFacts, in_use, sums_exactly
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Optimizer:
         self.clip_grad = clip_grad
         self._trained = [bucket for bucket in store.buckets if bucket.key.trainable]
         self._counted = {bucket: counted_parts(bucket.layout) for bucket in self._trained}
-        _check_reduction(rule, store, self._trained)
-        _check_matrices(rule, self._trained)
+        check_reduction(rule, store, self._trained)
+        check_matrices(rule, self._trained)
         for each, buckets in self._parts():
             store.make_moments(partial(self._initial_state, each), buckets)
         self.updates = 0
@@ -156,19 +156,24 @@ class Optimizer:
         matrices = WholeMatrices(rule, self.context) if needs.matrices else None
         update = Update(rule, facts, self.context, norms, matrices)
         everything = (WEIGHT, GRADIENT, *moments)
+        changed = moments if needs.one_pass else (GRADIENT, *moments)
         if norms is not None:
-            for residents in self.store.visits(everything, buckets, changes=(GRADIENT, *moments)):
+            for residents in self.store.visits(everything, buckets, changes=changed):
                 update.prepare(residents)
             norms.reduce()
         works = []
-        for residents in self.store.visits(everything, buckets, changes=everything):
+        for visited in self.store.visits(everything, buckets, changes=(WEIGHT, *changed)):
+            residents = [replace(r, weights=self.store.open_weights(r.bucket)) for r in visited]
             update.apply(residents)
-            works += [self._publish(each) for each in residents]
+            works += [each.bucket.publish(each.weights) for each in residents]
         return works
 
     def _publish(self, resident: Resident) -> Work:
         """Start to bring a bucket's masters to the weights."""
-        return resident.bucket.publish(self._in_use(resident))
+        weights = self.store.open_weights(resident.bucket)
+        if weights is not None:
+            weights.copy_(in_use(self.rule, resident))
+        return resident.bucket.publish(weights)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -187,7 +192,7 @@ class Optimizer:
         own sum times the number of replicas stands for the whole, and the estimate is the root mean square
         of their norms.
         """
-        return math.sqrt(self._total(GRADIENT, self._square_sum, estimates=not self._sums_exactly))
+        return math.sqrt(self._total(GRADIENT, self._square_sum, degree=2, estimates=not self._sums_exactly))
 
     @torch.no_grad()
     def gradient_norms(self) -> dict[str, float]:
@@ -196,7 +201,7 @@ class Optimizer:
         for residents in self.store.visits((GRADIENT,), self._trained):
             for each in residents:
                 for number, _, piece in each.bucket.layout.member_pieces(each.flats[GRADIENT]):
-                    norms.add(each.bucket, number, [piece])
+                    norms.add(each.bucket, number, [_as_used(each.bucket, piece)])
         norms.reduce()
         members = [(b, i, spec.name) for b in self._trained for i, spec in enumerate(b.layout.specs)]
         values = torch.cat([norms.of(bucket, number) for bucket, number, _ in members]).tolist()
@@ -246,7 +251,7 @@ class Optimizer:
         for residents in self.store.visits((GRADIENT,), self._trained):
             for each in residents:
                 layout = each.bucket.layout
-                whole = whole_state(each.bucket, each.flats[GRADIENT])
+                whole = _as_used(each.bucket, whole_state(each.bucket, each.flats[GRADIENT]))
                 yield from zip(layout.specs, layout.views(whole), strict=True)
 
     @torch.no_grad()
@@ -281,13 +286,6 @@ class Optimizer:
             sizes |= {WORKER_ERROR: layout.padded, SERVER_ERROR: layout.shard_size}
         return rule.init_state(master) | {kind: master.new_zeros(size) for kind, size in sizes.items()}
 
-    def _in_use(self, resident: Resident) -> Tensor:
-        """The weights that the model is to use."""
-        master = resident.flats[WEIGHT]
-        if not self.rule.needs.in_use or not resident.bucket.key.trainable:
-            return master
-        return self.rule.in_use(master, state_of(self.rule, resident))
-
     def _square_sum(self, pieces: Iterable[Tensor]) -> Tensor:
         return local_square_sum(pieces, self.context.device)
 
@@ -298,6 +296,7 @@ class Optimizer:
         measure: Callable[[Iterable[Tensor]], Tensor],
         parts: Mapping[Bucket, Sequence[slice]] | None = None,
         *,
+        degree: int = 0,
         estimates: bool = False,
     ) -> float:
         """The sum of a measure of a kind over the elements of the whole model, each counted once.
@@ -308,18 +307,21 @@ class Optimizer:
             kind: of state.
             measure: of the pieces of some buckets, one after another.
             parts: where this rank's pieces of each bucket are; by default, with padding, which is zero.
+            degree: power of the factor of gradients by which the measure grows.
             estimates: each replica's gradients stand for a fraction of the whole, so that their squares count
                 as that much more.
         """
         parts = self._counted if parts is None else parts
-        by_copies: dict[int, list[Bucket]] = {}
+        alike: dict[tuple[int, float], list[Bucket]] = {}
         for bucket in self._trained:
             layout = bucket.layout
             if parts[bucket]:
-                by_copies.setdefault(1 if layout.row.shard_state else layout.ranks, []).append(bucket)
+                copies = 1 if layout.row.shard_state else layout.ranks
+                factor = bucket.sums_scale**degree if kind == GRADIENT else 1.0
+                alike.setdefault((copies, factor), []).append(bucket)
         total = torch.zeros((), dtype=torch.float64, device=self.context.device)
-        for copies, buckets in by_copies.items():
-            found = measure(
+        for (copies, factor), buckets in alike.items():
+            found = factor * measure(
                 each.flats[kind][where]
                 for residents in self.store.visits((kind,), buckets)
                 for each in residents
@@ -345,49 +347,6 @@ class Optimizer:
                         yield each.bucket.layout.specs[number].name
 
 
-def _check_reduction(rule: UpdateRule, store: Store, buckets: Sequence[Bucket]) -> None:
-    """Refuse a rule that sums gradients itself where they are summed already or cannot be used."""
-    if not rule.needs.reduces:
-        return
-    name = type(rule).__name__
-    if offloaded(store):
-        raise ConfigError(
-            f"`offload` must keep state on the device with {name}, whose messages leave from there, but "
-            "keeps it elsewhere; leave it out"
-        )
-    for bucket in buckets:
-        if bucket.wire.reduces:
-            raise ConfigError(
-                f"`rule_reduces` of the ZeRO policy must be true for {name}, which sums gradients itself, "
-                "but is false; build the policy from the rule"
-            )
-        if bucket.layout.row.shard_state:
-            raise ConfigError(
-                f"`stage` must be 0 for {name}, which sums whole gradients itself, but state is sharded; "
-                "choose stage 0"
-            )
-        dtypes = {
-            "accumulation_dtype": store.sums(bucket).dtype,
-            "main_dtype": store.at_rest(bucket)[WEIGHT].dtype,
-        }
-        if rule.needs.in_use and store.at_rest(bucket)[WEIGHT] is bucket.full:
-            raise ConfigError(
-                f"`own_masters` of the ZeRO policy must be true for {name}, whose masters are not always the "
-                "weights in use, but is false; build the policy from the rule"
-            )
-        for setting, dtype in dtypes.items():
-            if dtype != torch.float32:
-                raise ConfigError(
-                    f"`{setting}` must be fp32 for {name}, which sums gradients itself, but is {dtype}; "
-                    "choose fp32"
-                )
-
-
-def _check_matrices(rule: UpdateRule, buckets: Sequence[Bucket]) -> None:
-    """Refuse a rule for whole matrices where these share buckets with other parameters."""
-    mixed = [s.name for b in buckets if not b.key.matrices for s in b.layout.specs if s.matrices is not None]
-    if rule.needs.matrices and mixed:
-        raise ConfigError(
-            f"`matrices_apart` of the ZeRO policy must be true for {type(rule).__name__}, which updates "
-            f"whole matrices such as {mixed[0]}, but is false; build the policy from the rule"
-        )
+def _as_used(bucket: Bucket, sums: Tensor) -> Tensor:
+    """Gradient sums as the update used them that left them as they are, or as they are before it."""
+    return sums if bucket.sums_scale == 1.0 else sums * bucket.sums_scale

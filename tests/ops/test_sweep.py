@@ -13,7 +13,7 @@ from tests.ops.cases import Case, all_cases, meta_cases
 
 CASES = all_cases()
 TABLES = {operator.name: operator for operator in operators()}
-UPDATES = {"adam", "lamb_move", "lamb_norms"}
+UPDATES = {"adagrad", "adam", "lamb_move", "lamb_norms", "lion", "sgd"}
 CODES = {"quantize", "dequantize"}
 # Of the largest magnitude of the truth, or of 0.1 where terms of order one cancel: a few roundings.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}

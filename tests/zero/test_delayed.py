@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megazero.checkpoint import CheckpointReader, iteration_folder
+from megazero.checkpoint import CheckpointReader, iteration_folder, parts_in_use
 from megazero.config.resolve import parse_config
+from megazero.errors import CheckpointError
 from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
 from megazero.optim import Adam
+from megazero.train import resume
 from megazero.train.assemble import pretrain_on
 from megazero.verify.compare import compare
 from megazero.verify.layouts import Layout
@@ -311,3 +313,15 @@ def test_a_run_goes_on_with_and_without_the_delay(tmp_path):
     assert all(key.kind != "weight_in_use" for key in tensors(tmp_path / "a", 6))
     fresh = tensors(tmp_path / "b", 6)
     assert any(key.kind == "weight_in_use" for key in fresh)
+
+
+def test_a_checkpoint_that_lacks_weights_in_use_is_refused(tmp_path, monkeypatch):
+    run(tmp_path / "whole", 3, DPU)
+
+    def with_one_more(*args):
+        parts = parts_in_use(*args)
+        return [*parts, replace(parts[0], key=replace(parts[0].key, name="nowhere"))]
+
+    monkeypatch.setattr(resume, "parts_in_use", with_one_more)
+    with pytest.raises(CheckpointError, match="lacks `.*nowhere.*` and 0 more; load an older one"):
+        run(tmp_path / "on", 5, DPU, tmp_path / "whole")

@@ -11,7 +11,7 @@ from megazero.zero.store.device import DeviceStore
 from megazero.zero.store.disk import DiskTier
 from megazero.zero.store.host import HostTier
 from megazero.zero.store.offload import OffloadStore, StatePlacement
-from megazero.zero.store.store import GRADIENT, HELD, WEIGHT, Resident, Sizes, Store, offloaded
+from megazero.zero.store.store import GRADIENT, HELD, WEIGHT, Resident, Sizes, Store, offloaded, traffic
 from megazero.zero.store.tier import Tier, TierSlot, Traffic
 
 __all__ = [
@@ -31,4 +31,5 @@ __all__ = [
     "Traffic",
     "offloaded",
     "store_kind",
+    "traffic",
 ]

@@ -12,7 +12,7 @@ from megazero.zero.bucket import Bucket
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.store import GRADIENT, WEIGHT, Resident, Sizes, add_up, held_as
-from megazero.zero.store.tier import Traffic
+from megazero.zero.store.tier import Tier
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class DeviceStore:
     def __init__(self, policy: ZeroPolicy):
         self.policy = policy
         self.buckets: list[Bucket] = []
+        self.tiers: tuple[Tier, ...] = ()
         self.asleep: dict[Bucket, set[str]] = {}
         self._held: dict[Bucket, _Held] = {}
 
@@ -75,10 +76,12 @@ class DeviceStore:
     def shard(self, bucket: Bucket) -> Tensor:
         return self._held[bucket].shard
 
-    def write_weights(self, bucket: Bucket, master: Tensor) -> None:
-        weights = self._held[bucket].weights
-        if master is not weights:
-            weights.copy_(master)
+    def open_weights(self, bucket: Bucket) -> Tensor | None:
+        held = self._held[bucket]
+        return None if held.state[WEIGHT] is held.weights else held.weights
+
+    def close_weights(self, bucket: Bucket, weights: Tensor) -> None:
+        return None  # they were written where they are kept
 
     def adopt(self, bucket: Bucket) -> None:
         held, layout = self._held[bucket], bucket.layout
@@ -98,9 +101,6 @@ class DeviceStore:
         if result.data_ptr() == sums.data_ptr():  # they were reduced in place
             return
         sums.copy_(result) if first else sums.add_(result)
-
-    def traffic(self) -> Traffic:
-        return Traffic()
 
     def sizes(self) -> Sizes:
         return add_up(item for bucket in self.buckets for item in self._items(bucket))

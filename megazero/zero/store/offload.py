@@ -13,7 +13,7 @@ from megazero.zero.bucket import Bucket
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.store import GRADIENT, WEIGHT, Resident, Sizes, add_up, held_as
-from megazero.zero.store.tier import ALIGNMENT, Tier, TierSlot, Traffic
+from megazero.zero.store.tier import ALIGNMENT, Tier, TierSlot
 
 _HOST = torch.device("cpu")
 _AHEAD = 1  # buckets whose state is read while one is worked on
@@ -84,6 +84,7 @@ class OffloadStore:
         self.policy = policy
         self.placement = placement
         self.buckets: list[Bucket] = []
+        self.tiers = placement.tiers
         self.asleep: dict[Bucket, set[str]] = {}
         self._kept: dict[Bucket, _Kept] = {}
         self.updates: dict[Bucket, Future[None]] = {}
@@ -140,13 +141,23 @@ class OffloadStore:
         tier.drop(shard, found)
         return there
 
-    def write_weights(self, bucket: Bucket, master: Tensor) -> None:
+    def open_weights(self, bucket: Bucket) -> Tensor | None:
         kept = self._kept[bucket]
-        if kept.weights is not None:
-            if master is not kept.weights:
-                kept.weights.copy_(master, non_blocking=True)
-        elif kept.shard is not kept.state[WEIGHT]:
-            self._fill(self.placement.parameters, kept.shard, master)
+        master, weights = kept.state[WEIGHT], kept.weights
+        if master is kept.shard or master is weights:
+            return None
+        if weights is None:
+            return self.placement.parameters.blank(kept.shard)
+        if isinstance(master, TierSlot) and weights.device != _HOST:
+            return torch.empty(weights.shape, dtype=weights.dtype, pin_memory=self.placement.state.pin)
+        return weights
+
+    def close_weights(self, bucket: Bucket, weights: Tensor) -> None:
+        kept = self._kept[bucket]
+        if kept.weights is None:
+            self.placement.parameters.put(kept.shard, weights)
+        elif weights is not kept.weights:
+            kept.weights.copy_(weights, non_blocking=True)
 
     def adopt(self, bucket: Bucket) -> None:
         self._finish(bucket)
@@ -207,9 +218,6 @@ class OffloadStore:
                 yield [Resident(bucket, visited)]
             finally:  # a visitor may have seen enough
                 self._to_sleep(bucket, visited, changes)
-
-    def traffic(self) -> Traffic:
-        return sum((tier.traffic() for tier in self.placement.tiers), Traffic())
 
     def sizes(self) -> Sizes:
         items = [item for bucket in self.buckets for item in self._items(bucket)]

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megazero.zero.bucket import Bucket, Keeper
-from megazero.zero.store.tier import Traffic
+from megazero.zero.store.tier import Tier, Traffic
 
 WEIGHT = "weight"
 """The kind of the master weights; moments have the names that the update rule gives them."""
@@ -33,10 +33,12 @@ class Resident:
         bucket: the bucket visited.
         flats: its state by kind: flat tensors over the layout's `state_range`, all on one device, which may
             be the host where the weights are on another.
+        weights: where the model's weights go in a visit that moves their masters, see `Keeper.open_weights`.
     """
 
     bucket: Bucket
     flats: Mapping[str, Tensor]
+    weights: Tensor | None = None
 
 
 def add_up(held: Iterable[tuple[str, str, int]]) -> Sizes:
@@ -46,6 +48,11 @@ def add_up(held: Iterable[tuple[str, str, int]]) -> Sizes:
         there = found.setdefault(place, dict.fromkeys(HELD, 0))
         there[what] += size
     return found
+
+
+def traffic(store: Store) -> Traffic:
+    """What a store has moved to and from other memory so far."""
+    return sum((tier.traffic() for tier in store.tiers), Traffic())
 
 
 def offloaded(store: Store) -> Mapping[str, int]:
@@ -67,10 +74,12 @@ class Store(Keeper, Protocol):
 
     Attributes:
         buckets: in the order in which backward completes them.
+        tiers: the other memory that state is moved to and from.
         asleep: by bucket, the kinds whose `at_rest` is memory of a tier, which is too large to be copied.
     """
 
     buckets: list[Bucket]
+    tiers: tuple[Tier, ...]
     asleep: Mapping[Bucket, Collection[str]]
 
     def read_ahead(self, buckets: Sequence[Bucket]) -> None:
@@ -95,9 +104,6 @@ class Store(Keeper, Protocol):
 
         Every trained bucket's sums land in every step, even those that were already complete in `sums`.
         """
-
-    def traffic(self) -> Traffic:
-        """What has been moved to and from other memory so far."""
 
     def sizes(self) -> Sizes:
         """Bytes that are held between steps."""
