@@ -17,6 +17,8 @@ class PaperTier:
 
     in_place = True
 
+    pin = False
+
     def __init__(self, name: str):
         self.name = name
         self.nbytes = 0
