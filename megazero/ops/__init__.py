@@ -28,6 +28,7 @@ from megazero.ops.quantize import DEQUANTIZE, QUANTIZE
 from megazero.ops.rms_norm import RMS_NORM
 from megazero.ops.rotary import ROTARY
 from megazero.ops.scaled_softmax import SCALED_SOFTMAX
+from megazero.ops.square_sum import SQUARE_SUM
 from megazero.ops.squared_relu import SQUARED_RELU
 from megazero.ops.swiglu import SWIGLU
 
@@ -55,6 +56,7 @@ def operators() -> tuple[Operator, ...]:
         RMS_NORM,
         ROTARY,
         SCALED_SOFTMAX,
+        SQUARE_SUM,
         SQUARED_RELU,
         SWIGLU,
     )

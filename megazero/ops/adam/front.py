@@ -7,10 +7,13 @@ import math
 import torch
 from torch import Tensor
 
+from megazero.ops.adam.cuda import adam_cuda
 from megazero.ops.adam.reference import adam_reference
-from megazero.ops.dispatch import DEVICES, FLOATS, CallFacts, Implementation, Operator, where
+from megazero.ops.cuda import cuda_built
+from megazero.ops.dispatch import CUDA, DEVICES, FLOATS, CallFacts, Implementation, Operator, where
 
 _DEVICES = frozenset(DEVICES)
+_FP32 = frozenset({torch.float32})
 
 
 def _fused_is_built() -> bool:
@@ -56,6 +59,7 @@ def adam_foreach(params, grads, exp_avgs, exp_avg_sqs, *, step, lr, beta1, beta2
 ADAM = Operator(
     "adam",
     (
+        Implementation("cuda", adam_cuda, where(CUDA, _FP32, cuda_built)),
         Implementation("torch_fused", adam_fused, where(_DEVICES, FLOATS, _fused_is_built)),
         Implementation("foreach", adam_foreach, where(_DEVICES, FLOATS)),
         Implementation("reference", adam_reference),
