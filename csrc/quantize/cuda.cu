@@ -6,8 +6,8 @@
 // random bits of a SplitMix64 stream. All conversions are spelled in integers and in operations that no compiler fuses,
 // so every device gives the bits of csrc/quantize/cpu.cpp.
 //
-// 2 to 32 lanes of a warp take a block, four elements of it at a time; those of a block of up to 1,024 stay in registers
-// between the search for the largest and the rounding.
+// 2 to 32 lanes of a warp take a block, four elements of it at a time; those of a block of up to 256 stay in registers
+// between the search for the largest and the rounding; those of a larger one are read again, mostly from the cache.
 #include "common/cuda.hpp"
 
 namespace megazero {
@@ -15,6 +15,7 @@ namespace megazero {
 constexpr std::int64_t kInt8 = 0, kInt4 = 1, kFp8 = 2;
 constexpr int kQuantizeThreads = 256;
 constexpr int kFour = 4;
+constexpr int kKept = 2;  // packs of four that a lane keeps, if a block has no more
 constexpr unsigned kNan = 0x7fc00000u;
 constexpr float kLargestFloat = 3.4028234663852886e38f;
 
@@ -321,9 +322,8 @@ extern "C" int megazero_cuda_quantize(std::int64_t dtype, std::int64_t rows, std
                                reinterpret_cast<std::uint32_t*>(packed),
                                reinterpret_cast<CodeWord<code()>*>(packed));
       };
-      if (block <= 2 * kWarp * kFour) return launch(std::integral_constant<int, 2>{});
-      if (block <= 8 * kWarp * kFour) return launch(std::integral_constant<int, 8>{});
-      return launch(std::integral_constant<int, 0>{});
+      const bool fits = block <= kKept * kWarp * kFour;
+      return fits ? launch(std::integral_constant<int, kKept>{}) : launch(std::integral_constant<int, 0>{});
     });
   });
 }

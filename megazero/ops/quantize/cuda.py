@@ -25,7 +25,7 @@ def quantize_cuda(
     first: int = 0,
     kernels: KernelLibrary = CUDA_KERNELS,
 ) -> Tensor:
-    """One pass over memory if blocks have at most 1,024 elements."""
+    """One pass over memory that is not in cache."""
     rows, numel = x.shape
     wide = (x if x.dtype in DTYPE_CODES else x.float()).contiguous()
     packed = x.new_empty(rows, how.row_bytes(numel), dtype=torch.uint8)
