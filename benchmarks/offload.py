@@ -3,10 +3,15 @@
     python benchmarks/offload.py memory --folder DIR   # peak memory of whole trainings, also under a limit
     python benchmarks/offload.py disk --folder DIR     # reads and writes beside fio's (if it is installed)
     python benchmarks/offload.py steps --folder DIR    # steps beside the larger of computing and moving
+    python benchmarks/offload.py updates --folder DIR  # the same of the update alone, in one process
+    python benchmarks/offload.py beside --folder DIR   # steps beside DeepSpeed's with the same offloaded
 
 `memory` trains a GPT of about 100 million parameters at ZeRO stage 3 on one rank, with everything on the
 device, on the host and on disk, and the last one in a control group that may hold a quarter of its state
-(above what an idle process takes). JSON lines.
+(above what an idle process takes). `steps` trains a smaller one, and measures the disk through the same
+code between the trainings of a round: `over_larger` is a step from disk, divided by the larger of a step with
+everything on the device and of the time that the disk takes for what such a step moves. `beside` lets teams
+take turns as `zero.py` does, on one rank, with little to compute for each parameter. JSON lines.
 """
 
 from __future__ import annotations
@@ -21,15 +26,31 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.zero import DiskTier
+from benchmarks.contenders import Shape
+from benchmarks.teams import Contender, present, results, started, take_turns, write
+from megazero.mpu import solo_context
+from megazero.optim import Adam
+from megazero.zero import (
+    DiskTier,
+    HostTier,
+    OffloadStore,
+    Optimizer,
+    StatePlacement,
+    ZeroPolicy,
+    build_store,
+    module_units,
+)
 from megazero.zero.store.disk import DiskSettings
+from megazero.zero.store.tier import Tier
 
 ROOT = Path(__file__).resolve().parent.parent
 HIDDEN, LAYERS, VOCABULARY = 512, 32, 8192
@@ -47,6 +68,7 @@ STORES = {
     "cpu": "--offload-optimizer cpu --offload-parameters cpu",
     "nvme": "--offload-optimizer nvme --offload-parameters nvme --offload-path {folder}",
 }
+FEWER = "--num-layers 6"  # of two flags the last one counts
 IDLE = """
 import torch, megazero.train.assemble
 torch.randn(400, 400) @ torch.randn(400, 400)
@@ -208,32 +230,104 @@ def disk(folder: Path, rounds: int = 5) -> int:
     return 0
 
 
-def steps(folder: Path) -> int:
+def steps(folder: Path, rounds: int = 3) -> int:
     """How well moving hides behind computing: steps on disk beside the same ones on the device."""
-    seconds = {}
-    for name, flags in STORES.items():
-        _, _, done = train(flags.format(folder=folder), 6)
-        seconds[name] = statistics.median(step["seconds"] for step in done[1:])
-        moved = [step["offload"] for step in done[1:] if "offload" in step]
+    ratios = []
+    for number in range(rounds):
+        found = {}
+        for name, flags in STORES.items():
+            _, _, done = train(f"{flags.format(folder=folder)} {FEWER}", 5)
+            moved = [step.get("offload") or {"read": 0, "written": 0, "waited": 0.0} for step in done[1:]]
+            found[name] = {
+                "seconds": statistics.median(step["seconds"] for step in done[1:]),
+                **{kind: statistics.median(each[kind] for each in moved) for kind in moved[0]},
+            }
+        read, written = through_tier(folder, 16 << 20, 20, DiskSettings())
+        disk = found["nvme"]
+        moving = disk["read"] / 1e9 / read + disk["written"] / 1e9 / written
+        larger = max(found["device"]["seconds"], moving)
+        ratios.append(disk["seconds"] / larger)
         tell(
             measure="steps",
-            store=name,
-            seconds=seconds[name],
-            gb_moved=statistics.median((each["read"] + each["written"]) / 1e9 for each in moved)
-            if moved
-            else 0.0,
-            waited=statistics.median(each["waited"] for each in moved) if moved else 0.0,
+            round=number,
+            stores=found,
+            read_gb_s=read,
+            written_gb_s=written,
+            moving_seconds=moving,
+            over_larger=ratios[-1],
         )
+    tell(measure="steps", over_larger=statistics.median(ratios), rounds=ratios)
     return 0
+
+
+def optimizer_of(tier: Tier) -> Optimizer:
+    """AdamW over eight bf16 matrices of four million elements, all of whose state is in a tier."""
+    model = nn.ModuleList(nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16) for _ in range(8))
+    policy = ZeroPolicy(3, persistence_threshold=0, bucket_size=1 << 22, shard_alone=True)
+    placement = StatePlacement(tier, tier, tier)
+    store = build_store(
+        module_units(model), policy, solo_context(), kind=lambda policy: OffloadStore(policy, placement)
+    )
+    for bucket in store.buckets:
+        store.land(bucket, torch.randn(bucket.layout.padded), first=True)
+    return Optimizer(store, Adam(), solo_context(), 0.0)
+
+
+def updates(folder: Path, rounds: int = 7) -> int:
+    """Updates and their norms: from disk beside the larger of the same on the host and of moving."""
+    disk = DiskTier(folder, DiskSettings())
+    from_disk, on_host = optimizer_of(disk), optimizer_of(HostTier())
+    found: dict[str, list[float]] = {"disk": [], "host": [], "moving": [], "over_larger": []}
+    for number in range(rounds + 1):
+        seconds = {}
+        before = disk.traffic()
+        for name, optimizer in (("disk", from_disk), ("host", on_host)):
+            began = time.perf_counter()
+            optimizer.step(1e-4, 0.1)
+            disk.settle()
+            seconds[name] = time.perf_counter() - began
+        moved = disk.traffic() - before
+        read, written = through_tier(folder, 16 << 20, 32, DiskSettings())
+        seconds["moving"] = moved.read / 1e9 / read + moved.written / 1e9 / written
+        seconds["over_larger"] = seconds["disk"] / max(seconds["host"], seconds["moving"])
+        for name, value in seconds.items() if number else ():
+            found[name].append(value)
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    tell(measure="updates", **medians, rounds=found["over_larger"], read=moved.read, written=moved.written)
+    return 0
+
+
+def beside(folder: Path) -> int:
+    """Steps with the same state offloaded, here and in DeepSpeed, in turns; 1 if a contender failed."""
+    shape = replace(Shape(), dtype="bf16", sequence=64, micro_batch=1)
+    places = {"optimizer": "nvme", "path": str(folder)}
+    own = {"cpu": {"optimizer": "cpu"}, "nvme": places}
+    failures = []
+    for stage, place in ((2, "cpu"), (3, "cpu"), (3, "nvme")):
+        mine = {"zero": {"stage": stage}, "offload": own[place]}
+        theirs = {"stage": stage, "offload": place, "folder": str(folder)}
+        contenders = present(
+            [
+                Contender(f"megazero-{stage}-{place}", "ours", "build", (1,), options=mine),
+                Contender(f"deepspeed-{stage}-{place}", "deepspeed_", "build", (1,), "deepspeed", 1, theirs),
+            ]
+        )
+        with started(contenders, shape, 1, 2) as (teams, failed):
+            take_turns(teams, shape, 5, 3)
+            settings = {"measure": "beside", "stage": stage, "place": place, "threads": 2}
+            write(results(teams, "offload", settings, f"deepspeed-{stage}-{place}", step_peak=True), None)
+        failures += failed
+    return int(bool(failures))
 
 
 def main() -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("memory", "disk", "steps"))
+    parser.add_argument("what", choices=("memory", "disk", "steps", "updates", "beside"))
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     flags = parser.parse_args()
-    return {"memory": memory, "disk": disk, "steps": steps}[flags.what](flags.folder)
+    work = {"memory": memory, "disk": disk, "steps": steps, "updates": updates, "beside": beside}
+    return work[flags.what](flags.folder)
 
 
 if __name__ == "__main__":

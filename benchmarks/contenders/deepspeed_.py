@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
 
 import torch
 
@@ -36,28 +37,48 @@ def _config(shape: Shape, world_size: int, stage: int) -> dict:
     return config
 
 
-def _engine(shape: Shape, rank: int, world_size: int, stage: int):
+def _offloaded(config: dict, device: str, folder: str) -> dict:
+    """The same with masters and moments on the host or on disk, which DeepSpeed's own Adam updates."""
+    place = {"device": device, "pin_memory": False}
+    if device == "nvme":
+        place |= {"nvme_path": folder, "buffer_count": 4, "pipeline_read": True, "pipeline_write": True}
+    return config | {"zero_optimization": config["zero_optimization"] | {"offload_optimizer": place}}
+
+
+def _engine(shape: Shape, rank: int, world_size: int, stage: int, offload: str | None, folder: str):
     """DeepSpeed reads its device and its rank from the environment, when it is imported."""
     os.environ["DS_ACCELERATOR"] = shape.device
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     import deepspeed
 
     model = PlainGPT(shape).to(torch.device(shape.device, rank) if shape.device == "cuda" else "cpu")
+    facts = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    config = _config(shape, world_size, stage)
+    if offload is None:
+        optimizer = torch.optim.AdamW(model.parameters(), **facts, fused=True)
+    else:
+        config = _offloaded(config, offload, folder)
+        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), **facts)
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=torch.optim.AdamW(
-            model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        ),
-        config=_config(shape, world_size, stage),
+        optimizer=optimizer,
+        config=config,
         dist_init_required=False,
     )
     return engine
 
 
-def build(shape: Shape, rank: int, world_size: int, stage: int = 0):
+def build(
+    shape: Shape,
+    rank: int,
+    world_size: int,
+    stage: int = 0,
+    offload: str | None = None,
+    folder: str = tempfile.gettempdir(),
+):
     # Its log goes to standard output, where it would mix with the JSON lines.
     with contextlib.redirect_stdout(sys.stderr):
-        engine = _engine(shape, rank, world_size, stage)
+        engine = _engine(shape, rank, world_size, stage, offload, folder)
     batches = shape.batches(rank)
 
     def step() -> float:

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.contenders import ActionTime, Shape
 from megazero.config.horizon import horizon_of
+from megazero.config.offload import OffloadConfig
 from megazero.config.rules import check
 from megazero.config.steps import Progress
 from megazero.config.tree import (
@@ -46,7 +47,13 @@ def model_config(shape: Shape) -> ModelConfig:
     )
 
 
-def make_config(shape: Shape, world_size: int, parallel: ParallelConfig, zero: ZeroConfig) -> Config:
+def make_config(
+    shape: Shape,
+    world_size: int,
+    parallel: ParallelConfig,
+    zero: ZeroConfig,
+    offload: OffloadConfig | None = None,
+) -> Config:
     """The configuration of one contender.
 
     Raises:
@@ -57,6 +64,7 @@ def make_config(shape: Shape, world_size: int, parallel: ParallelConfig, zero: Z
         model=model_config(shape),
         parallel=parallel,
         zero=zero,
+        offload=offload or OffloadConfig(),
         batch=BatchConfig(
             micro_batch_size=shape.micro_batch,
             global_batch_size=shape.micro_batch * shape.accumulations * replicas,
@@ -121,11 +129,13 @@ def build(
     pp: int = 1,
     parallel: Mapping[str, object] | None = None,
     zero: Mapping[str, object] | None = None,
+    offload: Mapping[str, object] | None = None,
 ):
-    """`parallel` and `zero` are further fields of `ParallelConfig` and of `ZeroConfig`."""
+    """`parallel`, `zero` and `offload` are further fields of these sections of the configuration."""
     keep_freed_memory()
     layout = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, **(parallel or {})}
-    config = make_config(shape, world_size, ParallelConfig(**layout), ZeroConfig(**(zero or {})))
+    sections = ParallelConfig(**layout), ZeroConfig(**(zero or {})), OffloadConfig(**(offload or {}))
+    config = make_config(shape, world_size, *sections)
     context = join_context(shape, rank, world_size, config.parallel)
     horizon = horizon_of(config, context.data.size)
     engine = build_engine(config, horizon, build_chunks(config, vocabulary_of(shape), context), context)

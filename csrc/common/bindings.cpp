@@ -5,24 +5,32 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <type_traits>
 
+#include "adagrad/cpu.hpp"
+#include "adam/cpu.hpp"
 #include "attention/cpu.hpp"
 #include "bias_gelu/cpu.hpp"
 #include "chosen_rows/cpu.hpp"
 #include "common/parallel.hpp"
+#include "common/update.hpp"
 #include "cross_entropy/cpu.hpp"
 #include "gathered_sum/cpu.hpp"
 #include "lamb/cpu.hpp"
 #include "layer_norm/cpu.hpp"
+#include "lion/cpu.hpp"
 #include "quantize/cpu.hpp"
 #include "rms_norm/cpu.hpp"
+#include "sgd/cpu.hpp"
 #include "swiglu/cpu.hpp"
 
 namespace py = pybind11;
+using megazero::ElementKind;
 using megazero::Rows;
+using megazero::UpdatePass;
 
 namespace {
 
@@ -31,6 +39,21 @@ Rows make_rows(std::int64_t count, std::int64_t width, std::int64_t threads, boo
     throw std::invalid_argument("count and width must not be negative, threads must be positive");
   }
   return {count, width, threads, narrow};
+}
+
+UpdatePass make_update_pass(std::int64_t count, std::int64_t threads, std::uintptr_t grads, std::int64_t grad_kind,
+                            double grad_scale, std::uintptr_t weights, std::int64_t weight_kind) {
+  const auto last = static_cast<std::int64_t>(ElementKind::fp16);
+  if (count < 0 || threads < 1 || std::min(grad_kind, weight_kind) < 0 || std::max(grad_kind, weight_kind) > last) {
+    throw std::invalid_argument("count must not be negative, threads must be positive, kinds must be from 0 to 3");
+  }
+  return {count,
+          threads,
+          reinterpret_cast<const void*>(grads),
+          static_cast<ElementKind>(grad_kind),
+          static_cast<float>(grad_scale),
+          reinterpret_cast<void*>(weights),
+          static_cast<ElementKind>(weight_kind)};
 }
 
 // How an argument arrives from Python: a pointer as a number, anything else unchanged.
@@ -61,6 +84,11 @@ PYBIND11_MODULE(_native, module) {
   module.doc() = "CPU kernels of megazero.ops; see the headers csrc/*/cpu.hpp for their arguments.";
   py::class_<Rows>(module, "Rows")
       .def(py::init(&make_rows), py::arg("count"), py::arg("width"), py::arg("threads"), py::arg("narrow"));
+  py::class_<UpdatePass>(module, "UpdatePass")
+      .def(py::init(&make_update_pass), py::arg("count"), py::arg("threads"), py::arg("grads"), py::arg("grad_kind"),
+           py::arg("grad_scale"), py::arg("weights"), py::arg("weight_kind"));
+  bind(module, "adagrad_step", megazero_adagrad_step);
+  bind(module, "adam_step", megazero_adam_step);
   bind(module, "attention_probabilities", megazero_attention_probabilities);
   bind(module, "bias_gelu_forward", megazero_bias_gelu_forward);
   bind(module, "bias_gelu_backward", megazero_bias_gelu_backward);
@@ -73,10 +101,12 @@ PYBIND11_MODULE(_native, module) {
   bind(module, "lamb_move", megazero_lamb_move);
   bind(module, "layer_norm_forward", megazero_layer_norm_forward);
   bind(module, "layer_norm_backward", megazero_layer_norm_backward);
+  bind(module, "lion_step", megazero_lion_step);
   bind(module, "quantize_rows", megazero_quantize_rows);
   bind(module, "dequantize_rows", megazero_dequantize_rows);
   bind(module, "rms_norm_forward", megazero_rms_norm_forward);
   bind(module, "rms_norm_backward", megazero_rms_norm_backward);
+  bind(module, "sgd_step", megazero_sgd_step);
   bind(module, "swiglu_forward", megazero_swiglu_forward);
   bind(module, "swiglu_backward", megazero_swiglu_backward);
 }

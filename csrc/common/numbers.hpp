@@ -13,6 +13,11 @@ struct Bf16 {
   std::uint16_t bits;
 };
 
+// IEEE's half precision: 5 bits of exponent, 10 of significand.
+struct Fp16 {
+  std::uint16_t bits;
+};
+
 template <typename To, typename From>
 MEGAZERO_INLINE To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From), "a change of type, not of size");
@@ -27,6 +32,16 @@ MEGAZERO_INLINE float load(const Bf16* from) {
   return bits_as<float>(static_cast<std::uint32_t>(from->bits) << 16);
 }
 
+// Normal numbers get the float's bias of the exponent; denormal ones are multiples of 2^-24.
+MEGAZERO_INLINE float load(const Fp16* from) {
+  const std::uint32_t size = from->bits & 0x7fffu;
+  const float normal = bits_as<float>((size << 13) + (112u << 23));
+  const float denormal = static_cast<float>(static_cast<std::int32_t>(size)) * 0x1p-24f;
+  const float special = bits_as<float>((size << 13) | 0x7f800000u);
+  const float found = size < 0x400u ? denormal : (size < 0x7c00u ? normal : special);
+  return bits_as<float>(bits_as<std::uint32_t>(found) | static_cast<std::uint32_t>(from->bits & 0x8000u) << 16);
+}
+
 MEGAZERO_INLINE void store(float value, float* to) { *to = value; }
 
 // Rounds to the nearest, ties to even: adding just under half a unit carries into the upper half where it should, and a
@@ -35,6 +50,18 @@ MEGAZERO_INLINE void store(float value, Bf16* to) {
   const std::uint32_t bits = bits_as<std::uint32_t>(value);
   const std::uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   to->bits = static_cast<std::uint16_t>((value != value ? 0x7fc00000u : rounded) >> 16);
+}
+
+// Rounds to the nearest, ties to even, as above. Below 2^-14 a sum with 1/2, whose last bit is 2^-24, does it.
+MEGAZERO_INLINE void store(float value, Fp16* to) {
+  const std::uint32_t bits = bits_as<std::uint32_t>(value);
+  const std::uint32_t size = bits & 0x7fffffffu;
+  const std::uint32_t normal = (size - (112u << 23) + 0xfffu + ((size >> 13) & 1u)) >> 13;
+  const std::uint32_t denormal = bits_as<std::uint32_t>(bits_as<float>(size) + 0.5f) - 0x3f000000u;
+  const std::uint32_t finite = size < 0x38800000u ? denormal : normal;
+  const std::uint32_t special = size > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  const std::uint32_t found = size < 0x47800000u ? finite : special;
+  to->bits = static_cast<std::uint16_t>(found | (bits >> 16 & 0x8000u));
 }
 
 // Calls body with an element of the type in question, so that it knows the type.

@@ -12,6 +12,7 @@ function of keys and absolute positions, so that every layout sees the same numb
 `operators()` lists all tables; `dispatch.explain(operator)` says which implementation runs where.
 """
 
+from megazero.ops.adagrad import ADAGRAD
 from megazero.ops.adam import ADAM
 from megazero.ops.attention import ATTENTION
 from megazero.ops.bias_dropout_add import BIAS_DROPOUT_ADD
@@ -24,10 +25,12 @@ from megazero.ops.grouped_linear import GROUPED_LINEAR, GROUPED_OUTER
 from megazero.ops.kl_divergence import KL_DIVERGENCE
 from megazero.ops.lamb import LAMB_MOVE, LAMB_NORMS
 from megazero.ops.layer_norm import LAYER_NORM
+from megazero.ops.lion import LION
 from megazero.ops.quantize import DEQUANTIZE, QUANTIZE
 from megazero.ops.rms_norm import RMS_NORM
 from megazero.ops.rotary import ROTARY
 from megazero.ops.scaled_softmax import SCALED_SOFTMAX
+from megazero.ops.sgd import SGD
 from megazero.ops.square_sum import SQUARE_SUM
 from megazero.ops.squared_relu import SQUARED_RELU
 from megazero.ops.swiglu import SWIGLU
@@ -38,6 +41,7 @@ __all__ = ["CallFacts", "Implementation", "Operator", "explain", "operators"]
 def operators() -> tuple[Operator, ...]:
     """Every operator with a choice of implementations, in alphabetical order."""
     return (
+        ADAGRAD,
         ADAM,
         ATTENTION,
         BIAS_DROPOUT_ADD,
@@ -52,10 +56,12 @@ def operators() -> tuple[Operator, ...]:
         LAMB_MOVE,
         LAMB_NORMS,
         LAYER_NORM,
+        LION,
         QUANTIZE,
         RMS_NORM,
         ROTARY,
         SCALED_SOFTMAX,
+        SGD,
         SQUARE_SUM,
         SQUARED_RELU,
         SWIGLU,

@@ -24,6 +24,24 @@ def row_chunks(tensor: Tensor, rows: int, width: int) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
+_UPDATE_ELEMENTS = 1 << 24  # enough to fill a GPU; a temporary has 64 MiB
+
+
+def side_by_side(*tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
+    """Chunks of contiguous tensors of one shape, flat, for an optimizer's pass; None stays None."""
+    first = tensors[0]
+    on_cpu = first.device.type == "cpu"
+    size = CPU_ELEMENTS * torch.get_num_threads() if on_cpu else _UPDATE_ELEMENTS
+    for start in range(0, first.numel(), size):
+        yield tuple(None if each is None else each.view(-1)[start : start + size] for each in tensors)
+
+
+def scaled(grad: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """A gradient widened to `dtype` and multiplied by `scale`: a new tensor if there is anything to do."""
+    wide = grad.to(dtype)
+    return wide if scale == 1.0 else wide * scale
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which statistics are taken: fp32 for reduced floats, the type itself for fp32 and fp64."""
     return torch.promote_types(dtype, torch.float32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import torch  # before the kernels, which use the OpenMP runtime that torch loads
@@ -26,6 +27,7 @@ except ImportError as error:
     )
 
 NATIVE_DTYPES = frozenset({torch.float32, torch.bfloat16})
+_KINDS = MappingProxyType({torch.float32: 1, torch.bfloat16: 2, torch.float16: 3})  # `ElementKind` of csrc
 
 
 def available() -> bool:
@@ -46,6 +48,22 @@ def rows_of(x: Tensor, width: int, count: int | None = None):
     if count is None:
         count = x.numel() // width if width else 0
     return NATIVE.Rows(count, width, torch.get_num_threads(), x.dtype == torch.bfloat16)
+
+
+def update_pass(param: Tensor, grad: Tensor | None, scale: float, weights: Tensor | None):
+    """What a pass of an optimizer over contiguous fp32 `param` reads and writes beside masters and moments.
+
+    Args:
+        param: the masters.
+        grad: their gradient, fp32, bf16 or fp16; None if the pass reads none.
+        scale: what the gradient is multiplied by.
+        weights: where the new weights go, fp32, bf16 or fp16; None if they are the masters.
+    """
+    kinds = [0 if each is None else _KINDS[each.dtype] for each in (grad, weights)]
+    threads = torch.get_num_threads()
+    return NATIVE.UpdatePass(
+        param.numel(), threads, address(grad), kinds[0], scale, address(weights), kinds[1]
+    )
 
 
 def address(x: Tensor | None) -> int:

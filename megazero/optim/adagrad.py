@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from megazero.ops.chunks import row_chunks
+from megazero.ops.adagrad import adagrad_step
 from megazero.optim.rule import Needs, check_pieces, zeros_like
 
 
@@ -19,7 +18,7 @@ class Adagrad:
     As in torch's Adagrad and DeepSpeed's, weight decay is a part of the gradient: ``g + wd p`` stands for g.
     """
 
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[Needs] = Needs(one_pass=True)
 
     eps: float = 1e-10
 
@@ -30,13 +29,9 @@ class Adagrad:
     def init_state(self, like: Tensor) -> dict[str, Tensor]:
         return zeros_like(self.state_names, like)
 
-    @torch.no_grad()
-    def step(self, params, grads, states, *, step, lr, weight_decays) -> None:
-        check_pieces(self.state_names, params, grads, states, step, weight_decays)
-        for param, grad, state, decay in zip(params, grads, states, weight_decays, strict=True):
-            tensors = [tensor.view(-1) for tensor in (param, grad, state["sum"])]
-            for chunk in row_chunks(param, param.numel(), 1):
-                p, g, s = (tensor[chunk] for tensor in tensors)
-                g = g.add(p, alpha=decay) if decay else g
-                s.addcmul_(g, g)
-                p.addcdiv_(g, s.sqrt().add_(self.eps), value=-lr)
+    def step(self, params, grads, states, *, step, lr, weight_decays, ends=None) -> None:
+        ends = check_pieces(self.state_names, params, grads, states, step, weight_decays, ends)
+        facts = {"lr": lr, "eps": self.eps, "scale": ends.scale}
+        pieces = zip(params, grads, states, ends.weights, weight_decays, strict=True)
+        for param, grad, state, weights, decay in pieces:
+            adagrad_step(param, grad, state["sum"], weights, **facts, weight_decay=decay)

@@ -35,7 +35,7 @@ class Lamb:
             hold them there.
     """
 
-    needs: ClassVar[Needs] = Needs(norms=("weight", "update"))
+    needs: ClassVar[Needs] = Needs(norms=("weight", "update"), one_pass=True)
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -52,28 +52,30 @@ class Lamb:
     def init_state(self, like: Tensor) -> dict[str, Tensor]:
         return zeros_like(self.state_names, like)
 
-    def prepare(self, params, grads, states, *, step, weight_decays) -> Iterator[tuple[Tensor, Tensor]]:
+    def prepare(
+        self, params, grads, states, *, step, weight_decays, ends=None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Update the moments and yield for each piece, instead of weights and update, their norms.
 
         A scalar has its own norm, and nothing of a piece's size is needed.
         """
-        check_pieces(self.state_names, params, grads, states, step, weight_decays)
-        betas, scale = {"beta1": self.beta1, "beta2": self.beta2}, self._scale(step)
+        ends = check_pieces(self.state_names, params, grads, states, step, weight_decays, ends)
+        facts = {"beta1": self.beta1, "beta2": self.beta2, **self._terms(step), "scale": ends.scale}
         for param, grad, state, decay in zip(params, grads, states, weight_decays, strict=True):
-            weight, update = lamb_norms(param, grad, *state.values(), **betas, **scale, weight_decay=decay)
+            weight, update = lamb_norms(param, grad, *state.values(), **facts, weight_decay=decay)
             yield weight, update
 
     @torch.no_grad()
-    def step(self, params, grads, states, *, step, lr, weight_decays, norms, exempt) -> None:
-        check_pieces(self.state_names, params, grads, states, step, weight_decays)
+    def step(self, params, grads, states, *, step, lr, weight_decays, norms, exempt, ends=None) -> None:
+        ends = check_pieces(self.state_names, params, grads, states, step, weight_decays, ends)
         if not params:
             return
         if self.bias_correction == "rate":
             lr *= _correction(self, step)
         rates = (lr * self.ratios(norms, exempt)).to(torch.float32).unbind()
-        pieces, scale = zip(params, states, rates, weight_decays, strict=True), self._scale(step)
-        for param, state, rate, decay in pieces:
-            lamb_move(param, *state.values(), rate, **scale, weight_decay=decay)
+        pieces = zip(params, states, rates, ends.weights, weight_decays, strict=True)
+        for param, state, rate, weights, decay in pieces:
+            lamb_move(param, *state.values(), rate, weights, **self._terms(step), weight_decay=decay)
 
     def ratios(self, norms: Sequence[Tensor], exempt: Sequence[bool]) -> Tensor:
         """The trust ratio of each piece, fp64 [pieces], from what `step` is given."""
@@ -83,7 +85,7 @@ class Lamb:
         scaled = (weight > 0) & (update > 0) & ~torch.tensor(plain, device=weight.device)
         return torch.where(scaled, bounded, 1.0)
 
-    def _scale(self, step: int) -> dict[str, float]:
+    def _terms(self, step: int) -> dict[str, float]:
         """Factor and epsilon of the update; those of moments without bias follow from those with it."""
         if self.bias_correction != "moments":
             return {"factor": 1.0, "eps": self.eps}

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from megazero.ops.chunks import row_chunks
+from megazero.ops.lion import lion_step
 from megazero.optim.rule import Needs, check_pieces, zeros_like
 
 
@@ -19,7 +18,7 @@ class Lion:
     ``p = p (1 - lr wd) - lr sign(b1 m + (1 - b1) g)``, then ``m = b2 m + (1 - b2) g``.
     """
 
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[Needs] = Needs(one_pass=True)
 
     beta1: float = 0.9
     beta2: float = 0.99
@@ -31,13 +30,9 @@ class Lion:
     def init_state(self, like: Tensor) -> dict[str, Tensor]:
         return zeros_like(self.state_names, like)
 
-    @torch.no_grad()
-    def step(self, params, grads, states, *, step, lr, weight_decays) -> None:
-        check_pieces(self.state_names, params, grads, states, step, weight_decays)
-        for param, grad, state, decay in zip(params, grads, states, weight_decays, strict=True):
-            tensors = [tensor.view(-1) for tensor in (param, grad, state["exp_avg"])]
-            for chunk in row_chunks(param, param.numel(), 1):
-                p, g, m = (tensor[chunk] for tensor in tensors)
-                sign = torch.lerp(g, m, self.beta1).sign_()
-                p.mul_(1.0 - lr * decay).sub_(sign, alpha=lr)
-                m.lerp_(g, 1.0 - self.beta2)
+    def step(self, params, grads, states, *, step, lr, weight_decays, ends=None) -> None:
+        ends = check_pieces(self.state_names, params, grads, states, step, weight_decays, ends)
+        facts = {"lr": lr, "beta1": self.beta1, "beta2": self.beta2, "scale": ends.scale}
+        pieces = zip(params, grads, states, ends.weights, weight_decays, strict=True)
+        for param, grad, state, weights, decay in pieces:
+            lion_step(param, grad, state["exp_avg"], weights, **facts, weight_decay=decay)

@@ -32,5 +32,6 @@ class Rescaled:
     def init_state(self, like: Tensor) -> dict[str, Tensor]:
         return self.rule.init_state(like)
 
-    def step(self, params, grads, states, *, step, lr, weight_decays) -> None:
-        self.rule.step(params, grads, states, step=step, lr=lr * self.factor, weight_decays=weight_decays)
+    def step(self, params, grads, states, *, step, lr, weight_decays, **ends) -> None:
+        facts = {"step": step, "lr": lr * self.factor, "weight_decays": weight_decays}
+        self.rule.step(params, grads, states, **facts, **ends)

@@ -24,6 +24,8 @@ class Needs:
         scalars: names of further state, one number for each whole parameter.
         in_use: whether the model uses other weights than the masters, which the rule's `in_use` makes.
         matrices: whether it updates whole matrices, and leaves other parameters to another, see `MatrixRule`.
+        one_pass: whether it reads gradients as they are stored and writes the model's weights while it moves
+            the masters: its `step` and, if it needs norms, its `prepare` then take `PassEnds` as `ends`.
     """
 
     norms: tuple[str, ...] = ()
@@ -32,6 +34,24 @@ class Needs:
     scalars: tuple[str, ...] = ()
     in_use: bool = False
     matrices: bool = False
+    one_pass: bool = False
+
+
+@dataclass(frozen=True)
+class PassEnds:
+    """What a rule that works in one pass reads and writes besides masters and moments.
+
+    Attributes:
+        scale: what the gradients are multiplied by. They are of any width (fp32, bf16 or fp16) and stay as
+            they are.
+        weights: for each piece, where its new weights go, rounded; None where nothing else uses them.
+    """
+
+    scale: float
+    weights: Sequence[Tensor | None]
+
+
+_STORED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 WORKER_ERROR = "worker_error"
@@ -260,34 +280,44 @@ def check_pieces(
     states: Sequence[dict[str, Tensor]],
     step: int,
     weight_decays: Sequence[float],
-) -> None:
+    ends: PassEnds | None = None,
+) -> PassEnds:
     """Refuse arguments that an in-place kernel would read or write incorrectly.
+
+    Returns:
+        The ends, or those of a pass that does nothing else.
 
     Raises:
         ValueError: see `UpdateRule.step`.
     """
-    lengths = [len(params), len(grads), len(states), len(weight_decays)]
+    widths = (torch.float32,) if ends is None else _STORED
+    ends = PassEnds(1.0, [None] * len(params)) if ends is None else ends
+    lengths = [len(params), len(grads), len(states), len(weight_decays), len(ends.weights)]
     if len(set(lengths)) != 1:
         raise ValueError(
-            f"`params`, `grads`, `states` and `weight_decays` must have the same length, but have {lengths}; "
-            f"give one of each per tensor."
+            f"`params`, `grads`, `states`, `weight_decays` and `ends.weights` must have the same length, but "
+            f"have {lengths}; give one of each per tensor."
         )
     if step < 1:
         raise ValueError(f"`step` must be at least 1, but is {step}; count updates from 1.")
-    for index, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
+    pieces = zip(params, grads, states, ends.weights, strict=True)
+    for index, (param, grad, state, weights) in enumerate(pieces):
         if tuple(state) != names:
             raise ValueError(
                 f"`states[{index}]` must have the keys {names}, but has {tuple(state)}; make it with "
                 f"`init_state`."
             )
-        for name, tensor in {"params": param, "grads": grad, **state}.items():
+        stored = {"grads": grad} | ({} if weights is None else {"ends.weights": weights})
+        for name, tensor in {"params": param, **stored, **state}.items():
             if not tensor.is_contiguous():
                 raise ValueError(
                     f"`{name}[{index}]` must be contiguous, but has strides {tensor.stride()}; pass a flat "
                     f"tensor."
                 )
-            if tensor.dtype != torch.float32 or tensor.shape != param.shape:
+            fits = tensor.dtype in (widths if name in stored else (torch.float32,))
+            if not fits or tensor.shape != param.shape:
                 raise ValueError(
                     f"`{name}[{index}]` must be fp32 of shape {tuple(param.shape)}, but is {tensor.dtype} of "
                     f"shape {tuple(tensor.shape)}; convert it."
                 )
+    return ends

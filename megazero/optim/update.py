@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from megazero.ops.adam import adam_step
+from megazero.ops.sgd import sgd_step
 from megazero.optim.rule import Needs, check_pieces, zeros_like
 
 
@@ -22,7 +22,7 @@ class Adam:
     ``p = p (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)``.
     """
 
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[Needs] = Needs(one_pass=True)
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -35,8 +35,8 @@ class Adam:
     def init_state(self, like: Tensor) -> dict[str, Tensor]:
         return zeros_like(self.state_names, like)
 
-    def step(self, params, grads, states, *, step, lr, weight_decays) -> None:
-        check_pieces(self.state_names, params, grads, states, step, weight_decays)
+    def step(self, params, grads, states, *, step, lr, weight_decays, ends=None) -> None:
+        ends = check_pieces(self.state_names, params, grads, states, step, weight_decays, ends)
         # The fused kernel takes one weight decay per call, and most models have two values.
         for decay in dict.fromkeys(weight_decays):
             chosen = [i for i, other in enumerate(weight_decays) if other == decay and params[i].numel() > 0]
@@ -46,12 +46,14 @@ class Adam:
                     [grads[i] for i in chosen],
                     [states[i]["exp_avg"] for i in chosen],
                     [states[i]["exp_avg_sq"] for i in chosen],
+                    [ends.weights[i] for i in chosen],
                     step=step,
                     lr=lr,
                     beta1=self.beta1,
                     beta2=self.beta2,
                     eps=self.eps,
                     weight_decay=decay,
+                    scale=ends.scale,
                 )
 
 
@@ -63,7 +65,7 @@ class Sgd:
     carries it on.
     """
 
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[Needs] = Needs(one_pass=True)
 
     momentum: float = 0.9
 
@@ -74,11 +76,9 @@ class Sgd:
     def init_state(self, like: Tensor) -> dict[str, Tensor]:
         return zeros_like(self.state_names, like)
 
-    @torch.no_grad()
-    def step(self, params, grads, states, *, step, lr, weight_decays) -> None:
-        check_pieces(self.state_names, params, grads, states, step, weight_decays)
-        for param, grad, state, decay in zip(params, grads, states, weight_decays, strict=True):
-            direction = grad.add(param, alpha=decay) if decay else grad
-            if self.momentum:
-                direction = state["momentum"].mul_(self.momentum).add_(direction)
-            param.add_(direction, alpha=-lr)
+    def step(self, params, grads, states, *, step, lr, weight_decays, ends=None) -> None:
+        ends = check_pieces(self.state_names, params, grads, states, step, weight_decays, ends)
+        facts = {"lr": lr, "momentum": self.momentum, "scale": ends.scale}
+        pieces = zip(params, grads, states, ends.weights, weight_decays, strict=True)
+        for param, grad, state, weights, decay in pieces:
+            sgd_step(param, grad, state.get("momentum"), weights, **facts, weight_decay=decay)

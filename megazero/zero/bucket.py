@@ -36,8 +36,14 @@ class Keeper(Protocol):
     def shard(self, bucket: Bucket) -> Tensor:
         """This rank's slice of the weights, [shard_size] on the device, as a gather needs it."""
 
-    def write_weights(self, bucket: Bucket, master: Tensor) -> None:
-        """Write the master weights of a visit to the weights over `state_range`."""
+    def open_weights(self, bucket: Bucket) -> Tensor | None:
+        """A flat tensor over `state_range` in which to write all of the weights, near their masters.
+
+        None if the masters are the weights. To be closed during the visit of the masters.
+        """
+
+    def close_weights(self, bucket: Bucket, weights: Tensor) -> None:
+        """Take over what was written to the tensor that `open_weights` gave."""
 
     def adopt(self, bucket: Bucket) -> None:
         """Copy the whole weights into the slice and the master."""
@@ -53,6 +59,8 @@ class Bucket:
     Attributes:
         full: flat weights of all parameters, [padded].
         storage: the storage of `full`.
+        sums_scale: what its gradient sums are still to be multiplied by: the factor of the update that used
+            them, if that left them as they are.
 
     Args:
         key: what the parameters have in common.
@@ -83,6 +91,7 @@ class Bucket:
         self.wire = wire
         self.store = store
         self.presence = Presence.WHOLE
+        self.sums_scale = 1.0
         self._work: Work = DONE
         self.full = torch.zeros(layout.padded, dtype=key.dtype, device=device)
         self.storage = self.full.untyped_storage()
@@ -127,13 +136,14 @@ class Bucket:
         self._allocate(0)
         self.presence = Presence.SHARD
 
-    def publish(self, master: Tensor) -> Work:
-        """Write master weights to the weights; where replicas update shards, start to gather them.
+    def publish(self, weights: Tensor | None) -> Work:
+        """Take over new weights; where replicas update shards, start to gather them.
 
         Args:
-            master: the master weights over the layout's `state_range`.
+            weights: what the store's `open_weights` gave, written.
         """
-        self.store.write_weights(self, master)
+        if weights is not None:
+            self.store.close_weights(self, weights)
         self.wire.weights_changed()
         if self.layout.row.shard_state and self.presence is Presence.WHOLE:
             return self.wire.gather(self.full, self.store.shard(self))
@@ -146,7 +156,9 @@ class Bucket:
             master: the master weights over the layout's `state_range`.
         """
         assert self.presence is Presence.WHOLE
-        self.store.write_weights(self, master)
+        weights = self.store.open_weights(self)
+        if weights is not None:
+            self.store.close_weights(self, weights.copy_(master))
         self.wire.group.all_gather(self.full, self.store.shard(self)).wait()
 
     def adopt_full(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,8 +17,8 @@ from megazero.zero.bucket import Bucket, whole_state
 from megazero.zero.layout import counted_parts, present_parts
 from megazero.zero.matrices import WholeMatrices
 from megazero.zero.norms import ParameterNorms
-from megazero.zero.store import GRADIENT, WEIGHT, Resident, Store
-from megazero.zero.update import PerGroup, Update, UpdateFacts, state_of, sums_exactly
+from megazero.zero.store import GRADIENT, WEIGHT, Store
+from megazero.zero.update import PerGroup, Update, UpdateFacts, in_use, sums_exactly
 
 
 @dataclass(frozen=True)
@@ -142,14 +142,16 @@ class Optimizer:
         matrices = WholeMatrices(rule, self.context) if needs.matrices else None
         update = Update(rule, facts, self.context, norms, matrices)
         everything = (WEIGHT, GRADIENT, *moments)
+        changed = moments if needs.one_pass else (GRADIENT, *moments)
         if norms is not None:
-            for residents in self.store.visits(everything, buckets, changes=(GRADIENT, *moments)):
+            for residents in self.store.visits(everything, buckets, changes=changed):
                 update.prepare(residents)
             norms.reduce()
         works = []
-        for residents in self.store.visits(everything, buckets, changes=everything):
+        for visited in self.store.visits(everything, buckets, changes=(WEIGHT, *changed)):
+            residents = [replace(r, weights=self.store.open_weights(r.bucket)) for r in visited]
             update.apply(residents)
-            works += [each.bucket.publish(self._in_use(each)) for each in residents]
+            works += [each.bucket.publish(each.weights) for each in residents]
         return works
 
     @torch.no_grad()
@@ -158,7 +160,11 @@ class Optimizer:
         works = []
         kinds = (WEIGHT, *self._moments) if self.rule.needs.in_use else (WEIGHT,)
         for residents in self.store.visits(kinds, self.store.buckets):
-            works += [each.bucket.publish(self._in_use(each)) for each in residents]
+            for each in residents:
+                weights = self.store.open_weights(each.bucket)
+                if weights is not None:
+                    weights.copy_(in_use(self.rule, each))
+                works.append(each.bucket.publish(weights))
         for work in works:
             work.wait()
 
@@ -169,7 +175,7 @@ class Optimizer:
         own sum times the number of replicas stands for the whole, and the estimate is the root mean square
         of their norms.
         """
-        return math.sqrt(self._total(GRADIENT, self._square_sum, estimates=not self._sums_exactly))
+        return math.sqrt(self._total(GRADIENT, self._square_sum, degree=2, estimates=not self._sums_exactly))
 
     @torch.no_grad()
     def gradient_norms(self) -> dict[str, float]:
@@ -178,7 +184,7 @@ class Optimizer:
         for residents in self.store.visits((GRADIENT,), self._trained):
             for each in residents:
                 for number, _, piece in each.bucket.layout.member_pieces(each.flats[GRADIENT]):
-                    norms.add(each.bucket, number, [piece])
+                    norms.add(each.bucket, number, [_as_used(each.bucket, piece)])
         norms.reduce()
         members = [(b, i, spec.name) for b in self._trained for i, spec in enumerate(b.layout.specs)]
         values = torch.cat([norms.of(bucket, number) for bucket, number, _ in members]).tolist()
@@ -228,7 +234,7 @@ class Optimizer:
         for residents in self.store.visits((GRADIENT,), self._trained):
             for each in residents:
                 layout = each.bucket.layout
-                whole = whole_state(each.bucket, each.flats[GRADIENT])
+                whole = _as_used(each.bucket, whole_state(each.bucket, each.flats[GRADIENT]))
                 yield from zip(layout.specs, layout.views(whole), strict=True)
 
     @torch.no_grad()
@@ -263,13 +269,6 @@ class Optimizer:
             sizes |= {WORKER_ERROR: layout.padded, SERVER_ERROR: layout.shard_size}
         return rule.init_state(master) | {kind: master.new_zeros(size) for kind, size in sizes.items()}
 
-    def _in_use(self, resident: Resident) -> Tensor:
-        """The weights that the model is to use."""
-        master = resident.flats[WEIGHT]
-        if not self.rule.needs.in_use or not resident.bucket.key.trainable:
-            return master
-        return self.rule.in_use(master, state_of(self.rule, resident))
-
     def _square_sum(self, pieces: Iterable[Tensor]) -> Tensor:
         return local_square_sum(pieces, self.context.device)
 
@@ -280,6 +279,7 @@ class Optimizer:
         measure: Callable[[Iterable[Tensor]], Tensor],
         parts: Mapping[Bucket, Sequence[slice]] | None = None,
         *,
+        degree: int = 0,
         estimates: bool = False,
     ) -> float:
         """The sum of a measure of a kind over the elements of the whole model, each counted once.
@@ -290,18 +290,21 @@ class Optimizer:
             kind: of state.
             measure: of the pieces of some buckets, one after another.
             parts: where this rank's pieces of each bucket are; by default, with padding, which is zero.
+            degree: power of the factor of gradients by which the measure grows.
             estimates: each replica's gradients stand for a fraction of the whole, so that their squares count
                 as that much more.
         """
         parts = self._counted if parts is None else parts
-        by_copies: dict[int, list[Bucket]] = {}
+        alike: dict[tuple[int, float], list[Bucket]] = {}
         for bucket in self._trained:
             layout = bucket.layout
             if parts[bucket]:
-                by_copies.setdefault(1 if layout.row.shard_state else layout.ranks, []).append(bucket)
+                copies = 1 if layout.row.shard_state else layout.ranks
+                factor = bucket.sums_scale**degree if kind == GRADIENT else 1.0
+                alike.setdefault((copies, factor), []).append(bucket)
         total = torch.zeros((), dtype=torch.float64, device=self.context.device)
-        for copies, buckets in by_copies.items():
-            found = measure(
+        for (copies, factor), buckets in alike.items():
+            found = factor * measure(
                 each.flats[kind][where]
                 for residents in self.store.visits((kind,), buckets)
                 for each in residents
@@ -325,6 +328,11 @@ class Optimizer:
                 for number, _, piece in each.bucket.layout.member_pieces(each.flats[GRADIENT]):
                     if not piece.isfinite().all():
                         yield each.bucket.layout.specs[number].name
+
+
+def _as_used(bucket: Bucket, sums: Tensor) -> Tensor:
+    """Gradient sums as the update used them that left them as they are, or as they are before it."""
+    return sums if bucket.sums_scale == 1.0 else sums * bucket.sums_scale
 
 
 def _check_reduction(rule: UpdateRule, store: Store, buckets: Sequence[Bucket]) -> None:

@@ -138,7 +138,7 @@ class GradientReducer:
         for progress in self._progress:
             if not progress.bucket.wire.reduces:
                 sums = own_sums(progress.bucket.layout, self.store.sums(progress.bucket))
-                self.store.land(progress.bucket, sums, first=True)
+                self._take(progress.bucket, sums, first=True)
         self._sum_over_sequence()
         self._sum_over_ends()
 
@@ -195,9 +195,13 @@ class GradientReducer:
         """Wait for the oldest reduction and add its result to the sums."""
         flight = self._flights.popleft()
         flight.reduction.work.wait()
-        self.store.land(flight.bucket, flight.reduction.result, first=flight.first)
+        self._take(flight.bucket, flight.reduction.result, first=flight.first)
         if flight.fill.transient:
             self._buffers.give_back(flight.fill.source)
+
+    def _take(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
+        self.store.land(bucket, result, first=first)
+        bucket.sums_scale = 1.0
 
     @torch.no_grad()
     def _sum_over_sequence(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.mpu import ParallelContext, on_device
-from megazero.optim import SERVER_ERROR, WORKER_ERROR, Replicas, UpdateRule
+from megazero.optim import SERVER_ERROR, WORKER_ERROR, PassEnds, Replicas, UpdateRule
 from megazero.zero.matrices import WholeMatrices
 from megazero.zero.norms import ParameterNorms, reduce_over_slices
 from megazero.zero.store import GRADIENT, WEIGHT, Resident
@@ -52,12 +52,18 @@ class _RulePiece:
     member: int
     where: slice
 
+    @property
+    def out(self) -> Tensor | None:
+        """Where the rule writes the new weights besides the masters."""
+        return None if self.resident.weights is None else self.resident.weights[self.where]
+
 
 class Update:
-    """Scales gradients, lets the rule sum them if it does that itself, and moves the masters.
+    """Scales gradients, lets the rule sum them if it does that itself, moves the masters, writes the weights.
 
-    Masters and sums of a narrower dtype than fp32 are widened for the rule and rounded afterwards. If a rule
-    asks for norms, call `prepare` for all buckets before `apply` for any of them.
+    A rule that works in one pass does all that itself and leaves gradients as they are. For others, gradients
+    become what is used, and sums of a narrower dtype than fp32 are widened and rounded afterwards, as masters
+    are for all rules. If a rule asks for norms, call `prepare` for all buckets before `apply` for any.
 
     Args:
         rule: updates each piece.
@@ -89,8 +95,26 @@ class Update:
         self._in_fp32(residents, self._measure, first=True, last=False)
 
     def apply(self, residents: Sequence[Resident]) -> None:
-        """Update these buckets."""
-        self._in_fp32(residents, self._move, first=self.norms is None, last=True)
+        """Update these buckets and write their `weights`, if they have any."""
+        written = [self._rule_writes(each) for each in residents]
+        mine = [
+            each if writes else replace(each, weights=None)
+            for each, writes in zip(residents, written, strict=True)
+        ]
+        self._in_fp32(mine, self._move, first=self.norms is None, last=True)
+        for each, writes in zip(residents, written, strict=True):
+            if self.rule.needs.one_pass:
+                each.bucket.sums_scale *= self.facts.factor
+            if each.weights is not None:
+                layout = each.bucket.layout
+                rest = layout.overlap(layout.numel, layout.padded) if writes else slice(None)
+                each.weights[rest].copy_(in_use(self.rule, each)[rest])
+
+    def _rule_writes(self, each: Resident) -> bool:
+        """Whether the rule writes the weights while it moves the masters."""
+        master, weights = each.flats[WEIGHT], each.weights
+        fits = weights is not None and weights.device == master.device and master.dtype == torch.float32
+        return self.rule.needs.one_pass and fits
 
     def _in_fp32(self, residents: Sequence[Resident], phase: Phase, *, first: bool, last: bool) -> None:
         """Run a phase on the residents in fp32: one by one on those of narrower dtypes, together on the rest.
@@ -103,8 +127,9 @@ class Update:
         """
         together = []
         for each in residents:
-            if each.flats[GRADIENT].dtype == each.flats[WEIGHT].dtype == torch.float32:
-                if first:
+            kinds = (WEIGHT,) if self.rule.needs.one_pass else (WEIGHT, GRADIENT)
+            if all(each.flats[kind].dtype == torch.float32 for kind in kinds):
+                if first and not self.rule.needs.one_pass:
                     self._make_ready(each)
                 together.append(each)
             else:
@@ -114,11 +139,13 @@ class Update:
 
     def _widened(self, each: Resident, phase: Phase, *, last: bool) -> None:
         grads, master = each.flats[GRADIENT], each.flats[WEIGHT]
-        wide = master.to(torch.float32)
-        wide_grads = grads.to(torch.float32, copy=True).mul_(self.facts.factor)
+        wide, wide_grads = master.to(torch.float32), grads
+        if not self.rule.needs.one_pass:
+            wide_grads = grads.to(torch.float32, copy=True).mul_(self.facts.factor)
         phase([replace(each, flats={**each.flats, WEIGHT: wide, GRADIENT: wide_grads})])
         if last:
-            grads.copy_(wide_grads)
+            if wide_grads is not grads:
+                grads.copy_(wide_grads)
             if wide is not master:
                 master.copy_(wide)
 
@@ -139,16 +166,27 @@ class Update:
             self.rule.reduce(grads, state_of(self.rule, each), replicas=replicas, step=self.facts.number)
 
     def _measure(self, residents: Sequence[Resident]) -> None:
-        pieces = list(self._pieces(residents))
-        asked = self.rule.prepare(
-            [piece.weights for piece in pieces],
-            [piece.gradient for piece in pieces],
-            [piece.state for piece in pieces],
-            step=self.facts.number,
-            weight_decays=[piece.decay for piece in pieces],
-        )
-        for piece, tensors in zip(pieces, asked, strict=True):
-            self.norms.add(piece.resident.bucket, piece.member, tensors)
+        calls: dict[float, list[_RulePiece]] = {}
+        for piece in self._pieces(residents):
+            calls.setdefault(self._scale(piece), []).append(piece)
+        for scale, pieces in calls.items():
+            asked = self.rule.prepare(
+                [piece.weights for piece in pieces],
+                [piece.gradient for piece in pieces],
+                [piece.state for piece in pieces],
+                step=self.facts.number,
+                weight_decays=[piece.decay for piece in pieces],
+                **self._ends(scale, [None] * len(pieces)),
+            )
+            for piece, tensors in zip(pieces, asked, strict=True):
+                self.norms.add(piece.resident.bucket, piece.member, tensors)
+
+    def _scale(self, piece: _RulePiece) -> float:
+        """What a rule that works in one pass multiplies a piece's gradient by."""
+        return self.facts.factor * piece.resident.bucket.sums_scale
+
+    def _ends(self, scale: float, outs: Sequence[Tensor | None]) -> dict[str, PassEnds]:
+        return {"ends": PassEnds(scale, outs)} if self.rule.needs.one_pass else {}
 
     def _move(self, residents: Sequence[Resident]) -> None:
         if self.matrices is None:
@@ -174,11 +212,11 @@ class Update:
 
     def _step(self, pieces: Sequence[_RulePiece], updates: Tensor | None) -> None:
         """Give pieces to the rule, those of one learning rate together, with what it has asked for."""
-        calls: dict[float, list[_RulePiece]] = {}
+        calls: dict[tuple[float, float], list[_RulePiece]] = {}
         for piece in pieces:
-            calls.setdefault(piece.lr, []).append(piece)
-        for lr, pieces in calls.items():
-            asked = {}
+            calls.setdefault((piece.lr, self._scale(piece)), []).append(piece)
+        for (lr, scale), pieces in calls.items():
+            asked = self._ends(scale, [piece.out for piece in pieces])
             if self.norms is not None:
                 found = ((self.norms.of(p.resident.bucket, p.member), p.weights.device) for p in pieces)
                 asked["norms"] = [on_device(norms, device) for norms, device in found]
@@ -227,6 +265,14 @@ class Update:
 def sums_exactly(rule: UpdateRule, step: int) -> bool:
     """Whether gradients are summed by the wire, exactly, for update number `step`."""
     return not rule.needs.reduces or rule.sums_exactly(step)
+
+
+def in_use(rule: UpdateRule, resident: Resident) -> Tensor:
+    """The weights that the model is to use, from the masters of a visit."""
+    master = resident.flats[WEIGHT]
+    if not rule.needs.in_use or not resident.bucket.key.trainable:
+        return master
+    return rule.in_use(master, state_of(rule, resident))
 
 
 def state_of(rule: UpdateRule, resident: Resident) -> dict[str, Tensor]:

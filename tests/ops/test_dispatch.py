@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megazero.ops import CallFacts, Implementation, Operator, explain, native, operators
+from megazero.ops.adagrad import adagrad_step
 from megazero.ops.adam import adam_step
 from megazero.ops.attention import ATTENTION, MaskKind, attention, attention_with_lse
 from megazero.ops.bias_dropout_add import bias_dropout_add
@@ -26,10 +27,12 @@ from megazero.ops.grouped_linear import grouped_linear, grouped_outer
 from megazero.ops.kl_divergence import vocab_parallel_kl_divergence
 from megazero.ops.lamb import lamb_move, lamb_norms
 from megazero.ops.layer_norm import layer_norm
+from megazero.ops.lion import lion_step
 from megazero.ops.quantize import Quantization, dequantize, quantize
 from megazero.ops.rms_norm import rms_norm
 from megazero.ops.rotary import apply_rotary, rotary_table
 from megazero.ops.scaled_softmax import scaled_softmax
+from megazero.ops.sgd import sgd_step
 from megazero.ops.square_sum import square_sum
 from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
@@ -137,6 +140,19 @@ def _run_adam(facts) -> None:
     adam_step(*lists, step=1, lr=0.1, beta1=0.9, beta2=0.9, eps=1e-3, weight_decay=0.0)
 
 
+def _run_adagrad(facts) -> None:
+    adagrad_step(*(torch.ones(3, dtype=facts.dtype) for _ in range(3)), lr=0.1, eps=1e-3, weight_decay=0.1)
+
+
+def _run_lion(facts) -> None:
+    three = (torch.ones(3, dtype=facts.dtype) for _ in range(3))
+    lion_step(*three, lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.1)
+
+
+def _run_sgd(facts) -> None:
+    sgd_step(*(torch.ones(3, dtype=facts.dtype) for _ in range(3)), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
 def _run_grouped_linear(facts) -> None:
     width = 8 if facts.aligned else 3  # three elements are never a multiple of 16 bytes
     grouped_linear(
@@ -177,6 +193,7 @@ def _run_square_sum(facts) -> None:
 
 # A call of the public function with these facts.
 RUNS: dict[str, Callable] = {
+    "adagrad": _run_adagrad,
     "adam": _run_adam,
     "attention": _run_attention,
     "bias_dropout_add": lambda facts: bias_dropout_add(
@@ -202,10 +219,12 @@ RUNS: dict[str, Callable] = {
     "lamb_move": _run_lamb_move,
     "lamb_norms": _run_lamb_norms,
     "layer_norm": lambda facts: layer_norm(*(_randn(facts, *s) for s in ((3, 8), (8,), (8,))), 1e-5),
+    "lion": _run_lion,
     "quantize": _run_quantize,
     "rms_norm": lambda facts: rms_norm(_randn(facts, 3, 8), _randn(facts, 8), 1e-5),
     "rotary": lambda facts: apply_rotary(_randn(facts, 3, 2, 2, 8), *rotary_table(torch.arange(3), 8, 1e4)),
     "scaled_softmax": lambda facts: scaled_softmax(_randn(facts, 2, 2, 4, 4), 0.5, True, None),
+    "sgd": _run_sgd,
     "square_sum": _run_square_sum,
     "squared_relu": lambda facts: squared_relu(_randn(facts, 3, 8)),
     "swiglu": lambda facts: swiglu(_randn(facts, 3, 2, 8)),

@@ -13,7 +13,7 @@ from tests.ops.cases import Case, all_cases, meta_cases
 
 CASES = all_cases()
 TABLES = {operator.name: operator for operator in operators()}
-UPDATES = {"adam", "lamb_move", "lamb_norms"}
+UPDATES = {"adagrad", "adam", "lamb_move", "lamb_norms", "lion", "sgd"}
 CODES = {"quantize", "dequantize"}
 SUMS = {"square_sum"}
 # Of the largest magnitude of the truth, or of 0.1 where terms of order one cancel: a few roundings.

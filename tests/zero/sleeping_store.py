@@ -50,8 +50,11 @@ class SleepingStore:
         shard = self._shards[bucket]
         return shard.clone() if bucket.layout.row.shard_params else shard
 
-    def write_weights(self, bucket: Bucket, master: Tensor) -> None:
-        self._weights(bucket).copy_(master)
+    def open_weights(self, bucket: Bucket) -> Tensor:
+        return torch.full_like(self._weights(bucket), torch.nan)
+
+    def close_weights(self, bucket: Bucket, weights: Tensor) -> None:
+        self._weights(bucket).copy_(weights)
 
     def adopt(self, bucket: Bucket) -> None:
         if bucket.layout.row.shard_params:

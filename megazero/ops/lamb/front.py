@@ -6,29 +6,27 @@ much memory as a moment.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
+from megazero.ops.chunks import scaled, side_by_side
 from megazero.ops.cuda import cuda_built
 from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, where
 from megazero.ops.lamb.cuda import lamb_move_cuda, lamb_norms_cuda
 from megazero.ops.lamb.reference import lamb_move_reference, lamb_norms_reference, lamb_update
-from megazero.ops.native import NATIVE, address, available, rows_of
+from megazero.ops.native import NATIVE, address, available, update_pass
 
 _NATIVE_BLOCK = 1 << 14  # elements per partial sum: as many as a second thread is worth
-_CUDA_BLOCK = 1 << 24  # large enough to fill a GPU; a temporary has 64 MiB
 
 
 def lamb_norms_native_cpu(
-    param, grad, exp_avg, exp_avg_sq, *, beta1, beta2, factor, eps, weight_decay
+    param, grad, exp_avg, exp_avg_sq, *, beta1, beta2, factor, eps, weight_decay, scale=1.0
 ) -> Tensor:
     """The compiled kernel of csrc/lamb: one pass over memory, no temporaries."""
     sums = param.new_zeros(-(-param.numel() // _NATIVE_BLOCK), 2, dtype=torch.float64)
     NATIVE.lamb_norms(
-        rows_of(param, 1),
-        *map(address, (param, grad, exp_avg, exp_avg_sq, sums)),
+        update_pass(param, grad, scale, None),
+        *map(address, (param, exp_avg, exp_avg_sq, sums)),
         _NATIVE_BLOCK,
         beta1,
         beta2,
@@ -39,17 +37,22 @@ def lamb_norms_native_cpu(
     return sums.sum(0).sqrt_()
 
 
-def lamb_move_native_cpu(param, exp_avg, exp_avg_sq, rate, *, factor, eps, weight_decay) -> None:
+def lamb_move_native_cpu(
+    param, exp_avg, exp_avg_sq, rate, weights=None, *, factor, eps, weight_decay
+) -> None:
     """The compiled kernel of csrc/lamb."""
-    rows, addresses = rows_of(param, 1), map(address, (param, exp_avg, exp_avg_sq))
-    NATIVE.lamb_move(rows, *addresses, float(rate), factor, eps, weight_decay)
+    passed, addresses = update_pass(param, None, 1.0, weights), map(address, (param, exp_avg, exp_avg_sq))
+    NATIVE.lamb_move(passed, *addresses, float(rate), factor, eps, weight_decay)
 
 
 @torch.no_grad()
-def lamb_norms_blocks(param, grad, exp_avg, exp_avg_sq, *, beta1, beta2, factor, eps, weight_decay) -> Tensor:
+def lamb_norms_blocks(
+    param, grad, exp_avg, exp_avg_sq, *, beta1, beta2, factor, eps, weight_decay, scale=1.0
+) -> Tensor:
     """The reference block by block, so that temporaries stay small; a GPU sums a block as a tree."""
     squares = torch.zeros(2, dtype=torch.float64, device=param.device)
-    for p, g, m, v in _blocks(param, grad, exp_avg, exp_avg_sq):
+    for p, g, m, v in side_by_side(param, grad, exp_avg, exp_avg_sq):
+        g = scaled(g, scale, p.dtype)
         m.lerp_(g, 1.0 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
         update = lamb_update(p, m, v, factor=factor, eps=eps, weight_decay=weight_decay)
@@ -59,15 +62,10 @@ def lamb_norms_blocks(param, grad, exp_avg, exp_avg_sq, *, beta1, beta2, factor,
 
 
 @torch.no_grad()
-def lamb_move_blocks(param, exp_avg, exp_avg_sq, rate, *, factor, eps, weight_decay) -> None:
+def lamb_move_blocks(param, exp_avg, exp_avg_sq, rate, weights=None, *, factor, eps, weight_decay) -> None:
     """The reference block by block."""
-    for p, m, v in _blocks(param, exp_avg, exp_avg_sq):
-        lamb_move_reference(p, m, v, rate, factor=factor, eps=eps, weight_decay=weight_decay)
-
-
-def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The blocks of flattened tensors of one shape, side by side."""
-    return zip(*(tensor.view(-1).split(_CUDA_BLOCK) for tensor in tensors), strict=True)
+    for p, m, v, out in side_by_side(param, exp_avg, exp_avg_sq, weights):
+        lamb_move_reference(p, m, v, rate, out, factor=factor, eps=eps, weight_decay=weight_decay)
 
 
 _FP32 = frozenset({torch.float32})
@@ -104,14 +102,15 @@ def lamb_norms(
     factor: float,
     eps: float,
     weight_decay: float,
+    scale: float = 1.0,
 ) -> Tensor:
     """Move both moments by a gradient, and measure the weights and their update (You et al. 2020).
 
     The update is ``u = factor m / (sqrt(v) + eps) + weight_decay p``.
 
     Args:
-        param: contiguous weights; all tensors have one shape, dtype and device.
-        grad: their gradient.
+        param: contiguous weights; all tensors but the gradient have one shape, dtype and device.
+        grad: their gradient, of any width.
         exp_avg: the first moment m, changed in place.
         exp_avg_sq: the second moment v, changed in place.
         beta1: decay of m.
@@ -119,6 +118,7 @@ def lamb_norms(
         factor: what the quotient is multiplied by.
         eps: added to the root.
         weight_decay: share of the weights in the update.
+        scale: what the gradient is multiplied by first.
 
     Returns:
         The L2 norms of weights and update, fp64 [2] on their device.
@@ -133,6 +133,7 @@ def lamb_norms(
         factor=factor,
         eps=eps,
         weight_decay=weight_decay,
+        scale=scale,
     )
 
 
@@ -141,6 +142,7 @@ def lamb_move(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     rate: Tensor,
+    weights: Tensor | None = None,
     *,
     factor: float,
     eps: float,
@@ -153,10 +155,11 @@ def lamb_move(
         exp_avg: as `lamb_norms` left it.
         exp_avg_sq: as `lamb_norms` left it.
         rate: learning rate times trust ratio, a scalar of the weights' dtype on their device.
+        weights: where the new weights also go, rounded to its dtype; None for nowhere.
         factor: as in `lamb_norms`.
         eps: as in `lamb_norms`.
         weight_decay: as in `lamb_norms`.
     """
     LAMB_MOVE.choose(CallFacts.of(param)).fn(
-        param, exp_avg, exp_avg_sq, rate, factor=factor, eps=eps, weight_decay=weight_decay
+        param, exp_avg, exp_avg_sq, rate, weights, factor=factor, eps=eps, weight_decay=weight_decay
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megazero.ops.chunks import scaled
+
 
 def lamb_update(p: Tensor, m: Tensor, v: Tensor, *, factor: float, eps: float, weight_decay: float) -> Tensor:
     """``u = factor m / (sqrt(v) + eps) + weight_decay p``."""
@@ -25,8 +27,10 @@ def lamb_norms_reference(
     factor: float,
     eps: float,
     weight_decay: float,
+    scale: float = 1.0,
 ) -> Tensor:
     """In place m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g^2; then sqrt(sum p^2, sum u^2)."""
+    grad = scaled(grad, scale, exp_avg.dtype)
     exp_avg.lerp_(grad, 1.0 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
     update = lamb_update(param, exp_avg, exp_avg_sq, factor=factor, eps=eps, weight_decay=weight_decay)
@@ -39,6 +43,7 @@ def lamb_move_reference(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     rate: Tensor,
+    weights: Tensor | None = None,
     *,
     factor: float,
     eps: float,
@@ -47,3 +52,5 @@ def lamb_move_reference(
     """In place p = p - rate u."""
     update = lamb_update(param, exp_avg, exp_avg_sq, factor=factor, eps=eps, weight_decay=weight_decay)
     param.sub_(update.mul_(rate))
+    if weights is not None:
+        weights.copy_(param)

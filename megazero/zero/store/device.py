@@ -71,10 +71,12 @@ class DeviceStore:
     def shard(self, bucket: Bucket) -> Tensor:
         return self._held[bucket].shard
 
-    def write_weights(self, bucket: Bucket, master: Tensor) -> None:
-        weights = self._held[bucket].weights
-        if master is not weights:
-            weights.copy_(master)
+    def open_weights(self, bucket: Bucket) -> Tensor | None:
+        held = self._held[bucket]
+        return None if held.state[WEIGHT] is held.weights else held.weights
+
+    def close_weights(self, bucket: Bucket, weights: Tensor) -> None:
+        return None  # they were written where they are kept
 
     def adopt(self, bucket: Bucket) -> None:
         held, layout = self._held[bucket], bucket.layout

@@ -59,6 +59,7 @@ class DiskTier:
 
     name = "nvme"
     in_place = False
+    pin = False
 
     def __init__(self, folder: Path, settings: DiskSettings = DiskSettings()):
         self._folder = folder

@@ -30,7 +30,7 @@ class HostTier:
     in_place = True
 
     def __init__(self, *, pin: bool = False):
-        self._pin = pin
+        self.pin = pin
         self._kept: dict[TierSlot, Tensor] = {}
 
     def make(self, numel: int, dtype: torch.dtype, lead: int = 0) -> TierSlot:
@@ -44,7 +44,7 @@ class HostTier:
                 "hosts"
             )
         # Writing makes the system set the room aside now, and not when training is under way.
-        room = torch.empty(numel + skipped, dtype=dtype, pin_memory=self._pin).zero_()
+        room = torch.empty(numel + skipped, dtype=dtype, pin_memory=self.pin).zero_()
         assert room.data_ptr() % ALIGNMENT == 0, "torch aligns what it allocates"
         self._kept[slot] = room[skipped:]
         return slot

@@ -115,13 +115,23 @@ class OffloadStore:
         tier.drop(shard, found)
         return there
 
-    def write_weights(self, bucket: Bucket, master: Tensor) -> None:
+    def open_weights(self, bucket: Bucket) -> Tensor | None:
         kept = self._kept[bucket]
-        if kept.weights is not None:
-            if master is not kept.weights:
-                kept.weights.copy_(master, non_blocking=True)
-        elif kept.shard is not kept.state[WEIGHT]:
-            self._fill(self.placement.parameters, kept.shard, master)
+        master, weights = kept.state[WEIGHT], kept.weights
+        if master is kept.shard or master is weights:
+            return None
+        if weights is None:
+            return self.placement.parameters.blank(kept.shard)
+        if isinstance(master, TierSlot) and weights.device != _HOST:
+            return torch.empty(weights.shape, dtype=weights.dtype, pin_memory=self.placement.state.pin)
+        return weights
+
+    def close_weights(self, bucket: Bucket, weights: Tensor) -> None:
+        kept = self._kept[bucket]
+        if kept.weights is None:
+            self.placement.parameters.put(kept.shard, weights)
+        elif weights is not kept.weights:
+            kept.weights.copy_(weights, non_blocking=True)
 
     def adopt(self, bucket: Bucket) -> None:
         kept, layout = self._kept[bucket], bucket.layout

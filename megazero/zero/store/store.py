@@ -26,10 +26,12 @@ class Resident:
         bucket: the bucket visited.
         flats: its state by kind: flat tensors over the layout's `state_range`, all on one device, which may
             be the host where the weights are on another.
+        weights: where the model's weights go in a visit that moves their masters, see `Keeper.open_weights`.
     """
 
     bucket: Bucket
     flats: Mapping[str, Tensor]
+    weights: Tensor | None = None
 
 
 class Store(Keeper, Protocol):

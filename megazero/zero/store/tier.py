@@ -65,6 +65,9 @@ class Tier(Protocol):
     in_place: bool
     """Whether content is worked on where it is kept."""
 
+    pin: bool
+    """Whether its memory is locked, so that a CUDA device reads and writes it directly."""
+
     def make(self, numel: int, dtype: torch.dtype, lead: int = 0) -> TierSlot:
         """A new slot of zeros.
 
