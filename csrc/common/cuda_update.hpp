@@ -20,6 +20,7 @@ enum UpdateBuffer { kMasters, kGradients, kWeights, kMoments };
 
 template <int MOMENTS>
 using UpdateSegments = Segments<kMoments + MOMENTS, kUpdatePack>;
+static_assert(sizeof(UpdateSegments<2>) <= 4096 - 128, "a launch takes 4 KiB of arguments everywhere");
 
 // What is around masters and moments.
 struct UpdateEnds {

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from megazero.ops.segments import DeviceSignals
+from megazero.ops.sgd.cuda import sgd_cuda
 from megazero.ops.square_sum.cuda import square_sum_cuda
 from tests.kernels.harness import DTYPES, WIDTHS, in_every_order
 from tests.kernels.updates import shifted
@@ -63,3 +65,17 @@ def test_neither_large_nor_small_squares_are_lost(dtype):
 
 def test_other_strides_and_shapes():
     check([torch.randn(6, 5).t(), torch.randn(()), torch.randn(8)[::2]])
+
+
+@pytest.mark.parametrize(("value", "moved"), [(1.0, 0.75), (math.inf, 1.0), (math.nan, 1.0)])
+def test_an_optimizer_skips_a_step_that_the_sum_finds_not_finite(value, moved):
+    """The host learns of neither."""
+
+    def run(kernels):
+        p, grad, overflow = torch.ones(5), torch.full((5,), value).half(), torch.empty(1)
+        square_sum_cuda([grad], overflow, kernels)
+        signals = DeviceSignals(overflow=overflow)
+        sgd_cuda(p, grad, None, lr=0.25, momentum=0.0, weight_decay=0.0, signals=signals, kernels=kernels)
+        return [p]
+
+    assert in_every_order(run)[0].tolist() == [moved] * 5
