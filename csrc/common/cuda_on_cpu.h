@@ -19,6 +19,7 @@
 #define __host__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 struct dim3 {
   unsigned x, y, z;
@@ -253,3 +254,11 @@ inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline unsigned __float_as_uint(float x) { return megazero::on_cpu::from_bits<unsigned>(megazero::on_cpu::as_bits(x)); }
 inline float __uint_as_float(unsigned x) { return megazero::on_cpu::from_bits<float>(x); }
+
+// Arithmetic that no compiler fuses or reorders, so that all copies of a formula round alike.
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }

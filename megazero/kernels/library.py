@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,10 +38,11 @@ class KernelLibrary:
         """Run kernel `name` on the current stream of the device that its tensors are on.
 
         An argument is a tensor (its address is passed; it must be contiguous), None (address 0), a dtype (its
-        code), an int or a float. Raises RuntimeError if CUDA refuses the launch, and ctypes.ArgumentError or
-        TypeError for arguments that the function does not take.
+        code), an int or a float; or a sequence of tensors and None, or of ints: an array of them in host
+        memory. Raises RuntimeError if CUDA refuses the launch, and ctypes.ArgumentError or TypeError for
+        arguments that the function does not take.
         """
-        tensors = [each for each in arguments if isinstance(each, Tensor)]
+        tensors = list(tensors_among(arguments))
         assert all(each.is_contiguous() for each in tensors), f"{name} takes contiguous tensors"
         assert len({each.device for each in tensors}) == 1, f"{name} takes tensors of one device"
         with self._on(tensors) as stream:
@@ -75,9 +77,21 @@ def _device_and_stream(device: torch.device):
         yield torch.cuda.current_stream(device).cuda_stream
 
 
+def tensors_among(arguments: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among a launch's arguments, those in sequences too."""
+    for each in arguments:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from tensors_among(each)
+
+
 def _as_c(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return argument.data_ptr()
     if isinstance(argument, torch.dtype):
         return DTYPE_CODES[argument]
+    if isinstance(argument, (list, tuple)):
+        values = [_as_c(each) for each in argument]
+        return (ctypes.c_int64 * len(values))(*(value or 0 for value in values))
     return argument

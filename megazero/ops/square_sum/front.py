@@ -1,0 +1,81 @@
+"""The public sum of squares and its table of implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from megazero.ops.cuda import on_cuda_kernels
+from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, where
+from megazero.ops.square_sum.cuda import square_sum_cuda
+from megazero.ops.square_sum.reference import square_sum_reference
+
+# Elements per partial sum on CPU: few enough for an fp32 sum to be accurate to 1e-7, and for an fp64 copy to
+# stay in the second-level cache.
+_BLOCK = 1 << 16
+
+
+def square_sum_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """torch's norm of each: a GPU sums as a tree, which keeps fp32 accurate enough, and widens while reading.
+
+    Asking for fp64 would first make an fp64 copy. Not finite also if a norm is above 1.8 x 10^19.
+    """
+    wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    return sum(torch.linalg.vector_norm(tensor, dtype=wide).double().square() for tensor in tensors)
+
+
+def square_sum_blocks(tensors: Sequence[Tensor]) -> Tensor:
+    """Partial sums are short and are added in fp64; those of fp32 are taken in fp32 if it holds them."""
+    return sum(_in_blocks(tensor) for tensor in tensors)
+
+
+def _in_blocks(tensor: Tensor) -> Tensor:
+    blocks = tensor.reshape(-1).split(_BLOCK)
+    if tensor.dtype == torch.float32:
+        # Twice as fast as in fp64: 7 against 14 ms for 2.3 x 10^7 elements on one core.
+        total = _dot_sum(blocks)
+        if torch.isfinite(total):
+            return total
+    return _dot_sum(block.double() for block in blocks)
+
+
+def _dot_sum(blocks: Iterable[Tensor]) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for block in blocks:
+        total += torch.dot(block, block)
+    return total
+
+
+SQUARE_SUM = Operator(
+    "square_sum",
+    (
+        Implementation("cuda", square_sum_cuda, on_cuda_kernels()),
+        Implementation("norms", square_sum_norms, where(CUDA)),
+        Implementation("blocks", square_sum_blocks, where(CPU)),
+        Implementation("reference", square_sum_reference),
+    ),
+)
+
+
+@torch.no_grad()
+def square_sum(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of the squares of all elements of all tensors, in fp64.
+
+    Neither fp16's range (any number above 256 squares to inf) nor the length of a flat tensor (one fp32 sum
+    of 2.3 x 10^7 terms was off by 0.3%) spoils it.
+
+    Args:
+        tensors: at least one; of any shape and float type, on one device.
+
+    Returns:
+        fp64 scalar tensor `[]` on the tensors' device; nothing is copied to the host.
+    """
+    total = None
+    for _, alike in groupby(tensors, key=lambda tensor: tensor.dtype):
+        run = list(alike)
+        part = SQUARE_SUM.choose(CallFacts.of(run[0])).fn(run)
+        total = part if total is None else total + part
+    return total

@@ -1,0 +1,12 @@
+"""The sum of squares as its formula reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def square_sum_reference(tensors: Sequence[Tensor]) -> Tensor:
+    """``sum(x^2)`` over all elements of all tensors, in fp64."""
+    return sum(tensor.double().square().sum() for tensor in tensors)

@@ -1,0 +1,76 @@
+"""Steps of optimizers with bf16 gradients and bf16 weights: all is read or written once, moments both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megazero.kernels import KernelLibrary
+from megazero.ops.adagrad.cuda import adagrad_cuda
+from megazero.ops.adam.cuda import adam_cuda
+from megazero.ops.lamb.cuda import lamb_move_cuda, lamb_norms_cuda
+from megazero.ops.lion.cuda import lion_cuda
+from megazero.ops.sgd.cuda import sgd_cuda
+from megazero.report.kernels.case import KernelCase
+
+COUNT = 3 << 14
+_MASTERS, _MOMENT, _GRADIENT, _WEIGHTS = 8 * COUNT, 8 * COUNT, 2 * COUNT, 2 * COUNT
+# LAMB's pass over moments reads what it measures, and leaves two doubles for each chunk of 16,384.
+_CHUNKS = COUNT >> 14
+
+
+def _tensors() -> tuple[Tensor, ...]:
+    """Masters, gradients, two moments and weights."""
+    masters, first, second = (torch.rand(COUNT) for _ in range(3))
+    return masters, torch.rand(COUNT).bfloat16(), first, second, torch.rand(COUNT).bfloat16()
+
+
+def _adam(kernels: KernelLibrary) -> None:
+    *four, weights = ([each] for each in _tensors())
+    settings = {"step": 1, "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    adam_cuda(*four, weights, **settings, kernels=kernels)
+
+
+def _sgd(kernels: KernelLibrary) -> None:
+    p, g, u, _, weights = _tensors()
+    sgd_cuda(p, g, u, weights, lr=1e-3, momentum=0.9, weight_decay=0.1, kernels=kernels)
+
+
+def _lion(kernels: KernelLibrary) -> None:
+    p, g, m, _, weights = _tensors()
+    lion_cuda(p, g, m, weights, lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, kernels=kernels)
+
+
+def _adagrad(kernels: KernelLibrary) -> None:
+    p, g, total, _, weights = _tensors()
+    adagrad_cuda(p, g, total, weights, lr=1e-3, eps=1e-8, weight_decay=0.1, kernels=kernels)
+
+
+def _lamb(kernels: KernelLibrary) -> None:
+    p, g, m, v, weights = _tensors()
+    terms = {"factor": 1.0, "eps": 1e-6, "weight_decay": 0.1}
+    lamb_norms_cuda(p, g, m, v, beta1=0.9, beta2=0.95, **terms, kernels=kernels)
+    lamb_move_cuda(p, m, v, torch.tensor(1e-3), weights, **terms, kernels=kernels)
+
+
+def _one_moment(name: str, run: Callable[[KernelLibrary], None]) -> KernelCase:
+    return KernelCase(f"{name} bf16", run, {f"{name}_update": _MASTERS + _MOMENT + _GRADIENT + _WEIGHTS})
+
+
+CASES = (
+    KernelCase("adam bf16", _adam, {"adam_update": _MASTERS + 2 * _MOMENT + _GRADIENT + _WEIGHTS}),
+    _one_moment("sgd", _sgd),
+    _one_moment("lion", _lion),
+    _one_moment("adagrad", _adagrad),
+    KernelCase(
+        "lamb bf16",
+        _lamb,
+        {
+            "lamb_moments": _MASTERS // 2 + 2 * _MOMENT + _GRADIENT + 16 * _CHUNKS,
+            "lamb_sums": 16 * _CHUNKS + 16,
+            "lamb_move": _MASTERS + _MOMENT + _WEIGHTS + 4,
+        },
+    ),
+)

@@ -1,0 +1,110 @@
+"""LAMB's kernels against the formulas in fp64."""
+
+import pytest
+import torch
+
+from megazero.ops.lamb.cuda import lamb_move_cuda, lamb_move_pieces, lamb_norms_cuda, lamb_norms_of_pieces
+from megazero.ops.lamb.reference import lamb_move_reference, lamb_norms_reference
+from megazero.ops.segments import DeviceSignals
+from tests.kernels.harness import DTYPES, in_every_order, same_bits
+from tests.kernels.updates import SIZES, check_cuts, check_extremes, check_signals, check_step, pieces
+
+BETAS = {"beta1": 0.9, "beta2": 0.95}
+TERMS = {"factor": 0.7, "eps": 1e-6, "weight_decay": 0.1}
+
+
+def rates(own):
+    return [torch.tensor(0.01 * (1 + number), dtype=p.dtype) for number, p in enumerate(own.params)]
+
+
+def norms(own, **others):
+    return lamb_norms_of_pieces(own.params, own.grads, *own.moments, **BETAS, **TERMS, **others)
+
+
+def step(own, scale=1.0, signals=DeviceSignals(), **others):  # noqa: B008 -- a frozen value
+    norms(own, scale=scale, signals=signals, **others)
+    skip = DeviceSignals(overflow=signals.overflow)
+    lamb_move_pieces(own.params, *own.moments, rates(own), own.weights, **TERMS, signals=skip, **others)
+
+
+def norms_formula(own):
+    found = []
+    for p, g, m, v in zip(own.params, own.grads, *own.moments, strict=True):
+        found.append(lamb_norms_reference(p, g.to(p.dtype), m, v, **BETAS, **TERMS))
+    return torch.stack(found)
+
+
+def formula(own):
+    norms_formula(own)
+    for p, m, v, rate in zip(own.params, *own.moments, rates(own), strict=True):
+        lamb_move_reference(p, m, v, rate, **TERMS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_size(dtype):
+    check_step(step, formula, pieces(SIZES[:-1], 2, dtype, torch.bfloat16), units=6)
+
+
+def check_norms(start, chunk_of=None):
+    found = in_every_order(lambda kernels: [norms(start.clone(), kernels=kernels)])[0]
+    exact = start.clone()
+    exact.params, exact.grads = ([e.double() for e in kind] for kind in (exact.params, exact.grads))
+    exact.moments = [[e.double() for e in kind] for kind in exact.moments]
+    wanted = norms_formula(exact)
+    assert (found.shape, found.dtype) == (wanted.shape, torch.float64)
+    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0.0)
+    return found
+
+
+def test_norms_of_every_piece():
+    """With empty ones, more than a launch takes, and one of several chunks."""
+    check_norms(pieces([3, 0, 1, 9, 0] * 14 + [17_001, 0], 2, torch.bfloat16, None))
+
+
+def test_squares_beyond_fp32():
+    start = pieces((130,), 2, torch.float32, None)
+    start.params = [start.params[0] * 1e30]
+    assert check_norms(start)[0, 0] > 1e30
+
+
+def test_one_piece_is_a_list_of_one():
+    start = pieces((130,), 2, torch.float32, torch.bfloat16)
+
+    def run(kernels):
+        one, many = start.clone(), start.clone()
+        tensors = (one.params[0], one.grads[0], one.moments[0][0], one.moments[1][0])
+        found = lamb_norms_cuda(*tensors, **BETAS, **TERMS, kernels=kernels)
+        rate = torch.tensor(0.01)
+        lamb_move_cuda(tensors[0], *tensors[2:], rate, one.weights[0], **TERMS, kernels=kernels)
+        assert same_bits(found.view(1, 2), norms(many, kernels=kernels))
+        lamb_move_pieces(many.params, *many.moments, [rate], many.weights, **TERMS, kernels=kernels)
+        assert all(same_bits(a, b) for a, b in zip(one.changed(), many.changed(), strict=True))
+        return one.changed()
+
+    in_every_order(run)
+
+
+def test_extremes():
+    check_extremes(step, formula, 2)
+
+
+def test_cuts():
+    """Of what moves each element; the rate is one for all of a parameter's pieces."""
+
+    def moments_and_move(own, **others):
+        norms(own, **others)
+        rate = [torch.tensor(0.01)] * len(own.params)
+        lamb_move_pieces(own.params, *own.moments, rate, own.weights, **TERMS, **others)
+
+    check_cuts(moments_and_move, pieces((700,), 2, torch.bfloat16, torch.bfloat16), (1, 2, 5, 64, 71, 699))
+
+
+def test_signals():
+    check_signals(step, pieces((130, 5, 33), 2, torch.float16, torch.float16))
+
+
+def test_norms_of_a_step_with_an_overflow_are_zero():
+    signals = DeviceSignals(overflow=torch.ones(1))
+    start = pieces((130, 5), 2, torch.float16, None)
+    found = in_every_order(lambda kernels: [norms(start.clone(), signals=signals, kernels=kernels)])[0]
+    assert found.tolist() == [[0.0, 0.0], [0.0, 0.0]]
