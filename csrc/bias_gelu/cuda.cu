@@ -20,10 +20,10 @@ __device__ __forceinline__ float gelu(float z) {
   return exact ? 0.5f * z * (1.0f + erff(z * kRootHalf)) : z * gate(z);
 }
 
-// Beyond 10 the gate is 0 or 1 to the last bit, and z is held there: infinity times 0 would be NaN.
+// Beyond 15 the slope is 0 or 1 to the last bit, and z is held there: infinity times 0 would be NaN.
 template <bool exact>
 __device__ __forceinline__ float gelu_slope(float z) {
-  const float low = z < -10.0f ? -10.0f : z, held = low > 10.0f ? 10.0f : low, square = held * held;
+  const float low = z < -15.0f ? -15.0f : z, held = low > 15.0f ? 15.0f : low, square = held * held;
   if (exact) return 0.5f * (1.0f + erff(held * kRootHalf)) + held * kNormalPeak * expf(-0.5f * square);
   const float s = gate(held);
   return s + held * s * (1.0f - s) * kTwoRootTwoOverPi * (1.0f + 3.0f * kCubic * square);

@@ -14,11 +14,12 @@ struct ColumnLaunch {
   dim3 blocks, threads;
 };
 
-// Threads for `rows` rows at once, each of which takes `pack` columns. They find the rest of the rows by rows_at_once().
+// Threads for `rows` rows at once, each of which takes `pack` columns; rows_at_once() leads them to further rows. For
+// one row there is one thread per pack.
 inline ColumnLaunch column_launch(std::int64_t rows, std::int64_t width, int pack) {
   const std::int64_t packs = (width + pack - 1) / pack;
   unsigned across = kWarp;
-  while (across < kColumnBlock && across < packs) across *= 2;
+  while (across < kColumnBlock && (across < packs || across * rows < kColumnBlock)) across *= 2;
   const dim3 threads(across, kColumnBlock / across);
   const std::int64_t down = std::min<std::int64_t>((rows + threads.y - 1) / threads.y, 65535);
   return {dim3(static_cast<unsigned>((packs + across - 1) / across), static_cast<unsigned>(down)), threads};

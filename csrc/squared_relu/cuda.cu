@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(128)
   Columns<N> z, grad;
   z.load(x, count, first);
   grad.load(grad_y, count, first);
-  z.each([&](int n) { grad.value[n] *= 2.0f * positive_part(z.value[n]); });
+  z.each([&](int n) { grad.value[n] = 2.0f * (grad.value[n] * positive_part(z.value[n])); });
   grad.store(grad_x, count, first);
 }
 
