@@ -85,7 +85,9 @@ def test_any_strides_and_addresses(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_extreme_numbers(dtype, exact):
     tiny = torch.finfo(dtype).smallest_normal / 4
-    x = torch.tensor([torch.inf, torch.nan, 65504.0, -65504.0, tiny, -tiny, 0.0, 1e4, -1e4, 12.0], dtype=dtype)
+    x = torch.tensor(
+        [torch.inf, torch.nan, 65504.0, -65504.0, tiny, -tiny, 0.0, 1e4, -1e4, 12.0], dtype=dtype
+    )
     y, slope = by_kernels(x, None, torch.ones_like(x), exact)
     halved = x[4:6] / 2
     expected = torch.tensor([torch.inf, torch.nan, x[2], 0, *halved, 0, x[7], 0, 12], dtype=dtype)

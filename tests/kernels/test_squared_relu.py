@@ -48,7 +48,9 @@ def test_extreme_numbers(dtype):
     x = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0, -65504.0, 3.0], dtype=dtype)
     y, grad_x = by_kernels(x, torch.ones_like(x))
     assert torch.allclose(y, torch.tensor([torch.inf, 0, torch.nan, 0, 0, 9], dtype=dtype), equal_nan=True)
-    assert torch.allclose(grad_x, torch.tensor([torch.inf, 0, torch.nan, 0, 0, 6], dtype=dtype), equal_nan=True)
+    assert torch.allclose(
+        grad_x, torch.tensor([torch.inf, 0, torch.nan, 0, 0, 6], dtype=dtype), equal_nan=True
+    )
     tiny, huge = torch.finfo(dtype).smallest_normal / 4, torch.finfo(dtype).max
     check(torch.tensor([tiny, -tiny, huge, -huge], dtype=dtype), torch.tensor([1, 1, 0.25, 1], dtype=dtype))
 

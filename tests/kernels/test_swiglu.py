@@ -67,7 +67,9 @@ def test_extreme_numbers(dtype):
     gate = torch.tensor([torch.inf, torch.nan, 65504.0, -65504.0, 0.0, 2.0, 2.0], dtype=dtype)
     up = torch.tensor([2, 1, 0.5, 3, torch.inf, torch.inf, torch.nan], dtype=dtype)
     y, grads = by_kernels(torch.stack((gate, up)).unsqueeze(0), torch.ones(1, 7, dtype=dtype))
-    expected = torch.tensor([torch.inf, torch.nan, gate[2] / 2, 0, torch.nan, torch.inf, torch.nan], dtype=dtype)
+    expected = torch.tensor(
+        [torch.inf, torch.nan, gate[2] / 2, 0, torch.nan, torch.inf, torch.nan], dtype=dtype
+    )
     assert torch.allclose(y[0], expected, rtol=0, equal_nan=True)
     assert torch.allclose(grads[0, 1, 2:5], torch.tensor([gate[2], 0, 0], dtype=dtype), rtol=0)
     assert grads[0, 0, 2:4].tolist() == [0.5, 0]

@@ -61,8 +61,8 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Layer norm of t = x + residual, for x and residual [..., h] of one dtype; and t itself.
 
-    weight and bias are [h]. t is rounded to x's dtype before it is normalized, so the result is that of an add and
-    `layer_norm`. Raises ValueError if residual differs from x in shape or dtype.
+    weight and bias are [h]. t is rounded to x's dtype before it is normalized, so the result is that of an
+    add and `layer_norm`. Raises ValueError if residual differs from x in shape or dtype.
     """
     check_residual(x, residual)
     return ADD_LAYER_NORM.choose(CallFacts.of(x)).fn(x, residual, weight, bias, eps)

@@ -11,7 +11,7 @@ from megazero.ops.cuda import CUDA_KERNELS
 
 
 class _CudaLayerNorm(torch.autograd.Function):
-    """Saves the input and two numbers per row; parameters' gradients are added up in fp32, in a fixed order."""
+    """Saves the input and two numbers per row; sums over rows are taken in fp32, in a fixed order."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float, kernels: KernelLibrary) -> Tensor:
@@ -41,7 +41,12 @@ class _CudaAddLayerNorm(torch.autograd.Function):
 
 
 def _normalize(
-    ctx, x: Tensor, residual: Tensor | None, parameters: tuple[Tensor, Tensor], eps: float, kernels: KernelLibrary
+    ctx,
+    x: Tensor,
+    residual: Tensor | None,
+    parameters: tuple[Tensor, Tensor],
+    eps: float,
+    kernels: KernelLibrary,
 ) -> tuple[Tensor, Tensor]:
     """y and what was normalized, which `ctx` keeps."""
     x = x.contiguous()

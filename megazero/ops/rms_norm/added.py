@@ -13,9 +13,7 @@ from megazero.ops.rms_norm.front import rms_norm_chunked, rms_norm_native_cpu, r
 from megazero.ops.rms_norm.reference import add_rms_norm_reference
 
 
-def add_rms_norm_native_cpu(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm_native_cpu(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """torch's add and RMSNorm's compiled kernel, in fp32 or bf16 on CPU."""
     total = x + residual
     return rms_norm_native_cpu(total, weight, eps), total

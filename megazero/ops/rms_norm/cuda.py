@@ -47,9 +47,7 @@ def _normalize(
     count = x.numel() // width if width else 0
     total = None if residual is None else torch.empty_like(x)
     y, scale = torch.empty_like(x), x.new_empty(count, dtype=torch.float32)
-    kernels.launch(
-        "rms_norm_forward", x.dtype, count, width, x, residual, wide_weight, eps, total, y, scale
-    )
+    kernels.launch("rms_norm_forward", x.dtype, count, width, x, residual, wide_weight, eps, total, y, scale)
     normalized = x if total is None else total
     ctx.save_for_backward(normalized, wide_weight, scale)
     ctx.parameter_dtype, ctx.kernels = weight.dtype, kernels

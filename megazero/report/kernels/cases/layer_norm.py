@@ -1,4 +1,4 @@
-"""Layer norm: x, y, both gradients, mean and scale of each row, the parameters, and partial sums of their gradients.
+"""Layer norm: x, y, both gradients, rows' means and scales, the parameters, partial sums of their gradients.
 
 With a residual also that, the sum, and the gradient that arrives for the sum.
 """
