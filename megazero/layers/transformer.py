@@ -54,7 +54,8 @@ class TransformerLayer(nn.Module):
         out, bias, sums = self.mlp(normed.to(self.placement.dtype), inputs)
         out, bias = _scaled(out, bias, inputs.branch_scale)
         residual = normed if self.residual_after_norm else x
-        return bias_dropout_add(out.to(residual.dtype), bias, residual, self._dropout(inputs, "mlp_out")), sums
+        dropout = self._dropout(inputs, "mlp_out")
+        return bias_dropout_add(out.to(residual.dtype), bias, residual, dropout), sums
 
     def _dropout(self, inputs: LayerInputs, site: str) -> Dropout | None:
         return inputs.dropout(self.dropout, self.placement, "hidden", self.layer, site)
