@@ -6,12 +6,14 @@
 
 namespace megazero {
 
+// One block that must fit: without that hint ptxas allows itself 32 registers, and spills.
 template <typename T, int N, bool whole>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(1024, 1)
     rms_norm_forward(std::int64_t count, int width, Global<const T> x, Global<const T> residual, Cached<float> weight,
                      float eps, Global<T> total, Global<T> y, Global<float> scale) {
   using Row = Tile<N, whole>;
   const int tiles = Row::count(width);
+  const Global<const T> normalized = residual ? Global<const T>(total) : x;
   Row tile, scaled;
   for (std::int64_t row = first_row(); row < count; row += row_stride()) {
     float sum[1] = {0.0f};
@@ -23,7 +25,7 @@ __global__ void __launch_bounds__(1024)
     const float factor = rsqrtf(sum[0] / static_cast<float>(width) + eps);
     if (threadIdx.x == 0) scale[row] = factor;
     for (int t = 0; t < tiles; ++t) {
-      if (!whole) tile.load((residual ? Global<const T>(total) : x) + row * width, width, t);
+      if (!whole) tile.load(normalized + row * width, width, t);
       scaled.load(weight, width, t);
       Row::each([&](int k, int n) { scaled.value[k][n] *= tile.value[k][n] * factor; });
       scaled.store(y + row * width, width, t);
