@@ -1,28 +1,31 @@
-// Root-mean-square normalization of rows (Zhang & Sennrich 2019). weight and its gradient: fp32 [width]; scale = 1 /
-// sqrt(mean(x^2) + eps): fp32 [count]. partials: fp32 [groups, width], scratch.
-// groups: how many groups of threads add up the weight's gradient.
-#include "common/cuda_rows.hpp"
+// Root-mean-square normalization of rows (Zhang & Sennrich 2019), of x or of total = x + residual, which is then
+// written too. weight and its gradient: fp32 [width]; scale = 1 / sqrt(mean(x^2) + eps): fp32 [count]. partials: fp32
+// [groups, width], scratch. groups: how many groups of threads add up the weight's gradient. Null: residual and total,
+// if nothing is added; grad_total, if no gradient arrives for it.
+#include "common/cuda_norm.hpp"
 
 namespace megazero {
 
+// One block that must fit: without that hint ptxas allows itself 32 registers, and spills.
 template <typename T, int N, bool whole>
-__global__ void __launch_bounds__(1024)
-    rms_norm_forward(std::int64_t count, int width, Global<const T> x, Cached<float> weight, float eps,
-                     Global<T> y, Global<float> scale) {
+__global__ void __launch_bounds__(1024, 1)
+    rms_norm_forward(std::int64_t count, int width, Global<const T> x, Global<const T> residual, Cached<float> weight,
+                     float eps, Global<T> total, Global<T> y, Global<float> scale) {
   using Row = Tile<N, whole>;
   const int tiles = Row::count(width);
+  const Global<const T> normalized = residual ? Global<const T>(total) : x;
   Row tile, scaled;
   for (std::int64_t row = first_row(); row < count; row += row_stride()) {
     float sum[1] = {0.0f};
     for (int t = 0; t < tiles; ++t) {
-      tile.load(x + row * width, width, t);
+      load_total(tile, x, residual, total, row * width, width, t);
       Row::each([&](int k, int n) { sum[0] += tile.value[k][n] * tile.value[k][n]; });
     }
     row_sums(sum);
     const float factor = rsqrtf(sum[0] / static_cast<float>(width) + eps);
     if (threadIdx.x == 0) scale[row] = factor;
     for (int t = 0; t < tiles; ++t) {
-      if (!whole) tile.load(x + row * width, width, t);
+      if (!whole) tile.load(normalized + row * width, width, t);
       scaled.load(weight, width, t);
       Row::each([&](int k, int n) { scaled.value[k][n] *= tile.value[k][n] * factor; });
       scaled.store(y + row * width, width, t);
@@ -33,8 +36,8 @@ __global__ void __launch_bounds__(1024)
 // With n = x * scale and g = grad_y * weight: grad_x = scale * (g - n * mean(g * n)), grad_weight = sum(grad_y * n).
 template <typename T, int N, bool whole>
 __global__ void __launch_bounds__(1024)
-    rms_norm_backward(std::int64_t count, int width, Global<const T> x, Cached<float> weight,
-                      Global<const float> scale, Global<const T> grad_y, Global<T> grad_x, Global<float> partials) {
+    rms_norm_backward(std::int64_t count, int width, Global<const T> x, Cached<float> weight, Global<const float> scale,
+                      Global<const T> grad_y, Global<const T> grad_total, Global<T> grad_x, Global<float> partials) {
   using Row = Tile<N, whole>;
   const int tiles = Row::count(width);
   const Global<float> own = partials + first_row() * width;
@@ -68,6 +71,7 @@ __global__ void __launch_bounds__(1024)
         summed.value[k][n] += grad.value[k][n] * normed.value[k][n];
         grad.value[k][n] = factor * (grad.value[k][n] * weights.value[k][n] - normed.value[k][n] * mean);
       });
+      add_grad(grad, grad_total, row * width, width, t);
       grad.store(grad_x + row * width, width, t);
       if (!whole) summed.store(own, width, t);
     }
@@ -82,24 +86,26 @@ __global__ void __launch_bounds__(1024)
 using namespace megazero;
 
 extern "C" int megazero_cuda_rms_norm_forward(std::int64_t dtype, std::int64_t count, std::int64_t width, const void* x,
-                                              const float* weight, double eps, void* y, float* scale, void* stream) {
+                                              const void* residual, const float* weight, double eps, void* total,
+                                              void* y, float* scale, void* stream) {
   if (count == 0 || width == 0) return 0;
   const RowLaunch launch = row_launch(count, width);
   return with_element(dtype, [&](auto element) {
     using T = decltype(element);
     const auto start = [&](auto pack, auto whole) {
       return MEGAZERO_LAUNCH((rms_norm_forward<T, pack(), whole()>), launch.blocks, launch.threads, 0, stream, count,
-                             width, static_cast<const T*>(x), weight, eps, static_cast<T*>(y), scale);
+                             width, static_cast<const T*>(x), static_cast<const T*>(residual), weight, eps,
+                             static_cast<T*>(total), static_cast<T*>(y), scale);
     };
-    return with_row_shape<T>(launch, width, start, x, weight, y);
+    return with_row_shape<T>(launch, width, start, x, residual, weight, total, y);
   });
 }
 MEGAZERO_EXPORT(rms_norm_forward)
 
 extern "C" int megazero_cuda_rms_norm_backward(std::int64_t dtype, std::int64_t count, std::int64_t width,
                                                std::int64_t groups, const void* x, const float* weight,
-                                               const float* scale, const void* grad_y, void* grad_x,
-                                               float* grad_weight, float* partials, void* stream) {
+                                               const float* scale, const void* grad_y, const void* grad_total,
+                                               void* grad_x, float* grad_weight, float* partials, void* stream) {
   if (width == 0) return 0;
   const RowLaunch launch = row_launch(count, width, groups);
   const int code = with_element(dtype, [&](auto element) {
@@ -107,9 +113,9 @@ extern "C" int megazero_cuda_rms_norm_backward(std::int64_t dtype, std::int64_t 
     const auto start = [&](auto pack, auto whole) {
       return MEGAZERO_LAUNCH((rms_norm_backward<T, pack(), whole()>), launch.blocks, launch.threads, 0, stream, count,
                              width, static_cast<const T*>(x), weight, scale, static_cast<const T*>(grad_y),
-                             static_cast<T*>(grad_x), partials);
+                             static_cast<const T*>(grad_total), static_cast<T*>(grad_x), partials);
     };
-    return with_row_shape<T>(launch, width, start, x, weight, grad_y, grad_x, partials);
+    return with_row_shape<T>(launch, width, start, x, weight, grad_y, grad_total, grad_x, partials);
   });
   return code != 0 ? code : megazero_cuda_column_sum(groups, width, partials, grad_weight, stream);
 }

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from megazero.layers.placement import Placement
 from megazero.mpu import InitialValues, ParamSpec
-from megazero.ops.layer_norm import layer_norm
-from megazero.ops.rms_norm import rms_norm
+from megazero.ops.layer_norm import add_layer_norm, layer_norm
+from megazero.ops.rms_norm import add_rms_norm, rms_norm
 
 
 class Norm(nn.Module):
@@ -30,7 +30,12 @@ class Norm(nn.Module):
         self.weight = vector("weight", "ones")
         self.bias = vector("bias", "zeros") if kind == "LayerNorm" else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of x; or, with a residual, the norm of x + residual, and that sum."""
+        if residual is not None:
+            if self.bias is None:
+                return add_rms_norm(x, residual, self.weight, self.eps)
+            return add_layer_norm(x, residual, self.weight, self.bias, self.eps)
         if self.bias is None:
             return rms_norm(x, self.weight, self.eps)
         return layer_norm(x, self.weight, self.bias, self.eps)

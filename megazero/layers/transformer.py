@@ -11,6 +11,7 @@ from megazero.layers.inputs import LayerInputs
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
 from megazero.ops.bias_dropout_add import bias_dropout_add
+from megazero.ops.dropout import Dropout
 
 
 class TransformerLayer(nn.Module):
@@ -43,15 +44,25 @@ class TransformerLayer(nn.Module):
         out, bias = self.attention(normed.to(self.placement.dtype), inputs)
         residual = inputs.narrow(normed if self.residual_after_norm else x)
         inputs = inputs.narrowed()
-        x = self._add(out, bias, residual, inputs, "attention_out")
-        normed = self.mlp_norm(x)
+        out, bias = _scaled(out, bias, inputs.branch_scale)
+        dropout = self._dropout(inputs, "attention_out")
+        if bias is None and dropout is None:
+            normed, x = self.mlp_norm(out.to(residual.dtype), residual)
+        else:
+            x = bias_dropout_add(out.to(residual.dtype), bias, residual, dropout)
+            normed = self.mlp_norm(x)
         out, bias, sums = self.mlp(normed.to(self.placement.dtype), inputs)
-        return self._add(out, bias, normed if self.residual_after_norm else x, inputs, "mlp_out"), sums
+        out, bias = _scaled(out, bias, inputs.branch_scale)
+        residual = normed if self.residual_after_norm else x
+        dropout = self._dropout(inputs, "mlp_out")
+        return bias_dropout_add(out.to(residual.dtype), bias, residual, dropout), sums
 
-    def _add(
-        self, out: Tensor, bias: Tensor | None, residual: Tensor, inputs: LayerInputs, site: str
-    ) -> Tensor:
-        dropout = inputs.dropout(self.dropout, self.placement, "hidden", self.layer, site)
-        if inputs.branch_scale != 1.0:
-            out, bias = out * inputs.branch_scale, None if bias is None else bias * inputs.branch_scale
-        return bias_dropout_add(out.to(residual.dtype), bias, residual, dropout)
+    def _dropout(self, inputs: LayerInputs, site: str) -> Dropout | None:
+        return inputs.dropout(self.dropout, self.placement, "hidden", self.layer, site)
+
+
+def _scaled(out: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
+    """What a half adds to the hidden states, times scale."""
+    if scale == 1.0:
+        return out, bias
+    return out * scale, None if bias is None else bias * scale

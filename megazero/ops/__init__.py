@@ -24,10 +24,10 @@ from megazero.ops.gathered_sum import GATHERED_SUM
 from megazero.ops.grouped_linear import GROUPED_LINEAR, GROUPED_OUTER
 from megazero.ops.kl_divergence import KL_DIVERGENCE
 from megazero.ops.lamb import LAMB_MOVE, LAMB_NORMS
-from megazero.ops.layer_norm import LAYER_NORM
+from megazero.ops.layer_norm import ADD_LAYER_NORM, LAYER_NORM
 from megazero.ops.lion import LION
 from megazero.ops.quantize import DEQUANTIZE, QUANTIZE
-from megazero.ops.rms_norm import RMS_NORM
+from megazero.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
 from megazero.ops.rotary import ROTARY
 from megazero.ops.scaled_softmax import SCALED_SOFTMAX
 from megazero.ops.sgd import SGD
@@ -43,6 +43,8 @@ def operators() -> tuple[Operator, ...]:
     return (
         ADAGRAD,
         ADAM,
+        ADD_LAYER_NORM,
+        ADD_RMS_NORM,
         ATTENTION,
         BIAS_DROPOUT_ADD,
         BIAS_GELU,

@@ -67,7 +67,15 @@ def norm_cases() -> list[Case]:
             label = f"{shape} x {scale}"
             cases.append(Case("layer_norm", label, (x, w, b), lambda f, *a: f(*a, 1e-5), small))
             cases.append(Case("rms_norm", label, (x, w), lambda f, *a: f(*a, 1e-5), small))
+            added = (x, x.roll(1, -1), w)
+            cases.append(Case("add_layer_norm", label, (*added, b), _both, small))
+            cases.append(Case("add_rms_norm", label, added, _both, small))
     return cases
+
+
+def _both(f: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor) -> Tensor:
+    """A norm of a sum, and the sum."""
+    return torch.cat(f(*inputs, 1e-5), -1)
 
 
 def activation_cases() -> list[Case]:
@@ -369,6 +377,8 @@ def meta_cases() -> list[Case]:
     grouped, aligned = lambda f, *a: f(*a, (2, 0, 3)), {"aligned": True}
     x, wide, heads = _randn(4, 2, 16), _randn(16), tuple(_randn(4, 2, n, 8) for n in (4, 2, 2))
     return [
+        Case("add_layer_norm", "meta", (x, x, wide, wide), _both),
+        Case("add_rms_norm", "meta", (x, x, wide), _both),
         Case("layer_norm", "meta", (x, wide, wide), lambda f, *a: f(*a, 1e-5)),
         Case("rms_norm", "meta", (x, wide), lambda f, *a: f(*a, 1e-5)),
         Case(

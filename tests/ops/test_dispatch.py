@@ -26,10 +26,10 @@ from megazero.ops.gathered_sum import gathered_sum
 from megazero.ops.grouped_linear import grouped_linear, grouped_outer
 from megazero.ops.kl_divergence import vocab_parallel_kl_divergence
 from megazero.ops.lamb import lamb_move, lamb_norms
-from megazero.ops.layer_norm import layer_norm
+from megazero.ops.layer_norm import add_layer_norm, layer_norm
 from megazero.ops.lion import lion_step
 from megazero.ops.quantize import Quantization, dequantize, quantize
-from megazero.ops.rms_norm import rms_norm
+from megazero.ops.rms_norm import add_rms_norm, rms_norm
 from megazero.ops.rotary import apply_rotary, rotary_table
 from megazero.ops.scaled_softmax import scaled_softmax
 from megazero.ops.sgd import sgd_step
@@ -195,6 +195,12 @@ def _run_square_sum(facts) -> None:
 RUNS: dict[str, Callable] = {
     "adagrad": _run_adagrad,
     "adam": _run_adam,
+    "add_layer_norm": lambda facts: sum(
+        add_layer_norm(*(_randn(facts, *s) for s in ((3, 8), (3, 8), (8,), (8,))), 1e-5)
+    ),
+    "add_rms_norm": lambda facts: sum(
+        add_rms_norm(*(_randn(facts, *s) for s in ((3, 8), (3, 8), (8,))), 1e-5)
+    ),
     "attention": _run_attention,
     "bias_dropout_add": lambda facts: bias_dropout_add(
         *(_randn(facts, *shape) for shape in ((3, 2, 8), (8,), (3, 2, 8))),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.ops.layer_norm import layer_norm
-from megazero.ops.rms_norm import rms_norm
+from megazero.ops.layer_norm import add_layer_norm, layer_norm
+from megazero.ops.rms_norm import add_rms_norm, rms_norm
 from megazero.ops.rotary import apply_rotary, rotary_table
 from megazero.ops.scaled_softmax import scaled_softmax
 
@@ -29,6 +29,43 @@ def test_norms_by_hand() -> None:
     x = torch.tensor([[[3.0, -3.0, 3.0, -3.0]]])
     assert layer_norm(x + 100, torch.full((4,), 2.0), torch.ones(4), 0.0)[0, 0].tolist() == [3, -1, 3, -1]
     assert rms_norm(x, torch.full((4,), 2.0), 0.0)[0, 0].tolist() == pytest.approx([2, -2, 2, -2])
+
+
+def test_a_norm_of_a_sum_by_hand() -> None:
+    x, residual = torch.tensor([[1.0, -1.0, 2.0, -2.0]]), torch.tensor([[2.0, -2.0, 1.0, -1.0]])
+    y, total = add_layer_norm(x, residual, torch.full((4,), 2.0), torch.ones(4), 0.0)
+    assert (y.tolist(), total.tolist()) == ([[3, -1, 3, -1]], [[3, -3, 3, -3]])
+    y, total = add_rms_norm(x, residual, torch.full((4,), 2.0), 0.0)
+    assert (y[0].tolist(), total.tolist()) == (pytest.approx([2, -2, 2, -2]), [[3, -3, 3, -3]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_norm_of_a_sum_is_an_add_and_a_norm_bit_for_bit(dtype: torch.dtype) -> None:
+    """Where a layer takes one for the other, no number changes on CPU."""
+    torch.manual_seed(0)
+    x, residual, grad, grad_total = (torch.randn(5, 3, 48).to(dtype) for _ in range(4))
+    parameters = [torch.randn(48).to(dtype).requires_grad_() for _ in range(2)]
+    for fused, plain, own in (
+        (add_layer_norm, layer_norm, parameters),
+        (add_rms_norm, rms_norm, parameters[:1]),
+    ):
+        results = []
+        for apart in (False, True):
+            leaves = [each.clone().requires_grad_() for each in (x, residual)]
+            total = leaves[0] + leaves[1]
+            y, total = (plain(total, *own, 1e-5), total) if apart else fused(*leaves, *own, 1e-5)
+            grads = torch.autograd.grad((y, total), [*leaves, *own], (grad, grad_total))
+            results.append((y, total, *grads))
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_norm_of_a_sum_refuses_a_residual_of_another_shape_or_dtype() -> None:
+    x, weight = torch.zeros(2, 4), torch.ones(4)
+    with pytest.raises(ValueError, match=r"`residual` must have the shape and dtype of `x`, \[2, 4\] of"):
+        add_rms_norm(x, x[:1], weight, 0.0)
+    with pytest.raises(ValueError, match=r"but is \[2, 4\] of torch.float64"):
+        add_layer_norm(x, x.double(), weight, weight, 0.0)
 
 
 def test_rotary_turns_pairs_by_their_angle() -> None:

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megazero.ops.bias_gelu.cuda import bias_gelu_cuda
 from megazero.ops.bias_gelu.reference import bias_gelu_reference
+from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator, kinds_of_calls
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
 
@@ -67,6 +69,7 @@ BIAS_GELU = Operator(
     "bias_gelu",
     (
         Implementation("native_cpu", bias_gelu_native_cpu, on_native_cpu(exact=False, mixed=False)),
+        Implementation("cuda", bias_gelu_cuda, on_cuda_kernels(mixed=False)),
         Implementation("torch", bias_gelu_torch),
         Implementation("reference", bias_gelu_reference),
     ),

@@ -8,12 +8,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.ops.chunks import row_chunks
+from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, where
+from megazero.ops.layer_norm.cuda import layer_norm_cuda
 from megazero.ops.layer_norm.reference import layer_norm_reference
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
 
-_REDUCED = frozenset({torch.bfloat16, torch.float16})
-_FULL = frozenset({torch.float32, torch.float64})
+REDUCED = frozenset({torch.bfloat16, torch.float16})
+FULL = frozenset({torch.float32, torch.float64})
 
 
 class _NativeLayerNorm(torch.autograd.Function):
@@ -99,8 +101,9 @@ LAYER_NORM = Operator(
     "layer_norm",
     (
         Implementation("native_cpu", layer_norm_native_cpu, on_native_cpu()),
-        Implementation("reduced_cpu", layer_norm_reduced_cpu, where(CPU, _REDUCED)),
-        Implementation("torch", layer_norm_torch, where(CPU, _FULL)),
+        Implementation("reduced_cpu", layer_norm_reduced_cpu, where(CPU, REDUCED)),
+        Implementation("torch", layer_norm_torch, where(CPU, FULL)),
+        Implementation("cuda", layer_norm_cuda, on_cuda_kernels()),
         Implementation("torch", layer_norm_torch, where(CUDA)),
         Implementation("reference", layer_norm_reference),
     ),

@@ -1,4 +1,4 @@
-"""RMSNorm by the kernels of csrc/rms_norm/cuda.cu."""
+"""RMSNorm, and the residual add before it, by the kernels of csrc/rms_norm/cuda.cu."""
 
 from __future__ import annotations
 
@@ -15,28 +15,66 @@ class _CudaRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float, kernels: KernelLibrary) -> Tensor:
-        x, wide_weight = x.contiguous(), weight.float().contiguous()
-        width = x.shape[-1]
-        count = x.numel() // width if width else 0
-        y, scale = torch.empty_like(x), x.new_empty(count, dtype=torch.float32)
-        kernels.launch("rms_norm_forward", x.dtype, count, width, x, wide_weight, eps, y, scale)
-        ctx.save_for_backward(x, wide_weight, scale)
-        ctx.parameter_dtype, ctx.kernels = weight.dtype, kernels
-        return y
+        return _normalize(ctx, x, None, weight, eps, kernels)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        x, weight, scale = ctx.saved_tensors
-        count, width = scale.numel(), x.shape[-1]
-        grad, grad_x, grad_weight = grad.contiguous(), torch.empty_like(x), torch.empty_like(weight)
-        groups = ctx.kernels.column_groups(count, width)
-        partials = weight.new_empty(groups, width)
-        tensors = (x, weight, scale, grad, grad_x, grad_weight, partials)
-        ctx.kernels.launch("rms_norm_backward", x.dtype, count, width, groups, *tensors)
-        return grad_x, grad_weight.to(ctx.parameter_dtype), None, None
+        return *_gradients(ctx, grad, None), None, None
+
+
+class _CudaAddRMSNorm(torch.autograd.Function):
+    """As without the residual; the gradient that arrives for the total is added in the same pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, residual: Tensor, weight: Tensor, eps: float, kernels: KernelLibrary):
+        ctx.set_materialize_grads(False)
+        return _normalize(ctx, x, residual.contiguous(), weight, eps, kernels)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor | None, grad_total: Tensor | None):
+        grad_x, grad_weight = _gradients(ctx, grad, grad_total)
+        return grad_x, grad_x, grad_weight, None, None
+
+
+def _normalize(
+    ctx, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kernels: KernelLibrary
+) -> tuple[Tensor, Tensor]:
+    """y and what was normalized, which `ctx` keeps."""
+    x, wide_weight = x.contiguous(), weight.float().contiguous()
+    width = x.shape[-1]
+    count = x.numel() // width if width else 0
+    total = None if residual is None else torch.empty_like(x)
+    y, scale = torch.empty_like(x), x.new_empty(count, dtype=torch.float32)
+    kernels.launch("rms_norm_forward", x.dtype, count, width, x, residual, wide_weight, eps, total, y, scale)
+    normalized = x if total is None else total
+    ctx.save_for_backward(normalized, wide_weight, scale)
+    ctx.parameter_dtype, ctx.kernels = weight.dtype, kernels
+    return y, normalized
+
+
+def _gradients(ctx, grad: Tensor | None, grad_total: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The gradients of what was normalized and of the weight."""
+    x, weight, scale = ctx.saved_tensors
+    count, width = scale.numel(), x.shape[-1]
+    grad = torch.zeros_like(x) if grad is None else grad.contiguous()
+    grad_total = None if grad_total is None else grad_total.contiguous()
+    grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+    groups = ctx.kernels.column_groups(count, width)
+    partials = weight.new_empty(groups, width)
+    tensors = (x, weight, scale, grad, grad_total, grad_x, grad_weight, partials)
+    ctx.kernels.launch("rms_norm_backward", x.dtype, count, width, groups, *tensors)
+    return grad_x, grad_weight.to(ctx.parameter_dtype)
 
 
 def rms_norm_cuda(x: Tensor, weight: Tensor, eps: float, kernels: KernelLibrary = CUDA_KERNELS) -> Tensor:
     """RMSNorm of x [..., h] in fp32, fp16 or bf16 on a GPU; the weight may have any float type."""
     return _CudaRMSNorm.apply(x, weight, eps, kernels)
+
+
+def add_rms_norm_cuda(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, kernels: KernelLibrary = CUDA_KERNELS
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of x + residual, and x + residual, in one pass over memory."""
+    return _CudaAddRMSNorm.apply(x, residual, weight, eps, kernels)

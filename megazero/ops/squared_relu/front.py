@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
+from megazero.ops.squared_relu.cuda import squared_relu_cuda
 from megazero.ops.squared_relu.reference import squared_relu_reference
 
 
@@ -32,6 +34,7 @@ def squared_relu_fused(x: Tensor) -> Tensor:
 SQUARED_RELU = Operator(
     "squared_relu",
     (
+        Implementation("cuda", squared_relu_cuda, on_cuda_kernels()),
         Implementation("fused", squared_relu_fused),
         Implementation("reference", squared_relu_reference),
     ),

@@ -8,8 +8,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.ops.chunks import compute_dtype, row_chunks
+from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
+from megazero.ops.swiglu.cuda import swiglu_cuda
 from megazero.ops.swiglu.reference import swiglu_reference
 
 
@@ -80,6 +82,7 @@ SWIGLU = Operator(
     "swiglu",
     (
         Implementation("native_cpu", swiglu_native_cpu, on_native_cpu()),
+        Implementation("cuda", swiglu_cuda, on_cuda_kernels()),
         Implementation("chunked", swiglu_chunked),
         Implementation("reference", swiglu_reference),
     ),

@@ -1,0 +1,184 @@
+// Layer normalization of rows (Ba, Kiros & Hinton 2016), of x or of total = x + residual, which is then written too.
+// weight, bias: fp32 [width]; mean and scale = 1 / sqrt(variance + eps): fp32 [count]. grad_parameters: fp32 [2, width],
+// the weight's gradient and the bias's. partials: fp32 [groups, 2, width], scratch. groups: how many groups of threads
+// add up the parameters' gradients. Null: residual and total, if nothing is added; grad_total, if no gradient arrives
+// for it.
+#include "common/cuda_norm.hpp"
+
+namespace megazero {
+
+// What a thread knows of the elements that it has seen: how many they are, their mean and the sum of the squares of
+// their distances from it.
+struct Moments {
+  float count = 0.0f, mean = 0.0f, squares = 0.0f;
+
+  // Adds the tile's elements to them (Chan, Golub & LeVeque 1983): nothing large is ever subtracted from its like.
+  template <int N, bool whole>
+  __device__ __forceinline__ void add(const Tile<N, whole>& tile, int width, int t) {
+    using Row = Tile<N, whole>;
+    float seen = 0.0f, sum = 0.0f, spread = 0.0f;
+    Row::each([&](int k, int n) {
+      if (Row::at(t, k) < width) seen += 1.0f;
+      sum += tile.value[k][n];
+    });
+    if (seen == 0.0f) return;
+    const float middle = sum / seen;
+    Row::each([&](int k, int n) {
+      const float distance = tile.value[k][n] - middle;
+      if (Row::at(t, k) < width) spread += distance * distance;
+    });
+    const float apart = middle - mean, share = seen / (count + seen);
+    mean += apart * share;
+    squares += spread + apart * apart * count * share;
+    count += seen;
+  }
+};
+
+template <typename T, int N, bool whole>
+__global__ void __launch_bounds__(1024)
+    layer_norm_forward(std::int64_t count, int width, Global<const T> x, Global<const T> residual,
+                       Cached<float> weight, Cached<float> bias, float eps, Global<T> total, Global<T> y,
+                       Global<float> mean, Global<float> scale) {
+  using Row = Tile<N, whole>;
+  const int tiles = Row::count(width);
+  Row tile, parameter;
+  for (std::int64_t row = first_row(); row < count; row += row_stride()) {
+    Moments moments;
+    for (int t = 0; t < tiles; ++t) {
+      load_total(tile, x, residual, total, row * width, width, t);
+      moments.add(tile, width, t);
+    }
+    float sum[1] = {moments.count * moments.mean};
+    row_sums(sum);
+    const float middle = sum[0] / static_cast<float>(width), apart = moments.mean - middle;
+    sum[0] = moments.squares + moments.count * apart * apart;
+    row_sums(sum);
+    const float factor = rsqrtf(sum[0] / static_cast<float>(width) + eps);
+    if (threadIdx.x == 0) {
+      mean[row] = middle;
+      scale[row] = factor;
+    }
+    for (int t = 0; t < tiles; ++t) {
+      if (!whole) tile.load((residual ? Global<const T>(total) : x) + row * width, width, t);
+      parameter.load(weight, width, t);
+      Row::each([&](int k, int n) { tile.value[k][n] = (tile.value[k][n] - middle) * factor * parameter.value[k][n]; });
+      parameter.load(bias, width, t);
+      Row::each([&](int k, int n) { tile.value[k][n] += parameter.value[k][n]; });
+      tile.store(y + row * width, width, t);
+    }
+  }
+}
+
+// With n = (x - mean) * scale and g = grad_y * weight: grad_x = scale * (g - mean(g) - n * mean(g * n)), grad_weight =
+// sum(grad_y * n), grad_bias = sum(grad_y).
+template <typename T, int N, bool whole>
+__global__ void __launch_bounds__(1024)
+    layer_norm_backward(std::int64_t count, int width, Global<const T> x, Cached<float> weight,
+                        Global<const float> mean, Global<const float> scale, Global<const T> grad_y,
+                        Global<const T> grad_total, Global<T> grad_x, Global<float> partials) {
+  using Row = Tile<N, whole>;
+  const int tiles = Row::count(width);
+  const Global<float> own_weight = partials + 2 * first_row() * width, own_bias = own_weight + width;
+  Row normed, grad, parameter, weight_sum, bias_sum;
+  const auto clear = [&] { Row::each([&](int k, int n) { weight_sum.value[k][n] = bias_sum.value[k][n] = 0.0f; }); };
+  const auto store_sums = [&](int t) {
+    weight_sum.store(own_weight, width, t);
+    bias_sum.store(own_bias, width, t);
+  };
+  clear();
+  for (std::int64_t row = first_row(); row < count; row += row_stride()) {
+    const float middle = mean[row], factor = scale[row];
+    const auto read = [&](int t) {
+      normed.load(x + row * width, width, t);
+      grad.load(grad_y + row * width, width, t);
+      Row::each([&](int k, int n) { normed.value[k][n] = (normed.value[k][n] - middle) * factor; });
+    };
+    const auto add_to_sums = [&] {
+      Row::each([&](int k, int n) {
+        weight_sum.value[k][n] += grad.value[k][n] * normed.value[k][n];
+        bias_sum.value[k][n] += grad.value[k][n];
+      });
+    };
+    const auto times_weight = [&](int t) {
+      parameter.load(weight, width, t);
+      Row::each([&](int k, int n) { grad.value[k][n] *= parameter.value[k][n]; });
+    };
+    float sums[2] = {0.0f, 0.0f};
+    for (int t = 0; t < tiles; ++t) {
+      read(t);
+      if (whole) add_to_sums();
+      times_weight(t);
+      Row::each([&](int k, int n) {
+        sums[0] += grad.value[k][n];
+        sums[1] += grad.value[k][n] * normed.value[k][n];
+      });
+    }
+    row_sums(sums);
+    const float mean_grad = sums[0] / static_cast<float>(width), mean_product = sums[1] / static_cast<float>(width);
+    for (int t = 0; t < tiles; ++t) {
+      if (!whole) {
+        read(t);
+        clear();
+        if (row != first_row()) {
+          weight_sum.load(own_weight, width, t);
+          bias_sum.load(own_bias, width, t);
+        }
+        add_to_sums();
+        store_sums(t);
+        times_weight(t);
+      }
+      Row::each([&](int k, int n) {
+        grad.value[k][n] = factor * (grad.value[k][n] - mean_grad - normed.value[k][n] * mean_product);
+      });
+      add_grad(grad, grad_total, row * width, width, t);
+      grad.store(grad_x + row * width, width, t);
+    }
+  }
+  if (whole || first_row() >= count) {
+    for (int t = 0; t < tiles; ++t) store_sums(t);
+  }
+}
+
+}  // namespace megazero
+
+using namespace megazero;
+
+extern "C" int megazero_cuda_layer_norm_forward(std::int64_t dtype, std::int64_t count, std::int64_t width,
+                                                const void* x, const void* residual, const float* weight,
+                                                const float* bias, double eps, void* total, void* y, float* mean,
+                                                float* scale, void* stream) {
+  if (count == 0 || width == 0) return 0;
+  const RowLaunch launch = row_launch(count, width);
+  return with_element(dtype, [&](auto element) {
+    using T = decltype(element);
+    const auto start = [&](auto pack, auto whole) {
+      return MEGAZERO_LAUNCH((layer_norm_forward<T, pack(), whole()>), launch.blocks, launch.threads, 0, stream, count,
+                             width, static_cast<const T*>(x), static_cast<const T*>(residual), weight, bias, eps,
+                             static_cast<T*>(total), static_cast<T*>(y), mean, scale);
+    };
+    return with_row_shape<T>(launch, width, start, x, residual, weight, bias, total, y);
+  });
+}
+MEGAZERO_EXPORT(layer_norm_forward)
+
+extern "C" int megazero_cuda_layer_norm_backward(std::int64_t dtype, std::int64_t count, std::int64_t width,
+                                                 std::int64_t groups, const void* x, const float* weight,
+                                                 const float* mean, const float* scale, const void* grad_y,
+                                                 const void* grad_total, void* grad_x, float* grad_parameters,
+                                                 float* partials, void* stream) {
+  if (width == 0) return 0;
+  const RowLaunch launch = row_launch(count, width, groups);
+  const int code = with_element(dtype, [&](auto element) {
+    using T = decltype(element);
+    const auto start = [&](auto pack, auto whole) {
+      // The addresses of a row that is not in packs leave no registers in which to keep it.
+      constexpr bool kept = whole() && pack() > 1;
+      return MEGAZERO_LAUNCH((layer_norm_backward<T, pack(), kept>), launch.blocks, launch.threads, 0, stream, count,
+                             width, static_cast<const T*>(x), weight, mean, scale, static_cast<const T*>(grad_y),
+                             static_cast<const T*>(grad_total), static_cast<T*>(grad_x), partials);
+    };
+    return with_row_shape<T>(launch, width, start, x, weight, grad_y, grad_total, grad_x, partials);
+  });
+  return code != 0 ? code : megazero_cuda_column_sum(groups, 2 * width, partials, grad_parameters, stream);
+}
+MEGAZERO_EXPORT(layer_norm_backward)
