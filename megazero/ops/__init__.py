@@ -19,6 +19,8 @@ from megazero.ops.bias_gelu import BIAS_GELU
 from megazero.ops.chosen_rows import CHOSEN_ROWS
 from megazero.ops.cross_entropy import CROSS_ENTROPY
 from megazero.ops.dispatch import CallFacts, Implementation, Operator, explain
+from megazero.ops.embedding import EMBEDDING
+from megazero.ops.gate import GATE
 from megazero.ops.gathered_sum import GATHERED_SUM
 from megazero.ops.grouped_linear import GROUPED_LINEAR, GROUPED_OUTER
 from megazero.ops.kl_divergence import KL_DIVERGENCE
@@ -30,6 +32,7 @@ from megazero.ops.rotary import ROTARY
 from megazero.ops.scaled_softmax import SCALED_SOFTMAX
 from megazero.ops.squared_relu import SQUARED_RELU
 from megazero.ops.swiglu import SWIGLU
+from megazero.ops.top_k import TOP_K
 
 __all__ = ["CallFacts", "Implementation", "Operator", "explain", "operators"]
 
@@ -44,6 +47,8 @@ def operators() -> tuple[Operator, ...]:
         CHOSEN_ROWS,
         CROSS_ENTROPY,
         DEQUANTIZE,
+        EMBEDDING,
+        GATE,
         GATHERED_SUM,
         GROUPED_LINEAR,
         GROUPED_OUTER,
@@ -57,4 +62,5 @@ def operators() -> tuple[Operator, ...]:
         SCALED_SOFTMAX,
         SQUARED_RELU,
         SWIGLU,
+        TOP_K,
     )

@@ -21,6 +21,8 @@ from megazero.ops.chosen_rows import chosen_rows
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
 from megazero.ops.dispatch import kinds_of_calls, where
 from megazero.ops.dropout import AttentionDropout, Dropout
+from megazero.ops.embedding import embedding
+from megazero.ops.gate import Gating, gate
 from megazero.ops.gathered_sum import gathered_sum
 from megazero.ops.grouped_linear import grouped_linear, grouped_outer
 from megazero.ops.kl_divergence import vocab_parallel_kl_divergence
@@ -32,6 +34,7 @@ from megazero.ops.rotary import apply_rotary, rotary_table
 from megazero.ops.scaled_softmax import scaled_softmax
 from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
+from megazero.ops.top_k import top_k
 from tests.ops.cases import OneRank
 
 
@@ -170,6 +173,10 @@ def _run_dequantize(facts) -> None:
     dequantize(torch.zeros(2, how.row_bytes(9), dtype=torch.uint8), 9, how, facts.dtype)
 
 
+def _run_top_k(facts) -> None:
+    top_k(_randn(facts, 3, 40 if facts.small else 1025), 2)
+
+
 # A call of the public function with these facts.
 RUNS: dict[str, Callable] = {
     "adam": _run_adam,
@@ -186,6 +193,10 @@ RUNS: dict[str, Callable] = {
         _randn(facts, 3, 8), torch.tensor([2, -1]), torch.tensor([-1, -1, 0]), _randn(facts, 2, 8)
     ),
     "dequantize": _run_dequantize,
+    "embedding": lambda facts: embedding(torch.tensor([[1, 0, 1]]), _randn(facts, 3, 8), 0, 3),
+    "gate": lambda facts: torch.cat(
+        gate(_randn(facts, 3, 40), torch.arange(2 if facts.small else 33).expand(3, -1), Gating.SIGMOID), 1
+    ),
     "gathered_sum": lambda facts: gathered_sum(
         _randn(facts, 4, 8), torch.arange(4).view(2, 2), torch.arange(4), _randn(facts, 2, 2)
     ),
@@ -203,6 +214,7 @@ RUNS: dict[str, Callable] = {
     "scaled_softmax": lambda facts: scaled_softmax(_randn(facts, 2, 2, 4, 4), 0.5, True, None),
     "squared_relu": lambda facts: squared_relu(_randn(facts, 3, 8)),
     "swiglu": lambda facts: swiglu(_randn(facts, 3, 2, 8)),
+    "top_k": _run_top_k,
 }
 
 
