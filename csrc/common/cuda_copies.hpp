@@ -13,8 +13,8 @@ namespace megazero {
 constexpr int kCopyThreads = 256;
 constexpr int kRowsAtOnce = 4;
 
-// Where a copied row comes from, if it is not a row of the source. kNowhere is for numbers that no row has: the result is
-// NaN in every float type, which tells of them without a wait and reads nothing.
+// Where a copied row comes from, if it is not a row of the source. kNowhere is for numbers that no row has: the result
+// is NaN in every float type, which tells of them without a wait and reads nothing.
 constexpr std::int64_t kOtherwise = -1, kZeros = -2, kNowhere = -3;
 
 // Units of N elements of T; a row has `units` of them.
@@ -68,8 +68,8 @@ inline CopyLaunch copy_launch(std::int64_t count, std::int64_t units) {
   return {dim3(static_cast<unsigned>(ceil_div(count, std::int64_t{threads.y} * kRowsAtOnce))), threads};
 }
 
-// Calls start(element, pack, rows, launch) with the widest units in which rows of `bytes` bytes at these addresses can be reached.
-// `source` and `otherwise` may be null, if no row comes from there.
+// Calls start(element, pack, rows, launch) with the widest units in which rows of `bytes` bytes at these addresses can
+// be reached. `source` and `otherwise` may be null, if no row comes from there.
 template <typename Start>
 int with_copied_rows(std::int64_t count, std::int64_t bytes, const void* source, const void* otherwise, void* out,
                      const Start& start) {

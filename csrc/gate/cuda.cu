@@ -2,9 +2,10 @@
 // arXiv:2412.19437). logits, probabilities: fp32 [count, experts]; chosen: int64 [count, k]; weights: fp32 [count, k].
 //
 // kind 0: probabilities p = softmax(logits), weights = the softmax over the chosen logits. 1: weights = the chosen p.
-// 2: with s = sigmoid(logits), p = s / (sum(s) + tiny), weights = the chosen s, for k > 1 divided by (their sum + tiny).
+// 2: with s = sigmoid(logits), p = s / (sum(s) + tiny), weights = the chosen s, for k > 1 divided by their sum + tiny.
 //
-// A warp takes a row, k is at most 32. Lane j holds the j-th choice.
+// A warp takes a row, which is read once from memory and then from the cache. Lane j holds the j-th choice; k is at
+// most 32.
 #include "common/cuda_rows.hpp"
 
 namespace megazero {

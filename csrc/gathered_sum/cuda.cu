@@ -1,5 +1,5 @@
-// Weighted sums of rows gathered by number: what experts return to their tokens (the unpermute of a mixture of experts).
-// out[i] = sum over j of weights[i, j] rows[slots[i, j]], in order of j and in fp32.
+// Weighted sums of rows gathered by number: what experts return to their tokens (the unpermute of a mixture of
+// experts). out[i] = sum over j of weights[i, j] rows[slots[i, j]], in order of j and in fp32.
 //
 // rows: [available, width]; slots: int64 [count, each], distinct numbers of rows; any other number stands for none and
 // adds nothing. weights: fp32 [count, each], or null for ones; out: [count, width]. Backward goes by sums, not by rows:

@@ -23,6 +23,7 @@ from megazero.ops.embedding import EMBEDDING
 from megazero.ops.gate import GATE
 from megazero.ops.gathered_sum import GATHERED_SUM
 from megazero.ops.grouped_linear import GROUPED_LINEAR, GROUPED_OUTER
+from megazero.ops.kept_columns import KEPT_COLUMNS
 from megazero.ops.kl_divergence import KL_DIVERGENCE
 from megazero.ops.lamb import LAMB_MOVE, LAMB_NORMS
 from megazero.ops.layer_norm import LAYER_NORM
@@ -52,6 +53,7 @@ def operators() -> tuple[Operator, ...]:
         GATHERED_SUM,
         GROUPED_LINEAR,
         GROUPED_OUTER,
+        KEPT_COLUMNS,
         KL_DIVERGENCE,
         LAMB_MOVE,
         LAMB_NORMS,

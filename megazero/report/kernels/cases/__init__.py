@@ -1,7 +1,23 @@
 """The examples of all operators."""
 
-from megazero.report.kernels.cases import rms_norm
+from megazero.report.kernels.cases import (
+    chosen_rows,
+    embedding,
+    gate,
+    gathered_sum,
+    kept_columns,
+    rms_norm,
+    top_k,
+)
 
-CASES = (*rms_norm.CASES,)
+CASES = (
+    *chosen_rows.CASES,
+    *embedding.CASES,
+    *gate.CASES,
+    *gathered_sum.CASES,
+    *kept_columns.CASES,
+    *rms_norm.CASES,
+    *top_k.CASES,
+)
 
 __all__ = ["CASES"]
