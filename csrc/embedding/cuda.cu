@@ -2,10 +2,10 @@
 // table's gradient: for each row, the sum of the gradients of its tokens, in the tokens' order and in fp32.
 //
 // weight, grad_weight: [rows, width], rows `first` .. `first + rows` of the whole table; tokens: int64 [count]; out and
-// grad: [count, width]. For backward, the tokens are sorted, equal ones in order: sorted: int64 [count], the row of each,
-// or `rows` if it is none of these; order: int64 [count], their numbers; starts: int64 [rows + 1], where each row's begin.
-// partials: fp32 [count / segment, width], scratch. The cost of a frequent token is divided: a segment of that many
-// sorted tokens is added up by itself if all of them are of one row.
+// grad: [count, width]. For backward, the tokens are sorted, equal ones in order: sorted: int64 [count], the row of
+// each, or `rows` if it is none of these; order: int64 [count], their numbers; starts: int64 [rows + 1], where each
+// row's begin. partials: fp32 [count / segment, width], scratch. The cost of a frequent token is divided: a segment of
+// that many sorted tokens is added up by itself if all of them are of one row.
 #include "common/cuda_copies.hpp"
 #include "common/cuda_rows.hpp"
 

@@ -1,7 +1,7 @@
 // The columns of the k highest values of each row, best first; of equal ones the lower number comes first, and NaN
-// counts as the highest: the order of a stable descending sort. values: fp32, fp16 or bf16 [count, width]; chosen: int64
-// [count, k]. What a router of a mixture of experts asks (Shazeer et al. 2017): a row has at most 1,024 columns, and k
-// is at most 32.
+// counts as the highest: the order of a stable descending sort. values: fp32, fp16 or bf16 [count, width]; chosen:
+// int64 [count, k]. What a router of a mixture of experts asks (Shazeer et al. 2017): a row has at most 1,024 columns,
+// and k is at most 32.
 //
 // A warp takes a row and keeps it in registers. k times over, each lane proposes the best of its columns that is left,
 // and the warp takes the best proposal.
