@@ -39,8 +39,8 @@ class Embedding(nn.Module):
         token_types: kinds of tokens that have a vector of their own, such as BERT's two segments; 0 for none.
 
     Raises:
-        DataError: (forward, on CPU) a token lies outside the vocabulary. On a GPU, which does not wait to look, its
-            hidden states are NaN, or torch's kernel stops.
+        DataError: (forward, on CPU) a token lies outside the vocabulary. On a GPU, which does not wait to
+            look, its hidden states are NaN, or torch's kernel stops.
     """
 
     def __init__(
