@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.config.tree import ModelConfig
@@ -14,6 +13,7 @@ from megazero.layers.inputs import LayerInputs
 from megazero.layers.placement import Placement
 from megazero.mpu import Cut, InitialValues, ParamSpec
 from megazero.ops.dropout import dropout_mask_hidden
+from megazero.ops.embedding import embedding
 
 
 def vocabulary_spec(name: str, vocab_size: int, padded_size: int, config: ModelConfig) -> ParamSpec:
@@ -39,7 +39,8 @@ class Embedding(nn.Module):
         token_types: kinds of tokens that have a vector of their own, such as BERT's two segments; 0 for none.
 
     Raises:
-        DataError: (forward, on CPU) a token lies outside the vocabulary; elsewhere the device reports it.
+        DataError: (forward, on CPU) a token lies outside the vocabulary. On a GPU, which does not wait to
+            look, its hidden states are NaN, or torch's kernel stops.
     """
 
     def __init__(
@@ -79,9 +80,9 @@ class Embedding(nn.Module):
         x = self._words(tokens.t())  # [s, b, h]
         if self.position is not None:
             positions = positions.t() if positions.dim() == 2 else positions.unsqueeze(1)
-            x = x + F.embedding(self._own(positions), self.position)
+            x = x + _every_row(self._own(positions), self.position)
         if self.token_type is not None:
-            x = x + F.embedding(self._own(token_types.t()), self.token_type)
+            x = x + _every_row(self._own(token_types.t()), self.token_type)
         if self.config.fp32_residual_connection:
             x = x.float()
         drop = inputs.dropout(self.config.hidden_dropout, placement, "hidden", "embedding")
@@ -95,27 +96,25 @@ class Embedding(nn.Module):
 
     def _words(self, tokens: Tensor) -> Tensor:
         tp = self.placement.tp
-        foreign = (tokens < 0) | (tokens >= self.vocab_size)
+        x = self._look_up(tokens, tp.rank * len(self.word))
         if tp.size == 1:
-            return self._look_up(tokens, foreign)
-        rows = self.word.shape[0]
-        local = tokens - tp.rank * rows
-        elsewhere = (local < 0) | (local >= rows)
-        x = self._look_up(local.masked_fill(elsewhere, 0), foreign)
-        x = x.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        if self.placement.sequence_parallel:
-            return reduce_scatter_sequence(x, tp)
-        return reduce_from_slices(x, tp)
+            return x
+        return (
+            reduce_scatter_sequence(x, tp) if self.placement.sequence_parallel else reduce_from_slices(x, tp)
+        )
 
-    def _look_up(self, rows: Tensor, foreign: Tensor) -> Tensor:
-        """Rows of the weight. A foreign id, which padding would answer, asks for a row that is nowhere.
-
-        So nothing here waits for a look at the ids; who makes a batch has looked (`data.check_token_ids`).
-        """
+    def _look_up(self, tokens: Tensor, first: int) -> Tensor:
+        """Nothing here waits for a look at the ids; who makes a batch has looked (`data.check_token_ids`)."""
         try:
-            return F.embedding(rows.masked_fill(foreign, -1), self.word)
+            return embedding(tokens, self.word, first, self.vocab_size)
         except IndexError as error:
+            foreign = int(((tokens < 0) | (tokens >= self.vocab_size)).sum())
             raise DataError(
-                f"`tokens` must lie in [0, {self.vocab_size}), but {int(foreign.sum())} do not; "
+                f"`tokens` must lie in [0, {self.vocab_size}), but {foreign} do not; "
                 "was the data made with another tokenizer?"
             ) from error
+
+
+def _every_row(numbers: Tensor, table: Tensor) -> Tensor:
+    """The rows of a table of which each rank has all."""
+    return embedding(numbers, table, 0, len(table))

@@ -13,6 +13,7 @@ from megazero.layers.inputs import LayerInputs
 from megazero.mpu import Group, site_key
 from megazero.ops.chosen_rows import chosen_rows
 from megazero.ops.counter_random import derive
+from megazero.ops.kept_columns import kept_columns as kept_by_key
 
 Layers = tuple[Tensor, Mapping[str, Tensor]]
 
@@ -26,13 +27,7 @@ def kept_columns(sample_keys: Tensor, layer: int, length: int, kept: int) -> Ten
     Args:
         sample_keys: int64 [b].
     """
-    numbers = torch.arange(length, device=sample_keys.device).unsqueeze(1)
-    bits = derive(derive(site_key("kept", layer), sample_keys), numbers)  # [s, b]
-    # The lowest bits give way to the token's number, so that no two tokens are equal.
-    low = max(1, (length - 1).bit_length())
-    order = (bits >> low << low) | numbers
-    least = order.topk(kept, dim=0, largest=False, sorted=False).values
-    return (least & ((1 << low) - 1)).sort(dim=0).values
+    return kept_by_key(derive(site_key("kept", layer), sample_keys), length, kept)
 
 
 def run_layer(

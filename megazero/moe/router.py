@@ -13,8 +13,8 @@ from megazero.layers import LayerInputs, Placement
 from megazero.moe.tokens import Tokens
 from megazero.mpu import InitialValues, ParamSpec, site_key
 from megazero.ops.counter_random import derive, hash_uniform
-
-_TINY = 1e-20
+from megazero.ops.gate import Gating, gate
+from megazero.ops.top_k import top_k
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,12 @@ class Router(nn.Module):
             eps = config.moe_input_jitter_eps
             x = x * (1 + eps * (2 * noise.uniform("jitter", x.shape[1]) - 1))
         logits = F.linear(x, weight)
-        if config.moe_router_score_function == "sigmoid":
-            scores = logits.sigmoid()
-            probabilities = scores / (scores.sum(1, keepdim=True) + _TINY)
-        else:
-            scores = probabilities = logits.softmax(1)
-        ranking = logits if config.moe_router_score_function == "softmax" else scores
-        chosen = self._choose(ranking.detach(), noise)
-        weights = self._weights(logits, scores, chosen)
+        sigmoid = config.moe_router_score_function == "sigmoid"
+        with torch.no_grad():
+            chosen = self._choose(logits.sigmoid() if sigmoid else logits, noise)
+        weights, probabilities = gate(logits, chosen, _gating(config))
+        if config.moe_router_topk_scaling_factor is not None:
+            weights = weights * config.moe_router_topk_scaling_factor
         return Routing(chosen, weights, probabilities, logits)
 
     def _choose(self, ranking: Tensor, noise: _Noise) -> Tensor:
@@ -113,11 +111,11 @@ class Router(nn.Module):
         sampling = config.moe_router_sampling if noise.on else "none"
         if sampling == "first":
             ranking = ranking + noise.gumbel(self.experts)
-        best = _ranked(ranking)[:, :k]
+        best = top_k(ranking, k)
         if sampling == "second":
             others = ranking + noise.gumbel(self.experts)
             others = others.scatter(1, best[:, :1], -torch.inf)
-            best = torch.cat([best[:, :1], _ranked(others)[:, :1]], 1)
+            best = torch.cat([best[:, :1], top_k(others, 1)], 1)
         return best
 
     def _within_groups(self, ranking: Tensor) -> Tensor:
@@ -125,22 +123,8 @@ class Router(nn.Module):
         groups, kept = self.config.moe_router_num_groups, self.config.moe_router_group_topk
         grouped = ranking.view(len(ranking), groups, -1)
         best = grouped.sort(dim=2, descending=True).values[..., : self.config.moe_router_topk // kept].sum(2)
-        inside = torch.zeros_like(best, dtype=torch.bool).scatter(1, _ranked(best)[:, :kept], True)
+        inside = torch.zeros_like(best, dtype=torch.bool).scatter(1, top_k(best, kept), True)
         return grouped.masked_fill(~inside.unsqueeze(2), -torch.inf).view_as(ranking)
-
-    def _weights(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        config = self.config
-        if config.moe_router_score_function == "sigmoid":
-            weights = scores.gather(1, chosen)
-            if chosen.shape[1] > 1:
-                weights = weights / (weights.sum(1, keepdim=True) + _TINY)
-        elif config.moe_router_pre_softmax:
-            weights = scores.gather(1, chosen)
-        else:
-            weights = logits.gather(1, chosen).softmax(1)
-        if config.moe_router_topk_scaling_factor is not None:
-            weights = weights * config.moe_router_topk_scaling_factor
-        return weights
 
 
 class _Noise:
@@ -167,6 +151,7 @@ def row_keys(sample_keys: Tensor, tokens: Tokens, *site: str | int) -> Tensor:
     return derive(derive(site_key(*site), sample_keys)[tokens.sequence], tokens.position)
 
 
-def _ranked(values: Tensor) -> Tensor:
-    """int64 [n, E]: column numbers from the highest value to the lowest, equal ones in order."""
-    return values.sort(dim=1, descending=True, stable=True).indices
+def _gating(config: ModelConfig) -> Gating:
+    if config.moe_router_score_function == "sigmoid":
+        return Gating.SIGMOID
+    return Gating.SOFTMAX_BEFORE if config.moe_router_pre_softmax else Gating.SOFTMAX_AFTER

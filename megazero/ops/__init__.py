@@ -20,8 +20,11 @@ from megazero.ops.bias_gelu import BIAS_GELU
 from megazero.ops.chosen_rows import CHOSEN_ROWS
 from megazero.ops.cross_entropy import CROSS_ENTROPY
 from megazero.ops.dispatch import CallFacts, Implementation, Operator, explain
+from megazero.ops.embedding import EMBEDDING
+from megazero.ops.gate import GATE
 from megazero.ops.gathered_sum import GATHERED_SUM
 from megazero.ops.grouped_linear import GROUPED_LINEAR, GROUPED_OUTER
+from megazero.ops.kept_columns import KEPT_COLUMNS
 from megazero.ops.kl_divergence import KL_DIVERGENCE
 from megazero.ops.lamb import LAMB_MOVE, LAMB_NORMS
 from megazero.ops.layer_norm import ADD_LAYER_NORM, LAYER_NORM
@@ -34,6 +37,7 @@ from megazero.ops.sgd import SGD
 from megazero.ops.square_sum import SQUARE_SUM
 from megazero.ops.squared_relu import SQUARED_RELU
 from megazero.ops.swiglu import SWIGLU
+from megazero.ops.top_k import TOP_K
 
 __all__ = ["CallFacts", "Implementation", "Operator", "explain", "operators"]
 
@@ -51,9 +55,12 @@ def operators() -> tuple[Operator, ...]:
         CHOSEN_ROWS,
         CROSS_ENTROPY,
         DEQUANTIZE,
+        EMBEDDING,
+        GATE,
         GATHERED_SUM,
         GROUPED_LINEAR,
         GROUPED_OUTER,
+        KEPT_COLUMNS,
         KL_DIVERGENCE,
         LAMB_MOVE,
         LAMB_NORMS,
@@ -67,4 +74,5 @@ def operators() -> tuple[Operator, ...]:
         SQUARE_SUM,
         SQUARED_RELU,
         SWIGLU,
+        TOP_K,
     )

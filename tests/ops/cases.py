@@ -16,6 +16,7 @@ from torch import Tensor
 from megazero.ops import CallFacts, operators
 from megazero.ops.attention import MaskKind
 from megazero.ops.dropout import AttentionDropout, Dropout
+from megazero.ops.gate import Gating
 from megazero.ops.rotary import rotary_table
 
 
@@ -324,6 +325,45 @@ def chosen_cases() -> list[Case]:
     return cases
 
 
+def embedding_cases() -> list[Case]:
+    """A whole table, one with padding, its slices, a rank of padding alone, and frequent tokens."""
+    cases = []
+    for shape, h, first, rows, vocab_size in (
+        ((5, 3), 4, 0, 7, 7),
+        ((6,), 5, 0, 8, 6),
+        ((5, 2), 67, 4, 4, 11),
+        ((5, 2), 3, 12, 4, 11),
+        ((0, 2), 4, 0, 3, 3),
+        ((300, 2), 1, 0, 2, 2),
+    ):
+        tokens = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(h))
+        call = lambda f, w, t=tokens, a=first, v=vocab_size: f(t, w, a, v)  # noqa: E731
+        label = f"{shape} of {vocab_size} from {first}"
+        # Frequent tokens: a row's gradient is a sum of many terms that cancel.
+        slack = 10.0 if len(tokens) > 100 else 1.0
+        cases.append(Case("embedding", label, (_randn(rows, h),), call, len(tokens) < 100, slack))
+    return cases
+
+
+def router_cases() -> list[Case]:
+    """One expert, some of many, all of them, more than a warp holds; even logits and saturated ones."""
+    cases = []
+    for n, experts, k in ((5, 4, 2), (1, 1, 1), (7, 65, 8), (0, 4, 2), (3, 33, 33), (3, 1030, 2)):
+        for scale in (1.0, 6.0):
+            logits = _randn(n, experts, scale=scale)
+            label, small = f"{k} of {(n, experts)} x {scale}", experts <= 1024 and k <= 32
+            call = lambda f, x, k=k: f(x, k).to(x.dtype)  # noqa: E731
+            if experts <= 256:  # a bf16 number holds no others exactly
+                cases.append(Case("top_k", label, (logits,), call, own={"small": small}, backward=False))
+            chosen = logits.topk(k, dim=1).indices
+            for gating in Gating:
+                call = lambda f, x, c=chosen, g=gating: torch.cat(f(x, c, g), 1)  # noqa: E731
+                its_label, plain = f"{label} {gating.value}", n <= 7 and scale == 1.0
+                own = {"small": k <= 32}
+                cases.append(Case("gate", its_label, (logits,), call, plain, slack=scale, own=own))
+    return cases
+
+
 def grouped_cases() -> list[Case]:
     """Groups of uneven sizes, empty ones first, last and among others, and one group of all rows."""
     cases = []
@@ -362,6 +402,8 @@ def all_cases() -> list[Case]:
         divergence_cases,
         gathered_cases,
         chosen_cases,
+        embedding_cases,
+        router_cases,
         grouped_cases,
     )
     return [case for family in families for case in family()]
@@ -374,7 +416,7 @@ def meta_cases() -> list[Case]:
     attention_dropout = AttentionDropout(0.1, keys, range(4), range(4))
     table = rotary_table(torch.arange(4, device="meta"), 8, 1e4)
     target = torch.zeros(4, 2, dtype=torch.int64, device="meta")
-    grouped, aligned = lambda f, *a: f(*a, (2, 0, 3)), {"aligned": True}
+    grouped, aligned, few = lambda f, *a: f(*a, (2, 0, 3)), {"aligned": True}, {"small": True}
     x, wide, heads = _randn(4, 2, 16), _randn(16), tuple(_randn(4, 2, n, 8) for n in (4, 2, 2))
     return [
         Case("add_layer_norm", "meta", (x, x, wide, wide), _both),
@@ -402,6 +444,22 @@ def meta_cases() -> list[Case]:
             "meta",
             (_randn(4, 16), _randn(2, 2)),
             _weighted(torch.arange(4, device="meta").view(2, 2), torch.arange(4, device="meta"), True),
+        ),
+        Case(
+            "embedding",
+            "meta",
+            (_randn(7, 16),),
+            lambda f, w: f(torch.zeros(4, 2, dtype=torch.int64, device="meta"), w, 7, 14),
+        ),
+        Case("top_k", "meta", (_randn(4, 16),), lambda f, x: f(x, 2).to(x.dtype), own=few, backward=False),
+        Case(
+            "gate",
+            "meta",
+            (_randn(4, 16),),
+            lambda f, x: torch.cat(
+                f(x, torch.zeros(4, 2, dtype=torch.int64, device="meta"), Gating.SIGMOID), 1
+            ),
+            own=few,
         ),
         Case(
             "chosen_rows",

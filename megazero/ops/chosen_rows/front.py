@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megazero.kernels import KernelLibrary
+from megazero.ops.chosen_rows.cuda import copied_by_kernel
 from megazero.ops.chosen_rows.reference import chosen_rows_reference
+from megazero.ops.cuda import CUDA_KERNELS, on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
 
@@ -64,6 +68,18 @@ def chosen_rows_native_cpu(
     return _ChosenRows.apply(source, numbers, inverse, otherwise, _copied_natively)
 
 
+def chosen_rows_cuda(
+    source: Tensor,
+    numbers: Tensor,
+    inverse: Tensor,
+    otherwise: Tensor | None,
+    kernels: KernelLibrary = CUDA_KERNELS,
+) -> Tensor:
+    """For rows in fp32, fp16 or bf16 on a GPU."""
+    copy = partial(copied_by_kernel, kernels=kernels)
+    return _ChosenRows.apply(source, numbers, inverse, otherwise, copy)
+
+
 def chosen_rows_by_index(
     source: Tensor, numbers: Tensor, inverse: Tensor, otherwise: Tensor | None
 ) -> Tensor:
@@ -75,6 +91,7 @@ CHOSEN_ROWS = Operator(
     "chosen_rows",
     (
         Implementation("native_cpu", chosen_rows_native_cpu, on_native_cpu()),
+        Implementation("cuda", chosen_rows_cuda, on_cuda_kernels()),
         Implementation("by_index", chosen_rows_by_index),
         Implementation("reference", chosen_rows_reference),
     ),

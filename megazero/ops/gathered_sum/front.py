@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.ops.chunks import compute_dtype
+from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
+from megazero.ops.gathered_sum.cuda import gathered_sum_cuda
 from megazero.ops.gathered_sum.reference import gathered_sum_reference
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
 
@@ -107,6 +109,7 @@ GATHERED_SUM = Operator(
     "gathered_sum",
     (
         Implementation("native_cpu", gathered_sum_native_cpu, on_native_cpu()),
+        Implementation("cuda", gathered_sum_cuda, on_cuda_kernels()),
         Implementation("selected", gathered_sum_selected),
         Implementation("reference", gathered_sum_reference),
     ),

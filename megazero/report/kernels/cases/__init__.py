@@ -2,6 +2,11 @@
 
 from megazero.report.kernels.cases import (
     bias_gelu,
+    chosen_rows,
+    embedding,
+    gate,
+    gathered_sum,
+    kept_columns,
     layer_norm,
     optimizers,
     quantize,
@@ -9,10 +14,16 @@ from megazero.report.kernels.cases import (
     square_sum,
     squared_relu,
     swiglu,
+    top_k,
 )
 
 CASES = (
     *bias_gelu.CASES,
+    *chosen_rows.CASES,
+    *embedding.CASES,
+    *gate.CASES,
+    *gathered_sum.CASES,
+    *kept_columns.CASES,
     *layer_norm.CASES,
     *optimizers.CASES,
     *quantize.CASES,
@@ -20,6 +31,7 @@ CASES = (
     *square_sum.CASES,
     *squared_relu.CASES,
     *swiglu.CASES,
+    *top_k.CASES,
 )
 
 __all__ = ["CASES"]
