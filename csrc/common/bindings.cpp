@@ -22,6 +22,9 @@
 #include "swiglu/cpu.hpp"
 
 namespace py = pybind11;
+using megazero::AttentionLimits;
+using megazero::AttentionShape;
+using megazero::AttentionTensor;
 using megazero::Rows;
 
 namespace {
@@ -31,6 +34,36 @@ Rows make_rows(std::int64_t count, std::int64_t width, std::int64_t threads, boo
     throw std::invalid_argument("count and width must not be negative, threads must be positive");
   }
   return {count, width, threads, narrow};
+}
+
+AttentionShape make_attention_shape(std::int64_t queries, std::int64_t keys, std::int64_t samples, std::int64_t heads,
+                                    std::int64_t groups, std::int64_t size, std::int64_t threads, float scale,
+                                    bool causal, bool narrow) {
+  if (std::min({queries, keys, samples, heads, size}) < 0 || groups < 1 || heads % groups != 0 || threads < 1) {
+    throw std::invalid_argument("sizes must not be negative, groups must divide heads, threads must be positive");
+  }
+  return {queries, keys, samples, heads, groups, size, threads, scale, causal, narrow};
+}
+
+AttentionTensor make_attention_tensor(std::uintptr_t at, std::int64_t row, std::int64_t sample, std::int64_t head) {
+  return {reinterpret_cast<void*>(at), row, sample, head};
+}
+
+void set_mask(AttentionLimits& limits, std::uintptr_t at, std::int64_t sample, std::int64_t head, std::int64_t query) {
+  limits.mask = reinterpret_cast<const std::uint8_t*>(at);
+  limits.mask_sample = sample;
+  limits.mask_head = head;
+  limits.mask_query = query;
+}
+
+void set_dropout(AttentionLimits& limits, std::uintptr_t low, std::uintptr_t high, std::uintptr_t columns,
+                 std::int64_t column_sample, std::int32_t threshold, float kept) {
+  limits.low = reinterpret_cast<const std::int32_t*>(low);
+  limits.high = reinterpret_cast<const std::int32_t*>(high);
+  limits.columns = reinterpret_cast<const std::int32_t*>(columns);
+  limits.column_sample = column_sample;
+  limits.threshold = threshold;
+  limits.kept = kept;
 }
 
 // How an argument arrives from Python: a pointer as a number, anything else unchanged.
@@ -61,6 +94,19 @@ PYBIND11_MODULE(_native, module) {
   module.doc() = "CPU kernels of megazero.ops; see the headers csrc/*/cpu.hpp for their arguments.";
   py::class_<Rows>(module, "Rows")
       .def(py::init(&make_rows), py::arg("count"), py::arg("width"), py::arg("threads"), py::arg("narrow"));
+  py::class_<AttentionShape>(module, "AttentionShape")
+      .def(py::init(&make_attention_shape), py::arg("queries"), py::arg("keys"), py::arg("samples"), py::arg("heads"),
+           py::arg("groups"), py::arg("size"), py::arg("threads"), py::arg("scale"), py::arg("causal"),
+           py::arg("narrow"));
+  py::class_<AttentionTensor>(module, "AttentionTensor")
+      .def(py::init(&make_attention_tensor), py::arg("at"), py::arg("row"), py::arg("sample"), py::arg("head"));
+  py::class_<AttentionLimits>(module, "AttentionLimits")
+      .def(py::init<>())
+      .def("mask", &set_mask, py::arg("at"), py::arg("sample"), py::arg("head"), py::arg("query"))
+      .def("dropout", &set_dropout, py::arg("low"), py::arg("high"), py::arg("columns"), py::arg("column_sample"),
+           py::arg("threshold"), py::arg("kept"));
+  bind(module, "attention_forward", megazero_attention_forward);
+  bind(module, "attention_backward", megazero_attention_backward);
   bind(module, "attention_probabilities", megazero_attention_probabilities);
   bind(module, "bias_gelu_forward", megazero_bias_gelu_forward);
   bind(module, "bias_gelu_backward", megazero_bias_gelu_backward);
