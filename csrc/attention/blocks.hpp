@@ -10,6 +10,7 @@
 
 #include "attention/cpu.hpp"
 #include "common/exponential.hpp"
+#include "common/keep.hpp"
 #include "common/numbers.hpp"
 #include "common/product.hpp"
 
@@ -58,22 +59,20 @@ struct Sizes {
   }
 };
 
-// The limits of one head's block of queries.
+// The limits of one head.
 struct HeadLimits {
   const std::uint8_t* mask;
   std::int64_t mask_query;
-  const std::int32_t *low, *high, *columns;
-  std::int32_t threshold;
-  float kept;
+  Keep keep;
+  bool drops;
 
   HeadLimits(const AttentionShape& shape, const AttentionLimits& all, std::int64_t sample, std::int64_t head)
       : mask(all.mask == nullptr ? nullptr : all.mask + sample * all.mask_sample + head * all.mask_head),
-        mask_query(all.mask_query), low(nullptr), high(nullptr), columns(nullptr), threshold(all.threshold),
-        kept(all.kept) {
-    if (all.low == nullptr) return;
-    low = all.low + (sample * shape.heads + head) * shape.queries;
-    high = all.high + (sample * shape.heads + head) * shape.queries;
-    columns = all.columns + sample * all.column_sample;
+        mask_query(all.mask_query), keep(all.keep), drops(all.keep.low != nullptr) {
+    if (!drops) return;
+    keep.low += (sample * shape.heads + head) * shape.queries;
+    keep.odd_high += (sample * shape.heads + head) * shape.queries;
+    keep.columns += sample * all.column_sample;
   }
 
   // -inf for the scores [count] of a query and the keys from `first` on that it must not attend to.
@@ -84,23 +83,11 @@ struct HeadLimits {
     for (std::int64_t j = 0; j < count; ++j) scores[j] = allowed[j] ? scores[j] : kNothing;
   }
 
-  // 0 or `kept` for the probability of (query, key).
-  struct Row {
-    std::uint32_t low, high;
-    const std::int32_t* columns;
-    std::int32_t threshold;
-    float kept;
-
-    MEGAZERO_INLINE float operator()(std::int64_t j) const {
-      std::uint32_t x = (low + static_cast<std::uint32_t>(columns[j])) * high;
-      x = (x ^ static_cast<std::uint32_t>(static_cast<std::int32_t>(x) >> 16)) * 0x7FEB352Du;
-      return static_cast<std::int32_t>(x) >= threshold ? kept : 0.0f;
-    }
-  };
-
-  MEGAZERO_INLINE Row dropped(std::int64_t query, std::int64_t first) const {
-    return {static_cast<std::uint32_t>(low[query]), static_cast<std::uint32_t>(high[query]), columns + first, threshold,
-            kept};
+  // What is dropped of a query's probabilities of the keys from `first` on.
+  MEGAZERO_INLINE KeepRow dropped(std::int64_t query, std::int64_t first) const {
+    KeepRow row = keep.row(query);
+    row.columns += first;
+    return row;
   }
 };
 
@@ -191,8 +178,8 @@ MEGAZERO_INLINE void forward_head(const Sizes& sizes, const HeadLimits& limits, 
         const std::int64_t seen = sizes.seen(first + i, start);
         limits.forbid(row, first + i, start, seen);
         soften(row, seen, columns, highest[i], total[i], sums + i * sizes.row, sizes.row);
-        if (limits.low == nullptr) continue;
-        const auto keep = limits.dropped(first + i, start);
+        if (!limits.drops) continue;
+        const KeepRow keep = limits.dropped(first + i, start);
 #pragma omp simd
         for (std::int64_t j = 0; j < seen; ++j) row[j] *= keep(j);
       }
@@ -236,7 +223,7 @@ MEGAZERO_INLINE void differentiate(const HeadLimits& limits, float* scores, floa
                                    std::int64_t start, std::int64_t seen, std::int64_t columns, float lse,
                                    float delta) {
   limits.forbid(scores, query, start, seen);
-  if (limits.low == nullptr) {
+  if (!limits.drops) {
 #pragma omp simd
     for (std::int64_t j = 0; j < seen; ++j) {
       const float p = exponential_below(scores[j] - lse);
@@ -244,7 +231,7 @@ MEGAZERO_INLINE void differentiate(const HeadLimits& limits, float* scores, floa
       grads[j] = p * (grads[j] - delta);
     }
   } else {
-    const auto keep = limits.dropped(query, start);
+    const KeepRow keep = limits.dropped(query, start);
 #pragma omp simd
     for (std::int64_t j = 0; j < seen; ++j) {
       const float p = exponential_below(scores[j] - lse);

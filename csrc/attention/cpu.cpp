@@ -1,20 +1,13 @@
 #include "attention/cpu.hpp"
 
 #include "attention/blocks.hpp"
-#include "common/clones.hpp"
-#include "common/exponential.hpp"
 #include "common/numbers.hpp"
+#include "common/parallel.hpp"
 #include "common/targets.hpp"
 #include "common/thread_rows.hpp"
 
 namespace megazero {
 namespace {
-
-template <typename T>
-MEGAZERO_CLONES void row_probabilities(T* scores, std::int64_t count, float factor) {
-#pragma omp simd
-  for (std::int64_t i = 0; i < count; ++i) store(exponential(load(scores + i) * factor), scores + i);
-}
 
 struct ForwardCall {
   AttentionShape shape;
@@ -136,8 +129,8 @@ void divided(const Call& call, std::int64_t items, std::int64_t scratch, Work wo
 }
 
 template <typename Work>
-Work chosen(Work baseline, Work avx2, Work avx512) {
-  switch (instruction_set()) {
+Work chosen(InstructionSet most, Work baseline, Work avx2, Work avx512) {
+  switch (std::min(most, instruction_set())) {
     case InstructionSet::avx512:
       return avx512;
     case InstructionSet::avx2:
@@ -155,7 +148,7 @@ void megazero_attention_forward(megazero::AttentionShape shape, megazero::Attent
                                 megazero::AttentionTensor out, float* lse) {
   megazero::with_element(shape.narrow, [&](auto element) {
     using T = decltype(element);
-    const auto work = megazero::chosen(&megazero::forward_baseline<T>, &megazero::forward_avx2<T>,
+    const auto work = megazero::chosen(shape.most, &megazero::forward_baseline<T>, &megazero::forward_avx2<T>,
                                        &megazero::forward_avx512<T>);
     const megazero::ForwardCall call{shape, limits, q, k, v, out, lse};
     megazero::divided(call, shape.samples * shape.heads, megazero::attention::Sizes(shape).forward_scratch(), work);
@@ -169,26 +162,9 @@ void megazero_attention_backward(megazero::AttentionShape shape, megazero::Atten
                                  megazero::AttentionTensor grad_k, megazero::AttentionTensor grad_v) {
   megazero::with_element(shape.narrow, [&](auto element) {
     using T = decltype(element);
-    const auto work = megazero::chosen(&megazero::backward_baseline<T>, &megazero::backward_avx2<T>,
+    const auto work = megazero::chosen(shape.most, &megazero::backward_baseline<T>, &megazero::backward_avx2<T>,
                                        &megazero::backward_avx512<T>);
     const megazero::BackwardCall call{shape, limits, q, k, v, out, lse, grad, grad_lse, grad_q, grad_k, grad_v};
     megazero::divided(call, shape.samples * shape.groups, megazero::attention::Sizes(shape).backward_scratch(), work);
-  });
-}
-
-void megazero_attention_probabilities(megazero::Rows rows, std::int64_t queries, std::int64_t diagonal, float factor,
-                                      void* scores) {
-  megazero::with_element(rows.narrow, [&](auto element) {
-    using T = decltype(element);
-    const int workers = megazero::workers_for(rows.count, rows.width, rows.threads);
-    megazero::parallel_for(rows.count, workers, [&](std::int64_t begin, std::int64_t end, std::int64_t) {
-      for (std::int64_t row = begin; row < end; ++row) {
-        T* of_row = static_cast<T*>(scores) + row * rows.width;
-        const std::int64_t reach = row % queries + diagonal + 1;
-        const std::int64_t seen = std::clamp<std::int64_t>(reach, 0, rows.width);
-        megazero::row_probabilities(of_row, seen, factor);
-        std::fill(of_row + seen, of_row + rows.width, T{});
-      }
-    });
   });
 }

@@ -1,18 +1,21 @@
-// Attention on the CPU: whole (fp32 arithmetic in blocks that stay in the caches), and the elementwise pass of the
-// blocked backward whose matrix products are torch's (megazero/ops/attention/flash_cpu.py).
+// Attention on the CPU: matrix products, softmax, mask and dropout in blocks that stay in the caches, in fp32 arithmetic.
 #pragma once
 
-#include "common/parallel.hpp"
+#include <cstdint>
+
+#include "common/keep.hpp"
+#include "common/targets.hpp"
 
 namespace megazero {
 
 // Queries [queries, samples, heads, size] attend to keys and values [keys, samples, groups, size], of bf16 if narrow,
-// else fp32. Query i sees keys up to i + keys - queries if causal.
+// else fp32. Query i sees keys up to i + keys - queries if causal. `most` is the most that is used of the processor.
 struct AttentionShape {
   std::int64_t queries, keys, samples, heads, groups, size;
   std::int64_t threads;
   float scale;
   bool causal, narrow;
+  InstructionSet most;
 };
 
 // [rows, samples, heads, size] somewhere in memory, with the distances of neighbors; those of `size` are adjacent.
@@ -24,16 +27,13 @@ struct AttentionTensor {
 // What may not be attended to, and what is dropped.
 //
 // mask: bool, the byte of (sample, head, query, key) is at the sum of its distances, keys being adjacent; 0 for none.
-// Dropout with the masks of counter_random (keep.py): low, high: int32 [samples, heads, queries], the rows' hashes;
-// columns: int32, those of the keys, `column_sample` apart for each sample; low is 0 if nothing is dropped. A
-// probability is kept if its hash is not below `threshold`, and is then multiplied by `kept`.
+// keep: the rows' shares are [samples, heads, queries], those of the keys `column_sample` apart for each sample; nothing
+// is dropped if they are 0.
 struct AttentionLimits {
   const std::uint8_t* mask;
   std::int64_t mask_sample, mask_head, mask_query;
-  const std::int32_t *low, *high, *columns;
+  Keep keep;
   std::int64_t column_sample;
-  std::int32_t threshold;
-  float kept;
 };
 
 }  // namespace megazero
@@ -52,9 +52,4 @@ void megazero_attention_backward(megazero::AttentionShape shape, megazero::Atten
                                  megazero::AttentionTensor out, const float* lse, megazero::AttentionTensor grad,
                                  const float* grad_lse, megazero::AttentionTensor grad_q,
                                  megazero::AttentionTensor grad_k, megazero::AttentionTensor grad_v);
-
-// Replaces scores [heads * queries, keys] in place with exp(factor * score), and with 0 where a key comes after its
-// query, that is in columns beyond (row % queries) + diagonal.
-void megazero_attention_probabilities(megazero::Rows rows, std::int64_t queries, std::int64_t diagonal, float factor,
-                                      void* scores);
 }

@@ -5,11 +5,13 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <type_traits>
 
 #include "attention/cpu.hpp"
+#include "bias_dropout_add/cpu.hpp"
 #include "bias_gelu/cpu.hpp"
 #include "chosen_rows/cpu.hpp"
 #include "common/parallel.hpp"
@@ -25,6 +27,8 @@ namespace py = pybind11;
 using megazero::AttentionLimits;
 using megazero::AttentionShape;
 using megazero::AttentionTensor;
+using megazero::InstructionSet;
+using megazero::Keep;
 using megazero::Rows;
 
 namespace {
@@ -38,15 +42,21 @@ Rows make_rows(std::int64_t count, std::int64_t width, std::int64_t threads, boo
 
 AttentionShape make_attention_shape(std::int64_t queries, std::int64_t keys, std::int64_t samples, std::int64_t heads,
                                     std::int64_t groups, std::int64_t size, std::int64_t threads, float scale,
-                                    bool causal, bool narrow) {
+                                    bool causal, bool narrow, InstructionSet most) {
   if (std::min({queries, keys, samples, heads, size}) < 0 || groups < 1 || heads % groups != 0 || threads < 1) {
     throw std::invalid_argument("sizes must not be negative, groups must divide heads, threads must be positive");
   }
-  return {queries, keys, samples, heads, groups, size, threads, scale, causal, narrow};
+  return {queries, keys, samples, heads, groups, size, threads, scale, causal, narrow, most};
 }
 
 AttentionTensor make_attention_tensor(std::uintptr_t at, std::int64_t row, std::int64_t sample, std::int64_t head) {
   return {reinterpret_cast<void*>(at), row, sample, head};
+}
+
+Keep make_keep(std::uintptr_t low, std::uintptr_t odd_high, std::uintptr_t columns, std::int32_t threshold,
+               float kept) {
+  const auto share = [](std::uintptr_t at) { return reinterpret_cast<const std::int32_t*>(at); };
+  return {share(low), share(odd_high), share(columns), threshold, kept};
 }
 
 void set_mask(AttentionLimits& limits, std::uintptr_t at, std::int64_t sample, std::int64_t head, std::int64_t query) {
@@ -56,14 +66,9 @@ void set_mask(AttentionLimits& limits, std::uintptr_t at, std::int64_t sample, s
   limits.mask_query = query;
 }
 
-void set_dropout(AttentionLimits& limits, std::uintptr_t low, std::uintptr_t high, std::uintptr_t columns,
-                 std::int64_t column_sample, std::int32_t threshold, float kept) {
-  limits.low = reinterpret_cast<const std::int32_t*>(low);
-  limits.high = reinterpret_cast<const std::int32_t*>(high);
-  limits.columns = reinterpret_cast<const std::int32_t*>(columns);
+void set_dropout(AttentionLimits& limits, Keep keep, std::int64_t column_sample) {
+  limits.keep = keep;
   limits.column_sample = column_sample;
-  limits.threshold = threshold;
-  limits.kept = kept;
 }
 
 // How an argument arrives from Python: a pointer as a number, anything else unchanged.
@@ -94,20 +99,27 @@ PYBIND11_MODULE(_native, module) {
   module.doc() = "CPU kernels of megazero.ops; see the headers csrc/*/cpu.hpp for their arguments.";
   py::class_<Rows>(module, "Rows")
       .def(py::init(&make_rows), py::arg("count"), py::arg("width"), py::arg("threads"), py::arg("narrow"));
+  py::class_<Keep>(module, "Keep")
+      .def(py::init(&make_keep), py::arg("low"), py::arg("odd_high"), py::arg("columns"), py::arg("threshold"),
+           py::arg("kept"));
+  py::enum_<InstructionSet>(module, "InstructionSet")
+      .value("BASELINE", InstructionSet::baseline)
+      .value("AVX2", InstructionSet::avx2)
+      .value("AVX512", InstructionSet::avx512);
   py::class_<AttentionShape>(module, "AttentionShape")
       .def(py::init(&make_attention_shape), py::arg("queries"), py::arg("keys"), py::arg("samples"), py::arg("heads"),
            py::arg("groups"), py::arg("size"), py::arg("threads"), py::arg("scale"), py::arg("causal"),
-           py::arg("narrow"));
+           py::arg("narrow"), py::arg("most") = InstructionSet::avx512);
   py::class_<AttentionTensor>(module, "AttentionTensor")
       .def(py::init(&make_attention_tensor), py::arg("at"), py::arg("row"), py::arg("sample"), py::arg("head"));
   py::class_<AttentionLimits>(module, "AttentionLimits")
       .def(py::init<>())
       .def("mask", &set_mask, py::arg("at"), py::arg("sample"), py::arg("head"), py::arg("query"))
-      .def("dropout", &set_dropout, py::arg("low"), py::arg("high"), py::arg("columns"), py::arg("column_sample"),
-           py::arg("threshold"), py::arg("kept"));
+      .def("dropout", &set_dropout, py::arg("keep"), py::arg("column_sample"));
   bind(module, "attention_forward", megazero_attention_forward);
   bind(module, "attention_backward", megazero_attention_backward);
-  bind(module, "attention_probabilities", megazero_attention_probabilities);
+  bind(module, "bias_dropout_add_forward", megazero_bias_dropout_add_forward);
+  bind(module, "bias_dropout_add_backward", megazero_bias_dropout_add_backward);
   bind(module, "bias_gelu_forward", megazero_bias_gelu_forward);
   bind(module, "bias_gelu_backward", megazero_bias_gelu_backward);
   bind(module, "chosen_rows", megazero_chosen_rows);

@@ -17,7 +17,7 @@
 
 namespace megazero {
 
-enum class InstructionSet { baseline, avx2, avx512 };
+enum class InstructionSet { baseline, avx2, avx512 };  // in rising order
 
 inline InstructionSet instruction_set() {
 #if MEGAZERO_HAS_TARGETS

@@ -13,6 +13,7 @@ from typing import Any
 import torch  # before the kernels, which use the OpenMP runtime that torch loads
 from torch import Tensor
 
+from megazero.ops.counter_random import KeepRows, keep_threshold
 from megazero.ops.dispatch import CPU, CallFacts, where
 
 try:
@@ -51,3 +52,9 @@ def rows_of(x: Tensor, width: int, count: int | None = None):
 def address(x: Tensor | None) -> int:
     """The address of the first element; 0 for None."""
     return 0 if x is None else x.data_ptr()
+
+
+def kept_by(rows: KeepRows, columns: Tensor, p: float):
+    """Dropout as the kernels see it, from contiguous shares of the hash, which must live as long."""
+    addresses = map(address, (rows.low, rows.odd_high, columns))
+    return NATIVE.Keep(*addresses, keep_threshold(p), 1 / (1 - p))

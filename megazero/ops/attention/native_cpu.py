@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megazero.ops.counter_random import KeepRows, keep_columns, keep_threshold
+from megazero.ops.counter_random import KeepRows, keep_columns
 from megazero.ops.dropout import AttentionDropout, attention_columns, attention_row_keys
-from megazero.ops.native import NATIVE, address
+from megazero.ops.native import NATIVE, address, kept_by
 
 
 def _tensor(x: Tensor):
@@ -34,8 +34,7 @@ def _limits(mask: Tensor | None, rows: KeepRows | None, columns: Tensor | None, 
         limits.mask(mask.data_ptr(), *(mask.stride(dim) if mask.shape[dim] > 1 else 0 for dim in range(3)))
     if rows is not None:
         step = columns.stride(0) if len(columns) > 1 else 0
-        addresses = map(address, (rows.low, rows.odd_high, columns))
-        limits.dropout(*addresses, step, keep_threshold(p), 1 / (1 - p))
+        limits.dropout(kept_by(rows, columns, p), step)
     return limits
 
 
@@ -44,7 +43,7 @@ def _adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-class _FusedCPU(torch.autograd.Function):
+class _NativeAttention(torch.autograd.Function):
     """Result [s, b, n d] and log-sum-exp [b, n, s], -inf for a query that may attend to nothing."""
 
     @staticmethod
@@ -77,7 +76,7 @@ class _FusedCPU(torch.autograd.Function):
         return *grads, *(None,) * 7
 
 
-def attention_fused_cpu(
+def attention_native_cpu(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -94,4 +93,4 @@ def attention_fused_cpu(
         low, odd_high = rows.low.contiguous(), rows.odd_high.contiguous()
         columns, p = keep_columns(attention_columns(dropout)).contiguous(), dropout.p
     mask = None if mask is None else _adjacent(mask)
-    return _FusedCPU.apply(q, k, v, mask, causal, low, odd_high, columns, p, scale)
+    return _NativeAttention.apply(q, k, v, mask, causal, low, odd_high, columns, p, scale)
