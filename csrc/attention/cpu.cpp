@@ -12,22 +12,22 @@ namespace {
 struct ForwardCall {
   AttentionShape shape;
   AttentionLimits limits;
-  AttentionTensor q, k, v, out;
+  HeadTensor q, k, v, out;
   float* lse;
 };
 
 struct BackwardCall {
   AttentionShape shape;
   AttentionLimits limits;
-  AttentionTensor q, k, v, out;
+  HeadTensor q, k, v, out;
   const float* lse;
-  AttentionTensor grad;
+  HeadTensor grad;
   const float* grad_lse;
-  AttentionTensor grad_q, grad_k, grad_v;
+  HeadTensor grad_q, grad_k, grad_v;
 };
 
 template <typename T>
-MEGAZERO_INLINE T* head_of(const AttentionTensor& tensor, std::int64_t sample, std::int64_t head) {
+MEGAZERO_INLINE T* head_of(const HeadTensor& tensor, std::int64_t sample, std::int64_t head) {
   return static_cast<T*>(tensor.at) + sample * tensor.sample + head * tensor.head;
 }
 
@@ -144,8 +144,8 @@ Work chosen(InstructionSet most, Work baseline, Work avx2, Work avx512) {
 }  // namespace megazero
 
 void megazero_attention_forward(megazero::AttentionShape shape, megazero::AttentionLimits limits,
-                                megazero::AttentionTensor q, megazero::AttentionTensor k, megazero::AttentionTensor v,
-                                megazero::AttentionTensor out, float* lse) {
+                                megazero::HeadTensor q, megazero::HeadTensor k, megazero::HeadTensor v,
+                                megazero::HeadTensor out, float* lse) {
   megazero::with_element(shape.narrow, [&](auto element) {
     using T = decltype(element);
     const auto work = megazero::chosen(shape.most, &megazero::forward_baseline<T>, &megazero::forward_avx2<T>,
@@ -156,10 +156,10 @@ void megazero_attention_forward(megazero::AttentionShape shape, megazero::Attent
 }
 
 void megazero_attention_backward(megazero::AttentionShape shape, megazero::AttentionLimits limits,
-                                 megazero::AttentionTensor q, megazero::AttentionTensor k, megazero::AttentionTensor v,
-                                 megazero::AttentionTensor out, const float* lse, megazero::AttentionTensor grad,
-                                 const float* grad_lse, megazero::AttentionTensor grad_q,
-                                 megazero::AttentionTensor grad_k, megazero::AttentionTensor grad_v) {
+                                 megazero::HeadTensor q, megazero::HeadTensor k, megazero::HeadTensor v,
+                                 megazero::HeadTensor out, const float* lse, megazero::HeadTensor grad,
+                                 const float* grad_lse, megazero::HeadTensor grad_q,
+                                 megazero::HeadTensor grad_k, megazero::HeadTensor grad_v) {
   megazero::with_element(shape.narrow, [&](auto element) {
     using T = decltype(element);
     const auto work = megazero::chosen(shape.most, &megazero::backward_baseline<T>, &megazero::backward_avx2<T>,

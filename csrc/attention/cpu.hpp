@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/head_tensor.hpp"
 #include "common/keep.hpp"
 #include "common/targets.hpp"
 
@@ -16,12 +17,6 @@ struct AttentionShape {
   float scale;
   bool causal, narrow;
   InstructionSet most;
-};
-
-// [rows, samples, heads, size] somewhere in memory, with the distances of neighbors; those of `size` are adjacent.
-struct AttentionTensor {
-  void* at;
-  std::int64_t row, sample, head;
 };
 
 // What may not be attended to, and what is dropped.
@@ -42,14 +37,14 @@ extern "C" {
 // out [queries, samples, heads, size] and lse [samples, heads, queries], the log-sum-exp of each query's scaled scores;
 // zeros and -inf for a query that may attend to nothing.
 void megazero_attention_forward(megazero::AttentionShape shape, megazero::AttentionLimits limits,
-                                megazero::AttentionTensor q, megazero::AttentionTensor k, megazero::AttentionTensor v,
-                                megazero::AttentionTensor out, float* lse);
+                                megazero::HeadTensor q, megazero::HeadTensor k, megazero::HeadTensor v,
+                                megazero::HeadTensor out, float* lse);
 
 // The gradients of q, k and v from those of out and of lse (grad_lse is 0 if that has none). Each group of heads is
 // computed by one thread, so the number of threads changes no bit.
 void megazero_attention_backward(megazero::AttentionShape shape, megazero::AttentionLimits limits,
-                                 megazero::AttentionTensor q, megazero::AttentionTensor k, megazero::AttentionTensor v,
-                                 megazero::AttentionTensor out, const float* lse, megazero::AttentionTensor grad,
-                                 const float* grad_lse, megazero::AttentionTensor grad_q,
-                                 megazero::AttentionTensor grad_k, megazero::AttentionTensor grad_v);
+                                 megazero::HeadTensor q, megazero::HeadTensor k, megazero::HeadTensor v,
+                                 megazero::HeadTensor out, const float* lse, megazero::HeadTensor grad,
+                                 const float* grad_lse, megazero::HeadTensor grad_q,
+                                 megazero::HeadTensor grad_k, megazero::HeadTensor grad_v);
 }

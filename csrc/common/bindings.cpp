@@ -21,12 +21,13 @@
 #include "layer_norm/cpu.hpp"
 #include "quantize/cpu.hpp"
 #include "rms_norm/cpu.hpp"
+#include "rotary/cpu.hpp"
 #include "swiglu/cpu.hpp"
 
 namespace py = pybind11;
 using megazero::AttentionLimits;
 using megazero::AttentionShape;
-using megazero::AttentionTensor;
+using megazero::HeadTensor;
 using megazero::InstructionSet;
 using megazero::Keep;
 using megazero::Rows;
@@ -49,7 +50,7 @@ AttentionShape make_attention_shape(std::int64_t queries, std::int64_t keys, std
   return {queries, keys, samples, heads, groups, size, threads, scale, causal, narrow, most};
 }
 
-AttentionTensor make_attention_tensor(std::uintptr_t at, std::int64_t row, std::int64_t sample, std::int64_t head) {
+HeadTensor make_head_tensor(std::uintptr_t at, std::int64_t row, std::int64_t sample, std::int64_t head) {
   return {reinterpret_cast<void*>(at), row, sample, head};
 }
 
@@ -110,8 +111,8 @@ PYBIND11_MODULE(_native, module) {
       .def(py::init(&make_attention_shape), py::arg("queries"), py::arg("keys"), py::arg("samples"), py::arg("heads"),
            py::arg("groups"), py::arg("size"), py::arg("threads"), py::arg("scale"), py::arg("causal"),
            py::arg("narrow"), py::arg("most") = InstructionSet::avx512);
-  py::class_<AttentionTensor>(module, "AttentionTensor")
-      .def(py::init(&make_attention_tensor), py::arg("at"), py::arg("row"), py::arg("sample"), py::arg("head"));
+  py::class_<HeadTensor>(module, "HeadTensor")
+      .def(py::init(&make_head_tensor), py::arg("at"), py::arg("row"), py::arg("sample"), py::arg("head"));
   py::class_<AttentionLimits>(module, "AttentionLimits")
       .def(py::init<>())
       .def("mask", &set_mask, py::arg("at"), py::arg("sample"), py::arg("head"), py::arg("query"))
@@ -135,6 +136,7 @@ PYBIND11_MODULE(_native, module) {
   bind(module, "dequantize_rows", megazero_dequantize_rows);
   bind(module, "rms_norm_forward", megazero_rms_norm_forward);
   bind(module, "rms_norm_backward", megazero_rms_norm_backward);
+  bind(module, "rotary", megazero_rotary);
   bind(module, "swiglu_forward", megazero_swiglu_forward);
   bind(module, "swiglu_backward", megazero_swiglu_backward);
 }

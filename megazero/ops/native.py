@@ -58,3 +58,13 @@ def kept_by(rows: KeepRows, columns: Tensor, p: float):
     """Dropout as the kernels see it, from contiguous shares of the hash, which must live as long."""
     addresses = map(address, (rows.low, rows.odd_high, columns))
     return NATIVE.Keep(*addresses, keep_threshold(p), 1 / (1 - p))
+
+
+def adjacent(x: Tensor) -> Tensor:
+    """x itself if its last dim's elements are neighbors in memory, else a copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def heads_of(x: Tensor):
+    """`adjacent` x [rows, samples, heads, size] as the kernels see it; it may have gaps between heads."""
+    return NATIVE.HeadTensor(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))

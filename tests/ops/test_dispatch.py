@@ -204,7 +204,9 @@ RUNS: dict[str, Callable] = {
     "layer_norm": lambda facts: layer_norm(*(_randn(facts, *s) for s in ((3, 8), (8,), (8,))), 1e-5),
     "quantize": _run_quantize,
     "rms_norm": lambda facts: rms_norm(_randn(facts, 3, 8), _randn(facts, 8), 1e-5),
-    "rotary": lambda facts: apply_rotary(_randn(facts, 3, 2, 2, 8), *rotary_table(torch.arange(3), 8, 1e4)),
+    "rotary": lambda facts: apply_rotary(
+        _randn(facts, 3, 2, 2, 8), *rotary_table(torch.arange(3), 8, 1e4, facts.table)
+    ),
     "scaled_softmax": lambda facts: scaled_softmax(_randn(facts, 2, 2, 4, 4), 0.5, True, None),
     "squared_relu": lambda facts: squared_relu(_randn(facts, 3, 8)),
     "swiglu": lambda facts: swiglu(_randn(facts, 3, 2, 8)),

@@ -12,12 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from megazero.ops.counter_random import KeepRows, keep_columns
 from megazero.ops.dropout import AttentionDropout, attention_columns, attention_row_keys
-from megazero.ops.native import NATIVE, address, kept_by
-
-
-def _tensor(x: Tensor):
-    """x [rows, samples, heads, size] as the kernels see it."""
-    return NATIVE.AttentionTensor(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))
+from megazero.ops.native import NATIVE, address, adjacent, heads_of, kept_by
 
 
 def _shape(q: Tensor, k: Tensor, causal: bool, scale: float):
@@ -38,24 +33,19 @@ def _limits(mask: Tensor | None, rows: KeepRows | None, columns: Tensor | None, 
     return limits
 
 
-def _adjacent(x: Tensor) -> Tensor:
-    """x itself if its last dim's elements are neighbors in memory, else a copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 class _NativeAttention(torch.autograd.Function):
     """Result [s, b, n d] and log-sum-exp [b, n, s], -inf for a query that may attend to nothing."""
 
     @staticmethod
     def forward(ctx, q, k, v, mask, causal: bool, low, odd_high, columns, p: float, scale: float):
-        q, k, v = map(_adjacent, (q, k, v))
+        q, k, v = map(adjacent, (q, k, v))
         s, b, n, d = q.shape
         out = q.new_empty(s, b, n, d)
         lse = torch.empty(b, n, s, dtype=torch.float32)
         rows = None if low is None else KeepRows(low, odd_high)
         limits = _limits(mask, rows, columns, p)
         shape = _shape(q, k, causal, scale)
-        NATIVE.attention_forward(shape, limits, *map(_tensor, (q, k, v, out)), address(lse))
+        NATIVE.attention_forward(shape, limits, *map(heads_of, (q, k, v, out)), address(lse))
         ctx.save_for_backward(q, k, v, out, lse, mask, low, odd_high, columns)
         ctx.causal, ctx.p, ctx.scale = causal, p, scale
         ctx.set_materialize_grads(False)
@@ -65,14 +55,14 @@ class _NativeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor | None, grad_lse: Tensor | None):
         q, k, v, out, lse, mask, low, odd_high, columns = ctx.saved_tensors
-        grad = torch.zeros_like(out) if grad is None else _adjacent(grad.view(out.shape))
+        grad = torch.zeros_like(out) if grad is None else adjacent(grad.view(out.shape))
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         grads = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
         rows = None if low is None else KeepRows(low, odd_high)
         limits = _limits(mask, rows, columns, ctx.p)
         shape = _shape(q, k, ctx.causal, ctx.scale)
-        tensors = (*map(_tensor, (q, k, v, out)), address(lse), _tensor(grad), address(grad_lse))
-        NATIVE.attention_backward(shape, limits, *tensors, *map(_tensor, grads))
+        tensors = (*map(heads_of, (q, k, v, out)), address(lse), heads_of(grad), address(grad_lse))
+        NATIVE.attention_backward(shape, limits, *tensors, *map(heads_of, grads))
         return *grads, *(None,) * 7
 
 
@@ -92,5 +82,5 @@ def attention_native_cpu(
         rows = KeepRows.of(attention_row_keys(dropout, q.shape[2]))
         low, odd_high = rows.low.contiguous(), rows.odd_high.contiguous()
         columns, p = keep_columns(attention_columns(dropout)).contiguous(), dropout.p
-    mask = None if mask is None else _adjacent(mask)
+    mask = None if mask is None else adjacent(mask)
     return _NativeAttention.apply(q, k, v, mask, causal, low, odd_high, columns, p, scale)
