@@ -187,9 +187,10 @@ MEGAZERO_INLINE void forward_head(const Sizes& sizes, const HeadLimits& limits, 
                          sums, sizes.row);
     }
     for (std::int64_t i = 0; i < count; ++i) {
-      const bool any = total[i] != 0.0f;
-      copy_out(sums + i * sizes.row, 1, sizes, any ? 1.0f / total[i] : 0.0f, out + (first + i) * out_row, out_row);
-      lse[first + i] = any ? highest[i] + std::log(total[i]) : kNothing;
+      // A total of 0 without a mask means that all scores were -inf, which gives NaN.
+      const bool nothing = total[i] == 0.0f && (limits.mask != nullptr || sizes.seen(first + i, 0) == 0);
+      copy_out(sums + i * sizes.row, 1, sizes, nothing ? 0.0f : 1.0f / total[i], out + (first + i) * out_row, out_row);
+      lse[first + i] = nothing ? kNothing : highest[i] + std::log(total[i]);
     }
   }
 }

@@ -15,11 +15,11 @@ from megazero.ops.dropout import AttentionDropout, attention_columns, attention_
 from megazero.ops.native import NATIVE, address, adjacent, heads_of, kept_by
 
 
-def _shape(q: Tensor, k: Tensor, causal: bool, scale: float):
+def _shape(q: Tensor, k: Tensor, causal: bool, scale: float, **most: object):
+    """The sizes as the kernels see them; `most` limits the instruction set, for tests."""
     (s, b, n, d), (t, _, g, _) = q.shape, k.shape
-    return NATIVE.AttentionShape(
-        s, t, b, n, g, d, torch.get_num_threads(), scale, causal, q.dtype == torch.bfloat16
-    )
+    narrow = q.dtype == torch.bfloat16
+    return NATIVE.AttentionShape(s, t, b, n, g, d, torch.get_num_threads(), scale, causal, narrow, **most)
 
 
 def _limits(mask: Tensor | None, rows: KeepRows | None, columns: Tensor | None, p: float):
