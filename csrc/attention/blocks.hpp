@@ -1,4 +1,4 @@
-// Attention of one head in blocks, after Dao et al. 2022: forward with a running maximum, backward from the log-sum-exp.
+// Attention of one head in blocks (Dao et al. 2022): forward with a running maximum, backward from the log-sum-exp.
 //
 // Operands are copied into zero-padded scratch memory first, so that the products (common/product.hpp) need no
 // remainders: rows up to a multiple of kQueries or kKeys, channels up to one of kTileColumns.

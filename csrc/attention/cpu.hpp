@@ -1,4 +1,4 @@
-// Attention on the CPU: matrix products, softmax, mask and dropout in blocks that stay in the caches, in fp32 arithmetic.
+// Attention on the CPU: products, softmax, mask and dropout in blocks that stay in the caches, in fp32 arithmetic.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +22,8 @@ struct AttentionShape {
 // What may not be attended to, and what is dropped.
 //
 // mask: bool, the byte of (sample, head, query, key) is at the sum of its distances, keys being adjacent; 0 for none.
-// keep: the rows' shares are [samples, heads, queries], those of the keys `column_sample` apart for each sample; nothing
-// is dropped if they are 0.
+// keep: the rows' shares are [samples, heads, queries], those of the keys `column_sample` apart for each sample;
+// nothing is dropped if they are 0.
 struct AttentionLimits {
   const std::uint8_t* mask;
   std::int64_t mask_sample, mask_head, mask_query;

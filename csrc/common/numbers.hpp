@@ -30,18 +30,20 @@ MEGAZERO_INLINE float load(const Bf16* from) {
 MEGAZERO_INLINE void store(float value, float* to) { *to = value; }
 
 // Rounds to the nearest bf16, ties to even, in the upper half: adding just under half a unit carries into it where it
-// should, and a carry out of the significand rightly raises the exponent, up to infinity. A NaN must not carry, so it is
-// replaced.
+// should, and a carry out of the significand rightly raises the exponent, up to infinity. A NaN must not carry, so it
+// is replaced.
 MEGAZERO_INLINE std::uint32_t rounded_to_bf16(float value) {
   const std::uint32_t bits = bits_as<std::uint32_t>(value);
   const std::uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   return value != value ? 0x7fc00000u : rounded;
 }
 
-MEGAZERO_INLINE void store(float value, Bf16* to) { to->bits = static_cast<std::uint16_t>(rounded_to_bf16(value) >> 16); }
+MEGAZERO_INLINE void store(float value, Bf16* to) {
+  to->bits = static_cast<std::uint16_t>(rounded_to_bf16(value) >> 16);
+}
 
-// Two neighbors of a row in one word: their lanes need not be widened when a loop over words is vectorized. Which is the
-// lower half depends on the machine's byte order, so a kernel must treat both alike.
+// Two neighbors of a row in one word: their lanes need not be widened when a loop over words is vectorized. Which is
+// the lower half depends on the machine's byte order, so a kernel must treat both alike.
 using TwoBf16 = std::uint32_t __attribute__((may_alias, aligned(2)));
 
 MEGAZERO_INLINE float load_low(const Bf16* row, std::int64_t word) {

@@ -1,4 +1,4 @@
-"""Compiled attention on CPU: every instruction set, ragged sizes, masks bit for bit, threads, what is not finite."""
+"""Compiled attention on CPU: every instruction set, ragged sizes, masks, threads, what is not finite."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def test_ragged_sizes() -> None:
         _agree(_inputs(keys, 3, 1, 1, 1, 5), causal=False)
 
 
-@pytest.mark.parametrize("sizes", [(0, 5, 1, 2, 1, 4), (5, 0, 1, 2, 1, 4), (5, 5, 0, 2, 1, 4), (4, 4, 1, 2, 2, 0)])
+@pytest.mark.parametrize(
+    "sizes", [(0, 5, 1, 2, 1, 4), (5, 0, 1, 2, 1, 4), (5, 5, 0, 2, 1, 4), (4, 4, 1, 2, 2, 0)], ids=str
+)
 def test_nothing_gives_zeros(sizes: tuple[int, ...]) -> None:
     out, lse, *grads = _all(attention_native_cpu, _inputs(*sizes), causal=False)
     assert not out.any()

@@ -32,7 +32,7 @@ def rotary_table(
         )
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
     inverse_frequencies = 1.0 / base**exponents
-    columns = positions.view(positions.shape[0], -1, 1, 1)
+    columns = positions.reshape(*positions.shape, *(1,) * (4 - positions.dim()))
     angles = columns.to(torch.float32) * inverse_frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
