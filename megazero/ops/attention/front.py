@@ -47,7 +47,7 @@ class AttentionFacts(CallFacts):
 
 
 def _flash_pays(facts: AttentionFacts) -> bool:
-    """In fp32 torch's own backward is as fast, but lacks our dropout and does not return the log-sum-exp."""
+    """In fp32 torch's own backward is faster, but lacks our dropout and does not return the log-sum-exp."""
     return facts.dropout or facts.lse or facts.dtype == torch.bfloat16
 
 

@@ -1,7 +1,8 @@
 """Attention whole in compiled code on CPU (csrc/attention): forward, and backward from the log-sum-exp.
 
 Matrix products, softmax, mask and dropout of a block happen while it is in the cache, in fp32 arithmetic, and
-blocks beyond the causal diagonal are left out (Dao et al. 2022). Only the result and the log-sum-exp are saved.
+blocks beyond the causal diagonal are left out (Dao et al. 2022). Only the result and the log-sum-exp are
+saved.
 """
 
 from __future__ import annotations
