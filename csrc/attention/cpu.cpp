@@ -1,34 +1,170 @@
 #include "attention/cpu.hpp"
 
-#include "common/clones.hpp"
-#include "common/exponential.hpp"
+#include "attention/blocks.hpp"
 #include "common/numbers.hpp"
+#include "common/parallel.hpp"
+#include "common/targets.hpp"
+#include "common/thread_rows.hpp"
 
 namespace megazero {
 namespace {
 
+struct ForwardCall {
+  AttentionShape shape;
+  AttentionLimits limits;
+  HeadTensor q, k, v, out;
+  float* lse;
+};
+
+struct BackwardCall {
+  AttentionShape shape;
+  AttentionLimits limits;
+  HeadTensor q, k, v, out;
+  const float* lse;
+  HeadTensor grad;
+  const float* grad_lse;
+  HeadTensor grad_q, grad_k, grad_v;
+};
+
 template <typename T>
-MEGAZERO_CLONES void row_probabilities(T* scores, std::int64_t count, float factor) {
-#pragma omp simd
-  for (std::int64_t i = 0; i < count; ++i) store(exponential(load(scores + i) * factor), scores + i);
+MEGAZERO_INLINE T* head_of(const HeadTensor& tensor, std::int64_t sample, std::int64_t head) {
+  return static_cast<T*>(tensor.at) + sample * tensor.sample + head * tensor.head;
+}
+
+// The heads [begin, end) of all samples.
+template <typename Set, typename T>
+MEGAZERO_INLINE void forward(const ForwardCall& call, std::int64_t begin, std::int64_t end, float* scratch) {
+  const AttentionShape& shape = call.shape;
+  const attention::Sizes sizes(shape);
+  for (std::int64_t i = begin; i < end; ++i) {
+    const std::int64_t sample = i / shape.heads, head = i % shape.heads;
+    const std::int64_t group = head / (shape.heads / shape.groups);
+    const attention::HeadLimits limits(shape, call.limits, sample, head);
+    attention::forward_head<Set>(sizes, limits, shape.scale, head_of<const T>(call.q, sample, head), call.q.row,
+                                 head_of<const T>(call.k, sample, group), call.k.row,
+                                 head_of<const T>(call.v, sample, group), call.v.row,
+                                 head_of<T>(call.out, sample, head), call.out.row, call.lse + i * shape.queries,
+                                 scratch);
+  }
+}
+
+// The groups [begin, end) of all samples.
+template <typename Set, typename T>
+MEGAZERO_INLINE void backward(const BackwardCall& call, std::int64_t begin, std::int64_t end, float* scratch) {
+  const AttentionShape& shape = call.shape;
+  const attention::Sizes sizes(shape);
+  attention::Backward memory(sizes, scratch);
+  const std::int64_t each = shape.heads / shape.groups;
+  for (std::int64_t i = begin; i < end; ++i) {
+    const std::int64_t sample = i / shape.groups, group = i % shape.groups;
+    attention::copy_in(head_of<const T>(call.v, sample, group), call.v.row, sizes.keys, sizes, 1.0f, memory.keys,
+                       sizes.all_keys);
+    attention::transpose(memory.keys, sizes.all_keys, sizes.row, memory.values_turned);
+    attention::copy_in(head_of<const T>(call.k, sample, group), call.k.row, sizes.keys, sizes, 1.0f, memory.keys,
+                       sizes.all_keys);
+    attention::transpose(memory.keys, sizes.all_keys, sizes.row, memory.keys_turned);
+    std::fill(memory.grad_k, memory.grad_k + sizes.all_keys * sizes.row, 0.0f);
+    std::fill(memory.grad_v, memory.grad_v + sizes.all_keys * sizes.row, 0.0f);
+    for (std::int64_t head = group * each; head < (group + 1) * each; ++head) {
+      const attention::HeadLimits limits(shape, call.limits, sample, head);
+      const std::int64_t number = (sample * shape.heads + head) * shape.queries;
+      attention::copy_in(head_of<const T>(call.q, sample, head), call.q.row, sizes.queries, sizes, shape.scale,
+                         memory.queries, sizes.all_queries);
+      attention::copy_in(head_of<const T>(call.grad, sample, head), call.grad.row, sizes.queries, sizes, 1.0f,
+                         memory.grads, sizes.all_queries);
+      attention::row_terms(head_of<const T>(call.out, sample, head), call.out.row, sizes, memory.grads,
+                               call.grad_lse == nullptr ? nullptr : call.grad_lse + number, memory.delta);
+      attention::backward_head<Set>(sizes, limits, call.lse + number, memory);
+      attention::copy_out(memory.grad_q, sizes.queries, sizes, shape.scale, head_of<T>(call.grad_q, sample, head),
+                          call.grad_q.row);
+    }
+    attention::copy_out(memory.grad_k, sizes.keys, sizes, 1.0f, head_of<T>(call.grad_k, sample, group),
+                        call.grad_k.row);
+    attention::copy_out(memory.grad_v, sizes.keys, sizes, 1.0f, head_of<T>(call.grad_v, sample, group),
+                        call.grad_v.row);
+  }
+}
+
+template <typename T>
+void forward_baseline(const ForwardCall& call, std::int64_t begin, std::int64_t end, float* scratch) {
+  forward<BaselineTile, T>(call, begin, end, scratch);
+}
+
+template <typename T>
+MEGAZERO_AVX2 void forward_avx2(const ForwardCall& call, std::int64_t begin, std::int64_t end, float* scratch) {
+  forward<Avx2Tile, T>(call, begin, end, scratch);
+}
+
+template <typename T>
+MEGAZERO_AVX512 void forward_avx512(const ForwardCall& call, std::int64_t begin, std::int64_t end, float* scratch) {
+  forward<Avx512Tile, T>(call, begin, end, scratch);
+}
+
+template <typename T>
+void backward_baseline(const BackwardCall& call, std::int64_t begin, std::int64_t end, float* scratch) {
+  backward<BaselineTile, T>(call, begin, end, scratch);
+}
+
+template <typename T>
+MEGAZERO_AVX2 void backward_avx2(const BackwardCall& call, std::int64_t begin, std::int64_t end, float* scratch) {
+  backward<Avx2Tile, T>(call, begin, end, scratch);
+}
+
+template <typename T>
+MEGAZERO_AVX512 void backward_avx512(const BackwardCall& call, std::int64_t begin, std::int64_t end, float* scratch) {
+  backward<Avx512Tile, T>(call, begin, end, scratch);
+}
+
+// Divides the heads or groups of all samples among the threads.
+template <typename Call, typename Work>
+void divided(const Call& call, std::int64_t items, std::int64_t scratch, Work work) {
+  const int workers = static_cast<int>(std::max<std::int64_t>(1, std::min(call.shape.threads, items)));
+  // Vectors that straddle two cache lines cost twice, so each thread's memory begins with a line.
+  constexpr std::int64_t line = 64 / sizeof(float);
+  ThreadRows memory(workers, attention::up_to(scratch, line) + line);
+  parallel_for(items, workers, [&](std::int64_t begin, std::int64_t end, std::int64_t worker) {
+    const auto from = reinterpret_cast<std::uintptr_t>(memory.of(worker));
+    work(call, begin, end, reinterpret_cast<float*>((from + 63) / 64 * 64));
+  });
+}
+
+template <typename Work>
+Work chosen(InstructionSet most, Work baseline, Work avx2, Work avx512) {
+  switch (std::min(most, instruction_set())) {
+    case InstructionSet::avx512:
+      return avx512;
+    case InstructionSet::avx2:
+      return avx2;
+    default:
+      return baseline;
+  }
 }
 
 }  // namespace
 }  // namespace megazero
 
-void megazero_attention_probabilities(megazero::Rows rows, std::int64_t queries, std::int64_t diagonal, float factor,
-                                      void* scores) {
-  megazero::with_element(rows.narrow, [&](auto element) {
+void megazero_attention_forward(megazero::AttentionShape shape, megazero::AttentionLimits limits,
+                                megazero::HeadTensor q, megazero::HeadTensor k, megazero::HeadTensor v,
+                                megazero::HeadTensor out, float* lse) {
+  megazero::with_element(shape.narrow, [&](auto element) {
     using T = decltype(element);
-    const int workers = megazero::workers_for(rows.count, rows.width, rows.threads);
-    megazero::parallel_for(rows.count, workers, [&](std::int64_t begin, std::int64_t end, std::int64_t) {
-      for (std::int64_t row = begin; row < end; ++row) {
-        T* of_row = static_cast<T*>(scores) + row * rows.width;
-        const std::int64_t reach = row % queries + diagonal + 1;
-        const std::int64_t seen = std::clamp<std::int64_t>(reach, 0, rows.width);
-        megazero::row_probabilities(of_row, seen, factor);
-        std::fill(of_row + seen, of_row + rows.width, T{});
-      }
-    });
+    const auto work = megazero::chosen(shape.most, &megazero::forward_baseline<T>, &megazero::forward_avx2<T>,
+                                       &megazero::forward_avx512<T>);
+    const megazero::ForwardCall call{shape, limits, q, k, v, out, lse};
+    megazero::divided(call, shape.samples * shape.heads, megazero::attention::Sizes(shape).forward_scratch(), work);
+  });
+}
+
+void megazero_attention_backward(megazero::AttentionShape shape, megazero::AttentionLimits limits,
+                                 megazero::HeadTensor q, megazero::HeadTensor k, megazero::HeadTensor v,
+                                 megazero::HeadTensor out, const float* lse, megazero::HeadTensor grad,
+                                 const float* grad_lse, megazero::HeadTensor grad_q,
+                                 megazero::HeadTensor grad_k, megazero::HeadTensor grad_v) {
+  megazero::with_element(shape.narrow, [&](auto element) {
+    using T = decltype(element);
+    const auto work = megazero::chosen(shape.most, &megazero::backward_baseline<T>, &megazero::backward_avx2<T>,
+                                       &megazero::backward_avx512<T>);
+    const megazero::BackwardCall call{shape, limits, q, k, v, out, lse, grad, grad_lse, grad_q, grad_k, grad_v};
+    megazero::divided(call, shape.samples * shape.groups, megazero::attention::Sizes(shape).backward_scratch(), work);
   });
 }

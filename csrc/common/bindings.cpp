@@ -13,6 +13,7 @@
 #include "adagrad/cpu.hpp"
 #include "adam/cpu.hpp"
 #include "attention/cpu.hpp"
+#include "bias_dropout_add/cpu.hpp"
 #include "bias_gelu/cpu.hpp"
 #include "chosen_rows/cpu.hpp"
 #include "common/parallel.hpp"
@@ -24,11 +25,17 @@
 #include "lion/cpu.hpp"
 #include "quantize/cpu.hpp"
 #include "rms_norm/cpu.hpp"
+#include "rotary/cpu.hpp"
 #include "sgd/cpu.hpp"
 #include "swiglu/cpu.hpp"
 
 namespace py = pybind11;
+using megazero::AttentionLimits;
+using megazero::AttentionShape;
 using megazero::ElementKind;
+using megazero::HeadTensor;
+using megazero::InstructionSet;
+using megazero::Keep;
 using megazero::Rows;
 using megazero::UpdatePass;
 
@@ -54,6 +61,37 @@ UpdatePass make_update_pass(std::int64_t count, std::int64_t threads, std::uintp
           static_cast<float>(grad_scale),
           reinterpret_cast<void*>(weights),
           static_cast<ElementKind>(weight_kind)};
+}
+
+AttentionShape make_attention_shape(std::int64_t queries, std::int64_t keys, std::int64_t samples, std::int64_t heads,
+                                    std::int64_t groups, std::int64_t size, std::int64_t threads, float scale,
+                                    bool causal, bool narrow, InstructionSet most) {
+  if (std::min({queries, keys, samples, heads, size}) < 0 || groups < 1 || heads % groups != 0 || threads < 1) {
+    throw std::invalid_argument("sizes must not be negative, groups must divide heads, threads must be positive");
+  }
+  return {queries, keys, samples, heads, groups, size, threads, scale, causal, narrow, most};
+}
+
+HeadTensor make_head_tensor(std::uintptr_t at, std::int64_t row, std::int64_t sample, std::int64_t head) {
+  return {reinterpret_cast<void*>(at), row, sample, head};
+}
+
+Keep make_keep(std::uintptr_t low, std::uintptr_t odd_high, std::uintptr_t columns, std::int32_t threshold,
+               float kept) {
+  const auto share = [](std::uintptr_t at) { return reinterpret_cast<const std::int32_t*>(at); };
+  return {share(low), share(odd_high), share(columns), threshold, kept};
+}
+
+void set_mask(AttentionLimits& limits, std::uintptr_t at, std::int64_t sample, std::int64_t head, std::int64_t query) {
+  limits.mask = reinterpret_cast<const std::uint8_t*>(at);
+  limits.mask_sample = sample;
+  limits.mask_head = head;
+  limits.mask_query = query;
+}
+
+void set_dropout(AttentionLimits& limits, Keep keep, std::int64_t column_sample) {
+  limits.keep = keep;
+  limits.column_sample = column_sample;
 }
 
 // How an argument arrives from Python: a pointer as a number, anything else unchanged.
@@ -87,9 +125,29 @@ PYBIND11_MODULE(_native, module) {
   py::class_<UpdatePass>(module, "UpdatePass")
       .def(py::init(&make_update_pass), py::arg("count"), py::arg("threads"), py::arg("grads"), py::arg("grad_kind"),
            py::arg("grad_scale"), py::arg("weights"), py::arg("weight_kind"));
+  py::class_<Keep>(module, "Keep")
+      .def(py::init(&make_keep), py::arg("low"), py::arg("odd_high"), py::arg("columns"), py::arg("threshold"),
+           py::arg("kept"));
+  py::enum_<InstructionSet>(module, "InstructionSet")
+      .value("BASELINE", InstructionSet::baseline)
+      .value("AVX2", InstructionSet::avx2)
+      .value("AVX512", InstructionSet::avx512);
+  py::class_<AttentionShape>(module, "AttentionShape")
+      .def(py::init(&make_attention_shape), py::arg("queries"), py::arg("keys"), py::arg("samples"), py::arg("heads"),
+           py::arg("groups"), py::arg("size"), py::arg("threads"), py::arg("scale"), py::arg("causal"),
+           py::arg("narrow"), py::arg("most") = InstructionSet::avx512);
+  py::class_<HeadTensor>(module, "HeadTensor")
+      .def(py::init(&make_head_tensor), py::arg("at"), py::arg("row"), py::arg("sample"), py::arg("head"));
+  py::class_<AttentionLimits>(module, "AttentionLimits")
+      .def(py::init<>())
+      .def("mask", &set_mask, py::arg("at"), py::arg("sample"), py::arg("head"), py::arg("query"))
+      .def("dropout", &set_dropout, py::arg("keep"), py::arg("column_sample"));
   bind(module, "adagrad_step", megazero_adagrad_step);
   bind(module, "adam_step", megazero_adam_step);
-  bind(module, "attention_probabilities", megazero_attention_probabilities);
+  bind(module, "attention_forward", megazero_attention_forward);
+  bind(module, "attention_backward", megazero_attention_backward);
+  bind(module, "bias_dropout_add_forward", megazero_bias_dropout_add_forward);
+  bind(module, "bias_dropout_add_backward", megazero_bias_dropout_add_backward);
   bind(module, "bias_gelu_forward", megazero_bias_gelu_forward);
   bind(module, "bias_gelu_backward", megazero_bias_gelu_backward);
   bind(module, "chosen_rows", megazero_chosen_rows);
@@ -106,6 +164,7 @@ PYBIND11_MODULE(_native, module) {
   bind(module, "dequantize_rows", megazero_dequantize_rows);
   bind(module, "rms_norm_forward", megazero_rms_norm_forward);
   bind(module, "rms_norm_backward", megazero_rms_norm_backward);
+  bind(module, "rotary", megazero_rotary);
   bind(module, "sgd_step", megazero_sgd_step);
   bind(module, "swiglu_forward", megazero_swiglu_forward);
   bind(module, "swiglu_backward", megazero_swiglu_backward);

@@ -44,12 +44,40 @@ MEGAZERO_INLINE float load(const Fp16* from) {
 
 MEGAZERO_INLINE void store(float value, float* to) { *to = value; }
 
-// Rounds to the nearest, ties to even: adding just under half a unit carries into the upper half where it should, and a
-// carry out of the significand rightly raises the exponent, up to infinity. A NaN must not carry, so it is replaced.
-MEGAZERO_INLINE void store(float value, Bf16* to) {
+// Rounds to the nearest bf16, ties to even, in the upper half: adding just under half a unit carries into it where it
+// should, and a carry out of the significand rightly raises the exponent, up to infinity. A NaN must not carry, so it
+// is replaced.
+MEGAZERO_INLINE std::uint32_t rounded_to_bf16(float value) {
   const std::uint32_t bits = bits_as<std::uint32_t>(value);
   const std::uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-  to->bits = static_cast<std::uint16_t>((value != value ? 0x7fc00000u : rounded) >> 16);
+  return value != value ? 0x7fc00000u : rounded;
+}
+
+MEGAZERO_INLINE void store(float value, Bf16* to) {
+  to->bits = static_cast<std::uint16_t>(rounded_to_bf16(value) >> 16);
+}
+
+// Two neighbors of a row in one word: their lanes need not be widened when a loop over words is vectorized. Which is
+// the lower half depends on the machine's byte order, so a kernel must treat both alike.
+using TwoBf16 = std::uint32_t __attribute__((may_alias, aligned(2)));
+
+MEGAZERO_INLINE float load_low(const Bf16* row, std::int64_t word) {
+  return bits_as<float>(reinterpret_cast<const TwoBf16*>(row)[word] << 16);
+}
+
+MEGAZERO_INLINE float load_high(const Bf16* row, std::int64_t word) {
+  return bits_as<float>(reinterpret_cast<const TwoBf16*>(row)[word] & 0xffff0000u);
+}
+
+// The same without regard to the lower half of a NaN, which must be 0: so it is where a NaN came from a bf16, from an
+// operation on numbers, or from NAN itself, since operations pass a NaN on as it is.
+MEGAZERO_INLINE std::uint32_t plainly_rounded(float value) {
+  const std::uint32_t bits = bits_as<std::uint32_t>(value);
+  return bits + 0x7fffu + ((bits >> 16) & 1u);
+}
+
+MEGAZERO_INLINE void store_both(float low, float high, Bf16* row, std::int64_t word) {
+  reinterpret_cast<TwoBf16*>(row)[word] = (plainly_rounded(low) >> 16) | (plainly_rounded(high) & 0xffff0000u);
 }
 
 // Rounds to the nearest, ties to even, as above. Below 2^-14 a sum with 1/2, whose last bit is 2^-24, does it.

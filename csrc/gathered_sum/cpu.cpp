@@ -1,5 +1,8 @@
 #include "gathered_sum/cpu.hpp"
 
+#include <cmath>
+#include <type_traits>
+
 #include "common/clones.hpp"
 #include "common/numbers.hpp"
 #include "common/thread_rows.hpp"
@@ -14,7 +17,11 @@ struct Slots {
   const float* weights;
 
   MEGAZERO_INLINE bool holds(std::int64_t at) const { return numbers[at] >= 0 && numbers[at] < available; }
-  MEGAZERO_INLINE float weight(std::int64_t at) const { return weights == nullptr ? 1.0f : weights[at]; }
+  // A NaN loses what it carries, as store_both wants it.
+  MEGAZERO_INLINE float weight(std::int64_t at) const {
+    if (weights == nullptr) return 1.0f;
+    return weights[at] != weights[at] ? NAN : weights[at];
+  }
 };
 
 // The sum of exactly K rows, kept in registers.
@@ -26,11 +33,24 @@ MEGAZERO_INLINE void sum_of(const T* rows, Slots slots, T* to, std::int64_t firs
     row[j] = rows + slots.numbers[first + j] * width;
     weight[j] = slots.weight(first + j);
   }
+  std::int64_t c = 0;
+  if constexpr (std::is_same_v<T, Bf16>) {
 #pragma omp simd
-  for (std::int64_t c = 0; c < width; ++c) {
+    for (std::int64_t w = 0; w < width / 2; ++w) {
+      float low = 0.0f, high = 0.0f;
+      for (int j = 0; j < K; ++j) {
+        low += weight[j] * load_low(row[j], w);
+        high += weight[j] * load_high(row[j], w);
+      }
+      store_both(low, high, to, w);
+    }
+    c = width / 2 * 2;
+  }
+#pragma omp simd
+  for (std::int64_t i = c; i < width; ++i) {
     float total = 0.0f;
-    for (int j = 0; j < K; ++j) total += weight[j] * load(row[j] + c);
-    store(total, to + c);
+    for (int j = 0; j < K; ++j) total += weight[j] * load(row[j] + i);
+    store(total, to + i);
   }
 }
 
@@ -70,6 +90,29 @@ MEGAZERO_CLONES void forward(const T* rows, Slots slots, T* out, std::int64_t be
   }
 }
 
+// The inner product of a gradient and a row; `to` is the gradient times the weight.
+template <typename T>
+MEGAZERO_INLINE float product_of(const T* grad, const T* row, T* to, float weight, std::int64_t width) {
+  float product = 0.0f;
+  std::int64_t c = 0;
+  if constexpr (std::is_same_v<T, Bf16>) {
+#pragma omp simd reduction(+ : product)
+    for (std::int64_t w = 0; w < width / 2; ++w) {
+      const float low = load_low(grad, w), high = load_high(grad, w);
+      product += low * load_low(row, w) + high * load_high(row, w);
+      store_both(weight * low, weight * high, to, w);
+    }
+    c = width / 2 * 2;
+  }
+#pragma omp simd reduction(+ : product)
+  for (std::int64_t i = c; i < width; ++i) {
+    const float value = load(grad + i);
+    product += value * load(row + i);
+    store(weight * value, to + i);
+  }
+  return product;
+}
+
 template <typename T>
 MEGAZERO_CLONES void backward(const T* rows, Slots slots, const T* grad, T* grad_rows, float* grad_weights,
                               std::int64_t begin, std::int64_t end, std::int64_t width) {
@@ -82,15 +125,7 @@ MEGAZERO_CLONES void backward(const T* rows, Slots slots, const T* grad, T* grad
       }
       const T* row = rows + slots.numbers[at] * width;
       T* to = grad_rows + slots.numbers[at] * width;
-      const float weight = slots.weight(at);
-      float product = 0.0f;
-#pragma omp simd reduction(+ : product)
-      for (std::int64_t c = 0; c < width; ++c) {
-        const float value = load(from + c);
-        product += value * load(row + c);
-        store(weight * value, to + c);
-      }
-      grad_weights[at] = product;
+      grad_weights[at] = product_of(from, row, to, slots.weight(at), width);
     }
   }
 }

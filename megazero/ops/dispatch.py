@@ -121,7 +121,7 @@ def explain(operator: Operator) -> str:
     """Which implementation runs for which call: one line per device type, with dtypes grouped.
 
     If the operator's own facts change the choice, a device has one line per combination, which names them.
-    Example: `attention on cpu, dropout=True: flash_native_cpu (bfloat16, float32), composed (float16), ...`.
+    Example: `attention on cpu, dropout=True: native_cpu (bfloat16, float32), composed (float16), ...`.
     """
     lines = []
     for device in DEVICES:

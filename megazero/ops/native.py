@@ -14,6 +14,7 @@ from typing import Any
 import torch  # before the kernels, which use the OpenMP runtime that torch loads
 from torch import Tensor
 
+from megazero.ops.counter_random import KeepRows, keep_threshold
 from megazero.ops.dispatch import CPU, CallFacts, where
 
 try:
@@ -69,3 +70,19 @@ def update_pass(param: Tensor, grad: Tensor | None, scale: float, weights: Tenso
 def address(x: Tensor | None) -> int:
     """The address of the first element; 0 for None."""
     return 0 if x is None else x.data_ptr()
+
+
+def kept_by(rows: KeepRows, columns: Tensor, p: float):
+    """Dropout as the kernels see it, from contiguous shares of the hash, which must live as long."""
+    addresses = map(address, (rows.low, rows.odd_high, columns))
+    return NATIVE.Keep(*addresses, keep_threshold(p), 1 / (1 - p))
+
+
+def adjacent(x: Tensor) -> Tensor:
+    """x itself if its last dim's elements are neighbors in memory, else a copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def heads_of(x: Tensor):
+    """`adjacent` x [rows, samples, heads, size] as the kernels see it; it may have gaps between heads."""
+    return NATIVE.HeadTensor(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))

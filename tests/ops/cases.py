@@ -112,7 +112,7 @@ def dropout_add_cases() -> list[Case]:
         x, bias, residual = _randn(s, b, h), _randn(h), _randn(s, b, h)
         for p in (None, 0.0, 0.1, 0.9):
             dropout = None if p is None else Dropout(p, torch.arange(b) * 7 - 3, range(5, 5 + s))
-            label, own = f"{(s, b, h)} {p=}", {"dropout": dropout is not None}
+            label, own = f"{(s, b, h)} {p=}", {"dropout": dropout is not None, "mixed": False}
             cases.append(
                 Case(
                     "bias_dropout_add",
@@ -174,6 +174,7 @@ def rotary_cases() -> list[Case]:
                         x, *(each.to(torch.promote_types(each.dtype, x.dtype)) for each in t)
                     ),
                     s <= 5,
+                    own={"table": torch.float32},  # in fp64 no kernel runs, whatever the table's dtype
                 )
             )
     return cases
@@ -432,9 +433,15 @@ def meta_cases() -> list[Case]:
         ),
         Case("squared_relu", "meta", (x,), lambda f, a: f(a)),
         Case("swiglu", "meta", (x,), lambda f, a: f(a)),
-        Case("bias_dropout_add", "meta", (x, wide, x), lambda f, *a: f(*a, dropout), own={"dropout": True}),
+        Case(
+            "bias_dropout_add",
+            "meta",
+            (x, wide, x),
+            lambda f, *a: f(*a, dropout),
+            own={"dropout": True, "mixed": False},
+        ),
         Case("scaled_softmax", "meta", (_randn(2, 4, 4, 4),), lambda f, a: f(a, 0.5, True, None)),
-        Case("rotary", "meta", (heads[0],), lambda f, a: f(a, *table)),
+        Case("rotary", "meta", (heads[0],), lambda f, a: f(a, *table), own={"table": torch.float32}),
         _attention_case("meta", heads, None, True, None, False),
         _attention_case("meta dropout", heads, None, True, attention_dropout, False),
         Case("cross_entropy", "meta", (x,), lambda f, a: f(a, target, OneRank(), 0, 15)),

@@ -85,15 +85,13 @@ def test_explain_names_the_facts_that_change_the_choice_and_no_others() -> None:
 @pytest.mark.skipif(not native.available(), reason="the compiled kernels are not built")
 def test_what_attention_says() -> None:
     assert explain(ATTENTION).splitlines() == [
-        "attention on cpu, dropout=False, lse=False: flash_native_cpu (bfloat16), "
-        "sdpa (float16, float32, float64)",
+        "attention on cpu, dropout=False, lse=False: native_cpu (bfloat16, float32), sdpa (float16, float64)",
         *(
-            f"attention on cpu, {facts}: flash_native_cpu (bfloat16, float32), "
-            f"{other} (float16), flash_cpu (float64)"
-            for facts, other in (
-                ("dropout=False, lse=True", "reference"),
-                ("dropout=True, lse=False", "composed"),
-                ("dropout=True, lse=True", "reference"),
+            f"attention on cpu, {facts}: native_cpu (bfloat16, float32), {half} (float16), {full} (float64)"
+            for facts, half, full in (
+                ("dropout=False, lse=True", "reference", "flash_cpu"),
+                ("dropout=True, lse=False", "composed", "flash_cpu"),
+                ("dropout=True, lse=True", "reference", "flash_cpu"),
             )
         ),
         "attention on cuda, dropout=False, lse=False: sdpa (bfloat16, float16, float32, float64)",
@@ -123,6 +121,16 @@ def _run_gelu(facts) -> Tensor:
     other = torch.float32 if facts.dtype == torch.float64 else torch.float64
     bias = torch.randn(8).to(other if facts.mixed else facts.dtype)
     return bias_gelu(_randn(facts, 3, 8), bias, facts.exact)
+
+
+def _run_bias_dropout_add(facts) -> Tensor:
+    other = torch.float32 if facts.dtype == torch.float64 else torch.float64
+    return bias_dropout_add(
+        _randn(facts, 3, 2, 8),
+        _randn(facts, 8),
+        torch.randn(3, 2, 8).to(other if facts.mixed else facts.dtype),
+        Dropout(0.1, torch.arange(2), range(3)) if facts.dropout else None,
+    )
 
 
 def _run_attention(facts) -> Tensor:
@@ -215,10 +223,7 @@ RUNS: dict[str, Callable] = {
         add_rms_norm(*(_randn(facts, *s) for s in ((3, 8), (3, 8), (8,))), 1e-5)
     ),
     "attention": _run_attention,
-    "bias_dropout_add": lambda facts: bias_dropout_add(
-        *(_randn(facts, *shape) for shape in ((3, 2, 8), (8,), (3, 2, 8))),
-        Dropout(0.1, torch.arange(2), range(3)) if facts.dropout else None,
-    ),
+    "bias_dropout_add": _run_bias_dropout_add,
     "bias_gelu": _run_gelu,
     "cross_entropy": lambda facts: vocab_parallel_cross_entropy(
         _randn(facts, 3, 2, 8), torch.ones(3, 2, dtype=torch.int64), OneRank(), 0, 8
@@ -246,7 +251,9 @@ RUNS: dict[str, Callable] = {
     "lion": _run_lion,
     "quantize": _run_quantize,
     "rms_norm": lambda facts: rms_norm(_randn(facts, 3, 8), _randn(facts, 8), 1e-5),
-    "rotary": lambda facts: apply_rotary(_randn(facts, 3, 2, 2, 8), *rotary_table(torch.arange(3), 8, 1e4)),
+    "rotary": lambda facts: apply_rotary(
+        _randn(facts, 3, 2, 2, 8), *rotary_table(torch.arange(3), 8, 1e4, facts.table)
+    ),
     "scaled_softmax": lambda facts: scaled_softmax(_randn(facts, 2, 2, 4, 4), 0.5, True, None),
     "sgd": _run_sgd,
     "square_sum": _run_square_sum,

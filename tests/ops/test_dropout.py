@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.ops.bias_dropout_add import bias_dropout_add
+from megazero.ops import native
+from megazero.ops.bias_dropout_add import BIAS_DROPOUT_ADD, bias_dropout_add
 from megazero.ops.dropout import AttentionDropout, Dropout, dropout_mask_attention, dropout_mask_hidden
 
 WHOLE = Dropout(0.3, torch.tensor([5, 6, -7]), range(12))
@@ -108,3 +109,22 @@ def test_keys_must_be_one_per_sequence_and_positions_one_per_row() -> None:
 def test_share_must_be_below_one(make) -> None:
     with pytest.raises(ValueError, match=r"but is 1\.0"):
         make()
+
+
+@pytest.mark.parametrize("name", ["chunked", "native_cpu", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_implementation_drops_the_same_elements(name: str, dtype: torch.dtype) -> None:
+    """At any width and any number of rows, none among them; backward drops what forward does."""
+    if name == "native_cpu" and not native.available():
+        pytest.skip("the compiled kernels are not built")
+    rows = {each.name: each.fn for each in BIAS_DROPOUT_ADD.implementations}
+    for s, h in ((0, 5), *((1 + h % 5, h) for h in range(1, 71)), (7, 1023), (2, 1025), (2, 4097)):
+        dropout = Dropout(0.3, torch.tensor([5, -2]), range(3, 3 + s))
+        x = torch.ones(s, 2, h, dtype=dtype, requires_grad=True)
+        bias = torch.zeros(h, dtype=dtype, requires_grad=True)
+        out = rows[name](x, bias, torch.zeros(s, 2, h, dtype=dtype), dropout)
+        kept = dropout_mask_hidden(dropout, s, 2, h)
+        assert torch.equal(out != 0, kept)
+        grad_x, grad_bias = torch.autograd.grad(out, (x, bias), torch.ones_like(out))
+        assert torch.equal(grad_x != 0, kept)
+        assert torch.allclose(grad_bias.float(), kept.sum((0, 1)) / 0.7, rtol=1e-2)

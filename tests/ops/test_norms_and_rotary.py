@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megazero.ops import native
 from megazero.ops.layer_norm import add_layer_norm, layer_norm
 from megazero.ops.rms_norm import add_rms_norm, rms_norm
-from megazero.ops.rotary import apply_rotary, rotary_table
+from megazero.ops.rotary import ROTARY, apply_rotary, rotary_table
 from megazero.ops.scaled_softmax import scaled_softmax
 
 
@@ -111,3 +112,20 @@ def test_softmax_of_a_kv_cache_is_aligned_to_the_end() -> None:
 def test_softmax_rows_with_nothing_to_attend_are_zero() -> None:
     probs = scaled_softmax(torch.randn(1, 1, 3, 1), 1.0, True, None)
     assert probs.flatten().tolist() == [0, 0, 1]
+
+
+@pytest.mark.skipif(not native.available(), reason="the compiled kernels are not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_rotary_of_slices_of_a_projection(dtype: torch.dtype) -> None:
+    """Rows with gaps between heads, of any number and size, both ways; -1 undoes 1."""
+    compiled, reference = ROTARY.implementations[0], ROTARY.reference
+    assert compiled.name == "native_cpu"
+    for rows, size in ((0, 4), (1, 2), (1023, 2), *((1 + size % 4, size) for size in range(2, 71))):
+        whole = torch.randn(rows, 2, 3, 2, size).to(dtype)
+        table = rotary_table(torch.arange(rows) + 7, size // 2 * 2, 1e4)
+        x = whole[:, :, :, 1].requires_grad_()
+        turned, true = compiled.fn(x, *table), reference(x.double(), *(each.double() for each in table))
+        bound = 1e-6 if dtype == torch.float32 else 2**-8
+        assert torch.allclose(turned.double(), true, atol=4 * bound, rtol=bound)
+        (back,) = torch.autograd.grad(turned, x, turned.detach())
+        assert torch.allclose(back.double(), x.double(), atol=8 * bound, rtol=2 * bound)

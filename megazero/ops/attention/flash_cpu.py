@@ -14,7 +14,7 @@ The same trick subtracts the row term of the softmax gradient from dO v^T. Two e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,16 +22,11 @@ from torch import Tensor
 
 from megazero.ops.counter_random import KeepRows, keep_columns, keep_multiplier
 from megazero.ops.dropout import AttentionDropout, attention_columns, attention_row_keys
-from megazero.ops.native import NATIVE, address, rows_of
 
 # Scores per block and thread, and queries per block: in fp32 it pays more to skip the causal triangle with
 # small blocks, in bf16 to have larger matmuls (measured at 512 queries, 8 heads of 64 channels).
 _WIDE_BLOCK, _WIDE_QUERIES = 1 << 18, 64
 _NARROW_BLOCK, _NARROW_QUERIES = 1 << 20, 256
-
-
-# (log-probabilities [n, queries, keys], factor, diagonal) -> their exponentials, 0 beyond the diagonal.
-_Exponentiate = Callable[[Tensor, float, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,6 @@ class _Shape:
     causal: bool
     scale: float
     narrow: bool  # bf16 inputs
-    exponentiate: _Exponentiate
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
         """(first query, end of queries, end of the keys they may attend to) for each block of queries."""
@@ -140,7 +134,7 @@ class _Sample:
         log_probs = torch.bmm(self.by_group(self.q, start, stop), _first_keys(self.k, keys))
         log_probs = log_probs.view(self.shape.heads, stop - start, keys)
         diagonal = self.shape.t - self.shape.s + start if self.shape.causal else keys
-        probs = self.shape.exponentiate(log_probs, self.late_scale, diagonal)
+        probs = _exponentiate(log_probs, self.late_scale, diagonal)
         if self.blocked is not None:
             probs.masked_fill_(self.blocked[:, start:stop, :keys], 0)
         return probs
@@ -154,13 +148,6 @@ def _exponentiate(log_probs: Tensor, factor: float, diagonal: int) -> Tensor:
         probs = log_probs.float().mul_(factor).exp_().to(log_probs.dtype)
     probs[..., max(diagonal, 0) :].tril_(min(diagonal, 0))
     return probs
-
-
-def _exponentiate_native(log_probs: Tensor, factor: float, diagonal: int) -> Tensor:
-    """The same with the kernel of csrc/attention, in place and in one pass that skips the zeros."""
-    _, queries, keys = log_probs.shape
-    NATIVE.attention_probabilities(rows_of(log_probs, keys), queries, diagonal, factor, address(log_probs))
-    return log_probs
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -249,9 +236,9 @@ class _FlashCPU(torch.autograd.Function):
     """Result [s, b, n d] and log-sum-exp [b, n, s], -inf for a query that may attend to nothing."""
 
     @staticmethod
-    def forward(ctx, q, k, v, mask, causal: bool, row_keys, columns, p: float, scale: float, exponentiate):
+    def forward(ctx, q, k, v, mask, causal: bool, row_keys, columns, p: float, scale: float):
         s, b, n, d = q.shape
-        shape = _Shape(s, k.shape[0], n, k.shape[2], causal, scale, q.dtype == torch.bfloat16, exponentiate)
+        shape = _Shape(s, k.shape[0], n, k.shape[2], causal, scale, q.dtype == torch.bfloat16)
         out, lse = _flash(q, k, v, mask, causal, scale)
         if row_keys is not None:
             samples = _samples(shape, q, k, lse, mask)
@@ -277,7 +264,7 @@ class _FlashCPU(torch.autograd.Function):
             tensors = tuple(x[:, i] for x in (q, k, v, grad))
             into = _Gradients(grads.q[:, i], grads.k[:, i], grads.v[:, i])
             _backward_sample(sample, tensors, delta[i], keeps[i], into)
-        return grads.q, grads.k, grads.v, *(None,) * 7
+        return grads.q, grads.k, grads.v, *(None,) * 6
 
 
 def _samples(shape: _Shape, q: Tensor, k: Tensor, lse: Tensor, mask: Tensor | None) -> Iterator[_Sample]:
@@ -286,15 +273,6 @@ def _samples(shape: _Shape, q: Tensor, k: Tensor, lse: Tensor, mask: Tensor | No
     blocked = None if mask is None else (~mask).expand(b, -1, -1, -1)
     for i in range(b):
         yield _Sample(shape, q[:, i], k[:, i], lse[i], None if blocked is None else blocked[i])
-
-
-def _attend(
-    exponentiate: _Exponentiate, q, k, v, mask, causal, dropout: AttentionDropout | None, scale
-) -> tuple[Tensor, Tensor]:
-    if dropout is None:
-        return _FlashCPU.apply(q, k, v, mask, causal, None, None, 0.0, scale, exponentiate)
-    row_keys, columns = attention_row_keys(dropout, q.shape[2]), keep_columns(attention_columns(dropout))
-    return _FlashCPU.apply(q, k, v, mask, causal, row_keys, columns, dropout.p, scale, exponentiate)
 
 
 def attention_flash_cpu(
@@ -307,17 +285,7 @@ def attention_flash_cpu(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp: torch's CPU flash kernel forward, and our blocked backward."""
-    return _attend(_exponentiate, q, k, v, mask, causal, dropout, scale)
-
-
-def attention_flash_native_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    dropout: AttentionDropout | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """The same with the kernel of csrc/attention, in fp32 and bf16."""
-    return _attend(_exponentiate_native, q, k, v, mask, causal, dropout, scale)
+    if dropout is None:
+        return _FlashCPU.apply(q, k, v, mask, causal, None, None, 0.0, scale)
+    row_keys, columns = attention_row_keys(dropout, q.shape[2]), keep_columns(attention_columns(dropout))
+    return _FlashCPU.apply(q, k, v, mask, causal, row_keys, columns, dropout.p, scale)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megazero.ops.attention.composed import attention_sdpa, attention_with_dropout
 from megazero.ops.attention.documents import attention_by_document, document_runs
-from megazero.ops.attention.flash_cpu import attention_flash_cpu, attention_flash_native_cpu
+from megazero.ops.attention.flash_cpu import attention_flash_cpu
+from megazero.ops.attention.native_cpu import attention_native_cpu
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dispatch import CPU, CallFacts, Implementation, Operator, kinds_of_calls, where
 from megazero.ops.dropout import AttentionDropout
@@ -46,12 +47,8 @@ class AttentionFacts(CallFacts):
 
 
 def _flash_pays(facts: AttentionFacts) -> bool:
-    """In fp32 torch's own backward is as fast, but lacks our dropout and does not return the log-sum-exp."""
+    """In fp32 torch's own backward is faster, but lacks our dropout and does not return the log-sum-exp."""
     return facts.dropout or facts.lse or facts.dtype == torch.bfloat16
-
-
-def _flash_native_serves(facts: AttentionFacts) -> bool:
-    return on_native_cpu()(facts) and _flash_pays(facts)
 
 
 def _flash_serves(facts: AttentionFacts) -> bool:
@@ -61,7 +58,7 @@ def _flash_serves(facts: AttentionFacts) -> bool:
 ATTENTION = Operator(
     "attention",
     (
-        Implementation("flash_native_cpu", attention_flash_native_cpu, _flash_native_serves),
+        Implementation("native_cpu", attention_native_cpu, on_native_cpu()),
         Implementation("flash_cpu", attention_flash_cpu, _flash_serves),
         Implementation("sdpa", attention_sdpa, where(dropout=False, lse=False)),
         Implementation("composed", attention_with_dropout, where(dropout=True, lse=False)),

@@ -6,21 +6,25 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megazero.ops.bias_dropout_add.reference import bias_dropout_add_reference
 from megazero.ops.chunks import compute_dtype, row_chunks
 from megazero.ops.counter_random import KeepRows, keep_columns, keep_multiplier
 from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator, kinds_of_calls, where
 from megazero.ops.dropout import Dropout, hidden_row_keys
+from megazero.ops.native import NATIVE, address, kept_by, on_native_cpu, rows_of
 
 
 @dataclass(frozen=True)
 class DropoutFacts(CallFacts):
     """Attributes:
     dropout: whether there is dropout.
+    mixed: whether the residual has another dtype than x.
     """
 
     dropout: bool
+    mixed: bool
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -72,6 +76,43 @@ class _BiasDropoutAdd(torch.autograd.Function):
         return grad_x.view(grad.shape), grad_bias, grad, None, None
 
 
+class _NativeBiasDropoutAdd(torch.autograd.Function):
+    """The compiled kernels of csrc/bias_dropout_add: one pass each way, which makes the mask as it goes."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, bias: Tensor | None, residual: Tensor, row_keys: Tensor, p: float):
+        ctx.p, ctx.x_dtype, ctx.bias_dtype = p, x.dtype, None if bias is None else bias.dtype
+        x, residual = x.contiguous(), residual.contiguous()
+        wide_bias = None if bias is None else bias.float().contiguous()
+        keep_rows, columns = _keep_hash(row_keys, x.shape[-1])
+        out = torch.empty_like(x)
+        tensors = map(address, (x, wide_bias, residual, out))
+        NATIVE.bias_dropout_add_forward(rows_of(x, x.shape[-1]), kept_by(keep_rows, columns, p), *tensors)
+        ctx.save_for_backward(row_keys)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        (row_keys,) = ctx.saved_tensors
+        width = grad.shape[-1]
+        own = grad.contiguous()
+        keep_rows, columns = _keep_hash(row_keys, width)
+        grad_x = torch.empty_like(own)
+        grad_bias = None if ctx.bias_dtype is None else torch.empty(width, dtype=torch.float32)
+        tensors = map(address, (own, grad_x, grad_bias))
+        NATIVE.bias_dropout_add_backward(rows_of(own, width), kept_by(keep_rows, columns, ctx.p), *tensors)
+        return grad_x, None if grad_bias is None else grad_bias.to(ctx.bias_dtype), grad, None, None
+
+
+def bias_dropout_add_native_cpu(
+    x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None
+) -> Tensor:
+    """residual + dropout(x + bias) for x and residual [s, b, h] of one dtype, fp32 or bf16, on CPU."""
+    row_keys = hidden_row_keys(dropout).view(-1, 1)
+    return _NativeBiasDropoutAdd.apply(x, bias, residual, row_keys, dropout.p)
+
+
 def bias_dropout_add_chunked(
     x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None
 ) -> Tensor:
@@ -90,11 +131,12 @@ BIAS_DROPOUT_ADD = Operator(
     "bias_dropout_add",
     (
         Implementation("torch", bias_add_torch, where(dtypes=TRAINING_FLOATS, dropout=False)),
+        Implementation("native_cpu", bias_dropout_add_native_cpu, on_native_cpu(dropout=True, mixed=False)),
         # The multiplier 1 / (1 - p) is fp32, so fp64 takes the reference.
         Implementation("chunked", bias_dropout_add_chunked, where(dtypes=TRAINING_FLOATS, dropout=True)),
         Implementation("reference", bias_dropout_add_reference),
     ),
-    kinds_of_calls(DropoutFacts, dropout=(False, True)),
+    kinds_of_calls(DropoutFacts, dropout=(False, True), mixed=(False, True)),
 )
 
 
@@ -106,6 +148,5 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, dropout: 
     """
     if dropout is not None:
         dropout.check(*x.shape[:2])
-    return BIAS_DROPOUT_ADD.choose(DropoutFacts.of(x, dropout=dropout is not None)).fn(
-        x, bias, residual, dropout
-    )
+    facts = DropoutFacts.of(x, dropout=dropout is not None, mixed=residual.dtype != x.dtype)
+    return BIAS_DROPOUT_ADD.choose(facts).fn(x, bias, residual, dropout)

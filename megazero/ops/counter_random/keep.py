@@ -49,9 +49,17 @@ def _kept(rows: KeepRows, columns: Tensor, p: float) -> Tensor:
     x = (rows.low + columns).mul_(rows.odd_high)
     # The arithmetic shift costs one of 32 bits, the top one; the product spreads the rest over all.
     x.bitwise_xor_(x >> 16).mul_(_MULTIPLIER)
-    threshold = min(round(p * (1 << 32)) - (1 << 31), (1 << 31) - 1)
     # In place: torch vectorizes int32 comparisons into int32, and into bool does not.
-    return x.ge_(threshold)
+    return x.ge_(keep_threshold(p))
+
+
+def keep_threshold(p: float) -> int:
+    """An element is kept if its hash, an int32, is not below this: for kernels that make the hash themselves.
+
+    Raises ValueError unless 0 <= p < 1.
+    """
+    _check_probability(p)
+    return min(round(p * (1 << 32)) - (1 << 31), (1 << 31) - 1)
 
 
 def keep_mask(keys: Tensor, p: float, index: Tensor) -> Tensor:

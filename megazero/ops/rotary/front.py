@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megazero.ops.chunks import row_chunks
-from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator, where
+from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator, kinds_of_calls, where
+from megazero.ops.native import NATIVE, address, adjacent, heads_of, on_native_cpu, rows_of
 from megazero.ops.rotary.reference import apply_rotary_reference
 
 
@@ -28,7 +32,7 @@ def rotary_table(
         )
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
     inverse_frequencies = 1.0 / base**exponents
-    columns = positions.view(positions.shape[0], -1, 1, 1)
+    columns = positions.reshape(*positions.shape, *(1,) * (4 - positions.dim()))
     angles = columns.to(torch.float32) * inverse_frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -69,12 +73,55 @@ def apply_rotary_fused(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _Rotary.apply(x, cos, sin)
 
 
+def _turn_natively(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """The same in one pass of csrc/rotary."""
+    x = adjacent(x)
+    s, b, n, d = x.shape
+    out = torch.empty(s, b, n, d, dtype=x.dtype)
+    # A size of one stands for all rows or samples.
+    steps = (cos.stride(dim) if cos.shape[dim] > 1 else 0 for dim in range(2))
+    tables = (address(cos), address(sin), *steps)
+    rows = rows_of(out, n * d, s * b)
+    NATIVE.rotary(rows, b, n, cos.shape[-1], heads_of(x), *tables, direction, heads_of(out))
+    return out
+
+
+class _NativeRotary(torch.autograd.Function):
+    """Saves only the table; backward rotates by the negative angle."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn_natively(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return _turn_natively(grad, *ctx.saved_tensors, -1), None, None
+
+
+def apply_rotary_native_cpu(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [s, b, n, d] in fp32 or bf16 on CPU, rotated by angles in fp32."""
+    return _NativeRotary.apply(x, cos.contiguous(), sin.contiguous())
+
+
+@dataclass(frozen=True)
+class RotaryFacts(CallFacts):
+    """Attributes:
+    table: the dtype of cosines and sines.
+    """
+
+    table: torch.dtype
+
+
 ROTARY = Operator(
     "rotary",
     (
+        Implementation("native_cpu", apply_rotary_native_cpu, on_native_cpu(table=torch.float32)),
         Implementation("fused", apply_rotary_fused, where(dtypes=TRAINING_FLOATS)),
         Implementation("reference", apply_rotary_reference),
     ),
+    kinds_of_calls(RotaryFacts, table=(torch.float32, torch.float64)),
 )
 
 
@@ -85,4 +132,4 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     The table is a constant: no gradient flows to it. The rotation is computed in the table's dtype and
     returned in x's.
     """
-    return ROTARY.choose(CallFacts.of(x)).fn(x, cos, sin)
+    return ROTARY.choose(RotaryFacts.of(x, table=cos.dtype)).fn(x, cos, sin)

@@ -1,0 +1,87 @@
+"""Attention whole in compiled code on CPU (csrc/attention): forward, and backward from the log-sum-exp.
+
+Matrix products, softmax, mask and dropout of a block happen while it is in the cache, in fp32 arithmetic, and
+blocks beyond the causal diagonal are left out (Dao et al. 2022). Only the result and the log-sum-exp are
+saved.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megazero.ops.counter_random import KeepRows, keep_columns
+from megazero.ops.dropout import AttentionDropout, attention_columns, attention_row_keys
+from megazero.ops.native import NATIVE, address, adjacent, heads_of, kept_by
+
+
+def _shape(q: Tensor, k: Tensor, causal: bool, scale: float, **most: object):
+    """The sizes as the kernels see them; `most` limits the instruction set, for tests."""
+    (s, b, n, d), (t, _, g, _) = q.shape, k.shape
+    narrow = q.dtype == torch.bfloat16
+    return NATIVE.AttentionShape(s, t, b, n, g, d, torch.get_num_threads(), scale, causal, narrow, **most)
+
+
+def _limits(mask: Tensor | None, rows: KeepRows | None, columns: Tensor | None, p: float):
+    """The mask and the dropout as the kernels see them; their tensors must live as long."""
+    limits = NATIVE.AttentionLimits()
+    if mask is not None:
+        limits.mask(mask.data_ptr(), *(mask.stride(dim) if mask.shape[dim] > 1 else 0 for dim in range(3)))
+    if rows is not None:
+        step = columns.stride(0) if len(columns) > 1 else 0
+        limits.dropout(kept_by(rows, columns, p), step)
+    return limits
+
+
+class _NativeAttention(torch.autograd.Function):
+    """Result [s, b, n d] and log-sum-exp [b, n, s], -inf for a query that may attend to nothing."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask, causal: bool, low, odd_high, columns, p: float, scale: float):
+        q, k, v = map(adjacent, (q, k, v))
+        s, b, n, d = q.shape
+        out = q.new_empty(s, b, n, d)
+        lse = torch.empty(b, n, s, dtype=torch.float32)
+        rows = None if low is None else KeepRows(low, odd_high)
+        limits = _limits(mask, rows, columns, p)
+        shape = _shape(q, k, causal, scale)
+        NATIVE.attention_forward(shape, limits, *map(heads_of, (q, k, v, out)), address(lse))
+        ctx.save_for_backward(q, k, v, out, lse, mask, low, odd_high, columns)
+        ctx.causal, ctx.p, ctx.scale = causal, p, scale
+        ctx.set_materialize_grads(False)
+        return out.view(s, b, n * d), lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor | None, grad_lse: Tensor | None):
+        q, k, v, out, lse, mask, low, odd_high, columns = ctx.saved_tensors
+        grad = torch.zeros_like(out) if grad is None else adjacent(grad.view(out.shape))
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        grads = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
+        rows = None if low is None else KeepRows(low, odd_high)
+        limits = _limits(mask, rows, columns, ctx.p)
+        shape = _shape(q, k, ctx.causal, ctx.scale)
+        tensors = (*map(heads_of, (q, k, v, out)), address(lse), heads_of(grad), address(grad_lse))
+        NATIVE.attention_backward(shape, limits, *tensors, *map(heads_of, grads))
+        return *grads, *(None,) * 7
+
+
+def attention_native_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: AttentionDropout | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp by the kernels of csrc/attention, for q [s, b, n, d] in fp32 or bf16."""
+    low = odd_high = columns = None
+    p = 0.0
+    if dropout is not None:
+        rows = KeepRows.of(attention_row_keys(dropout, q.shape[2]))
+        low, odd_high = rows.low.contiguous(), rows.odd_high.contiguous()
+        columns, p = keep_columns(attention_columns(dropout)).contiguous(), dropout.p
+    mask = None if mask is None else adjacent(mask)
+    return _NativeAttention.apply(q, k, v, mask, causal, low, odd_high, columns, p, scale)
