@@ -25,7 +25,7 @@ from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.still_group import StillGroup
 from megazero.mpu.thread_group import ThreadGroup, ThreadWorld
 from megazero.mpu.traffic import CountingGroup, TrafficLog, count_traffic, recording_context
-from megazero.mpu.transports import transports
+from megazero.mpu.transports import backends, transports
 from megazero.mpu.waits import Waited, Waits
 from megazero.mpu.watch import JobFailure
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
@@ -61,6 +61,7 @@ __all__ = [
     "Work",
     "WrappingGroup",
     "agree",
+    "backends",
     "choose_device",
     "copy_axes",
     "count_traffic",

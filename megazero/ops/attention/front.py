@@ -50,19 +50,17 @@ def _flash_pays(facts: AttentionFacts) -> bool:
     return facts.dropout or facts.lse or facts.dtype == torch.bfloat16
 
 
-def _flash_native_serves(facts: AttentionFacts) -> bool:
-    return on_native_cpu()(facts) and _flash_pays(facts)
-
-
-def _flash_serves(facts: AttentionFacts) -> bool:
-    return where(CPU, _FLASH_DTYPES)(facts) and _flash_pays(facts)
-
+_FLASH_ONLY = "pays with dropout, lse or bfloat16 only"
 
 ATTENTION = Operator(
     "attention",
     (
-        Implementation("flash_native_cpu", attention_flash_native_cpu, _flash_native_serves),
-        Implementation("flash_cpu", attention_flash_cpu, _flash_serves),
+        Implementation(
+            "flash_native_cpu", attention_flash_native_cpu, on_native_cpu().needing(_flash_pays, _FLASH_ONLY)
+        ),
+        Implementation(
+            "flash_cpu", attention_flash_cpu, where(CPU, _FLASH_DTYPES).needing(_flash_pays, _FLASH_ONLY)
+        ),
         Implementation("sdpa", attention_sdpa, where(dropout=False, lse=False)),
         Implementation("composed", attention_with_dropout, where(dropout=True, lse=False)),
         Implementation("reference", attention_reference),
