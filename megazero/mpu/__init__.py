@@ -14,6 +14,7 @@ from megazero.mpu.context import (
 from megazero.mpu.grid import AXES, COMMUNICATORS, SLICE_AXES, Axis, Place, ProcessGrid, slice_axes
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
 from megazero.mpu.host import on_device, read_values
+from megazero.mpu.host_waits import HostWaits, host_waits
 from megazero.mpu.launch import Launch, choose_device, join, leave, open_context, reporting
 from megazero.mpu.matrices import Matrices
 from megazero.mpu.messages import gather_values, name_ranks
@@ -40,6 +41,7 @@ __all__ = [
     "Cut",
     "Group",
     "GroupCall",
+    "HostWaits",
     "InitialValues",
     "JobFailure",
     "Launch",
@@ -67,6 +69,7 @@ __all__ = [
     "count_traffic",
     "derive_key",
     "gather_values",
+    "host_waits",
     "join",
     "leave",
     "make_context",

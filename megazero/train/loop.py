@@ -28,6 +28,7 @@ from megazero.train.snapshot import Snapshots
 from megazero.train.stability import Stability
 from megazero.train.state import TrainState
 from megazero.train.step_metrics import step_metrics
+from megazero.train.step_waits import StepWaits
 from megazero.train.stragglers import Straggler, Stragglers
 from megazero.train.timers import Timers
 
@@ -64,6 +65,7 @@ class Loop:
         self._saved_at = 0
         self.timers = Timers(context.device, synchronize=plan.exact_timers)
         self.waits = Waits(context.device) if context.watch is None else context.watch.waits
+        self.host_waits = StepWaits(plan.guards.check_host_waits, context.device, monitor.message)
         self.stragglers = Stragglers(plan.straggler_interval, context)
         self._offloads = bool(engine.optimizer.store.offloaded())
         self._reached = 0
@@ -166,7 +168,8 @@ class Loop:
         judge = self.guard.judge(state, step, batches)
         store = self.engine.optimizer.store
         moved = store.traffic()
-        result = self.engine.train_step(batches, state.progress, self.timers, hold, judge)
+        with self.host_waits.step():
+            result = self.engine.train_step(batches, state.progress, self.timers, hold, judge)
         state = state.after(
             step, result.skipped, self._stability(state, result), bad=result.bad or result.held
         )
