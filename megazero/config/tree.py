@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
+from megazero.config.acceleration import AccelerationConfig
 from megazero.config.curriculum import CurriculumConfig
 from megazero.config.data_sampling import DataSamplingConfig
 from megazero.config.distillation import DistillationConfig
@@ -284,6 +285,7 @@ class Config(Section):
     optimizer: OptimizerConfig
     precision: PrecisionConfig = PrecisionConfig()
     recompute: RecomputeConfig = RecomputeConfig()
+    acceleration: AccelerationConfig = AccelerationConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()

@@ -6,6 +6,7 @@ collectives that autograd sees, and `initialize.py` makes the initial weights.
 
 from megazero.layers.attention import SelfAttention
 from megazero.layers.collectives import gather_sequence
+from megazero.layers.compiled import compile_layers
 from megazero.layers.embedding import Embedding, output_weight, vocabulary_spec
 from megazero.layers.initialize import initialize, initialize_parameters
 from megazero.layers.inputs import NOTHING_SKIPPED, Deferred, KeyValueStore, LayerInputs, Skipping
@@ -41,6 +42,7 @@ __all__ = [
     "TransformerLayer",
     "activated",
     "column_linear",
+    "compile_layers",
     "gather_sequence",
     "initialize",
     "initialize_parameters",

@@ -51,7 +51,7 @@ class TransformerLayer(nn.Module):
     def _add(
         self, out: Tensor, bias: Tensor | None, residual: Tensor, inputs: LayerInputs, site: str
     ) -> Tensor:
-        dropout = inputs.dropout(self.dropout, self.placement, "hidden", self.layer, site)
+        dropout = inputs.layer_dropout(self.dropout, self.placement, self.layer, site)
         if inputs.branch_scale != 1.0:
             out, bias = out * inputs.branch_scale, None if bias is None else bias * inputs.branch_scale
         return bias_dropout_add(out.to(residual.dtype), bias, residual, dropout)

@@ -115,11 +115,16 @@ def _names(choices: Iterable[Any]) -> str:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an operator, and a predicate that says which calls it handles."""
+    """One way to compute an operator, and a predicate that says which calls it handles.
+
+    Attributes:
+        traceable: whether torch.compile can look into it; a reference always is.
+    """
 
     name: str
     fn: Callable[..., Any]
     serves: Callable[[CallFacts], bool] = everything
+    traceable: bool = False
 
     def unmet(self, facts: CallFacts) -> str | None:
         """Why it does not serve such a call, or None if it does."""
@@ -153,8 +158,14 @@ class Operator:
         return self.implementations[-1].fn
 
     def choose(self, facts: CallFacts) -> Implementation:
-        """The implementation that runs for such a call: the first that handles it."""
-        return next(each for each in self.implementations if each.serves(facts))
+        """The implementation that runs for such a call: the first that handles it.
+
+        Within what torch.compile traces, the first that it can look into and fuse with its neighbours.
+        """
+        candidates = self.implementations
+        if torch.compiler.is_compiling():
+            candidates = (*(each for each in candidates if each.traceable), candidates[-1])
+        return next(each for each in candidates if each.serves(facts))
 
     def passed_over(self, facts: CallFacts) -> tuple[tuple[str, str], ...]:
         """The implementations above the chosen one, with the reason why each does not run for such a call."""

@@ -13,7 +13,7 @@ from megazero.config.tree import Config
 from megazero.data import BatchSampler, SamplerSpec
 from megazero.data_efficiency.curriculum import curriculum_sampler
 from megazero.errors import ConfigError
-from megazero.layers import initialize_parameters
+from megazero.layers import compile_layers, initialize_parameters
 from megazero.moe import RouterLoads
 from megazero.mpu import (
     Launch,
@@ -70,6 +70,9 @@ def build_engine(
     Parameters on the meta device get memory and the seed's weights here, unit by unit.
     """
     lessons = Lessons.of(config.distillation, chunks, teacher)
+    if config.acceleration.compile:
+        for chunk in chunks.values():
+            compile_layers(chunk.blocks(), config.acceleration.compile_backend)
     rule = build_update_rule(config.optimizer)
     policy = ZeroPolicy.of(config.zero, config.offload, rule.needs, config.training.seed)
     units = [

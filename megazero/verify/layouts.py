@@ -6,6 +6,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from megazero.config.acceleration import AccelerationConfig
 from megazero.config.curriculum import CurriculumConfig
 from megazero.config.offload import OffloadConfig
 from megazero.config.rules import broken_rules
@@ -192,6 +193,7 @@ class Layout:
         dispatcher: how tokens reach their experts.
         method: how steps get cheaper, a name in `METHODS`.
         store: where state sleeps, a name in `STORES`.
+        compiled: the compiler's backend; by default nothing is compiled.
     """
 
     tp: int = 1
@@ -223,6 +225,7 @@ class Layout:
     samples: int = GLOBAL_BATCH
     method: str = ""
     store: str = ""
+    compiled: str = ""
 
     @property
     def world_size(self) -> int:
@@ -284,6 +287,7 @@ class Layout:
             parts += [self.dispatcher] if self.dispatcher != "alltoall" else []
         parts += [self.method] if self.method else []
         parts += [f"on-{self.store}"] if self.store else []
+        parts += [self.compiled] if self.compiled else []
         return "-".join(parts)
 
     def config(self, steps: int = 5) -> Config:
@@ -339,6 +343,9 @@ class Layout:
                 **({"adagrad_eps": 1e-4} if self.optimizer == "adagrad" else {}),
             ),
             recompute=RecomputeConfig(granularity=self.recompute),
+            acceleration=AccelerationConfig(
+                compile=bool(self.compiled), compile_backend=self.compiled or "inductor"
+            ),
             precision=PrecisionConfig(dtype=self.dtype),
             training=TrainingConfig(train_iters=steps, seed=7, eval_iters=0),
             **METHODS[self.method],

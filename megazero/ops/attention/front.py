@@ -61,7 +61,7 @@ ATTENTION = Operator(
         Implementation(
             "flash_cpu", attention_flash_cpu, where(CPU, _FLASH_DTYPES).needing(_flash_pays, _FLASH_ONLY)
         ),
-        Implementation("sdpa", attention_sdpa, where(dropout=False, lse=False)),
+        Implementation("sdpa", attention_sdpa, where(dropout=False, lse=False), traceable=True),
         Implementation("composed", attention_with_dropout, where(dropout=True, lse=False)),
         Implementation("reference", attention_reference),
     ),
@@ -96,7 +96,8 @@ def attention(
     scale: 1 / sqrt(d) by default.
     A query that may attend to nothing gives zeros. Raises ValueError if the shapes do not fit together.
     """
-    if document_ids is not None and mask is None and q.shape[0] == k.shape[0]:
+    whole = document_ids is not None and mask is None and q.shape[0] == k.shape[0]
+    if whole and not torch.compiler.is_compiling():  # reads where documents end
         _check(q, k, v, dropout)
         runs = document_runs(document_ids)
         if runs is not None:

@@ -48,6 +48,7 @@ DROPS = {
     "skipping.random_ltd_min_value": 16,
     "skipping.random_ltd_require_steps": 5,
 }
+COMPILED = {"acceleration.compile": True}
 TAUGHT = {"distillation.kd": True, "distillation.load_teacher": "teacher"}
 UPCYCLED = {**EXPERTS, "checkpoint.moe_use_upcycling": True, "checkpoint.load": "dense"}
 
@@ -277,6 +278,16 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "recompute.partition_activations": True,
         "parallel.sequence_parallel": True,
     },
+    "compile_backend_needs_compile": {"acceleration.compile_backend": "eager"},
+    "compile_needs_dense_layers": {**COMPILED, **EXPERTS},
+    "compile_needs_one_length": {**COMPILED, **RAMP},
+    "compile_needs_whole_layers": {**COMPILED, **DROPS},
+    "compile_needs_whole_backward": {
+        **COMPILED,
+        "parallel.pipeline_schedule": "zb-h1",
+        "parallel.pipeline_model_parallel_size": 2,
+    },
+    "compile_or_look_for_waits": {**COMPILED, "guards.check_host_waits": "warn"},
     "gpt2_tokenizer_files": {
         "tokenizer.tokenizer_type": "GPT2BPETokenizer",
         "tokenizer.vocab_file": "vocab.json",
@@ -509,4 +520,6 @@ ACCEPTED: list[dict[str, Any]] = [
         "finetune.text_columns": ("a", "b"),
         "finetune.choice_columns": ("c",),
     },
+    {**COMPILED, "recompute.granularity": "selective", "acceleration.compile_backend": "aot_eager"},
+    {**COMPILED, "guards.check_host_waits": "warn", "parallel.device": "cuda"},
 ]
