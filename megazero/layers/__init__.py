@@ -8,6 +8,7 @@ from megazero.layers.attention import SelfAttention
 from megazero.layers.collectives import gather_sequence
 from megazero.layers.compiled import compile_layers
 from megazero.layers.embedding import Embedding, output_weight, vocabulary_spec
+from megazero.layers.fp8 import Fp8State, use_fp8
 from megazero.layers.initialize import initialize, initialize_parameters
 from megazero.layers.inputs import NOTHING_SKIPPED, Deferred, KeyValueStore, LayerInputs, Skipping
 from megazero.layers.linear import (
@@ -29,6 +30,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Deferred",
     "Embedding",
+    "Fp8State",
     "InputKeeping",
     "KeyValueStore",
     "LayerInputs",
@@ -50,5 +52,6 @@ __all__ = [
     "recompute_units",
     "residual_std",
     "run_layers",
+    "use_fp8",
     "vocabulary_spec",
 ]

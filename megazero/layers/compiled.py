@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megazero.errors import ConfigError
 from megazero.layers.inputs import LayerInputs
-from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linear
 from megazero.layers.transformer import TransformerLayer
 
 Forward = Callable[[Tensor, LayerInputs], tuple[Tensor, Mapping[str, Tensor]]]
@@ -27,8 +27,8 @@ def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
     """Make torch.compile compute the training passes of the layers among `blocks` from now on.
 
     Shapes are constants: another sequence length is compiled anew. Passes without gradients, with a cache or
-    for some rows only run as before. Where the ranks of a tensor-parallel group communicate, a region ends
-    before the linear layer and another begins behind it.
+    for some rows only run as before. Where the ranks of a tensor-parallel group communicate, and around
+    products of 8-bit floats, a region ends before the linear layer and another begins behind it.
 
     Args:
         blocks: of a chunk; embedding and head stay as they are.
@@ -41,10 +41,10 @@ def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
     if backend == "inductor" and layers:
         _check_tools(layers[0].placement.device)
     for layer in layers:
-        if layer.placement.tp.size > 1:
-            for module in layer.modules():
-                if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-                    module.forward = torch.compiler.disable(module.forward)
+        for module in layer.modules():
+            linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+            if linear and (layer.placement.tp.size > 1 or module.product is not column_linear):
+                module.forward = torch.compiler.disable(module.forward)
         compiled = torch.compile(layer.forward, dynamic=False, backend=backend)
         layer.forward = _choosing(layer, layer.forward, compiled)
 

@@ -63,6 +63,9 @@ SHAPES = MappingProxyType(
         },
     }
 )
+FP8 = MappingProxyType(
+    {"": {}, **{each: {"fp8_format": "hybrid", "fp8_recipe": each} for each in ("tensorwise", "delayed")}}
+)
 DECODERS, ENCODERS = ("gpt2", "llama"), ("bert", "bert-original")
 
 _EVEN = MappingProxyType({"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (0.02,)})
@@ -194,6 +197,7 @@ class Layout:
         method: how steps get cheaper, a name in `METHODS`.
         store: where state sleeps, a name in `STORES`.
         compiled: the compiler's backend; by default nothing is compiled.
+        fp8: where the scales of 8-bit products come from; by default there are none.
     """
 
     tp: int = 1
@@ -226,6 +230,7 @@ class Layout:
     method: str = ""
     store: str = ""
     compiled: str = ""
+    fp8: str = ""
 
     @property
     def world_size(self) -> int:
@@ -255,6 +260,7 @@ class Layout:
             optimizer=self.optimizer,
             samples=self.samples,
             method=self.method,
+            fp8=self.fp8,
         )
 
     @property
@@ -288,6 +294,7 @@ class Layout:
         parts += [self.method] if self.method else []
         parts += [f"on-{self.store}"] if self.store else []
         parts += [self.compiled] if self.compiled else []
+        parts += [f"fp8-{self.fp8}"] if self.fp8 else []
         return "-".join(parts)
 
     def config(self, steps: int = 5) -> Config:
@@ -346,7 +353,7 @@ class Layout:
             acceleration=AccelerationConfig(
                 compile=bool(self.compiled), compile_backend=self.compiled or "inductor"
             ),
-            precision=PrecisionConfig(dtype=self.dtype),
+            precision=PrecisionConfig(dtype=self.dtype, **FP8[self.fp8]),
             training=TrainingConfig(train_iters=steps, seed=7, eval_iters=0),
             **METHODS[self.method],
         )

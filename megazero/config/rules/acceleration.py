@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megazero.config.rules.rule import Case, Rule
+from megazero.config.fields import FIELD_BY_PATH
+from megazero.config.rules.rule import Case, Rule, value_at
 
 _COMPILE = "acceleration.compile"
 _SKIPS = ("skipping.random_ltd", "skipping.progressive_layer_drop")
@@ -15,6 +16,58 @@ def _skips(case: Case) -> bool:
 def _off(case: Case) -> bool:
     return not case.config.acceleration.compile
 
+
+_FP8 = "precision.fp8_format"
+_FP8_SETTINGS = ("precision.fp8_recipe", "precision.fp8_margin", "precision.first_last_layers_bf16")
+_HISTORY = ("precision.fp8_amax_history_len", "precision.fp8_amax_compute_algo")
+_ENDS = ("precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16")
+
+
+def _wide(case: Case) -> bool:
+    return case.config.precision.fp8_format == "none"
+
+
+def _at_default(case: Case, paths: tuple[str, ...]) -> bool:
+    return all(value_at(case.config, path) == FIELD_BY_PATH[path].default for path in paths)
+
+
+FP8_RULES: tuple[Rule, ...] = (
+    Rule(
+        "fp8_settings_need_format",
+        (_FP8, *_FP8_SETTINGS),
+        "how 8-bit products are made must be left out unless `fp8_format` is e4m3 or hybrid",
+        "add `--fp8-format hybrid` or leave them out",
+        lambda c: not _wide(c) or _at_default(c, _FP8_SETTINGS),
+    ),
+    Rule(
+        "fp8_history_needs_delayed",
+        (_FP8, "precision.fp8_recipe", *_HISTORY),
+        "the amax history must be left at its defaults unless `fp8_format` is set and `fp8_recipe` delayed",
+        "add `--fp8-recipe delayed` or leave it out",
+        lambda c: _at_default(c, _HISTORY) or (not _wide(c) and c.config.precision.fp8_recipe == "delayed"),
+    ),
+    Rule(
+        "fp8_ends_need_first_last",
+        ("precision.first_last_layers_bf16", *_ENDS),
+        "the number of layers left out at both ends must be left at 1 unless `first_last_layers_bf16` is on",
+        "add `--first-last-layers-bf16` or leave it out",
+        lambda c: c.config.precision.first_last_layers_bf16 or _at_default(c, _ENDS),
+    ),
+    Rule(
+        "fp8_needs_dense_layers",
+        (_FP8, "model.num_experts"),
+        "`fp8_format` must be none for a model with experts",
+        "leave it out: the products of experts are not of 8-bit floats",
+        lambda c: _wide(c) or not c.config.model.num_experts,
+    ),
+    Rule(
+        "fp8_needs_whole_backward",
+        (_FP8, "parallel.pipeline_schedule"),
+        "`fp8_format` must be none with the schedules zb-h1 and zb-v",
+        "choose `--pipeline-schedule 1f1b`: an 8-bit product computes both halves of backward at once",
+        lambda c: _wide(c) or c.config.parallel.pipeline_schedule not in ("zb-h1", "zb-v"),
+    ),
+)
 
 ACCELERATION_RULES: tuple[Rule, ...] = (
     Rule(

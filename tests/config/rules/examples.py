@@ -48,6 +48,7 @@ DROPS = {
     "skipping.random_ltd_min_value": 16,
     "skipping.random_ltd_require_steps": 5,
 }
+FP8 = {"precision.fp8_format": "hybrid"}
 COMPILED = {"acceleration.compile": True}
 TAUGHT = {"distillation.kd": True, "distillation.load_teacher": "teacher"}
 UPCYCLED = {**EXPERTS, "checkpoint.moe_use_upcycling": True, "checkpoint.load": "dense"}
@@ -272,6 +273,19 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "min_loss_scale_below_initial": {"precision.min_loss_scale": 8.0, "precision.initial_loss_scale": 4.0},
     "recompute_units_within_model": {"recompute.granularity": "full", "recompute.num_layers": 5},
     "recompute_units_need_full": {"recompute.granularity": "selective", "recompute.method": "block"},
+    "fp8_settings_need_format": {"precision.fp8_margin": 1},
+    "fp8_history_needs_delayed": {
+        **FP8,
+        "precision.fp8_recipe": "tensorwise",
+        "precision.fp8_amax_history_len": 16,
+    },
+    "fp8_ends_need_first_last": {**FP8, "precision.num_layers_at_start_in_bf16": 2},
+    "fp8_needs_dense_layers": {**FP8, **EXPERTS},
+    "fp8_needs_whole_backward": {
+        **FP8,
+        "parallel.pipeline_schedule": "zb-h1",
+        "parallel.pipeline_model_parallel_size": 2,
+    },
     "kept_activations_need_full": {"recompute.granularity": "selective", "recompute.offload": True},
     "partition_activations_or_sequence_parallel": {
         "recompute.granularity": "full",
@@ -522,4 +536,6 @@ ACCEPTED: list[dict[str, Any]] = [
     },
     {**COMPILED, "recompute.granularity": "selective", "acceleration.compile_backend": "aot_eager"},
     {**COMPILED, "guards.check_host_waits": "warn", "parallel.device": "cuda"},
+    {**FP8, "precision.fp8_amax_history_len": 16, "precision.fp8_amax_compute_algo": "max"},
+    {**FP8, "precision.first_last_layers_bf16": True, "precision.num_layers_at_end_in_bf16": 0},
 ]
