@@ -9,6 +9,7 @@ from megazero.layers.collectives import gather_sequence
 from megazero.layers.compiled import compile_layers
 from megazero.layers.embedding import Embedding, output_weight, vocabulary_spec
 from megazero.layers.fp8 import Fp8State, use_fp8
+from megazero.layers.graphed import CudaGraphs, graph_layers
 from megazero.layers.initialize import initialize, initialize_parameters
 from megazero.layers.inputs import NOTHING_SKIPPED, Deferred, KeyValueStore, LayerInputs, Skipping
 from megazero.layers.linear import (
@@ -28,6 +29,7 @@ __all__ = [
     "MLP",
     "NOTHING_SKIPPED",
     "ColumnParallelLinear",
+    "CudaGraphs",
     "Deferred",
     "Embedding",
     "Fp8State",
@@ -46,6 +48,7 @@ __all__ = [
     "column_linear",
     "compile_layers",
     "gather_sequence",
+    "graph_layers",
     "initialize",
     "initialize_parameters",
     "output_weight",

@@ -116,10 +116,11 @@ class Fp8Scaling:
 
     def advance(self) -> None:
         """Take the step's amaxes into the history, and make the next step's scales."""
-        self.history = torch.cat([self.amax.unsqueeze(0), self.history[:-1]])
+        # In place, because a CUDA graph knows these tensors by their addresses.
+        self.history.copy_(torch.cat([self.amax.unsqueeze(0), self.history[:-1]]))
         latest = self.history[0] if self.recipe.most_recent else self.history.amax(0)
-        self.scale = self.recipe.scales(latest, self.largest, self.scale)
-        self.amax = torch.zeros_like(self.amax)
+        self.scale.copy_(self.recipe.scales(latest, self.largest, self.scale))
+        self.amax.zero_()
 
 
 def _amax(x: Tensor) -> Tensor:
@@ -212,7 +213,7 @@ def fp8_linear(
         return _Fp8Linear.apply(x, matrix, vector, group, sequence_parallel, scaling)
     kept = scaling.amax.clone()
     y = _Fp8Linear.apply(x, matrix, vector, group, sequence_parallel, scaling)
-    scaling.amax = kept
+    scaling.amax.copy_(kept)
     return y
 
 
@@ -235,7 +236,7 @@ class Fp8State:
         amaxes = torch.stack([each.amax for each in self.scalings])
         self.stage.all_reduce(amaxes, "max").wait()
         for each, amax in zip(self.scalings, amaxes, strict=True):
-            each.amax = amax
+            each.amax.copy_(amax)
             each.advance()
 
     def state(self) -> Mapping[str, Tensor]:

@@ -113,3 +113,87 @@ ACCELERATION_RULES: tuple[Rule, ...] = (
         lambda c: _off(c) or c.config.guards.check_host_waits == "off" or c.config.parallel.device == "cuda",
     ),
 )
+
+_GRAPH = "acceleration.cuda_graph"
+
+
+def _without_graphs(case: Case) -> bool:
+    return not case.config.acceleration.cuda_graph
+
+
+def _graph_rule(name: str, fields: tuple[str, ...], message: str, remedy: str, holds) -> Rule:
+    return Rule(
+        f"cuda_graph_{name}",
+        (_GRAPH, *fields),
+        f"`cuda_graph` must be off {message}",
+        remedy,
+        lambda c: _without_graphs(c) or holds(c.config),
+    )
+
+
+GRAPH_RULES: tuple[Rule, ...] = (
+    _graph_rule(
+        "needs_cuda",
+        ("parallel.device",),
+        "on a CPU",
+        "leave it out, or train on CUDA",
+        lambda config: config.parallel.device != "cpu",
+    ),
+    _graph_rule(
+        "or_compile",
+        (_COMPILE,),
+        "with `compile`",
+        "keep one: what is compiled is launched by code of its own",
+        lambda config: not config.acceleration.compile,
+    ),
+    _graph_rule(
+        "needs_dense_layers",
+        ("model.num_experts",),
+        "for a model with experts",
+        "leave it out: how many rows an expert gets is read by the host",
+        lambda config: not config.model.num_experts,
+    ),
+    _graph_rule(
+        "needs_one_length",
+        ("curriculum.seqlen_schedule",),
+        "with sequences that grow",
+        "leave one of them out: a graph has the shapes of its capture",
+        lambda config: config.curriculum.seqlen_schedule == "none",
+    ),
+    _graph_rule(
+        "needs_whole_layers",
+        _SKIPS,
+        "where steps leave out tokens or layers",
+        "leave one of them out: a graph computes what its capture did",
+        lambda config: not (config.skipping.random_ltd or config.skipping.progressive_layer_drop),
+    ),
+    _graph_rule(
+        "needs_resting_weights",
+        ("zero.stage",),
+        "with ZeRO stage 3",
+        "choose `--zero-stage 2`: a graph reads weights where they were when it was captured, and stage 3 "
+        "gathers and frees them",
+        lambda config: config.zero.stage < 3,
+    ),
+    _graph_rule(
+        "needs_one_micro_batch_at_a_time",
+        ("parallel.pipeline_model_parallel_size",),
+        "with pipeline stages",
+        "leave one of them out: several micro-batches are alive there, and a graph has memory for one",
+        lambda config: config.parallel.pipeline_model_parallel_size == 1,
+    ),
+    _graph_rule(
+        "needs_whole_weights",
+        ("parallel.tensor_model_parallel_size",),
+        "with tensor parallelism",
+        "leave one of them out: layers then communicate, which is not captured",
+        lambda config: config.parallel.tensor_model_parallel_size == 1,
+    ),
+    _graph_rule(
+        "needs_kept_activations",
+        ("recompute.granularity",),
+        "where whole layers are recomputed",
+        "choose `--recompute-granularity selective`: a graph keeps the memory of its layer anyway",
+        lambda config: config.recompute.granularity != "full",
+    ),
+)

@@ -49,6 +49,7 @@ DROPS = {
     "skipping.random_ltd_require_steps": 5,
 }
 FP8 = {"precision.fp8_format": "hybrid"}
+GRAPHED = {"acceleration.cuda_graph": True}
 COMPILED = {"acceleration.compile": True}
 TAUGHT = {"distillation.kd": True, "distillation.load_teacher": "teacher"}
 UPCYCLED = {**EXPERTS, "checkpoint.moe_use_upcycling": True, "checkpoint.load": "dense"}
@@ -302,6 +303,18 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "parallel.pipeline_model_parallel_size": 2,
     },
     "compile_or_look_for_waits": {**COMPILED, "guards.check_host_waits": "warn"},
+    "cuda_graph_needs_cuda": {**GRAPHED, "parallel.device": "cpu"},
+    "cuda_graph_or_compile": {**GRAPHED, **COMPILED},
+    "cuda_graph_needs_dense_layers": {**GRAPHED, **EXPERTS},
+    "cuda_graph_needs_one_length": {**GRAPHED, **RAMP},
+    "cuda_graph_needs_whole_layers": {**GRAPHED, **DROPS},
+    "cuda_graph_needs_resting_weights": {**GRAPHED, "zero.stage": 3},
+    "cuda_graph_needs_one_micro_batch_at_a_time": {
+        **GRAPHED,
+        "parallel.pipeline_model_parallel_size": 2,
+    },
+    "cuda_graph_needs_whole_weights": {**GRAPHED, "parallel.tensor_model_parallel_size": 2},
+    "cuda_graph_needs_kept_activations": {**GRAPHED, "recompute.granularity": "full"},
     "gpt2_tokenizer_files": {
         "tokenizer.tokenizer_type": "GPT2BPETokenizer",
         "tokenizer.vocab_file": "vocab.json",
@@ -538,4 +551,5 @@ ACCEPTED: list[dict[str, Any]] = [
     {**COMPILED, "guards.check_host_waits": "warn", "parallel.device": "cuda"},
     {**FP8, "precision.fp8_amax_history_len": 16, "precision.fp8_amax_compute_algo": "max"},
     {**FP8, "precision.first_last_layers_bf16": True, "precision.num_layers_at_end_in_bf16": 0},
+    {**GRAPHED, **FP8, "zero.stage": 2, "recompute.granularity": "selective"},
 ]
