@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from benchmarks.contenders import ActionTime, Shape
+from megazero.config.acceleration import AccelerationConfig
 from megazero.config.horizon import horizon_of
 from megazero.config.rules import check
 from megazero.config.steps import Progress
@@ -121,11 +122,13 @@ def build(
     pp: int = 1,
     parallel: Mapping[str, object] | None = None,
     zero: Mapping[str, object] | None = None,
+    compile: bool = False,
 ):
     """`parallel` and `zero` are further fields of `ParallelConfig` and of `ZeroConfig`."""
     keep_freed_memory()
     layout = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, **(parallel or {})}
     config = make_config(shape, world_size, ParallelConfig(**layout), ZeroConfig(**(zero or {})))
+    config = config.model_copy(update={"acceleration": AccelerationConfig(compile=compile)})
     context = join_context(shape, rank, world_size, config.parallel)
     horizon = horizon_of(config, context.data.size)
     engine = build_engine(config, horizon, build_chunks(config, vocabulary_of(shape), context), context)
