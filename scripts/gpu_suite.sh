@@ -8,7 +8,7 @@
 # of checkpoints; a short quickstart in bf16; a run that is saved and goes on; training steps of 124M, 1.3B and 6.7B
 # shapes, plain, compiled, as graphs and in fp8, and beside plain PyTorch; the kernels' rates. Results go to $OUT, or
 # benchmarks/results/, as JSON lines. After a failure it goes on, and ends with status 1. The dry run leaves out what has scripts for
-# the CPU of its own: the quickstart and BERT's step.
+# the CPU of its own: the quickstart, and the steps beside PyTorch's.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
@@ -27,9 +27,9 @@ trap 'rm -rf "$scratch"' EXIT
 if [[ -n $dry ]]; then
     OUT=${OUT:-$scratch/results} device=cpu steps=0 tests='tests/mpu/test_one_rank_world.py tests/layers/test_graphed.py'
     export SETUP_SKIP=1
-    small=(--tiny --steps 1) rounds=(--rounds 1 --steps 1) slowness=6
+    small=(--tiny --steps 1) slowness=6
 else
-    device=cuda steps=200 tests=tests small=() rounds=(--rounds 5) slowness=1
+    device=cuda steps=200 tests=tests small=() slowness=1
 fi
 results=$(mkdir -p "${OUT:-benchmarks/results}" && cd "${OUT:-benchmarks/results}" && pwd) || exit 1
 
@@ -71,9 +71,9 @@ if [[ -n $dry ]]; then marked=(-n0); fi
 check environment 10 bash -c environment
 check csrc 40 bash scripts/check_csrc.sh
 # shellcheck disable=SC2086
-check tests 90 python -m pytest "${marked[@]}" $tests
+check tests 80 python -m pytest "${marked[@]}" $tests
 if [[ -z $dry ]]; then
-    check quickstart 90 bash scripts/quickstart.sh --steps "$steps" --dp 1 --out "$scratch"
+    check quickstart 80 bash scripts/quickstart.sh --steps "$steps" --dp 1 --out "$scratch"
 fi
 for name in loss.png metrics.jsonl metrics.eval.jsonl; do
     for found in "$scratch/steps-$steps"-*/"$name"; do
@@ -82,16 +82,16 @@ for name in loss.png metrics.jsonl metrics.eval.jsonl; do
 done
 check "a run that is saved" 15 python "${run[@]}" --exit-interval 4
 check "the same, gone on with" 15 python "${run[@]}" --check-host-waits warn
-check "steps of three shapes" 130 python benchmarks/device_step.py --device "$device" ${small[@]+"${small[@]}"} \
-    --seconds 100 --output "$results/gpu_device_step.jsonl"
-check "a step beside PyTorch's" 60 python benchmarks/train_step.py --dtype bf16 --device "$device" "${rounds[@]}" \
-    --contenders eager megazero --output "$results/gpu_train_step.jsonl"
+check "steps of three shapes" 110 python benchmarks/device_step.py --device "$device" ${small[@]+"${small[@]}"} \
+    --seconds 85 --output "$results/gpu_device_step.jsonl"
 if [[ -z $dry ]]; then
-    check "BERT's step" 40 python benchmarks/bert_step.py --dtype bf16 --device cuda --rounds 3 \
+    check "a step beside PyTorch's" 40 python benchmarks/train_step.py --dtype bf16 --device cuda --rounds 3 \
+        --contenders eager megazero --output "$results/gpu_train_step.jsonl"
+    check "BERT's step" 30 python benchmarks/bert_step.py --dtype bf16 --device cuda --rounds 3 \
         --contenders plain megazero megazero-pack --output "$results/gpu_bert_step.jsonl"
 fi
 if [[ -f benchmarks/kernels_gpu.py ]]; then
-    check "kernels' rates" 50 python benchmarks/kernels_gpu.py --device "$device" \
+    check "kernels' rates" 45 python benchmarks/kernels_gpu.py --device "$device" \
         --output "$results/gpu_kernels.jsonl"
 fi
 
