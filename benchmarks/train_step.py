@@ -32,6 +32,7 @@ CONTENDERS = (
     Contender("megatron-core", "megatron", "build", (1, 2), "megatron.core"),
     Contender("megatron-core-tp2", "megatron", "build", (2,), "megatron.core", 2, {"tp": 2}),
     Contender("megazero", "ours", "build", (1, 2)),
+    Contender("megazero-compiled", "ours", "build", (1,), options={"compile": True}),
     Contender("megazero-tp2", "ours", "build", (2,), model_ranks=2, options={"tp": 2}),
 )
 

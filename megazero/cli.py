@@ -45,6 +45,12 @@ def _config(arguments: list[str]) -> int:
     return 0
 
 
+def _env(arguments: list[str]) -> int:
+    from megazero.env.command import main as env
+
+    return env(arguments)
+
+
 def _fill_mask(arguments: list[str]) -> int:
     from megazero.inference.fill_command import main as fill_mask
 
@@ -103,6 +109,7 @@ VERBS = (
     Verb("analyze-loss", "order training samples by their loss under a checkpoint", _analyze_loss),
     Verb("checkpoint", "inspect, verify, compare, convert and prune checkpoints", _checkpoint),
     Verb("config", "resolve pretrain_gpt.py's flags; print the tree, or every reason to refuse it", _config),
+    Verb("env", "report on this machine, and on what is in the way of training on it", _env),
     Verb("fill-mask", "show what a model expects at the masked places of a text", _fill_mask),
     Verb("generate", "generate text from a checkpoint", _generate),
     Verb("incidents", "list what a run's guards found, and draw it over time", _incidents),

@@ -72,6 +72,10 @@ class CommunicationError(MegazeroError):
     """A collective call failed, timed out or was made with mismatching arguments."""
 
 
+class HostWaitError(MegazeroError):
+    """A training step made the host wait for the device where it must not."""
+
+
 class NumericsError(MegazeroError):
     """Training met values it cannot continue from, such as a loss scale at its floor."""
 

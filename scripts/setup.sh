@@ -10,6 +10,7 @@
 #
 # SETUP_EXTRAS    extras of setup.py that must be there, separated by commas
 # SETUP_OPTIONAL  extras that make things faster; without them a message, not a failure
+# SETUP_SKIP      take the active Python as it is, and install nothing
 # PYTHON          the Python (>= 3.10) to make .venv from
 #
 # Afterwards `python` is the environment's own.
@@ -122,6 +123,7 @@ unset PYTHONDONTWRITEBYTECODE
 
 setup_main() {
     local started=$SECONDS stamps extra
+    if [[ -n ${SETUP_SKIP:-} ]]; then return; fi
     setup_activate
     stamps=$VIRTUAL_ENV/.megazero
     if setup_is_done; then return; fi

@@ -27,7 +27,7 @@ LEVELS = {
     **dict.fromkeys(("data_efficiency", "layers", "moe", "optim", "zero", "pipeline"), 2),
     **dict.fromkeys(("models", "checkpoint"), 3),
     "train": 4,
-    **dict.fromkeys(("ablate", "deepspeed", "inference", "launch", "plan", "report", "verify"), 5),
+    **dict.fromkeys(("ablate", "deepspeed", "env", "inference", "launch", "plan", "report", "verify"), 5),
     "cli": 6,
 }
 FACADE = 7  # megazero itself, whose names are those of a DeepSpeed script; nothing below may use them.

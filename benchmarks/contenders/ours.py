@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from benchmarks.contenders import ActionTime, Shape
+from megazero.config.acceleration import AccelerationConfig
 from megazero.config.horizon import horizon_of
 from megazero.config.offload import OffloadConfig
 from megazero.config.rules import check
@@ -130,12 +131,14 @@ def build(
     parallel: Mapping[str, object] | None = None,
     zero: Mapping[str, object] | None = None,
     offload: Mapping[str, object] | None = None,
+    compile: bool = False,
 ):
     """`parallel`, `zero` and `offload` are further fields of these sections of the configuration."""
     keep_freed_memory()
     layout = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, **(parallel or {})}
     sections = ParallelConfig(**layout), ZeroConfig(**(zero or {})), OffloadConfig(**(offload or {}))
     config = make_config(shape, world_size, *sections)
+    config = config.model_copy(update={"acceleration": AccelerationConfig(compile=compile)})
     context = join_context(shape, rank, world_size, config.parallel)
     horizon = horizon_of(config, context.data.size)
     engine = build_engine(config, horizon, build_chunks(config, vocabulary_of(shape), context), context)

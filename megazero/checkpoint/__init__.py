@@ -15,7 +15,7 @@ from megazero.checkpoint.folder import (
     latest_iteration,
     saved_iterations,
 )
-from megazero.checkpoint.part import RANDOM, ROUTER, WEIGHT, Key, Part, Source, misfits
+from megazero.checkpoint.part import FP8, RANDOM, ROUTER, WEIGHT, Key, Part, Source, misfits
 from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.checkpoint.replica_rows import ReplicaRows
 from megazero.checkpoint.saver import Saver, together
@@ -29,6 +29,7 @@ from megazero.checkpoint.shards import (
 from megazero.checkpoint.writer import write_checkpoint
 
 __all__ = [
+    "FP8",
     "RANDOM",
     "ROUTER",
     "WEIGHT",

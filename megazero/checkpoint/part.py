@@ -16,6 +16,9 @@ RANDOM = "rng"
 ROUTER = "router"
 """Kind of what routers remember from step to step besides their weights, [experts]."""
 
+FP8 = "fp8"
+"""Kind of what linear layers with 8-bit products remember: histories [steps, 3] and scales [3]."""
+
 
 @dataclass(frozen=True)
 class Key:

@@ -50,6 +50,11 @@ class GuardsConfig(Section):
         "compute a step with a spike, inf or NaN again, on the same and on another rank: what does not "
         "come out the same is a fault of a machine, which is named",
     )
+    check_host_waits: Literal["off", "warn", "error"] = option(
+        "off",
+        "look for calls within steps that make the host wait for the device, from the second step on: report "
+        "each place once, or end with an error; slow on a CPU",
+    )
     iterations_to_skip: tuple[PositiveInt, ...] = option(
         (), "steps whose samples are passed over without training on them"
     )

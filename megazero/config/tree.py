@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
+from megazero.config.acceleration import AccelerationConfig
 from megazero.config.curriculum import CurriculumConfig
 from megazero.config.data_sampling import DataSamplingConfig
 from megazero.config.distillation import DistillationConfig
@@ -213,6 +214,46 @@ class PrecisionConfig(Section):
     min_loss_scale: PositiveFloat = option(1.0, "floor of the dynamic loss scale")
     loss_scale_window: PositiveInt = option(1000, "good steps before the scale doubles", unit="iterations")
     hysteresis: PositiveInt = option(2, "overflows tolerated before the scale halves")
+    fp8_format: Literal["none", "e4m3", "hybrid"] = option(
+        "none",
+        "multiply 8-bit floats in the linear layers: e4m3 in all products; hybrid has gradients in e5m2, "
+        "which has more range and fewer digits",
+        switches={"--fp8": "hybrid", "--fp8-hybrid": "hybrid", "--fp8-e4m3": "e4m3"},
+    )
+    fp8_recipe: Literal["delayed", "tensorwise"] = option(
+        "delayed",
+        "where the scales of 8-bit tensors come from: the amaxes of earlier steps, or the tensor itself",
+        refused={
+            "mxfp8": "needs scales of blocks of 32 elements, which are not built; choose tensorwise",
+            "blockwise": "needs scales of blocks, which are not built; choose tensorwise",
+            "custom": "takes code of another project; choose tensorwise or delayed",
+        },
+    )
+    fp8_margin: NonNegativeInt = option(
+        0, "powers of two that the scales of 8-bit tensors stay below the largest ones"
+    )
+    fp8_amax_history_len: PositiveInt = option(1, "delayed: steps whose amaxes are kept", unit="iterations")
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = option(
+        "most_recent", "delayed: which of the kept amaxes makes the scale"
+    )
+    first_last_layers_bf16: bool = option(
+        False, "8-bit products: leave the first and the last layers of the model out"
+    )
+    num_layers_at_start_in_bf16: NonNegativeInt = option(
+        1, "how many first layers `--first-last-layers-bf16` leaves out"
+    )
+    num_layers_at_end_in_bf16: NonNegativeInt = option(
+        1, "how many last layers `--first-last-layers-bf16` leaves out"
+    )
+
+    def layers_in_16_bits(self, layers: int) -> frozenset[int]:
+        """Of a model of so many layers, those whose products are not of 8-bit floats; all without them."""
+        if self.fp8_format == "none":
+            return frozenset(range(layers))
+        if not self.first_last_layers_bf16:
+            return frozenset()
+        first, last = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
+        return frozenset(i for i in range(layers) if i < first or i >= layers - last)
 
 
 class RecomputeConfig(Section):
@@ -284,6 +325,7 @@ class Config(Section):
     optimizer: OptimizerConfig
     precision: PrecisionConfig = PrecisionConfig()
     recompute: RecomputeConfig = RecomputeConfig()
+    acceleration: AccelerationConfig = AccelerationConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()

@@ -6,7 +6,10 @@ collectives that autograd sees, and `initialize.py` makes the initial weights.
 
 from megazero.layers.attention import SelfAttention
 from megazero.layers.collectives import gather_sequence
+from megazero.layers.compiled import compile_layers
 from megazero.layers.embedding import Embedding, output_weight, vocabulary_spec
+from megazero.layers.fp8 import Fp8State, use_fp8
+from megazero.layers.graphed import CudaGraphs, graph_layers
 from megazero.layers.initialize import initialize, initialize_parameters
 from megazero.layers.inputs import NOTHING_SKIPPED, Deferred, KeyValueStore, LayerInputs, Skipping
 from megazero.layers.linear import (
@@ -26,8 +29,10 @@ __all__ = [
     "MLP",
     "NOTHING_SKIPPED",
     "ColumnParallelLinear",
+    "CudaGraphs",
     "Deferred",
     "Embedding",
+    "Fp8State",
     "InputKeeping",
     "KeyValueStore",
     "LayerInputs",
@@ -41,12 +46,15 @@ __all__ = [
     "TransformerLayer",
     "activated",
     "column_linear",
+    "compile_layers",
     "gather_sequence",
+    "graph_layers",
     "initialize",
     "initialize_parameters",
     "output_weight",
     "recompute_units",
     "residual_std",
     "run_layers",
+    "use_fp8",
     "vocabulary_spec",
 ]

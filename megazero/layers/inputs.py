@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,6 +17,10 @@ from megazero.ops.positions import Positions, position_tensor
 
 # What backward has left to do: each call adds one weight's gradient to its `grad` and returns the weight.
 Deferred = list[Callable[[], nn.Parameter]]
+
+
+PLACES = ("attention", "attention_out", "mlp_out")
+"""Where a layer draws random numbers: for the probabilities, and for what its two halves add."""
 
 
 class KeyValueStore(Protocol):
@@ -78,6 +82,8 @@ class LayerInputs:
         other is computed any further. Set for the last layer only; None: all rows.
     skipping: what the step leaves out of its layers.
     branch_scale: what multiplies that which a layer adds to the hidden states.
+    site_keys: int64 [b] by place, the keys of the one layer that these inputs are for, if they are made
+        ahead; None: the layer makes them. So its number, which would be a constant, need not be known.
     """
 
     positions: Positions
@@ -89,6 +95,7 @@ class LayerInputs:
     wanted: Tensor | None = None
     skipping: Skipping = NOTHING_SKIPPED
     branch_scale: float = 1.0
+    site_keys: Mapping[str, Tensor] | None = None
 
     @property
     def wanted_positions(self) -> Positions:
@@ -97,6 +104,18 @@ class LayerInputs:
             return self.positions
         positions = position_tensor(self.positions, self.wanted.device)
         return positions[self.wanted] if positions.dim() == 1 else positions.gather(0, self.wanted)
+
+    def at(self, layer: int) -> LayerInputs:
+        """The same for one layer, with the keys of its random streams."""
+        if self.sample_keys is None:
+            return self
+        return replace(self, site_keys={place: self._keys(layer, place) for place in PLACES})
+
+    def _keys(self, layer: int, place: str) -> Tensor:
+        if self.site_keys is not None:
+            return self.site_keys[place]
+        site = ("attention", layer) if place == "attention" else ("hidden", layer, place)
+        return derive(site_key(*site), self.sample_keys)
 
     def narrow(self, x: Tensor) -> Tensor:
         """The wanted rows of x [s, b, ...]: [r, b, ...]."""
@@ -125,11 +144,20 @@ class LayerInputs:
         """The dropout of hidden states [s or s/tp, b, h] at `site` of the model."""
         if self.sample_keys is None or p == 0.0:
             return None
+        return self._dropout(p, placement, derive(site_key(*site), self.sample_keys))
+
+    def layer_dropout(self, p: float, placement: Placement, layer: int, place: str) -> Dropout | None:
+        """The dropout of what a layer adds to hidden states [s or s/tp, b, h], at one of its `PLACES`."""
+        if self.sample_keys is None or p == 0.0:
+            return None
+        return self._dropout(p, placement, self._keys(layer, place))
+
+    def _dropout(self, p: float, placement: Placement, keys: Tensor) -> Dropout:
         positions = self.positions
         if placement.sequence_parallel:
             rows, rank = len(positions) // placement.tp.size, placement.tp.rank
             positions = positions[rank * rows : (rank + 1) * rows]
-        return Dropout(p, derive(site_key(*site), self.sample_keys), positions)
+        return Dropout(p, keys, positions)
 
     def attention_dropout(
         self, p: float, heads: int, placement: Placement, layer: int
@@ -137,7 +165,7 @@ class LayerInputs:
         """The dropout of attention probabilities of this rank's `heads` heads, over all rows."""
         if self.sample_keys is None or p == 0.0:
             return None
-        keys = derive(site_key("attention", layer), self.sample_keys)
+        keys = self._keys(layer, "attention")
         return AttentionDropout(p, keys, self.wanted_positions, self.positions, placement.tp.rank * heads)
 
     def attention_mask(self) -> Tensor | None:

@@ -11,6 +11,7 @@ gradient.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -150,6 +151,10 @@ def column_linear(
     return _ColumnLinear.apply(x, matrix, vector, group, sequence_parallel)
 
 
+Product = Callable[..., Tensor]
+"""What multiplies in a linear layer, with the arguments of `column_linear`."""
+
+
 class ColumnParallelLinear(nn.Module):
     """[s, b, h] -> [s, b, n/tp], where `shape` = (..., n split over several dims) and weight is shape x h.
 
@@ -185,11 +190,12 @@ class ColumnParallelLinear(nn.Module):
         if bias:
             self.bias = placement.parameter(ParamSpec(f"{name}.bias", shape, zeros, cuts, weight_decay=False))
         self.local_shape = tuple(self.weight.shape[:-1])
+        self.product: Product = column_linear
 
     def forward(self, x: Tensor, deferred: Deferred | None = None) -> Tensor:
         """The product plus the bias; `deferred` is as in `column_linear`."""
         placement = self.placement
-        return column_linear(x, self.weight, self.bias, placement.tp, placement.sequence_parallel, deferred)
+        return self.product(x, self.weight, self.bias, placement.tp, placement.sequence_parallel, deferred)
 
 
 class RowParallelLinear(nn.Module):
@@ -230,6 +236,7 @@ class RowParallelLinear(nn.Module):
                     partial_grad=placement.sequence_parallel,
                 )
             )
+        self.product: Product = column_linear
 
     def forward(self, x: Tensor, deferred: Deferred | None = None) -> tuple[Tensor, Tensor | None]:
         """The product, and the bias that the caller still has to add (it fuses with what follows).
@@ -238,9 +245,9 @@ class RowParallelLinear(nn.Module):
         """
         alone = SoloGroup()
         if self.placement.tp.size == 1:
-            return column_linear(x, self.weight, self.bias, alone, False, deferred), None
+            return self.product(x, self.weight, self.bias, alone, False, deferred), None
         # A slice of the inputs needs nothing from the other ranks until the sum.
-        partial = column_linear(x, self.weight, None, alone, False, deferred)
+        partial = self.product(x, self.weight, None, alone, False, deferred)
         reduce = reduce_scatter_sequence if self.placement.sequence_parallel else reduce_from_slices
         return reduce(partial, self.placement.tp), self.bias
 

@@ -58,7 +58,7 @@ class TransformerLayer(nn.Module):
         return bias_dropout_add(out.to(residual.dtype), bias, residual, dropout), sums
 
     def _dropout(self, inputs: LayerInputs, site: str) -> Dropout | None:
-        return inputs.dropout(self.dropout, self.placement, "hidden", self.layer, site)
+        return inputs.layer_dropout(self.dropout, self.placement, self.layer, site)
 
 
 def _scaled(out: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:

@@ -14,6 +14,7 @@ from megazero.mpu.context import (
 from megazero.mpu.grid import AXES, COMMUNICATORS, SLICE_AXES, Axis, Place, ProcessGrid, slice_axes
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
 from megazero.mpu.host import on_device, read_values
+from megazero.mpu.host_waits import HostWaits, host_waits
 from megazero.mpu.launch import Launch, choose_device, grid_of, join, leave, open_context, reporting
 from megazero.mpu.matrices import Matrices
 from megazero.mpu.messages import gather_values, name_ranks
@@ -25,7 +26,7 @@ from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.still_group import StillGroup
 from megazero.mpu.thread_group import ThreadGroup, ThreadWorld
 from megazero.mpu.traffic import CountingGroup, TrafficLog, count_traffic, recording_context
-from megazero.mpu.transports import transports
+from megazero.mpu.transports import backends, transports
 from megazero.mpu.waits import Waited, Waits
 from megazero.mpu.watch import JobFailure
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
@@ -40,6 +41,7 @@ __all__ = [
     "Cut",
     "Group",
     "GroupCall",
+    "HostWaits",
     "InitialValues",
     "JobFailure",
     "Launch",
@@ -61,12 +63,14 @@ __all__ = [
     "Work",
     "WrappingGroup",
     "agree",
+    "backends",
     "choose_device",
     "copy_axes",
     "count_traffic",
     "derive_key",
     "gather_values",
     "grid_of",
+    "host_waits",
     "join",
     "leave",
     "make_context",

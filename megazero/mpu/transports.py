@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
 from megazero.mpu.context import ParallelContext
@@ -31,3 +32,16 @@ def _transport(group: Group) -> str:
     if isinstance(group, SharedGroup):
         return "shared memory"
     return dist.get_backend(group.process_group) if isinstance(group, TorchGroup) else "one process"
+
+
+def backends() -> dict[str, str | None]:
+    """What torch can open groups over: ``nccl`` and ``gloo``, each its version, or None where it is absent.
+
+    Gloo has no version of its own: it is the one of torch.
+    """
+    found: dict[str, str | None] = {"nccl": None, "gloo": None}
+    if dist.is_available() and dist.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    if dist.is_available() and dist.is_gloo_available():
+        found["gloo"] = torch.__version__
+    return found

@@ -60,32 +60,77 @@ def everything(facts: CallFacts) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Requirement:
+    """One thing that a call must meet, and the words for why not: "serves cpu only", "is not built"."""
+
+    met: Callable[[CallFacts], bool]
+    otherwise: str
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """A predicate over calls that can tell which of its requirements a call fails."""
+
+    each: tuple[Requirement, ...]
+
+    def __call__(self, facts: CallFacts) -> bool:
+        return all(one.met(facts) for one in self.each)
+
+    def unmet(self, facts: CallFacts) -> str | None:
+        """Why a call is not served, or None if it is."""
+        return next((one.otherwise for one in self.each if not one.met(facts)), None)
+
+    def needing(self, met: Callable[[CallFacts], bool], otherwise: str) -> Requirements:
+        """These and one more; `otherwise` says why a call that does not meet it is not served."""
+        return Requirements((*self.each, Requirement(met, otherwise)))
+
+
 def where(
     devices: frozenset[str] | None = None,
     dtypes: frozenset[torch.dtype] | None = None,
     built: Callable[[], bool] = always,
     **own: Any,
-) -> Callable[[CallFacts], bool]:
-    """A predicate: facts are among these devices and dtypes (None: any) and have the values in `own`."""
+) -> Requirements:
+    """Calls on these devices, in these dtypes (None: any), with the values in `own`, if it is built."""
+    each = []
+    if devices is not None:
+        each.append(Requirement(lambda facts: facts.device in devices, f"serves {_names(devices)} only"))
+    if dtypes is not None:
+        each.append(Requirement(lambda facts: facts.dtype in dtypes, f"serves {_names(dtypes)} only"))
+    for name, value in own.items():
+        each.append(Requirement(_has(name, value), f"serves {name}={_text(value)} only"))
+    if built is not always:
+        each.append(Requirement(lambda facts: built(), "is not built"))
+    return Requirements(tuple(each))
 
-    def serves(facts: CallFacts) -> bool:
-        return (
-            (devices is None or facts.device in devices)
-            and (dtypes is None or facts.dtype in dtypes)
-            and all(getattr(facts, name) == value for name, value in own.items())
-            and built()
-        )
 
-    return serves
+def _has(name: str, value: Any) -> Callable[[CallFacts], bool]:
+    return lambda facts: getattr(facts, name) == value
+
+
+def _names(choices: Iterable[Any]) -> str:
+    return ", ".join(sorted(_text(each) for each in choices))
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an operator, and a predicate that says which calls it handles."""
+    """One way to compute an operator, and a predicate that says which calls it handles.
+
+    Attributes:
+        traceable: whether torch.compile can look into it; a reference always is.
+    """
 
     name: str
     fn: Callable[..., Any]
     serves: Callable[[CallFacts], bool] = everything
+    traceable: bool = False
+
+    def unmet(self, facts: CallFacts) -> str | None:
+        """Why it does not serve such a call, or None if it does."""
+        if isinstance(self.serves, Requirements):
+            return self.serves.unmet(facts)
+        return None if self.serves(facts) else "does not serve such calls"
 
 
 @dataclass(frozen=True)
@@ -113,8 +158,33 @@ class Operator:
         return self.implementations[-1].fn
 
     def choose(self, facts: CallFacts) -> Implementation:
-        """The implementation that runs for such a call: the first that handles it."""
-        return next(each for each in self.implementations if each.serves(facts))
+        """The implementation that runs for such a call: the first that handles it.
+
+        Within what torch.compile traces, the first that it can look into and fuse with its neighbours.
+        """
+        candidates = self.implementations
+        if torch.compiler.is_compiling():
+            candidates = (*(each for each in candidates if each.traceable), candidates[-1])
+        return next(each for each in candidates if each.serves(facts))
+
+    def passed_over(self, facts: CallFacts) -> tuple[tuple[str, str], ...]:
+        """The implementations above the chosen one, with the reason why each does not run for such a call."""
+        chosen = self.choose(facts)
+        above = itertools.takewhile(lambda each: each is not chosen, self.implementations)
+        return tuple((each.name, each.unmet(facts)) for each in above)
+
+    def kinds(self) -> dict[CallFacts, str]:
+        """Each of `calls`, with those of its own facts that change the choice on its device.
+
+        The text is like ``dropout=True, lse=False``; it is empty where device and dtype decide alone.
+        """
+        kinds = {}
+        for device in DEVICES:
+            chosen = {call: self.choose(call).name for call in self.calls if call.device == device}
+            told = [name for name in _own_fields(self.calls[0]) if _changes_the_choice(name, chosen)]
+            for call in chosen:
+                kinds[call] = ", ".join(f"{field}={_text(getattr(call, field))}" for field in told)
+        return kinds
 
 
 def explain(operator: Operator) -> str:
@@ -123,19 +193,15 @@ def explain(operator: Operator) -> str:
     If the operator's own facts change the choice, a device has one line per combination, which names them.
     Example: `attention on cpu, dropout=True: native_cpu (bfloat16, float32), composed (float16), ...`.
     """
+    groups: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for call, kind in operator.kinds().items():
+        dtypes = groups.setdefault((call.device, kind), {}).setdefault(operator.choose(call).name, [])
+        if _text(call.dtype) not in dtypes:
+            dtypes.append(_text(call.dtype))
     lines = []
-    for device in DEVICES:
-        chosen = {call: operator.choose(call).name for call in operator.calls if call.device == device}
-        told = [name for name in _own_fields(operator.calls[0]) if _changes_the_choice(name, chosen)]
-        groups: dict[str, dict[str, list[str]]] = {}
-        for call, name in chosen.items():
-            where_to = "".join(f", {field}={_text(getattr(call, field))}" for field in told)
-            dtypes = groups.setdefault(where_to, {}).setdefault(name, [])
-            if _text(call.dtype) not in dtypes:
-                dtypes.append(_text(call.dtype))
-        for where_to, by_name in sorted(groups.items()):
-            choices = ", ".join(f"{name} ({', '.join(dtypes)})" for name, dtypes in by_name.items())
-            lines.append(f"{operator.name} on {device}{where_to}: {choices}")
+    for (device, kind), by_name in sorted(groups.items()):
+        choices = ", ".join(f"{name} ({', '.join(dtypes)})" for name, dtypes in by_name.items())
+        lines.append(f"{operator.name} on {device}{kind and ', ' + kind}: {choices}")
     return "\n".join(lines)
 
 

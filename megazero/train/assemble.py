@@ -13,7 +13,7 @@ from megazero.config.tree import Config
 from megazero.data import BatchSampler, SamplerSpec
 from megazero.data_efficiency.curriculum import curriculum_sampler
 from megazero.errors import ConfigError
-from megazero.layers import initialize_parameters
+from megazero.layers import CudaGraphs, Fp8State, compile_layers, graph_layers, initialize_parameters, use_fp8
 from megazero.moe import RouterLoads
 from megazero.mpu import (
     Launch,
@@ -79,6 +79,14 @@ def build_engine(
     Parameters on the meta device get memory and the seed's weights here, unit by unit.
     """
     lessons = Lessons.of(config.distillation, chunks, teacher)
+    blocks = [block for chunk in chunks.values() for block in chunk.blocks()]
+    scalings = use_fp8(blocks, config.precision, config.model.num_layers, context.device)
+    if config.acceleration.compile:
+        compile_layers(blocks, config.acceleration.compile_backend)
+    if config.acceleration.cuda_graph:
+        if context.device.type != "cuda":
+            raise ConfigError("`cuda_graph` must be off on a CPU, but is on; leave `--cuda-graph` out")
+        graph_layers(blocks, CudaGraphs())
     rule = build_update_rule(config.optimizer)
     policy = ZeroPolicy.of(config.zero, config.offload, rule.needs, config.training.seed)
     units = [
@@ -105,6 +113,7 @@ def build_engine(
         RouterLoads([r for chunk in chunks.values() for r in chunk.routers()], config.model, context),
         context,
         lessons,
+        Fp8State(scalings, context.groups["stage"]),
     )
     if config.guards.rerun_on_fault:
         engine.witness(sharding)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.steps import Progress
-from megazero.layers import NOTHING_SKIPPED, Skipping
+from megazero.layers import NOTHING_SKIPPED, Fp8State, Skipping
 from megazero.moe import RouterLoads
 from megazero.mpu import ParallelContext, read_values
 from megazero.optim import LearningRate, LossScaler, WeightDecay
@@ -135,6 +135,7 @@ class Engine:
         loads: what routers learn from a step besides gradients.
         context: for averaging over the ranks that hold other positions.
         lessons: what the model learns from a teacher; by default, it has none.
+        fp8: what its 8-bit products remember; by default, it has none.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class Engine:
         loads: RouterLoads,
         context: ParallelContext,
         lessons: Lessons | None = None,
+        fp8: Fp8State | None = None,
     ):
         self.executor = executor
         self.programs = programs
@@ -157,6 +159,7 @@ class Engine:
         self.loads = loads
         self.context = context
         self.lessons = lessons or Lessons()
+        self.fp8 = fp8 or Fp8State([], context.groups["stage"])
         self._prints: list[tuple[str, Tensor]] = []
 
     def nothing(self, progress: Progress) -> StepResult:
@@ -203,6 +206,7 @@ class Engine:
 
         found = attempt(batches)
         with timers("optimizer"):
+            self.fp8.advance()
             if found.losses.total is None:
                 tokens = self.loads.update(found.tallies)
                 return StepResult(found.losses, 0.0, lr, scale, True, skipping=skipping, tokens=tokens)

@@ -29,6 +29,7 @@ from megazero.train.snapshot import Snapshots
 from megazero.train.stability import Stability
 from megazero.train.state import TrainState
 from megazero.train.step_metrics import step_metrics
+from megazero.train.step_waits import StepWaits
 from megazero.train.stragglers import Straggler, Stragglers
 from megazero.train.timers import Timers
 from megazero.zero import offloaded, traffic
@@ -66,6 +67,7 @@ class Loop:
         self._saved_at = 0
         self.timers = Timers(context.device, synchronize=plan.exact_timers)
         self.waits = Waits(context.device) if context.watch is None else context.watch.waits
+        self.host_waits = StepWaits(plan.guards.check_host_waits, context.device, monitor.message)
         self.stragglers = Stragglers(plan.straggler_interval, context)
         self._offloads = bool(offloaded(engine.optimizer.store))
         self._reached = 0
@@ -170,7 +172,7 @@ class Loop:
         store = self.engine.optimizer.store
         moved = traffic(store)
         meter, self._memory = self._memory, None  # the first step is measured
-        with nullcontext() if meter is None else meter.over_a_step():
+        with self.host_waits.step(), nullcontext() if meter is None else meter.over_a_step():
             result = self.engine.train_step(batches, state.progress, self.timers, hold, judge)
         state = state.after(
             step, result.skipped, self._stability(state, result), bad=result.bad or result.held

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megazero.checkpoint import (
+    FP8,
     RANDOM,
     ROUTER,
     WEIGHT,
@@ -40,6 +41,7 @@ from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megazero.mpu import ParallelContext, gather_values, transports
 from megazero.optim import ScalerState
 from megazero.train.engine import Engine
+from megazero.train.fp8_state import fp8_parts_to_read
 from megazero.train.named_checkpoint import opened
 from megazero.train.random_state import random_state, set_random_state
 from megazero.train.router_state import router_parts_to_read
@@ -261,7 +263,10 @@ def load_state(
 
     def read() -> None:
         check_tensors(source, parts, reader.folder, unused)
-        source.read([*parts, *rows, *router_parts_to_read(engine.loads, source)])
+        remembered = [*router_parts_to_read(engine.loads, source)]
+        if progress:
+            remembered += fp8_parts_to_read(engine.fp8, source)
+        source.read([*parts, *rows, *remembered])
 
     together(context, read, f"load {reader.folder}")
     optimizer.publish()
@@ -312,7 +317,7 @@ def _unused(source: Source, optimizer: Optimizer, context: ParallelContext, mome
     mine = sorted(str(key) for key in state_keys(optimizer))
     asked = {name for names in gather_values(context.model, mine, context.device) for name in names}
     # Without delay, the weights in use are those of the masters.
-    kinds = {key.kind for key in source.shapes} - {RANDOM, ROUTER, IN_USE} if moments else {WEIGHT}
+    kinds = {key.kind for key in source.shapes} - {FP8, IN_USE, RANDOM, ROUTER} if moments else {WEIGHT}
     held = [key for key in source.shapes if key.kind in kinds]
     return [str(key) for key in held if str(key) not in asked]
 

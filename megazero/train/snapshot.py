@@ -19,6 +19,7 @@ from megazero.config.tree import Config
 from megazero.errors import NumericsError
 from megazero.mpu import ParallelContext, gather_values, transports
 from megazero.train.engine import Engine
+from megazero.train.fp8_state import fp8_parts_to_write
 from megazero.train.random_state import random_state
 from megazero.train.router_state import router_parts_to_write
 from megazero.train.state import TrainState
@@ -103,6 +104,7 @@ class Snapshots:
         moments = not section.no_save_optim
         parts = parts_to_write(engine.optimizer, self.context, moments=moments)
         parts += router_parts_to_write(engine.loads, self.context)
+        parts += fp8_parts_to_write(engine.fp8, self.context)
         self._check_finite(parts, state.iteration)
         if not section.no_save_rng:
             parts += random_parts(self.context)

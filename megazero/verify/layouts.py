@@ -6,6 +6,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from megazero.config.acceleration import AccelerationConfig
 from megazero.config.curriculum import CurriculumConfig
 from megazero.config.offload import OffloadConfig
 from megazero.config.rules import broken_rules
@@ -61,6 +62,9 @@ SHAPES = MappingProxyType(
             "apply_residual_connection_post_layernorm": True,
         },
     }
+)
+FP8 = MappingProxyType(
+    {"": {}, **{each: {"fp8_format": "hybrid", "fp8_recipe": each} for each in ("tensorwise", "delayed")}}
 )
 DECODERS, ENCODERS = ("gpt2", "llama"), ("bert", "bert-original")
 
@@ -192,6 +196,8 @@ class Layout:
         dispatcher: how tokens reach their experts.
         method: how steps get cheaper, a name in `METHODS`.
         store: where state sleeps, a name in `STORES`.
+        compiled: the compiler's backend; by default nothing is compiled.
+        fp8: where the scales of 8-bit products come from; by default there are none.
     """
 
     tp: int = 1
@@ -223,6 +229,8 @@ class Layout:
     samples: int = GLOBAL_BATCH
     method: str = ""
     store: str = ""
+    compiled: str = ""
+    fp8: str = ""
 
     @property
     def world_size(self) -> int:
@@ -252,6 +260,7 @@ class Layout:
             optimizer=self.optimizer,
             samples=self.samples,
             method=self.method,
+            fp8=self.fp8,
         )
 
     @property
@@ -284,6 +293,8 @@ class Layout:
             parts += [self.dispatcher] if self.dispatcher != "alltoall" else []
         parts += [self.method] if self.method else []
         parts += [f"on-{self.store}"] if self.store else []
+        parts += [self.compiled] if self.compiled else []
+        parts += [f"fp8-{self.fp8}"] if self.fp8 else []
         return "-".join(parts)
 
     def config(self, steps: int = 5) -> Config:
@@ -339,7 +350,10 @@ class Layout:
                 **({"adagrad_eps": 1e-4} if self.optimizer == "adagrad" else {}),
             ),
             recompute=RecomputeConfig(granularity=self.recompute),
-            precision=PrecisionConfig(dtype=self.dtype),
+            acceleration=AccelerationConfig(
+                compile=bool(self.compiled), compile_backend=self.compiled or "inductor"
+            ),
+            precision=PrecisionConfig(dtype=self.dtype, **FP8[self.fp8]),
             training=TrainingConfig(train_iters=steps, seed=7, eval_iters=0),
             **METHODS[self.method],
         )

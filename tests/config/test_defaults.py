@@ -131,6 +131,14 @@ FACTS: dict[str, tuple[Any, Any]] = {
     "precision.min_loss_scale": (1.0, 1.0),
     "precision.loss_scale_window": (1000, 1000),
     "precision.hysteresis": (2, 2),
+    "precision.fp8_format": ("none", "none"),  # None to the parsers, and off
+    "precision.fp8_recipe": ("delayed", NO),
+    "precision.fp8_margin": (0, 0),
+    "precision.fp8_amax_history_len": (1, 1),
+    "precision.fp8_amax_compute_algo": ("most_recent", "most_recent"),
+    "precision.first_last_layers_bf16": (False, NO),
+    "precision.num_layers_at_start_in_bf16": (1, NO),
+    "precision.num_layers_at_end_in_bf16": (1, NO),
     "recompute.granularity": ("none", "none"),  # None to the parsers
     "recompute.method": (None, None),
     "recompute.num_layers": (None, 1),
@@ -231,6 +239,7 @@ OURS = {
     "distillation.kd_train_iters",
     *(spec.path for spec in FIELDS if spec.section in ("curriculum", "data_sampling")),
     *(spec.path for spec in FIELDS if spec.section == "skipping" and spec.name != "random_ltd"),
+    *(spec.path for spec in FIELDS if spec.section == "acceleration"),
     "logging.log_stability",
     "logging.straggler_interval",
     "parallel.heartbeat_timeout_minutes",

@@ -101,6 +101,25 @@ def test_what_attention_says() -> None:
     ]
 
 
+def test_the_faster_ones_are_passed_over_for_a_reason() -> None:
+    single, double = (CallFacts("cpu", dtype) for dtype in (torch.float32, torch.float64))
+    assert TABLE.passed_over(single) == (("kernel", "is not built"),)
+    assert TABLE.passed_over(double) == (("kernel", "is not built"), ("fast", "serves float32 only"))
+    assert TABLE.passed_over(CallFacts("cuda", torch.float32))[1] == ("fast", "serves cpu only")
+    iced = Implementation("iced", None, where(iced=True))
+    assert iced.unmet(CakeFacts("cpu", torch.float32, 1, False)) == "serves iced=True only"
+    plain = Implementation("plain", None, lambda facts: facts.device == "cpu")
+    assert plain.unmet(CallFacts("cuda", torch.float32)) == "does not serve such calls"
+    assert plain.unmet(single) is None
+
+
+@pytest.mark.parametrize("operator", operators(), ids=lambda each: each.name)
+def test_who_serves_has_no_reason_and_who_does_not_has_one(operator: Operator) -> None:
+    for call in operator.calls:
+        for each in operator.implementations:
+            assert each.serves(call) == (each.unmet(call) is None)
+
+
 def test_a_table_must_end_with_its_reference() -> None:
     with pytest.raises(AssertionError, match="the last implementation must be the reference"):
         Operator("op", (REFERENCE, CPU_FAST))

@@ -162,6 +162,14 @@ NOT_STATED = MappingProxyType(
             (spec.path for spec in FIELDS if spec.name.startswith("muon_")),
             "torch's class is the oracle: tests/optim/test_muon.py",
         ),
+        **dict.fromkeys(
+            (
+                spec.path
+                for spec in FIELDS
+                if spec.name.startswith("fp8_") or spec.name.endswith(("layers_bf16", "_in_bf16"))
+            ),
+            "8-bit products have an oracle of their own: tests/layers/test_fp8.py",
+        ),
         "data.train_data_path": "another way to name the documents: tests/data/test_build.py",
         "data.valid_data_path": "no training reads it",
         "data.test_data_path": "no training reads it",

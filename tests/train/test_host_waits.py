@@ -10,19 +10,11 @@ import pytest
 import torch
 
 from megazero.config.horizon import horizon_of
-from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.mpu import HostWaits, ProcessGrid, ThreadWorld, solo_context, thread_context
 from megazero.ops import Operator
 from megazero.train.timers import Timers
 from megazero.verify.layouts import Layout
 from megazero.verify.record import micro_batches, verification_engine
-from tests.train.host_waits import HostWaits, watched_methods
-
-
-@pytest.fixture(autouse=True)
-def methods():
-    with watched_methods():
-        yield
-
 
 PLANTED = {
     "item": lambda x: x[0].item(),

@@ -72,6 +72,7 @@ def tensors(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
         ("fp16", "--initial-loss-scale 4096"),
         ("fp32", "--model-family bert --bert-pack --optimizer lamb --hidden-dropout 0.1"),
         ("bf16", EXPERTS),
+        ("bf16", "--fp8-format hybrid --fp8-amax-history-len 3 --fp8-amax-compute-algo max"),
     ],
 )
 def test_resumed_training_is_bit_identical(tmp_path, dtype, more):
@@ -97,6 +98,7 @@ def test_resumed_training_is_bit_identical(tmp_path, dtype, more):
         Layout(tp=2, pp=2, dp=2, zero=3, shape="bert", dropout=0.1, optimizer="lamb"),
         Layout(tp=2, dp=2, zero=1, dtype="bf16", shape="llama", optimizer="muon"),
         Layout(pp=2, dp=2, zero=2, optimizer="nadam"),
+        Layout(tp=2, pp=2, dp=2, zero=1, fp8="delayed"),
         Layout(dp=2, ep=2, zero=2, experts="biased", dtype="bf16", dropout=0.1),
         Layout(tp=2, dp=2, ep=2, zero=3, experts="shared", sequence_parallel=True),
         Layout(pp=2, tp=2, ep=2, etp=1, schedule="zb-h1", experts="noisy"),

@@ -73,13 +73,14 @@ ABSENT: Mapping[str, tuple[str, str]] = MappingProxyType(
             --disable-bf16-reduced-precision-matmul --no-attention-softmax-in-fp32 --freeze-all-layers
             --enable-autocast --autocast-dtype= --batch-invariant-mode
             --ddp-reduce-scatter-with-fp32-accumulation
-            --ddp-param-name-patterns-for-fp32-local-accumulation=* --first-last-layers-bf16
+            --ddp-param-name-patterns-for-fp32-local-accumulation=*
             --enable-gpt-oss --engram-layer-ids=*""",
         ),
         "FP8 and FP4": (
-            "fp8 and fp4 are not offered; use `--bf16`",
+            "fp4, weights kept in fp8 and recipes of other projects are not offered; use `--bf16`, with "
+            "`--fp8-format` for products of 8-bit floats",
             """
-            --fp8-e4m3=* --fp8-hybrid=* --fp8-format= --fp8-param --fp8-quantizer-factory= --fp4-format=
+            --fp8-param --fp8-quantizer-factory= --fp4-format=
             --fp4-quantizer-factory= --fp4-param=* --quant-recipe= --te-precision-config-file=
             --kitchen-config-file= --kitchen-recipe-number= --use-kitchen --use-kitchen-attention""",
         ),

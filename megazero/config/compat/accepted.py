@@ -36,7 +36,7 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
         "the weights of a layer's experts are always one tensor": """
             --moe-use-grouped-tensor --moe-single-grouped-bias --moe-single-grouped-weight""",
         "parameters say themselves whether they are an expert's": "--create-moe-param-group",
-        "steps are launched without CUDA graphs, which would change only the speed": """
+        "CUDA graphs change only the speed, and `--cuda-graph` launches them": """
             --cuda-graph-impl= --cuda-graph-scope=* --cuda-graph-modules=* --cuda-graph-warmup-steps=
             --cuda-graph-retain-backward-graph --enable-cuda-graph --external-cuda-graph
             --no-cuda-graph-use-single-mempool --optimizer-cuda-graph""",

@@ -41,10 +41,10 @@ DEPENDENT: Mapping[str, str] = MappingProxyType(
         "it matters only with `--mtp-num-layers`": """
             --mtp-loss-scaling-factor= --mtp-detach-heads --mtp-hsm --mtp-use-repeated-layer""",
         "it matters only with FP8 or FP4": """
-            --fp8-margin= --fp8-interval= --fp8-amax-history-len= --fp8-amax-compute-algo= --no-fp8-wgrad
-            --fp8-recipe= --fp8-dot-product-attention --fp8-multi-head-attention --fp8-output-proj
+            --fp8-interval= --no-fp8-wgrad
+            --fp8-dot-product-attention --fp8-multi-head-attention --fp8-output-proj
             --fp8-param-gather --fp4-param-gather --fp4-recipe= --activation-func-fp8-input-store
-            --num-layers-at-end-in-bf16= --num-layers-at-start-in-bf16= --tp-only-amax-red
+            --tp-only-amax-red
             --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag --kitchen-attention-backend=
             --moe-router-padding-for-fp8 --moe-router-padding-for-quantization""",
         "it matters only with offload": """

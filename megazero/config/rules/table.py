@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 
 from megazero.config.option import Section
+from megazero.config.rules.acceleration import ACCELERATION_RULES, FP8_RULES, GRAPH_RULES
 from megazero.config.rules.compressed import COMPRESSED_RULES
 from megazero.config.rules.curriculum import CURRICULUM_RULES
 from megazero.config.rules.data_sampling import DATA_SAMPLING_RULES
@@ -44,7 +45,10 @@ RULES: tuple[Rule, ...] = (
     *OPTIMIZER_RULES,
     *COMPRESSED_RULES,
     *PRECISION_RULES,
+    *FP8_RULES,
     *KEPT_ACTIVATION_RULES,
+    *ACCELERATION_RULES,
+    *GRAPH_RULES,
     *TOKENIZER_RULES,
     *DATA_RULES,
     *OUTPUT_RULES,

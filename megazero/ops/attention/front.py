@@ -51,16 +51,17 @@ def _flash_pays(facts: AttentionFacts) -> bool:
     return facts.dropout or facts.lse or facts.dtype == torch.bfloat16
 
 
-def _flash_serves(facts: AttentionFacts) -> bool:
-    return where(CPU, _FLASH_DTYPES)(facts) and _flash_pays(facts)
+_FLASH_PAYS = "pays with dropout, lse or bfloat16 only"
 
 
 ATTENTION = Operator(
     "attention",
     (
         Implementation("native_cpu", attention_native_cpu, on_native_cpu()),
-        Implementation("flash_cpu", attention_flash_cpu, _flash_serves),
-        Implementation("sdpa", attention_sdpa, where(dropout=False, lse=False)),
+        Implementation(
+            "flash_cpu", attention_flash_cpu, where(CPU, _FLASH_DTYPES).needing(_flash_pays, _FLASH_PAYS)
+        ),
+        Implementation("sdpa", attention_sdpa, where(dropout=False, lse=False), traceable=True),
         Implementation("composed", attention_with_dropout, where(dropout=True, lse=False)),
         Implementation("reference", attention_reference),
     ),
@@ -95,7 +96,8 @@ def attention(
     scale: 1 / sqrt(d) by default.
     A query that may attend to nothing gives zeros. Raises ValueError if the shapes do not fit together.
     """
-    if document_ids is not None and mask is None and q.shape[0] == k.shape[0]:
+    whole = document_ids is not None and mask is None and q.shape[0] == k.shape[0]
+    if whole and not torch.compiler.is_compiling():  # reads where documents end
         _check(q, k, v, dropout)
         runs = document_runs(document_ids)
         if runs is not None:

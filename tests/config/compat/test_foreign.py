@@ -84,7 +84,7 @@ def test_accepted_without_effect(argv: str) -> None:
         ("--master_port 6000", "it belongs to the launcher"),
         ("--task STS-B", "has scores instead of labels, and regression is not offered"),
         ("--guess-file g", "belongs to scoring tasks"),
-        ("--fp8-hybrid", "fp8 and fp4 are not offered"),
+        ("--fp8-param", "weights kept in fp8 and recipes of other projects are not offered"),
     ],
 )
 def test_refused_with_what_to_do(argv: str, says: str) -> None:

@@ -24,6 +24,9 @@ OTHERS = {
     "experts_over_expert_ranks": "fewer experts than ranks for them, at which Megatron-DeepSpeed fails too",
     "pyramid_has_all_layers": "a pyramid whose interval is left to Megatron-DeepSpeed's default",
     "data_source_given": "the data of fine-tuning on conversations",
+    "fp8_needs_dense_layers": "experts whose products are of 8-bit floats",
+    "--fp8-recipe mxfp8": "scales of blocks of 32 elements",
+    "--fp8-recipe blockwise": "scales of blocks",
     "flags contradict the JSON": "two batch sizes or learning rates or types in one script",
 }
 """Other reasons for a refusal, with what the script does."""
@@ -58,7 +61,7 @@ def test_a_line_is_refused_only_for_a_feature_or_a_reason_that_is_listed() -> No
 
 
 def test_a_flag_that_is_said_another_way_is_rare() -> None:
-    """Alone it stops only two lines that place layers on stages by hand, one that shards otherwise, and
+    """Alone it stops only two lines that place layers on stages by hand, two that shard otherwise, and
     one that has index files of another program.
     """
     alone = [line.origin for line, outcome in judged() if outcome.rewrites and not outcome.features]
@@ -67,6 +70,7 @@ def test_a_flag_that_is_said_another_way_is_rare() -> None:
         "te_tp1_pp4_vp1_uneven_pipeline",
         "te_tp1_pp4_vp2_account_for_embedding_loss_in_pipeline_split",
         "te_tp2_zp_z3_resume_torch_dist_te_8experts2parallel_top2router",
+        "tp4_cp2_current_scaling_native_fp8_tp_fsdp",
     ]
 
 

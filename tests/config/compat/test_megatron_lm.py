@@ -91,7 +91,7 @@ def test_what_is_absent_is_named() -> None:
         ("--moe-layer-recompute", "other modules are not recomputed alone"),
         ("--moe-dispatch-fwd-dtype mxfp8", "rows are sent to experts in the model's type"),
         ("--multi-latent-attention", "multi-latent attention is not built; use `--num-query-groups`"),
-        ("--fp8-format hybrid", "fp8 and fp4 are not offered; use `--bf16`"),
+        ("--fp4-format e2m1", "fp4, weights kept in fp8 and recipes of other projects are not offered"),
         ("--hybrid-layer-pattern M*", "state-space and hybrid models are not built"),
         ("--heterogeneous-layers-config-path f", "layers that differ from each other are not built"),
         ("--mtp-num-layers 1", "the prediction of several tokens at once is not built"),
@@ -131,7 +131,7 @@ def test_refused_by_family(argv: str, says: str) -> None:
         "--moe-flex-dispatcher-backend deepep",
         "--moe-upcycling-granularity 1",
         "--kv-lora-rank 64",
-        "--fp8-recipe mxfp8",
+        "--fp8-interval 1",
     ],
 )
 def test_accepted_because_the_numbers_are_those_asked_for(argv: str) -> None:

@@ -49,6 +49,9 @@ DROPS = {
     "skipping.random_ltd_min_value": 16,
     "skipping.random_ltd_require_steps": 5,
 }
+FP8 = {"precision.fp8_format": "hybrid"}
+GRAPHED = {"acceleration.cuda_graph": True}
+COMPILED = {"acceleration.compile": True}
 TAUGHT = {"distillation.kd": True, "distillation.load_teacher": "teacher"}
 UPCYCLED = {**EXPERTS, "checkpoint.moe_use_upcycling": True, "checkpoint.load": "dense"}
 
@@ -282,12 +285,47 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "min_loss_scale_below_initial": {"precision.min_loss_scale": 8.0, "precision.initial_loss_scale": 4.0},
     "recompute_units_within_model": {"recompute.granularity": "full", "recompute.num_layers": 5},
     "recompute_units_need_full": {"recompute.granularity": "selective", "recompute.method": "block"},
+    "fp8_settings_need_format": {"precision.fp8_margin": 1},
+    "fp8_history_needs_delayed": {
+        **FP8,
+        "precision.fp8_recipe": "tensorwise",
+        "precision.fp8_amax_history_len": 16,
+    },
+    "fp8_ends_need_first_last": {**FP8, "precision.num_layers_at_start_in_bf16": 2},
+    "fp8_needs_dense_layers": {**FP8, **EXPERTS},
+    "fp8_needs_whole_backward": {
+        **FP8,
+        "parallel.pipeline_schedule": "zb-h1",
+        "parallel.pipeline_model_parallel_size": 2,
+    },
     "kept_activations_need_full": {"recompute.granularity": "selective", "recompute.offload": True},
     "partition_activations_or_sequence_parallel": {
         "recompute.granularity": "full",
         "recompute.partition_activations": True,
         "parallel.sequence_parallel": True,
     },
+    "compile_backend_needs_compile": {"acceleration.compile_backend": "eager"},
+    "compile_needs_dense_layers": {**COMPILED, **EXPERTS},
+    "compile_needs_one_length": {**COMPILED, **RAMP},
+    "compile_needs_whole_layers": {**COMPILED, **DROPS},
+    "compile_needs_whole_backward": {
+        **COMPILED,
+        "parallel.pipeline_schedule": "zb-h1",
+        "parallel.pipeline_model_parallel_size": 2,
+    },
+    "compile_or_look_for_waits": {**COMPILED, "guards.check_host_waits": "warn"},
+    "cuda_graph_needs_cuda": {**GRAPHED, "parallel.device": "cpu"},
+    "cuda_graph_or_compile": {**GRAPHED, **COMPILED},
+    "cuda_graph_needs_dense_layers": {**GRAPHED, **EXPERTS},
+    "cuda_graph_needs_one_length": {**GRAPHED, **RAMP},
+    "cuda_graph_needs_whole_layers": {**GRAPHED, **DROPS},
+    "cuda_graph_needs_resting_weights": {**GRAPHED, "zero.stage": 3},
+    "cuda_graph_needs_one_micro_batch_at_a_time": {
+        **GRAPHED,
+        "parallel.pipeline_model_parallel_size": 2,
+    },
+    "cuda_graph_needs_whole_weights": {**GRAPHED, "parallel.tensor_model_parallel_size": 2},
+    "cuda_graph_needs_kept_activations": {**GRAPHED, "recompute.granularity": "full"},
     "gpt2_tokenizer_files": {
         "tokenizer.tokenizer_type": "GPT2BPETokenizer",
         "tokenizer.vocab_file": "vocab.json",
@@ -521,4 +559,9 @@ ACCEPTED: list[dict[str, Any]] = [
         "finetune.text_columns": ("a", "b"),
         "finetune.choice_columns": ("c",),
     },
+    {**COMPILED, "recompute.granularity": "selective", "acceleration.compile_backend": "aot_eager"},
+    {**COMPILED, "guards.check_host_waits": "warn", "parallel.device": "cuda"},
+    {**FP8, "precision.fp8_amax_history_len": 16, "precision.fp8_amax_compute_algo": "max"},
+    {**FP8, "precision.first_last_layers_bf16": True, "precision.num_layers_at_end_in_bf16": 0},
+    {**GRAPHED, **FP8, "zero.stage": 2, "recompute.granularity": "selective"},
 ]

@@ -1,0 +1,161 @@
+"""What is known about a machine, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megazero.ops import Operator
+
+
+@dataclass(frozen=True)
+class Versions:
+    """Versions of what megazero runs on; None for what is absent.
+
+    Attributes:
+        cuda: that torch is built for.
+        driver: the newest CUDA version that the installed driver runs.
+        nvcc: CUDA version of the toolkit.
+        packages: of optional packages, by name.
+    """
+
+    megazero: str
+    python: str
+    torch: str
+    numpy: str
+    cuda: str | None = None
+    driver: str | None = None
+    nccl: str | None = None
+    gloo: bool = True
+    nvcc: str | None = None
+    compiler: str | None = None
+    ninja: str | None = None
+    packages: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AcceleratorFacts:
+    """One GPU.
+
+    Attributes:
+        capability: compute capability, such as (9, 0).
+        memory: bytes.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    memory: int
+
+
+@dataclass(frozen=True)
+class CompiledModule:
+    """An extension module; `trouble` is why it cannot be used, None if it can."""
+
+    name: str
+    trouble: str | None = None
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes; None where the system does not say.
+
+    Attributes:
+        limit: the control group's, None if it sets none.
+        shared, shared_free: size of /dev/shm, and what is free of it.
+        disk_free: where the command runs.
+    """
+
+    total: int | None
+    available: int | None
+    limit: int | None = None
+    shared: int | None = None
+    shared_free: int | None = None
+    disk_free: int | None = None
+
+
+@dataclass(frozen=True)
+class Processors:
+    """Cores and threads.
+
+    Attributes:
+        cores: of the machine.
+        usable: that this process may run on.
+        quota: cores' worth of time that the control group grants; None if it sets no limit.
+        threads: of torch's operators.
+        omp_threads: the value of OMP_NUM_THREADS, None if it is not set.
+    """
+
+    cores: int
+    usable: int
+    quota: float | None
+    threads: int
+    omp_threads: str | None
+
+
+@dataclass(frozen=True)
+class OperatorRow:
+    """Which implementation computes an operator for calls of one kind.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        kind: the call's further facts where they change the choice, such as ``dropout=True``; may be empty.
+        dtypes: all dtypes for which everything else here is the same.
+        passed_over: the implementations above it, each with the reason why it does not run.
+    """
+
+    operator: str
+    device: str
+    kind: str
+    dtypes: tuple[str, ...]
+    chosen: str
+    passed_over: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """All of it.
+
+    Attributes:
+        ranks: processes that are to run on this host.
+        gpus: those that torch sees.
+        driver_gpus: names of those that the driver lists.
+        torch_targets: compute capabilities that torch is built for.
+        apex: what is installed under that name: ``absent``, ``nvidia`` or ``other``.
+        writes_bytecode: whether Python keeps the modules that it compiles.
+        interfaces: of the network, by name, each with its state and speed.
+        topology: what ``nvidia-smi topo -m`` prints, where it is.
+        variables: environment variables that bear on a training.
+    """
+
+    versions: Versions
+    memory: HostMemory
+    processors: Processors
+    ranks: int = 1
+    gpus: tuple[AcceleratorFacts, ...] = ()
+    driver_gpus: tuple[str, ...] = ()
+    torch_targets: tuple[tuple[int, int], ...] = ()
+    modules: tuple[CompiledModule, ...] = ()
+    operators: tuple[OperatorRow, ...] = ()
+    apex: str = "absent"
+    writes_bytecode: bool = True
+    interfaces: Mapping[str, str] = field(default_factory=dict)
+    topology: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def operator_rows(operator: Operator) -> tuple[OperatorRow, ...]:
+    """What runs for which calls and why nothing faster does, calls that are treated alike in one row."""
+    groups: dict[tuple, list[str]] = {}
+    for call, kind in operator.kinds().items():
+        chosen = operator.choose(call).name
+        key = (call.device, kind, chosen, operator.passed_over(call))
+        dtypes = groups.setdefault(key, [])
+        name = str(call.dtype).removeprefix("torch.")
+        if name not in dtypes:
+            dtypes.append(name)
+    return tuple(
+        OperatorRow(operator.name, device, kind, tuple(dtypes), chosen, passed_over)
+        for (device, kind, chosen, passed_over), dtypes in sorted(
+            groups.items(), key=lambda item: item[0][:2]
+        )
+    )

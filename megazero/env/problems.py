@@ -1,0 +1,207 @@
+"""What is wrong with an environment: one function per problem, each a pure function of the facts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megazero.env.facts import Environment
+
+OLDEST_CAPABILITY = (8, 0)
+"""Of the GPUs that the kernels of csrc are built for."""
+
+SHARED_BYTES = 8 << 20
+"""Of /dev/shm that a rank takes for collectives: two slots of 1 MiB in each of about four groups."""
+
+DISK_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something that stops a training or slows it down.
+
+    Attributes:
+        name: a short name, for machines.
+        message: "`x` must be ..., but is ...".
+        remedy: what to do.
+    """
+
+    name: str
+    message: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.remedy} [{self.name}]"
+
+
+def troubles(env: Environment) -> tuple[Trouble, ...]:
+    """All that is found."""
+    return tuple(found for look in _LOOKS for found in look(env))
+
+
+def _release(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))
+
+
+def _sees_no_gpu(env: Environment) -> Iterator[Trouble]:
+    if env.driver_gpus and not env.gpus:
+        build = f"built for CUDA {env.versions.cuda}" if env.versions.cuda else "built without CUDA"
+        yield Trouble(
+            "gpu_unseen",
+            f"torch must see the {len(env.driver_gpus)} GPUs that the driver lists, but torch "
+            f"{env.versions.torch} ({build}) sees none",
+            "install a torch built for CUDA, and look at CUDA_VISIBLE_DEVICES",
+        )
+
+
+def _driver_too_old(env: Environment) -> Iterator[Trouble]:
+    """A driver runs what is built for its CUDA's major version or an older one."""
+    driver = env.versions.driver
+    for name, what, version in (
+        ("torch_newer_than_driver", "torch's CUDA", env.versions.cuda),
+        ("toolkit_newer_than_driver", "nvcc's CUDA", env.versions.nvcc),
+    ):
+        if driver and version and _release(version)[0] > _release(driver)[0]:
+            yield Trouble(
+                name,
+                f"{what} must be at most the driver's ({driver}), but is {version}",
+                "update the driver, or install one built for an older CUDA",
+            )
+
+
+def _another_toolkit(env: Environment) -> Iterator[Trouble]:
+    cuda, nvcc = env.versions.cuda, env.versions.nvcc
+    if cuda and nvcc and _release(cuda)[0] != _release(nvcc)[0]:
+        yield Trouble(
+            "toolkit_of_another_cuda",
+            f"nvcc's CUDA must have the major version of torch's ({cuda}), but is {nvcc}",
+            f"install the toolkit of CUDA {cuda}: extensions that are built with torch's headers need it",
+        )
+
+
+def _capability(env: Environment) -> Iterator[Trouble]:
+    oldest = min(env.torch_targets, default=(0, 0))
+    for number, gpu in enumerate(env.gpus):
+        for name, least, who in (
+            ("capability_below_torch", oldest, "this torch is"),
+            ("capability_below_kernels", OLDEST_CAPABILITY, "megazero's kernels are"),
+        ):
+            if gpu.capability < least:
+                yield Trouble(
+                    name,
+                    f"the compute capability of GPU {number} ({gpu.name}) must be at least "
+                    f"{_dotted(least)}, which {who} built for, but is {_dotted(gpu.capability)}",
+                    "use a newer GPU, or leave this one out by CUDA_VISIBLE_DEVICES",
+                )
+
+
+def _dotted(pair: tuple[int, int]) -> str:
+    return f"{pair[0]}.{pair[1]}"
+
+
+def _backends(env: Environment) -> Iterator[Trouble]:
+    if env.gpus and env.versions.nccl is None:
+        yield Trouble(
+            "nccl_absent",
+            "torch must be built with NCCL where there are GPUs, but is not",
+            "install a torch that is, or set --distributed-backend gloo",
+        )
+    if not env.versions.gloo and not env.gpus:
+        yield Trouble(
+            "gloo_absent",
+            "torch must be built with Gloo where there is no GPU, but is not",
+            "install a torch that is; until then run one rank",
+        )
+
+
+def _modules(env: Environment) -> Iterator[Trouble]:
+    for module in env.modules:
+        if module.trouble is not None:
+            yield Trouble(
+                "module_not_built",
+                f"`{module.name}` must be built to be fast, but cannot be imported ({module.trouble})",
+                "install a C++17 compiler and run `pip install -e .`",
+            )
+
+
+def _apex(env: Environment) -> Iterator[Trouble]:
+    if env.apex == "other":
+        yield Trouble(
+            "foreign_apex",
+            "`apex` must be NVIDIA's, but is another package of that name",
+            "run `pip uninstall apex`: PyPI's is unrelated, NVIDIA's is built from its repository",
+        )
+
+
+def _shared_memory(env: Environment) -> Iterator[Trouble]:
+    """Ranks without GPUs pass tensors through /dev/shm."""
+    needed, size = SHARED_BYTES * env.ranks, env.memory.shared_free
+    if env.ranks > 1 and not env.gpus and size is not None and size < needed:
+        yield Trouble(
+            "shm_too_small",
+            f"/dev/shm must have about {needed >> 20} MiB free for {env.ranks} ranks, but has {size >> 20}",
+            "mount it larger (`docker run --shm-size`); until then ranks talk over Gloo, which is slower",
+        )
+
+
+def _threads(env: Environment) -> Iterator[Trouble]:
+    given, usable = env.processors.omp_threads, env.processors.usable
+    if env.processors.quota is not None:
+        usable = max(1, min(usable, int(env.processors.quota)))
+    if env.ranks > 1 and given is None:
+        yield Trouble(
+            "omp_threads_unset",
+            f"OMP_NUM_THREADS must be set where {env.ranks} ranks share {usable} cores, but is not",
+            f"set it to {max(1, usable // env.ranks)}",
+        )
+    elif given is not None and given.isdigit() and env.ranks * int(given) > max(usable, env.ranks):
+        yield Trouble(
+            "too_many_threads",
+            f"OMP_NUM_THREADS times {env.ranks} ranks must be at most the usable cores ({usable}), but "
+            f"OMP_NUM_THREADS is {given}",
+            f"set it to {max(1, usable // env.ranks)}",
+        )
+
+
+def _ranks_per_gpu(env: Environment) -> Iterator[Trouble]:
+    if env.gpus and env.ranks > len(env.gpus):
+        yield Trouble(
+            "more_ranks_than_gpus",
+            f"the ranks of this host must be at most its GPUs ({len(env.gpus)}), but are {env.ranks}",
+            "start fewer ranks, or set --device cpu",
+        )
+
+
+def _bytecode(env: Environment) -> Iterator[Trouble]:
+    if not env.writes_bytecode:
+        yield Trouble(
+            "no_bytecode",
+            "Python must keep the modules that it compiles, but PYTHONDONTWRITEBYTECODE or -B forbids it",
+            "unset it: each rank otherwise compiles all sources whenever it starts",
+        )
+
+
+def _disk(env: Environment) -> Iterator[Trouble]:
+    free = env.memory.disk_free
+    if free is not None and free < DISK_BYTES:
+        yield Trouble(
+            "disk_nearly_full",
+            f"the disk of this folder must have 1 GiB free, but has {free >> 20} MiB",
+            "make room, or keep checkpoints elsewhere",
+        )
+
+
+_LOOKS: tuple[Callable[[Environment], Iterator[Trouble]], ...] = (
+    _sees_no_gpu,
+    _driver_too_old,
+    _another_toolkit,
+    _capability,
+    _backends,
+    _modules,
+    _apex,
+    _ranks_per_gpu,
+    _shared_memory,
+    _threads,
+    _bytecode,
+    _disk,
+)

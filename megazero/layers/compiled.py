@@ -1,0 +1,72 @@
+"""Layers compiled by torch.compile, each for itself: what a step computes is not changed, only how.
+
+One layer is one region: a pipeline, recompute, ZeRO and the executor see the modules that they know, with
+their hooks, and all layers of a kind share what is compiled for the first. Within a region operators take
+their traceable implementations, which the compiler fuses (see `ops.dispatch`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megazero.errors import ConfigError
+from megazero.layers.inputs import LayerInputs
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linear
+from megazero.layers.transformer import TransformerLayer
+
+Forward = Callable[[Tensor, LayerInputs], tuple[Tensor, Mapping[str, Tensor]]]
+
+
+def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
+    """Make torch.compile compute the training passes of the layers among `blocks` from now on.
+
+    Shapes are constants: another sequence length is compiled anew. Passes without gradients, with a cache or
+    for some rows only run as before. Where the ranks of a tensor-parallel group communicate, and around
+    products of 8-bit floats, a region ends before the linear layer and another begins behind it.
+
+    Args:
+        blocks: of a chunk; embedding and head stay as they are.
+        backend: name of torch's compiler, such as ``inductor``.
+
+    Raises:
+        ConfigError: what the compiler itself needs is not installed.
+    """
+    layers = [block for block in blocks if isinstance(block, TransformerLayer)]
+    if backend == "inductor" and layers:
+        _check_tools(layers[0].placement.device)
+    for layer in layers:
+        for module in layer.modules():
+            linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+            if linear and (layer.placement.tp.size > 1 or module.product is not column_linear):
+                module.forward = torch.compiler.disable(module.forward)
+        compiled = torch.compile(layer.forward, dynamic=False, backend=backend)
+        layer.forward = _choosing(layer, layer.forward, compiled)
+
+
+def _check_tools(device: torch.device) -> None:
+    """Raise ConfigError unless there is what inductor needs for this device, which it would say obscurely."""
+    if device.type == "cuda":
+        found, what = importlib.util.find_spec("triton") is not None, "Triton"
+    else:
+        found, what = shutil.which(os.environ.get("CXX", "g++")) is not None, "a C++ compiler"
+    if not found:
+        raise ConfigError(
+            f"`compile` must be off where {what} is not installed, but is on; install it, or leave "
+            "`--compile` out"
+        )
+
+
+def _choosing(layer: nn.Module, plain: Forward, compiled: Forward) -> Forward:
+    def forward(x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
+        special = inputs.wanted is not None or inputs.cache is not None
+        if special or not torch.is_grad_enabled():
+            return plain(x, inputs)
+        return compiled(x, inputs.at(layer.layer))
+
+    return forward

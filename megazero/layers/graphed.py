@@ -1,0 +1,171 @@
+"""Layers launched as CUDA graphs: one call replays all kernels of a layer's forward, another its backward.
+
+A graph reads and writes the memory that it was captured with. So inputs are copied into buffers of the
+graph, dropout's keys among them, and results are read from buffers, which the next replay overwrites. One
+micro-batch is therefore alive at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from megazero.layers.inputs import LayerInputs
+from megazero.layers.transformer import TransformerLayer
+
+Work = Callable[[], Sequence[Tensor | None]]
+Forward = Callable[[Tensor, LayerInputs], tuple[Tensor, Mapping[str, Tensor]]]
+
+WARM_CALLS = 3
+"""Calls of a layer before its capture: libraries and the allocator set themselves up in them."""
+
+
+class Graphs(Protocol):
+    """What captures work."""
+
+    def capture(self, work: Work) -> tuple[Sequence[Tensor | None], Callable[[], None]]:
+        """Run or record `work`; returns its results, and what computes them again in the same memory."""
+
+
+class CudaGraphs:
+    """CUDA's own, with one pool of memory for all graphs: they run in the order of their captures."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def capture(self, work: Work) -> tuple[Sequence[Tensor | None], Callable[[], None]]:
+        """Record the kernels that `work` launches; nothing has run before the first replay."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            results = work()
+        self._pool = graph.pool()
+        return results, graph.replay
+
+
+def graph_layers(blocks: Iterable[nn.Module], graphs: Graphs, warm_calls: int = WARM_CALLS) -> None:
+    """Launch the training passes of the layers among `blocks` as graphs, after some calls of each.
+
+    Passes without gradients, with a cache, for some rows only or with documents run as before.
+
+    Args:
+        blocks: of a chunk; embedding and head stay as they are.
+        graphs: what captures.
+        warm_calls: calls of a layer before its capture.
+    """
+    for block in blocks:
+        if isinstance(block, TransformerLayer):
+            block.forward = _GraphedForward(block, graphs, warm_calls)
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """The tensors of a layer's inputs, and the inputs without them."""
+
+    rest: LayerInputs
+    names: tuple[str, ...]
+    values: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, inputs: LayerInputs) -> _Tensors:
+        found = {f"key {place}": key for place, key in (inputs.site_keys or {}).items()}
+        if inputs.rotary is not None:
+            found["cos"], found["sin"] = inputs.rotary
+        if isinstance(inputs.positions, Tensor):
+            found["positions"] = inputs.positions
+        rest = replace(
+            inputs, site_keys=None, rotary=None, sample_keys=None, positions=range(len(inputs.positions))
+        )
+        return cls(rest, tuple(found), tuple(found.values()))
+
+    def inputs(self, values: Sequence[Tensor]) -> LayerInputs:
+        """The inputs with these values in the tensors' place."""
+        found = dict(zip(self.names, values, strict=True))
+        keys = {name.removeprefix("key "): value for name, value in found.items() if name.startswith("key ")}
+        rotary = (found["cos"], found["sin"]) if "cos" in found else None
+        positions = found.get("positions", self.rest.positions)
+        any_key = next(iter(keys.values()), None)
+        return replace(
+            self.rest, site_keys=keys or None, rotary=rotary, positions=positions, sample_keys=any_key
+        )
+
+
+class _GraphedForward:
+    """A layer's `forward`, which captures and replays."""
+
+    def __init__(self, layer: TransformerLayer, graphs: Graphs, warm_calls: int):
+        self.layer = layer
+        self.plain: Forward = layer.forward
+        self.graphs = graphs
+        self.left = warm_calls
+        self.captured: dict[tuple, _LayerGraph] = {}
+
+    def __call__(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
+        special = inputs.wanted is not None or inputs.cache is not None or inputs.document_ids is not None
+        if special or not torch.is_grad_enabled():
+            return self.plain(x, inputs)
+        if self.left:
+            self.left -= 1
+            return self.plain(x, inputs)
+        tensors = _Tensors.of(inputs.at(self.layer.layer))
+        params = [p for p in self.layer.parameters() if p.requires_grad]
+        shapes = tuple((tuple(each.shape), each.dtype) for each in (x, *tensors.values))
+        # A graph reads weights where they were when it was captured.
+        key = (shapes, tensors.names, x.requires_grad, tuple(p.data_ptr() for p in params))
+        if key not in self.captured:
+            self.captured[key] = _LayerGraph(self.plain, x, tensors, params, self.graphs)
+        return _Replay.apply(self.captured[key], tensors.values, x, *params), {}
+
+
+class _LayerGraph:
+    """Forward and backward of a layer for inputs of these shapes."""
+
+    def __init__(
+        self, plain: Forward, x: Tensor, tensors: _Tensors, params: Sequence[nn.Parameter], graphs: Graphs
+    ):
+        self.x = x.detach().clone().requires_grad_(x.requires_grad)
+        self.values = tuple(value.clone() for value in tensors.values)
+        self.inputs = tensors.inputs(self.values)
+        self.wanted = [*([self.x] if x.requires_grad else []), *params]
+        self._plain, self._y = plain, None
+        (self.y,), self._forward = graphs.capture(self._run_forward)
+        self.grad_y = torch.zeros_like(self.y)
+        self.grads, self._backward = graphs.capture(self._run_backward)
+
+    def _run_forward(self) -> tuple[Tensor]:
+        with torch.enable_grad():
+            self._y, sums = self._plain(self.x, self.inputs)
+        assert not sums, "rules refuse layers that add to loss terms"
+        return (self._y.detach(),)
+
+    def _run_backward(self) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(self._y, self.wanted, self.grad_y, allow_unused=True)
+
+    def forward(self, values: Sequence[Tensor], x: Tensor) -> Tensor:
+        """The layer's result for new inputs, in the graph's memory."""
+        for buffer, value in zip((self.x, *self.values), (x, *values), strict=True):
+            buffer.detach().copy_(value)
+        self._forward()
+        return self.y.detach()
+
+    def backward(self, grad: Tensor) -> list[Tensor | None]:
+        """The gradients of the input, if it needs one, and of the parameters, for the latest forward."""
+        self.grad_y.copy_(grad)
+        self._backward()
+        return [None if each is None else each.detach() for each in self.grads]
+
+
+class _Replay(Function):
+    @staticmethod
+    def forward(ctx, graph, values, x, *params):
+        ctx.graph, ctx.has_grad = graph, x.requires_grad
+        return graph.forward(values, x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grads = ctx.graph.backward(grad)
+        return None, None, *([] if ctx.has_grad else [None]), *grads

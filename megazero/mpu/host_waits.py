@@ -1,0 +1,175 @@
+"""Finds the calls that make the host wait for the device, or copy its own data there, while code runs.
+
+On a CPU nothing is waited for, but the calls are the same ones, so a mode that sees every operator and every
+method of tensors finds them there. On CUDA torch itself tells them (`torch.cuda.set_sync_debug_mode`).
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, MappingProxyType
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megazero.errors import HostWaitError
+
+_PACKAGE = Path(__file__).parents[1]
+# Reads for whoever calls it.
+_READER = _PACKAGE / "mpu/host.py"
+# What a step may wait for: what `read_values` reads for the step, and, on a CPU, groups that move data there.
+_ALLOWED = ("mpu/",)
+# Looks again in fp64 where fp32 overflows; takes another way on a GPU.
+_CPU_ONLY = "optim/grad_norm.py:_square_sum"
+_COPY = "copies host data"
+# Operators whose result, or its shape, is a number on the host.
+_READS = MappingProxyType(
+    {
+        "_local_scalar_dense": "reads a number",
+        "nonzero": "reads a shape",
+        "masked_select": "reads a shape",
+        "_unique2": "reads a shape",
+        "unique_dim": "reads a shape",
+        "unique_consecutive": "reads a shape",
+        "repeat_interleave": "reads a shape",
+        "equal": "reads a number",
+        "allclose": "reads a number",
+        # torch.tensor and its kin, of numbers or arrays
+        "lift_fresh": _COPY,
+    }
+)
+_INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
+# Methods that leave no trace among the operators where everything is on the CPU.
+_METHODS = ("tolist", "cpu", "numpy", "__array__", "to", "cuda")
+
+
+class HostWaits(TorchDispatchMode):
+    """Within it, `found` counts (where in megazero, what) of this thread, autograd's calls included.
+
+    Args:
+        refuses: whether what a step may not do is an error at once.
+    """
+
+    def __init__(self, refuses: bool = False):
+        super().__init__()
+        self.refuses = refuses
+        self.found: Counter[tuple[str, str]] = Counter()
+        self.unexpected: Counter[tuple[str, str]] = Counter()
+        self._methods = _Methods(self)
+
+    def __enter__(self) -> HostWaits:
+        self._methods.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error) -> None:
+        super().__exit__(*error)
+        self._methods.__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in _READS:
+            self.add(_READS[name])
+        indices = args[1] if name in _INDEXING else ()
+        if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
+            self.add("reads a shape")
+        return func(*args, **(kwargs or {}))
+
+    def add(self, what: str) -> None:
+        """Count it for the innermost function of the package.
+
+        Raises:
+            HostWaitError: the call is not one of those that a step may make, and this object refuses them.
+        """
+        frame, reads = sys._getframe(1), False
+        while frame is not None and not _counts(Path(frame.f_code.co_filename)):
+            reads |= Path(frame.f_code.co_filename) == _READER
+            frame = frame.f_back
+        where = "outside" if frame is None else _place(frame)
+        self.found[where, what] += 1
+        if reads or what == _COPY or where == _CPU_ONLY or where.startswith(_ALLOWED):
+            return
+        where = where if frame is None else f"{where}, line {frame.f_lineno}"
+        self.unexpected[where, what] += 1
+        if self.refuses:
+            raise HostWaitError(_sentence(where, what))
+
+
+class _Methods(TorchFunctionMode):
+    def __init__(self, waits: HostWaits):
+        super().__init__()
+        self._waits = waits
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _METHODS and not kwargs.get("non_blocking"):
+            if name != "to":
+                self._waits.add("reads numbers")
+            elif any(isinstance(each, (str, torch.device)) for each in (*args[1:], *kwargs.values())):
+                self._waits.add("copies between devices")
+        if func is torch.Tensor.backward:
+            with self:  # a mode is off in what it calls, and backward calls hooks and custom functions
+                return _backward(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _backward(tensor, gradient=None, retain_graph=None, create_graph=False, inputs=None) -> None:
+    """What `torch.Tensor.backward` does. Given a tensor, torch would ask the mode again."""
+    torch.autograd.backward(
+        [get_gradient_edge(tensor)], [gradient], retain_graph, create_graph, inputs=inputs
+    )
+
+
+def _counts(path: Path) -> bool:
+    return _PACKAGE in path.parents and path not in (_READER, Path(__file__))
+
+
+def _place(frame: FrameType) -> str:
+    return f"{Path(frame.f_code.co_filename).relative_to(_PACKAGE)}:{frame.f_code.co_name}"
+
+
+def _sentence(where: str, what: str) -> str:
+    return (
+        f"a step must read from the device by `read_values` alone, but {where} {what}; keep the value on "
+        "the device, or set --check-host-waits warn to see all such calls"
+    )
+
+
+@contextmanager
+def host_waits(device: torch.device, *, refuses: bool) -> Iterator[Counter[tuple[str, str]]]:
+    """Within it, count the calls that make the host wait for `device`: (where, what), complete at its end.
+
+    `read_values` and `on_device` may wait; on a CPU, groups may too. On CUDA the place is a file and a line.
+
+    Raises:
+        HostWaitError: there is such a call, and this `refuses` them.
+    """
+    found: Counter[tuple[str, str]] = Counter()
+    if device.type != "cuda":
+        with HostWaits(refuses) as waits:
+            yield found
+        found.update(waits.unexpected)
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        # As an error it would name no place: a traceback may end within autograd.
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for each in told:
+        if "synchronizing CUDA operation" in str(each.message):
+            found[f"{each.filename}, line {each.lineno}", "waits for the device"] += 1
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    if found and refuses:
+        raise HostWaitError(_sentence(*next(iter(found))))

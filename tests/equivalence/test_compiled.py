@@ -1,0 +1,85 @@
+"""Law 1 for compiled layers: what torch.compile makes of them trains as one process without it does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from megazero.config.horizon import horizon_of
+from megazero.errors import ConfigError
+from megazero.layers import compile_layers
+from megazero.mpu import solo_context
+from megazero.train.timers import Timers
+from megazero.verify.layouts import Layout
+from megazero.verify.record import micro_batches, verification_engine
+from megazero.verify.run import run_in_threads
+from tests.equivalence.one_process import check
+
+TRACED = {"compiled": "aot_eager", "samples": 4}
+LAYOUTS = (
+    Layout(pp=2, dropout=0.1, recompute="full", zero=2, **TRACED),
+    Layout(shape="llama", recompute="selective", zero=3, dp=2, dropout=0.1, **TRACED),
+    Layout(tp=2, sequence_parallel=True, dropout=0.1, zero=1, **TRACED),
+    Layout(shape="bert", packed=True, **TRACED),
+)
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """What is compiled for one test is not for another."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_compiled_layers_train_like_one_process(layout):
+    check(run_in_threads(layout.config(), layout.grid), layout)
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+def losses_of(config, steps=2):
+    context = solo_context()
+    horizon = horizon_of(config, 1)
+    engine = verification_engine(config, horizon, context)
+    found = []
+    for number in range(steps):
+        progress = horizon.before(number)
+        batches = micro_batches(config, context, horizon.at(progress))
+        result = engine.train_step(batches, progress, Timers())
+        found.append((result.losses.total, result.grad_norm))
+    return found
+
+
+def test_all_layers_share_one_graph_without_breaks():
+    """A layer's number was once a constant of its graph, so each was compiled, and from the ninth on none."""
+    config = Layout(layers=10, dropout=0.1, compiled="eager", samples=2).config()
+    losses_of(config)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+def test_a_compiler_that_is_missing_is_named(monkeypatch):
+    chunk = next(iter(engine_of(Layout()).executor.chunks.values()))
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ConfigError) as error:
+        compile_layers(chunk.blocks(), "inductor")
+    assert str(error.value) == (
+        "`compile` must be off where a C++ compiler is not installed, but is on; install it, or leave "
+        "`--compile` out"
+    )
+
+
+def engine_of(layout):
+    config = layout.config()
+    return verification_engine(config, horizon_of(config, 1), solo_context())
+
+
+def test_evaluations_are_not_compiled():
+    config = Layout(compiled="eager", samples=2).config()
+    engine = engine_of(Layout(compiled="eager", samples=2))
+    horizon = horizon_of(config, 1)
+    engine.evaluate([micro_batches(config, solo_context(), horizon.at(horizon.before(0)))])
+    assert counters["stats"]["unique_graphs"] == 0
