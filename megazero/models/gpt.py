@@ -107,17 +107,24 @@ class GPT(Trunk):
         hidden, sums = self.through(batch, hidden, deferred=deferred)
         if self.head is None:
             return hidden, sums
-        return None, {**sums, **self.losses(self.head(hidden, deferred), batch)}
+        return None, {**sums, **self.losses(self.head(hidden, deferred), batch, overwrite=True)}
 
-    def losses(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """What the head adds to the loss terms, from its logits [s, b, v/tp]."""
-        return {"lm": batch.total(self.token_losses(logits, batch.labels))}
+    def losses(self, logits: Tensor, batch: Batch, *, overwrite: bool = False) -> dict[str, Tensor]:
+        """What the head adds to the loss terms, from its logits [s, b, v/tp].
 
-    def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        overwrite: backward may write over the logits, which nothing else reads then.
+        """
+        return {"lm": batch.total(self.token_losses(logits, batch.labels, overwrite=overwrite))}
+
+    def token_losses(self, logits: Tensor, labels: Tensor, *, overwrite: bool = False) -> Tensor:
         """Cross-entropy of each position, float32 [s, b], from logits [s, b, v/tp] and labels [b, s]."""
-        start = self.placement.tp.rank * logits.shape[-1]
         return vocab_parallel_cross_entropy(
-            logits, labels.t().contiguous(), self.placement.tp, vocab_start=start, vocab_size=self.vocab_size
+            logits,
+            labels.t().contiguous(),
+            self.placement.tp,
+            vocab_start=self.placement.tp.rank * logits.shape[-1],
+            vocab_size=self.vocab_size,
+            overwrite=overwrite,
         )
 
     def sample_losses(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:

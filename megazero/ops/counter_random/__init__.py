@@ -5,7 +5,13 @@ and every layout sees the same numbers. `splitmix` holds the 64-bit generator, `
 weights, `keep` the cheaper 32-bit generator of dropout masks, `reference` both in Python integers.
 """
 
-from megazero.ops.counter_random.keep import KeepRows, keep_columns, keep_mask, keep_multiplier
+from megazero.ops.counter_random.keep import (
+    KeepRows,
+    keep_columns,
+    keep_mask,
+    keep_multiplier,
+    keep_threshold,
+)
 from megazero.ops.counter_random.normal import normal, normal_block
 from megazero.ops.counter_random.splitmix import derive, hash_uniform
 
@@ -16,6 +22,7 @@ __all__ = [
     "keep_columns",
     "keep_mask",
     "keep_multiplier",
+    "keep_threshold",
     "normal",
     "normal_block",
 ]

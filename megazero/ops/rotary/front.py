@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from megazero.ops.chunks import row_chunks
+from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator, where
+from megazero.ops.rotary.cuda import apply_rotary_cuda
 from megazero.ops.rotary.reference import apply_rotary_reference
 
 
@@ -28,7 +30,7 @@ def rotary_table(
         )
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
     inverse_frequencies = 1.0 / base**exponents
-    columns = positions.view(positions.shape[0], -1, 1, 1)
+    columns = positions.view(*positions.shape, *(1,) * (4 - positions.dim()))
     angles = columns.to(torch.float32) * inverse_frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -72,6 +74,7 @@ def apply_rotary_fused(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 ROTARY = Operator(
     "rotary",
     (
+        Implementation("cuda", apply_rotary_cuda, on_cuda_kernels()),
         Implementation("fused", apply_rotary_fused, where(dtypes=TRAINING_FLOATS)),
         Implementation("reference", apply_rotary_reference),
     ),
