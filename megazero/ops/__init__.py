@@ -24,6 +24,7 @@ from megazero.ops.grouped_linear import GROUPED_LINEAR, GROUPED_OUTER
 from megazero.ops.kl_divergence import KL_DIVERGENCE
 from megazero.ops.lamb import LAMB_MOVE, LAMB_NORMS
 from megazero.ops.layer_norm import LAYER_NORM
+from megazero.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from megazero.ops.quantize import DEQUANTIZE, QUANTIZE
 from megazero.ops.rms_norm import RMS_NORM
 from megazero.ops.rotary import ROTARY
@@ -51,6 +52,7 @@ def operators() -> tuple[Operator, ...]:
         LAMB_MOVE,
         LAMB_NORMS,
         LAYER_NORM,
+        LINEAR_CROSS_ENTROPY,
         QUANTIZE,
         RMS_NORM,
         ROTARY,

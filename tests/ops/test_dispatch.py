@@ -26,6 +26,7 @@ from megazero.ops.grouped_linear import grouped_linear, grouped_outer
 from megazero.ops.kl_divergence import vocab_parallel_kl_divergence
 from megazero.ops.lamb import lamb_move, lamb_norms
 from megazero.ops.layer_norm import layer_norm
+from megazero.ops.linear_cross_entropy import linear_cross_entropy
 from megazero.ops.quantize import Quantization, dequantize, quantize
 from megazero.ops.rms_norm import rms_norm
 from megazero.ops.rotary import apply_rotary, rotary_table
@@ -197,6 +198,9 @@ RUNS: dict[str, Callable] = {
     "lamb_move": _run_lamb_move,
     "lamb_norms": _run_lamb_norms,
     "layer_norm": lambda facts: layer_norm(*(_randn(facts, *s) for s in ((3, 8), (8,), (8,))), 1e-5),
+    "linear_cross_entropy": lambda facts: linear_cross_entropy(
+        _randn(facts, 3, 2, 4), _randn(facts, 8, 4), torch.ones(3, 2, dtype=torch.int64), OneRank(), 0, 8
+    ),
     "quantize": _run_quantize,
     "rms_norm": lambda facts: rms_norm(_randn(facts, 3, 8), _randn(facts, 8), 1e-5),
     "rotary": lambda facts: apply_rotary(_randn(facts, 3, 2, 2, 8), *rotary_table(torch.arange(3), 8, 1e4)),

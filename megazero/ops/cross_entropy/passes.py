@@ -26,18 +26,19 @@ def _native_statistics(logits: Tensor, columns: int, local: Tensor) -> tuple[Ten
 def _native_gradient(
     logits: Tensor, columns: int, local: Tensor, normalizer: Tensor, grad: Tensor, out: Tensor
 ) -> None:
-    tensors = map(address, (logits, local, normalizer, grad.contiguous(), out))
+    grad = grad.contiguous()
+    tensors = map(address, (logits, local, normalizer, grad, out))
     NATIVE.cross_entropy_gradient(*_rows(logits, columns), *tensors)
 
 
-_NATIVE_CPU = SlicePasses(_native_statistics, _native_gradient)
+NATIVE_CPU_PASSES = SlicePasses(_native_statistics, _native_gradient)
 
 
 def vocab_parallel_cross_entropy_native_cpu(
     logits: Tensor, target: Tensor, group, vocab_start: int, vocab_size: int, overwrite: bool = False
 ) -> Tensor:
     """Loss of each row of fp32 or bf16 logits [..., v/tp] on CPU; fp32 [...]."""
-    how = SliceUse(_NATIVE_CPU, overwrite)
+    how = SliceUse(NATIVE_CPU_PASSES, overwrite)
     return SlicedCrossEntropy.apply(logits, target, group, vocab_start, vocab_size, how)
 
 
@@ -74,12 +75,12 @@ def _chunked_gradient(
         out[chunk, :columns] = probs
 
 
-_CHUNKED = SlicePasses(_chunked_statistics, _chunked_gradient)
+CHUNKED_PASSES = SlicePasses(_chunked_statistics, _chunked_gradient)
 
 
 def vocab_parallel_cross_entropy_chunked(
     logits: Tensor, target: Tensor, group, vocab_start: int, vocab_size: int, overwrite: bool = False
 ) -> Tensor:
     """Loss of each row of logits [..., v/tp], chunk by chunk; fp32 [...]."""
-    how = SliceUse(_CHUNKED, overwrite)
+    how = SliceUse(CHUNKED_PASSES, overwrite)
     return SlicedCrossEntropy.apply(logits, target, group, vocab_start, vocab_size, how)
