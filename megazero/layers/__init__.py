@@ -5,7 +5,7 @@ collectives that autograd sees, and `initialize.py` makes the initial weights.
 """
 
 from megazero.layers.attention import SelfAttention
-from megazero.layers.collectives import gather_sequence
+from megazero.layers.collectives import gather_for_parts, gather_sequence, share_for_parts
 from megazero.layers.embedding import Embedding, output_weight, vocabulary_spec
 from megazero.layers.initialize import initialize, initialize_parameters
 from megazero.layers.inputs import NOTHING_SKIPPED, Deferred, KeyValueStore, LayerInputs, Skipping
@@ -41,6 +41,7 @@ __all__ = [
     "TransformerLayer",
     "activated",
     "column_linear",
+    "gather_for_parts",
     "gather_sequence",
     "initialize",
     "initialize_parameters",
@@ -48,5 +49,6 @@ __all__ = [
     "recompute_units",
     "residual_std",
     "run_layers",
+    "share_for_parts",
     "vocabulary_spec",
 ]

@@ -1,9 +1,10 @@
 """Projection and cross-entropy, block by block of a rank's vocabulary.
 
-A block of the vocabulary is what another rank's slice is: it adds a maximum, a sum of exponentials and, if it
-holds the target, a logit for each token (the online softmax of Milakov & Gimelshein 2018). Backward makes each
-block of logits again and its gradient over it, as Cut Cross-Entropy does (Wijmans et al. 2025). Blocks of the
-vocabulary rather than of tokens: so a row of the weight gets its gradient from one product, rounded once.
+A block of the vocabulary is what another rank's slice is: it adds a maximum, a sum of exponentials and, if
+it holds the target, a logit for each token (the online softmax of Milakov & Gimelshein 2018). Backward makes
+each block of logits again and writes its gradient over it, as Cut Cross-Entropy does (Wijmans et al. 2025).
+Blocks are of the vocabulary rather than of tokens, so that a row of the weight gets its gradient from one
+product, rounded once.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _within(local: Tensor, columns: slice) -> Tensor:
 
 
 class BlockwiseLoss(torch.autograd.Function):
-    """Loss of each token from x [..., h] and weight [v/tp, h], and back; saves both and one number per token."""
+    """Loss of each token of x [..., h] by weight [v/tp, h], and back; saves both and one number per token."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, target: Tensor, part: VocabularySlice):

@@ -277,6 +277,12 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "recompute.partition_activations": True,
         "parallel.sequence_parallel": True,
     },
+    "recomputed_logits_are_of_gpt": {"recompute.logits": True, "model.family": "bert"},
+    "recomputed_logits_or_distillation": {
+        "recompute.logits": True,
+        "distillation.kd": True,
+        "distillation.load_teacher": "teacher",
+    },
     "gpt2_tokenizer_files": {
         "tokenizer.tokenizer_type": "GPT2BPETokenizer",
         "tokenizer.vocab_file": "vocab.json",
