@@ -117,6 +117,11 @@ def test_extreme_scores(k):
     assert probs[0, 0, 3, :4].isnan().all()
 
 
+@pytest.mark.parametrize("shape", [(3, 4, 8), (4, 8)])
+def test_scores_of_fewer_dims(shape):
+    check(random(*shape), causal=True, mask=mask_of(*shape))
+
+
 def test_strided_and_shifted_scores():
     check(random(2, 3, 8, 8, dtype=torch.bfloat16).transpose(2, 3), mask=mask_of(8, 8).t())
     check(random(1 + 2 * 16)[1:].view(1, 1, 2, 16), mask=mask_of(2, 16))

@@ -10,11 +10,17 @@ from megazero.kernels import KernelLibrary
 from megazero.ops.cuda import CUDA_KERNELS
 
 
-def _mask_and_strides(mask: Tensor | None, scores: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:
+def _four(x: Tensor) -> tuple[int, ...]:
+    """The shape of x [.., q, k] as [b, n, q, k]."""
+    assert x.dim() <= 4, "scores are [b, n, q, k]"
+    return (1,) * (4 - x.dim()) + tuple(x.shape)
+
+
+def _mask_and_strides(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]:
     """The mask, contiguous, and its strides along the scores' dims [b, n, q, k]; 0 where it is broadcast."""
     if mask is None:
         return None, (0, 0, 0, 0)
-    mask = mask.reshape((1,) * (scores.dim() - mask.dim()) + mask.shape).contiguous()
+    mask = mask.reshape(_four(mask)).contiguous()
     steps = zip(mask.shape, mask.stride(), strict=True)
     return mask.view(torch.uint8), tuple(stride if size > 1 else 0 for size, stride in steps)
 
@@ -27,8 +33,8 @@ class _CudaScaledSoftmax(torch.autograd.Function):
         ctx, scores: Tensor, scale: float, causal: bool, mask: Tensor | None, kernels: KernelLibrary
     ) -> Tensor:
         scores = scores.contiguous()
-        b, n, q, k = scores.shape
-        mask, strides = _mask_and_strides(mask, scores)
+        b, n, q, k = _four(scores)
+        mask, strides = _mask_and_strides(mask)
         probs = torch.empty_like(scores)
         kernels.launch(
             "scaled_softmax_forward",
@@ -42,7 +48,7 @@ class _CudaScaledSoftmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         (probs,) = ctx.saved_tensors
-        b, n, q, k = probs.shape
+        b, n, q, k = _four(probs)
         grad, grad_scores = grad.contiguous(), torch.empty_like(probs)
         ctx.kernels.launch(
             "scaled_softmax_backward",
