@@ -56,7 +56,7 @@ def check(x, bias, residual, grad, dropout):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_width(dtype):
     for width in WIDTHS:
-        shape = (1 + width % 3 if width < 300 else 1, 1, width)
+        shape = (1 + width % 3 if width < 70 else 1, 1, width)
         check(*inputs(shape, dtype, bias=width % 5 > 0, seed=width), dropout_of(shape, 0.3))
 
 
@@ -69,13 +69,13 @@ def test_residuals_in_fp32_and_without_dropout_or_bias(dtype, wide, bias, p):
     check(*inputs(shape, dtype, torch.float32 if wide else None, bias), dropout_of(shape, p, "each"))
 
 
-@pytest.mark.parametrize("shape", [(23, 2, 8), (9, 1, 8193), (2, 0, 8)])
+@pytest.mark.parametrize("shape", [(23, 2, 8), (9, 1, 8193), (2, 0, 8), (0, 1, 8193)])
 def test_rows_that_groups_take_in_turns(shape):
     check(*inputs(shape, torch.float32), dropout_of(shape, 0.5))
 
 
 @pytest.mark.parametrize("p", [0.0, 2.0**-32, 0.1, 0.5, 1 - 2.0**-32])
-@pytest.mark.parametrize("width", [37, 264])
+@pytest.mark.parametrize("width", [37, 72])
 def test_masks_are_those_of_the_reference(p, width):
     """Bit for bit, forward and backward, at the ends of the range of p and for any keys."""
     shape = (4, 3, width)
