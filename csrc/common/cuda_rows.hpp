@@ -137,6 +137,19 @@ __device__ __forceinline__ void row_sums(float (&values)[COUNT]) {
   for (int c = 0; c < COUNT; ++c) values[c] = warp_sum(lane < warps ? static_cast<float>(partials[c * kWarp + lane]) : 0.0f);
 }
 
+// The largest over the threads of a row's group, in each of them; NaN if any has NaN. With more than one warp, the whole
+// block must call it.
+__device__ __forceinline__ float row_max(float value) {
+  value = warp_max(value);
+  if (blockDim.x == kWarp) return value;
+  MEGAZERO_SHARED(float, largest, kWarp);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  __syncthreads();  // the last maximum has been read
+  if (lane == 0) largest[warp] = value;
+  __syncthreads();
+  return warp_max(largest[lane < warps ? lane : 0]);
+}
+
 // Adds up the columns of fp32 [groups, width] in the groups' order.
 extern "C" int megazero_cuda_column_sum(std::int64_t groups, std::int64_t width, const float* partials, float* out,
                                         void* stream);

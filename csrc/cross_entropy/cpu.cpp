@@ -32,8 +32,8 @@ MEGAZERO_CLONES void row_gradient(const T* logits, std::int64_t columns, float n
 }
 
 template <typename T>
-void set_target(const T* logit, float normalizer, float grad, T* out) {
-  store((exponential_below(load(logit) - normalizer) - 1.0f) * grad, out);
+void set_target(float logit, float normalizer, float grad, T* out) {
+  store((exponential_below(logit - normalizer) - 1.0f) * grad, out);
 }
 
 }  // namespace
@@ -64,10 +64,9 @@ void megazero_cross_entropy_gradient(megazero::Rows rows, std::int64_t stride, c
       for (std::int64_t row = begin; row < end; ++row) {
         const T* of_row = static_cast<const T*>(logits) + row * stride;
         T* out = static_cast<T*>(grad_logits) + row * stride;
+        const float target = local[row] < 0 ? 0.0f : megazero::load(of_row + local[row]);  // out may be of_row
         megazero::row_gradient(of_row, rows.width, normalizer[row], grad[row], out);
-        if (local[row] >= 0) {
-          megazero::set_target(of_row + local[row], normalizer[row], grad[row], out + local[row]);
-        }
+        if (local[row] >= 0) megazero::set_target(target, normalizer[row], grad[row], out + local[row]);
         std::fill(out + rows.width, out + stride, T{});
       }
     });

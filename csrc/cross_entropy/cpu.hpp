@@ -12,7 +12,8 @@ extern "C" {
 void megazero_cross_entropy_statistics(megazero::Rows rows, std::int64_t stride, const void* logits,
                                        const std::int64_t* local, float* maximum, float* total, float* picked);
 
-// grad_logits [count, stride] = grad (exp(logit - normalizer) - [column is the target]), 0 in the padding.
+// grad_logits [count, stride] = grad (exp(logit - normalizer) - [column is the target]), 0 in the padding. It may be the
+// logits.
 void megazero_cross_entropy_gradient(megazero::Rows rows, std::int64_t stride, const void* logits,
                                      const std::int64_t* local, const float* normalizer, const float* grad,
                                      void* grad_logits);

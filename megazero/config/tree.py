@@ -292,6 +292,12 @@ class RecomputeConfig(Section):
     offload: bool = option(
         False, "keep what a recomputed unit starts from in host memory", flag="--checkpoint-in-cpu"
     )
+    logits: bool = option(
+        False,
+        "compute the projection to the vocabulary and the loss by blocks of the vocabulary, and again in "
+        "backward, so that the logits are never whole",
+        flag="--recompute-logits",
+    )
 
 
 class TrainingConfig(Section):

@@ -5,7 +5,7 @@ collectives that autograd sees, and `initialize.py` makes the initial weights.
 """
 
 from megazero.layers.attention import SelfAttention
-from megazero.layers.collectives import gather_sequence
+from megazero.layers.collectives import gather_for_parts, gather_sequence, share_for_parts
 from megazero.layers.compiled import compile_layers
 from megazero.layers.embedding import Embedding, output_weight, vocabulary_spec
 from megazero.layers.fp8 import Fp8State, use_fp8
@@ -47,6 +47,7 @@ __all__ = [
     "activated",
     "column_linear",
     "compile_layers",
+    "gather_for_parts",
     "gather_sequence",
     "graph_layers",
     "initialize",
@@ -55,6 +56,7 @@ __all__ = [
     "recompute_units",
     "residual_std",
     "run_layers",
+    "share_for_parts",
     "use_fp8",
     "vocabulary_spec",
 ]

@@ -84,6 +84,19 @@ class _GatherForParts(Function):
         return reduce_scatter_rows(grad, ctx.group), None
 
 
+class _ShareForParts(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = grad.contiguous().clone()
+        ctx.group.all_reduce(total).wait()
+        return total, None
+
+
 class _SplitRows(Function):
     @staticmethod
     def forward(ctx, x, group):
@@ -142,6 +155,11 @@ def gather_for_parts(x: Tensor, group: Group) -> Tensor:
     Backward sums the members' gradients and takes own rows.
     """
     return x if group.size == 1 else _GatherForParts.apply(x, group)
+
+
+def share_for_parts(x: Tensor, group: Group) -> Tensor:
+    """x, equal on all members, for a computation of which each does a part; backward sums the gradients."""
+    return x if group.size == 1 else _ShareForParts.apply(x, group)
 
 
 def split_rows(x: Tensor, group: Group) -> Tensor:

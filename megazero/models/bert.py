@@ -175,7 +175,7 @@ class BERT(Trunk):
         labels, slice_of = batch.labels.unsqueeze(1), self._slice_of(logits)
         padding = torch.full((), float(batch.padding), device=logits.device)
         sums |= {
-            "lm": vocab_parallel_cross_entropy(logits, labels, *slice_of).sum(),
+            "lm": vocab_parallel_cross_entropy(logits, labels, *slice_of, overwrite=True).sum(),
             "lm_accuracy": vocab_parallel_hits(logits.detach(), labels, *slice_of),
             PADDING: padding,
         }

@@ -19,7 +19,9 @@ from megazero.layers import (
     Placement,
     TransformerLayer,
     column_linear,
+    gather_for_parts,
     output_weight,
+    share_for_parts,
 )
 from megazero.loss import LossTerm
 from megazero.models.batch import Batch
@@ -27,6 +29,7 @@ from megazero.models.chunk import Block, ChunkSpan
 from megazero.models.flops import attention_flops, layer_mlp_flops, logits_flops
 from megazero.models.trunk import Trunk
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
+from megazero.ops.linear_cross_entropy import linear_cross_entropy
 
 
 class Head(nn.Module):
@@ -39,16 +42,23 @@ class Head(nn.Module):
         self, config: ModelConfig, vocab: tuple[int, int], placement: Placement, tied: nn.Parameter | None
     ):
         super().__init__()
-        self.placement = placement
+        self.placement, self.vocab_size = placement, vocab[0]
         self.norm = Norm(
             "final_norm", config.hidden_size, config.normalization, config.norm_epsilon, placement
         )
         self.weight = output_weight(config, vocab, placement) if tied is None else tied
 
-    def forward(self, x: Tensor, deferred: Deferred | None = None) -> Tensor:
+    def forward(self, x: Tensor, deferred: Deferred | None = None, labels: Tensor | None = None) -> Tensor:
+        """The logits; or, with labels [b, s], each position's cross-entropy, float32 [s, b], without them."""
         x = self.norm(x).to(self.placement.dtype)
-        placement = self.placement
-        return column_linear(x, self.weight, None, placement.tp, placement.sequence_parallel, deferred)
+        tp, sequence_parallel = self.placement.tp, self.placement.sequence_parallel
+        if labels is None:
+            return column_linear(x, self.weight, None, tp, sequence_parallel, deferred)
+        # The weight's gradient is never deferred: that would keep the logits' gradient until then.
+        whole = gather_for_parts(x, tp) if sequence_parallel else share_for_parts(x, tp)
+        matrix = self.weight.flatten(0, -2)
+        start = tp.rank * matrix.shape[0]
+        return linear_cross_entropy(whole, matrix, labels.t().contiguous(), tp, start, self.vocab_size)
 
 
 def gpt_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
@@ -107,17 +117,26 @@ class GPT(Trunk):
         hidden, sums = self.through(batch, hidden, deferred=deferred)
         if self.head is None:
             return hidden, sums
-        return None, {**sums, **self.losses(self.head(hidden, deferred), batch)}
+        if self.recompute.logits:
+            return None, {**sums, "lm": batch.total(self.head(hidden, labels=batch.labels))}
+        return None, {**sums, **self.losses(self.head(hidden, deferred), batch, overwrite=True)}
 
-    def losses(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """What the head adds to the loss terms, from its logits [s, b, v/tp]."""
-        return {"lm": batch.total(self.token_losses(logits, batch.labels))}
+    def losses(self, logits: Tensor, batch: Batch, *, overwrite: bool = False) -> dict[str, Tensor]:
+        """What the head adds to the loss terms, from its logits [s, b, v/tp].
 
-    def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        overwrite: backward may write over the logits, which nothing else reads then.
+        """
+        return {"lm": batch.total(self.token_losses(logits, batch.labels, overwrite=overwrite))}
+
+    def token_losses(self, logits: Tensor, labels: Tensor, *, overwrite: bool = False) -> Tensor:
         """Cross-entropy of each position, float32 [s, b], from logits [s, b, v/tp] and labels [b, s]."""
-        start = self.placement.tp.rank * logits.shape[-1]
         return vocab_parallel_cross_entropy(
-            logits, labels.t().contiguous(), self.placement.tp, vocab_start=start, vocab_size=self.vocab_size
+            logits,
+            labels.t().contiguous(),
+            self.placement.tp,
+            vocab_start=self.placement.tp.rank * logits.shape[-1],
+            vocab_size=self.vocab_size,
+            overwrite=overwrite,
         )
 
     def sample_losses(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:

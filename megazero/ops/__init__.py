@@ -28,6 +28,7 @@ from megazero.ops.kept_columns import KEPT_COLUMNS
 from megazero.ops.kl_divergence import KL_DIVERGENCE
 from megazero.ops.lamb import LAMB_MOVE, LAMB_NORMS
 from megazero.ops.layer_norm import ADD_LAYER_NORM, LAYER_NORM
+from megazero.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from megazero.ops.lion import LION
 from megazero.ops.quantize import DEQUANTIZE, QUANTIZE
 from megazero.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
@@ -65,6 +66,7 @@ def operators() -> tuple[Operator, ...]:
         LAMB_MOVE,
         LAMB_NORMS,
         LAYER_NORM,
+        LINEAR_CROSS_ENTROPY,
         LION,
         QUANTIZE,
         RMS_NORM,

@@ -144,6 +144,7 @@ FACTS: dict[str, tuple[Any, Any]] = {
     "recompute.num_layers": (None, 1),
     "recompute.partition_activations": (False, False),
     "recompute.offload": (NO, False),
+    "recompute.logits": (NO, False),
     "tokenizer.tokenizer_type": ("GPT2BPETokenizer", "GPT2BPETokenizer"),  # the script's own default
     "tokenizer.vocab_file": (None, None),
     "tokenizer.merge_file": (None, None),

@@ -112,6 +112,23 @@ def test_ways_to_recompute(recompute, schedule):
     check(run_in_threads(config.model_copy(update={"recompute": kept}), layout.grid), layout)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2, "dp": 2, "zero": 1, "untied": True},
+        {"tp": 2, "sequence_parallel": True, "shape": DECODERS[1], "recompute": "full"},
+        {"tp": 2, "pp": 2, "schedule": "zb-v", "layers": 4, "sequence_parallel": True},
+        {"pp": 2, "dp": 2, "zero": 3, "schedule": "zb-h1", "untied": True},
+    ],
+    ids=lambda settings: Layout(**settings).name,
+)
+def test_logits_that_are_never_whole(layout):
+    layout = Layout(**layout)
+    config = layout.config()
+    kept = config.recompute.model_copy(update={"logits": True})
+    check(run_in_threads(config.model_copy(update={"recompute": kept}), layout.grid), layout)
+
+
 @pytest.mark.parametrize("partition", ["parameters", "cost", "measured", "1,2", "type:Transformer"])
 def test_ways_to_deal_layers_to_stages(partition):
     layout = Layout(pp=2, layers=3)

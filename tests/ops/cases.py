@@ -243,6 +243,26 @@ def cross_entropy_cases() -> list[Case]:
     return cases
 
 
+def projected_cases() -> list[Case]:
+    """Blocks of one column, that divide the vocabulary or do not, that are all padding, and one for all."""
+    cases = []
+    for s, b, h, padded, vocab in ((3, 2, 5, 8, 8), (2, 1, 3, 16, 7), (1, 1, 1, 1, 1), (19, 3, 24, 250, 241)):
+        target = torch.arange(s * b).view(s, b) * 3 % vocab
+        target[-1, -1] = vocab - 1
+        x, weight = _randn(s, b, h), _randn(padded, h, scale=h**-0.5)
+        for block in (1, 4, 8192) if s < 5 else (100,):
+            cases.append(
+                Case(
+                    "linear_cross_entropy",
+                    f"{(s, b, h, padded)} {vocab=} {block=}",
+                    (x, weight),
+                    lambda f, *a, t=target, v=vocab, k=block: f(*a, t, OneRank(), 0, v, k),
+                    s <= 5 and block == 4,
+                )
+            )
+    return cases
+
+
 def divergence_cases() -> list[Case]:
     cases = []
     for s, b, padded, vocab in ((3, 2, 8, 8), (5, 1, 11, 7), (1, 1, 1, 1), (67, 3, 1030, 1021)):
@@ -400,6 +420,7 @@ def all_cases() -> list[Case]:
         rotary_cases,
         attention_cases,
         cross_entropy_cases,
+        projected_cases,
         divergence_cases,
         gathered_cases,
         chosen_cases,
@@ -445,6 +466,12 @@ def meta_cases() -> list[Case]:
         _attention_case("meta", heads, None, True, None, False),
         _attention_case("meta dropout", heads, None, True, attention_dropout, False),
         Case("cross_entropy", "meta", (x,), lambda f, a: f(a, target, OneRank(), 0, 15)),
+        Case(
+            "linear_cross_entropy",
+            "meta",
+            (x, _randn(8, 16)),
+            lambda f, *a: f(*a, target, OneRank(), 0, 7, 4),
+        ),
         Case("kl_divergence", "meta", (x,), lambda f, a: f(a, a.detach(), OneRank(), 0, 15, 1.0)),
         Case(
             "gathered_sum",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megazero.ops import CallFacts, operators
 from megazero.ops.cross_entropy import CROSS_ENTROPY
+from tests.ops.cases import OneRank
 from tests.ops.ranks import Rank, on_ranks
 
 
@@ -96,6 +97,36 @@ def test_a_foreign_target_is_nan_and_spoils_no_other_row(implementation, tp: int
         assert torch.equal(found.view(-1)[:5], loss.view(-1)[:5])
         assert found_grad[1, 2].isnan().any()
         assert found_grad.view(6, -1)[:5].isfinite().all()
+
+
+@pytest.mark.parametrize("implementation", CROSS_ENTROPY.implementations[:-1], ids=lambda each: each.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_over_the_logits_is_the_same(implementation, dtype) -> None:
+    """In their memory, bit for bit; whoever else reads them in backward is told so."""
+    if not implementation.serves(CallFacts("cpu", dtype)):
+        pytest.skip(f"{implementation.name} is not built")
+    torch.manual_seed(0)
+    given, target = torch.randn(5, 2, 16).to(dtype), torch.randint(13, (5, 2))
+    weights = torch.randn(5, 1).expand(5, 2)  # once the kernel read its copy after it had been freed
+
+    def one(overwrite: bool) -> tuple[Tensor, Tensor]:
+        logits = given.clone().requires_grad_() * 1
+        loss = implementation.fn(logits, target, OneRank(), 0, 13, overwrite)
+        (grad,) = torch.autograd.grad(loss, logits, weights)
+        return logits, grad
+
+    apart, over = one(False), one(True)
+    assert torch.equal(apart[1], over[1])
+    assert over[1].data_ptr() == over[0].data_ptr()
+    assert torch.equal(apart[0], given)
+
+    logits = given.clone().requires_grad_() * 1
+    loss = implementation.fn(logits, target, OneRank(), 0, 13, True)
+    also = logits.square().sum()
+    loss.sum().backward(retain_graph=True)
+    for again in (also, loss.sum()):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            again.backward()
 
 
 def test_it_is_listed() -> None:

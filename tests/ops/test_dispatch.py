@@ -31,6 +31,7 @@ from megazero.ops.kept_columns.cuda import LONGEST
 from megazero.ops.kl_divergence import vocab_parallel_kl_divergence
 from megazero.ops.lamb import lamb_move, lamb_norms
 from megazero.ops.layer_norm import add_layer_norm, layer_norm
+from megazero.ops.linear_cross_entropy import linear_cross_entropy
 from megazero.ops.lion import lion_step
 from megazero.ops.quantize import Quantization, dequantize, quantize
 from megazero.ops.rms_norm import add_rms_norm, rms_norm
@@ -267,6 +268,9 @@ RUNS: dict[str, Callable] = {
     "lamb_move": _run_lamb_move,
     "lamb_norms": _run_lamb_norms,
     "layer_norm": lambda facts: layer_norm(*(_randn(facts, *s) for s in ((3, 8), (8,), (8,))), 1e-5),
+    "linear_cross_entropy": lambda facts: linear_cross_entropy(
+        _randn(facts, 3, 2, 4), _randn(facts, 8, 4), torch.ones(3, 2, dtype=torch.int64), OneRank(), 0, 8
+    ),
     "lion": _run_lion,
     "quantize": _run_quantize,
     "rms_norm": lambda facts: rms_norm(_randn(facts, 3, 8), _randn(facts, 8), 1e-5),

@@ -16,6 +16,7 @@ TABLES = {operator.name: operator for operator in operators()}
 UPDATES = {"adagrad", "adam", "lamb_move", "lamb_norms", "lion", "sgd"}
 CODES = {"quantize", "dequantize", "kept_columns"}
 SUMS = {"square_sum"}
+LOSSES = {"cross_entropy", "kl_divergence", "linear_cross_entropy"}
 # Of the largest magnitude of the truth, or of 0.1 where terms of order one cancel: a few roundings.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 DTYPES = tuple(TOLERANCE)
@@ -77,7 +78,7 @@ def test_results_keep_the_input_dtype(case: Case) -> None:
     for implementation, dtype in _members(case):
         if dtype == torch.bfloat16:
             result, *grads = _forward_backward(case, implementation.fn, dtype, case.inputs)
-            expected = torch.float32 if case.operator in ("cross_entropy", "kl_divergence") else dtype
+            expected = torch.float32 if case.operator in LOSSES else dtype
             assert result.dtype == expected, implementation.name
             assert {each.dtype for each in grads} == ({dtype} if case.backward else set()), (
                 implementation.name

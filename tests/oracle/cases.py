@@ -202,6 +202,7 @@ LAYOUT = {
         "none": {},
         "selective": {"recompute-granularity": "selective"},
         "full": {"recompute-granularity": "full"},
+        "logits": {"recompute-logits": True},
     },
 }
 RAMP_SAMPLES = 56  # of 20 steps: 13 of 2 samples, 6 of 4, 1 of 6

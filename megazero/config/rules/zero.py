@@ -205,4 +205,22 @@ KEPT_ACTIVATION_RULES: tuple[Rule, ...] = (
         "keep `--sequence-parallel` alone",
         lambda c: not (c.config.recompute.partition_activations and c.config.parallel.sequence_parallel),
     ),
+    Rule(
+        "recomputed_logits_are_of_gpt",
+        ("recompute.logits", "model.family", "finetune.task"),
+        "`recompute.logits` must be off unless a GPT is pretrained: other heads are small, or need their "
+        "logits whole",
+        "leave out `--recompute-logits`",
+        lambda c: (
+            not c.config.recompute.logits
+            or (c.config.model.family == "gpt" and c.config.finetune.task is None)
+        ),
+    ),
+    Rule(
+        "recomputed_logits_or_distillation",
+        ("recompute.logits", "distillation.kd"),
+        "`recompute.logits` must be off with `kd`, which compares whole logits",
+        "leave out `--recompute-logits`",
+        lambda c: not (c.config.recompute.logits and c.config.distillation.kd),
+    ),
 )

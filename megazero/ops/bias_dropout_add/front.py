@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megazero.ops.bias_dropout_add.cuda import bias_dropout_add_cuda
 from megazero.ops.bias_dropout_add.reference import bias_dropout_add_reference
 from megazero.ops.chunks import compute_dtype, row_chunks
 from megazero.ops.counter_random import KeepRows, keep_columns, keep_multiplier
+from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator, kinds_of_calls, where
 from megazero.ops.dropout import Dropout, hidden_row_keys
 from megazero.ops.native import NATIVE, address, kept_by, on_native_cpu, rows_of
@@ -130,6 +132,7 @@ def bias_add_torch(x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dr
 BIAS_DROPOUT_ADD = Operator(
     "bias_dropout_add",
     (
+        Implementation("cuda", bias_dropout_add_cuda, on_cuda_kernels()),
         Implementation("torch", bias_add_torch, where(dtypes=TRAINING_FLOATS, dropout=False)),
         Implementation("native_cpu", bias_dropout_add_native_cpu, on_native_cpu(dropout=True, mixed=False)),
         # The multiplier 1 / (1 - p) is fp32, so fp64 takes the reference.

@@ -44,15 +44,6 @@ def keep_columns(index: Tensor) -> Tensor:
     return mix_64_((index + 1) * GOLDEN_GAMMA).to(torch.int32)
 
 
-def _kept(rows: KeepRows, columns: Tensor, p: float) -> Tensor:
-    """int32 1 where kept, else 0, of the broadcast shape."""
-    x = (rows.low + columns).mul_(rows.odd_high)
-    # The arithmetic shift costs one of 32 bits, the top one; the product spreads the rest over all.
-    x.bitwise_xor_(x >> 16).mul_(_MULTIPLIER)
-    # In place: torch vectorizes int32 comparisons into int32, and into bool does not.
-    return x.ge_(keep_threshold(p))
-
-
 def keep_threshold(p: float) -> int:
     """An element is kept if its hash, an int32, is not below this: for kernels that make the hash themselves.
 
@@ -60,6 +51,15 @@ def keep_threshold(p: float) -> int:
     """
     _check_probability(p)
     return min(round(p * (1 << 32)) - (1 << 31), (1 << 31) - 1)
+
+
+def _kept(rows: KeepRows, columns: Tensor, p: float) -> Tensor:
+    """int32 1 where kept, else 0, of the broadcast shape."""
+    x = (rows.low + columns).mul_(rows.odd_high)
+    # The arithmetic shift costs one of 32 bits, the top one; the product spreads the rest over all.
+    x.bitwise_xor_(x >> 16).mul_(_MULTIPLIER)
+    # In place: torch vectorizes int32 comparisons into int32, and into bool does not.
+    return x.ge_(keep_threshold(p))
 
 
 def keep_mask(keys: Tensor, p: float, index: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megazero.ops.chunks import compute_dtype, row_chunks
-from megazero.ops.cross_entropy.sliced import SlicedCrossEntropy, SlicePasses
+from megazero.ops.cross_entropy.sliced import SlicedCrossEntropy, SlicePasses, SliceUse
 from megazero.ops.native import NATIVE, address, rows_of
 
 
@@ -17,29 +17,29 @@ def _rows(logits: Tensor, columns: int):
 
 
 def _native_statistics(logits: Tensor, columns: int, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits = logits.contiguous()
     numbers = torch.empty(3, logits.shape[0], dtype=torch.float32).unbind()
     tensors = map(address, (logits, local, *numbers))
     NATIVE.cross_entropy_statistics(*_rows(logits, columns), *tensors)
     return numbers
 
 
-def _native_gradient(logits: Tensor, columns: int, local: Tensor, normalizer: Tensor, grad: Tensor) -> Tensor:
-    logits, grad = logits.contiguous(), grad.contiguous()
-    grad_logits = torch.empty_like(logits)
-    tensors = map(address, (logits, local, normalizer, grad, grad_logits))
+def _native_gradient(
+    logits: Tensor, columns: int, local: Tensor, normalizer: Tensor, grad: Tensor, out: Tensor
+) -> None:
+    grad = grad.contiguous()
+    tensors = map(address, (logits, local, normalizer, grad, out))
     NATIVE.cross_entropy_gradient(*_rows(logits, columns), *tensors)
-    return grad_logits
 
 
-_NATIVE_CPU = SlicePasses(_native_statistics, _native_gradient)
+NATIVE_CPU_PASSES = SlicePasses(_native_statistics, _native_gradient)
 
 
 def vocab_parallel_cross_entropy_native_cpu(
-    logits: Tensor, target: Tensor, group, vocab_start: int, vocab_size: int
+    logits: Tensor, target: Tensor, group, vocab_start: int, vocab_size: int, overwrite: bool = False
 ) -> Tensor:
     """Loss of each row of fp32 or bf16 logits [..., v/tp] on CPU; fp32 [...]."""
-    return SlicedCrossEntropy.apply(logits, target, group, vocab_start, vocab_size, _NATIVE_CPU)
+    how = SliceUse(NATIVE_CPU_PASSES, overwrite)
+    return SlicedCrossEntropy.apply(logits, target, group, vocab_start, vocab_size, how)
 
 
 def _chunked_statistics(logits: Tensor, columns: int, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,27 +61,26 @@ def _chunked_statistics(logits: Tensor, columns: int, local: Tensor) -> tuple[Te
 
 
 def _chunked_gradient(
-    logits: Tensor, columns: int, local: Tensor, normalizer: Tensor, grad: Tensor
-) -> Tensor:
-    grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    grad_logits[:, columns:].zero_()
+    logits: Tensor, columns: int, local: Tensor, normalizer: Tensor, grad: Tensor, out: Tensor
+) -> None:
+    out[:, columns:].zero_()
     if columns == 0:
-        return grad_logits
+        return
     at_target = torch.where(local < 0, 0, -grad).unsqueeze(1)
     column = local.clamp(min=0).unsqueeze(1)
     for chunk in row_chunks(logits, logits.shape[0], columns):
         probs = torch.sub(logits[chunk, :columns].to(normalizer.dtype), normalizer[chunk].unsqueeze(1))
         probs.exp_().mul_(grad[chunk].unsqueeze(1))
         probs.scatter_add_(1, column[chunk], at_target[chunk])
-        grad_logits[chunk, :columns] = probs
-    return grad_logits
+        out[chunk, :columns] = probs
 
 
-_CHUNKED = SlicePasses(_chunked_statistics, _chunked_gradient)
+CHUNKED_PASSES = SlicePasses(_chunked_statistics, _chunked_gradient)
 
 
 def vocab_parallel_cross_entropy_chunked(
-    logits: Tensor, target: Tensor, group, vocab_start: int, vocab_size: int
+    logits: Tensor, target: Tensor, group, vocab_start: int, vocab_size: int, overwrite: bool = False
 ) -> Tensor:
     """Loss of each row of logits [..., v/tp], chunk by chunk; fp32 [...]."""
-    return SlicedCrossEntropy.apply(logits, target, group, vocab_start, vocab_size, _CHUNKED)
+    how = SliceUse(CHUNKED_PASSES, overwrite)
+    return SlicedCrossEntropy.apply(logits, target, group, vocab_start, vocab_size, how)

@@ -31,9 +31,12 @@ def gather_vocabulary(logits: Tensor, group, vocab_start: int) -> Tensor:
 
 
 def vocab_parallel_cross_entropy_reference(
-    logits: Tensor, target: Tensor, group, vocab_start: int, vocab_size: int
+    logits: Tensor, target: Tensor, group, vocab_start: int, vocab_size: int, overwrite: bool = False
 ) -> Tensor:
-    """-log softmax(all ranks' logits, padding left out)[target]; NaN for a target outside the vocabulary."""
+    """-log softmax(all ranks' logits, padding left out)[target]; NaN for a target outside the vocabulary.
+
+    It has no use for the permission to overwrite the logits.
+    """
     whole = gather_vocabulary(logits.to(compute_dtype(logits.dtype)), group, vocab_start)
     foreign = (target < 0) | (target >= vocab_size)
     log_probs = torch.log_softmax(whole[..., :vocab_size], -1)

@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.ops.chunks import row_chunks
+from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator, kinds_of_calls, where
 from megazero.ops.native import NATIVE, address, adjacent, heads_of, on_native_cpu, rows_of
+from megazero.ops.rotary.cuda import apply_rotary_cuda
 from megazero.ops.rotary.reference import apply_rotary_reference
 
 
@@ -118,6 +120,7 @@ ROTARY = Operator(
     "rotary",
     (
         Implementation("native_cpu", apply_rotary_native_cpu, on_native_cpu(table=torch.float32)),
+        Implementation("cuda", apply_rotary_cuda, on_cuda_kernels()),
         Implementation("fused", apply_rotary_fused, where(dtypes=TRAINING_FLOATS)),
         Implementation("reference", apply_rotary_reference),
     ),

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from megazero.ops.chunks import compute_dtype
+from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
+from megazero.ops.scaled_softmax.cuda import scaled_softmax_cuda
 from megazero.ops.scaled_softmax.reference import may_attend, scaled_softmax_reference
 
 
@@ -44,6 +46,7 @@ def scaled_softmax_fused(scores: Tensor, scale: float, causal: bool, mask: Tenso
 SCALED_SOFTMAX = Operator(
     "scaled_softmax",
     (
+        Implementation("cuda", scaled_softmax_cuda, on_cuda_kernels()),
         Implementation("fused", scaled_softmax_fused),
         Implementation("reference", scaled_softmax_reference),
     ),

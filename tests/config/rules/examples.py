@@ -326,6 +326,12 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
     "cuda_graph_needs_whole_weights": {**GRAPHED, "parallel.tensor_model_parallel_size": 2},
     "cuda_graph_needs_kept_activations": {**GRAPHED, "recompute.granularity": "full"},
+    "recomputed_logits_are_of_gpt": {"recompute.logits": True, "model.family": "bert"},
+    "recomputed_logits_or_distillation": {
+        "recompute.logits": True,
+        "distillation.kd": True,
+        "distillation.load_teacher": "teacher",
+    },
     "gpt2_tokenizer_files": {
         "tokenizer.tokenizer_type": "GPT2BPETokenizer",
         "tokenizer.vocab_file": "vocab.json",

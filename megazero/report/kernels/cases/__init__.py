@@ -1,8 +1,10 @@
 """The examples of all operators."""
 
 from megazero.report.kernels.cases import (
+    bias_dropout_add,
     bias_gelu,
     chosen_rows,
+    cross_entropy,
     embedding,
     gate,
     gathered_sum,
@@ -11,6 +13,8 @@ from megazero.report.kernels.cases import (
     optimizers,
     quantize,
     rms_norm,
+    rotary,
+    scaled_softmax,
     square_sum,
     squared_relu,
     swiglu,
@@ -18,8 +22,10 @@ from megazero.report.kernels.cases import (
 )
 
 CASES = (
+    *bias_dropout_add.CASES,
     *bias_gelu.CASES,
     *chosen_rows.CASES,
+    *cross_entropy.CASES,
     *embedding.CASES,
     *gate.CASES,
     *gathered_sum.CASES,
@@ -28,6 +34,8 @@ CASES = (
     *optimizers.CASES,
     *quantize.CASES,
     *rms_norm.CASES,
+    *rotary.CASES,
+    *scaled_softmax.CASES,
     *square_sum.CASES,
     *squared_relu.CASES,
     *swiglu.CASES,

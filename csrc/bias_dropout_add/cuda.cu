@@ -1,0 +1,144 @@
+// residual + dropout(x + bias) over rows (Srivastava et al. 2014, inverted scaling). bias: fp32 [width] or none.
+// row_keys: int64 [count], or none where nothing is dropped. The mask is made again in backward, so nothing is stored
+// for it. x and its gradient have T, the residual and the result have R: T or float.
+//
+// factor: 1 / (1 - p). groups: how many groups of threads take turns with the rows; a thread keeps its columns, so it
+// hashes their indices once. partials: fp32 [groups, width], scratch.
+#include "common/cuda_keep.hpp"
+#include "common/cuda_rows.hpp"
+
+namespace megazero {
+
+// A thread's columns of one tile: their shares of the hash.
+template <typename Row>
+struct TileColumns {
+  std::uint32_t value[Row::kPacks][Row::kElements / Row::kPacks];
+
+  __device__ __forceinline__ void hash(int tile) {
+    Row::each([&](int k, int n) { value[k][n] = keep_column(Row::at(tile, k) + n); });
+  }
+};
+
+// tile *= factor where kept, 0 elsewhere, as a product, so that infinity times 0 is NaN as in the reference.
+template <typename Row>
+__device__ __forceinline__ void drop(Row& tile, const TileColumns<Row>& columns, const KeepRow& keep,
+                                     std::int32_t threshold, float factor) {
+  Row::each([&](int k, int n) { tile.value[k][n] *= keep.keeps(columns.value[k][n], threshold) ? factor : 0.0f; });
+}
+
+template <typename T, typename R, int N, bool whole>
+__global__ void __launch_bounds__(1024)
+    bias_dropout_add_forward(std::int64_t count, int width, Global<const T> x, Cached<float> bias,
+                             Global<const R> residual, Global<const std::int64_t> row_keys, std::int32_t threshold,
+                             float factor, Global<R> out) {
+  using Row = Tile<N, whole>;
+  const int tiles = Row::count(width);
+  Row tile, added, biases;
+  TileColumns<Row> columns;
+  const auto prepare = [&](int t) {
+    if (bias) biases.load(bias, width, t);
+    if (row_keys) columns.hash(t);
+  };
+  if (whole) prepare(0);
+  for (std::int64_t row = first_row(); row < count; row += row_stride()) {
+    const KeepRow keep = KeepRow::of(row_keys ? static_cast<std::int64_t>(row_keys[row]) : 0);
+    for (int t = 0; t < tiles; ++t) {
+      if (!whole) prepare(t);
+      tile.load(x + row * width, width, t);
+      added.load(residual + row * width, width, t);
+      if (bias) Row::each([&](int k, int n) { tile.value[k][n] += biases.value[k][n]; });
+      if (row_keys) drop(tile, columns, keep, threshold, factor);
+      Row::each([&](int k, int n) { tile.value[k][n] += added.value[k][n]; });
+      tile.store(out + row * width, width, t);
+    }
+  }
+}
+
+// grad_x = mask * factor * grad, or none is written where it would be grad; partials: its sums over each group's rows.
+template <typename T, typename R, int N, bool whole>
+__global__ void __launch_bounds__(1024)
+    bias_dropout_add_backward(std::int64_t count, int width, Global<const R> grad, Global<const std::int64_t> row_keys,
+                              std::int32_t threshold, float factor, Global<T> grad_x, Global<float> partials) {
+  using Row = Tile<N, whole>;
+  const int tiles = Row::count(width);
+  const Global<float> own = partials ? partials + first_row() * width : partials;
+  Row tile, summed;
+  TileColumns<Row> columns;
+  Row::each([&](int k, int n) { summed.value[k][n] = 0.0f; });
+  if (whole && row_keys) columns.hash(0);
+  for (std::int64_t row = first_row(); row < count; row += row_stride()) {
+    const KeepRow keep = KeepRow::of(row_keys ? static_cast<std::int64_t>(row_keys[row]) : 0);
+    for (int t = 0; t < tiles; ++t) {
+      if (!whole && row_keys) columns.hash(t);
+      tile.load(grad + row * width, width, t);
+      if (row_keys) drop(tile, columns, keep, threshold, factor);
+      if (grad_x) tile.store(grad_x + row * width, width, t);
+      if (!whole && partials) {
+        if (row == first_row()) {
+          Row::each([&](int k, int n) { summed.value[k][n] = 0.0f; });
+        } else {
+          summed.load(own, width, t);
+        }
+      }
+      Row::each([&](int k, int n) { summed.value[k][n] += tile.value[k][n]; });
+      if (!whole && partials) summed.store(own, width, t);
+    }
+  }
+  if (partials && (whole || first_row() >= count)) {
+    for (int t = 0; t < tiles; ++t) summed.store(own, width, t);
+  }
+}
+
+// Calls body with an element of the type of x and one of the residual's: that or float.
+template <typename Body>
+int with_elements(std::int64_t dtype, std::int64_t residual_dtype, const Body& body) {
+  return with_element(dtype, [&](auto element) {
+    return residual_dtype == dtype ? body(element, element) : residual_dtype == 0 ? body(element, float{}) : 1;
+  });
+}
+
+}  // namespace megazero
+
+using namespace megazero;
+
+extern "C" int megazero_cuda_bias_dropout_add_forward(std::int64_t dtype, std::int64_t residual_dtype,
+                                                      std::int64_t count, std::int64_t width, std::int64_t groups,
+                                                      const void* x, const float* bias, const void* residual,
+                                                      const std::int64_t* row_keys, std::int64_t threshold,
+                                                      double factor, void* out, void* stream) {
+  if (count == 0 || width == 0) return 0;
+  const RowLaunch launch = row_launch(count, width, groups);
+  return with_elements(dtype, residual_dtype, [&](auto element, auto residual_element) {
+    using T = decltype(element);
+    using R = decltype(residual_element);
+    const auto start = [&](auto pack, auto whole) {
+      return MEGAZERO_LAUNCH((bias_dropout_add_forward<T, R, pack(), whole()>), launch.blocks, launch.threads, 0,
+                             stream, count, width, static_cast<const T*>(x), bias, static_cast<const R*>(residual),
+                             row_keys, threshold, factor, static_cast<R*>(out));
+    };
+    return with_row_shape<T>(launch, width, start, x, bias, residual, out);
+  });
+}
+MEGAZERO_EXPORT(bias_dropout_add_forward)
+
+extern "C" int megazero_cuda_bias_dropout_add_backward(std::int64_t dtype, std::int64_t residual_dtype,
+                                                       std::int64_t count, std::int64_t width, std::int64_t groups,
+                                                       const void* grad, const std::int64_t* row_keys,
+                                                       std::int64_t threshold, double factor, void* grad_x,
+                                                       float* grad_bias, float* partials, void* stream) {
+  if (width == 0 || (grad_x == nullptr && grad_bias == nullptr)) return 0;
+  const RowLaunch launch = row_launch(count, width, groups);
+  const int code = with_elements(dtype, residual_dtype, [&](auto element, auto residual_element) {
+    using T = decltype(element);
+    using R = decltype(residual_element);
+    const auto start = [&](auto pack, auto whole) {
+      return MEGAZERO_LAUNCH((bias_dropout_add_backward<T, R, pack(), whole()>), launch.blocks, launch.threads, 0,
+                             stream, count, width, static_cast<const R*>(grad), row_keys, threshold, factor,
+                             static_cast<T*>(grad_x), partials);
+    };
+    return with_row_shape<T>(launch, width, start, grad, grad_x, partials);
+  });
+  if (code != 0 || grad_bias == nullptr) return code;
+  return megazero_cuda_column_sum(groups, width, partials, grad_bias, stream);
+}
+MEGAZERO_EXPORT(bias_dropout_add_backward)

@@ -1,0 +1,183 @@
+// softmax(scale * scores) over rows of keys, where the mask allows. scores, probs: [outer, inner, queries, keys].
+// causal: the last query sees the last key. mask: bytes [.., keys or 1], 0 where a key may not be attended to, or none;
+// its strides are 0 where it is broadcast. A row that may attend to nothing gives zeros.
+#include <limits>
+
+#include "common/cuda_rows.hpp"
+
+namespace megazero {
+
+constexpr float kLowest = std::numeric_limits<float>::lowest();
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+// What the queries may attend to.
+struct Visible {
+  std::int64_t inner, queries;
+  std::int64_t outer_stride, inner_stride, query_stride, key_stride;
+  int keys;
+  bool causal;
+
+  // How many keys, from the first on, the row may see before the mask is asked.
+  __device__ __forceinline__ int keys_of(std::int64_t row) const {
+    if (!causal) return keys;
+    const std::int64_t seen = row % queries + (keys - queries) + 1;
+    return static_cast<int>(seen < 0 ? 0 : seen < keys ? seen : keys);
+  }
+
+  __device__ __forceinline__ std::int64_t mask_of(std::int64_t row) const {
+    const std::int64_t above = row / queries, outer = above / inner;
+    return outer * outer_stride + (above - outer * inner) * inner_stride + (row - above * queries) * query_stride;
+  }
+};
+
+// Scales the tile, and puts -inf where the query may not attend. Returns how many keys of the thread's it may see.
+template <int N, bool whole>
+__device__ __forceinline__ float mask_tile(Tile<N, whole>& tile, int t, int seen, float scale,
+                                           Global<const std::uint8_t> mask, std::int64_t key_stride) {
+  using Row = Tile<N, whole>;
+  float allowed = 0.0f;
+#pragma unroll
+  for (int k = 0; k < Row::kPacks; ++k) {
+    const int at = Row::at(t, k);
+    Pack<std::uint8_t, N> open;
+#pragma unroll
+    for (int n = 0; n < N; ++n) open.at[n] = 1;
+    if (mask && at < seen) {
+      if (key_stride == 1) {
+        open = load_pack<N>(mask, at);
+      } else {
+        const std::uint8_t all = mask[0];
+#pragma unroll
+        for (int n = 0; n < N; ++n) open.at[n] = all;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const bool may = at + n < seen && open.at[n] != 0;
+      tile.value[k][n] = may ? tile.value[k][n] * scale : kNothing;
+      allowed += may ? 1.0f : 0.0f;
+    }
+  }
+  return allowed;
+}
+
+// A thread keeps the largest score that it has seen, and scales its sum of exponentials when it sees a larger one
+// (Milakov & Gimelshein 2018), so a row that does not fit into registers is read twice.
+template <typename T, int N, bool whole>
+__global__ void __launch_bounds__(1024)
+    scaled_softmax_forward(std::int64_t count, Visible visible, Global<const T> scores, float scale,
+                           Global<const std::uint8_t> mask, Global<T> probs) {
+  using Row = Tile<N, whole>;
+  const int keys = visible.keys, tiles = Row::count(keys);
+  Row tile;
+  for (std::int64_t row = first_row(); row < count; row += row_stride()) {
+    const int seen = visible.keys_of(row);
+    const Global<const std::uint8_t> of_row = mask ? mask + visible.mask_of(row) : mask;
+    const auto read = [&](int t) {
+      tile.load(scores + row * keys, seen, t);
+      return mask_tile(tile, t, seen, scale, of_row, visible.key_stride);
+    };
+    float largest = kLowest, sums[2] = {0.0f, 0.0f};  // of exponentials, of keys
+    for (int t = 0; t < tiles; ++t) {
+      sums[1] += read(t);
+      const float before = largest;
+      Row::each([&](int k, int n) { largest = tile.value[k][n] > largest ? tile.value[k][n] : largest; });
+      sums[0] *= expf(before - largest);
+      Row::each([&](int k, int n) {
+        const float exponential = expf(tile.value[k][n] - largest);
+        sums[0] += exponential;
+        if (whole) tile.value[k][n] = exponential;
+      });
+    }
+    const float row_largest = row_max(largest), own = expf(largest - row_largest);
+    sums[0] *= own;
+    row_sums(sums);
+    const float factor = sums[1] > 0.0f ? (whole ? own : 1.0f) / sums[0] : 0.0f;
+    for (int t = 0; t < tiles; ++t) {
+      if (!whole) {
+        read(t);
+        Row::each([&](int k, int n) { tile.value[k][n] = expf(tile.value[k][n] - row_largest); });
+      }
+      Row::each([&](int k, int n) { tile.value[k][n] *= factor; });
+      tile.store(probs + row * keys, keys, t);
+    }
+  }
+}
+
+// grad_scores = scale * probs * (grad - sum(probs * grad)). What causality hides is not read.
+template <typename T, int N, bool whole>
+__global__ void __launch_bounds__(1024, 1)
+    scaled_softmax_backward(std::int64_t count, Visible visible, Global<const T> probs, Global<const T> grad,
+                            float scale, Global<T> grad_scores) {
+  using Row = Tile<N, whole>;
+  const int keys = visible.keys, tiles = Row::count(keys);
+  Row prob, tile;
+  for (std::int64_t row = first_row(); row < count; row += row_stride()) {
+    const int seen = visible.keys_of(row);
+    const auto read = [&](int t) {
+      prob.load(probs + row * keys, seen, t);
+      tile.load(grad + row * keys, seen, t);
+    };
+    float sum[1] = {0.0f};
+    for (int t = 0; t < tiles; ++t) {
+      read(t);
+      Row::each([&](int k, int n) {
+        // A pack may reach beyond what is seen.
+        if (N > 1 && Row::at(t, k) + n >= seen) prob.value[k][n] = tile.value[k][n] = 0.0f;
+        sum[0] += prob.value[k][n] * tile.value[k][n];
+      });
+    }
+    row_sums(sum);
+    for (int t = 0; t < tiles; ++t) {
+      if (!whole) read(t);
+      Row::each([&](int k, int n) {
+        const float moved = scale * prob.value[k][n] * (tile.value[k][n] - sum[0]);
+        tile.value[k][n] = Row::at(t, k) + n < seen ? moved : 0.0f;
+      });
+      tile.store(grad_scores + row * keys, keys, t);
+    }
+  }
+}
+
+}  // namespace megazero
+
+using namespace megazero;
+
+extern "C" int megazero_cuda_scaled_softmax_forward(std::int64_t dtype, std::int64_t count, std::int64_t inner,
+                                                    std::int64_t queries, std::int64_t keys, std::int64_t causal,
+                                                    const void* scores, double scale, const std::uint8_t* mask,
+                                                    std::int64_t outer_stride, std::int64_t inner_stride,
+                                                    std::int64_t query_stride, std::int64_t key_stride, void* probs,
+                                                    void* stream) {
+  if (count == 0 || keys == 0) return 0;
+  const RowLaunch launch = row_launch(count, keys);
+  return with_element(dtype, [&](auto element) {
+    using T = decltype(element);
+    const auto start = [&](auto pack, auto whole) {
+      const Visible visible{inner,        queries,    outer_stride,           inner_stride,
+                            query_stride, key_stride, static_cast<int>(keys), causal != 0};
+      return MEGAZERO_LAUNCH((scaled_softmax_forward<T, pack(), whole()>), launch.blocks, launch.threads, 0, stream,
+                             count, visible, static_cast<const T*>(scores), scale, mask, static_cast<T*>(probs));
+    };
+    return with_row_shape<T>(launch, keys, start, scores, mask, probs);
+  });
+}
+MEGAZERO_EXPORT(scaled_softmax_forward)
+
+extern "C" int megazero_cuda_scaled_softmax_backward(std::int64_t dtype, std::int64_t count, std::int64_t queries,
+                                                     std::int64_t keys, std::int64_t causal, const void* probs,
+                                                     const void* grad, double scale, void* grad_scores, void* stream) {
+  if (count == 0 || keys == 0) return 0;
+  const RowLaunch launch = row_launch(count, keys);
+  return with_element(dtype, [&](auto element) {
+    using T = decltype(element);
+    const auto start = [&](auto pack, auto whole) {
+      const Visible visible{1, queries, 0, 0, 0, 0, static_cast<int>(keys), causal != 0};
+      return MEGAZERO_LAUNCH((scaled_softmax_backward<T, pack(), whole()>), launch.blocks, launch.threads, 0, stream,
+                             count, visible, static_cast<const T*>(probs), static_cast<const T*>(grad), scale,
+                             static_cast<T*>(grad_scores));
+    };
+    return with_row_shape<T>(launch, keys, start, probs, grad, grad_scores);
+  });
+}
+MEGAZERO_EXPORT(scaled_softmax_backward)

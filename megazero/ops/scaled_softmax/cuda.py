@@ -1,0 +1,68 @@
+"""Scaled, masked softmax by the kernels of csrc/scaled_softmax/cuda.cu."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megazero.kernels import KernelLibrary
+from megazero.ops.cuda import CUDA_KERNELS
+
+
+def _four(x: Tensor) -> tuple[int, ...]:
+    """The shape of x [.., q, k] as [b, n, q, k]."""
+    assert x.dim() <= 4, "scores are [b, n, q, k]"
+    return (1,) * (4 - x.dim()) + tuple(x.shape)
+
+
+def _mask_and_strides(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]:
+    """The mask, contiguous, and its strides along the scores' dims [b, n, q, k]; 0 where it is broadcast."""
+    if mask is None:
+        return None, (0, 0, 0, 0)
+    mask = mask.reshape(_four(mask)).contiguous()
+    steps = zip(mask.shape, mask.stride(), strict=True)
+    return mask.view(torch.uint8), tuple(stride if size > 1 else 0 for size, stride in steps)
+
+
+class _CudaScaledSoftmax(torch.autograd.Function):
+    """Saves only its result, in the input's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx, scores: Tensor, scale: float, causal: bool, mask: Tensor | None, kernels: KernelLibrary
+    ) -> Tensor:
+        scores = scores.contiguous()
+        b, n, q, k = _four(scores)
+        mask, strides = _mask_and_strides(mask)
+        probs = torch.empty_like(scores)
+        kernels.launch(
+            "scaled_softmax_forward",
+            *(scores.dtype, b * n * q, n, q, k, int(causal), scores, scale, mask, *strides, probs),
+        )
+        ctx.save_for_backward(probs)
+        ctx.scale, ctx.causal, ctx.kernels = scale, causal, kernels
+        return probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        (probs,) = ctx.saved_tensors
+        b, n, q, k = _four(probs)
+        grad, grad_scores = grad.contiguous(), torch.empty_like(probs)
+        ctx.kernels.launch(
+            "scaled_softmax_backward",
+            *(probs.dtype, b * n * q, q, k, int(ctx.causal), probs, grad, ctx.scale, grad_scores),
+        )
+        return grad_scores, None, None, None, None
+
+
+def scaled_softmax_cuda(
+    scores: Tensor,
+    scale: float,
+    causal: bool,
+    mask: Tensor | None,
+    kernels: KernelLibrary = CUDA_KERNELS,
+) -> Tensor:
+    """Softmax of scale * scores [b, n, q, k] in fp32, fp16 or bf16 on a GPU, where the mask allows."""
+    return _CudaScaledSoftmax.apply(scores, scale, causal, mask, kernels)

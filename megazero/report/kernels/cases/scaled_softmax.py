@@ -1,0 +1,41 @@
+"""Scaled softmax: scores and probabilities forward; probabilities and both gradients backward.
+
+Under a causal mask half of what is read is hidden, and need not be read; all of what is written is.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megazero.kernels import KernelLibrary
+from megazero.ops.scaled_softmax.cuda import scaled_softmax_cuda
+from megazero.report.kernels.case import KernelCase
+
+HEADS, LENGTH = 2, 256
+
+
+def _case(dtype: torch.dtype, name: str, causal: bool) -> KernelCase:
+    shape = (1, HEADS, LENGTH, LENGTH)
+
+    def run(kernels: KernelLibrary) -> None:
+        scores = torch.randn(shape).to(dtype).requires_grad_()
+        mask = None if causal else torch.rand(shape) < 0.9
+        scaled_softmax_cuda(scores, 0.125, causal, mask, kernels).backward(torch.randn(shape).to(dtype))
+
+    whole = HEADS * LENGTH * LENGTH
+    seen = HEADS * LENGTH * (LENGTH + 1) // 2 if causal else whole
+    return KernelCase(
+        f"scaled_softmax {'causal' if causal else 'masked'} {name}",
+        run,
+        {
+            "scaled_softmax_forward": (seen + whole) * dtype.itemsize + (0 if causal else whole),
+            "scaled_softmax_backward": (2 * seen + whole) * dtype.itemsize,
+        },
+    )
+
+
+CASES = tuple(
+    _case(dtype, name, causal)
+    for causal in (True, False)
+    for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16"))
+)

@@ -1,0 +1,127 @@
+"""The kernels of scaled, masked softmax against the formula in fp64."""
+
+import pytest
+import torch
+
+from megazero.ops.scaled_softmax.cuda import scaled_softmax_cuda
+from megazero.ops.scaled_softmax.reference import scaled_softmax_reference
+from tests.kernels.harness import DTYPES, WIDTHS, Bound, in_every_order, watched
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape) + seed)).to(dtype)
+
+
+def mask_of(*shape):
+    """About half of the keys; of the first row none."""
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) < 0.5
+    mask[..., 0, :] = False
+    return mask
+
+
+def by_kernels(scores, grad, scale, causal, mask):
+    def run(kernels):
+        leaf = scores.detach().requires_grad_()
+        probs = scaled_softmax_cuda(leaf, scale, causal, mask, kernels)
+        return probs, torch.autograd.grad(probs, leaf, grad)[0]
+
+    return in_every_order(run)
+
+
+def check(scores, scale=0.7, causal=False, mask=None):
+    grad = random(*scores.shape, dtype=scores.dtype, seed=1)
+    probs, grad_scores = by_kernels(scores, grad, scale, causal, mask)
+    exact = scaled_softmax_reference(scores.double(), scale, causal, mask)
+    # A score's distance from the largest is rounded in proportion to their size.
+    size = 1 + (scale * scores.double()).abs().amax(-1, keepdim=True) if scores.numel() else 1.0
+    tiny = 2.0**-23 / torch.finfo(scores.dtype).eps
+    assert Bound(1, 4 * tiny * size * exact).holds(probs, exact)
+    assert not probs[exact == 0].any()
+    # Backward starts from the probabilities as they were stored.
+    stored, wide = probs.double(), grad.double()
+    terms = (stored * wide).sum(-1, keepdim=True)
+    true = scale * stored * (wide - terms)
+    floor = abs(scale) * stored * (wide.abs() + (stored * wide.abs()).sum(-1, keepdim=True))
+    assert Bound(1, 4 * tiny * floor).holds(grad_scores, true)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_width(dtype):
+    for width in WIDTHS:
+        check(random(1, 1, 1 + width % 3 if width < 70 else 1, width, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("q", "k"), [(1, 1), (5, 5), (16, 16), (33, 33), (3, 40), (40, 3)])
+def test_causal(dtype, q, k):
+    """Also with fewer queries than keys, and with more: then the first see nothing."""
+    check(random(2, 1, q, k, dtype=dtype), causal=True)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2, 0), (2, 1, 0, 4), (0, 1, 2, 4)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_nothing_to_sum(shape, masked):
+    library = watched()
+    scores = torch.zeros(shape, requires_grad=True)
+    mask = torch.ones(shape, dtype=torch.bool) if masked else None
+    probs = scaled_softmax_cuda(scores, 1.0, True, mask, library)
+    probs.sum().backward()
+    assert probs.shape == scores.grad.shape == shape
+    assert not library.report().kernels
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("k", [16, 37])
+@pytest.mark.parametrize("shape", ["bnqk", "b1qk", "11qk", "1nqk", "b11k", "qk", "1k", "bnq1", "nqk", "b1q1"])
+def test_masks_of_every_shape(shape, k, causal):
+    sizes = {"b": 2, "n": 3, "q": 4, "k": k, "1": 1}
+    mask = mask_of(*(sizes[each] for each in shape))
+    check(random(2, 3, 4, k, dtype=torch.bfloat16), 0.3, causal, mask)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [8193, 8200])
+def test_rows_of_several_tiles(dtype, width):
+    check(random(1, 1, 2, width, dtype=dtype), 0.5, False, mask_of(2, width))
+    check(random(1, 1, 1, width, dtype=dtype), 0.5, True)
+
+
+def test_a_row_that_may_attend_to_nothing_gives_zeros():
+    probs, grad = by_kernels(random(1, 1, 2, 8), random(1, 1, 2, 8), 1.0, False, mask_of(2, 8))
+    assert not probs[..., 0, :].any()
+    assert not grad[..., 0, :].any()
+    assert probs[..., 1, :].sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("k", [4, 5])
+def test_extreme_scores(k):
+    """What the mask hides may be anything; NaN and infinity that are seen spoil their row, as in fp64."""
+    inf, nan = torch.inf, torch.nan
+    rows = [
+        [nan, 1, inf, 2],
+        [-inf, 1, -inf, 2],
+        [3e38, -3e38, 0, 0],
+        [-inf] * 4,
+        [nan, 0, 0, 0],
+        [inf, 0, 0, 0],
+    ]
+    scores = torch.nn.functional.pad(torch.tensor(rows), (0, k - 4))
+    mask = torch.ones(6, k, dtype=torch.bool)
+    mask[0, [0, 2]] = False
+    mask[:, 4:] = False
+    scores = scores.view(1, 1, 6, k)
+    probs, _ = by_kernels(scores, torch.ones_like(scores), 1.0, False, mask)
+    exact = scaled_softmax_reference(scores.double(), 1.0, False, mask)
+    seen = mask.view_as(probs)
+    assert Bound(4).holds(probs[seen], exact[seen])
+    assert probs[0, 0, 3, :4].isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 8), (4, 8)])
+def test_scores_of_fewer_dims(shape):
+    check(random(*shape), causal=True, mask=mask_of(*shape))
+
+
+def test_strided_and_shifted_scores():
+    check(random(2, 3, 8, 8, dtype=torch.bfloat16).transpose(2, 3), mask=mask_of(8, 8).t())
+    check(random(1 + 2 * 16)[1:].view(1, 1, 2, 16), mask=mask_of(2, 16))
