@@ -304,6 +304,12 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "recompute.partition_activations": True,
         "parallel.sequence_parallel": True,
     },
+    "recomputed_logits_are_of_gpt": {"recompute.logits": True, "model.family": "bert"},
+    "recomputed_logits_or_distillation": {
+        "recompute.logits": True,
+        "distillation.kd": True,
+        "distillation.load_teacher": "teacher",
+    },
     "compile_backend_needs_compile": {"acceleration.compile_backend": "eager"},
     "compile_needs_dense_layers": {**COMPILED, **EXPERTS},
     "compile_needs_one_length": {**COMPILED, **RAMP},
@@ -326,12 +332,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
     "cuda_graph_needs_whole_weights": {**GRAPHED, "parallel.tensor_model_parallel_size": 2},
     "cuda_graph_needs_kept_activations": {**GRAPHED, "recompute.granularity": "full"},
-    "recomputed_logits_are_of_gpt": {"recompute.logits": True, "model.family": "bert"},
-    "recomputed_logits_or_distillation": {
-        "recompute.logits": True,
-        "distillation.kd": True,
-        "distillation.load_teacher": "teacher",
-    },
     "gpt2_tokenizer_files": {
         "tokenizer.tokenizer_type": "GPT2BPETokenizer",
         "tokenizer.vocab_file": "vocab.json",
