@@ -104,8 +104,8 @@ FAULTS = (
         "a row is read twice although it is held in registers",
         "rms_norm",
         RMS_NORM,
-        "      if (!whole) tile.load(x + row * width, width, t);",
-        "      tile.load(x + row * width, width, t);",
+        "      if (!whole) tile.load(normalized + row * width, width, t);",
+        "      tile.load(normalized + row * width, width, t);",
     ),
     KernelFault(
         "a wide row's gradient of the weight forgets the group's earlier rows",
@@ -113,6 +113,107 @@ FAULTS = (
         RMS_NORM,
         "if (row == first_row())",
         "if (row >= first_row())",
+    ),
+    KernelFault(
+        "bank conflicts: the rows' sums lie in columns",
+        "rms_norm",
+        COLUMNS,
+        """sums[threadIdx.y * kWarp + threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y == 0 && column < width) {
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kSummands; ++i) total += sums[i * kWarp + threadIdx.x];""",
+        """sums[threadIdx.x * kSummands + threadIdx.y] = sum;
+  __syncthreads();
+  if (threadIdx.y == 0 && column < width) {
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kSummands; ++i) total += sums[threadIdx.x * kSummands + i];""",
+    ),
+    KernelFault(
+        "a narrowed accumulator: the loss's sum of exponentials is kept in fp16",
+        "cross_entropy",
+        "csrc/cross_entropy/cuda.cu",
+        "sum[0] += expf(tile.value[k][n] - seen);",
+        "sum[0] = to_float(from_float<F16>(sum[0] + expf(tile.value[k][n] - seen)));",
+    ),
+    KernelFault(
+        "the loss's sum is not scaled when a larger logit is seen",
+        "cross_entropy",
+        "csrc/cross_entropy/cuda.cu",
+        "      sum[0] *= expf(seen - largest);\n",
+        "",
+    ),
+    KernelFault(
+        "the gradient of the vocabulary's padding is not zero",
+        "cross_entropy",
+        "csrc/cross_entropy/cuda.cu",
+        "column < columns ? (expf",
+        "column < stride ? (expf",
+    ),
+    KernelFault(
+        "causality is off by one: a query does not see its own key",
+        "scaled_softmax",
+        "csrc/scaled_softmax/cuda.cu",
+        "(keys - queries) + 1;",
+        "(keys - queries);",
+    ),
+    KernelFault(
+        "a missing barrier: a tile's counts are overwritten before they are read",
+        "kept_columns",
+        "csrc/kept_columns/cuda.cu",
+        "    __syncthreads();  // the counts have been read\n",
+        "",
+    ),
+    KernelFault(
+        "a wrong lane: a token counts itself among those before it",
+        "kept_columns",
+        "csrc/kept_columns/cuda.cu",
+        "((1u << lane) - 1)",
+        "((2u << lane) - 1)",
+    ),
+    KernelFault(
+        "of equal scores the last column wins",
+        "top_k",
+        "csrc/top_k/cuda.cu",
+        "if (ranks[e] > best) {",
+        "if (ranks[e] >= best) {",
+    ),
+    KernelFault(
+        "a segment of tokens is added up for one row though it holds two",
+        "embedding",
+        "csrc/embedding/cuda.cu",
+        "if (row >= rows || row != sorted[end - 1]) return;\n",
+        "if (row >= rows) return;\n",
+    ),
+    KernelFault(
+        "a row beyond the last is gathered",
+        "gathered_sum",
+        "csrc/gathered_sum/cuda.cu",
+        "return number < available ? number : -1;",
+        "return number <= available ? number : -1;",
+    ),
+    KernelFault(
+        "a wide row's mask repeats that of its first columns",
+        "bias_dropout_add",
+        "csrc/bias_dropout_add/cuda.cu",
+        "if (!whole && row_keys) columns.hash(t);",
+        "if (!whole && row_keys) columns.hash(0);",
+    ),
+    KernelFault(
+        "lanes are left out of the search for a block's largest element",
+        "quantize",
+        "csrc/quantize/cuda.cu",
+        "for (int distance = lanes / 2; distance > 0; distance /= 2) {",
+        "for (int distance = lanes / 4; distance > 0; distance /= 2) {",
+    ),
+    KernelFault(
+        "a narrowed accumulator: squares are rounded to fp32",
+        "square_sum",
+        "csrc/square_sum/cuda.cu",
+        "const double x = to_float",
+        "const float x = to_float",
     ),
 )
 

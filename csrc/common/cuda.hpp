@@ -15,7 +15,7 @@
 #include <cuda_runtime.h>
 #else
 #include "common/cuda_on_cpu.h"
-#include "common/half.hpp"
+#include "common/numbers.hpp"
 #endif
 
 namespace megazero {
@@ -24,10 +24,11 @@ constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Elements as they lie in memory; all arithmetic is done in float. The codes are those of megazero/ops/cuda.py.
+#if defined(__CUDACC__)
 struct F16 {
   std::uint16_t bits;
 };
-#if defined(__CUDACC__)
+
 struct Bf16 {
   std::uint16_t bits;
 };
@@ -101,19 +102,17 @@ int launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, std::size_t
   return static_cast<int>(cudaGetLastError());
 }
 #else
+using F16 = Fp16;
+
 inline float to_float(float x) { return x; }
-inline float to_float(F16 x) { return half_to_float(x.bits); }
+inline float to_float(F16 x) { return load(&x); }
 inline float to_float(Bf16 x) { return load(&x); }
 
 template <typename T>
 T from_float(float x) {
-  if constexpr (std::is_same_v<T, F16>) {
-    return F16{float_to_half(x)};
-  } else {
-    T to;
-    store(x, &to);
-    return to;
-  }
+  T to;
+  store(x, &to);
+  return to;
 }
 
 #define MEGAZERO_SHARED(type, name, count) \

@@ -4,18 +4,9 @@
 
 #include <cstdint>
 
-#include "common/cuda.hpp"
+#include "common/cuda_splitmix.hpp"
 
 namespace megazero {
-
-constexpr std::uint64_t kGoldenGamma = 0x9E3779B97F4A7C15ull;
-
-// SplitMix64's output function (Steele, Lea & Flood 2014).
-__device__ __forceinline__ std::uint64_t mix_64(std::uint64_t z) {
-  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
-  z = (z ^ z >> 27) * 0x94D049BB133111EBull;
-  return z ^ z >> 31;
-}
 
 // A column's share of the hash.
 __device__ __forceinline__ std::uint32_t keep_column(std::int64_t index) {

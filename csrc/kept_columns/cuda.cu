@@ -6,18 +6,12 @@
 // the highest, by counting; some twenty counts do, as the numbers are spread evenly. Then each warp votes, and a kept
 // token's place is how many votes come before it.
 #include "common/cuda_rows.hpp"
+#include "common/cuda_splitmix.hpp"
 
 namespace megazero {
 
 constexpr int kMostThreads = 1024;
-constexpr std::uint64_t kGoldenGamma = 0x9E3779B97F4A7C15u, kTopBit = std::uint64_t{1} << 63;
-
-// SplitMix64's output function (Steele, Lea & Flood 2014).
-__device__ __forceinline__ std::uint64_t mix_64(std::uint64_t z) {
-  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
-  z = (z ^ z >> 27) * 0x94D049BB133111EBu;
-  return z ^ z >> 31;
-}
+constexpr std::uint64_t kTopBit = std::uint64_t{1} << 63;
 
 // The tokens' numbers, all of them distinct: the lowest `low` bits are the token itself. As signed numbers they are in
 // the order in which these are as unsigned ones.

@@ -8,7 +8,7 @@
 //
 // 2 to 32 lanes of a warp take a block, four elements of it at a time; those of a block of up to 256 stay in registers
 // between the search for the largest and the rounding; those of a larger one are read again, mostly from the cache.
-#include "common/cuda.hpp"
+#include "common/cuda_splitmix.hpp"
 
 namespace megazero {
 
@@ -86,11 +86,8 @@ __device__ __forceinline__ unsigned largest_of_lanes(unsigned value, int lanes) 
 
 // The top 24 bits of a SplitMix64 stream's number at `index`, as a fraction.
 __device__ __forceinline__ float uniform(std::uint64_t start, std::uint64_t index) {
-  std::uint64_t z = start + (index + 1) * 0x9e3779b97f4a7c15u;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  z ^= z >> 31;
-  return __fmul_rn(static_cast<float>(static_cast<int>(z >> 40)), 0x1p-24f);
+  const std::uint64_t bits = mix_64(start + (index + 1) * kGoldenGamma);
+  return __fmul_rn(static_cast<float>(static_cast<int>(bits >> 40)), 0x1p-24f);
 }
 
 // 2^(exponent - 3) of x, at least 2^-9, is the distance between fp8 numbers around it; this is 1 over it, and 1 for

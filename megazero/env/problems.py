@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megazero.env.facts import Environment
-
-OLDEST_CAPABILITY = (8, 0)
-"""Of the GPUs that the kernels of csrc are built for."""
+from megazero.ops.cuda import OLDEST_CAPABILITY
 
 SHARED_BYTES = 8 << 20
 """Of /dev/shm that a rank takes for collectives: two slots of 1 MiB in each of about four groups."""
