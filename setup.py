@@ -6,7 +6,9 @@ The CUDA kernels are built too if torch is there, is one for CUDA, and nvcc is f
 them with any torch, and then a failure is an error; MEGAZERO_CUDA=0 leaves them out.
 """
 
+import importlib.util
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +52,15 @@ native_mpu = Pybind11Extension(
     optional=True,
 )
 
-TORCH_IS_FOR_CUDA = "import sys, torch; sys.exit(torch.version.cuda is None)"
+
+def torch_is_for_cuda():
+    """Whether there is a torch, and it is built for CUDA; it is not imported, which would take seconds."""
+    found = importlib.util.find_spec("torch")
+    return (
+        found is not None and runpy.run_path(Path(found.origin).with_name("version.py"))["cuda"] is not None
+    )
+
+
 BUILD_KERNELS = [sys.executable, "-m", "megazero.cli", "kernels", "build"]
 
 
@@ -61,8 +71,7 @@ class BuildAll(build_ext):
         super().run()
         wanted = os.environ.get("MEGAZERO_CUDA")
         if wanted is None:
-            found = subprocess.run([sys.executable, "-c", TORCH_IS_FOR_CUDA], stderr=subprocess.DEVNULL)
-            wanted = "maybe" if found.returncode == 0 else "0"
+            wanted = "maybe" if torch_is_for_cuda() else "0"
         if wanted != "0":
             subprocess.run(BUILD_KERNELS, cwd=Path(__file__).parent, check=wanted == "1")
 

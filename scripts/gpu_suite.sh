@@ -72,6 +72,8 @@ check environment 10 bash -c environment
 check csrc 40 bash scripts/check_csrc.sh
 # shellcheck disable=SC2086
 check tests 80 python -m pytest "${marked[@]}" $tests
+# Where there is a GPU, the kernels' sweeps run on it too.
+check "kernels' sweeps" 60 python -m pytest -n "$(nproc)" tests/kernels
 if [[ -z $dry ]]; then
     check quickstart 80 bash scripts/quickstart.sh --steps "$steps" --dp 1 --out "$scratch"
 fi

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from megazero.kernels import KernelLibrary, WatchedLibrary
 from megazero.kernels.build import build, on_cpu_recipe
 from megazero.kernels.on_cpu import ThreadOrder
+from megazero.ops.cuda import CUDA_KERNELS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Every remainder of packs, warps and blocks, and both sides of each change of shape.
@@ -47,10 +49,41 @@ def assert_faultless(library: WatchedLibrary) -> None:
     assert {name: counts.mistakes for name, counts in report.kernels.items() if counts.mistakes} == {}
 
 
+class Mirrored:
+    """Kernels of another memory for tensors of this one: a launch copies what it is given there and back."""
+
+    def __init__(self, library: KernelLibrary, device: str) -> None:
+        self.library = library
+        self.device = device
+        self.column_groups = library.column_groups
+
+    def launch(self, name: str, *arguments: Any) -> None:
+        copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def mirror(argument: Any) -> Any:
+            if isinstance(argument, (list, tuple)):
+                return [mirror(each) for each in argument]
+            if not isinstance(argument, Tensor):
+                return argument
+            whole = torch.empty(0, dtype=torch.uint8).set_(argument.untyped_storage())
+            there = copies.setdefault(whole.data_ptr(), (whole, whole.to(self.device, copy=True)))[1]
+            shape = argument.storage_offset(), argument.shape, argument.stride()
+            return torch.empty(0, dtype=argument.dtype, device=self.device).set_(
+                there.untyped_storage(), *shape
+            )
+
+        self.library.launch(name, *map(mirror, arguments))
+        for here, there in copies.values():
+            here.copy_(there)
+
+
 def in_every_order(
     run: Callable[[KernelLibrary], Sequence[Tensor | None]], seed: int = 0
 ) -> list[Tensor | None]:
-    """The results of `run`, which must be the same bits in whatever order threads take turns."""
+    """The results of `run`, which must be the same bits in whatever order threads take turns.
+
+    Where there is a GPU, what is returned is what it computes.
+    """
     results = []
     for order in ThreadOrder:
         library = watched(order, seed)
@@ -59,6 +92,8 @@ def in_every_order(
     for other in results[1:]:
         for first, second in zip(results[0], other, strict=True):
             assert (first is None and second is None) or same_bits(first, second)
+    if CUDA_KERNELS is not None:
+        return [None if each is None else each.detach() for each in run(Mirrored(CUDA_KERNELS, "cuda"))]
     return results[0]
 
 

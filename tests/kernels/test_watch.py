@@ -10,6 +10,7 @@ import torch
 from megazero.kernels import WatchedLibrary
 from megazero.kernels.build import build, on_cpu_recipe
 from megazero.kernels.on_cpu import ThreadOrder
+from tests.kernels.harness import Mirrored
 
 
 @cache
@@ -120,6 +121,15 @@ def test_what_lanes_receive(order):
     assert y[224:239].tolist() == list(range(1, 16))
     # Lane 15 asks lane 16, which is outside of the mask.
     assert counts.divergent_barriers == 1
+
+
+def test_a_launch_can_be_mirrored_into_other_memory():
+    """As the sweeps do it where there is a GPU: views keep their places in one storage."""
+    held, kernels = torch.arange(200, dtype=torch.float32), library()
+    Mirrored(kernels, "cpu").launch("reverse_right", held[1:65], held[70:134])
+    assert held[70:134].tolist() == list(range(64, 0, -1))
+    assert held[:70].tolist() == list(range(70))
+    assert held[134:].tolist() == list(range(134, 200))
 
 
 def test_arguments_of_another_kind_are_refused():
