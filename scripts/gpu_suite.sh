@@ -71,11 +71,11 @@ if [[ -n $dry ]]; then marked=(-n0); fi
 check environment 10 bash -c environment
 check csrc 40 bash scripts/check_csrc.sh
 # shellcheck disable=SC2086
-check tests 80 python -m pytest "${marked[@]}" $tests
+check tests 60 python -m pytest "${marked[@]}" $tests
 # Where there is a GPU, the kernels' sweeps run on it too.
-check "kernels' sweeps" 60 python -m pytest -n "$(nproc)" tests/kernels
+check "kernels' sweeps" 45 python -m pytest -n "$(nproc)" tests/kernels
 if [[ -z $dry ]]; then
-    check quickstart 80 bash scripts/quickstart.sh --steps "$steps" --dp 1 --out "$scratch"
+    check quickstart 70 bash scripts/quickstart.sh --steps "$steps" --dp 1 --out "$scratch"
 fi
 for name in loss.png metrics.jsonl metrics.eval.jsonl; do
     for found in "$scratch/steps-$steps"-*/"$name"; do
@@ -84,18 +84,16 @@ for name in loss.png metrics.jsonl metrics.eval.jsonl; do
 done
 check "a run that is saved" 15 python "${run[@]}" --exit-interval 4
 check "the same, gone on with" 15 python "${run[@]}" --check-host-waits warn
-check "steps of three shapes" 110 python benchmarks/device_step.py --device "$device" ${small[@]+"${small[@]}"} \
-    --seconds 85 --output "$results/gpu_device_step.jsonl"
+check "steps of three shapes" 85 python benchmarks/device_step.py --device "$device" ${small[@]+"${small[@]}"} \
+    --seconds 65 --output "$results/gpu_device_step.jsonl"
 if [[ -z $dry ]]; then
     check "a step beside PyTorch's" 40 python benchmarks/train_step.py --dtype bf16 --device cuda --rounds 3 \
         --contenders eager megazero --output "$results/gpu_train_step.jsonl"
     check "BERT's step" 30 python benchmarks/bert_step.py --dtype bf16 --device cuda --rounds 3 \
         --contenders plain megazero megazero-pack --output "$results/gpu_bert_step.jsonl"
 fi
-if [[ -f benchmarks/kernels_gpu.py ]]; then
-    check "kernels' rates" 45 python benchmarks/kernels_gpu.py --device "$device" \
-        --output "$results/gpu_kernels.jsonl"
-fi
+check "kernels' rates" 60 python benchmarks/kernels_gpu.py --device "$device" --rounds 3 \
+    --output "$results/gpu_kernels.jsonl"
 
 echo
 if ((${#failed[@]})); then

@@ -1,0 +1,337 @@
+"""Rates of the CUDA kernels beside a copy, torch, torch.compile and, where installed, Liger and apex.
+
+    python benchmarks/kernels_gpu.py --output benchmarks/results/gpu_kernels.jsonl
+    python benchmarks/kernels_gpu.py --only norm cross_entropy --dtypes bf16 fp32
+    python benchmarks/kernels_gpu.py --device cpu      # tiny, on the imitation: that it runs, not how fast
+
+Contenders take turns within a round, and medians are compared. Tensors are several times as large as the cache.
+One JSON line per kernel, pass, dtype and contender: microseconds, GB/s over the bytes that any implementation
+must move, and the share of the copy's rate, which is measured in the same rounds. A contender that fails has a
+line with its error, and the exit status is 1 if ours does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+
+from megazero.kernels import KernelLibrary, WatchedLibrary
+from megazero.kernels.build import build, on_cpu_recipe
+from megazero.ops.adam.cuda import adam_cuda
+from megazero.ops.bias_dropout_add.cuda import bias_dropout_add_cuda
+from megazero.ops.bias_dropout_add.reference import bias_dropout_add_reference
+from megazero.ops.bias_gelu.cuda import bias_gelu_cuda
+from megazero.ops.bias_gelu.reference import bias_gelu_reference
+from megazero.ops.cross_entropy.cuda import vocab_parallel_cross_entropy_cuda
+from megazero.ops.cuda import CUDA_KERNELS
+from megazero.ops.dropout import Dropout
+from megazero.ops.embedding.cuda import embedding_cuda
+from megazero.ops.layer_norm.cuda import layer_norm_cuda
+from megazero.ops.layer_norm.reference import layer_norm_reference
+from megazero.ops.quantize import Quantization
+from megazero.ops.quantize.cuda import quantize_cuda
+from megazero.ops.quantize.reference import quantize_reference
+from megazero.ops.rms_norm.cuda import rms_norm_cuda
+from megazero.ops.rms_norm.reference import rms_norm_reference
+from megazero.ops.rotary import rotary_table
+from megazero.ops.rotary.cuda import apply_rotary_cuda
+from megazero.ops.rotary.reference import apply_rotary_reference
+from megazero.ops.scaled_softmax.cuda import scaled_softmax_cuda
+from megazero.ops.scaled_softmax.reference import scaled_softmax_reference
+from megazero.ops.square_sum.cuda import square_sum_cuda
+from megazero.ops.swiglu.cuda import swiglu_cuda
+from megazero.ops.swiglu.reference import swiglu_reference
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TARGET = 0.85  # of the copy's rate
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Rows, their width, the vocabulary: large enough to leave the cache, or tiny."""
+
+    rows: int
+    width: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class RateTask:
+    """One operator at one size.
+
+    Attributes:
+        name: of the operator.
+        inputs: its tensors; those that require grad are differentiated.
+        ours: the call by our kernels.
+        others: further contenders, by name.
+        forward, backward: bytes that must be moved; backward 0 if there is none.
+    """
+
+    name: str
+    inputs: tuple[Tensor, ...]
+    ours: Callable[..., Tensor]
+    others: dict[str, Callable[..., Tensor]] = field(default_factory=dict)
+    forward: int = 0
+    backward: int = 0
+
+
+class OneRank:
+    """A group of one."""
+
+    size, rank = 1, 0
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        """The identity."""
+
+
+def tasks(kernels: KernelLibrary, device: str, dtype: torch.dtype, sizes: Sizes) -> Iterator[RateTask]:
+    """All operators that are timed; plain torch is the formula of their references."""
+    rows, width, size = sizes.rows, sizes.width, dtype.itemsize
+    elements = rows * width
+
+    def leaf(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, device=device).to(of).requires_grad_()
+
+    def plain(formula: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
+        return {"torch": formula, "compiled": torch.compile(formula, dynamic=False)}
+
+    weight, bias = leaf(width, of=torch.float32), leaf(width, of=torch.float32)
+    yield RateTask(
+        "layer_norm",
+        (leaf(rows, width), weight, bias),
+        lambda x, w, b: layer_norm_cuda(x, w, b, 1e-5, kernels),
+        {**plain(lambda x, w, b: layer_norm_reference(x, w, b, 1e-5)), **_liger_and_apex("layer_norm")},
+        2 * elements * size,
+        3 * elements * size,
+    )
+    yield RateTask(
+        "rms_norm",
+        (leaf(rows, width), weight),
+        lambda x, w: rms_norm_cuda(x, w, 1e-5, kernels),
+        {**plain(lambda x, w: rms_norm_reference(x, w, 1e-5)), **_liger_and_apex("rms_norm")},
+        2 * elements * size,
+        3 * elements * size,
+    )
+    yield RateTask(
+        "bias_gelu",
+        (leaf(rows, width), leaf(width)),
+        lambda x, b: bias_gelu_cuda(x, b, False, kernels),
+        plain(lambda x, b: bias_gelu_reference(x, b, False)),
+        2 * elements * size,
+        3 * elements * size,
+    )
+    yield RateTask(
+        "swiglu",
+        (leaf(rows, 2, width),),
+        lambda x: swiglu_cuda(x, kernels),
+        plain(swiglu_reference),
+        3 * elements * size,
+        5 * elements * size,
+    )
+    keys = torch.arange(1, device=device)
+    dropout = Dropout(0.1, keys, range(rows))
+    yield RateTask(
+        "bias_dropout_add",
+        (leaf(rows, 1, width), leaf(width), leaf(rows, 1, width)),
+        lambda x, b, r: bias_dropout_add_cuda(x, b, r, dropout, kernels),
+        {"torch": lambda x, b, r: bias_dropout_add_reference(x, b, r, dropout)},
+        3 * elements * size,
+        2 * elements * size,
+    )
+    cos, sin = rotary_table(torch.arange(rows, device=device), 64, 1e4)
+    yield RateTask(
+        "rotary",
+        (leaf(rows, 1, width // 64, 64),),
+        lambda x: apply_rotary_cuda(x, cos, sin, kernels),
+        plain(lambda x: apply_rotary_reference(x, cos, sin)),
+        2 * elements * size,
+        2 * elements * size,
+    )
+    queries = min(rows, width)
+    heads = max(1, rows // queries)
+    yield RateTask(
+        "scaled_softmax",
+        (leaf(1, heads, queries, width),),
+        lambda x: scaled_softmax_cuda(x, 0.125, False, None, kernels),
+        plain(lambda x: scaled_softmax_reference(x, 0.125, False, None)),
+        2 * heads * queries * width * size,
+        3 * heads * queries * width * size,
+    )
+    tokens = max(8, elements // sizes.vocabulary)
+    logits = tokens * sizes.vocabulary * size
+    target = torch.randint(sizes.vocabulary, (tokens,), device=device)
+    cross_entropy = torch.nn.functional.cross_entropy
+    yield RateTask(
+        "cross_entropy",
+        (leaf(tokens, sizes.vocabulary),),
+        lambda x: vocab_parallel_cross_entropy_cuda(
+            x, target, OneRank(), 0, sizes.vocabulary, kernels=kernels
+        ),
+        plain(lambda x: cross_entropy(x.float(), target, reduction="none")),
+        logits,
+        2 * logits,
+    )
+    ids = torch.randint(sizes.vocabulary, (rows,), device=device)
+    yield RateTask(
+        "embedding",
+        (leaf(sizes.vocabulary, width),),
+        lambda w: embedding_cuda(ids, w, 0, sizes.vocabulary, kernels),
+        {"torch": lambda w: torch.nn.functional.embedding(ids, w)},
+        2 * elements * size,
+        elements * size + sizes.vocabulary * width * size,
+    )
+    how, flat = Quantization("int8", 256), leaf(rows, width).detach()
+    yield RateTask(
+        "quantize",
+        (flat,),
+        lambda x: quantize_cuda(x, how, kernels=kernels),
+        {"torch": lambda x: quantize_reference(x, how)},
+        elements * size + elements,
+    )
+    yield RateTask(
+        "square_sum",
+        (flat,),
+        lambda x: square_sum_cuda([x], kernels=kernels),
+        {"torch": lambda x: x.float().square().sum(dtype=torch.float64)},
+        elements * size,
+    )
+    yield _adam(kernels, device, dtype, elements)
+
+
+def _adam(kernels: KernelLibrary, device: str, dtype: torch.dtype, elements: int) -> RateTask:
+    """fp32 masters and moments, gradients and weights in dtype, beside torch's pass and the copies around it."""
+    master, mean, square = (torch.rand(elements, device=device) for _ in range(3))
+    grad, weights = (torch.randn(elements, device=device).to(dtype) for _ in range(2))
+    settings = {"step": 3, "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+    def ours(*_: Tensor) -> Tensor:
+        adam_cuda([master], [grad], [mean], [square], [weights], **settings, kernels=kernels)
+        return weights
+
+    def fused(*_: Tensor) -> Tensor:
+        own = {name: settings[name] for name in ("lr", "beta1", "beta2", "eps", "weight_decay")}
+        step = torch.full((), 3.0, device=device)
+        lists = [master], [grad.float()], [mean], [square], [], [step]
+        torch._fused_adamw_(*lists, **own, amsgrad=False, maximize=False)
+        return weights.copy_(master)
+
+    return RateTask("adam", (master,), ours, {"torch": fused}, elements * (24 + 2 * dtype.itemsize))
+
+
+def _liger_and_apex(name: str) -> dict[str, Callable[..., Tensor]]:
+    """What is installed of these for a norm."""
+    found: dict[str, Callable[..., Tensor]] = {}
+    if importlib.util.find_spec("liger_kernel") is not None:
+        module = importlib.import_module(f"liger_kernel.ops.{name}")
+        if name == "rms_norm":
+            found["liger"] = lambda x, w: module.LigerRMSNormFunction.apply(x, w, 1e-5)
+        else:
+            found["liger"] = lambda x, w, b: module.LigerLayerNormFunction.apply(x, w, b, 1e-5)
+    # The package of that name on PyPI is another one.
+    if name == "layer_norm" and importlib.util.find_spec("fused_layer_norm_cuda") is not None:
+        apex = importlib.import_module("apex.normalization.fused_layer_norm")
+        found["apex"] = lambda x, w, b: apex.fused_layer_norm_affine(x, w, b, x.shape[-1:], 1e-5)
+    return found
+
+
+def seconds_of(work: Callable[[], object], device: str, times: int) -> float:
+    """The time of one call, over `times` of them."""
+    if device == "cpu":
+        began = time.perf_counter()
+        for _ in range(times):
+            work()
+        return (time.perf_counter() - began) / times
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(times):
+        work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / times
+
+
+def passes_of(task: RateTask, call: Callable[..., Tensor]) -> dict[str, Callable[[], object]]:
+    """The forward and, if there is one, the backward of a contender."""
+    leaves = [each for each in task.inputs if each.requires_grad]
+    passes: dict[str, Callable[[], object]] = {"forward": lambda: call(*task.inputs)}
+    if task.backward and leaves:
+        out = call(*task.inputs)
+        grad = torch.randn_like(out)
+        passes["backward"] = lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    return passes
+
+
+def measure(task: RateTask, device: str, rounds: int, times: int) -> Iterator[dict[str, object]]:
+    """Lines of one task: all contenders' passes and a copy of as many bytes, in turns."""
+    work: dict[tuple[str, str], Callable[[], object]] = {}
+    for contender, call in {"megazero": task.ours, **task.others}.items():
+        try:
+            for name, run in passes_of(task, call).items():
+                run()
+                work[contender, name] = run
+        except Exception as error:  # a contender's failure is a result
+            yield {"kernel": task.name, "contender": contender, "error": f"{type(error).__name__}: {error}"}
+    source = torch.empty(max(task.forward, task.backward) // 2, dtype=torch.uint8, device=device)
+    copied = torch.empty_like(source)
+    work["copy", "copy"] = lambda: copied.copy_(source)
+    found: dict[tuple[str, str], list[float]] = {key: [] for key in work}
+    for _ in range(rounds):
+        for key, run in work.items():
+            found[key].append(seconds_of(run, device, times))
+    medians = {key: statistics.median(values) for key, values in found.items()}
+    rate = 2 * source.numel() / medians["copy", "copy"] / 1e9
+    for (contender, name), seconds in medians.items():
+        if contender == "copy":
+            continue
+        own = (task.forward if name == "forward" else task.backward) / seconds / 1e9
+        line = {"kernel": task.name, "pass": name, "contender": contender, "us": seconds * 1e6}
+        yield {**line, "gb_per_s": own, "copy_gb_per_s": rate, "share_of_copy": own / rate}
+
+
+def main() -> int:
+    """Run the command; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of operators' names")
+    parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["bf16"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="also append the lines to this file")
+    flags = parser.parse_args()
+    tiny = flags.device == "cpu"
+    if not tiny and CUDA_KERNELS is None:
+        print(
+            "error: the CUDA kernels must be built and a device be there; see `megazero env`.",
+            file=sys.stderr,
+        )
+        return 1
+    kernels = WatchedLibrary(build(on_cpu_recipe())) if tiny else CUDA_KERNELS
+    sizes = Sizes(8, 64, 40) if tiny else Sizes(16384, 4096, 131072)
+    failed = False
+    for name in flags.dtypes:
+        for task in tasks(kernels, flags.device, DTYPES[name], sizes):
+            if not any(part in task.name for part in flags.only):
+                continue
+            for line in measure(task, flags.device, 1 if tiny else flags.rounds, 1 if tiny else 20):
+                told = {**line, "dtype": name, "device": flags.device}
+                failed |= line["contender"] == "megazero" and "error" in line
+                print(json.dumps(told), flush=True)
+                if flags.output is not None:
+                    with open(flags.output, "a", encoding="utf-8") as file:
+                        file.write(json.dumps(told) + "\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
