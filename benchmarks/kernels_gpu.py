@@ -4,10 +4,10 @@
     python benchmarks/kernels_gpu.py --only norm cross_entropy --dtypes bf16 fp32
     python benchmarks/kernels_gpu.py --device cpu      # tiny, on the imitation: that it runs, not how fast
 
-Contenders take turns within a round, and medians are compared. Tensors are several times as large as the cache.
-One JSON line per kernel, pass, dtype and contender: microseconds, GB/s over the bytes that any implementation
-must move, and the share of the copy's rate, which is measured in the same rounds. A contender that fails has a
-line with its error, and the exit status is 1 if ours does.
+Contenders take turns within a round, and medians are compared. Tensors are several times as large as the
+cache. One JSON line per kernel, pass, dtype and contender: microseconds, GB/s over the bytes that any
+implementation must move, and the share of the copy's rate, which is measured in the same rounds. A contender
+that fails has a line with its error, and the exit status is 1 if ours does.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def tasks(kernels: KernelLibrary, device: str, dtype: torch.dtype, sizes: Sizes)
 
 
 def _adam(kernels: KernelLibrary, device: str, dtype: torch.dtype, elements: int) -> RateTask:
-    """fp32 masters and moments, gradients and weights in dtype, beside torch's pass and the copies around it."""
+    """fp32 masters and moments, the rest in dtype, beside torch's pass and the copies around it."""
     master, mean, square = (torch.rand(elements, device=device) for _ in range(3))
     grad, weights = (torch.randn(elements, device=device).to(dtype) for _ in range(2))
     settings = {"step": 3, "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
