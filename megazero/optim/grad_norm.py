@@ -7,7 +7,7 @@ the root; `ParamSpec` says which elements those are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,14 +26,18 @@ def local_square_sum(tensors: Iterable[Tensor], device: torch.device | str = "cp
     stall, also if a tensor's norm is above 1.8 x 10^19.
 
     Args:
-        tensors: floating-point tensors of any shape and dtype, on one device.
+        tensors: floating-point tensors of any shape and dtype, on one device. Those of an iterator may be
+            overwritten once the next is asked for; those of a sequence are worked on together.
         device: the device of the zero that an empty iterable gives; otherwise the tensors' device is used.
 
     Returns:
         fp64 scalar tensor `[]` on the tensors' device; nothing is copied to the host.
     """
-    found = [tensor.detach() for tensor in tensors]
-    return square_sum(found) if found else torch.zeros((), dtype=torch.float64, device=device)
+    total = None
+    for together in [tensors] if isinstance(tensors, Sequence) and tensors else ([each] for each in tensors):
+        part = square_sum(together)
+        total = part if total is None else total + part
+    return torch.zeros((), dtype=torch.float64, device=device) if total is None else total
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

@@ -321,12 +321,14 @@ class Optimizer:
                 alike.setdefault((copies, factor), []).append(bucket)
         total = torch.zeros((), dtype=torch.float64, device=self.context.device)
         for (copies, factor), buckets in alike.items():
-            found = factor * measure(
+            pieces = (
                 each.flats[kind][where]
                 for residents in self.store.visits((kind,), buckets)
                 for each in residents
                 for where in parts[each.bucket]
             )
+            # What is moved here for a visit is gone after it.
+            found = factor * measure(pieces if self.store.tiers else list(pieces))
             total += on_device(found * copies if estimates else found / copies, total.device)
         self.context.world.all_reduce(total).wait()
         (value,) = read_values(total) or (math.nan,)

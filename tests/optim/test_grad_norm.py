@@ -15,6 +15,17 @@ def test_sums_over_tensors_of_any_shape():
     assert local_square_sum(tensors).dtype == torch.float64
 
 
+def test_tensors_of_an_iterator_may_be_overwritten_when_the_next_is_asked_for():
+    """As those from disk are, whose buffers are used again."""
+
+    def pieces():
+        buffer = torch.empty(3)
+        for value in (1.0, 2.0, 3.0):
+            yield buffer.fill_(value)
+
+    assert local_square_sum(pieces()).item() == 3 * (1 + 4 + 9)
+
+
 def test_nothing_sums_to_zero():
     assert local_square_sum([]) == 0.0
     assert local_square_sum([]).shape == ()
