@@ -53,8 +53,8 @@ def learning_rate(flags: Flags, done: tuple[int, int], total: tuple[int, int]) -
         for each in (done, total)
     )
     decay, peak, floor = flags.get(f"lr-decay-{unit}", decay), flags["lr"], flags["min-lr"]
-    # A fraction is one of the decay; beside a decay in tokens, Megatron-DeepSpeed takes it of the training, which
-    # it counts in iterations or samples.
+    # A fraction is one of the decay; beside a decay in tokens, Megatron-DeepSpeed takes it of the training,
+    # which it counts in iterations or samples.
     of_training = unit == "tokens" and "train-tokens" not in flags
     whole = total[1] * flags["seq-length"] if of_training else decay
     warmup = flags.get(f"lr-warmup-{unit}", flags.get("lr-warmup-fraction", 0) * whole)
