@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megazero.zero import GRADIENT, WEIGHT, Bucket, Resident, ZeroPolicy
-from megazero.zero.store import Sizes, Traffic
+from megazero.zero.store import HostTier, Sizes
 
 
 class SleepingStore:
@@ -20,6 +20,7 @@ class SleepingStore:
     def __init__(self, policy: ZeroPolicy):
         self.policy = policy
         self.buckets: list[Bucket] = []
+        self.tiers = (HostTier(),)  # what is asleep is elsewhere
         self.asleep: dict[Bucket, dict[str, Tensor]] = {}
         self._shards: dict[Bucket, Tensor] = {}
         self._sums: dict[Bucket, Tensor] = {}
@@ -73,9 +74,6 @@ class SleepingStore:
         sums.copy_(result) if first else sums.add_(result)
         if bucket in self._sums:
             self._sums[bucket].fill_(torch.nan)
-
-    def traffic(self) -> Traffic:
-        return Traffic()
 
     def sizes(self) -> Sizes:
         return {}

@@ -148,7 +148,7 @@ class OffloadStore:
             return None
         if weights is None:
             return self.placement.parameters.blank(kept.shard)
-        if isinstance(master, TierSlot) and weights.device != _HOST:
+        if isinstance(master, TierSlot) and weights.device.type not in ("cpu", "meta"):
             return torch.empty(weights.shape, dtype=weights.dtype, pin_memory=self.placement.state.pin)
         return weights
 

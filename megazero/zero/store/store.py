@@ -74,7 +74,7 @@ class Store(Keeper, Protocol):
 
     Attributes:
         buckets: in the order in which backward completes them.
-        tiers: the other memory that state is moved to and from.
+        tiers: other memory that state is moved to and from; with any, what a visit yields is gone after it.
         asleep: by bucket, the kinds whose `at_rest` is memory of a tier, which is too large to be copied.
     """
 
