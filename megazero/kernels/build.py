@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -159,9 +160,10 @@ def _run_ninja(recipe: LibraryRecipe, target: Path) -> None:
         (Path(scratch) / "build.ninja").write_text("\n".join(lines) + "\n", encoding="utf-8")
         ended = subprocess.run([*_ninja(), "-C", scratch], capture_output=True, text=True)
         if ended.returncode != 0:
-            raise BuildError(
-                f"The library `{recipe.name}` must compile, but does not:\n{ended.stdout[-4000:]}"
-            )
+            lines = ended.stdout.splitlines()
+            told = [line for line in lines if re.search("(error|warning) ?:", line)] or lines
+            words = "\n".join(told)[-4000:]
+            raise BuildError(f"The library `{recipe.name}` must compile, but does not:\n{words}")
         target.with_suffix(".log").write_text(ended.stdout, encoding="utf-8")
         os.replace(Path(scratch) / "library.so", target)
 
