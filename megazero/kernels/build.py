@@ -161,7 +161,7 @@ def _run_ninja(recipe: LibraryRecipe, target: Path) -> None:
         ended = subprocess.run([*_ninja(), "-C", scratch], capture_output=True, text=True)
         if ended.returncode != 0:
             lines = ended.stdout.splitlines()
-            told = [line for line in lines if re.search("(error|warning) ?:", line)] or lines
+            told = [line for line in lines if re.search("(error|warning) *:", line)] or lines
             words = "\n".join(told)[-4000:]
             raise BuildError(f"The library `{recipe.name}` must compile, but does not:\n{words}")
         target.with_suffix(".log").write_text(ended.stdout, encoding="utf-8")
