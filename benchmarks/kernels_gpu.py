@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megazero.kernels import KernelLibrary, WatchedLibrary
 from megazero.kernels.build import build, on_cpu_recipe
+from megazero.mpu import SoloGroup
 from megazero.ops.adam.cuda import adam_cuda
 from megazero.ops.bias_dropout_add.cuda import bias_dropout_add_cuda
 from megazero.ops.bias_dropout_add.reference import bias_dropout_add_reference
@@ -87,127 +88,150 @@ class RateTask:
     backward: int = 0
 
 
-class OneRank:
-    """A group of one."""
+class TaskMaker:
+    """Makes the tasks of one device, dtype and size; plain torch is the formula of their references."""
 
-    size, rank = 1, 0
+    def __init__(self, kernels: KernelLibrary, device: str, dtype: torch.dtype, sizes: Sizes):
+        self.kernels, self.device, self.dtype, self.sizes = kernels, device, dtype, sizes
+        self.bytes = sizes.rows * sizes.width * dtype.itemsize  # of one activation
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        """The identity."""
+    def leaf(self, *shape: int, of: torch.dtype | None = None) -> Tensor:
+        """Random values that want a gradient."""
+        return torch.randn(*shape, device=self.device).to(of or self.dtype).requires_grad_()
+
+    def tasks(self) -> Iterator[RateTask]:
+        """All operators that are timed."""
+        yield from self.norms()
+        yield from self.activations()
+        yield from self.attention_parts()
+        yield from self.vocabulary()
+        yield from self.state()
+
+    def norms(self) -> Iterator[RateTask]:
+        """The norms, with their weight gradients."""
+        rows, width = self.sizes.rows, self.sizes.width
+        weight, bias = self.leaf(width, of=torch.float32), self.leaf(width, of=torch.float32)
+        yield RateTask(
+            "layer_norm",
+            (self.leaf(rows, width), weight, bias),
+            lambda x, w, b: layer_norm_cuda(x, w, b, 1e-5, self.kernels),
+            {**_plain(lambda x, w, b: layer_norm_reference(x, w, b, 1e-5)), **_liger_and_apex("layer_norm")},
+            2 * self.bytes,
+            3 * self.bytes,
+        )
+        yield RateTask(
+            "rms_norm",
+            (self.leaf(rows, width), weight),
+            lambda x, w: rms_norm_cuda(x, w, 1e-5, self.kernels),
+            {**_plain(lambda x, w: rms_norm_reference(x, w, 1e-5)), **_liger_and_apex("rms_norm")},
+            2 * self.bytes,
+            3 * self.bytes,
+        )
+
+    def activations(self) -> Iterator[RateTask]:
+        """What stands between the matrix products of an MLP."""
+        rows, width = self.sizes.rows, self.sizes.width
+        yield RateTask(
+            "bias_gelu",
+            (self.leaf(rows, width), self.leaf(width)),
+            lambda x, b: bias_gelu_cuda(x, b, False, self.kernels),
+            _plain(lambda x, b: bias_gelu_reference(x, b, False)),
+            2 * self.bytes,
+            3 * self.bytes,
+        )
+        yield RateTask(
+            "swiglu",
+            (self.leaf(rows, 2, width),),
+            lambda x: swiglu_cuda(x, self.kernels),
+            _plain(swiglu_reference),
+            3 * self.bytes,
+            5 * self.bytes,
+        )
+
+    def attention_parts(self) -> Iterator[RateTask]:
+        """What stands around attention."""
+        rows, width = self.sizes.rows, self.sizes.width
+        keys = torch.arange(1, device=self.device)
+        dropout = Dropout(0.1, keys, range(rows))
+        yield RateTask(
+            "bias_dropout_add",
+            (self.leaf(rows, 1, width), self.leaf(width), self.leaf(rows, 1, width)),
+            lambda x, b, r: bias_dropout_add_cuda(x, b, r, dropout, self.kernels),
+            {"torch": lambda x, b, r: bias_dropout_add_reference(x, b, r, dropout)},
+            3 * self.bytes,
+            2 * self.bytes,
+        )
+        cos, sin = rotary_table(torch.arange(rows, device=self.device), 64, 1e4)
+        yield RateTask(
+            "rotary",
+            (self.leaf(rows, 1, width // 64, 64),),
+            lambda x: apply_rotary_cuda(x, cos, sin, self.kernels),
+            _plain(lambda x: apply_rotary_reference(x, cos, sin)),
+            2 * self.bytes,
+            2 * self.bytes,
+        )
+        queries = min(rows, width)
+        heads = max(1, rows // queries)
+        probabilities = heads * queries * width * self.dtype.itemsize
+        yield RateTask(
+            "scaled_softmax",
+            (self.leaf(1, heads, queries, width),),
+            lambda x: scaled_softmax_cuda(x, 0.125, False, None, self.kernels),
+            _plain(lambda x: scaled_softmax_reference(x, 0.125, False, None)),
+            2 * probabilities,
+            3 * probabilities,
+        )
+
+    def vocabulary(self) -> Iterator[RateTask]:
+        """The loss and the embedding."""
+        rows, width = self.sizes.rows, self.sizes.width
+        tokens = max(8, rows * width // self.sizes.vocabulary)
+        logits = tokens * self.sizes.vocabulary * self.dtype.itemsize
+        target = torch.randint(self.sizes.vocabulary, (tokens,), device=self.device)
+        cross_entropy = torch.nn.functional.cross_entropy
+        yield RateTask(
+            "cross_entropy",
+            (self.leaf(tokens, self.sizes.vocabulary),),
+            lambda x: vocab_parallel_cross_entropy_cuda(
+                x, target, SoloGroup(), 0, self.sizes.vocabulary, kernels=self.kernels
+            ),
+            _plain(lambda x: cross_entropy(x.float(), target, reduction="none")),
+            logits,
+            2 * logits,
+        )
+        ids = torch.randint(self.sizes.vocabulary, (rows,), device=self.device)
+        yield RateTask(
+            "embedding",
+            (self.leaf(self.sizes.vocabulary, width),),
+            lambda w: embedding_cuda(ids, w, 0, self.sizes.vocabulary, self.kernels),
+            {"torch": lambda w: torch.nn.functional.embedding(ids, w)},
+            2 * self.bytes,
+            self.bytes + self.sizes.vocabulary * width * self.dtype.itemsize,
+        )
+
+    def state(self) -> Iterator[RateTask]:
+        """What moves and updates state."""
+        rows, width = self.sizes.rows, self.sizes.width
+        how, flat = Quantization("int8", 256), self.leaf(rows, width).detach()
+        yield RateTask(
+            "quantize",
+            (flat,),
+            lambda x: quantize_cuda(x, how, kernels=self.kernels),
+            {"torch": lambda x: quantize_reference(x, how)},
+            self.bytes + rows * width,
+        )
+        yield RateTask(
+            "square_sum",
+            (flat,),
+            lambda x: square_sum_cuda([x], kernels=self.kernels),
+            {"torch": lambda x: x.float().square().sum(dtype=torch.float64)},
+            self.bytes,
+        )
+        yield _adam(self.kernels, self.device, self.dtype, rows * width)
 
 
-def tasks(kernels: KernelLibrary, device: str, dtype: torch.dtype, sizes: Sizes) -> Iterator[RateTask]:
-    """All operators that are timed; plain torch is the formula of their references."""
-    rows, width, size = sizes.rows, sizes.width, dtype.itemsize
-    elements = rows * width
-
-    def leaf(*shape: int, of: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*shape, device=device).to(of).requires_grad_()
-
-    def plain(formula: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
-        return {"torch": formula, "compiled": torch.compile(formula, dynamic=False)}
-
-    weight, bias = leaf(width, of=torch.float32), leaf(width, of=torch.float32)
-    yield RateTask(
-        "layer_norm",
-        (leaf(rows, width), weight, bias),
-        lambda x, w, b: layer_norm_cuda(x, w, b, 1e-5, kernels),
-        {**plain(lambda x, w, b: layer_norm_reference(x, w, b, 1e-5)), **_liger_and_apex("layer_norm")},
-        2 * elements * size,
-        3 * elements * size,
-    )
-    yield RateTask(
-        "rms_norm",
-        (leaf(rows, width), weight),
-        lambda x, w: rms_norm_cuda(x, w, 1e-5, kernels),
-        {**plain(lambda x, w: rms_norm_reference(x, w, 1e-5)), **_liger_and_apex("rms_norm")},
-        2 * elements * size,
-        3 * elements * size,
-    )
-    yield RateTask(
-        "bias_gelu",
-        (leaf(rows, width), leaf(width)),
-        lambda x, b: bias_gelu_cuda(x, b, False, kernels),
-        plain(lambda x, b: bias_gelu_reference(x, b, False)),
-        2 * elements * size,
-        3 * elements * size,
-    )
-    yield RateTask(
-        "swiglu",
-        (leaf(rows, 2, width),),
-        lambda x: swiglu_cuda(x, kernels),
-        plain(swiglu_reference),
-        3 * elements * size,
-        5 * elements * size,
-    )
-    keys = torch.arange(1, device=device)
-    dropout = Dropout(0.1, keys, range(rows))
-    yield RateTask(
-        "bias_dropout_add",
-        (leaf(rows, 1, width), leaf(width), leaf(rows, 1, width)),
-        lambda x, b, r: bias_dropout_add_cuda(x, b, r, dropout, kernels),
-        {"torch": lambda x, b, r: bias_dropout_add_reference(x, b, r, dropout)},
-        3 * elements * size,
-        2 * elements * size,
-    )
-    cos, sin = rotary_table(torch.arange(rows, device=device), 64, 1e4)
-    yield RateTask(
-        "rotary",
-        (leaf(rows, 1, width // 64, 64),),
-        lambda x: apply_rotary_cuda(x, cos, sin, kernels),
-        plain(lambda x: apply_rotary_reference(x, cos, sin)),
-        2 * elements * size,
-        2 * elements * size,
-    )
-    queries = min(rows, width)
-    heads = max(1, rows // queries)
-    yield RateTask(
-        "scaled_softmax",
-        (leaf(1, heads, queries, width),),
-        lambda x: scaled_softmax_cuda(x, 0.125, False, None, kernels),
-        plain(lambda x: scaled_softmax_reference(x, 0.125, False, None)),
-        2 * heads * queries * width * size,
-        3 * heads * queries * width * size,
-    )
-    tokens = max(8, elements // sizes.vocabulary)
-    logits = tokens * sizes.vocabulary * size
-    target = torch.randint(sizes.vocabulary, (tokens,), device=device)
-    cross_entropy = torch.nn.functional.cross_entropy
-    yield RateTask(
-        "cross_entropy",
-        (leaf(tokens, sizes.vocabulary),),
-        lambda x: vocab_parallel_cross_entropy_cuda(
-            x, target, OneRank(), 0, sizes.vocabulary, kernels=kernels
-        ),
-        plain(lambda x: cross_entropy(x.float(), target, reduction="none")),
-        logits,
-        2 * logits,
-    )
-    ids = torch.randint(sizes.vocabulary, (rows,), device=device)
-    yield RateTask(
-        "embedding",
-        (leaf(sizes.vocabulary, width),),
-        lambda w: embedding_cuda(ids, w, 0, sizes.vocabulary, kernels),
-        {"torch": lambda w: torch.nn.functional.embedding(ids, w)},
-        2 * elements * size,
-        elements * size + sizes.vocabulary * width * size,
-    )
-    how, flat = Quantization("int8", 256), leaf(rows, width).detach()
-    yield RateTask(
-        "quantize",
-        (flat,),
-        lambda x: quantize_cuda(x, how, kernels=kernels),
-        {"torch": lambda x: quantize_reference(x, how)},
-        elements * size + elements,
-    )
-    yield RateTask(
-        "square_sum",
-        (flat,),
-        lambda x: square_sum_cuda([x], kernels=kernels),
-        {"torch": lambda x: x.float().square().sum(dtype=torch.float64)},
-        elements * size,
-    )
-    yield _adam(kernels, device, dtype, elements)
+def _plain(formula: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
+    return {"torch": formula, "compiled": torch.compile(formula, dynamic=False)}
 
 
 def _adam(kernels: KernelLibrary, device: str, dtype: torch.dtype, elements: int) -> RateTask:
@@ -320,7 +344,7 @@ def main() -> int:
     sizes = Sizes(8, 64, 40) if tiny else Sizes(16384, 4096, 131072)
     failed = False
     for name in flags.dtypes:
-        for task in tasks(kernels, flags.device, DTYPES[name], sizes):
+        for task in TaskMaker(kernels, flags.device, DTYPES[name], sizes).tasks():
             if not any(part in task.name for part in flags.only):
                 continue
             for line in measure(task, flags.device, 1 if tiny else flags.rounds, 1 if tiny else 20):

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megazero.mpu import SoloGroup
 from megazero.ops.adam import adam_step
 from megazero.ops.attention import attention
 from megazero.ops.bias_dropout_add import bias_dropout_add
@@ -45,13 +46,6 @@ class Contest:
     inputs: tuple[Tensor, ...]
     ours: Callable[..., Tensor]
     torchs: Callable[..., Tensor]
-
-
-class OneRank:
-    size, rank = 1, 0
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        """A group of one: the identity."""
 
 
 def _norms(leaf: Callable[..., Tensor]) -> Iterator[Contest]:
@@ -157,7 +151,7 @@ def _losses(leaf: Callable[..., Tensor]) -> Iterator[Contest]:
     yield Contest(
         "cross_entropy",
         (leaf(S, B, VOCAB),),
-        lambda x: vocab_parallel_cross_entropy(x, target, OneRank(), 0, VOCAB),
+        lambda x: vocab_parallel_cross_entropy(x, target, SoloGroup(), 0, VOCAB),
         lambda x: F.cross_entropy(x.float().view(-1, VOCAB), target.view(-1), reduction="none").view(S, B),
     )
 

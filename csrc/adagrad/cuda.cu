@@ -31,16 +31,9 @@ extern "C" int megazero_cuda_adagrad_update(std::int64_t grad_dtype, std::int64_
                                             const float* overflow, double lr, double eps, double decay, void* stream) {
   const UpdateEnds ends = update_ends(scale, further_scale, overflow, weight_dtype);
   const AdagradRule rule{static_cast<float>(lr), static_cast<float>(eps), static_cast<float>(decay)};
-  return with_element(grad_dtype, [&](auto element) {
-    using G = decltype(element);
-    const BufferList lists[] = {{params, sizeof(float)},
-                                {grads, sizeof(G)},
-                                {weights, element_size(weight_dtype)},
-                                {totals, sizeof(float)}};
-    return for_segments<UpdateSegments<1>>(count, lengths, lists, kUpdateChunk, [&](auto& all, int chunks, auto) {
-      if (chunks == 0) return 0;
-      return MEGAZERO_LAUNCH((adagrad_update<G>), chunks, kUpdateThreads, 0, stream, all, ends, rule);
-    });
+  const UpdateLists lists{grad_dtype, weight_dtype, count, lengths, params, grads, weights};
+  return for_updates<1>(lists, {totals}, [&](auto gradient, auto& all, int chunks) {
+    return MEGAZERO_LAUNCH((adagrad_update<decltype(gradient)>), chunks, kUpdateThreads, 0, stream, all, ends, rule);
   });
 }
 MEGAZERO_EXPORT(adagrad_update)

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/cuda_arguments.hpp"
+
 #if defined(__CUDACC__)
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -98,6 +100,7 @@ __device__ __forceinline__ T from_float(float x) {
 template <typename... Parameters, typename... Arguments>
 int launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, std::size_t shared_bytes, void* stream,
            Arguments... arguments) {
+  if (!(holds<Parameters>(arguments) && ...)) return kInvalidValue;
   kernel<<<blocks, threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(static_cast<Parameters>(arguments)...);
   return static_cast<int>(cudaGetLastError());
 }

@@ -14,6 +14,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "common/cuda_arguments.hpp"
+
 #define __global__
 #define __device__
 #define __host__
@@ -164,6 +166,7 @@ void store_pack(Global<T> to, on_cpu::Index i, const Pack<T, N>& pack) {
 template <typename... Parameters, typename... Arguments>
 int launch_on_cpu(const char* name, void (*kernel)(Parameters...), dim3 blocks, dim3 threads, std::size_t dynamic_bytes,
                   Arguments... arguments) {
+  if (!(holds<Parameters>(arguments) && ...)) return kInvalidValue;
   auto call = [&] { kernel(static_cast<Parameters>(arguments)...); };
   return on_cpu::run(
       name, blocks, threads, dynamic_bytes, [](void* body) { (*static_cast<decltype(call)*>(body))(); }, &call);

@@ -6,6 +6,8 @@
 // whether the step is to change anything.
 #pragma once
 
+#include <array>
+
 #include "common/cuda_segments.hpp"
 
 namespace megazero {
@@ -104,6 +106,28 @@ __device__ __forceinline__ void update_chunk(const UpdateSegments<MOMENTS>& all,
 // The size of an element with that code; 0 for kNoWeights.
 inline std::size_t element_size(std::int64_t dtype) {
   return dtype == kNoWeights ? 0 : dtype == 0 ? sizeof(float) : sizeof(F16);
+}
+
+// A launch's lists as Python gives them, `count` addresses each; those of weights may be 0.
+struct UpdateLists {
+  std::int64_t grad_dtype, weight_dtype, count;
+  const std::int64_t *lengths, *params, *grads, *weights;
+};
+
+// Calls start(gradient, segments, chunks) for one batch of the lists after the other, with an element of the gradients'
+// type; returns the first error's code.
+template <int MOMENTS, typename Start>
+int for_updates(const UpdateLists& lists, const std::array<const std::int64_t*, MOMENTS>& moments, const Start& start) {
+  return with_element(lists.grad_dtype, [&](auto gradient) {
+    BufferList buffers[kMoments + MOMENTS] = {{lists.params, sizeof(float)},
+                                              {lists.grads, sizeof(gradient)},
+                                              {lists.weights, element_size(lists.weight_dtype)}};
+    std::transform(moments.begin(), moments.end(), buffers + kMoments,
+                   [](const std::int64_t* each) { return BufferList{each, sizeof(float)}; });
+    return for_segments<UpdateSegments<MOMENTS>>(
+        lists.count, lists.lengths, buffers, kUpdateChunk,
+        [&](auto& all, int chunks, auto) { return chunks == 0 ? 0 : start(gradient, all, chunks); });
+  });
 }
 
 // The weighted sum m + share (x - m), as torch's lerp has it.

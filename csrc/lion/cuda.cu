@@ -35,16 +35,9 @@ extern "C" int megazero_cuda_lion_update(std::int64_t grad_dtype, std::int64_t w
   const UpdateEnds ends = update_ends(scale, further_scale, overflow, weight_dtype);
   const LionRule rule{static_cast<float>(beta1), static_cast<float>(1.0 - beta1), static_cast<float>(1.0 - beta2),
                       static_cast<float>(lr), static_cast<float>(decay)};
-  return with_element(grad_dtype, [&](auto element) {
-    using G = decltype(element);
-    const BufferList lists[] = {{params, sizeof(float)},
-                                {grads, sizeof(G)},
-                                {weights, element_size(weight_dtype)},
-                                {exp_avgs, sizeof(float)}};
-    return for_segments<UpdateSegments<1>>(count, lengths, lists, kUpdateChunk, [&](auto& all, int chunks, auto) {
-      if (chunks == 0) return 0;
-      return MEGAZERO_LAUNCH((lion_update<G>), chunks, kUpdateThreads, 0, stream, all, ends, rule);
-    });
+  const UpdateLists lists{grad_dtype, weight_dtype, count, lengths, params, grads, weights};
+  return for_updates<1>(lists, {exp_avgs}, [&](auto gradient, auto& all, int chunks) {
+    return MEGAZERO_LAUNCH((lion_update<decltype(gradient)>), chunks, kUpdateThreads, 0, stream, all, ends, rule);
   });
 }
 MEGAZERO_EXPORT(lion_update)

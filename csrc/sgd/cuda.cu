@@ -35,21 +35,14 @@ extern "C" int megazero_cuda_sgd_update(std::int64_t grad_dtype, std::int64_t we
                                         const float* overflow, double lr, double momentum, double decay, void* stream) {
   const UpdateEnds ends = update_ends(scale, further_scale, overflow, weight_dtype);
   const SgdRule rule{static_cast<float>(lr), static_cast<float>(momentum), static_cast<float>(decay)};
-  return with_element(grad_dtype, [&](auto element) {
-    using G = decltype(element);
-    const BufferList p{params, sizeof(float)}, g{grads, sizeof(G)}, w{weights, element_size(weight_dtype)};
-    if (momentum_sums == nullptr) {
-      const BufferList lists[] = {p, g, w};
-      return for_segments<UpdateSegments<0>>(count, lengths, lists, kUpdateChunk, [&](auto& all, int chunks, auto) {
-        if (chunks == 0) return 0;
-        return MEGAZERO_LAUNCH((sgd_update<G, 0>), chunks, kUpdateThreads, 0, stream, all, ends, rule);
-      });
-    }
-    const BufferList lists[] = {p, g, w, {momentum_sums, sizeof(float)}};
-    return for_segments<UpdateSegments<1>>(count, lengths, lists, kUpdateChunk, [&](auto& all, int chunks, auto) {
-      if (chunks == 0) return 0;
-      return MEGAZERO_LAUNCH((sgd_update<G, 1>), chunks, kUpdateThreads, 0, stream, all, ends, rule);
+  const UpdateLists lists{grad_dtype, weight_dtype, count, lengths, params, grads, weights};
+  if (momentum_sums == nullptr) {
+    return for_updates<0>(lists, {}, [&](auto gradient, auto& all, int chunks) {
+      return MEGAZERO_LAUNCH((sgd_update<decltype(gradient), 0>), chunks, kUpdateThreads, 0, stream, all, ends, rule);
     });
+  }
+  return for_updates<1>(lists, {momentum_sums}, [&](auto gradient, auto& all, int chunks) {
+    return MEGAZERO_LAUNCH((sgd_update<decltype(gradient), 1>), chunks, kUpdateThreads, 0, stream, all, ends, rule);
   });
 }
 MEGAZERO_EXPORT(sgd_update)

@@ -13,6 +13,7 @@ from megazero.ablate.progress import ProgressTable
 from megazero.ablate.runs import Command, Failure, run_all, training_command
 from megazero.ablate.study import Member, Wishes, chosen, read_study, with_teachers
 from megazero.ablate.trial import Trial, trials_of
+from megazero.config.words import split_training_flags
 from megazero.errors import ConfigError, MegazeroError, exit_status
 
 _INTERRUPTED = 130
@@ -71,14 +72,11 @@ def main(argv: Sequence[str], command: Command = training_command) -> int:
         argv: the command's flags; after ``--``, those of the training.
         command: what trains one run.
     """
-    own, passed = list(argv), []
-    if "--" in own:
-        cut = own.index("--")
-        own, passed = own[:cut], own[cut + 1 :]
+    own, passed = split_training_flags(argv)
     flags = build_parser().parse_args(own)
     failures: list[Failure] = []
     try:
-        status = exit_status(lambda: failures.extend(_ablate(flags, tuple(passed), command)))
+        status = exit_status(lambda: failures.extend(_ablate(flags, tuple(passed or ()), command)))
     except KeyboardInterrupt:
         print("interrupted; run the command again to go on", file=sys.stderr)
         return _INTERRUPTED

@@ -95,7 +95,7 @@ def _unused(model: ModelConfig) -> str:
     """Letters of the dims that no tensor of the model need have."""
     dense = not model.num_experts or model.expert_places < model.num_layers
     unused = "" if model.position_embedding_type == "learned_absolute" else "p"
-    unused += "" if dense or model.mlp_type == "residual" else "f"
+    unused += "" if dense else "f"
     return unused + ("" if model.num_experts else "m")
 
 
@@ -108,8 +108,8 @@ def _least_elements(model: ModelConfig, vocab_size: int) -> int:
     attention = 2 * model.head_dim * (model.num_attention_heads + model.kv_heads)
     counts = [experts_of(model, layer) for layer in range(model.num_layers)] if model.num_experts else []
     placed = sum(count > 0 for count in counts)
-    dense = model.num_layers - (0 if model.mlp_type == "residual" else placed)
-    widths = dense * model.ffn_size + sum(counts) * model.expert_ffn_size
+    beside = placed if model.mlp_type == "residual" else 0  # MLPs of an expert's width
+    widths = (model.num_layers - placed) * model.ffn_size + (sum(counts) + beside) * model.expert_ffn_size
     widths += placed * (model.moe_shared_expert_intermediate_size or 0)
     matrices = 3 if model.activation == "swiglu" else 2
     return hidden * (rows + matrices * widths + model.num_layers * attention)

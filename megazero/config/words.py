@@ -1,8 +1,17 @@
-"""Which known word a user may have meant."""
+"""Words of a command line: whose they are, and which known word a user may have meant."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+
+def split_training_flags(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """A command's own words, and those after ``--``, which are flags of a training; None without a ``--``."""
+    own = list(argv)
+    if "--" not in own:
+        return own, None
+    cut = own.index("--")
+    return own[:cut], own[cut + 1 :]
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -49,10 +49,11 @@ class AcceleratorFacts:
 
 @dataclass(frozen=True)
 class CompiledModule:
-    """An extension module; `trouble` is why it cannot be used, None if it can."""
+    """An extension module or library; `trouble` is why it cannot be used, None if it can."""
 
     name: str
     trouble: str | None = None
+    remedy: str = "install a C++17 compiler and run `pip install -e .`"
 
 
 @dataclass(frozen=True)

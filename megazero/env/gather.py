@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -28,8 +28,10 @@ from megazero.env.facts import (
     Versions,
     operator_rows,
 )
+from megazero.kernels.build import BuildError
 from megazero.mpu import backends
 from megazero.ops import operators
+from megazero.ops.cuda import cuda_library
 from megazero.version import VERSION
 
 _MODULES = ("megazero.data._native", "megazero.mpu._native", "megazero.ops._native")
@@ -69,7 +71,7 @@ def gather(ranks: int | None = None) -> Environment:
             re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", _output("nvidia-smi", "-L") or "", re.M)
         ),
         torch_targets=tuple(_torch_targets()),
-        modules=tuple(_module(name) for name in _MODULES),
+        modules=(*(_module(name) for name in _MODULES), *_cuda_kernels(gpus)),
         operators=tuple(row for operator in operators() for row in operator_rows(operator)),
         apex=_apex(),
         writes_bytecode=not sys.dont_write_bytecode,
@@ -140,6 +142,19 @@ def _module(name: str) -> CompiledModule:
         except ImportError as error:
             return CompiledModule(name, str(error))
     return CompiledModule(name)
+
+
+def _cuda_kernels(gpus: Sequence[AcceleratorFacts]) -> Iterator[CompiledModule]:
+    """The kernels for the first GPU, built if they are not there yet; nothing if they are not wanted."""
+    if not gpus or os.environ.get("MEGAZERO_CUDA") == "0":
+        return
+    trouble = None
+    try:
+        cuda_library(gpus[0].capability)
+    except (BuildError, OSError) as error:
+        trouble = str(error)
+    remedy = "install CUDA's toolkit, or set MEGAZERO_CUDA=0 to do without"
+    yield CompiledModule("CUDA kernels", trouble, remedy)
 
 
 def _apex() -> str:

@@ -117,8 +117,8 @@ def _modules(env: Environment) -> Iterator[Trouble]:
         if module.trouble is not None:
             yield Trouble(
                 "module_not_built",
-                f"`{module.name}` must be built to be fast, but cannot be imported ({module.trouble})",
-                "install a C++17 compiler and run `pip install -e .`",
+                f"`{module.name}` must be built to be fast, but cannot be used ({module.trouble})",
+                module.remedy,
             )
 
 

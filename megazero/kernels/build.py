@@ -27,6 +27,7 @@ CSRC = ROOT / "csrc"
 # PTX of the oldest lets newer devices compile for themselves.
 ARCHITECTURES = ("sm_80", "sm_90")
 # Registers that do not suffice, and local memory, are errors.
+INSTALLED_TOOLKIT = Path("/usr/local/cuda")
 _NVCC_CHECKS = "-Xptxas -v,-warn-spills,-warn-lmem-usage -Werror all-warnings"
 _LOCK_POLL_S = 0.2
 
@@ -75,7 +76,7 @@ def find_nvcc() -> Path | None:
     homes = [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     on_path = shutil.which("nvcc")
     homes += [Path(on_path).parent] if on_path else []
-    homes += [Path("/usr/local/cuda/bin")]
+    homes += [INSTALLED_TOOLKIT / "bin"]
     homes += sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin"))
     return next((home / "nvcc" for home in homes if (home / "nvcc").is_file()), None)
 

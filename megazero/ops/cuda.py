@@ -25,7 +25,7 @@ def load_cuda_kernels() -> KernelLibrary | None:
     if not torch.cuda.is_available() or os.environ.get("MEGAZERO_CUDA") == "0":
         return None
     try:
-        return _library_for(torch.cuda.get_device_capability())
+        return cuda_library(torch.cuda.get_device_capability())
     except (BuildError, OSError) as error:
         warnings.warn(
             f"megazero.ops works without its CUDA kernels: {error} torch's operators run instead.",
@@ -34,7 +34,11 @@ def load_cuda_kernels() -> KernelLibrary | None:
         return None
 
 
-def _library_for(capability: tuple[int, int]) -> KernelLibrary:
+def cuda_library(capability: tuple[int, int]) -> KernelLibrary:
+    """The kernels for devices of a compute capability, built if need be.
+
+    Raises BuildError if they cannot be had, with the reason, and OSError if the library cannot be opened.
+    """
     if capability < OLDEST_CAPABILITY:
         oldest, found = (".".join(map(str, each)) for each in (OLDEST_CAPABILITY, capability))
         raise BuildError(f"The device must have compute capability {oldest} or more, but has {found}.")
@@ -65,6 +69,6 @@ def cuda_built() -> bool:
     return CUDA_KERNELS is not None
 
 
-def on_cuda_kernels(**own: Any) -> Callable[[CallFacts], bool]:
-    """The calls that a CUDA kernel of ours handles: in its dtypes, if built; `own` is as in `where`."""
-    return where(CUDA, CUDA_DTYPES, cuda_built, **own)
+def on_cuda_kernels(dtypes: frozenset[torch.dtype] = CUDA_DTYPES, **own: Any) -> Callable[[CallFacts], bool]:
+    """The calls that a CUDA kernel of ours handles: in these dtypes, if built; `own` is as in `where`."""
+    return where(CUDA, dtypes, cuda_built, **own)

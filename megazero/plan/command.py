@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megazero.config.resolve import parse_config
+from megazero.config.words import split_training_flags
 from megazero.errors import ConfigError, exit_status
 from megazero.pipeline import KINDS, Costs, Timeline, add_transfers, build_schedule, simulate
 from megazero.pipeline.render import chrome_trace, draw, render_text
@@ -46,10 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command with its flags, and those of a training after ``--``; returns the exit status."""
-    own, training = list(argv), None
-    if "--" in own:
-        cut = own.index("--")
-        own, training = own[:cut], own[cut + 1 :]
+    own, training = split_training_flags(argv)
     flags = build_parser().parse_args(own)
     return exit_status(lambda: _plan_schedule(flags, training))
 

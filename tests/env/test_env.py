@@ -95,7 +95,7 @@ PROBLEMS = {
     ),
     "module_not_built": (
         replace(SOUND, modules=(CompiledModule("megazero.ops._native", "no such file"),)),
-        "`megazero.ops._native` must be built to be fast, but cannot be imported (no such file); install a "
+        "`megazero.ops._native` must be built to be fast, but cannot be used (no such file); install a "
         "C++17 compiler and run `pip install -e .` [module_not_built]",
     ),
     "foreign_apex": (
@@ -262,6 +262,24 @@ def test_this_machine_is_described(monkeypatch):
     assert "SOME_SECRET" not in env.variables
     assert {row.operator for row in env.operators} >= {"attention", "adam", "swiglu"}
     assert env.memory.total is None or env.memory.total > GIB
+
+
+def test_kernels_that_cannot_be_had_are_a_problem(monkeypatch):
+    monkeypatch.delenv("MEGAZERO_CUDA", raising=False)
+    monkeypatch.setattr(gathering, "_gpus", lambda: [AcceleratorFacts("V100", (7, 0), 32 * GIB)])
+    kernels = gather().modules[-1]
+    assert (kernels.name, kernels.trouble) == (
+        "CUDA kernels",
+        "The device must have compute capability 8.0 or more, but has 7.0.",
+    )
+    found = {str(each) for each in troubles(replace(SOUND, modules=(kernels,)))}
+    assert found == {
+        "`CUDA kernels` must be built to be fast, but cannot be used (The device must have compute "
+        "capability 8.0 or more, but has 7.0.); install CUDA's toolkit, or set MEGAZERO_CUDA=0 to do without "
+        "[module_not_built]"
+    }
+    monkeypatch.setenv("MEGAZERO_CUDA", "0")
+    assert "CUDA kernels" not in [module.name for module in gather().modules]
 
 
 @pytest.mark.parametrize(("inside", "kind"), [("multi_tensor_apply", "nvidia"), ("views", "other")])

@@ -75,7 +75,7 @@ __global__ void cached(Cached<float> x, Global<float> y) {
 }
 
 // Lanes step by `stride` words.
-__global__ void banks(std::int64_t stride, Global<const float> x, Global<float> y) {
+__global__ void banks(int stride, Global<const float> x, Global<float> y) {
   MEGAZERO_SHARED(float, held, 32 * 33);
   held[threadIdx.x * stride] = x[threadIdx.x];
   y[threadIdx.x] = held[threadIdx.x * stride];

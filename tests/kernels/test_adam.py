@@ -36,16 +36,6 @@ def test_every_kind_of_weights(weights):
     check_step(step, reference, pieces((130, 5, 0, 33), 2, torch.bfloat16, weights), units=4)
 
 
-def test_weight_decay_as_a_part_of_the_gradient():
-    def coupled(own):
-        for grad, param in zip(own.grads, own.params, strict=True):
-            grad.add_(param, alpha=SETTINGS["weight_decay"])
-        adam_reference(own.params, own.grads, *own.moments, **SETTINGS | {"weight_decay": 0.0})
-
-    start = pieces((130, 5, 33), 2, torch.float32, torch.float16)
-    check_step(lambda own, **others: step(own, decoupled=False, **others), coupled, start, units=4)
-
-
 def test_more_segments_than_a_launch_takes():
     check_step(step, reference, pieces([3, 0, 1, 9] * 33, 2, torch.bfloat16, torch.bfloat16), units=4)
 

@@ -10,7 +10,7 @@ from megazero.kernels import build as build_module
 from megazero.kernels.build import BuildError, LibraryRecipe, build, cuda_recipe, find_nvcc, path_of
 from megazero.kernels.library import KernelLibrary
 from megazero.ops import cuda
-from tests.kernels.harness import library_path
+from tests.kernels.harness import library_path, watched
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 
@@ -67,6 +67,18 @@ def test_nvcc_is_looked_for_where_cuda_home_says(monkeypatch, tmp_path):
     (tmp_path / "bin/nvcc").write_text("")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert find_nvcc() == tmp_path / "bin/nvcc"
+
+
+def test_nvcc_is_found_among_pythons_packages(monkeypatch, tmp_path):
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(build_module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(build_module, "INSTALLED_TOOLKIT", tmp_path / "nothing")
+    monkeypatch.setattr(build_module.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert find_nvcc() is None
+    (tmp_path / "nvidia/cu13/bin").mkdir(parents=True)
+    (tmp_path / "nvidia/cu13/bin/nvcc").write_text("")
+    assert find_nvcc() == tmp_path / "nvidia/cu13/bin/nvcc"
 
 
 @pytest.fixture
@@ -129,3 +141,23 @@ def test_the_newest_architecture_that_runs_is_built(a_device, monkeypatch, capab
     assert cuda.load_cuda_kernels() is not None
     assert f"code={architecture}" in built[0].compile
     assert os.path.basename(built[0].sources[0]) == "cuda.cu"
+
+
+@pytest.mark.parametrize("width", [2**31, 2**32 + 8, 2**40])
+def test_a_width_that_32_bits_do_not_hold_is_refused(width):
+    library, x, vector = watched(), torch.ones(8), torch.ones(8)
+    with pytest.raises(RuntimeError, match="`layer_norm_forward` must start, but CUDA says: invalid"):
+        library.launch(
+            "layer_norm_forward",
+            x.dtype,
+            1,
+            width,
+            x,
+            None,
+            vector,
+            vector,
+            1e-5,
+            None,
+            x.clone(),
+            *[vector] * 2,
+        )

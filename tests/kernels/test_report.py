@@ -104,8 +104,8 @@ def test_the_page_shows_what_the_kernels_do(rows):
         return [line.split("|")[1:8] for line in text.splitlines() if line.startswith("| `")]
 
     assert counted(table) == counted(markdown(rows)), "run `megazero kernels report --update docs/kernels.md`"
-    registers = re.findall(r"\| (\d+) / (\d+) \| (\d+)% / (\d+)% \|$", table, re.MULTILINE)
-    assert len(registers) == len(rows)
+    compiled = re.findall(r"\| \d+ / \d+ \| (\d+) / (\d+) \| \d+% / \d+% \|$", table, re.MULTILINE)
+    assert compiled == [("0", "0")] * len(rows)  # bytes spilled on either architecture
 
 
 def test_a_page_without_a_place_for_the_table_is_refused(tmp_path, capsys):

@@ -55,6 +55,8 @@ MODELS = {
 }
 PYRAMID = {"num_layers": 4, "num_experts": (2, 8), "moe_layer_freq": (0, 1, 0, 1), "moe_ffn_hidden_size": 24}
 MODELS["pyramid"] = Layout().config().model.model_copy(update=PYRAMID)
+NARROW = {"ffn_hidden_size": 256, "moe_ffn_hidden_size": 8, "num_experts": (8,)}
+MODELS["narrow"] = MODELS[Layout(experts="residual").name].model_copy(update=NARROW)
 MODELS["classifier"] = MODELS[Layout(shape="bert").name].model_copy(
     update={"num_classes": 3, "untie_embeddings_and_output_weights": True}
 )

@@ -8,8 +8,8 @@ from torch import Tensor
 from megazero.ops.adagrad.cuda import adagrad_cuda
 from megazero.ops.adagrad.reference import adagrad_move, adagrad_reference
 from megazero.ops.chunks import side_by_side
-from megazero.ops.cuda import cuda_built
-from megazero.ops.dispatch import CPU, CUDA, DEVICES, FLOATS, CallFacts, Implementation, Operator, where
+from megazero.ops.cuda import on_cuda_kernels
+from megazero.ops.dispatch import CPU, DEVICES, FLOATS, CallFacts, Implementation, Operator, where
 from megazero.ops.native import NATIVE, address, available, update_pass
 
 _FP32 = frozenset({torch.float32})
@@ -33,7 +33,7 @@ ADAGRAD = Operator(
     "adagrad",
     (
         Implementation("native_cpu", adagrad_native_cpu, where(CPU, _FP32, available)),
-        Implementation("cuda", adagrad_cuda, where(CUDA, _FP32, cuda_built)),
+        Implementation("cuda", adagrad_cuda, on_cuda_kernels(_FP32)),
         Implementation("chunks", adagrad_chunks, where(frozenset(DEVICES), FLOATS)),
         Implementation("reference", adagrad_reference),
     ),

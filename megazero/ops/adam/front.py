@@ -10,8 +10,8 @@ from torch import Tensor
 from megazero.ops.adam.cuda import adam_cuda
 from megazero.ops.adam.reference import adam_publish, adam_reference
 from megazero.ops.chunks import scaled, side_by_side
-from megazero.ops.cuda import cuda_built
-from megazero.ops.dispatch import CPU, CUDA, DEVICES, FLOATS, CallFacts, Implementation, Operator, where
+from megazero.ops.cuda import on_cuda_kernels
+from megazero.ops.dispatch import CPU, DEVICES, FLOATS, CallFacts, Implementation, Operator, where
 from megazero.ops.native import NATIVE, address, available, update_pass
 
 _DEVICES = frozenset(DEVICES)
@@ -126,7 +126,7 @@ ADAM = Operator(
     "adam",
     (
         Implementation("native_cpu", adam_native_cpu, where(CPU, _FP32, available)),
-        Implementation("cuda", adam_cuda, where(CUDA, _FP32, cuda_built)),
+        Implementation("cuda", adam_cuda, on_cuda_kernels(_FP32)),
         Implementation("torch_fused", adam_fused, where(_DEVICES, FLOATS, _fused_is_built)),
         Implementation("foreach", adam_foreach, where(_DEVICES, FLOATS)),
         Implementation("reference", adam_reference),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.ops.chunks import scaled, side_by_side
-from megazero.ops.cuda import cuda_built
+from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, where
 from megazero.ops.lamb.cuda import lamb_move_cuda, lamb_norms_cuda
 from megazero.ops.lamb.reference import lamb_move_reference, lamb_norms_reference, lamb_update
@@ -74,7 +74,7 @@ LAMB_NORMS = Operator(
     "lamb_norms",
     (
         Implementation("native_cpu", lamb_norms_native_cpu, where(CPU, _FP32, available)),
-        Implementation("cuda", lamb_norms_cuda, where(CUDA, _FP32, cuda_built)),
+        Implementation("cuda", lamb_norms_cuda, on_cuda_kernels(_FP32)),
         Implementation("blocks", lamb_norms_blocks, where(CUDA, _FP32)),
         Implementation("reference", lamb_norms_reference),
     ),
@@ -84,7 +84,7 @@ LAMB_MOVE = Operator(
     "lamb_move",
     (
         Implementation("native_cpu", lamb_move_native_cpu, where(CPU, _FP32, available)),
-        Implementation("cuda", lamb_move_cuda, where(CUDA, _FP32, cuda_built)),
+        Implementation("cuda", lamb_move_cuda, on_cuda_kernels(_FP32)),
         Implementation("blocks", lamb_move_blocks, where(CUDA, _FP32)),
         Implementation("reference", lamb_move_reference),
     ),

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megazero.ops.chunks import side_by_side
-from megazero.ops.cuda import cuda_built
-from megazero.ops.dispatch import CPU, CUDA, DEVICES, FLOATS, CallFacts, Implementation, Operator, where
+from megazero.ops.cuda import on_cuda_kernels
+from megazero.ops.dispatch import CPU, DEVICES, FLOATS, CallFacts, Implementation, Operator, where
 from megazero.ops.lion.cuda import lion_cuda
 from megazero.ops.lion.reference import lion_move, lion_reference
 from megazero.ops.native import NATIVE, address, available, update_pass
@@ -39,7 +39,7 @@ LION = Operator(
     "lion",
     (
         Implementation("native_cpu", lion_native_cpu, where(CPU, _FP32, available)),
-        Implementation("cuda", lion_cuda, where(CUDA, _FP32, cuda_built)),
+        Implementation("cuda", lion_cuda, on_cuda_kernels(_FP32)),
         Implementation("chunks", lion_chunks, where(frozenset(DEVICES), FLOATS)),
         Implementation("reference", lion_reference),
     ),

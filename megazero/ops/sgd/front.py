@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megazero.ops.chunks import side_by_side
-from megazero.ops.cuda import cuda_built
-from megazero.ops.dispatch import CPU, CUDA, DEVICES, FLOATS, CallFacts, Implementation, Operator, where
+from megazero.ops.cuda import on_cuda_kernels
+from megazero.ops.dispatch import CPU, DEVICES, FLOATS, CallFacts, Implementation, Operator, where
 from megazero.ops.native import NATIVE, address, available, update_pass
 from megazero.ops.sgd.cuda import sgd_cuda
 from megazero.ops.sgd.reference import sgd_move, sgd_reference
@@ -38,7 +38,7 @@ SGD = Operator(
     "sgd",
     (
         Implementation("native_cpu", sgd_native_cpu, where(CPU, _FP32, available)),
-        Implementation("cuda", sgd_cuda, where(CUDA, _FP32, cuda_built)),
+        Implementation("cuda", sgd_cuda, on_cuda_kernels(_FP32)),
         Implementation("chunks", sgd_chunks, where(frozenset(DEVICES), FLOATS)),
         Implementation("reference", sgd_reference),
     ),

@@ -117,8 +117,8 @@ def markdown(rows: Iterable[KernelRow]) -> str:
     """The rows as a Markdown table, with notes below it."""
     lines = [
         "| kernel | case | bytes / must | sectors / ideal | conflicts | threads | shared B "
-        "| registers 80 / 90 | occupancy 80 / 90 |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| registers 80 / 90 | spilled B 80 / 90 | occupancy 80 / 90 |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     notes = []
     for row in rows:
@@ -129,6 +129,7 @@ def markdown(rows: Iterable[KernelRow]) -> str:
             mark = f" [{notes.index(row.scattered) + 1}]"
         each = [row.compiled.get(a) for a in ARCHITECTURES]
         registers = " / ".join("-" if one is None else str(one.registers) for one in each)
+        spilled = " / ".join("-" if one is None else str(one.spilled) for one in each)
         shares = " / ".join(
             "-" if one is None else f"{row.occupancy(a):.0%}"
             for a, one in zip(ARCHITECTURES, each, strict=True)
@@ -136,6 +137,6 @@ def markdown(rows: Iterable[KernelRow]) -> str:
         ratio = "-" if row.bytes_ratio is None else f"{row.bytes_ratio:.3f}"
         counts = row.counts
         cells = (f"`{row.kernel}`", row.case, ratio, f"{row.sectors_ratio:.3f}{mark}", counts.bank_conflicts)
-        cells = (*cells, counts.threads_per_block, counts.shared_bytes, registers, shares)
+        cells = (*cells, counts.threads_per_block, counts.shared_bytes, registers, spilled, shares)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join([*lines, "", *(f"[{i}] {note}" for i, note in enumerate(notes, 1))]).rstrip() + "\n"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megazero.config.resolve import parse_config
+from megazero.config.words import split_training_flags
 from megazero.errors import ConfigError, exit_status
 from megazero.report.memory.picture import draw_memory
 from megazero.report.memory.table import COLUMNS, merge_alike, read_memory, rows, verdict
@@ -29,10 +30,7 @@ def build_memory_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command with its flags, and those of a training after ``--``; returns the exit status."""
-    own, training = list(argv), None
-    if "--" in own:
-        cut = own.index("--")
-        own, training = own[:cut], own[cut + 1 :]
+    own, training = split_training_flags(argv)
     flags = build_memory_parser().parse_args(own)
     return exit_status(lambda: _report(flags, training))
 
