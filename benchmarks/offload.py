@@ -348,15 +348,19 @@ def updates(folder: Path, rounds: int = 7) -> int:
 def beside(folder: Path) -> int:
     """Steps with the same state offloaded, here and in DeepSpeed, in turns; 1 if a contender failed."""
     shape = replace(Shape(), dtype="bf16", sequence=64, micro_batch=1)
-    places = {"optimizer": "nvme", "path": str(folder)}
-    own = {"cpu": {"optimizer": "cpu"}, "nvme": places}
+    nvme = {"optimizer": "nvme", "path": str(folder)}
+    # DeepSpeed adds up gradients in the host's memory, whatever the device is.
+    own = {"cpu": {"": {"optimizer": "cpu"}}, "nvme": {"": nvme, "-sums-cpu": nvme | {"gradients": "cpu"}}}
     failures = []
     for stage, place in ((2, "cpu"), (3, "cpu"), (3, "nvme")):
-        mine = {"zero": {"stage": stage}, "offload": own[place]}
         theirs = {"stage": stage, "offload": place, "folder": str(folder)}
+        mine = {kind: {"zero": {"stage": stage}, "offload": each} for kind, each in own[place].items()}
         contenders = present(
             [
-                Contender(f"megazero-{stage}-{place}", "ours", "build", (1,), options=mine),
+                *(
+                    Contender(f"megazero-{stage}-{place}{kind}", "ours", "build", (1,), options=each)
+                    for kind, each in mine.items()
+                ),
                 Contender(f"deepspeed-{stage}-{place}", "deepspeed_", "build", (1,), "deepspeed", 1, theirs),
             ]
         )

@@ -1,4 +1,4 @@
-"""Slices of weights that sleep on disk are read before they are asked for, in order, and never for longer."""
+"""What sleeps on disk is read before it is asked for, in order, and slices of weights never for longer."""
 
 from __future__ import annotations
 
@@ -41,14 +41,16 @@ class NotedTier(DiskTier):
         return len(self._reading)
 
 
-def trainer(folder: Path, tiers: list[NotedTier], **changes) -> Trainer:
+def trainer(
+    folder: Path, tiers: list[NotedTier], kept: tuple[str, ...] = ("parameters",), **changes
+) -> Trainer:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(LAYERS)))
     settings = {"bucket_size": 16, "prefetch": 0, "max_live": 0, "persistence_threshold": 0, **changes}
 
     def kind(policy: ZeroPolicy) -> OffloadStore:
         tiers.append(NotedTier(folder))
-        return OffloadStore(policy, StatePlacement(parameters=tiers[-1]))
+        return OffloadStore(policy, StatePlacement(**dict.fromkeys(kept, tiers[-1])))
 
     def loss(model, step, sample):
         return model(torch.ones(2, 4) * (sample + 1)).square().sum() * 1e-6
@@ -79,6 +81,33 @@ def test_the_next_two_are_read_before_they_are_asked_for_from_the_first_step_on(
             for number in order:
                 unread.remove(("read", number))
                 unread.remove(("here", number))
+
+
+@pytest.mark.parametrize("with_sums", [False, True])
+def test_an_update_finds_the_first_two_buckets_read_and_gradients_are_added_without_waiting(
+    tmp_path, with_sums
+):
+    tiers: list[NotedTier] = []
+    kept = ("state", "gradients") if with_sums else ("state",)
+    made = trainer(tmp_path, tiers, kept)
+    (tier,) = tiers
+    held = tier.nbytes // (16 * 4)
+    for step in range(2):
+        tier.said.clear()
+        made.accumulate(step, 2)
+        assert tier.ahead == 2 * 3  # masters and two moments of layers 5 and 4
+        reads, asked = ([n for what, n in tier.said if (what == "read") == read] for read in (True, False))
+        assert len(reads) == 2 * 3 + (LAYERS if with_sums else 0)
+        assert len(asked) == (LAYERS if with_sums else 0)  # the second samples'
+        for number, before in zip(asked[1:], asked, strict=False):
+            assert tier.said.index(("read", number)) < tier.said.index(("here", before))
+        tier.said.clear()
+        made.optimizer.step(1e-2, 0.1)
+        assert tier.said.count(("here", 0)) == 1
+        assert not [n for what, n in tier.said if what == "waits"]
+        # All that it holds is read once, and sums once more for their norm.
+        assert len([n for what, n in tier.said if what == "read"]) == held + LAYERS * with_sums - 2 * 3
+        assert tier.ahead == 0
 
 
 def test_what_was_read_for_nothing_is_let_go_of(tmp_path):

@@ -69,8 +69,9 @@ class OffloadStore:
     """Keeps what a placement says in its tiers, and brings it to the host bucket by bucket.
 
     State that is in a tier is updated on the host (ZeRO-Offload, Ren et al. 2021); while one bucket is
-    worked on, the next one is read and the last one written (ZeRO-Infinity, Rajbhandari et al. 2021). Sums
-    and norms round as those of `DeviceStore` do.
+    worked on, the next one is read and the last one written (ZeRO-Infinity, Rajbhandari et al. 2021). What
+    the update begins with is read beside the backward before it, into buffers that the last update left.
+    Sums and norms round as those of `DeviceStore` do.
 
     Args:
         policy: the dtypes of masters and sums.
@@ -183,6 +184,7 @@ class OffloadStore:
     @torch.no_grad()
     def land(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
         self._finish(bucket)
+        self._read_for_update()
         sums = self._kept[bucket].state[GRADIENT]
         if not isinstance(sums, TierSlot):
             if result.data_ptr() != sums.data_ptr():  # otherwise they were reduced in place
@@ -192,6 +194,10 @@ class OffloadStore:
         if first:
             self._fill(tier, sums, result)
             return
+        tier.prefetch(sums)
+        at = self.buckets.index(bucket)
+        for other in self.buckets[at + 1 : at + 1 + _AHEAD]:
+            self._prefetch(other, (GRADIENT,))
         there = tier.fetch(sums)
         there.add_(_on_host(result))
         tier.put(sums, there)
@@ -223,6 +229,11 @@ class OffloadStore:
         items = [item for bucket in self.buckets for item in self._items(bucket)]
         buffers = [("cpu", "buffers", tier.buffer_bytes) for tier in self.placement.tiers]
         return add_up([*items, *(item for item in buffers if item[2])])
+
+    def _read_for_update(self) -> None:
+        """Start to read the masters and moments that the step's update begins with, if they are elsewhere."""
+        for bucket in [b for b in self.buckets if b.key.trainable and self.asleep[b]][: 1 + _AHEAD]:
+            self._prefetch(bucket, self.asleep[bucket])
 
     def _finish(self, bucket: Bucket) -> None:
         """Wait for the bucket's update."""
