@@ -17,7 +17,6 @@ from megazero.report.kernels.case import KernelCase
 # Biases and norms, matrices, and one of several chunks of 16,384, of which the last is small.
 SIZES = (*(768, 1003, 250, 2049) * 10, 3 << 14)
 _ELEMENTS = sum(SIZES)
-_TERMS = {"factor": 1.0, "eps": 1e-6, "weight_decay": 0.1}
 
 
 def _chunks() -> int:
@@ -33,9 +32,10 @@ def _cut(flat: Tensor) -> list[Tensor]:
 def _lamb(kernels: KernelLibrary) -> None:
     p, m, v = (_cut(torch.rand(_ELEMENTS)) for _ in range(3))
     grads, weights = (_cut(torch.rand(_ELEMENTS).bfloat16()) for _ in range(2))
+    terms = {"factor": 1.0, "eps": 1e-6, "weight_decay": 0.1}
     rates = torch.full((len(SIZES),), 1e-3).unbind()
-    lamb_norms_of_pieces(p, grads, m, v, beta1=0.9, beta2=0.95, **_TERMS, kernels=kernels)
-    lamb_move_pieces(p, m, v, rates, weights, **_TERMS, kernels=kernels)
+    lamb_norms_of_pieces(p, grads, m, v, beta1=0.9, beta2=0.95, **terms, kernels=kernels)
+    lamb_move_pieces(p, m, v, rates, weights, **terms, kernels=kernels)
 
 
 CASES = (
