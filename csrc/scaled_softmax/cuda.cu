@@ -86,8 +86,8 @@ __device__ __forceinline__ TileBits own_document(const Visible& visible, std::in
   return equal_ids<std::int32_t, N, whole>(ids, own_key, t, seen);
 }
 
-// Scales the tile, and puts -inf where the query may not attend: beyond what is seen, or where there are documents outside
-// of its `own`; and where the mask says so. Returns how many keys of the thread's it may see.
+// Scales the tile, and puts -inf where the query may not attend: outside of its `own` keys where there are documents,
+// otherwise beyond those seen; and where the mask says so. Returns how many keys of the thread's it may see.
 template <bool documents, int N, bool whole>
 __device__ __forceinline__ float mask_tile(Tile<N, whole>& tile, int t, int seen, TileBits own, float scale,
                                            Global<const std::uint8_t> mask, std::int64_t key_stride) {
@@ -239,8 +239,8 @@ extern "C" int megazero_cuda_scaled_softmax_forward(std::int64_t dtype, std::int
                                                     void* stream) {
   if (count == 0 || keys == 0) return 0;
   const RowLaunch launch = row_launch(count, keys);
-  const Visible visible{inner,      queries,    outer_stride,           inner_stride, query_stride,
-                        key_stride, static_cast<int>(keys), causal != 0,  document_ids, id_bytes == 8};
+  const Visible visible{inner, queries, outer_stride, inner_stride, query_stride,
+                        key_stride, static_cast<int>(keys), causal != 0, document_ids, id_bytes == 8};
   return with_element(dtype, [&](auto element) {
     using T = decltype(element);
     const auto start = [&](auto pack, auto whole, auto documents) {
