@@ -72,11 +72,17 @@ struct Tile {
   // What lies beyond the row's end reads as `beyond`.
   template <typename Pointer>
   __device__ __forceinline__ void load(Pointer row, int width, int tile, float beyond = 0.0f) {
+    load_where(row, tile, [&](int k) { return at(tile, k) < width; }, beyond);
+  }
+
+  // Reads the packs k for which wanted(k), which lie within the row; the others are `otherwise`.
+  template <typename Pointer, typename Wanted>
+  __device__ __forceinline__ void load_where(Pointer row, int tile, const Wanted& wanted, float otherwise = 0.0f) {
     using T = MEGAZERO_ELEMENT(row);
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       const int i = at(tile, k);
-      if (i < width) {
+      if (wanted(k)) {
         constexpr int kAtOnce = N * sizeof(T) > 16 ? 16 / static_cast<int>(sizeof(T)) : N;
 #pragma unroll
         for (int part = 0; part < N; part += kAtOnce) {
@@ -86,7 +92,7 @@ struct Tile {
         }
       } else {
 #pragma unroll
-        for (int n = 0; n < N; ++n) value[k][n] = beyond;
+        for (int n = 0; n < N; ++n) value[k][n] = otherwise;
       }
     }
   }

@@ -119,12 +119,15 @@ class Implementation:
 
     Attributes:
         traceable: whether torch.compile can look into it; a reference always is.
+        of_lists: the same for lists of such tensors, where a kernel takes many in one launch; None if they go
+            through `fn` one by one.
     """
 
     name: str
     fn: Callable[..., Any]
     serves: Callable[[CallFacts], bool] = everything
     traceable: bool = False
+    of_lists: Callable[..., Any] | None = None
 
     def unmet(self, facts: CallFacts) -> str | None:
         """Why it does not serve such a call, or None if it does."""

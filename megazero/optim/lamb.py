@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from megazero.ops.lamb import lamb_move, lamb_norms
+from megazero.ops.lamb import lamb_move_all, lamb_norms_of_all
 from megazero.optim.rule import Needs, check_pieces, zeros_like
 
 
@@ -61,8 +61,9 @@ class Lamb:
         """
         ends = check_pieces(self.state_names, params, grads, states, step, weight_decays, ends)
         facts = {"beta1": self.beta1, "beta2": self.beta2, **self._terms(step), "scale": ends.scale}
-        for param, grad, state, decay in zip(params, grads, states, weight_decays, strict=True):
-            weight, update = lamb_norms(param, grad, *state.values(), **facts, weight_decay=decay)
+        moments = self._moments(states)
+        for norms in lamb_norms_of_all(params, grads, *moments, **facts, weight_decays=weight_decays):
+            weight, update = norms.unbind()
             yield weight, update
 
     @torch.no_grad()
@@ -73,9 +74,8 @@ class Lamb:
         if self.bias_correction == "rate":
             lr *= _correction(self, step)
         rates = (lr * self.ratios(norms, exempt)).to(torch.float32).unbind()
-        pieces = zip(params, states, rates, ends.weights, weight_decays, strict=True)
-        for param, state, rate, weights, decay in pieces:
-            lamb_move(param, *state.values(), rate, weights, **self._terms(step), weight_decay=decay)
+        lists = (params, *self._moments(states), rates, ends.weights)
+        lamb_move_all(*lists, **self._terms(step), weight_decays=weight_decays)
 
     def ratios(self, norms: Sequence[Tensor], exempt: Sequence[bool]) -> Tensor:
         """The trust ratio of each piece, fp64 [pieces], from what `step` is given."""
@@ -84,6 +84,9 @@ class Lamb:
         plain = [unscaled and not self.adapt_all for unscaled in exempt]
         scaled = (weight > 0) & (update > 0) & ~torch.tensor(plain, device=weight.device)
         return torch.where(scaled, bounded, 1.0)
+
+    def _moments(self, states: Sequence[dict[str, Tensor]]) -> list[list[Tensor]]:
+        return [[state[name] for state in states] for name in self.state_names]
 
     def _terms(self, step: int) -> dict[str, float]:
         """Factor and epsilon of the update; those of moments without bias follow from those with it."""

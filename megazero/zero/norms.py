@@ -41,16 +41,34 @@ class ParameterNorms:
             self._first[bucket] = total
             total += len(bucket.layout.members)
         self._norms = torch.zeros(total, count, dtype=torch.float64, device=context.device)
+        self._measured: list[tuple[Tensor, Sequence[Tensor]]] = []  # rows, and norms whose squares they get
 
     def add(self, bucket: Bucket, member: int, tensors: Sequence[Tensor]) -> None:
-        """Measure this rank's part of one member of a bucket."""
+        """Measure this rank's part of one member of a bucket.
+
+        Numbers, such as norms that a rule's kernel has measured itself, must stay as they are until `reduce`,
+        which squares those of all parameters together.
+        """
         number, _ = bucket.layout.specs[member].copy(self.context.place)
-        if number == 0:  # the other copies have the same elements
-            squares = [local_square_sum([tensor]) for tensor in tensors]
-            self.of(bucket, member).copy_(torch.stack(squares))
+        if number != 0:  # the other copies have the same elements
+            return
+        row = self.of(bucket, member)
+        if all(tensor.dim() == 0 and tensor.device == row.device for tensor in tensors):
+            self._measured.append((row, tensors))
+        else:
+            row.copy_(torch.stack([local_square_sum([tensor]) for tensor in tensors]))
+
+    def _square_measured(self) -> None:
+        if not self._measured:
+            return
+        rows, norms = zip(*self._measured, strict=True)
+        squares = torch.stack(list(chain.from_iterable(norms))).double().square()
+        torch._foreach_copy_(list(rows), list(squares.view(len(rows), -1).unbind()))
+        self._measured.clear()
 
     def reduce(self) -> None:
         """Sum over the ranks and take the square roots; every rank calls this."""
+        self._square_measured()
         for replicas, buckets in self._by_replicas.items():
             count = sum(len(bucket.layout.members) for bucket in buckets)
             first = self._first[buckets[0]]

@@ -1,12 +1,18 @@
 """LAMB's kernels against the formulas in fp64."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from megazero.ops.dispatch import Implementation, Operator
+from megazero.ops.lamb import front
 from megazero.ops.lamb.cuda import lamb_move_cuda, lamb_move_pieces, lamb_norms_cuda, lamb_norms_of_pieces
 from megazero.ops.lamb.reference import lamb_move_reference, lamb_norms_reference
 from megazero.ops.segments import DeviceSignals
-from tests.kernels.harness import DTYPES, in_every_order, same_bits
+from megazero.optim import Lamb
+from megazero.optim.rule import PassEnds
+from tests.kernels.harness import DTYPES, in_every_order, same_bits, watched
 from tests.kernels.updates import SIZES, check_cuts, check_extremes, check_signals, check_step, pieces
 
 BETAS = {"beta1": 0.9, "beta2": 0.95}
@@ -108,3 +114,81 @@ def test_norms_of_a_step_with_an_overflow_are_zero():
     start = pieces((130, 5), 2, torch.float16, None)
     found = in_every_order(lambda kernels: [norms(start.clone(), signals=signals, kernels=kernels)])[0]
     assert found.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_more_pieces_than_a_launch_takes():
+    check_step(step, formula, pieces([3, 0, 1, 9] * 33, 2, torch.bfloat16, torch.bfloat16), units=6)
+
+
+def launches(library):
+    return {name: counts.launches for name, counts in library.report().kernels.items()}
+
+
+@pytest.mark.parametrize(("count", "batches"), [(1, 1), (2, 1), (63, 1), (64, 1), (65, 2), (129, 3)])
+def test_launches_are_as_many_for_64_pieces_as_for_one(count, batches):
+    library = watched()
+    step(pieces([3, 5, 1] * (count // 3) + [9] * (count % 3), 2, torch.bfloat16, None), kernels=library)
+    assert launches(library) == dict.fromkeys(("lamb_moments", "lamb_sums", "lamb_move"), batches)
+
+
+def served_by(library, monkeypatch):
+    """LAMB's tables with the library's kernels at the top."""
+    for name, one, many in (
+        ("LAMB_NORMS", lamb_norms_cuda, lamb_norms_of_pieces),
+        ("LAMB_MOVE", lamb_move_cuda, lamb_move_pieces),
+    ):
+        ours = Implementation(
+            "watched", partial(one, kernels=library), of_lists=partial(many, kernels=library)
+        )
+        table = getattr(front, name)
+        monkeypatch.setattr(front, name, Operator(table.name, (ours, table.implementations[-1])))
+
+
+def by_the_rule(own, decays):
+    """A step of the optimizer of pieces that are whole parameters."""
+    rule = Lamb()
+    states = [dict(zip(rule.state_names, each, strict=True)) for each in zip(*own.moments, strict=True)]
+    facts = {"step": 3, "weight_decays": decays}
+    ends = PassEnds(0.5, own.weights)
+    measured = rule.prepare(own.params, own.grads, states, ends=ends, **facts)
+    norms = [torch.stack(list(each)) for each in measured]
+    exempt = [decay == 0.0 for decay in decays]
+    rule.step(own.params, own.grads, states, lr=0.1, norms=norms, exempt=exempt, ends=ends, **facts)
+    return norms
+
+
+@pytest.mark.parametrize("count", [4, 64])
+def test_the_optimizer_launches_once_for_each_weight_decay(count, monkeypatch):
+    start = pieces([33, 5, 130, 2] * (count // 4), 2, torch.bfloat16, torch.bfloat16)
+    decays = [0.1, 0.0, 0.1, 0.0] * (count // 4)
+    wanted, found, library = start.clone(), start.clone(), watched()
+    wanted_norms = by_the_rule(wanted, decays)
+    served_by(library, monkeypatch)
+    found_norms = by_the_rule(found, decays)
+    assert launches(library) == dict.fromkeys(("lamb_moments", "lamb_sums", "lamb_move"), 2)
+    torch.testing.assert_close(found_norms, wanted_norms, rtol=2e-6, atol=0.0)
+    masters = [*found.params, *found.moments[0], *found.moments[1]]
+    theirs = [*wanted.params, *wanted.moments[0], *wanted.moments[1]]
+    torch.testing.assert_close(masters, theirs, rtol=2e-6, atol=1e-6)
+    for weights, master in zip(found.weights, found.params, strict=True):
+        assert same_bits(weights, master.bfloat16())
+
+
+def test_pieces_of_several_dtypes_come_back_in_their_order(monkeypatch):
+    start = pieces((130, 5, 33, 7), 2, torch.float32, torch.bfloat16)
+    start.grads[1], start.grads[2] = start.grads[1].half(), start.grads[2].double()
+    start.weights[0], start.weights[3] = None, start.weights[3].half()
+    wanted, found, library = start.clone(), start.clone(), watched()
+    wanted.grads = [each.float() for each in wanted.grads]
+    tensors = lambda own: (own.params, own.grads, *own.moments)  # noqa: E731
+    settings = {"factor": 0.7, "eps": 1e-6, "weight_decays": [0.1, 0.0, 0.1, 0.1]}
+    norms_wanted = front.lamb_norms_of_all(*tensors(wanted), **BETAS, **settings)
+    front.lamb_move_all(wanted.params, *wanted.moments, rates(wanted), wanted.weights, **settings)
+    served_by(library, monkeypatch)
+    norms_found = front.lamb_norms_of_all(*tensors(found), **BETAS, **settings)
+    front.lamb_move_all(found.params, *found.moments, rates(found), found.weights, **settings)
+    assert library.report().faults == ()
+    torch.testing.assert_close(norms_found, norms_wanted, rtol=2e-6, atol=0.0)
+    torch.testing.assert_close(found.params, wanted.params, rtol=2e-6, atol=1e-6)
+    for weights, master in zip(found.weights, found.params, strict=True):
+        assert weights is None or same_bits(weights, master.to(weights.dtype))

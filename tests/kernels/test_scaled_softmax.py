@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from megazero.ops.scaled_softmax import scaled_softmax
 from megazero.ops.scaled_softmax.cuda import scaled_softmax_cuda
-from megazero.ops.scaled_softmax.reference import scaled_softmax_reference
-from tests.kernels.harness import DTYPES, WIDTHS, Bound, in_every_order, watched
+from megazero.ops.scaled_softmax.reference import same_document, scaled_softmax_reference
+from tests.kernels.harness import DTYPES, WIDTHS, Bound, in_every_order, same_bits, watched
 
 
 def random(*shape, dtype=torch.float32, seed=0):
@@ -19,19 +20,19 @@ def mask_of(*shape):
     return mask
 
 
-def by_kernels(scores, grad, scale, causal, mask):
+def by_kernels(scores, grad, scale, causal, mask, document_ids=None):
     def run(kernels):
         leaf = scores.detach().requires_grad_()
-        probs = scaled_softmax_cuda(leaf, scale, causal, mask, kernels)
+        probs = scaled_softmax_cuda(leaf, scale, causal, mask, kernels, document_ids=document_ids)
         return probs, torch.autograd.grad(probs, leaf, grad)[0]
 
     return in_every_order(run)
 
 
-def check(scores, scale=0.7, causal=False, mask=None):
+def check(scores, scale=0.7, causal=False, mask=None, document_ids=None):
     grad = random(*scores.shape, dtype=scores.dtype, seed=1)
-    probs, grad_scores = by_kernels(scores, grad, scale, causal, mask)
-    exact = scaled_softmax_reference(scores.double(), scale, causal, mask)
+    probs, grad_scores = by_kernels(scores, grad, scale, causal, mask, document_ids)
+    exact = scaled_softmax_reference(scores.double(), scale, causal, mask, document_ids=document_ids)
     # A score's distance from the largest is rounded in proportion to their size.
     size = 1 + (scale * scores.double()).abs().amax(-1, keepdim=True) if scores.numel() else 1.0
     tiny = 2.0**-23 / torch.finfo(scores.dtype).eps
@@ -125,3 +126,121 @@ def test_scores_of_fewer_dims(shape):
 def test_strided_and_shifted_scores():
     check(random(2, 3, 8, 8, dtype=torch.bfloat16).transpose(2, 3), mask=mask_of(8, 8).t())
     check(random(1 + 2 * 16)[1:].view(1, 1, 2, 16), mask=mask_of(2, 16))
+
+
+def documents(b, k, *, ones=True, seed=0):
+    """int32 [b, k]: documents of random lengths, other ones in each sample; every second of 1 with `ones`."""
+    g = torch.Generator().manual_seed(31 * k + seed)
+    rows = []
+    for _ in range(b):
+        lengths = []
+        while sum(lengths) < k:
+            own = int(torch.randint(2, 3 + k // 3, (1,), generator=g))
+            lengths += [own, 1] if ones else [own]
+        rows.append(torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[:k])
+    return torch.stack(rows).to(torch.int32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_documents_of_every_width(dtype):
+    """With documents of length 1 and without, causal or not by turns; at times fewer queries than keys."""
+    for number, width in enumerate(WIDTHS):
+        queries = min(width, 1 + width % 3 if width < 70 else 1)
+        ids = documents(2 if width < 70 else 1, width, ones=width % 2 == 0)
+        scores = random(len(ids), 2 if width < 20 else 1, queries, width, dtype=dtype)
+        check(scores, causal=(number // 2 + DTYPES.index(dtype)) % 2 == 0, document_ids=ids)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [8, 16, 33])
+def test_every_query_of_ragged_documents(dtype, width, causal):
+    check(random(2, 2, width, width, dtype=dtype), causal=causal, document_ids=documents(2, width))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_documents_and_a_mask(causal):
+    """Together they may leave a row nothing: then it is zeros."""
+    ids = documents(2, 24)
+    check(random(2, 3, 24, 24, dtype=torch.bfloat16), 0.3, causal, mask_of(2, 1, 24, 24), ids)
+    check(random(2, 3, 24, 24), 0.3, causal, mask_of(2, 1, 1, 24).roll(3, 0), ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [8193, 8200])
+def test_documents_of_several_tiles(dtype, width):
+    check(random(1, 1, 2, width, dtype=dtype), 0.5, True, document_ids=documents(1, width))
+
+
+@pytest.mark.parametrize("width", [16, 19])
+def test_a_document_may_come_back(width):
+    ids = torch.tensor(
+        [3, 3, 5, 5, 5, -1, 3, 3, -1, 7, 7, 7, 3, 5, 5, 3, 3, 3, -1][:width], dtype=torch.int32
+    )
+    for causal in (False, True):
+        check(random(1, 2, width, width, dtype=torch.float16), causal=causal, document_ids=ids.view(1, -1))
+
+
+@pytest.mark.parametrize("width", [16, 19])
+def test_ids_of_every_integer_dtype(width):
+    """Those of 64 bits count whole: they may differ beyond 32 bits only."""
+    ids = documents(2, width)
+    scores, grad = random(2, 2, width, width), random(2, 2, width, width, seed=1)
+    wanted = by_kernels(scores, grad, 0.7, True, None, ids)
+    for other in (ids.to(torch.int16), ids.to(torch.uint8), ids.long(), ids.long() << 32):
+        found = by_kernels(scores, grad, 0.7, True, None, other)
+        assert all(same_bits(a, b) for a, b in zip(found, wanted, strict=True))
+    check(scores, document_ids=ids.long() << 40)
+
+
+@pytest.mark.parametrize("width", [32, 35])
+def test_what_lies_in_other_documents_may_be_anything(width):
+    """Scores and gradients: NaN there changes nothing, forward or backward."""
+    ids = documents(2, width)
+    hidden = ~same_document(ids, width).expand(2, 2, width, width)
+    scores, grad = random(2, 2, width, width), random(2, 2, width, width, seed=1)
+    wanted = by_kernels(scores, grad, 0.7, False, None, ids)
+    nan = torch.full_like(scores, torch.nan)
+    found = by_kernels(
+        torch.where(hidden, nan, scores), torch.where(hidden, nan, grad), 0.7, False, None, ids
+    )
+    assert all(same_bits(a, b) for a, b in zip(found, wanted, strict=True))
+    assert not any(each[hidden].any() for each in found)
+
+
+@pytest.mark.parametrize("lead", [1, 4])
+def test_shifted_and_strided_ids(lead):
+    """They begin within a pack, or every other number is one; so do the scores, or they do not."""
+    ids = documents(1, 16)
+    shifted = torch.cat([ids.new_zeros(1, lead), ids], 1)[:, lead:].contiguous().flatten()
+    shifted = torch.cat([shifted.new_zeros(lead), shifted])[lead:].view(1, 16)
+    check(random(1, 2, 16, 16, dtype=torch.bfloat16), causal=True, document_ids=shifted)
+    check(random(1 + 256)[1:].view(1, 1, 16, 16), causal=True, document_ids=shifted)
+    check(random(1, 1, 16, 16), document_ids=ids.repeat_interleave(2, 1)[:, ::2])
+
+
+def test_one_document_is_none():
+    scores, grad = random(2, 2, 9, 24), random(2, 2, 9, 24, seed=1)
+    for causal in (False, True):
+        wanted = by_kernels(scores, grad, 0.7, causal, None)
+        found = by_kernels(scores, grad, 0.7, causal, None, torch.full((2, 24), -1, dtype=torch.int32))
+        assert all(same_bits(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ids"),
+    [((2, 1, 4, 4), (1, 4)), ((2, 1, 4, 4), (2, 5)), ((1, 1, 5, 4), (1, 4)), ((4, 4), (1, 4))],
+)
+def test_ids_that_do_not_fit_the_scores_are_refused(sizes, ids):
+    with pytest.raises(ValueError, match="`document_ids` must be"):
+        scaled_softmax(torch.zeros(sizes), 1.0, True, None, document_ids=torch.zeros(ids, dtype=torch.int32))
+    if len(sizes) == 4 and sizes[2] > sizes[3]:
+        with pytest.raises(RuntimeError, match="must start"):
+            scaled_softmax_cuda(
+                torch.zeros(sizes),
+                1.0,
+                True,
+                None,
+                watched(),
+                document_ids=torch.zeros(ids, dtype=torch.int32),
+            )

@@ -156,6 +156,13 @@ def softmax_cases() -> list[Case]:
                             8.0 if scale > 1 else 1.0,
                         )
                     )
+    for q, k in ((6, 6), (2, 6), (67, 67)):
+        ids = torch.tensor([[0, 1, 1, 1, 2, 2], [4, 4, -1, 4, 4, -1]]).repeat_interleave(k // 6 + 1, 1)[:, :k]
+        for causal in (False, True):
+            for mask in (None, _randn(2, 1, q, k) > -0.3):
+                label = f"documents {(q, k)} {causal=} mask={mask is not None}"
+                call = lambda f, x, c=causal, m=mask, i=ids: f(x, 0.5, c, m, document_ids=i)  # noqa: E731
+                cases.append(Case("scaled_softmax", label, (_randn(2, 2, q, k),), call, k == 6))
     return cases
 
 

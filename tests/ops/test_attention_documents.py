@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.ops.attention import attention
+from megazero.ops.attention import attention, composed
 from megazero.ops.attention.documents import document_runs
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dropout import AttentionDropout
+from megazero.ops.scaled_softmax import scaled_softmax
 
 S = 420
 
@@ -71,3 +72,38 @@ def test_dropout_of_another_batch_is_refused_before_rows_are_taken_apart():
     dropout = AttentionDropout(0.3, torch.tensor([5, 6]), range(S), range(S))
     with pytest.raises(ValueError, match="`keys` must hold one key per sequence"):
         attention(x, x, x, causal=False, document_ids=torch.zeros(1, S), dropout=dropout)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("s", "masked"), [(24, False), (24, True), (5, False)])
+def test_the_composition_has_the_softmax_compare_ids(s, masked, causal, monkeypatch):
+    """In fp16 on a CPU, dropout takes it, as on a GPU; the bits are those with a mask of all pairs."""
+    given = []
+
+    def spied(scores, scale, causal, mask, *, document_ids=None):
+        given.append((mask, document_ids))
+        return scaled_softmax(scores, scale, causal, mask, document_ids=document_ids)
+
+    monkeypatch.setattr(composed, "scaled_softmax", spied)
+    torch.manual_seed(3)
+    ids = torch.tensor([[0] * 9 + [1] + [2] * 10 + [0] * 4, [5] * 24], dtype=torch.int32)
+    q, k, v = (
+        torch.randn(length, 2, n, 8).half().requires_grad_() for length, n in ((s, 4), (24, 2), (24, 2))
+    )
+    dropout = AttentionDropout(0.3, torch.tensor([5, 6]), range(24 - s, 24), range(24))
+    mask = torch.rand(2, 1, s, 24) < 0.8 if masked else None
+    ours = attention(q, k, v, causal=causal, mask=mask, document_ids=ids, dropout=dropout)
+    own = ids[:, None, 24 - s :, None] == ids[:, None, None, :]
+    joined = own if mask is None else own & mask
+    theirs = attention(q, k, v, causal=causal, mask=joined, dropout=dropout)
+    (seen, compared), (dense, none) = given
+    assert compared.equal(ids)
+    assert none is None
+    assert dense is not None
+    assert (seen is None) == (not masked and (s == 24 or not causal))
+    assert torch.equal(ours, theirs)
+    upstream = torch.randn_like(ours)
+    for a, b in zip(
+        *(torch.autograd.grad(each, (q, k, v), upstream) for each in (ours, theirs)), strict=True
+    ):
+        assert torch.equal(a, b)

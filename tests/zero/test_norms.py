@@ -18,8 +18,9 @@ from megazero.mpu import (
     solo_context,
     thread_context,
 )
-from megazero.optim import Adam, Sgd
+from megazero.optim import Adam, Sgd, local_square_sum
 from megazero.zero import STAGES, DataParallel, Optimizer, Unit, ZeroPolicy, build_store
+from megazero.zero import norms as norms_module
 from megazero.zero.norms import ParameterNorms
 from tests.optim.rules import Lars, SelfSumming
 from tests.zero.harness import in_threads
@@ -71,6 +72,29 @@ def test_each_element_counts_once(stage):
 
     wanted = {"sliced": [5.0, 10.0], "replicated": [5.0, 10.0], "copy": [10.0, 20.0], "empty": [0.0, 0.0]}
     assert world.run(work) == [wanted] * 4
+
+
+def test_norms_that_were_measured_are_squared_together(monkeypatch):
+    """Other tensors are measured one by one; a norm of fp32 counts as it is."""
+    calls = []
+    monkeypatch.setattr(
+        norms_module, "local_square_sum", lambda each: calls.append(each) or local_square_sum(each)
+    )
+    params = [parameter(str(number), [3.0 * number, 4.0 * number]) for number in range(6)]
+    _, _, store = store_of(params, solo_context(), 0)
+    norms = ParameterNorms(store.buckets, solo_context(), 2)
+    for bucket in store.buckets:
+        for number, _, piece in bucket.layout.member_pieces(store.at_rest(bucket)["weight"]):
+            whole = bucket.layout.specs[number].name == "5"
+            norms.add(bucket, number, [piece, piece] if whole else [piece.double().norm(), piece.norm()])
+    norms.reduce()
+    found = {
+        spec.name: norms.of(bucket, number).tolist()
+        for bucket in store.buckets
+        for number, spec in enumerate(bucket.layout.specs)
+    }
+    assert found == {str(number): [5.0 * number] * 2 for number in range(6)}
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("stage", range(len(STAGES)))

@@ -48,12 +48,17 @@ def attention_with_dropout(
     causal: bool,
     dropout: AttentionDropout | None,
     scale: float,
+    document_ids: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """Attention composed of matmuls and our softmax, so that dropout's masks are exact."""
+    """Attention composed of matmuls and our softmax, so that dropout's masks are exact.
+
+    document_ids [b, t] need no mask of their own: the softmax compares them.
+    """
     s, b, n, d = q.shape
     repeats = n // k.shape[2]
     keys, values = (_heads_second(each).repeat_interleave(repeats, 1) for each in (k, v))
-    probs = scaled_softmax(_heads_second(q) @ keys.transpose(2, 3), scale, causal, mask)
+    scores = _heads_second(q) @ keys.transpose(2, 3)
+    probs = scaled_softmax(scores, scale, causal, mask, document_ids=document_ids)
     if dropout is not None:
         probs = probs * dropout_mask_attention(dropout, b, n, s, k.shape[0])
         values = values / (1 - dropout.p)

@@ -17,7 +17,7 @@ from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dispatch import CPU, CallFacts, Implementation, Operator, kinds_of_calls, where
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.native import on_native_cpu
-from megazero.ops.scaled_softmax.reference import may_attend
+from megazero.ops.scaled_softmax.reference import may_attend, same_document
 
 _FLASH_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16})
 
@@ -29,6 +29,10 @@ class MaskKind(enum.Enum):
     CAUSAL = "causal"
     DOCUMENTS = "documents"
     DENSE = "dense"
+
+
+# What compares documents' ids itself, and takes them instead of a mask [b, 1, s, t].
+_BY_IDS = frozenset({attention_with_dropout})
 
 
 @dataclass(frozen=True)
@@ -141,10 +145,14 @@ def _attend(q, k, v, causal, mask, document_ids, dropout, scale, lse: bool) -> t
         head_size=q.shape[-1],
         lse=lse,
     )
-    mask = _joined_mask(mask, document_ids, causal, s, t, q.device)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1])
-    return ATTENTION.choose(facts).fn(q, k, v, mask, causal, dropout, scale)
+    fn = ATTENTION.choose(facts).fn
+    if fn in _BY_IDS and document_ids is not None:
+        mask = _joined_mask(mask, None, causal, s, t, q.device)
+        return fn(q, k, v, mask, causal, dropout, scale, document_ids=document_ids.expand(q.shape[1], t))
+    mask = _joined_mask(mask, document_ids, causal, s, t, q.device)
+    return fn(q, k, v, mask, causal, dropout, scale)
 
 
 def _mask_kind(mask: Tensor | None, document_ids: Tensor | None, causal: bool, s: int, t: int) -> MaskKind:
@@ -160,7 +168,7 @@ def _joined_mask(
 ) -> Tensor | None:
     """One bool mask [b or 1, n or 1, s, t] of all restrictions, or None if `causal` alone expresses them."""
     if document_ids is not None:
-        own = document_ids[:, None, t - s :, None] == document_ids[:, None, None, :]
+        own = same_document(document_ids, s)
         mask = own if mask is None else mask & own
     if mask is None and (not causal or s == t):
         return None

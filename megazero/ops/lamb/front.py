@@ -1,10 +1,13 @@
 """The public passes of LAMB and their tables of implementations.
 
 A step has two, with a sum over ranks between them. The update is computed in both: to keep it would take as
-much memory as a moment.
+much memory as a moment. The norms are those of whole parameters, so a model has a piece for each, most of
+them small: the kernels for GPUs take many in one launch (`lamb_norms_of_all`, `lamb_move_all`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +15,12 @@ from torch import Tensor
 from megazero.ops.chunks import scaled, side_by_side
 from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, where
-from megazero.ops.lamb.cuda import lamb_move_cuda, lamb_norms_cuda
+from megazero.ops.lamb.cuda import (
+    lamb_move_cuda,
+    lamb_move_pieces,
+    lamb_norms_cuda,
+    lamb_norms_of_pieces,
+)
 from megazero.ops.lamb.reference import lamb_move_reference, lamb_norms_reference, lamb_update
 from megazero.ops.native import NATIVE, address, available, update_pass
 
@@ -74,7 +82,7 @@ LAMB_NORMS = Operator(
     "lamb_norms",
     (
         Implementation("native_cpu", lamb_norms_native_cpu, where(CPU, _FP32, available)),
-        Implementation("cuda", lamb_norms_cuda, on_cuda_kernels(_FP32)),
+        Implementation("cuda", lamb_norms_cuda, on_cuda_kernels(_FP32), of_lists=lamb_norms_of_pieces),
         Implementation("blocks", lamb_norms_blocks, where(CUDA, _FP32)),
         Implementation("reference", lamb_norms_reference),
     ),
@@ -84,7 +92,7 @@ LAMB_MOVE = Operator(
     "lamb_move",
     (
         Implementation("native_cpu", lamb_move_native_cpu, where(CPU, _FP32, available)),
-        Implementation("cuda", lamb_move_cuda, on_cuda_kernels(_FP32)),
+        Implementation("cuda", lamb_move_cuda, on_cuda_kernels(_FP32), of_lists=lamb_move_pieces),
         Implementation("blocks", lamb_move_blocks, where(CUDA, _FP32)),
         Implementation("reference", lamb_move_reference),
     ),
@@ -163,3 +171,82 @@ def lamb_move(
     LAMB_MOVE.choose(CallFacts.of(param)).fn(
         param, exp_avg, exp_avg_sq, rate, weights, factor=factor, eps=eps, weight_decay=weight_decay
     )
+
+
+def lamb_norms_of_all(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    weight_decays: Sequence[float],
+    **settings: float,
+) -> list[Tensor]:
+    """`lamb_norms` of each piece; on a GPU, up to 64 of one weight decay and dtype in one launch.
+
+    Args:
+        params, grads, exp_avgs, exp_avg_sqs: for each piece what `lamb_norms` takes.
+        weight_decays: for each piece, its weight decay.
+        settings: the other arguments of `lamb_norms`, for all pieces.
+
+    Returns:
+        For each piece, the L2 norms of weights and update, fp64 [2] on its device.
+    """
+    lists = (params, grads, exp_avgs, exp_avg_sqs)
+    found: list[Tensor | None] = [None] * len(params)
+    for decay, chosen in _alike(params, grads, weight_decays):
+        implementation = LAMB_NORMS.choose(CallFacts.of(params[chosen[0]]))
+        terms = {**settings, "weight_decay": decay}
+        if implementation.of_lists is None:
+            norms = [implementation.fn(*(each[i] for each in lists), **terms) for i in chosen]
+        else:
+            norms = implementation.of_lists(*([each[i] for i in chosen] for each in lists), **terms)
+        for i, each in zip(chosen, norms, strict=True):
+            found[i] = each
+    return found
+
+
+def lamb_move_all(
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    rates: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    *,
+    weight_decays: Sequence[float],
+    **settings: float,
+) -> None:
+    """`lamb_move` of each piece; on a GPU, up to 64 of one weight decay and dtype in one launch.
+
+    Args:
+        params, exp_avgs, exp_avg_sqs, rates, weights: for each piece what `lamb_move` takes.
+        weight_decays: for each piece, its weight decay.
+        settings: the other arguments of `lamb_move`, for all pieces.
+    """
+    lists = (params, exp_avgs, exp_avg_sqs, rates, weights)
+    for decay, chosen in _alike(params, weights, weight_decays):
+        implementation = LAMB_MOVE.choose(CallFacts.of(params[chosen[0]]))
+        terms = {**settings, "weight_decay": decay}
+        if implementation.of_lists is not None:
+            implementation.of_lists(*([each[i] for i in chosen] for each in lists), **terms)
+            continue
+        for i in chosen:
+            implementation.fn(*(each[i] for each in lists), **terms)
+
+
+def _alike(
+    params: Sequence[Tensor], beside: Iterable[Tensor | None], decays: Iterable[float]
+) -> Iterator[tuple[float, list[int]]]:
+    """The numbers of the pieces that one call takes, with their decay; most models have two of these.
+
+    Args:
+        params: the pieces' weights, which tell device and dtype.
+        beside: their gradients or what the model uses, of which a launch takes one dtype.
+        decays: their weight decays.
+    """
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for i, (param, other, decay) in enumerate(zip(params, beside, decays, strict=True)):
+        key = (decay, param.device, param.dtype, None if other is None else other.dtype)
+        groups.setdefault(key, []).append(i)
+    for (decay, *_), chosen in groups.items():
+        yield decay, chosen

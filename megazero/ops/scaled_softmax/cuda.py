@@ -25,36 +25,54 @@ def _mask_and_strides(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ..
     return mask.view(torch.uint8), tuple(stride if size > 1 else 0 for size, stride in steps)
 
 
+def _readable_ids(document_ids: Tensor | None) -> Tensor | None:
+    """The ids as the kernels read them: contiguous, of 4 or 8 bytes."""
+    if document_ids is None:
+        return None
+    wide = document_ids.dtype in (torch.int32, torch.int64)
+    return (document_ids if wide else document_ids.to(torch.int64)).contiguous()
+
+
+def _id_bytes(ids: Tensor | None) -> int:
+    return 0 if ids is None else ids.element_size()
+
+
 class _CudaScaledSoftmax(torch.autograd.Function):
-    """Saves only its result, in the input's dtype."""
+    """Saves its result, in the input's dtype, and the ids of documents."""
 
     @staticmethod
     def forward(
-        ctx, scores: Tensor, scale: float, causal: bool, mask: Tensor | None, kernels: KernelLibrary
+        ctx,
+        scores: Tensor,
+        scale: float,
+        causal: bool,
+        mask: Tensor | None,
+        document_ids: Tensor | None,
+        kernels: KernelLibrary,
     ) -> Tensor:
         scores = scores.contiguous()
         b, n, q, k = _four(scores)
         mask, strides = _mask_and_strides(mask)
+        ids = _readable_ids(document_ids)
         probs = torch.empty_like(scores)
-        kernels.launch(
-            "scaled_softmax_forward",
-            *(scores.dtype, b * n * q, n, q, k, int(causal), scores, scale, mask, *strides, probs),
-        )
-        ctx.save_for_backward(probs)
+        sizes, masked = (b * n * q, n, q, k, int(causal)), (mask, *strides, ids, _id_bytes(ids))
+        kernels.launch("scaled_softmax_forward", scores.dtype, *sizes, scores, scale, *masked, probs)
+        ctx.save_for_backward(probs, ids)
         ctx.scale, ctx.causal, ctx.kernels = scale, causal, kernels
         return probs
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        (probs,) = ctx.saved_tensors
+        probs, ids = ctx.saved_tensors
         b, n, q, k = _four(probs)
         grad, grad_scores = grad.contiguous(), torch.empty_like(probs)
+        sizes, documents = (b * n * q, n, q, k, int(ctx.causal)), (ids, _id_bytes(ids))
         ctx.kernels.launch(
             "scaled_softmax_backward",
-            *(probs.dtype, b * n * q, q, k, int(ctx.causal), probs, grad, ctx.scale, grad_scores),
+            *(probs.dtype, *sizes, probs, grad, ctx.scale, *documents, grad_scores),
         )
-        return grad_scores, None, None, None, None
+        return grad_scores, None, None, None, None, None
 
 
 def scaled_softmax_cuda(
@@ -63,6 +81,11 @@ def scaled_softmax_cuda(
     causal: bool,
     mask: Tensor | None,
     kernels: KernelLibrary = CUDA_KERNELS,
+    *,
+    document_ids: Tensor | None = None,
 ) -> Tensor:
-    """Softmax of scale * scores [b, n, q, k] in fp32, fp16 or bf16 on a GPU, where the mask allows."""
-    return _CudaScaledSoftmax.apply(scores, scale, causal, mask, kernels)
+    """Softmax of scale * scores [b, n, q, k] in fp32, fp16 or bf16 on a GPU, where the mask allows.
+
+    With document_ids [b, k], what lies outside of a query's document is neither read forward nor backward.
+    """
+    return _CudaScaledSoftmax.apply(scores, scale, causal, mask, document_ids, kernels)

@@ -9,7 +9,7 @@ from megazero.ops.chunks import compute_dtype
 from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.scaled_softmax.cuda import scaled_softmax_cuda
-from megazero.ops.scaled_softmax.reference import may_attend, scaled_softmax_reference
+from megazero.ops.scaled_softmax.reference import may_attend, same_document, scaled_softmax_reference
 
 
 class _ScaledSoftmax(torch.autograd.Function):
@@ -38,8 +38,13 @@ class _ScaledSoftmax(torch.autograd.Function):
         return grad_scores.mul_(ctx.scale), None, None, None
 
 
-def scaled_softmax_fused(scores: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
-    """Softmax of scale * scores [..., q, k] where the mask allows."""
+def scaled_softmax_fused(
+    scores: Tensor, scale: float, causal: bool, mask: Tensor | None, *, document_ids: Tensor | None = None
+) -> Tensor:
+    """Softmax of scale * scores [..., q, k] where the mask allows, of which documents are a part."""
+    if document_ids is not None:
+        own = same_document(document_ids, scores.shape[-2])
+        mask = own if mask is None else mask & own
     return _ScaledSoftmax.apply(scores, scale, causal, mask)
 
 
@@ -53,10 +58,26 @@ SCALED_SOFTMAX = Operator(
 )
 
 
-def scaled_softmax(scores: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
+def scaled_softmax(
+    scores: Tensor, scale: float, causal: bool, mask: Tensor | None, *, document_ids: Tensor | None = None
+) -> Tensor:
     """softmax(scale * scores) over keys for scores [b, n, q, k]: fp32 inside, the input's dtype outside.
 
     mask: bool, broadcastable to the scores; True means that the query may attend to the key. causal: with
-    q != k (a KV cache) the last query sees the last key. A row that may attend to nothing gives zeros.
+    q != k (a KV cache) the last query sees the last key. document_ids: int [b, k], with q <= k; a query
+    attends only to keys of the document of its own key, where the last query's is the last key. A row that
+    may attend to nothing gives zeros. Raises ValueError if document_ids do not fit the scores.
     """
-    return SCALED_SOFTMAX.choose(CallFacts.of(scores)).fn(scores, scale, causal, mask)
+    if document_ids is not None:
+        _check_documents(scores, document_ids)
+    chosen = SCALED_SOFTMAX.choose(CallFacts.of(scores))
+    return chosen.fn(scores, scale, causal, mask, document_ids=document_ids)
+
+
+def _check_documents(scores: Tensor, document_ids: Tensor) -> None:
+    sizes, given = tuple(scores.shape), tuple(document_ids.shape)
+    if len(sizes) != 4 or sizes[2] > sizes[3] or given != (sizes[0], sizes[3]):
+        raise ValueError(
+            "`document_ids` must be [b, k] for scores [b, n, q, k] with q at most k, but is "
+            f"{list(given)} for {list(sizes)}; give each key the id of its document."
+        )

@@ -10,15 +10,12 @@ from torch import Tensor
 from megazero.kernels import KernelLibrary
 from megazero.ops.adagrad.cuda import adagrad_cuda
 from megazero.ops.adam.cuda import adam_cuda
-from megazero.ops.lamb.cuda import lamb_move_cuda, lamb_norms_cuda
 from megazero.ops.lion.cuda import lion_cuda
 from megazero.ops.sgd.cuda import sgd_cuda
 from megazero.report.kernels.case import KernelCase
 
 COUNT = 3 << 14
 _MASTERS, _MOMENT, _GRADIENT, _WEIGHTS = 8 * COUNT, 8 * COUNT, 2 * COUNT, 2 * COUNT
-# LAMB's pass over moments reads what it measures, and leaves two doubles for each chunk of 16,384.
-_CHUNKS = COUNT >> 14
 
 
 def _tensors() -> tuple[Tensor, ...]:
@@ -48,13 +45,6 @@ def _adagrad(kernels: KernelLibrary) -> None:
     adagrad_cuda(p, g, total, weights, lr=1e-3, eps=1e-8, weight_decay=0.1, kernels=kernels)
 
 
-def _lamb(kernels: KernelLibrary) -> None:
-    p, g, m, v, weights = _tensors()
-    terms = {"factor": 1.0, "eps": 1e-6, "weight_decay": 0.1}
-    lamb_norms_cuda(p, g, m, v, beta1=0.9, beta2=0.95, **terms, kernels=kernels)
-    lamb_move_cuda(p, m, v, torch.tensor(1e-3), weights, **terms, kernels=kernels)
-
-
 def _one_moment(name: str, run: Callable[[KernelLibrary], None]) -> KernelCase:
     return KernelCase(f"{name} bf16", run, {f"{name}_update": _MASTERS + _MOMENT + _GRADIENT + _WEIGHTS})
 
@@ -64,13 +54,4 @@ CASES = (
     _one_moment("sgd", _sgd),
     _one_moment("lion", _lion),
     _one_moment("adagrad", _adagrad),
-    KernelCase(
-        "lamb bf16",
-        _lamb,
-        {
-            "lamb_moments": _MASTERS // 2 + 2 * _MOMENT + _GRADIENT + 16 * _CHUNKS,
-            "lamb_sums": 16 * _CHUNKS + 16,
-            "lamb_move": _MASTERS + _MOMENT + _WEIGHTS + 4,
-        },
-    ),
 )

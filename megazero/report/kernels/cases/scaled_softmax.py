@@ -1,6 +1,7 @@
 """Scaled softmax: scores and probabilities forward; probabilities and both gradients backward.
 
-Under a causal mask half of what is read is hidden, and need not be read; all of what is written is.
+Under a causal mask half of what is read is hidden, and need not be read, as what lies in other documents; all
+of what is written is. Packs that lie partly in what is hidden are read whole.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from megazero.ops.scaled_softmax.cuda import scaled_softmax_cuda
 from megazero.report.kernels.case import KernelCase
 
 HEADS, LENGTH = 2, 256
+DOCUMENTS = (61, 1, 103, 91)  # lengths, of which none fills packs
 
 
 def _case(dtype: torch.dtype, name: str, causal: bool) -> KernelCase:
@@ -34,8 +36,30 @@ def _case(dtype: torch.dtype, name: str, causal: bool) -> KernelCase:
     )
 
 
-CASES = tuple(
-    _case(dtype, name, causal)
-    for causal in (True, False)
-    for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16"))
+def _documents_case(dtype: torch.dtype, name: str, causal: bool) -> KernelCase:
+    shape = (1, HEADS, LENGTH, LENGTH)
+
+    def run(kernels: KernelLibrary) -> None:
+        scores = torch.randn(shape).to(dtype).requires_grad_()
+        lengths = torch.tensor(DOCUMENTS)
+        ids = torch.arange(len(DOCUMENTS), dtype=torch.int32).repeat_interleave(lengths).view(1, LENGTH)
+        probs = scaled_softmax_cuda(scores, 0.125, causal, None, kernels, document_ids=ids)
+        probs.backward(torch.randn(shape).to(dtype))
+
+    seen = HEADS * sum(length * (length + 1) // 2 if causal else length**2 for length in DOCUMENTS)
+    whole, ids = HEADS * LENGTH * LENGTH, 4 * LENGTH
+    return KernelCase(
+        f"scaled_softmax documents{' causal' if causal else ''} {name}",
+        run,
+        {
+            "scaled_softmax_forward": (seen + whole) * dtype.itemsize + ids,
+            "scaled_softmax_backward": (2 * seen + whole) * dtype.itemsize + ids,
+        },
+    )
+
+
+_DTYPES = ((torch.float32, "fp32"), (torch.bfloat16, "bf16"))
+CASES = (
+    *(_case(dtype, name, causal) for causal in (True, False) for dtype, name in _DTYPES),
+    *(_documents_case(dtype, name, causal) for causal in (True, False) for dtype, name in _DTYPES),
 )
