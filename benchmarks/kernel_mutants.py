@@ -82,8 +82,8 @@ FAULTS = (
         "a tail that goes too far: one pack beyond the row is read",
         "rms_norm",
         ROWS,
-        "      if (i < width) {",
-        "      if (i <= width) {",
+        "return at(tile, k) < width; }",
+        "return at(tile, k) <= width; }",
     ),
     KernelFault(
         "a wrong lane: the first step of the sum is left out",
