@@ -28,4 +28,5 @@ if [[ -z $(python -c 'from megazero.kernels.build import find_nvcc; print(find_n
     exit 0
 fi
 python -m megazero.cli kernels build >/dev/null
-echo "csrc: $sources CUDA sources were compiled for sm_80 and sm_90, without a warning or a spill"
+architectures=$(python -c 'from megazero.kernels.build import known_architectures; print(*known_architectures())')
+echo "csrc: $sources CUDA sources were compiled for $architectures, without a warning or a spill"

@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(1024)
     const KeepRow keep = KeepRow::of(row_keys ? static_cast<std::int64_t>(row_keys[row]) : 0);
     for (int t = 0; t < tiles; ++t) {
       if (!whole) prepare(t);
-      tile.load(x + row * width, width, t);
       added.load(residual + row * width, width, t);
+      tile.load(x + row * width, width, t);
       if (bias) Row::each([&](int k, int n) { tile.value[k][n] += biases.value[k][n]; });
       if (row_keys) drop(tile, columns, keep, threshold, factor);
       Row::each([&](int k, int n) { tile.value[k][n] += added.value[k][n]; });

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(128)
 }
 
 template <typename T, int N, bool exact>
-__global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(128, 8)
     bias_gelu_backward(std::int64_t count, std::int64_t width, std::int64_t groups, Global<const T> x,
                        Cached<float> bias, Global<const T> grad_y, Global<T> grad_x, Global<float> partials) {
   const std::int64_t first = first_column<N>(), group = own_row();

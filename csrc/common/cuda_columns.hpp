@@ -36,8 +36,9 @@ __device__ __forceinline__ std::int64_t own_row() {
 
 __device__ __forceinline__ std::int64_t rows_at_once() { return static_cast<std::int64_t>(gridDim.y) * blockDim.y; }
 
-// A row's elements from column `first` on, N of them or as many as there are.
-template <int N>
+// A row's elements from column `first` on, N of them or as many as there are. `full` is known when compiling: there are
+// N, as in rows whose width is a multiple of it, and the other case takes no registers.
+template <int N, bool full = false>
 struct Columns {
   float value[N];
 
@@ -45,7 +46,7 @@ struct Columns {
   __device__ __forceinline__ void load(Pointer row, std::int64_t width, std::int64_t first) {
     using T = MEGAZERO_ELEMENT(row);
     constexpr int kAtOnce = N * sizeof(T) > 16 ? 16 / static_cast<int>(sizeof(T)) : N;
-    if (first + N <= width) {
+    if (full || first + N <= width) {
 #pragma unroll
       for (int part = 0; part < N; part += kAtOnce) {
         const auto pack = load_pack<kAtOnce>(row, first + part);
@@ -61,7 +62,7 @@ struct Columns {
   template <typename T>
   __device__ __forceinline__ void store(Global<T> row, std::int64_t width, std::int64_t first) const {
     constexpr int kAtOnce = N * sizeof(T) > 16 ? 16 / static_cast<int>(sizeof(T)) : N;
-    if (first + N <= width) {
+    if (full || first + N <= width) {
 #pragma unroll
       for (int part = 0; part < N; part += kAtOnce) {
         Pack<T, kAtOnce> pack;

@@ -69,24 +69,34 @@ struct Tile {
     return ((tile * kPacks + k) * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * N;
   }
 
+  // How many of the thread's packs of a tile lie within the row; they come first.
+  static __device__ __forceinline__ int within(int tile, int width) {
+    int packs = 0;
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) packs += at(tile, k) < width;
+    return packs;
+  }
+
   // What lies beyond the row's end reads as `beyond`.
   template <typename Pointer>
   __device__ __forceinline__ void load(Pointer row, int width, int tile, float beyond = 0.0f) {
-    load_where(row, tile, [&](int k) { return at(tile, k) < width; }, beyond);
+    const int packs = within(tile, width);
+    load_where(row, tile, [&](int k) { return k < packs; }, beyond);
   }
 
   // Reads the packs k for which wanted(k), which lie within the row; the others are `otherwise`.
   template <typename Pointer, typename Wanted>
   __device__ __forceinline__ void load_where(Pointer row, int tile, const Wanted& wanted, float otherwise = 0.0f) {
     using T = MEGAZERO_ELEMENT(row);
+    const int step = static_cast<int>(blockDim.x) * N;
+    auto own = row + at(tile, 0);
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      const int i = at(tile, k);
+    for (int k = 0; k < kPacks; ++k, own = own + step) {
       if (wanted(k)) {
         constexpr int kAtOnce = N * sizeof(T) > 16 ? 16 / static_cast<int>(sizeof(T)) : N;
 #pragma unroll
         for (int part = 0; part < N; part += kAtOnce) {
-          const auto pack = load_pack<kAtOnce>(row, i + part);
+          const auto pack = load_pack<kAtOnce>(own, part);
 #pragma unroll
           for (int n = 0; n < kAtOnce; ++n) value[k][part + n] = to_float(pack.at[n]);
         }
@@ -99,17 +109,18 @@ struct Tile {
 
   template <typename T>
   __device__ __forceinline__ void store(Global<T> row, int width, int tile) const {
+    const int packs = within(tile, width), step = static_cast<int>(blockDim.x) * N;
+    auto own = row + at(tile, 0);
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      const int i = at(tile, k);
-      if (i >= width) continue;
+    for (int k = 0; k < kPacks; ++k, own = own + step) {
+      if (k >= packs) continue;
       constexpr int kAtOnce = N * sizeof(T) > 16 ? 16 / static_cast<int>(sizeof(T)) : N;
 #pragma unroll
       for (int part = 0; part < N; part += kAtOnce) {
         Pack<T, kAtOnce> pack;
 #pragma unroll
         for (int n = 0; n < kAtOnce; ++n) pack.at[n] = from_float<T>(value[k][part + n]);
-        store_pack<kAtOnce>(row, i + part, pack);
+        store_pack<kAtOnce>(own, part, pack);
       }
     }
   }

@@ -24,6 +24,10 @@ __global__ void __launch_bounds__(1024)
   Row tile;
   for (std::int64_t row = first_row(); row < count; row += row_stride()) {
     const Global<const T> of_row = logits + row * stride;
+    if (threadIdx.x == 0) {
+      const std::int64_t target = local[row];
+      picked[row] = target < 0 ? 0.0f : to_float(of_row[target]);
+    }
     float seen = kLowest, sum[1] = {0.0f};
     for (int t = 0; t < tiles; ++t) {
       tile.load(of_row, columns, t, kNothing);
@@ -40,10 +44,8 @@ __global__ void __launch_bounds__(1024)
     sum[0] *= expf(seen - of_all);
     row_sums(sum);
     if (threadIdx.x == 0) {
-      const std::int64_t target = local[row];
       maximum[row] = of_all;
       total[row] = sum[0];
-      picked[row] = target < 0 ? 0.0f : to_float(of_row[target]);
     }
   }
 }
@@ -59,7 +61,7 @@ __global__ void __launch_bounds__(1024)
   const int tiles = Row::count(stride);
   Row tile;
   for (std::int64_t row = first_row(); row < count; row += row_stride()) {
-    const std::int64_t target = local[row];
+    const int target = static_cast<int>(local[row]);
     const float shift = normalizer[row], factor = grad[row];
     for (int t = 0; t < tiles; ++t) {
       tile.load(logits + row * stride, columns, t);

@@ -39,7 +39,7 @@ __device__ __forceinline__ void add_rows(Row& sum, Rows rows, std::int64_t begin
 
 // Adds up the segments that are of one row.
 template <typename T, int N, bool whole>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(1024, 1)
     embedding_segments(std::int64_t count, int width, std::int64_t rows, std::int64_t segment,
                        Cached<std::int64_t> sorted, Cached<std::int64_t> order, Global<const T> grad,
                        Global<float> partials) {
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(1024)
 
 // A row's tokens are those before its first whole segment, its whole segments, and those after them.
 template <typename T, int N, bool whole>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(1024, 1)
     embedding_backward(std::int64_t rows, int width, std::int64_t segment, Cached<std::int64_t> starts,
                        Cached<std::int64_t> order, Global<const T> grad, Global<const float> partials,
                        Global<T> grad_weight) {

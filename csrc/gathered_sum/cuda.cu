@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(1024)
 // For each slot with row r: grad_rows[r] = weight * grad[i], and its weight's gradient is the product of grad[i] and
 // rows[r]. grad_weights: fp32 [count, each], or null without weights; rows are then not read.
 template <typename T, int N, bool whole>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(1024, 1)
     gathered_sum_backward(std::int64_t count, int width, Slots slots, Global<const T> rows, Global<const T> grad,
                           Global<T> grad_rows, Global<float> grad_weights) {
   using Row = Tile<N, whole>;

@@ -40,44 +40,51 @@ __global__ void __launch_bounds__(1024)
                       Global<const T> grad_y, Global<const T> grad_total, Global<T> grad_x, Global<float> partials) {
   using Row = Tile<N, whole>;
   const int tiles = Row::count(width);
-  const Global<float> own = partials + first_row() * width;
-  Row normed, grad, weights, summed;
-  Row::each([&](int k, int n) { summed.value[k][n] = 0.0f; });
+  const auto own = [&] { return partials + first_row() * width; };  // asked for, not kept: registers are few
+  Row normed, grad, parameter, summed;
+  const auto clear = [&] { Row::each([&](int k, int n) { summed.value[k][n] = 0.0f; }); };
+  clear();
   for (std::int64_t row = first_row(); row < count; row += row_stride()) {
     const float factor = scale[row];
-    float sum[1] = {0.0f};
     const auto read = [&](int t) {
       normed.load(x + row * width, width, t);
       grad.load(grad_y + row * width, width, t);
-      weights.load(weight, width, t);
       Row::each([&](int k, int n) { normed.value[k][n] *= factor; });
     };
+    const auto add_to_sum = [&] {
+      Row::each([&](int k, int n) { summed.value[k][n] += grad.value[k][n] * normed.value[k][n]; });
+    };
+    const auto times_weight = [&](int t) {
+      parameter.load(weight, width, t);
+      Row::each([&](int k, int n) { grad.value[k][n] *= parameter.value[k][n]; });
+    };
+    float sum[1] = {0.0f};
     for (int t = 0; t < tiles; ++t) {
       read(t);
-      Row::each([&](int k, int n) { sum[0] += grad.value[k][n] * weights.value[k][n] * normed.value[k][n]; });
+      if (whole) add_to_sum();
+      times_weight(t);
+      Row::each([&](int k, int n) { sum[0] += grad.value[k][n] * normed.value[k][n]; });
     }
     row_sums(sum);
     const float mean = sum[0] / static_cast<float>(width);
     for (int t = 0; t < tiles; ++t) {
       if (!whole) {
         read(t);
-        if (row == first_row()) {
-          Row::each([&](int k, int n) { summed.value[k][n] = 0.0f; });
-        } else {
-          summed.load(own, width, t);
-        }
+        clear();
+        if (row != first_row()) summed.load(own(), width, t);
+        add_to_sum();
+        summed.store(own(), width, t);
+        times_weight(t);
       }
       Row::each([&](int k, int n) {
-        summed.value[k][n] += grad.value[k][n] * normed.value[k][n];
-        grad.value[k][n] = factor * (grad.value[k][n] * weights.value[k][n] - normed.value[k][n] * mean);
+        grad.value[k][n] = factor * (grad.value[k][n] - normed.value[k][n] * mean);
       });
       add_grad(grad, grad_total, row * width, width, t);
       grad.store(grad_x + row * width, width, t);
-      if (!whole) summed.store(own, width, t);
     }
   }
   if (whole || first_row() >= count) {
-    for (int t = 0; t < tiles; ++t) summed.store(own, width, t);
+    for (int t = 0; t < tiles; ++t) summed.store(own(), width, t);
   }
 }
 

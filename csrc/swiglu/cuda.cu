@@ -10,7 +10,7 @@ __global__ void __launch_bounds__(128)
     swiglu_forward(std::int64_t count, std::int64_t width, Global<const T> gate_up, Global<T> y) {
   const std::int64_t first = first_column<N>();
   if (first >= width) return;
-  Columns<N> gate, up;
+  Columns<N, true> gate, up;
 #pragma unroll 1
   for (std::int64_t row = own_row(); row < count; row += rows_at_once()) {
     gate.load(gate_up + 2 * row * width, width, first);
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(128)
                     Global<T> grad_gate_up) {
   const std::int64_t first = first_column<N>();
   if (first >= width) return;
-  Columns<N> gate, up, grad;
+  Columns<N, true> gate, up, grad;
 #pragma unroll 1
   for (std::int64_t row = own_row(); row < count; row += rows_at_once()) {
     gate.load(gate_up + 2 * row * width, width, first);

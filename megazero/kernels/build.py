@@ -24,10 +24,10 @@ from megazero.file_lock import try_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-# PTX of the oldest lets newer devices compile for themselves.
-ARCHITECTURES = ("sm_80", "sm_90")
-# Registers that do not suffice, and local memory, are errors.
+# From the oldest to the newest. Code for one runs on devices of the same major version only.
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 INSTALLED_TOOLKIT = Path("/usr/local/cuda")
+# Registers that do not suffice, and local memory, are errors.
 _NVCC_CHECKS = "-Xptxas -v,-warn-spills,-warn-lmem-usage -Werror all-warnings"
 _LOCK_POLL_S = 0.2
 
@@ -81,22 +81,76 @@ def find_nvcc() -> Path | None:
     return next((home / "nvcc" for home in homes if (home / "nvcc").is_file()), None)
 
 
-def cuda_recipe(architectures: Sequence[str] = ARCHITECTURES) -> LibraryRecipe:
-    """The library that GPUs run, for these architectures. Raises BuildError without nvcc or sources."""
+def known_architectures() -> tuple[str, ...]:
+    """Those of ARCHITECTURES that nvcc compiles for: one before 12.8 has no sm_100.
+
+    Raises BuildError without an nvcc that compiles for any of them.
+    """
+    nvcc = _nvcc()
+    try:
+        ended = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
+    except OSError as error:
+        raise BuildError(f"`{nvcc}` must run, but does not: {error}.") from error
+    listed = ended.stdout.split()
+    known = tuple(each for each in ARCHITECTURES if _virtual(each) in listed)
+    if not known:
+        raise BuildError(
+            f"`{nvcc}` must compile for one of {', '.join(ARCHITECTURES)}, but lists "
+            f"{', '.join(listed) or 'none'}; install a CUDA toolkit from 11.1 on."
+        )
+    return known
+
+
+def code_for(capability: tuple[int, int], architectures: Sequence[str]) -> str:
+    """What a device of that compute capability runs: the newest that suits it of these, oldest first.
+
+    Machine code (`sm_90`) suits devices of the same major version and no older minor one. Others have the
+    newest of these as PTX (`compute_90`), which the driver compiles for any newer device (CUDA C++
+    Programming Guide, "Application Compatibility"). Raises BuildError if the device is older than all.
+    """
+    numbers = {each: int(each.removeprefix("sm_")) for each in architectures}
+    own = 10 * capability[0] + capability[1]
+    suitable = [each for each, number in numbers.items() if number <= own]
+    if not suitable:
+        oldest, found = (f"{number // 10}.{number % 10}" for number in (min(numbers.values()), own))
+        raise BuildError(f"The device must have compute capability {oldest} or more, but has {found}.")
+    newest = suitable[-1]
+    return newest if numbers[newest] // 10 == capability[0] else _virtual(newest)
+
+
+def cuda_recipe(codes: Sequence[str] | None = None) -> LibraryRecipe:
+    """The library that GPUs run: machine code for each `sm_N` of `codes`, PTX for each `compute_N`.
+
+    By default that is machine code for all of `known_architectures()`. PTX of the newest is always there,
+    for devices newer than all of them. Raises BuildError without nvcc or sources.
+    """
+    nvcc = _nvcc()
+    wanted = tuple(codes) if codes is not None else known_architectures()
+    newest = max((_virtual(each) for each in wanted), key=lambda each: int(each.removeprefix("compute_")))
+    machine = [f"-gencode=arch={_virtual(each)},code={each}" for each in wanted if each != newest]
+    flags = (
+        f"-std=c++17 -O3 -I {CSRC} {' '.join(machine)} -gencode=arch={newest},code={newest} "
+        f"-Xcompiler -fPIC {_NVCC_CHECKS}"
+    )
+    sources = (*kernel_sources(), CSRC / "common/errors.cu")
+    return LibraryRecipe(
+        "megazero_cuda", sources, f"{nvcc} {flags} -c $in -o $out", f"{nvcc} -shared $in -o $out"
+    )
+
+
+def _virtual(architecture: str) -> str:
+    """compute_90 of sm_90: what PTX is for."""
+    return architecture.replace("sm_", "compute_")
+
+
+def _nvcc() -> Path:
     nvcc = find_nvcc()
     if nvcc is None:
         raise BuildError(
             "`nvcc` must be there to compile the kernels for GPUs, but is not found; "
             "install the CUDA toolkit or set CUDA_HOME."
         )
-    numbers = [each.removeprefix("sm_") for each in architectures]
-    codes = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers]
-    codes.append(f"-gencode=arch=compute_{numbers[0]},code=compute_{numbers[0]}")
-    flags = f"-std=c++17 -O3 -I {CSRC} {' '.join(codes)} -Xcompiler -fPIC {_NVCC_CHECKS}"
-    sources = (*kernel_sources(), CSRC / "common/errors.cu")
-    return LibraryRecipe(
-        "megazero_cuda", sources, f"{nvcc} {flags} -c $in -o $out", f"{nvcc} -shared $in -o $out"
-    )
+    return nvcc
 
 
 def on_cpu_recipe(sources: Sequence[Path] | None = None) -> LibraryRecipe:

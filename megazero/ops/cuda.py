@@ -14,10 +14,18 @@ from typing import Any
 import torch
 
 from megazero.kernels import DTYPE_CODES, KernelLibrary
-from megazero.kernels.build import ARCHITECTURES, BuildError, build, cuda_recipe, path_of
+from megazero.kernels.build import (
+    ARCHITECTURES,
+    BuildError,
+    build,
+    code_for,
+    cuda_recipe,
+    known_architectures,
+    path_of,
+)
 from megazero.ops.dispatch import CUDA, CallFacts, where
 
-OLDEST_CAPABILITY = (8, 0)
+OLDEST_CAPABILITY = divmod(int(ARCHITECTURES[0].removeprefix("sm_")), 10)
 
 
 def load_cuda_kernels() -> KernelLibrary | None:
@@ -39,12 +47,10 @@ def cuda_library(capability: tuple[int, int]) -> KernelLibrary:
 
     Raises BuildError if they cannot be had, with the reason, and OSError if the library cannot be opened.
     """
-    if capability < OLDEST_CAPABILITY:
-        oldest, found = (".".join(map(str, each)) for each in (OLDEST_CAPABILITY, capability))
-        raise BuildError(f"The device must have compute capability {oldest} or more, but has {found}.")
+    code = code_for(capability, known_architectures())
     path = path_of(cuda_recipe())
     if not path.is_file():
-        path = build(cuda_recipe([_architecture(capability)]))
+        path = build(cuda_recipe([code]))
     library = KernelLibrary(path)
     reason = library.driver_error()
     if reason is not None:
@@ -52,12 +58,6 @@ def cuda_library(capability: tuple[int, int]) -> KernelLibrary:
             f"The driver must suit the toolkit that compiled `{path.name}`, but CUDA says: {reason}."
         )
     return library
-
-
-def _architecture(capability: tuple[int, int]) -> str:
-    """The newest architecture that we compile for and the device runs."""
-    number = 10 * capability[0] + capability[1]
-    return [each for each in ARCHITECTURES if int(each.removeprefix("sm_")) <= number][-1]
 
 
 CUDA_KERNELS = load_cuda_kernels()

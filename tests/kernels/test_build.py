@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from megazero.kernels import build as build_module
-from megazero.kernels.build import BuildError, LibraryRecipe, build, cuda_recipe, find_nvcc, path_of
+from megazero.kernels.build import (
+    BuildError,
+    LibraryRecipe,
+    build,
+    code_for,
+    cuda_recipe,
+    find_nvcc,
+    known_architectures,
+    path_of,
+)
 from megazero.kernels.library import KernelLibrary
 from megazero.ops import cuda
 from tests.kernels.harness import library_path, watched
@@ -82,15 +91,118 @@ def test_nvcc_is_found_among_pythons_packages(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def a_device(monkeypatch):
+def a_toolkit(monkeypatch, tmp_path):
+    """An nvcc that does nothing but list what it compiles for."""
+
+    def pretend(*numbers):
+        nvcc = tmp_path / "nvcc"
+        lines = " ".join(f"compute_{number}" for number in numbers)
+        nvcc.write_text(f'#!/bin/sh\n[ "$*" = --list-gpu-arch ] && printf "%s\\n" {lines}\n')
+        nvcc.chmod(0o755)
+        monkeypatch.setattr(build_module, "find_nvcc", lambda: nvcc)
+
+    return pretend
+
+
+CUDA_12_6 = (50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 89, 90)
+CUDA_13_0 = (75, 80, 86, 87, 88, 89, 90, 100, 110, 103, 120, 121)
+
+
+@pytest.mark.parametrize(
+    ("toolkit", "known"),
+    [
+        (CUDA_12_6, ("sm_80", "sm_90")),
+        (CUDA_13_0, ("sm_80", "sm_90", "sm_100")),
+        ((90, 100), ("sm_90", "sm_100")),
+    ],
+)
+def test_what_nvcc_does_not_know_is_left_out(a_toolkit, toolkit, known):
+    a_toolkit(*toolkit)
+    assert known_architectures() == known
+    compiled = [f"-gencode=arch={each.replace('sm', 'compute')},code={each}" for each in known]
+    newest = known[-1].replace("sm", "compute")
+    words = cuda_recipe().compile.split()
+    assert [word for word in words if "-gencode" in word] == [
+        *compiled,
+        f"-gencode=arch={newest},code={newest}",
+    ]
+
+
+def test_an_nvcc_that_knows_none_of_ours_is_told(a_toolkit):
+    a_toolkit(50, 70)
+    with pytest.raises(BuildError, match="one of sm_80, sm_90, sm_100, but lists compute_50, compute_70;"):
+        known_architectures()
+
+
+def test_an_nvcc_that_does_not_run_is_told(monkeypatch, tmp_path):
+    (tmp_path / "nvcc").write_text("")
+    monkeypatch.setattr(build_module, "find_nvcc", lambda: tmp_path / "nvcc")
+    with pytest.raises(BuildError, match="nvcc` must run, but does not: "):
+        known_architectures()
+
+
+ALL, BEFORE_12_8 = ("sm_80", "sm_90", "sm_100"), ("sm_80", "sm_90")
+
+
+# Machine code runs on devices of its own major version only.
+@pytest.mark.parametrize(
+    ("capability", "known", "code"),
+    [
+        ((8, 0), ALL, "sm_80"),
+        ((8, 6), ALL, "sm_80"),
+        ((8, 9), ALL, "sm_80"),
+        ((9, 0), ALL, "sm_90"),
+        ((10, 0), ALL, "sm_100"),
+        ((10, 3), ALL, "sm_100"),
+        ((11, 0), ALL, "compute_100"),
+        ((12, 0), ALL, "compute_100"),
+        ((12, 1), ALL, "compute_100"),
+        ((9, 0), BEFORE_12_8, "sm_90"),
+        ((10, 0), BEFORE_12_8, "compute_90"),
+        ((12, 0), BEFORE_12_8, "compute_90"),
+        ((9, 0), ("sm_80", "sm_100"), "compute_80"),
+    ],
+)
+def test_a_device_has_code_that_it_runs(capability, known, code):
+    assert code_for(capability, known) == code
+
+
+def test_a_device_older_than_all_code_is_told():
+    with pytest.raises(BuildError, match="must have compute capability 10.0 or more, but has 9.0"):
+        code_for((9, 0), ("sm_100",))
+
+
+@pytest.mark.parametrize(
+    ("codes", "options"),
+    [
+        (["sm_90"], ["arch=compute_90,code=sm_90", "arch=compute_90,code=compute_90"]),
+        (["compute_100"], ["arch=compute_100,code=compute_100"]),
+        (
+            ["sm_100", "sm_80"],
+            [
+                "arch=compute_100,code=sm_100",
+                "arch=compute_80,code=sm_80",
+                "arch=compute_100,code=compute_100",
+            ],
+        ),
+    ],
+)
+def test_the_newest_code_is_there_as_ptx(a_toolkit, codes, options):
+    a_toolkit(*CUDA_13_0)
+    words = cuda_recipe(codes).compile.split()
+    assert [word.removeprefix("-gencode=") for word in words if "-gencode" in word] == options
+
+
+@pytest.fixture
+def a_device(monkeypatch, a_toolkit):
     """A device of a given capability, whose library is the one for the CPU."""
 
     def pretend(capability):
+        a_toolkit(*CUDA_13_0)
         monkeypatch.delenv("MEGAZERO_CUDA", raising=False)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(cuda, "path_of", lambda recipe: library_path())
-        monkeypatch.setattr(build_module, "find_nvcc", lambda: "nvcc")
 
     return pretend
 
@@ -131,7 +243,15 @@ def test_kernels_can_be_switched_off(a_device, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "architecture"), [((8, 0), "sm_80"), ((8, 9), "sm_80"), ((9, 0), "sm_90")]
+    ("capability", "architecture"),
+    [
+        ((8, 0), "sm_80"),
+        ((8, 9), "sm_80"),
+        ((9, 0), "sm_90"),
+        ((10, 0), "sm_100"),
+        ((10, 3), "sm_100"),
+        ((12, 0), "compute_100"),
+    ],
 )
 def test_the_newest_architecture_that_runs_is_built(a_device, monkeypatch, capability, architecture):
     a_device(capability)
@@ -139,7 +259,7 @@ def test_the_newest_architecture_that_runs_is_built(a_device, monkeypatch, capab
     monkeypatch.setattr(cuda, "path_of", lambda recipe: library_path().with_name("nothing"))
     monkeypatch.setattr(cuda, "build", lambda recipe: built.append(recipe) or library_path())
     assert cuda.load_cuda_kernels() is not None
-    assert f"code={architecture}" in built[0].compile
+    assert f"code={architecture} " in built[0].compile
     assert os.path.basename(built[0].sources[0]) == "cuda.cu"
 
 

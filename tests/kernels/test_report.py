@@ -27,6 +27,10 @@ ptxas info    : Compiling entry function '_ZN8megazero12_GLOBAL__N_14movePf' for
 ptxas info    : Function properties for _ZN8megazero12_GLOBAL__N_14movePf
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 18 registers
+ptxas info    : Compiling entry function '_ZN8megazero12_GLOBAL__N_14movePf' for 'sm_100'
+ptxas info    : Function properties for _ZN8megazero12_GLOBAL__N_14movePf
+    8 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 24 registers
 """
 
 
@@ -39,6 +43,7 @@ def test_what_the_compiler_said_is_read():
     assert read_compiled(LOG) == {
         ("rms_norm", "sm_80"): CompiledKernel(registers=56, spilled=12, instances=2),
         ("move", "sm_90"): CompiledKernel(registers=18, spilled=0, instances=1),
+        ("move", "sm_100"): CompiledKernel(registers=24, spilled=8, instances=1),
     }
 
 
@@ -52,6 +57,9 @@ def test_what_the_compiler_said_is_read():
         ("sm_80", 16, 32, 0, 0.5),  # 32 blocks of a warp are the most
         ("sm_80", 32, 256, 48 * 1024, 3 * 8 / 64),
         ("sm_90", 32, 256, 48 * 1024, 4 * 8 / 64),
+        ("sm_100", 32, 256, 48 * 1024, 4 * 8 / 64),
+        ("sm_100", 65, 1024, 128, 0.0),
+        ("sm_100", 16, 32, 0, 0.5),
     ],
 )
 def test_occupancy(architecture, registers, threads, shared, share):
@@ -104,8 +112,18 @@ def test_the_page_shows_what_the_kernels_do(rows):
         return [line.split("|")[1:8] for line in text.splitlines() if line.startswith("| `")]
 
     assert counted(table) == counted(markdown(rows)), "run `megazero kernels report --update docs/kernels.md`"
-    compiled = re.findall(r"\| \d+ / \d+ \| (\d+) / (\d+) \| \d+% / \d+% \|$", table, re.MULTILINE)
-    assert compiled == [("0", "0")] * len(rows)  # bytes spilled on either architecture
+    assert "| registers 80 / 90 / 100 | spilled B 80 / 90 / 100 | occupancy 80 / 90 / 100 |" in table
+    compiled = re.findall(
+        r"\| \d+ / \d+ / \d+ \| (\d+) / (\d+) / (\d+) \| (\d+)% / (\d+)% / (\d+)% \|$", table, re.MULTILINE
+    )
+    assert [each[:3] for each in compiled] == [("0", "0", "0")] * len(rows)  # bytes spilled
+    assert min(int(share) for each in compiled for share in each[3:]) >= 50
+
+
+def test_a_kernel_that_is_not_compiled_for_an_architecture_has_a_dash_there():
+    compiled = {"sm_80": CompiledKernel(32, 0, 1), "sm_90": CompiledKernel(64, 4, 1)}
+    table = markdown([KernelRow("move", "case", replace(GOOD, threads_per_block=128), 100, "", compiled)])
+    assert table.splitlines()[-1].endswith("| 32 / 64 / - | 0 / 4 / - | 100% / 50% / - |")
 
 
 def test_a_page_without_a_place_for_the_table_is_refused(tmp_path, capsys):

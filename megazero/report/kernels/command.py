@@ -24,9 +24,8 @@ def build_parser() -> argparse.ArgumentParser:
     builder.add_argument(
         "--architectures",
         nargs="+",
-        default=list(ARCHITECTURES),
         metavar="sm_NN",
-        help=f"the GPUs to compile for (default {' '.join(ARCHITECTURES)})",
+        help=f"the GPUs to compile for (default: those of {' '.join(ARCHITECTURES)} that nvcc knows)",
     )
     report = verbs.add_parser(
         "report",

@@ -13,10 +13,10 @@ _ENTRY = re.compile(
     r"(?P<spilled>\d+) bytes spill stores.*?Used (?P<registers>\d+) registers",
     re.DOTALL,
 )
-# Registers, warps and blocks of a multiprocessor: alike on both; shared memory (KiB) is not.
+# Registers, warps and blocks of a multiprocessor: alike on all; shared memory (KiB) is not.
 _REGISTERS, _WARPS, _BLOCKS = 65536, 64, 32
 _REGISTER_UNIT = 256  # registers are given to warps by this many
-_SHARED_KIB = MappingProxyType({"sm_80": 164, "sm_90": 228})
+_SHARED_KIB = MappingProxyType({"sm_80": 164, "sm_90": 228, "sm_100": 228})
 _RESERVED_SHARED = 1024  # bytes of each block
 
 

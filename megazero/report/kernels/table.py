@@ -115,9 +115,10 @@ def _cuda_log() -> str:
 
 def markdown(rows: Iterable[KernelRow]) -> str:
     """The rows as a Markdown table, with notes below it."""
+    numbers = " / ".join(each.removeprefix("sm_") for each in ARCHITECTURES)
     lines = [
         "| kernel | case | bytes / must | sectors / ideal | conflicts | threads | shared B "
-        "| registers 80 / 90 | spilled B 80 / 90 | occupancy 80 / 90 |",
+        f"| registers {numbers} | spilled B {numbers} | occupancy {numbers} |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     notes = []
