@@ -49,11 +49,11 @@ def steps(dtype: torch.dtype) -> dict[str, tuple[Callable[[], object], float]]:
         sorted_rows.clone().requires_grad_(),
         weights.clone().requires_grad_(),
     )
-    there, back = permute(leaves[0], rows, TOPK), combine(leaves[1], leaves[2], rows)
+    there, back = permute(leaves[0], rows), combine(leaves[1], leaves[2], rows)
     grads = random(choices, WIDTH), random(TOKENS, WIDTH)
     half = (choices + TOKENS) / 2
     return {
-        "permute": (lambda: permute(x, rows, TOPK), choices),
+        "permute": (lambda: permute(x, rows), choices),
         "permute backward": (
             lambda: torch.autograd.grad(there, leaves[0], grads[0], retain_graph=True),
             half,
