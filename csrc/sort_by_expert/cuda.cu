@@ -148,6 +148,7 @@ __global__ void __launch_bounds__(kSortThreads)
   if (room < 0 && warp == 0) add_up_totals(cells, totals, shared, starts);
   __syncthreads();
   // From each warp's counts to where its first choice of a cell stands.
+#pragma unroll 1  // more at a time would not fit into the registers
   for (int cell = threadIdx.x; cell < cells; cell += kSortThreads) {
     int before = earlier[static_cast<std::int64_t>(blockIdx.x) * cells + cell];
     if (room < 0) before += shared[starts + cell];

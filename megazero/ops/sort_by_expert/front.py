@@ -43,12 +43,8 @@ def sort_by_expert_native_cpu(
 SORT_BY_EXPERT = Operator(
     "sort_by_expert",
     (
-        Implementation(
-            "native_cpu", sort_by_expert_native_cpu, where(CPU, frozenset({_CHOICES}), available)
-        ),
-        Implementation(
-            "cuda", sort_by_expert_cuda, where(CUDA, frozenset({_CHOICES}), cuda_built, few=True)
-        ),
+        Implementation("native_cpu", sort_by_expert_native_cpu, where(CPU, frozenset({_CHOICES}), available)),
+        Implementation("cuda", sort_by_expert_cuda, where(CUDA, frozenset({_CHOICES}), cuda_built, few=True)),
         Implementation("reference", sort_by_expert_reference),
     ),
     tuple(SortFacts(device, _CHOICES, few) for device in DEVICES for few in (False, True)),
