@@ -11,7 +11,8 @@ so many rows of that width, m = 4,096 for the choices and n = 2,048 for the toke
     its backward      read m and n, write m; the weights' gradients are m inner products
 
 One JSON line per step, dtype and thread count gives the median over the rounds of the ratio of its time to
-that of a copy of as many bytes (1 is the speed of a copy).
+that of a copy of as many bytes (1 is the speed of a copy), and the same of the processor's time, which tells
+more where other jobs share the machine.
 """
 
 from __future__ import annotations
@@ -66,14 +67,15 @@ def steps(dtype: torch.dtype) -> dict[str, tuple[Callable[[], object], float]]:
     }
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """The median of several calls."""
+def seconds(work: Callable[[], object]) -> tuple[float, float]:
+    """The medians of several calls: of their time, and of the processor's."""
     found = []
     for _ in range(REPEATS):
-        began = time.perf_counter()
+        began = time.perf_counter(), time.process_time()
         work()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
+        found.append((time.perf_counter() - began[0], time.process_time() - began[1]))
+    by_clock, by_processor = zip(*found, strict=True)
+    return statistics.median(by_clock), statistics.median(by_processor)
 
 
 def main() -> int:
@@ -88,16 +90,21 @@ def main() -> int:
         torch.set_num_threads(threads)
         for dtype in (torch.float32, torch.bfloat16):
             plain = torch.randn(TOKENS * (TOPK + 1), WIDTH).to(dtype)
-            ratios: dict[str, list[float]] = {}
+            ratios: dict[str, list[tuple[float, float]]] = {}
             for _ in range(args.rounds):
                 for name, (work, rows) in steps(dtype).items():
                     source = plain[: round(rows)]
                     copied = seconds(source.clone)
-                    ratios.setdefault(name, []).append(seconds(work) / copied)
+                    found = seconds(work)
+                    ratio = found[0] / copied[0], found[1] / copied[1]
+                    ratios.setdefault(name, []).append(ratio)
             for name, found in ratios.items():
-                line = {"step": name, "dtype": str(dtype).removeprefix("torch."), "threads": threads}
-                low, high = min(found), max(found)
-                print(json.dumps({**line, "ratio": statistics.median(found), "low": low, "high": high}))
+                line: dict[str, object] = {"step": name, "dtype": str(dtype).removeprefix("torch.")}
+                line["threads"] = threads
+                for clock, each in zip(("ratio", "processor_ratio"), zip(*found, strict=True), strict=True):
+                    line[clock] = round(statistics.median(each), 3)
+                    line[f"{clock}_range"] = round(min(each), 3), round(max(each), 3)
+                print(json.dumps(line), flush=True)
     return 0
 
 

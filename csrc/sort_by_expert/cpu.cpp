@@ -5,7 +5,8 @@
 #include <vector>
 
 void megazero_sort_by_expert(std::int64_t count, std::int64_t experts, std::int64_t room, const std::int64_t* chosen,
-                             const std::uint8_t* kept, std::int64_t* choice, std::int64_t* slots, std::int64_t* counts) {
+                             const std::uint8_t* kept, std::int64_t* choice, std::int64_t* slots,
+                             std::int64_t* counts) {
   const auto cell = [&](std::int64_t at) {
     const bool there = (kept == nullptr || kept[at] != 0) && chosen[at] >= 0 && chosen[at] < experts;
     return static_cast<std::size_t>(there ? chosen[at] : experts);

@@ -1,5 +1,5 @@
-// The rows that tokens' choices of experts make, sorted by expert, those of one expert in the choices' order: a counting
-// sort. chosen: [count]; kept: [count], or 0 if all are; slots: [count], the row of each choice; choice: the choice of
+// The rows that tokens' choices of experts make, sorted by expert, those of one expert in the choices' order: a
+// counting sort. chosen: [count]; kept: [count], or 0 if all are; slots: [count], the row of each choice; choice: the choice of
 // each row; counts: [experts], the rows of each expert.
 //
 // Without `room` (negative) there are `count` rows, those of choices that are not kept last. With it, each expert has

@@ -1,14 +1,15 @@
-// The rows that tokens' choices of experts make, sorted by expert, those of one expert in the choices' order: a counting
-// sort whose counts are integers added in a fixed order. chosen: int64 [count]; kept: bool [count] or null; slots: int64
-// [count], the row of each choice; choice: int64, the choice of each row; counts: int64 [experts].
+// The rows that tokens' choices of experts make, sorted by expert, those of one expert in the choices' order: a
+// counting sort whose counts are integers added in a fixed order. chosen: int64 [count]; kept: bool [count] or null;
+// slots: int64 [count], the row of each choice; choice: int64, the choice of each row; counts: int64 [experts].
 //
 // Without `room` (negative) there are `count` rows, those of choices that are not kept last. With it, each expert has
-// that many rows; a choice that is not kept or finds no room has the slot experts * room; blank rows have the choice -1.
+// that many rows; a choice that is not kept or finds no room has the slot experts * room; blank rows have the choice
+// -1.
 //
-// A choice's cell is its expert, or `experts` if it has none. Three launches: each block counts the cells of its choices;
-// for each cell, these counts are added up over the blocks before; then each choice's row is where its cell's rows begin,
-// plus how many of them come before it in earlier blocks, earlier warps, earlier steps of its warp and earlier lanes.
-// Within a warp, lanes of one cell find each other by votes on the bits of its number.
+// A choice's cell is its expert, or `experts` if it has none. Three launches: each block counts the cells of its
+// choices; for each cell, these counts are added up over the blocks before; then each choice's row is where its cell's
+// rows begin, plus how many of them come before it in earlier blocks, earlier warps, earlier steps of its warp and
+// earlier lanes. Within a warp, lanes of one cell find each other by votes on the bits of its number.
 #include <algorithm>
 
 #include "common/cuda.hpp"
@@ -70,7 +71,8 @@ struct WarpRanks {
 };
 
 // counts[w * cells + cell] of each warp w; the block's barrier is still to come.
-__device__ __forceinline__ void count_choices(const Choices& choices, const SharedArray<int>& counts, WarpRanks& ranks) {
+__device__ __forceinline__ void count_choices(const Choices& choices, const SharedArray<int>& counts,
+                                              WarpRanks& ranks) {
   const int own = static_cast<int>(threadIdx.x) / kWarp * choices.cells();
   for (int cell = threadIdx.x % kWarp; cell < choices.cells(); cell += kWarp) counts[own + cell] = 0;
   __syncwarp();
@@ -123,7 +125,8 @@ __global__ void __launch_bounds__(kWarp* kSegments)
 }
 
 // starts[cell] = the sum of the totals of the cells before, by one warp.
-__device__ __forceinline__ void add_up_totals(int cells, Cached<int> totals, const SharedArray<int>& shared, int starts) {
+__device__ __forceinline__ void add_up_totals(int cells, Cached<int> totals, const SharedArray<int>& shared,
+                                              int starts) {
   const int lane = threadIdx.x;
   int before = 0;
   for (int first = 0; first < cells; first += kWarp) {

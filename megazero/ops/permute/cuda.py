@@ -1,4 +1,4 @@
-"""The permutation by the kernels of csrc/permute/cuda.cu, its backward by that of csrc/gathered_sum/cuda.cu."""
+"""The permutation by the kernels of csrc/permute/cuda.cu; backward is a sum of csrc/gathered_sum/cuda.cu."""
 
 from __future__ import annotations
 
