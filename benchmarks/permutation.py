@@ -67,15 +67,17 @@ def steps(dtype: torch.dtype) -> dict[str, tuple[Callable[[], object], float]]:
     }
 
 
-def seconds(work: Callable[[], object]) -> tuple[float, float]:
-    """The medians of several calls: of their time, and of the processor's."""
-    found = []
+def ratios(work: Callable[[], object], copy: Callable[[], object]) -> tuple[float, float]:
+    """The time of `work` per time of `copy`, by the clock and by the processor: medians of calls in turns."""
+    found: tuple[list, list] = [], []
     for _ in range(REPEATS):
-        began = time.perf_counter(), time.process_time()
-        work()
-        found.append((time.perf_counter() - began[0], time.process_time() - began[1]))
-    by_clock, by_processor = zip(*found, strict=True)
-    return statistics.median(by_clock), statistics.median(by_processor)
+        for each, times in zip((work, copy), found, strict=True):
+            began = time.perf_counter(), time.process_time()
+            each()
+            times.append((time.perf_counter() - began[0], time.process_time() - began[1]))
+    medians = ([statistics.median(clock) for clock in zip(*times, strict=True)] for times in found)
+    (clock, processor), (copy_clock, copy_processor) = medians
+    return clock / copy_clock, processor / copy_processor
 
 
 def main() -> int:
@@ -90,15 +92,11 @@ def main() -> int:
         torch.set_num_threads(threads)
         for dtype in (torch.float32, torch.bfloat16):
             plain = torch.randn(TOKENS * (TOPK + 1), WIDTH).to(dtype)
-            ratios: dict[str, list[tuple[float, float]]] = {}
+            rounds: dict[str, list[tuple[float, float]]] = {}
             for _ in range(args.rounds):
                 for name, (work, rows) in steps(dtype).items():
-                    source = plain[: round(rows)]
-                    copied = seconds(source.clone)
-                    found = seconds(work)
-                    ratio = found[0] / copied[0], found[1] / copied[1]
-                    ratios.setdefault(name, []).append(ratio)
-            for name, found in ratios.items():
+                    rounds.setdefault(name, []).append(ratios(work, plain[: round(rows)].clone))
+            for name, found in rounds.items():
                 line: dict[str, object] = {"step": name, "dtype": str(dtype).removeprefix("torch.")}
                 line["threads"] = threads
                 for clock, each in zip(("ratio", "processor_ratio"), zip(*found, strict=True), strict=True):
