@@ -1,9 +1,10 @@
 """Time of bringing tokens to their experts and back on one rank, against copying as many bytes, interleaved.
 
     python benchmarks/permutation.py --threads 1 2
+    python benchmarks/permutation.py --tokens 4096 --width 1024
 
-2,048 tokens of width 512, 8 experts, 2 of them for each token, as in moe_layer.py. A step must read and write
-so many rows of that width, m = 4,096 for the choices and n = 2,048 for the tokens:
+Unless told otherwise 2,048 tokens of width 512; 8 experts, 2 of them for each token, as in moe_layer.py. A
+step must read and write so many rows of that width, n for the tokens and m = 2 n for the choices:
 
     permute           read and write m
     its backward      read m, write n: sums over a token's choices
@@ -11,7 +12,8 @@ so many rows of that width, m = 4,096 for the choices and n = 2,048 for the toke
     its backward      read m and n, write m; the weights' gradients are m inner products
 
 One JSON line per step, dtype and thread count gives the median over the rounds of the ratio of its time to
-that of a copy of as many bytes (1 is the speed of a copy).
+that of a copy of as many bytes (1 is the speed of a copy), and the same of the processor's time, which tells
+more where other jobs share the machine.
 """
 
 from __future__ import annotations
@@ -31,29 +33,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megazero.moe.dispatch import Rows, combine, permute
 from megazero.train.allocator import keep_freed_memory
 
-TOKENS, WIDTH, EXPERTS, TOPK = 2048, 512, 8, 2
+EXPERTS, TOPK = 8, 2
 REPEATS = 10  # per round, of which the median counts
 
 
-def steps(dtype: torch.dtype) -> dict[str, tuple[Callable[[], object], float]]:
+def steps(dtype: torch.dtype, tokens: int, width: int) -> dict[str, tuple[Callable[[], object], float]]:
     """Name -> the step, and how many rows a copy of as many bytes has."""
     generator = torch.Generator().manual_seed(0)
     random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
-    chosen = torch.rand(TOKENS, EXPERTS, generator=generator).argsort(1)[:, :TOPK]
+    chosen = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOPK]
     rows = Rows.sort(chosen, None, EXPERTS)
-    choices = TOKENS * TOPK
-    x, sorted_rows = random(TOKENS, WIDTH), random(choices, WIDTH)
-    weights = torch.rand(TOKENS, TOPK, generator=generator)
+    choices = tokens * TOPK
+    x, sorted_rows = random(tokens, width), random(choices, width)
+    weights = torch.rand(tokens, TOPK, generator=generator)
     leaves = (
         x.clone().requires_grad_(),
         sorted_rows.clone().requires_grad_(),
         weights.clone().requires_grad_(),
     )
-    there, back = permute(leaves[0], rows, TOPK), combine(leaves[1], leaves[2], rows)
-    grads = random(choices, WIDTH), random(TOKENS, WIDTH)
-    half = (choices + TOKENS) / 2
+    there, back = permute(leaves[0], rows), combine(leaves[1], leaves[2], rows)
+    grads = random(choices, width), random(tokens, width)
+    half = (choices + tokens) / 2
     return {
-        "permute": (lambda: permute(x, rows, TOPK), choices),
+        "permute": (lambda: permute(x, rows), choices),
         "permute backward": (
             lambda: torch.autograd.grad(there, leaves[0], grads[0], retain_graph=True),
             half,
@@ -61,19 +63,22 @@ def steps(dtype: torch.dtype) -> dict[str, tuple[Callable[[], object], float]]:
         "combine": (lambda: combine(sorted_rows, weights, rows), half),
         "combine backward": (
             lambda: torch.autograd.grad(back, leaves[1:], grads[1], retain_graph=True),
-            choices + TOKENS / 2,
+            choices + tokens / 2,
         ),
     }
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """The median of several calls."""
-    found = []
+def ratios(work: Callable[[], object], copy: Callable[[], object]) -> tuple[float, float]:
+    """The time of `work` per time of `copy`, by the clock and by the processor: medians of calls in turns."""
+    found: tuple[list, list] = [], []
     for _ in range(REPEATS):
-        began = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
+        for each, times in zip((work, copy), found, strict=True):
+            began = time.perf_counter(), time.process_time()
+            each()
+            times.append((time.perf_counter() - began[0], time.process_time() - began[1]))
+    medians = ([statistics.median(clock) for clock in zip(*times, strict=True)] for times in found)
+    (clock, processor), (copy_clock, copy_processor) = medians
+    return clock / copy_clock, processor / copy_processor
 
 
 def main() -> int:
@@ -82,22 +87,25 @@ def main() -> int:
     )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--width", type=int, default=512)
     args = parser.parse_args()
     keep_freed_memory()  # as a training does
     for threads in args.threads:
         torch.set_num_threads(threads)
         for dtype in (torch.float32, torch.bfloat16):
-            plain = torch.randn(TOKENS * (TOPK + 1), WIDTH).to(dtype)
-            ratios: dict[str, list[float]] = {}
+            plain = torch.randn(args.tokens * (TOPK + 1), args.width).to(dtype)
+            rounds: dict[str, list[tuple[float, float]]] = {}
             for _ in range(args.rounds):
-                for name, (work, rows) in steps(dtype).items():
-                    source = plain[: round(rows)]
-                    copied = seconds(source.clone)
-                    ratios.setdefault(name, []).append(seconds(work) / copied)
-            for name, found in ratios.items():
-                line = {"step": name, "dtype": str(dtype).removeprefix("torch."), "threads": threads}
-                low, high = min(found), max(found)
-                print(json.dumps({**line, "ratio": statistics.median(found), "low": low, "high": high}))
+                for name, (work, rows) in steps(dtype, args.tokens, args.width).items():
+                    rounds.setdefault(name, []).append(ratios(work, plain[: round(rows)].clone))
+            for name, found in rounds.items():
+                line: dict[str, object] = {"step": name, "dtype": str(dtype).removeprefix("torch.")}
+                line |= {"threads": threads, "tokens": args.tokens, "width": args.width}
+                for clock, each in zip(("ratio", "processor_ratio"), zip(*found, strict=True), strict=True):
+                    line[clock] = round(statistics.median(each), 3)
+                    line[f"{clock}_range"] = round(min(each), 3), round(max(each), 3)
+                print(json.dumps(line), flush=True)
     return 0
 
 

@@ -23,10 +23,12 @@
 #include "lamb/cpu.hpp"
 #include "layer_norm/cpu.hpp"
 #include "lion/cpu.hpp"
+#include "permute/cpu.hpp"
 #include "quantize/cpu.hpp"
 #include "rms_norm/cpu.hpp"
 #include "rotary/cpu.hpp"
 #include "sgd/cpu.hpp"
+#include "sort_by_expert/cpu.hpp"
 #include "swiglu/cpu.hpp"
 
 namespace py = pybind11;
@@ -160,12 +162,14 @@ PYBIND11_MODULE(_native, module) {
   bind(module, "layer_norm_forward", megazero_layer_norm_forward);
   bind(module, "layer_norm_backward", megazero_layer_norm_backward);
   bind(module, "lion_step", megazero_lion_step);
+  bind(module, "permute", megazero_permute);
   bind(module, "quantize_rows", megazero_quantize_rows);
   bind(module, "dequantize_rows", megazero_dequantize_rows);
   bind(module, "rms_norm_forward", megazero_rms_norm_forward);
   bind(module, "rms_norm_backward", megazero_rms_norm_backward);
   bind(module, "rotary", megazero_rotary);
   bind(module, "sgd_step", megazero_sgd_step);
+  bind(module, "sort_by_expert", megazero_sort_by_expert);
   bind(module, "swiglu_forward", megazero_swiglu_forward);
   bind(module, "swiglu_backward", megazero_swiglu_backward);
 }

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from megazero.layers.collectives import (
     exchange_rows,
@@ -22,36 +21,10 @@ from megazero.layers.collectives import (
     reduce_scatter_sequence,
 )
 from megazero.mpu import Group
+from megazero.ops.chosen_rows import chosen_rows
 from megazero.ops.gathered_sum import gathered_sum
-
-
-class _Permute(Function):
-    """x [n, h] -> the rows of its choices [m, h]; backward adds up each token's, in the choices' order."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, token: Tensor, rows: Rows) -> Tensor:
-        # Not kept on ctx itself, where recompute could not drop it.
-        ctx.save_for_backward(rows.slots, rows.choice)
-        ctx.whole = rows.all_kept
-        return x.index_select(0, token)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return gathered_sum(grad, *ctx.saved_tensors, whole=ctx.whole), None, None
-
-
-class _Reorder(Function):
-    """x[order]; backward is x[inverse]."""
-
-    @staticmethod
-    def forward(ctx, x, order, inverse):
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
+from megazero.ops.permute import permute as permuted
+from megazero.ops.sort_by_expert import sort_by_expert
 
 
 @dataclass(frozen=True)
@@ -76,20 +49,8 @@ class Rows:
 
         Without, the rows of choices that are not kept come last, and `counts` does not count them.
         """
-        cell = chosen if kept is None else torch.where(kept, chosen, experts)
-        cell = cell.reshape(-1)
-        order = cell.argsort(stable=True)
-        counts = torch.zeros(experts + 1, dtype=torch.int64, device=cell.device)
-        counts.scatter_add_(0, cell, torch.ones_like(cell))
-        slots = torch.empty_like(order)
-        slots[order] = torch.arange(len(order), device=order.device)
-        if room is None:
-            return cls(order, slots.view(chosen.shape), counts[:experts], kept is None)
-        starts = counts.cumsum(0) - counts
-        slots = torch.where(cell < experts, slots - starts[cell] + cell * room, experts * room)
-        choice = slots.new_full((experts * room + 1,), -1)
-        choice[slots] = torch.arange(len(slots), device=slots.device)
-        return cls(choice[:-1], slots.view(chosen.shape), torch.full_like(counts[:experts], room), False)
+        choice, slots, counts = sort_by_expert(chosen, kept, experts, room)
+        return cls(choice, slots, counts, kept is None and room is None)
 
     def first(self, count: int) -> Rows:
         """The first `count` rows."""
@@ -98,9 +59,9 @@ class Rows:
         return Rows(self.choice[:count], self.slots.clamp_max(count), self.counts, False)
 
 
-def permute(x: Tensor, rows: Rows, topk: int) -> Tensor:
-    """x [n, h] -> its rows [m, h], sorted by expert; those of blank rows are any."""
-    return _Permute.apply(x, rows.choice.clamp_min(0) // topk, rows)
+def permute(x: Tensor, rows: Rows) -> Tensor:
+    """x [n, h] -> its rows [m, h], sorted by expert; blank ones are zeros."""
+    return permuted(x, rows.slots, rows.choice, whole=rows.all_kept)
 
 
 def combine(found: Tensor, weights: Tensor, rows: Rows) -> Tensor:
@@ -118,7 +79,7 @@ def _on_host(counts: Tensor, expected: int) -> list[list[int]]:
 
 def _local(x: Tensor, weights: Tensor, rows: Rows, through: Callable[[Tensor], Tensor]) -> Tensor:
     """The weighted results for x [n, h] of `through`, which gets the rows."""
-    return combine(through(permute(x, rows, weights.shape[1])), weights, rows)
+    return combine(through(permute(x, rows)), weights, rows)
 
 
 @dataclass(frozen=True)
@@ -177,8 +138,8 @@ def exchange(party: Party, x: Tensor, weights: Tensor, chosen: Tensor, kept: Ten
         totals = [sum(source) for source in received]
         arrived = exchange_rows(sorted_rows, group, sent_sizes, totals)
         by_expert, inverse = _regrouping(received, arrived.device)
-        found = party.apply(_Reorder.apply(arrived, by_expert, inverse), sizes)
-        back = exchange_rows(_Reorder.apply(found, inverse, by_expert), group, totals, sent_sizes)
+        found = party.apply(chosen_rows(arrived, by_expert, inverse), sizes)
+        back = exchange_rows(chosen_rows(found, inverse, by_expert), group, totals, sent_sizes)
         return back if slices == 1 else _summed_slices(back, parts, slices)
 
     return _local(x, weights, rows.first(sum(mine)), through)
@@ -188,9 +149,7 @@ def _regrouping(received: Sequence[Sequence[int]], device: torch.device) -> tupl
     """From rows by source, then expert, to rows by expert, then source: the order, and its inverse."""
     sizes = torch.tensor(received)
     expert = torch.arange(sizes.shape[1]).repeat(sizes.shape[0]).repeat_interleave(sizes.reshape(-1))
-    order = expert.argsort(stable=True)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order))
+    order, inverse, _ = sort_by_expert(expert, None, sizes.shape[1])
     return order.to(device, non_blocking=True), inverse.to(device, non_blocking=True)
 
 

@@ -30,11 +30,13 @@ from megazero.ops.lamb import LAMB_MOVE, LAMB_NORMS
 from megazero.ops.layer_norm import ADD_LAYER_NORM, LAYER_NORM
 from megazero.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from megazero.ops.lion import LION
+from megazero.ops.permute import PERMUTE
 from megazero.ops.quantize import DEQUANTIZE, QUANTIZE
 from megazero.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
 from megazero.ops.rotary import ROTARY
 from megazero.ops.scaled_softmax import SCALED_SOFTMAX
 from megazero.ops.sgd import SGD
+from megazero.ops.sort_by_expert import SORT_BY_EXPERT
 from megazero.ops.square_sum import SQUARE_SUM
 from megazero.ops.squared_relu import SQUARED_RELU
 from megazero.ops.swiglu import SWIGLU
@@ -68,11 +70,13 @@ def operators() -> tuple[Operator, ...]:
         LAYER_NORM,
         LINEAR_CROSS_ENTROPY,
         LION,
+        PERMUTE,
         QUANTIZE,
         RMS_NORM,
         ROTARY,
         SCALED_SOFTMAX,
         SGD,
+        SORT_BY_EXPERT,
         SQUARE_SUM,
         SQUARED_RELU,
         SWIGLU,

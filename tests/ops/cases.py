@@ -315,6 +315,7 @@ def gathered_cases() -> list[Case]:
         cases += [
             Case("gathered_sum", label, (rows, weights), _weighted(**given), n <= 7 and h < 60),
             Case("gathered_sum", f"{label} unweighted", (rows,), _unweighted(**given)),
+            Case("permute", label, (_randn(n, h),), _permuted(**given), n <= 7 and h < 60),
         ]
     return cases
 
@@ -325,6 +326,10 @@ def _weighted(slots: Tensor, choice: Tensor, whole: bool) -> Callable[..., Tenso
 
 def _unweighted(slots: Tensor, choice: Tensor, whole: bool) -> Callable[..., Tensor]:
     return lambda f, rows: f(rows, slots, choice, None, whole)
+
+
+def _permuted(slots: Tensor, choice: Tensor, whole: bool) -> Callable[..., Tensor]:
+    return lambda f, x: f(x, slots, choice, whole)
 
 
 def chosen_cases() -> list[Case]:
@@ -485,6 +490,12 @@ def meta_cases() -> list[Case]:
             "meta",
             (_randn(4, 16), _randn(2, 2)),
             _weighted(torch.arange(4, device="meta").view(2, 2), torch.arange(4, device="meta"), True),
+        ),
+        Case(
+            "permute",
+            "meta",
+            (_randn(2, 16),),
+            _permuted(torch.arange(4, device="meta").view(2, 2), torch.arange(4, device="meta"), True),
         ),
         Case(
             "embedding",

@@ -33,11 +33,14 @@ from megazero.ops.lamb import lamb_move, lamb_norms
 from megazero.ops.layer_norm import add_layer_norm, layer_norm
 from megazero.ops.linear_cross_entropy import linear_cross_entropy
 from megazero.ops.lion import lion_step
+from megazero.ops.permute import permute
 from megazero.ops.quantize import Quantization, dequantize, quantize
 from megazero.ops.rms_norm import add_rms_norm, rms_norm
 from megazero.ops.rotary import apply_rotary, rotary_table
 from megazero.ops.scaled_softmax import scaled_softmax
 from megazero.ops.sgd import sgd_step
+from megazero.ops.sort_by_expert import sort_by_expert
+from megazero.ops.sort_by_expert.cuda import MOST_EXPERTS
 from megazero.ops.square_sum import square_sum
 from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
@@ -232,6 +235,10 @@ def _run_kept_columns(facts) -> None:
     kept_columns(torch.arange(2), 9 if facts.short else LONGEST + 1, 3)
 
 
+def _run_sort_by_expert(facts) -> None:
+    sort_by_expert(torch.tensor([[2, 0], [1, 2]]), None, 3 if facts.few else MOST_EXPERTS + 1)
+
+
 # A call of the public function with these facts.
 RUNS: dict[str, Callable] = {
     "adagrad": _run_adagrad,
@@ -272,6 +279,9 @@ RUNS: dict[str, Callable] = {
         _randn(facts, 3, 2, 4), _randn(facts, 8, 4), torch.ones(3, 2, dtype=torch.int64), OneRank(), 0, 8
     ),
     "lion": _run_lion,
+    "permute": lambda facts: permute(
+        _randn(facts, 3, 8), torch.tensor([[1], [0], [2]]), torch.tensor([1, 0])
+    ),
     "quantize": _run_quantize,
     "rms_norm": lambda facts: rms_norm(_randn(facts, 3, 8), _randn(facts, 8), 1e-5),
     "rotary": lambda facts: apply_rotary(
@@ -279,6 +289,7 @@ RUNS: dict[str, Callable] = {
     ),
     "scaled_softmax": lambda facts: scaled_softmax(_randn(facts, 2, 2, 4, 4), 0.5, True, None),
     "sgd": _run_sgd,
+    "sort_by_expert": _run_sort_by_expert,
     "square_sum": _run_square_sum,
     "squared_relu": lambda facts: squared_relu(_randn(facts, 3, 8)),
     "swiglu": lambda facts: swiglu(_randn(facts, 3, 2, 8)),
@@ -311,7 +322,8 @@ def test_what_is_said_to_run_is_what_runs(operator: Operator) -> None:
     """
     codes = {inspect.unwrap(each.fn).__code__: each.name for each in operator.implementations}
     calls = [call for call in operator.calls if call.device == "cpu"]
-    assert len(calls) >= (2 if operator.name == "kept_columns" else 4)  # its keys have one dtype
+    # Keys and choices have one dtype.
+    assert len(calls) >= (2 if operator.name in ("kept_columns", "sort_by_expert") else 4)
     for call in calls:
         with functions_called(set(codes)) as found:
             out = RUNS[operator.name](call)

@@ -14,7 +14,7 @@ from tests.ops.cases import Case, all_cases, meta_cases
 CASES = all_cases()
 TABLES = {operator.name: operator for operator in operators()}
 UPDATES = {"adagrad", "adam", "lamb_move", "lamb_norms", "lion", "sgd"}
-CODES = {"quantize", "dequantize", "kept_columns"}
+CODES = {"quantize", "dequantize", "kept_columns", "sort_by_expert"}
 SUMS = {"square_sum"}
 LOSSES = {"cross_entropy", "kl_divergence", "linear_cross_entropy"}
 # Of the largest magnitude of the truth, or of 0.1 where terms of order one cancel: a few roundings.

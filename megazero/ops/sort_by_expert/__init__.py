@@ -1,0 +1,5 @@
+"""The rows that tokens' choices of experts make, sorted by expert."""
+
+from megazero.ops.sort_by_expert.front import SORT_BY_EXPERT, sort_by_expert
+
+__all__ = ["SORT_BY_EXPERT", "sort_by_expert"]
