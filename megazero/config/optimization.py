@@ -82,6 +82,12 @@ class OptimizerConfig(Section):
         "1-bit Adam and LAMB: updates with exact sums, after which the second moment stays as it is; 15 to "
         "25 percent of a training",
     )
+    onebit_adam_precondition: bool = option(
+        False,
+        "1-bit Adam: let a bit stand for the same share of the update in each element of a "
+        "parameter; otherwise, as in the papers, it stands for the same amount of the first moment, which "
+        "moves an element by the more the smaller its second moment is",
+    )
     onebit_lamb_coeff_beta: Probability = option(0.9, "1-bit LAMB: decay of the average of trust ratios")
     onebit_lamb_factor_max: PositiveFloat = option(
         4.0, "1-bit LAMB: largest factor by which the average trust ratio follows the second moment"

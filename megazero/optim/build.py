@@ -53,7 +53,9 @@ def _lamb(config: OptimizerConfig) -> Lamb:
 def _compressed(config: OptimizerConfig, adam: Adam) -> UpdateRule | None:
     """A rule that sums gradients itself, a bit per element; None if the configuration names another."""
     if config.optimizer == "onebit-adam":
-        return OnebitAdam(config.onebit_freeze_step, **vars(adam))
+        return OnebitAdam(
+            config.onebit_freeze_step, **vars(adam), precondition=config.onebit_adam_precondition
+        )
     if config.optimizer == "zero-one-adam":
         return ZeroOneAdam(
             config.zero_one_var_freeze_step,

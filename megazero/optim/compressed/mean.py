@@ -13,7 +13,7 @@ from megazero.optim.rule import Replicas
 
 
 @torch.no_grad()
-def compressed_mean(numbers: Tensor, live: Tensor, replicas: Replicas) -> None:
+def compressed_mean(numbers: Tensor, live: Tensor, replicas: Replicas, units: Tensor | None = None) -> None:
     """Replace `numbers` by about their mean over the replicas, the same bits on all of them.
 
     Error-compensated 1-bit all-reduce (Seide et al. 2014; Tang et al. 2021, algorithm 1). A number becomes
@@ -28,12 +28,16 @@ def compressed_mean(numbers: Tensor, live: Tensor, replicas: Replicas) -> None:
     layouts with as many replicas give the same numbers. (DeepSpeed's owners have a scale for each slice.)
     With one replica both compressions still happen.
 
+    With `units`, C(x) is the sign times the element's unit and the parameter's scale, the root mean square of
+    ``x / units``. Errors stay in the units of `numbers`.
+
     The payloads are n / 8 bytes each way, 4 bytes per parameter and replica, and 16 per parameter.
 
     Args:
         numbers: this replica's own, fp32 [padded] of a bucket.
         live: bool [padded], the same on all replicas: elsewhere, numbers and errors are 0, stay 0, and do not
             count in a scale. False in the padding.
+        units: fp32 [padded], above 0, the same on all replicas; None for 1 everywhere.
         replicas: the group, and this bucket's errors.
     """
     group, worker, server = replicas.group, replicas.worker_error, replicas.server_error
@@ -42,7 +46,7 @@ def compressed_mean(numbers: Tensor, live: Tensor, replicas: Replicas) -> None:
 
     live = live.to(numbers.dtype)
     worker.add_(numbers).mul_(live)
-    counts = _measured(replicas.spans, worker, live)
+    counts = _measured(replicas.spans, worker if units is None else worker / units, live)
     replicas.over_slices(counts, "sum")
     scales = _scales(counts)
     everyones = scales.new_empty(group.size, scales.numel())
@@ -50,26 +54,26 @@ def compressed_mean(numbers: Tensor, live: Tensor, replicas: Replicas) -> None:
     sent = pack_signs(worker.view(group.size, size))
     received = torch.empty_like(sent)
     sending = group.all_to_all(received.view(-1), sent.view(-1), async_op=True)
-    worker.sub_(_signed(worker >= 0, scales, replicas.spans)).mul_(live)
+    worker.sub_(_signed(worker >= 0, scales, replicas.spans, units)).mul_(live)
 
     gathering.wait()
     sending.wait()
-    mine = live[own]
+    mine, own_units = live[own], None if units is None else units[own]
     for theirs, bits in zip(everyones / group.size, unpack_signs(received, size), strict=True):
-        server.add_(_signed(bits, theirs, replicas.spans, own.start))
+        server.add_(_signed(bits, theirs, replicas.spans, own_units, own.start))
     server.mul_(mine)
-    measured = _measured(replicas.spans, server, mine, own.start)
+    measured = _measured(replicas.spans, server if units is None else server / own_units, mine, own.start)
     group.all_reduce(measured).wait()
     replicas.over_slices(measured, "sum")
     scales = _scales(measured)
     answer = pack_signs(server.view(1, size))
     answers = answer.new_empty(group.size * answer.numel())
     answering = group.all_gather(answers, answer.view(-1), async_op=True)
-    server.sub_(_signed(server >= 0, scales, replicas.spans, own.start)).mul_(mine)
+    server.sub_(_signed(server >= 0, scales, replicas.spans, own_units, own.start)).mul_(mine)
 
     answering.wait()
     signs = unpack_signs(answers.view(group.size, -1), size).view(-1)
-    torch.mul(_signed(signs, scales, replicas.spans), live, out=numbers)
+    torch.mul(_signed(signs, scales, replicas.spans, units), live, out=numbers)
 
 
 def _measured(spans: Sequence[tuple[int, int]], part: Tensor, live: Tensor, first: int = 0) -> Tensor:
@@ -94,11 +98,19 @@ def _scales(measured: Tensor) -> Tensor:
     return (squares / counts.clamp(min=1.0)).sqrt().float()
 
 
-def _signed(positive: Tensor, scales: Tensor, spans: Sequence[tuple[int, int]], first: int = 0) -> Tensor:
-    """Plus or minus its parameter's scale, for a bucket's elements from `first` on; 0 in the padding."""
+def _signed(
+    positive: Tensor,
+    scales: Tensor,
+    spans: Sequence[tuple[int, int]],
+    units: Tensor | None,
+    first: int = 0,
+) -> Tensor:
+    """Plus or minus its parameter's scale, in `units`, for a bucket's elements from `first` on; 0 in the
+    padding.
+    """
     found = torch.zeros_like(positive, dtype=scales.dtype)
     for scale, (start, stop) in zip(scales, spans, strict=True):
         where = slice(max(start - first, 0), max(stop - first, 0))
         # Exact, and several times as fast on a CPU as choosing between two numbers.
         found[where].copy_(positive[where]).mul_(2.0 * scale).sub_(scale)
-    return found
+    return found if units is None else found.mul_(units)

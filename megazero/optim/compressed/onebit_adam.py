@@ -29,9 +29,14 @@ class OnebitAdam:
     reaches, and padding), does not move and is left out of C; with a v of 0, one bit would move it by
     ``lr / eps``. This is what DeepSpeed's `exp_avg_mask` is for.
 
+    With `precondition`, C takes its scale of ``m / (sqrt(v') + eps)``: a bit stands for the same share of the
+    update in each element. The paper's bits stand for the same amount of m, which moves an element by the
+    more the smaller its v is. As v stays as it is, this is the paper's algorithm in other units (ours).
+
     Attributes:
         beta1, beta2, eps: as Adam's.
         freeze_step: number of exact updates.
+        precondition: choose the scale of what is sent by the update.
 
     Raises:
         ConfigError: `freeze_step` is below 1.
@@ -43,6 +48,7 @@ class OnebitAdam:
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    precondition: bool = False
 
     def __post_init__(self) -> None:
         if self.freeze_step < 1:
@@ -67,13 +73,14 @@ class OnebitAdam:
         momentum = state["exp_avg"]
         # The mean of the replicas' gradients times their number is the whole gradient.
         momentum.mul_(self.beta1).add_(grads, alpha=(1.0 - self.beta1) * replicas.group.size)
-        compressed_mean(momentum, state["exp_avg_sq"] > 0, replicas)
+        units = self._roots(state["exp_avg_sq"]) if self.precondition else None
+        compressed_mean(momentum, state["exp_avg_sq"] > 0, replicas, units)
 
     @torch.no_grad()
     def step(self, params, grads, states, *, step, lr, weight_decays) -> None:
         check_pieces(self.state_names, params, grads, states, step, weight_decays)
         exact = self.sums_exactly(step)
-        first, second = 1.0 - self.beta1**step, 1.0 - self.beta2**self.freeze_step
+        first = 1.0 - self.beta1**step
         for param, grad, state, decay in zip(params, grads, states, weight_decays, strict=True):
             if not param.numel():
                 continue
@@ -85,5 +92,8 @@ class OnebitAdam:
                 )
                 continue
             param.mul_(1.0 - lr * decay)
-            scale = state["exp_avg_sq"].sqrt().div_(math.sqrt(second)).add_(self.eps)
-            param.addcdiv_(state["exp_avg"], scale, value=-lr / first)
+            param.addcdiv_(state["exp_avg"], self._roots(state["exp_avg_sq"]), value=-lr / first)
+
+    def _roots(self, variance: Tensor) -> Tensor:
+        """What updates after the freeze divide by."""
+        return variance.sqrt().div_(math.sqrt(1.0 - self.beta2**self.freeze_step)).add_(self.eps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,8 @@ from tests.optim.compressed.reference import Mean
 from tests.optim.compressed.training import DECAY, LR, SPECS, UNUSED, Run, on_ranks, values
 
 RULE = OnebitAdam(freeze_step=3, beta1=0.8, beta2=0.95, eps=1e-4)
+PRECONDITIONED = replace(RULE, precondition=True)
+EITHER = pytest.mark.parametrize("rule", [RULE, PRECONDITIONED], ids=["paper", "preconditioned"])
 STEPS = 9
 
 
@@ -32,7 +36,12 @@ def expected(rule: OnebitAdam, replicas: int, steps: int = STEPS) -> dict[str, t
                 v = rule.beta2 * v + (1 - rule.beta2) * g * g
             else:
                 own = [rule.beta1 * m + (1 - rule.beta1) * replicas * part for part in parts]
-                m = mean([each.reshape(-1) for each in own], (v > 0).reshape(-1)).view(spec.shape)
+                units = (v / (1 - rule.beta2**rule.freeze_step)).sqrt() + rule.eps
+                m = mean(
+                    [each.reshape(-1) for each in own],
+                    (v > 0).reshape(-1),
+                    units.reshape(-1) if rule.precondition else None,
+                ).view(spec.shape)
             first, second = 1 - rule.beta1**t, 1 - rule.beta2 ** min(t, rule.freeze_step)
             p = p * (1 - LR * decay) - LR * (m / first) / ((v / second).sqrt() + rule.eps)
         found |= {f"{spec.name}/weight": p, f"{spec.name}/exp_avg": m, f"{spec.name}/exp_avg_sq": v}
@@ -47,24 +56,26 @@ def assert_states(found, want, **close) -> None:
         )
 
 
+@EITHER
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-def test_it_is_its_formula(replicas):
-    found = on_ranks(ProcessGrid(dp=replicas), lambda context: Run(RULE, context).train(range(1, 10)).state())
+def test_it_is_its_formula(replicas, rule):
+    found = on_ranks(ProcessGrid(dp=replicas), lambda context: Run(rule, context).train(range(1, 10)).state())
     for each in found:
-        assert_states(each, expected(RULE, replicas), rtol=1e-5, atol=1e-5)
+        assert_states(each, expected(rule, replicas), rtol=1e-5, atol=1e-5)
         assert all(each[name].equal(found[0][name]) for name in each), "replicas are the same bits"
 
 
+@EITHER
 @pytest.mark.parametrize("bucket_size", [1, 1000])
 @pytest.mark.parametrize("grid", [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 3, "tp": 4}], ids=str)
-def test_layouts_with_as_many_replicas_agree(grid, bucket_size):
+def test_layouts_with_as_many_replicas_agree(grid, bucket_size, rule):
     """A scale is of a whole parameter, so neither slices nor buckets change it."""
     found = on_ranks(
         ProcessGrid(**grid),
-        lambda context: Run(RULE, context, bucket_size).train(range(1, 10)).state(),
+        lambda context: Run(rule, context, bucket_size).train(range(1, 10)).state(),
     )
     for each in found:
-        assert_states(each, expected(RULE, grid["dp"]), rtol=1e-5, atol=1e-5)
+        assert_states(each, expected(rule, grid["dp"]), rtol=1e-5, atol=1e-5)
 
 
 def test_until_the_freeze_it_is_adam_bit_for_bit_with_clipping_by_the_exact_norm():
@@ -85,6 +96,16 @@ def test_rows_that_never_had_a_gradient_stay_as_they_are():
     weight = values(SPECS[1], 0)[UNUSED] * (1 - LR * DECAY) ** STEPS
     torch.testing.assert_close(found["words/weight"][UNUSED], weight)
     assert not found["words/exp_avg"][UNUSED].any()
+
+
+def test_a_bit_moves_every_element_as_far_where_it_is_preconditioned():
+    """By the scale of its parameter, whatever its second moment is; after the freeze without an error yet."""
+    rule = replace(PRECONDITIONED, eps=1e-12)
+    (run,) = on_ranks(ProcessGrid(dp=1), lambda context: Run(rule, context).train(range(1, 4)))
+    before = run.state()
+    after = run.train(range(4, 5)).state()
+    moved = after["rows/weight"] - before["rows/weight"] * (1 - LR * DECAY)
+    assert moved.abs().min() == pytest.approx(float(moved.abs().max()), rel=1e-3)
 
 
 def test_without_an_exact_step_nothing_could_move_so_that_is_refused():
