@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(1024)
   const int tiles = Row::count(stride);
   Row tile;
   for (std::int64_t row = first_row(); row < count; row += row_stride()) {
-    const int target = static_cast<int>(local[row]);
+    const std::int64_t target = local[row];
     const float shift = normalizer[row], factor = grad[row];
     for (int t = 0; t < tiles; ++t) {
       tile.load(logits + row * stride, columns, t);
