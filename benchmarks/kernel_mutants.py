@@ -82,8 +82,8 @@ FAULTS = (
         "a tail that goes too far: one pack beyond the row is read",
         "rms_norm",
         ROWS,
-        "return at(tile, k) < width; }",
-        "return at(tile, k) <= width; }",
+        "packs += at(tile, k) < width;",
+        "packs += at(tile, k) <= width;",
     ),
     KernelFault(
         "a wrong lane: the first step of the sum is left out",
@@ -111,8 +111,8 @@ FAULTS = (
         "a wide row's gradient of the weight forgets the group's earlier rows",
         "rms_norm",
         RMS_NORM,
-        "if (row == first_row())",
-        "if (row >= first_row())",
+        "if (row != first_row()) summed.load",
+        "if (row < first_row()) summed.load",
     ),
     KernelFault(
         "bank conflicts: the rows' sums lie in columns",
