@@ -23,6 +23,7 @@ from megazero.env.facts import (
 from megazero.env.gather import gather
 from megazero.env.problems import troubles
 from megazero.env.report import document, report
+from megazero.kernels.build import BuildError
 from megazero.ops import Implementation, Operator
 from megazero.ops.dispatch import where
 
@@ -267,6 +268,12 @@ def test_this_machine_is_described(monkeypatch):
 def test_kernels_that_cannot_be_had_are_a_problem(monkeypatch):
     monkeypatch.delenv("MEGAZERO_CUDA", raising=False)
     monkeypatch.setattr(gathering, "_gpus", lambda: [AcceleratorFacts("V100", (7, 0), 32 * GIB)])
+
+    def refuse(capability: tuple[int, int]) -> None:
+        assert capability == (7, 0)
+        raise BuildError("The device must have compute capability 8.0 or more, but has 7.0.")
+
+    monkeypatch.setattr(gathering, "cuda_library", refuse)
     kernels = gather().modules[-1]
     assert (kernels.name, kernels.trouble) == (
         "CUDA kernels",
