@@ -146,6 +146,7 @@ def resume(
         )
     remarks = list(found.remarks)
     for folder in found.folders:
+        engine = None
         try:
             reader = opened(folder, Verify(section.verify_checkpoint), context)
             begins = _begins_experts(config, reader)
@@ -157,8 +158,9 @@ def resume(
             seed = load_state(kept, engine, context, reader, run, begins_experts=begins)
         except DamagedCheckpointError as error:
             remarks.append(f"passed over {folder}: {error}")
-            engine = None  # part of its state may come from the damaged checkpoint
-            gc.collect()  # frees its memory before the next engine needs as much
+            if engine is not None:  # part of its state may come from the damaged checkpoint
+                engine = None
+                gc.collect()  # frees its memory before the next engine needs as much
             continue
         changes += filter(None, [saved_elsewhere(folder, reader.saved_into)])
         if run is not None and not section.finetune:

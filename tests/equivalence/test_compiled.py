@@ -19,9 +19,12 @@ from tests.equivalence.one_process import check
 TRACED = {"compiled": "aot_eager", "samples": 4}
 LAYOUTS = (
     Layout(pp=2, dropout=0.1, recompute="full", zero=2, **TRACED),
+    Layout(shape="bert", packed=True, **TRACED),
+)
+# A minute together.
+MORE_LAYOUTS = (
     Layout(shape="llama", recompute="selective", zero=3, dp=2, dropout=0.1, **TRACED),
     Layout(tp=2, sequence_parallel=True, dropout=0.1, zero=1, **TRACED),
-    Layout(shape="bert", packed=True, **TRACED),
 )
 
 
@@ -34,7 +37,11 @@ def forgotten():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout",
+    [*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.slow) for layout in MORE_LAYOUTS)],
+    ids=lambda layout: layout.name,
+)
 def test_compiled_layers_train_like_one_process(layout):
     check(run_in_threads(layout.config(), layout.grid), layout)
     assert counters["stats"]["unique_graphs"] > 0

@@ -125,7 +125,7 @@ def test_a_disk_that_fails_ends_the_run_and_keeps_the_last_checkpoint(tmp_path, 
 
 def test_all_ranks_end_when_one_disk_fails(tmp_path, monkeypatch):
     (tmp_path / "0").mkdir()
-    world = ThreadWorld(2, timeout=20)
+    world = ThreadWorld(2, timeout=5)  # which the sound rank waits for the other
 
     def rank(number: int) -> str:
         words = f"{SMALL} --train-iters 2 --offload-optimizer nvme --offload-path {tmp_path / str(number)}"
