@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.mpu import SoloGroup
 from megazero.ops import CallFacts, operators
 from megazero.ops.attention import MaskKind
 from megazero.ops.dropout import AttentionDropout, Dropout
@@ -42,13 +43,6 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.operator}: {self.label}"
-
-
-class OneRank:
-    size, rank = 1, 0
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        pass
 
 
 def _randn(*shape: int, scale: float = 1.0) -> Tensor:
@@ -239,13 +233,13 @@ def cross_entropy_cases() -> list[Case]:
                     "cross_entropy",
                     label,
                     (logits,),
-                    lambda f, x, t=target, v=vocab: f(x, t, OneRank(), 0, v),
+                    lambda f, x, t=target, v=vocab: f(x, t, SoloGroup(), 0, v),
                     s <= 5 and scale == 1.0,
                 )
             )
     masked = _randn(3, 2, 8)
     masked[..., 5] = -torch.inf
-    call = lambda f, x: f(x, torch.tensor([[0, 1], [2, 3], [4, 6]]), OneRank(), 0, 8)  # noqa: E731
+    call = lambda f, x: f(x, torch.tensor([[0, 1], [2, 3], [4, 6]]), SoloGroup(), 0, 8)  # noqa: E731
     cases.append(Case("cross_entropy", "a column of -inf", (masked,), call))
     return cases
 
@@ -263,7 +257,7 @@ def projected_cases() -> list[Case]:
                     "linear_cross_entropy",
                     f"{(s, b, h, padded)} {vocab=} {block=}",
                     (x, weight),
-                    lambda f, *a, t=target, v=vocab, k=block: f(*a, t, OneRank(), 0, v, k),
+                    lambda f, *a, t=target, v=vocab, k=block: f(*a, t, SoloGroup(), 0, v, k),
                     s <= 5 and block == 4,
                 )
             )
@@ -283,7 +277,7 @@ def divergence_cases() -> list[Case]:
                     "kl_divergence",
                     label,
                     logits[:1],
-                    lambda f, x, its=logits[1], v=vocab, t=temperature: f(x, its.to(x), OneRank(), 0, v, t),
+                    lambda f, x, its=logits[1], v=vocab, t=temperature: f(x, its.to(x), SoloGroup(), 0, v, t),
                     s <= 5 and scale == 1.0,
                     slack=scale,
                 )
@@ -477,14 +471,14 @@ def meta_cases() -> list[Case]:
         Case("rotary", "meta", (heads[0],), lambda f, a: f(a, *table), own={"table": torch.float32}),
         _attention_case("meta", heads, None, True, None, False),
         _attention_case("meta dropout", heads, None, True, attention_dropout, False),
-        Case("cross_entropy", "meta", (x,), lambda f, a: f(a, target, OneRank(), 0, 15)),
+        Case("cross_entropy", "meta", (x,), lambda f, a: f(a, target, SoloGroup(), 0, 15)),
         Case(
             "linear_cross_entropy",
             "meta",
             (x, _randn(8, 16)),
-            lambda f, *a: f(*a, target, OneRank(), 0, 7, 4),
+            lambda f, *a: f(*a, target, SoloGroup(), 0, 7, 4),
         ),
-        Case("kl_divergence", "meta", (x,), lambda f, a: f(a, a.detach(), OneRank(), 0, 15, 1.0)),
+        Case("kl_divergence", "meta", (x,), lambda f, a: f(a, a.detach(), SoloGroup(), 0, 15, 1.0)),
         Case(
             "gathered_sum",
             "meta",

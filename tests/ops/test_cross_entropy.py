@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megazero.mpu import SoloGroup
 from megazero.ops import CallFacts, operators
 from megazero.ops.cross_entropy import CROSS_ENTROPY
-from tests.ops.cases import OneRank
 from tests.ops.ranks import Rank, on_ranks
 
 
@@ -111,7 +111,7 @@ def test_a_gradient_over_the_logits_is_the_same(implementation, dtype) -> None:
 
     def one(overwrite: bool) -> tuple[Tensor, Tensor]:
         logits = given.clone().requires_grad_() * 1
-        loss = implementation.fn(logits, target, OneRank(), 0, 13, overwrite)
+        loss = implementation.fn(logits, target, SoloGroup(), 0, 13, overwrite)
         (grad,) = torch.autograd.grad(loss, logits, weights)
         return logits, grad
 
@@ -121,7 +121,7 @@ def test_a_gradient_over_the_logits_is_the_same(implementation, dtype) -> None:
     assert torch.equal(apart[0], given)
 
     logits = given.clone().requires_grad_() * 1
-    loss = implementation.fn(logits, target, OneRank(), 0, 13, True)
+    loss = implementation.fn(logits, target, SoloGroup(), 0, 13, True)
     also = logits.square().sum()
     loss.sum().backward(retain_graph=True)
     for again in (also, loss.sum()):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megazero.mpu import SoloGroup
 from megazero.ops import CallFacts, Implementation, Operator, explain, native, operators
 from megazero.ops.adagrad import adagrad_step
 from megazero.ops.adam import adam_step
@@ -45,7 +46,6 @@ from megazero.ops.square_sum import square_sum
 from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
 from megazero.ops.top_k import top_k
-from tests.ops.cases import OneRank
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ RUNS: dict[str, Callable] = {
     "bias_dropout_add": _run_bias_dropout_add,
     "bias_gelu": _run_gelu,
     "cross_entropy": lambda facts: vocab_parallel_cross_entropy(
-        _randn(facts, 3, 2, 8), torch.ones(3, 2, dtype=torch.int64), OneRank(), 0, 8
+        _randn(facts, 3, 2, 8), torch.ones(3, 2, dtype=torch.int64), SoloGroup(), 0, 8
     ),
     "chosen_rows": lambda facts: chosen_rows(
         _randn(facts, 3, 8), torch.tensor([2, -1]), torch.tensor([-1, -1, 0]), _randn(facts, 2, 8)
@@ -270,13 +270,13 @@ RUNS: dict[str, Callable] = {
     "grouped_outer": _run_grouped_outer,
     "kept_columns": _run_kept_columns,
     "kl_divergence": lambda facts: vocab_parallel_kl_divergence(
-        _randn(facts, 3, 2, 8), _randn(facts, 3, 2, 8), OneRank(), 0, 8
+        _randn(facts, 3, 2, 8), _randn(facts, 3, 2, 8), SoloGroup(), 0, 8
     ),
     "lamb_move": _run_lamb_move,
     "lamb_norms": _run_lamb_norms,
     "layer_norm": lambda facts: layer_norm(*(_randn(facts, *s) for s in ((3, 8), (8,), (8,))), 1e-5),
     "linear_cross_entropy": lambda facts: linear_cross_entropy(
-        _randn(facts, 3, 2, 4), _randn(facts, 8, 4), torch.ones(3, 2, dtype=torch.int64), OneRank(), 0, 8
+        _randn(facts, 3, 2, 4), _randn(facts, 8, 4), torch.ones(3, 2, dtype=torch.int64), SoloGroup(), 0, 8
     ),
     "lion": _run_lion,
     "permute": lambda facts: permute(

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megazero.mpu import SoloGroup
 from megazero.ops import CallFacts
 from megazero.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from megazero.ops.linear_cross_entropy.front import linear_cross_entropy_cuda
 from tests.kernels.harness import Bound, in_every_order, watched
-from tests.ops.cases import OneRank
 from tests.ops.ranks import on_ranks
 
 
@@ -70,7 +70,7 @@ def test_a_foreign_target_is_nan_and_spoils_no_other_loss(bad: int) -> None:
     x, weight, target, _ = inputs(13)
     target[1, 2] = bad
     fn = LINEAR_CROSS_ENTROPY.choose(CallFacts.of(x)).fn
-    loss = fn(x, weight, target, OneRank(), 0, 13, 4)
+    loss = fn(x, weight, target, SoloGroup(), 0, 13, 4)
     assert loss.isnan().nonzero().tolist() == [[1, 2]]
 
 
@@ -92,7 +92,7 @@ def test_the_logits_are_never_whole(block: int, logits: int) -> None:
     x, weight = torch.randn(200, 1, 2, requires_grad=True), torch.randn(128, 2, requires_grad=True)
     fn = LINEAR_CROSS_ENTROPY.choose(CallFacts.of(x)).fn
     with _Largest() as seen:
-        fn(x, weight, torch.zeros(200, 1, dtype=torch.int64), OneRank(), 0, 128, block).sum().backward()
+        fn(x, weight, torch.zeros(200, 1, dtype=torch.int64), SoloGroup(), 0, 128, block).sum().backward()
     assert seen.elements == logits
 
 
@@ -104,7 +104,7 @@ def test_by_the_kernels_for_gpus(dtype, block: int) -> None:
 
     def run(kernels):
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        loss = linear_cross_entropy_cuda(*leaves, target, OneRank(), 0, 29, block, kernels)
+        loss = linear_cross_entropy_cuda(*leaves, target, SoloGroup(), 0, 29, block, kernels)
         return loss, *torch.autograd.grad(loss, leaves, weights)
 
     found, true = in_every_order(run), exactly(*given, 29)

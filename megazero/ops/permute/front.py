@@ -2,69 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megazero.ops.cuda import on_cuda_kernels
+from megazero.kernels import KernelLibrary
+from megazero.ops.cuda import CUDA_KERNELS, on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
-from megazero.ops.gathered_sum import gathered_sum
+from megazero.ops.gathered_sum.cuda import gathered_sum_cuda
+from megazero.ops.gathered_sum.front import gathered_sum_native_cpu, gathered_sum_selected
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
-from megazero.ops.permute.cuda import permute_cuda
+from megazero.ops.permute.cuda import permuted_by_kernel
 from megazero.ops.permute.reference import permute_reference
 
+# (x [n, h], slots [n, k], choice [m], whole) -> out [m, h]
+_Copy = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+# (rows [m, h], slots [n, k], choice [m], no weights, whole) -> out [n, h]
+_Add = Callable[[Tensor, Tensor, Tensor, None, bool], Tensor]
 
-class _NativePermute(torch.autograd.Function):
-    """csrc/permute, and csrc/gathered_sum for backward: one pass over memory each way."""
+
+class _Permute(torch.autograd.Function):
+    """Saves the places alone; backward adds up each token's rows and scatters none."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, slots: Tensor, choice: Tensor, whole: bool) -> Tensor:
+    def forward(ctx, x: Tensor, slots: Tensor, choice: Tensor, whole: bool, copy: _Copy, add: _Add) -> Tensor:
         x, slots, choice = x.contiguous(), slots.contiguous(), choice.contiguous()
-        (n, h), k, m = x.shape, slots.shape[1], len(choice)
-        out = x.new_empty(m, h)
-        blank = 0 if whole else choice.data_ptr()
-        NATIVE.permute(rows_of(x, h, n), m, k, address(x), address(slots), blank, address(out))
-        ctx.save_for_backward(slots)
-        return out
+        ctx.save_for_backward(slots, choice)
+        ctx.whole, ctx.add = whole, add
+        return copy(x, slots, choice, whole)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        (slots,) = ctx.saved_tensors
-        grad, (n, k), (m, h) = grad.contiguous(), slots.shape, grad.shape
-        grad_x = grad.new_empty(n, h)
-        NATIVE.gathered_sum_forward(rows_of(grad, h, n), m, k, *map(address, (grad, slots, None, grad_x)))
-        return grad_x, None, None, None
+        return ctx.add(grad, *ctx.saved_tensors, None, ctx.whole), *[None] * 5
+
+
+def _permuted_natively(x: Tensor, slots: Tensor, choice: Tensor, whole: bool) -> Tensor:
+    """One pass of csrc/permute."""
+    (n, h), k, m = x.shape, slots.shape[1], len(choice)
+    out = x.new_empty(m, h)
+    tensors = map(address, (x, slots, None if whole else choice, out))
+    NATIVE.permute(rows_of(x, h, n), m, k, *tensors)
+    return out
+
+
+def _permuted_by_index(x: Tensor, slots: Tensor, choice: Tensor, whole: bool) -> Tensor:
+    """A selection of tokens, and a mask of blank rows."""
+    if whole:
+        return x.index_select(0, choice // slots.shape[1])
+    if not len(x):
+        return x.new_zeros(len(choice), x.shape[1])
+    found = x.index_select(0, choice.clamp_min(0) // slots.shape[1])
+    return found.masked_fill_((choice < 0).unsqueeze(1), 0.0)
 
 
 def permute_native_cpu(x: Tensor, slots: Tensor, choice: Tensor, whole: bool) -> Tensor:
     """For x [n, h] in fp32 or bf16 on CPU."""
-    return _NativePermute.apply(x, slots, choice, whole)
+    return _Permute.apply(x, slots, choice, whole, _permuted_natively, gathered_sum_native_cpu)
 
 
-class _SelectedRows(torch.autograd.Function):
-    """A selection of tokens; backward selects rows too and scatters none."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, slots: Tensor, choice: Tensor, whole: bool) -> Tensor:
-        ctx.save_for_backward(slots, choice)
-        ctx.whole = whole
-        if whole:
-            return x.index_select(0, choice // slots.shape[1])
-        if not len(x):
-            return x.new_zeros(len(choice), x.shape[1])
-        found = x.index_select(0, choice.clamp_min(0) // slots.shape[1])
-        return found.masked_fill_((choice < 0).unsqueeze(1), 0.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        return gathered_sum(grad, *ctx.saved_tensors, whole=ctx.whole), None, None, None
+def permute_cuda(
+    x: Tensor, slots: Tensor, choice: Tensor, whole: bool, kernels: KernelLibrary = CUDA_KERNELS
+) -> Tensor:
+    """For x [n, h] in fp32, fp16 or bf16 on a GPU; a number that no row has stands for none."""
+    copy, add = (partial(each, kernels=kernels) for each in (permuted_by_kernel, gathered_sum_cuda))
+    return _Permute.apply(x, slots, choice, whole, copy, add)
 
 
 def permute_selected(x: Tensor, slots: Tensor, choice: Tensor, whole: bool) -> Tensor:
     """For any device and dtype."""
-    return _SelectedRows.apply(x, slots, choice, whole)
+    return _Permute.apply(x, slots, choice, whole, _permuted_by_index, gathered_sum_selected)
 
 
 PERMUTE = Operator(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -232,7 +233,8 @@ class OffloadStore:
 
     def _read_for_update(self) -> None:
         """Start to read the masters and moments that the step's update begins with, if they are elsewhere."""
-        for bucket in [b for b in self.buckets if b.key.trainable and self.asleep[b]][: 1 + _AHEAD]:
+        updated = (bucket for bucket in self.buckets if bucket.key.trainable and self.asleep[bucket])
+        for bucket in islice(updated, 1 + _AHEAD):
             self._prefetch(bucket, self.asleep[bucket])
 
     def _finish(self, bucket: Bucket) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megazero.kernels import KernelLibrary
-from megazero.ops.permute.cuda import permute_cuda
+from megazero.ops.permute.front import permute_cuda
 from megazero.ops.sort_by_expert.cuda import BLOCK, sort_by_expert_cuda
 from megazero.report.kernels.case import KernelCase
 
