@@ -4,8 +4,9 @@
 
 For a pair (A, B), two steps are trained and saved on A; that is loaded and saved again on B, and then on A.
 Masters and moments must be equal in every bit after each load, and so must the weights that the model
-computes with. Two further steps on B must equal two further steps on A under law 1. Ranks are threads of this
-process. Prints a line per pair and exits 1 if anything differs.
+computes with. Two further steps on B must equal two further steps on A under law 1. A longer circle, from A
+over B, C and others to A, holds to the same. Ranks are threads of this process. Prints a line per pair and
+exits 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ def merged(ranks: Sequence[Seen]) -> Record:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one pair.
+    """What was found of one circle.
 
     Attributes:
         wrong: what is wrong, in words; empty if all laws hold.
@@ -203,31 +204,41 @@ class Verdict:
     share: float
 
 
-def check(first: Case, second: Case, folder: Path) -> Verdict:
-    """Take a training from one layout to another and back; `folder` holds the checkpoints."""
-    assert first.model == second.model, "a checkpoint continues the same model"
-    there, back, again = (folder / name for name in ("first", "second", "again"))
-    begun = run(first, None, there, AFTER)
-    moved = run(second, there, back, AFTER)
-    returned = run(first, back, again, 0)
-    saved = [logical(each) for each in (there, back, again)]
-    wrong = []
-    for where, a, b in (("saved on B", *saved[:2]), ("saved again on A", saved[0], saved[2])):
-        wrong.append(prefixed(where, difference(a, b)))
-    for rank, (a, b) in enumerate(zip(begun, returned, strict=True)):
-        wrong.append(prefixed(f"state of rank {rank} of A", difference(flat(a.state), flat(b.state))))
+def check(circle: Sequence[Case], folder: Path) -> Verdict:
+    """Take a training from the first layout over all others and back; `folder` holds the checkpoints."""
+    first = circle[0]
+    assert all(case.model == first.model for case in circle), "a checkpoint continues the same model"
+    begun = run(first, None, folder / "0", AFTER)
+    saved = logical(folder / "0")
+    wrong, worst = [], 0.0
+    for number, case in enumerate((*circle[1:], first), 1):
+        back = number == len(circle)
+        where = f"{case.name} again" if back else case.name
+        ranks = run(case, folder / str(number - 1), folder / str(number), 0 if back else AFTER)
+        wrong.append(prefixed(f"saved on {where}", difference(saved, logical(folder / str(number)))))
+        wrong += different_weights(begun, ranks, where)
+        if back:
+            for rank, (a, b) in enumerate(zip(begun, ranks, strict=True)):
+                wrong.append(prefixed(f"state of rank {rank}", difference(flat(a.state), flat(b.state))))
+        else:
+            tolerance = BF16 if case.layout.dtype == "bf16" else Tolerance()
+            deviations = compare([seen.record for seen in ranks], merged(begun), tolerance)
+            wrong += [f"{where}: {d}" for d in deviations if d.share > 1]
+            worst = max(worst, *(d.share for d in deviations))
+    return Verdict(tuple(w for w in wrong if w), worst)
+
+
+def different_weights(begun: Sequence[Seen], ranks: Sequence[Seen], where: str) -> list[str | None]:
+    """Weights that the ranks of another layout compute with and that are not those at the beginning."""
     weights = {k: t for seen in begun for k, t in seen.weights.items() if not k.startswith("copy of ")}
-    for where, ranks in (("B", moved), ("A again", returned)):
-        for rank, seen in enumerate(ranks):
-            # Which stage has a copy of a tied parameter depends on the layout; what it holds must not.
-            expected = {name: weights[name.removeprefix("copy of ")] for name in seen.weights}
-            wrong.append(prefixed(f"weights of rank {rank} of {where}", difference(expected, seen.weights)))
-        if missing := weights.keys() - {name for seen in ranks for name in seen.weights}:
-            wrong.append(f"{sorted(missing)[0]} is on no rank of {where}")
-    tolerance = BF16 if first.layout.dtype == "bf16" else Tolerance()
-    deviations = compare([seen.record for seen in moved], merged(begun), tolerance)
-    wrong += [str(d) for d in deviations if d.share > 1]
-    return Verdict(tuple(w for w in wrong if w), max(d.share for d in deviations))
+    wrong: list[str | None] = []
+    for rank, seen in enumerate(ranks):
+        # Which stage has a copy of a tied parameter depends on the layout; what it holds must not.
+        expected = {name: weights[name.removeprefix("copy of ")] for name in seen.weights}
+        wrong.append(prefixed(f"weights of rank {rank} of {where}", difference(expected, seen.weights)))
+    if missing := weights.keys() - {name for seen in ranks for name in seen.weights}:
+        wrong.append(f"{sorted(missing)[0]} is on no rank of {where}")
+    return wrong
 
 
 def flat(state: list[tuple[str, dict[str, Tensor]]]) -> dict[str, Tensor]:
@@ -269,21 +280,21 @@ EXTRA = (
 )
 
 
-def pairs(count: int, most_ranks: int) -> list[tuple[Case, Case]]:
-    """About `count` pairs, always the same; each case is once the first and once the second of a pair.
+def circles(count: int, most_ranks: int) -> list[list[Case]]:
+    """About `count` cases, always the same, in a circle for each model.
 
-    The cases hold every pair of settings' values (see `covering`); those of one model follow in a circle.
+    They hold every pair of settings' values (see `covering`).
     """
     chosen = covering([case.layout for case in cases(most_ranks)], count - len(EXTRA))
-    circles: dict[Layout, list[Case]] = defaultdict(list)
+    by_model: dict[Layout, list[Case]] = defaultdict(list)
     for case in (*EXTRA, *map(Case, chosen)):
-        circles[case.model].append(case)
-    return [
-        pair
-        for circle in circles.values()
-        for pair in zip(circle, circle[1:] + circle[:1], strict=True)
-        if len(circle) > 1
-    ]
+        by_model[case.model].append(case)
+    return [circle for circle in by_model.values() if len(circle) > 1]
+
+
+def pairs(around: Sequence[Sequence[Case]]) -> list[tuple[Case, Case]]:
+    """The neighbours in circles: each case is once the first and once the second of a pair."""
+    return [pair for circle in around for pair in zip(circle, [*circle[1:], circle[0]], strict=True)]
 
 
 BIASED, SHARED, RESIDUAL, PYRAMID = (
@@ -330,13 +341,9 @@ EXPERT_CIRCLES = (
 )
 
 
-def expert_pairs() -> list[tuple[Case, Case]]:
-    """Pairs of cases with experts; each is once the first and once the second of a pair."""
-    return [
-        (Case(first), Case(second))
-        for circle in EXPERT_CIRCLES
-        for first, second in zip(circle, circle[1:] + circle[:1], strict=True)
-    ]
+def expert_circles() -> list[list[Case]]:
+    """Cases with experts, in a circle for each model."""
+    return [[Case(layout) for layout in circle] for circle in EXPERT_CIRCLES]
 
 
 def main() -> int:
@@ -354,11 +361,11 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     failed = 0
-    chosen = [*pairs(args.pairs, args.ranks), *expert_pairs()]
+    chosen = pairs([*circles(args.pairs, args.ranks), *expert_circles()])
     for number, (first, second) in enumerate(chosen, 1):
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            verdict = check(first, second, Path(folder))
+            verdict = check((first, second), Path(folder))
         failed += bool(verdict.wrong)
         result = "; ".join(verdict.wrong) or f"bit-equal; further steps {verdict.share:4.0%} of the tolerance"
         print(

@@ -2,7 +2,7 @@
 
 `WorkerPool.run(function, world_size)` calls ``function(rank, world_size, *args)`` in that many workers, which
 have joined a fresh Gloo world; results come back in rank order. A worker that fails reports its traceback,
-one that hangs is ended after the timeout, and the pool starts anew.
+one that hangs is ended after the timeout, and the pool starts anew. Workers are forked from the fork server.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+from tests.forks import fork_server
 
 TIMEOUT = 120.0
 
@@ -50,7 +52,7 @@ class WorkerPool:
     """Workers of one test session; started at first use."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = fork_server()
         self._workers: list[tuple[multiprocessing.Process, Connection]] = []
 
     def run(self, function, world_size: int, *args) -> list:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ import torch
 from megazero.models import Batch
 from megazero.mpu import Launch
 from megazero.train.trained import load_for_inference
+from tests.forks import run, run_ranks
 
 pytestmark = pytest.mark.gloo
 
@@ -46,10 +45,11 @@ SHAPES = {
 
 
 def call(*command: object) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    return output(run(*command, environment={"TOKENIZERS_PARALLELISM": "false"}))
+
+
+def output(done: CompletedProcess[str]) -> str:
+    """What a command line that must have succeeded printed."""
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -86,14 +86,16 @@ def data(tmp_path_factory) -> Path:
 
 def train(shape: str, data: Path, folder: Path) -> list[dict]:
     metrics = folder / "metrics.jsonl"
-    call(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "pretrain_gpt.py"),
+    command = [
+        "pretrain_gpt.py",
         *COMMON.split(),
         *SHAPES[shape].split(),
         *("--data-path", data / "d_text_document", "--tokenizer-type", "GPT2BPETokenizer"),
         *("--vocab-file", data / "vocab.json", "--merge-file", data / "merges.txt"),
         *("--save", folder / "checkpoint", "--metrics-jsonl", metrics),
-    )
+    ]
+    for rank in run_ranks(command, command):
+        output(rank)
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 

@@ -175,9 +175,10 @@ def covering(
 ) -> list[Layout]:
     """`count` of the `layouts` that cover every pair of values of two settings that occurs in `layouts`.
 
-    They are chosen greedily from a shuffled order (pairwise testing, Cohen et al. 1997), then filled up in
-    that order, starting with layouts of `few_ranks`, as four take a quarter of the time of eight. Those that
-    are not `allowed` are left out; most of them are never asked for, as that takes longer than to choose.
+    They are chosen greedily from a shuffled order (pairwise testing, Cohen et al. 1997), by the new pairs
+    for the time that they take, then filled up in that order, starting with layouts of `few_ranks`, as four
+    take a quarter of the time of eight. Those that are not `allowed` are left out; most of them are never
+    asked for, as that takes longer than to choose.
     """
     shuffled = list(layouts)
     random.Random(seed).shuffle(shuffled)
@@ -188,11 +189,11 @@ def covering(
     def pairs(layout: Layout) -> frozenset:
         return frozenset(combinations([(name, getattr(layout, name)) for name in names], 2))
 
-    first = list(islice(filter(allowed, shuffled), 400))
+    first = list(islice(filter(allowed, shuffled), 1200))
     wanted = set().union(*map(pairs, shuffled))
     chosen: list[Layout] = []
     while wanted:
-        best = max(first, key=lambda x: len(pairs(x) & wanted))
+        best = max(first, key=lambda x: len(pairs(x) & wanted) / (4 + x.world_size))
         if not pairs(best) & wanted:
             # Only rare pairs are left: take any layout that has one.
             best = next((x for x in shuffled if pairs(x) & wanted and allowed(x)), None)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,8 +29,8 @@ from megazero.errors import CheckpointError
 from megazero.mpu import Launch, ProcessGrid, ThreadWorld, solo_context, thread_context
 from megazero.train.assemble import pretrain
 from tests.checkpoint.faulty_disk import Change, Counter, FaultyDisk, Full, Refuse, Verdict
+from tests.forks import run
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data "
     "--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --train-iters 9 --save-interval 2 --eval-iters 0"
@@ -260,9 +258,8 @@ def test_the_last_save_must_work(tmp_path, how):
 @pytest.mark.gloo
 def test_real_ranks_go_on_and_all_say_so(tmp_path):
     """The second of two ranks can write neither the checkpoint of iteration 4 nor the last one."""
-    command = [sys.executable, "-m", "tests.checkpoint.failing_ranks", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
+    done = run("-m", "tests.checkpoint.failing_ranks", tmp_path)
+    assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     for way in ("in_line", "background"):
         folder = tmp_path / way

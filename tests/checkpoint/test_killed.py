@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +33,7 @@ from megazero.errors import CommunicationError
 from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
 from tests.checkpoint.faulty_disk import FaultyDisk, StopAt, Stopped
 from tests.checkpoint.power_cut import Medium, Tree, put, tree_of
+from tests.forks import run
 
 SHAPE = (4, 3)
 
@@ -215,21 +213,16 @@ def test_stopped_anywhere(tmp_path, name):
 
 
 @pytest.mark.gloo
-def test_a_dozen_kills_of_real_ranks(tmp_path):
-    """`benchmarks/kill_sweep.py`, which says what must hold, for a few points."""
-    command = [sys.executable, "benchmarks/kill_sweep.py", "--points", "12", "--jobs", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--folder", str(tmp_path / "sweep"), "--output", str(tmp_path / "results.jsonl")],
-        cwd=Path(__file__).resolve().parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
+@pytest.mark.parametrize("points", [4, pytest.param(12, marks=pytest.mark.slow)])
+def test_kills_of_real_ranks(tmp_path, points):
+    """`benchmarks/kill_sweep.py`, which says what must hold, for a point of each layout, or three."""
+    done = run(
+        *("benchmarks/kill_sweep.py", "--points", points, "--jobs", 2),
+        *("--folder", tmp_path / "sweep", "--output", tmp_path / "results.jsonl"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert [result["number"] for result in results] == list(range(12))
+    assert [result["number"] for result in results] == list(range(points))
     assert not any(result["problems"] for result in results)
     assert {result["variant"]["layout"] for result in results} == {"t2d2", "p2d2", "bert", "experts"}
     assert any(result["loaded"] for result in results)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +12,7 @@ import torch
 
 from megazero.config.deepspeed import SchedulerExtras
 from megazero.deepspeed.schedules import WarmupSchedule
+from tests.forks import run, run_ranks
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples_3d/deepspeed_script.py"
@@ -23,8 +20,6 @@ JSON = ROOT / "examples_3d/ds_config_zero3.json"
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed package"
 )
-# Of one process; DeepSpeed looks for MPI where they are missing.
-ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 SCHEDULES = [
     {"type": "WarmupLR"},
@@ -100,16 +95,9 @@ print("VALUES", json.dumps(found))
 
 @needs_deepspeed
 def test_schedules_have_deepspeeds_values():
-    run = subprocess.run(
-        [sys.executable, "-c", DEEPSPEED_VALUES],
-        cwd=ROOT,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr
-    theirs = json.loads(run.stdout.partition("VALUES ")[2])
+    done = run("-c", DEEPSPEED_VALUES, environment={"DS_ACCELERATOR": "cpu"})
+    assert done.returncode == 0, done.stderr
+    theirs = json.loads(done.stdout.partition("VALUES ")[2])
     for given, expected in zip(SCHEDULES, theirs, strict=True):
         optimizer = two_groups()
         schedule = WarmupSchedule(optimizer, SchedulerExtras(**given))
@@ -118,19 +106,16 @@ def test_schedules_have_deepspeeds_values():
 
 def run_script(path: Path, *arguments: str, ranks: int = 1) -> list[float]:
     """The losses that it prints."""
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    command = [path, "--deepspeed_config", JSON, *arguments]
+    # DeepSpeed looks for MPI where the size of the node is missing.
+    environment = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": ranks}
     if ranks == 1:
-        env |= {**ALONE, "MASTER_PORT": port}
-    command = [*launcher, str(path), "--deepspeed_config", str(JSON), *arguments]
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0, run.stderr
-    return [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)$", run.stdout, re.MULTILINE)]
+        (done,) = run_ranks(command, environment=environment)
+    else:
+        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}")
+        done = run(*launcher, *command, environment=environment)
+    assert done.returncode == 0, done.stderr
+    return [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)$", done.stdout, re.MULTILINE)]
 
 
 def test_the_example_learns_and_continues(tmp_path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import product
+
+import pytest
 
 from megazero.verify.compare import compare
 from megazero.verify.layouts import Layout
@@ -26,6 +29,36 @@ def check(records: list[Record], layout: Layout) -> None:
     """Fail with every deviation that is too large."""
     bad = [str(d) for d in compare(records, serial(layout.serial)) if d.share > 1]
     assert not bad, "\n".join(bad)
+
+
+def parametrize(
+    metafunc: pytest.Metafunc,
+    everything: Callable[[], Iterable[Layout]],
+    selection: Callable[[int], list[Layout]],
+    few: int,
+    many: int,
+) -> None:
+    """Give a test that takes `selected` the layouts that the command line asks for, by default `few`."""
+    if "selected" in metafunc.fixturenames:
+        options = metafunc.config.option
+        layouts = everything() if options.all_layouts else selection(many if options.slow else few)
+        metafunc.parametrize("selected", layouts, ids=lambda layout: layout.name)
+
+
+def pairs_met(
+    layouts: Iterable[Layout],
+    names: Iterable[str],
+    others: Iterable[str],
+    allowed: Callable[[Layout], bool] = lambda layout: True,
+) -> set[tuple[tuple[str, object], tuple[str, object]]]:
+    """The pairs of values, one of `names` and one of `others`, that meet in a layout that is allowed."""
+    met: set = set()
+    for layout in layouts:
+        values = [[(name, getattr(layout, name)) for name in which] for which in (names, others)]
+        pairs = set(product(*values))
+        if not pairs <= met and allowed(layout):
+            met |= pairs
+    return met
 
 
 def assert_holds_all(layouts: Sequence[Layout]) -> None:

@@ -19,30 +19,37 @@ from megazero.verify.layouts import ENCODERS, Layout
 from megazero.verify.record import micro_batches
 from megazero.verify.run import run_in_threads, run_in_world
 from megazero.verify.selection import covering, encoder_layouts, with_methods, with_stores
-from tests.equivalence.one_process import check, in_order, serial
+from tests.equivalence.one_process import check, in_order, pairs_met, parametrize, serial
 
-COUNT = 120
+FEW, MANY = 44, 120
+
+
+everything = cache(encoder_layouts)
 
 
 @cache
-def selection() -> list[Layout]:
-    return in_order(with_stores(with_methods(covering(encoder_layouts(), COUNT, few_ranks=2))))
+def chosen() -> list[Layout]:
+    return covering(everything(), MANY, few_ranks=2)
+
+
+@cache
+def selection(count: int) -> list[Layout]:
+    return in_order(with_stores(with_methods(chosen()[:count], every=3)))
 
 
 def pytest_generate_tests(metafunc):
-    if "selected" in metafunc.fixturenames:
-        whole = metafunc.config.getoption("--all-layouts")
-        layouts = encoder_layouts() if whole else selection()
-        metafunc.parametrize("selected", layouts, ids=lambda layout: layout.name)
+    parametrize(metafunc, everything, selection, FEW, MANY)
 
 
 def test_layout_equals_one_process(selected):
     check(run_in_threads(selected.config(), selected.grid), selected)
 
 
-def test_the_selection_holds_every_pair_of_settings():
-    everything, chosen = encoder_layouts(), selection()
-    assert len(chosen) == len(set(chosen)) == COUNT >= 120
+def test_the_selections_hold_every_pair_of_settings():
+    few, many = selection(FEW), selection(MANY)
+    assert len(few) == len(set(few)) == FEW
+    assert set(few) < set(many)
+    assert len(many) == len(set(many)) == MANY >= 120
     expected = {
         "tp": {1, 2, 4},
         "pp": {1, 2, 4},
@@ -60,10 +67,8 @@ def test_the_selection_holds_every_pair_of_settings():
         "optimizer": {"adam", "lamb"},
     }
     for name, values in expected.items():
-        assert {getattr(layout, name) for layout in chosen} == values
-        for other in expected:
-            pairs = [{(getattr(x, name), getattr(x, other)) for x in xs} for xs in (everything, chosen)]
-            assert pairs[0] == pairs[1]
+        assert {getattr(layout, name) for layout in few} == values
+    assert pairs_met(few, expected, expected) == pairs_met(everything(), expected, expected)
 
 
 def test_what_the_samples_are():

@@ -1,7 +1,8 @@
 """Law 1: any layout trains the same model as one process. `megazero.verify` does the work.
 
-The default suite runs a selection of the layouts that the rules allow, in which every pair of settings meets;
-`--all-layouts` runs every one of them (hours).
+The default suite runs the fewest of the layouts that the rules allow in which every pair of settings meets,
+and some more so that every store and method meets all of them; `--slow` runs several times as many,
+`--all-layouts` every one (hours).
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ from megazero.verify.layouts import DECODERS, Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
 from megazero.verify.selection import all_layouts, allowed, candidates, covering, with_methods, with_stores
-from tests.equivalence.one_process import check, in_order, serial
+from tests.equivalence.one_process import check, in_order, pairs_met, parametrize, serial
 
-COUNT = 200
+FEW, MANY = 56, 200
 
 
 @cache
-def selection() -> list[Layout]:
-    return in_order(with_stores(with_methods(covering(candidates(), COUNT, allowed=allowed))))
+def chosen() -> list[Layout]:
+    return covering(candidates(), MANY, allowed=allowed)
+
+
+@cache
+def selection(count: int) -> list[Layout]:
+    return in_order(with_stores(with_methods(chosen()[:count], every=2)))
 
 
 def run(layout: Layout) -> list[Record]:
@@ -31,23 +37,21 @@ def run(layout: Layout) -> list[Record]:
 
 
 def pytest_generate_tests(metafunc):
-    if "selected" in metafunc.fixturenames:
-        whole = metafunc.config.getoption("--all-layouts")
-        layouts = all_layouts() if whole else selection()
-        metafunc.parametrize("selected", layouts, ids=lambda layout: layout.name)
+    parametrize(metafunc, all_layouts, selection, FEW, MANY)
 
 
 def test_layout_equals_one_process(selected):
     check(run(selected), selected)
 
 
-def test_the_selection_holds_every_pair_of_settings():
-    everything, chosen = list(all_layouts()), selection()
-    assert len(chosen) == len(set(chosen)) == COUNT >= 200
-    for name in ("tp", "pp", "dp", "schedule", "zero", "recompute"):
-        for other in ("zero", "shape", "untied", "sequence_parallel", "micro_batch"):
-            pairs = [{(getattr(x, name), getattr(x, other)) for x in xs} for xs in (everything, chosen)]
-            assert pairs[0] == pairs[1]
+def test_the_selections_hold_every_pair_of_settings():
+    few, many = selection(FEW), selection(MANY)
+    assert len(few) == len(set(few)) == FEW
+    assert set(few) < set(many)
+    assert len(many) == len(set(many)) == MANY >= 200
+    names = ("tp", "pp", "dp", "schedule", "zero", "recompute")
+    others = ("zero", "shape", "untied", "sequence_parallel", "micro_batch")
+    assert pairs_met(few, names, others) == pairs_met(candidates(), names, others, allowed)
 
 
 def test_covering_takes_the_few_that_hold_all_pairs():

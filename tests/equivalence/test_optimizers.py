@@ -100,7 +100,7 @@ def test_so_it_does_with_muons_settings(settings):
     ids=lambda layout: layout.name,
 )
 def test_a_checkpoint_goes_there_and_back_bit_for_bit(first, second, tmp_path):
-    assert reshard.check(reshard.Case(first), reshard.Case(second), tmp_path).wrong == ()
+    assert reshard.check((reshard.Case(first), reshard.Case(second)), tmp_path).wrong == ()
 
 
 def test_each_optimizer_meets_each_kind_of_layout():

@@ -1,7 +1,8 @@
 """A checkpoint has no topology: what one layout saves, another loads, saves and continues.
 
-Every value of every setting of a layout occurs on both sides of a pair. `--all-layouts` takes hundreds of
-pairs, of up to eight ranks.
+A training goes around a circle of layouts and back, so that each of them once reads what another saved and
+once saves for another; every value of every setting occurs among them. `--slow` takes each pair of neighbours
+there and back, `--all-layouts` hundreds of pairs, of up to eight ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from benchmarks.reshard_sweep import (
     Case,
     cases,
     check,
+    circles,
     difference,
-    expert_pairs,
+    expert_circles,
     flat,
     logical,
     pairs,
@@ -36,19 +38,20 @@ RANKS = 4
 
 
 def pytest_generate_tests(metafunc):
-    if "pair" in metafunc.fixturenames:
-        nightly = metafunc.config.getoption("--all-layouts")
-        chosen = pairs(400, 8) if nightly else pairs(COUNT, RANKS)
-        chosen += expert_pairs()
-        metafunc.parametrize("pair", chosen, ids=lambda pair: f"{pair[0].name} to {pair[1].name}")
+    if "circle" in metafunc.fixturenames:
+        options = metafunc.config.option
+        around = [*(circles(400, 8) if options.all_layouts else circles(COUNT, RANKS)), *expert_circles()]
+        whole = not (options.slow or options.all_layouts)
+        chosen = around if whole else pairs(around)
+        metafunc.parametrize("circle", chosen, ids=lambda circle: " to ".join(c.name for c in circle[:2]))
 
 
-def test_there_and_back(tmp_path, pair):
-    assert check(*pair, tmp_path).wrong == ()
+def test_there_and_back(tmp_path, circle):
+    assert check(circle, tmp_path).wrong == ()
 
 
 def test_experts_change_their_ranks_with_every_other_setting():
-    chosen = expert_pairs()
+    chosen = pairs(expert_circles())
     assert len(chosen) >= 20
     for first, second in chosen:
         assert first.model == second.model
@@ -65,7 +68,7 @@ def test_experts_change_their_ranks_with_every_other_setting():
 
 def test_what_routers_remember_is_saved_and_its_loss_is_seen(tmp_path, monkeypatch):
     """Loads and biases are tensors of a checkpoint; one that is not loaded shows in what is saved next."""
-    first, second = expert_pairs()[1]
+    first, second = pairs(expert_circles())[1]
     run(first, None, tmp_path / "seen", 0)
     saved = {name: each for name, each in logical(tmp_path / "seen").items() if name.endswith("/router")}
     assert sorted(saved) == [
@@ -73,15 +76,15 @@ def test_what_routers_remember_is_saved_and_its_loss_is_seen(tmp_path, monkeypat
     ]
     assert all(tensor.shape == (8,) and tensor.abs().max() > 0 for tensor in saved.values())
     monkeypatch.setattr("megazero.train.resume.router_parts_to_read", lambda loads, source: [])
-    wrong = check(first, second, tmp_path).wrong
-    assert any(each.startswith("saved on B: layers.0.mlp.router.") for each in wrong)
+    wrong = check((first, second), tmp_path).wrong
+    assert any(each.startswith(f"saved on {second.name}: layers.0.mlp.router.") for each in wrong)
 
 
 def test_every_value_of_every_setting_is_on_both_sides():
     everything = [*EXTRA, *cases(RANKS)]
-    chosen = pairs(COUNT, RANKS)
+    chosen = pairs(circles(COUNT, RANKS))
     assert len(chosen) >= 40
-    assert chosen == pairs(COUNT, RANKS)
+    assert chosen == pairs(circles(COUNT, RANKS))
     assert all(first.model == second.model and first != second for first, second in chosen)
     for side in zip(*chosen, strict=True):
         assert {case.partition for case in side} == {case.partition for case in everything}
@@ -154,9 +157,10 @@ def test_a_checkpoint_that_changes_on_its_way_is_seen(tmp_path, monkeypatch):
         return save(self, state)
 
     monkeypatch.setattr(Snapshots, "save", altered)
-    wrong = check(Case(replace(SMALL, tp=2)), Case(SMALL), tmp_path).wrong
+    first, second = Case(replace(SMALL, tp=2)), Case(SMALL)
+    wrong = check((first, second), tmp_path).wrong
     assert {each.split(":")[0] for each in wrong} >= {
-        "saved on B",
-        "saved again on A",
-        "state of rank 0 of A",
+        f"saved on {second.name}",
+        f"saved on {first.name} again",
+        "state of rank 0",
     }

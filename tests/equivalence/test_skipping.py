@@ -15,8 +15,8 @@ from megazero.verify.compare import compare
 from megazero.verify.layouts import METHODS, SEQUENCE, Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
-from tests.equivalence import test_encoder_layouts, test_expert_layouts, test_layouts
 from tests.equivalence.one_process import assert_holds_all
+from tests.equivalence.swept import swept
 
 # 4, 4, 8, 8, 12 of 16 tokens in the five steps.
 DROPPING = {
@@ -84,11 +84,11 @@ def test_processes_equal_one_process(pool):
     check(records, layout, "growing")
 
 
-def test_the_sweeps_hold_every_method_with_every_setting():
-    sweeps = (test_layouts.selection(), test_encoder_layouts.selection(), test_expert_layouts.selection())
-    cheaper = [layout for sweep in sweeps for layout in sweep if layout.method]
-    assert len(cheaper) >= 100
-    assert min(Counter(layout.method for layout in cheaper).values()) >= 20
+@pytest.mark.parametrize(("many", "total", "least"), [(False, 80, 15), (True, 100, 20)])
+def test_the_sweeps_hold_every_method_with_every_setting(many, total, least):
+    cheaper = [layout for layout in swept(many) if layout.method]
+    assert len(cheaper) >= total
+    assert min(Counter(layout.method for layout in cheaper).values()) >= least
     for method in filter(None, METHODS):
         assert_holds_all([layout for layout in cheaper if layout.method == method])
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from megazero.verify.layouts import METHODS, STORES, Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_in_threads
-from tests.equivalence import test_encoder_layouts, test_expert_layouts, test_layouts
 from tests.equivalence.one_process import assert_holds_all
+from tests.equivalence.swept import swept
 
 SHARED = {"dp": 2, "micro_batch": 2}
 FP16 = {"dtype": "fp16", "micro_batch": 2}
@@ -62,11 +62,11 @@ def test_no_bit_depends_on_the_store(layout):
                 assert all(same(step[name], wanted_step[name]) for name in step)
 
 
-def test_the_sweeps_hold_every_store_with_every_setting():
-    sweeps = (test_layouts.selection(), test_encoder_layouts.selection(), test_expert_layouts.selection())
-    asleep = [layout for sweep in sweeps for layout in sweep if layout.store]
-    assert len(asleep) >= 150
-    assert min(Counter(layout.store for layout in asleep).values()) >= 50
+@pytest.mark.parametrize(("many", "total", "least"), [(False, 90, 25), (True, 150, 50)])
+def test_the_sweeps_hold_every_store_with_every_setting(many, total, least):
+    asleep = [layout for layout in swept(many) if layout.store]
+    assert len(asleep) >= total
+    assert min(Counter(layout.store for layout in asleep).values()) >= least
     for store in filter(None, STORES):
         these = [layout for layout in asleep if layout.store == store]
         assert_holds_all(these)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.forks import run
 
 CODE = """
 import sys
@@ -39,6 +38,5 @@ print("done")
     ("backend", "device"), [("gloo", "cpu"), pytest.param("nccl", "cuda", marks=pytest.mark.gpu)]
 )
 def test_collectives_of_one_rank_are_the_identity(tmp_path, backend, device):
-    command = [sys.executable, "-c", CODE, backend, device, str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = run("-c", CODE, backend, device, tmp_path / "store")
     assert done.stdout == "done\n", done.stderr

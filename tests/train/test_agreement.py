@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +14,7 @@ from megazero.errors import ConfigError
 from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
 from megazero.train.agreement import MAY_DIFFER, settings_and_code
 from megazero.train.assemble import pretrain_on
-from tests.source_tree import ROOT
+from tests.forks import run_ranks
 
 SMALL = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --lr 1e-2 --train-iters 2 "
@@ -79,20 +75,12 @@ def test_another_tokenizer_is_named(tmp_path):
 @pytest.mark.gloo
 def test_real_ranks_end_with_status_2_and_every_difference(tmp_path):
     """Even where they want layouts whose groups do not match."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    job = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = []
-    for rank, own in enumerate(["--lr 1e-2", "--lr 2e-2 --tensor-model-parallel-size 2 --num-workers 0"]):
-        place = {name: str(value) for name, value in {**job, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        flags = f"{SMALL} {own} --mock-data --vocab-size 50".split()
-        command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
-        ranks.append(
-            subprocess.Popen(command, env={**os.environ, **place}, stderr=subprocess.PIPE, text=True)
-        )
-    for rank in ranks:
-        _, said = rank.communicate(timeout=120)
+    commands = [
+        ["pretrain_gpt.py", *SMALL.split(), "--mock-data", "--vocab-size", 50, *own.split()]
+        for own in ("--lr 1e-2", "--lr 2e-2 --tensor-model-parallel-size 2 --num-workers 0")
+    ]
+    for rank in run_ranks(*commands):
+        said = rank.stderr
         assert rank.returncode == 2, said
         assert "`lr` must be the same on all ranks, but is 0.01 on rank 0, 0.02 on rank 1." in said
         assert (

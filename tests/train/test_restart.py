@@ -18,6 +18,7 @@ from megazero.mpu import Launch
 from megazero.train.assemble import pretrain
 from tests.checkpoint.faulty_disk import FaultyDisk
 from tests.checkpoint.power_cut import Change
+from tests.forks import run
 from tests.train.restart_ranks import MODEL, SAVING
 
 pytestmark = pytest.mark.gloo
@@ -59,9 +60,8 @@ def tensors(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
 def jobs(tmp_path_factory) -> Path:
     """The folder of `restart_ranks.py`, when it is done."""
     folder = tmp_path_factory.mktemp("jobs")
-    command = [sys.executable, "-m", "tests.train.restart_ranks", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=250)
+    done = run("-m", "tests.train.restart_ranks", folder)
+    assert done.returncode == 0, done.stderr
     statuses = json.loads((folder / "statuses.json").read_text())
     assert all(status == 0 for ranks in statuses.values() for status in ranks), statuses
     return folder
@@ -140,11 +140,11 @@ def test_a_second_signal_does_not_end_the_last_save(tmp_path):
 
 def test_torchrun_restarts_a_job_that_lost_a_rank(jobs, tmp_path):
     (tmp_path / "wrapper.py").write_text(WRAPPER)
-    run = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
+    saving = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("--max-restarts", "2", str(tmp_path / "wrapper.py"), *MODEL.split(), *SAVING.split()),
-        *("--tensor-model-parallel-size", "2", *run, "--metrics-jsonl", str(tmp_path / "metrics.jsonl")),
+        *("--tensor-model-parallel-size", "2", *saving, "--metrics-jsonl", str(tmp_path / "metrics.jsonl")),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

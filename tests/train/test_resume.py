@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -28,8 +26,7 @@ from megazero.train.state import TrainState
 from megazero.train.timers import Timers
 from megazero.verify.layouts import VOCABULARY, Layout
 from megazero.verify.record import micro_batches, verification_engine
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.forks import start_ranks
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data "
@@ -172,29 +169,19 @@ def test_sigterm_saves_and_exits_cleanly(tmp_path):
     """The real program, two ranks: a SIGTERM to one of them ends both with a checkpoint."""
     metrics = tmp_path / "m.jsonl"
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *(str(ROOT / "pretrain_gpt.py"), *SMALL.split(), "--train-iters", "100000"),
-        *(
-            "--tensor-model-parallel-size",
-            "2",
-            "--metrics-jsonl",
-            str(metrics),
-            "--save",
-            str(tmp_path / "c"),
-        ),
+        *("pretrain_gpt.py", *SMALL.split(), "--train-iters", "100000", "--tensor-model-parallel-size", 2),
+        *("--metrics-jsonl", metrics, "--save", tmp_path / "c"),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    ranks = start_ranks(command, command)
     deadline = time.monotonic() + 90
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-        assert process.poll() is None, process.communicate()[0].decode()
+        assert not any(rank.ended for rank in ranks), [rank.result() for rank in ranks]
         assert time.monotonic() < deadline
-        time.sleep(0.1)
-    listing = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
-    os.kill(int(listing.stdout.split()[1]), signal.SIGTERM)
-    output = process.communicate(timeout=60)[0].decode()
-    assert process.returncode == 0, output
-    assert "stopping after iteration" in output
+        time.sleep(0.02)
+    os.kill(ranks[1].pid, signal.SIGTERM)
+    done = [rank.result(60) for rank in ranks]
+    assert [rank.returncode for rank in done] == [0, 0], done
+    assert "stopping after iteration" in done[0].stdout
     saved = latest_iteration(tmp_path / "c")
     assert saved == json.loads(metrics.read_text().splitlines()[-1])["iteration"]
 

@@ -1,0 +1,15 @@
+"""The layouts of the three sweeps together."""
+
+from __future__ import annotations
+
+from megazero.verify.layouts import Layout
+from tests.equivalence import test_encoder_layouts, test_expert_layouts, test_layouts
+
+
+def swept(many: bool) -> list[Layout]:
+    """All that the default suite trains, or those of `--slow`."""
+    return [
+        layout
+        for sweep in (test_layouts, test_encoder_layouts, test_expert_layouts)
+        for layout in sweep.selection(sweep.MANY if many else sweep.FEW)
+    ]
