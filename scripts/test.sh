@@ -2,10 +2,11 @@
 # Everything a change must pass: lint, csrc compiles, tests. Arguments go to pytest:
 #
 #   bash scripts/test.sh                    # the default suite
+#   bash scripts/test.sh --fast             # what a commit waits for: lint, and the tests of about a minute
 #   bash scripts/test.sh tests/data -k idx  # part of it
 #   bash scripts/test.sh --slow             # with the tests that take minutes
 #
-# TEST_WORKERS sets the processes that run tests (default 2).
+# TEST_WORKERS sets the processes that run tests (default 2). At the end it says what each step took.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,12 +14,29 @@ SETUP_EXTRAS=dev,plot SETUP_OPTIONAL=fast
 . scripts/setup.sh
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-echo "== lint"
-ruff check .
-ruff format --check .
+# A hook of git names the repository to every git that tests call, for repositories of their own too.
+if command -v git >/dev/null; then
+    # shellcheck disable=SC2046
+    unset $(git rev-parse --local-env-vars)
+fi
 
-echo "== csrc"
-bash scripts/check_csrc.sh
+taken=()
+trap 'echo "== took: ${taken[*]:-nothing}; $SECONDS s in all"' EXIT
 
-echo "== tests"
-python -m pytest -n "${TEST_WORKERS:-2}" --dist worksteal "$@"
+# step NAME COMMAND...
+step() {
+    local name=$1 begun=$SECONDS status=0
+    shift
+    echo "== $name"
+    "$@" || status=$?
+    taken+=("$name $((SECONDS - begun)) s")
+    return "$status"
+}
+
+lint() {
+    ruff check . && ruff format --check .
+}
+
+step lint lint
+if [[ " $* " != *" --fast "* ]]; then step csrc bash scripts/check_csrc.sh; fi
+step tests python -m pytest -n "${TEST_WORKERS:-2}" --dist worksteal "$@"

@@ -1,7 +1,8 @@
-"""What all tests share: one thread per process, the pool of Gloo workers, the --slow switch."""
+"""What all tests share: one thread per process, the pool of Gloo workers, which tests run in which order."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -14,12 +15,16 @@ import pytest
 import torch
 
 from megazero.mpu import thread_group
+from tests.durations import DurationsWriter, read_durations
 from tests.pool import WorkerPool
+from tests.tiers import FastTier
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests that take minutes")
     parser.addoption("--all-layouts", action="store_true", help="law 1 on every allowed layout: hours")
+    parser.addoption("--fast", action="store_true", help="only what a commit waits for")
+    parser.addoption("--write-durations", action="store_true", help="refresh tests/durations.txt")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,6 +41,15 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("repeatable")
+    with contextlib.suppress(ImportError):
+        # Bars of transformers start a thread that stays, and a process with threads is not forked.
+        from tqdm import tqdm
+
+        tqdm.monitor_interval = 0
+    if config.option.fast:
+        config.pluginmanager.register(FastTier())
+    if config.option.write_durations and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(DurationsWriter())
 
 
 def _share_out_cores() -> None:
@@ -57,6 +71,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="minutes long; run with --slow"))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    # The longest files first: what is left for the end, when one worker may wait for the other, is short.
+    seconds = read_durations()
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], float("inf")))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -66,6 +83,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The same for what a file's tests have imported and left, which would be searched again and again."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def products_that_take_no_time():
+    """A training begins by timing products for a tenth of a second, as long as many of them train here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megazero.train.matmul_rate._product_seconds", lambda left, right: 0.02)
+        yield
 
 
 @pytest.fixture(scope="session")

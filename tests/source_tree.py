@@ -42,8 +42,15 @@ class Source:
         """The syntax tree."""
         return ast.parse(self.text)
 
-    def imports(self) -> Iterator[Import]:
+    def imports(self) -> tuple[Import, ...]:
         """Every import; `from a import b` counts as a.b, the caller knows whether that is a module."""
+        return self._imports
+
+    @cached_property
+    def _imports(self) -> tuple[Import, ...]:
+        return tuple(self._find_imports())
+
+    def _find_imports(self) -> Iterator[Import]:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 for name in node.names:
@@ -77,15 +84,19 @@ class Source:
 
 def _called_import(call: ast.Call) -> str | None:
     """The module that `import_module("name")` or `__import__("name")` imports; None for other calls."""
-    name = ast.unparse(call.func).rpartition(".")[2]
+    name = getattr(call.func, "attr", getattr(call.func, "id", None))
     named = name in ("import_module", "__import__") and call.args and isinstance(call.args[0], ast.Constant)
     return str(call.args[0].value) if named else None
 
 
-@cache
 def sources(*folders: str) -> tuple[Source, ...]:
-    """The Python files below these folders of the project, in a fixed order."""
-    return tuple(Source.read(path) for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
+    """The Python files below these folders of the project, in a fixed order; each is read and parsed once."""
+    return tuple(source for folder in folders for source in _sources_of(folder))
+
+
+@cache
+def _sources_of(folder: str) -> tuple[Source, ...]:
+    return tuple(Source.read(path) for path in sorted((ROOT / folder).rglob("*.py")))
 
 
 def find_cycle(graph: dict[str, set[str]]) -> list[str]:

@@ -19,6 +19,8 @@ import pytest
 
 from tests.source_tree import ROOT, Source, find_cycle, sources
 
+pytestmark = pytest.mark.fast
+
 # A package imports from lower numbers only; of its own number, itself.
 LEVELS = {
     **dict.fromkeys(("errors", "file_lock", "regular_file", "version"), -1),

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.fault_matrix.cases import FaultCase, all_cases
 
 CASES = all_cases()
+QUICK = [case for case in CASES if case.quick]
 
 
 def test_the_matrix_is_as_large_as_it_says() -> None:
@@ -15,6 +16,9 @@ def test_the_matrix_is_as_large_as_it_says() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES if case.quick])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[pytest.mark.fast] * (case is QUICK[0])) for case in QUICK],
+)
 def test_the_fault_is_caught(case: FaultCase, tmp_path) -> None:
     assert case.complaints(tmp_path / "run") == []

@@ -198,7 +198,9 @@ class Sweep:
         return path
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.fast] * (name == "two ranks")) for name in SCENARIOS]
+)
 def test_stopped_anywhere(tmp_path, name):
     sweep = Sweep(SCENARIOS[name], tmp_path)
     for rank in range(sweep.scenario.ranks):

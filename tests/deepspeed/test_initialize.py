@@ -37,6 +37,7 @@ def adamw(model: nn.Module, **options) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **options)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

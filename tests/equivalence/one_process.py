@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -35,14 +36,36 @@ def parametrize(
     metafunc: pytest.Metafunc,
     everything: Callable[[], Iterable[Layout]],
     selection: Callable[[int], list[Layout]],
-    few: int,
-    many: int,
+    counts: tuple[int, int],
+    mark: pytest.MarkDecorator,
 ) -> None:
-    """Give a test that takes `selected` the layouts that the command line asks for, by default `few`."""
+    """Give a test that takes `selected` the layouts that the command line asks for.
+
+    Args:
+        metafunc: of the test.
+        everything: all layouts.
+        selection: chooses so many of them.
+        counts: how many are chosen by default, and with ``--slow``.
+        mark: for some small ones, in which each setting has each of its values.
+    """
     if "selected" in metafunc.fixturenames:
         options = metafunc.config.option
-        layouts = everything() if options.all_layouts else selection(many if options.slow else few)
-        metafunc.parametrize("selected", layouts, ids=lambda layout: layout.name)
+        layouts = everything() if options.all_layouts else selection(counts[options.slow])
+        marked = set(representatives(selection(counts[0])))
+        chosen = [pytest.param(x, marks=[mark] * (x in marked), id=x.name) for x in layouts]
+        metafunc.parametrize("selected", chosen)
+
+
+def representatives(layouts: Sequence[Layout], most_ranks: int = 4) -> list[Layout]:
+    """A few layouts of so many ranks in which each setting has each value that it has in any of these."""
+    small = [layout for layout in layouts if layout.world_size <= most_ranks]
+    values = {layout: set(vars(replace(layout, samples=0)).items()) for layout in small}
+    wanted, chosen = set().union(*values.values()), []
+    while wanted:
+        best = max(small, key=lambda layout: len(values[layout] & wanted) / layout.world_size)
+        chosen.append(best)
+        wanted -= values[best]
+    return chosen
 
 
 def pairs_met(

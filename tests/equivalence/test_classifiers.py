@@ -49,7 +49,11 @@ def pytest_generate_tests(metafunc):
     """Each layout with one of the kinds in turn, and the first with all; or all with all."""
     everything = metafunc.config.getoption("--all-layouts")
     cases = [
-        pytest.param(layout, family, classes, id=f"{layout.name}-{family}-{classes}")
+        pytest.param(
+            *(layout, family, classes),
+            id=f"{layout.name}-{family}-{classes}",
+            marks=[pytest.mark.fast] * (number == 0),
+        )
         for number, layout in enumerate(LAYOUTS)
         for kind, (family, classes) in enumerate(KINDS)
         if everything or number < 1 or kind == number % len(KINDS)

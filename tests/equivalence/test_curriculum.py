@@ -52,7 +52,7 @@ def check(records: list[Record], layout: Layout, schedule: str) -> None:
 
 
 LAYOUTS = [
-    (Layout(tp=2, sequence_parallel=True), "steps"),
+    pytest.param(Layout(tp=2, sequence_parallel=True), "steps", marks=pytest.mark.fast),
     (Layout(tp=4, sequence_parallel=True, shape="llama", recompute="full"), "tokens"),
     (Layout(tp=2, dp=2, zero=2, recompute="selective"), "steps"),
     (Layout(pp=2, schedule="gpipe", zero=1, dp=2, micro_batch=2), "tokens"),

@@ -69,7 +69,7 @@ LAYOUTS = [
     (Layout(pp=2, schedule="zb-h1", zero=1, dp=2, micro_batch=2), "experts", 2),
     (Layout(pp=2, tp=2, schedule="zb-v", layers=4, untied=True), "experts", None),
     (Layout(pp=4, layers=4, micro_batch=2, sequence_parallel=True, tp=2), "dense", 3),
-    (Layout(dp=2, zero=3, shape="llama", untied=True), "experts", None),
+    pytest.param(Layout(dp=2, zero=3, shape="llama", untied=True), "experts", None, marks=pytest.mark.fast),
     (Layout(dp=4, zero=3, keep=True, recompute="selective"), "dense", 2),
     (Layout(dp=2, ep=2, experts="top2", zero=2), "experts", 3),
     (Layout(tp=2, dp=2, ep=2, etp=1, experts="residual", zero=1), "dense", None),

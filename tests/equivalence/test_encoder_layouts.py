@@ -38,7 +38,7 @@ def selection(count: int) -> list[Layout]:
 
 
 def pytest_generate_tests(metafunc):
-    parametrize(metafunc, everything, selection, FEW, MANY)
+    parametrize(metafunc, everything, selection, (FEW, MANY), pytest.mark.fast)
 
 
 def test_layout_equals_one_process(selected):

@@ -84,6 +84,7 @@ def test_processes_equal_one_process(pool):
     check(pool.run(run_in_world, layout.world_size, configure(layout), layout.grid), layout)
 
 
+@pytest.mark.fast
 def test_the_settings_matter():
     """The law would hold for a ratio that is always 1, too."""
     layout = Layout(optimizer="lamb")

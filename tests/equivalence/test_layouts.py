@@ -37,7 +37,7 @@ def run(layout: Layout) -> list[Record]:
 
 
 def pytest_generate_tests(metafunc):
-    parametrize(metafunc, all_layouts, selection, FEW, MANY)
+    parametrize(metafunc, all_layouts, selection, (FEW, MANY), pytest.mark.fast)
 
 
 def test_layout_equals_one_process(selected):
@@ -192,7 +192,7 @@ def test_a_tied_copy_that_differs_in_one_bit_is_seen():
     "layout",
     [
         Layout(dp=2, backend="gloo"),
-        Layout(dp=2, zero=2),
+        pytest.param(Layout(dp=2, zero=2), marks=pytest.mark.fast),
         Layout(dp=2, zero=3, backend="gloo"),
         Layout(tp=2, sequence_parallel=True, shape="llama", untied=True, backend="gloo"),
         Layout(tp=2, dp=2, sequence_parallel=True, recompute="full", dropout=0.1, zero=2),

@@ -79,6 +79,7 @@ def test_layout_equals_one_process(layout):
     check(layout)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_so_it_does_with_muons_settings(settings):
     check(Layout(optimizer="muon", tp=2, dp=2, zero=1, shape="llama"), settings)

@@ -43,7 +43,17 @@ def pytest_generate_tests(metafunc):
         around = [*(circles(400, 8) if options.all_layouts else circles(COUNT, RANKS)), *expert_circles()]
         whole = not (options.slow or options.all_layouts)
         chosen = around if whole else pairs(around)
-        metafunc.parametrize("circle", chosen, ids=lambda circle: " to ".join(c.name for c in circle[:2]))
+        metafunc.parametrize(
+            "circle",
+            [
+                pytest.param(
+                    circle,
+                    id=" to ".join(case.name for case in circle[:2]),
+                    marks=[pytest.mark.fast] * (len(circle) == 3),
+                )
+                for circle in chosen
+            ],
+        )
 
 
 def test_there_and_back(tmp_path, circle):

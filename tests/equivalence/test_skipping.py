@@ -66,7 +66,9 @@ LAYOUTS = [
     (Layout(layers=4, pp=4, schedule="zb-h1"), "layers"),
     (Layout(layers=4, dp=2, ep=2, experts="top2", zero=2), "growing"),
     (Layout(layers=4, tp=2, dp=2, ep=2, experts="biased", sequence_parallel=True), "layers"),
-    (Layout(layers=4, tp=2, shape="bert", dropout=0.1, micro_batch=2), "all"),
+    pytest.param(
+        Layout(layers=4, tp=2, shape="bert", dropout=0.1, micro_batch=2), "all", marks=pytest.mark.fast
+    ),
     (Layout(layers=4, pp=2, dp=2, shape="bert-original", optimizer="lamb", zero=1), "growing"),
     (Layout(layers=4, dp=4, zero=3, shape="bert", recompute="full", keep=True), "layers"),
 ]

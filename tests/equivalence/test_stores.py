@@ -18,7 +18,7 @@ from tests.equivalence.swept import swept
 SHARED = {"dp": 2, "micro_batch": 2}
 FP16 = {"dtype": "fp16", "micro_batch": 2}
 LAYOUTS = (
-    Layout(store="cpu"),
+    pytest.param(Layout(store="cpu"), marks=pytest.mark.fast),
     Layout(zero=1, store="nvme", **SHARED),
     Layout(zero=2, store="nvme", shape="llama", **SHARED),
     Layout(zero=3, store="nvme", keep=True, **SHARED),

@@ -46,7 +46,16 @@ def test_every_operator_is_swept(operator: str) -> None:
     )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+FIRST = {case.operator: case for case in reversed(CASES)}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.fast] * (case is FIRST[case.operator]), id=str(case))
+        for case in CASES
+    ],
+)
 def test_equals_reference(case: Case) -> None:
     """In each dtype against the reference in fp64, on the inputs as that dtype holds them."""
     for implementation, dtype in _members(case):

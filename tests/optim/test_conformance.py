@@ -201,6 +201,7 @@ def train(rule, params, grads, decays, *, owners=None, states=None, first=1):
 
 @EVERY_ROW
 class TestAlone:
+    @pytest.mark.fast
     def test_equals_its_formula(self, row):
         params, grads = problem([(33,), (4, 5), ()])
         decays = [0.1, 0.0, 0.1]

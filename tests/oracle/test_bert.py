@@ -30,12 +30,6 @@ def data(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def no_yardstick(monkeypatch):
-    """A tenth of a second per training, and the oracle compares no speeds."""
-    monkeypatch.setattr("megazero.train.assemble.measure_matmul_rate", lambda dtype, device: 1.0)
-
-
 def name_of(case) -> str:
     return "-".join(case.values())
 

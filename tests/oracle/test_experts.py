@@ -154,12 +154,6 @@ def data(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def no_yardstick(monkeypatch):
-    """A tenth of a second per training, and the oracle compares no speeds."""
-    monkeypatch.setattr("megazero.train.assemble.measure_matmul_rate", lambda dtype, device: 1.0)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_product_trains_experts_as_the_oracle(name, data, tmp_path):
     of_dense, of_experts, layout, ranks = CASES[name]

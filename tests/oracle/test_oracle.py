@@ -41,12 +41,6 @@ def data(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def no_yardstick(monkeypatch):
-    """A tenth of a second per training, and the oracle compares no speeds."""
-    monkeypatch.setattr("megazero.train.assemble.measure_matmul_rate", lambda dtype, device: 1.0)
-
-
 def both(flags, case, data, out):
     """The training by the product and by the oracle: (records, tensors), oracle's run, initial weights."""
     initial = product.initial_weights(flags, data)
@@ -86,7 +80,13 @@ def check_steps(records, steps, tolerance):
                 assert found[name] == expected, f"{name} of step {number}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name_of(case), marks=[pytest.mark.fast] * (number % 16 == 0))
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_product_trains_as_the_oracle(case, data, tmp_path):
     flags = flags_of(FACTORS, case)
     (records, tensors), wanted, initial = both(flags, case, data, tmp_path)

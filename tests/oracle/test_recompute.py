@@ -39,7 +39,6 @@ def test_how_often_each_half_of_a_layer_runs_in_a_step(
 
         monkeypatch.setattr(module, name, run)
 
-    monkeypatch.setattr("megazero.train.assemble.measure_matmul_rate", lambda dtype, device: 1.0)
     counting(attention_module, "attention")
     counting(mlp_module, "bias_gelu")
     flags = flags_of(FACTORS, {"batch": "whole", "layers": "2", "optimizer": "sgd"})

@@ -65,7 +65,7 @@ def tensors(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
     ("dtype", "more"),
     [
         ("fp32", ""),
-        ("bf16", ""),
+        pytest.param("bf16", "", marks=pytest.mark.fast),
         ("fp16", "--initial-loss-scale 4096"),
         ("fp32", "--model-family bert --bert-pack --optimizer lamb --hidden-dropout 0.1"),
         ("bf16", EXPERTS),

@@ -31,6 +31,7 @@ BASE = [
 BASE += ["--global-batch-size", "64", "--lr", "1e-3", "--train-iters", "10", "--vocab-size", "1000"]
 
 
+@pytest.mark.fast
 def test_a_pipeline_with_zero_is_the_same_training(capsys):
     assert main([*BASE, "--pipeline-model-parallel-size", "2", "--zero-stage", "3", "--steps", "2"]) == 0
     out = capsys.readouterr().out

@@ -32,6 +32,7 @@ def gpt() -> Record:
     return serial(make_gpt, gpt_loss)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("stage", range(len(STAGES)))

@@ -109,6 +109,7 @@ def test_a_run_that_stops_within_an_epoch_goes_on_bit_for_bit(files, family, tas
         assert all(torch.equal(a[k], b[k]) for k in a), place
 
 
+@pytest.mark.fast
 def test_the_best_epoch_is_kept_and_examined(files):
     found = run(files, "bert", "pairs", "--epochs", 4, "--lr", 2e-2, "--save", files / "s", "--predictions",
                 files / "p.jsonl")  # fmt: skip

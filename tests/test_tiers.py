@@ -1,0 +1,114 @@
+"""What is in the fast tier, and the table that it is chosen by."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.durations import ROOT, DurationsWriter, all_test_files, read_durations, write_durations
+from tests.tiers import MARKED, SECONDS, FastTier
+
+# Where the one layout of each kind is that a commit waits for.
+KINDS = {
+    "decoders, ranks as threads and as processes": "equivalence/test_layouts.py",
+    "encoders": "equivalence/test_encoder_layouts.py",
+    "experts": "equivalence/test_expert_layouts.py",
+    "growing sequences": "equivalence/test_curriculum.py",
+    "dropped tokens": "equivalence/test_skipping.py",
+    "a teacher": "equivalence/test_distillation.py",
+    "classifiers": "equivalence/test_classifiers.py",
+    "other optimizers": "equivalence/test_optimizers.py",
+    "offloaded state": "equivalence/test_stores.py",
+    "checkpoints on other layouts": "equivalence/test_reshard.py",
+    "Hugging Face": "equivalence/test_hf_layouts.py",
+    "stages of ZeRO": "zero/test_stages.py",
+    "a resumed run": "train/test_resume.py",
+    "a fine-tuning": "train/finetuning/test_run.py",
+    "a killed save": "checkpoint/test_killed.py",
+    "a fault in a run": "test_fault_matrix.py",
+    "models of others' scripts": "deepspeed/test_initialize.py",
+    "the oracle": "oracle/test_oracle.py",
+    "operators": "ops/test_sweep.py",
+    "update rules": "optim/test_conformance.py",
+    "`megazero verify`": "verify/test_command.py",
+    "architecture": "test_architecture.py",
+}
+
+
+def test_the_table_names_files_that_there_are():
+    """Refresh it with `bash scripts/test.sh --write-durations`."""
+    seconds = read_durations()
+    assert seconds.keys() <= all_test_files()
+    assert list(seconds) == sorted(seconds)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_of_each_kind_is_fast(kind):
+    path = ROOT / "tests" / KINDS[kind]
+    marks = MARKED.search(path.read_text(encoding="utf-8"))
+    shared = "parametrize(metafunc, " in path.read_text(encoding="utf-8")
+    assert marks or shared
+
+
+def test_each_folder_of_tests_has_fast_ones():
+    tier, folders = FastTier(), defaultdict(list)
+    for name in all_test_files():
+        folders[Path(name).parent].append(tier.has_fast(ROOT / name))
+    assert [str(folder) for folder, fast in folders.items() if not any(fast)] == []
+
+
+def test_what_is_fast_takes_a_minute_of_a_core():
+    assert sum(seconds for seconds in read_durations().values() if seconds <= SECONDS) < 70
+
+
+@pytest.mark.parametrize(
+    ("file", "marks", "fast"),
+    [
+        ("tests/quick.py", (), True),
+        ("tests/quick.py", ("gloo",), False),
+        ("tests/quick.py", ("gloo", "fast"), True),
+        ("tests/quick.py", ("slow", "fast"), False),
+        ("tests/long.py", (), False),
+        ("tests/long.py", ("fast",), True),
+        ("tests/new.py", (), True),
+    ],
+)
+def test_which_tests_are_fast(monkeypatch, file, marks, fast):
+    monkeypatch.setattr("tests.tiers.read_durations", lambda: {"tests/quick.py": 0.9, "tests/long.py": 1.1})
+    assert FastTier().is_fast(SimpleNamespace(path=ROOT / file, keywords=set(marks))) is fast
+
+
+def test_files_without_fast_tests_are_not_imported(monkeypatch, tmp_path):
+    monkeypatch.setattr("tests.tiers.ROOT", tmp_path)
+    monkeypatch.setattr("tests.tiers.read_durations", lambda: {"test_a.py": 9.0, "test_b.py": 9.0})
+    (tmp_path / "test_a.py").write_text("@pytest.mark.fast\ndef test_a(): pass\n")
+    (tmp_path / "test_b.py").write_text("def test_b(): pass\n")
+    (tmp_path / "samples.py").write_text("")
+    tier = FastTier()
+    ignored = {name: tier.pytest_ignore_collect(tmp_path / name) for name in ("test_a.py", "test_b.py")}
+    assert ignored == {"test_a.py": None, "test_b.py": True}
+    assert tier.pytest_ignore_collect(tmp_path / "samples.py") is None
+
+
+def test_what_ran_gets_new_rows_and_what_is_gone_loses_its_own(monkeypatch, tmp_path):
+    table = tmp_path / "durations.txt"
+    write_durations(
+        {"tests/a.py": 1.0, "tests/b.py": 2.04, "tests/gone.py": 3.0}, {"tests/a.py", "tests/b.py"}, table
+    )
+    assert read_durations(table) == {"tests/a.py": 1.0, "tests/b.py": 2.0}
+    writer = DurationsWriter()
+    for name, seconds in (
+        ("tests/a.py::test_x[1]", 0.25),
+        ("tests/a.py::test_y", 0.5),
+        ("tests/c.py::test", 7),
+    ):
+        writer.pytest_runtest_logreport(SimpleNamespace(nodeid=name, duration=seconds))
+    monkeypatch.setattr("tests.durations.write_durations", lambda seconds, files: kept.update(seconds))
+    kept: dict[str, float] = {}
+    writer.pytest_sessionfinish(None, pytest.ExitCode.TESTS_FAILED)
+    assert kept == {}
+    writer.pytest_sessionfinish(None, pytest.ExitCode.OK)
+    assert kept == {"tests/a.py": 0.75, "tests/c.py": 7}
