@@ -3,8 +3,8 @@
     python -m megazero.env.launch_check --gpus-per-node 8 --nnodes 128 --node-rank 0 \\
         --master-addr HOST --master-port 6000 --script pretrain_gpt_175b.sh -- FLAGS
 
-The launchers in `scripts/` run it first. It lists every reason against the launch and ends with status 2, or says
-what the node is about to wait for.
+The launchers in `scripts/` run it first. It lists every reason against the launch and ends with status 2, or
+says what the node is about to wait for.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class NodeLaunch:
         if self.node_rank:
             return f"{self.script}: node {self.node_rank} of {self.nodes} joins the job at {where}"
         return (
-            f"{self.script}: node 0 of {self.nodes} waits at {where} for the {self.nodes - 1} others; run the "
-            f"same command on each, with MASTER_ADDR={self.address} and NODE_RANK=1 to {self.nodes - 1}"
+            f"{self.script}: node 0 of {self.nodes} waits at {where} for the {self.nodes - 1} others; run "
+            f"the same command on each, with MASTER_ADDR={self.address} and NODE_RANK=1 to {self.nodes - 1}"
         )
 
 
@@ -128,7 +128,9 @@ def _gpus() -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check a launch; returns the exit status, 2 if it is refused."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--script", default="launch", help="the launcher's name, for messages")
     parser.add_argument("--gpus-per-node", type=int, required=True)
     parser.add_argument("--nnodes", type=int, required=True)

@@ -1,4 +1,4 @@
-"""What a node checks before it waits for others: `bash scripts/pretrain_gpt_175b.sh` once waited in silence."""
+"""What a node checks before it waits for others: `pretrain_gpt_175b.sh` once waited in silence."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megazero.errors import ConfigError
 
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
-    "--train-iters 2 --lr 1e-3 --tokenizer-type GPT2BPETokenizer --vocab-file {0}/v.json --merge-file {0}/m.txt "
-    "--data-path {0}/first {0}/second"
+    "--train-iters 2 --lr 1e-3 --tokenizer-type GPT2BPETokenizer --vocab-file {0}/v.json "
+    "--merge-file {0}/m.txt --data-path {0}/first {0}/second"
 )
 
 

@@ -57,7 +57,11 @@ def test_a_launcher_on_the_wrong_machine_says_so_instead_of_waiting(script):
     nodes = "8" if script == "pretrain_gpt_175b.sh" else "2"
     run = bash(script, "--device", "cuda", NNODES=nodes, GPUS_PER_NODE="16")
     assert run.returncode == 2
-    for reason in ("the launch is refused for", "must have 16 GPUs", "`MASTER_ADDR` must be the address of node 0"):
+    for reason in (
+        "the launch is refused for",
+        "must have 16 GPUs",
+        "`MASTER_ADDR` must be the address of node 0",
+    ):
         assert reason in run.stderr
 
 

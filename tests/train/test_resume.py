@@ -240,4 +240,6 @@ def test_missing_checkpoint(tmp_path, capsys):
     assert "warning:" not in capsys.readouterr().out
     assert len(run(*flags)) == 8
     said = capsys.readouterr().out
-    assert said.count(f"warning: {tmp_path / 'nothing'} holds no checkpoint; training starts from random") == 1
+    assert (
+        said.count(f"warning: {tmp_path / 'nothing'} holds no checkpoint; training starts from random") == 1
+    )
