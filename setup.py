@@ -15,11 +15,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension, build_ext
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
+ParallelCompile("MEGAZERO_BUILD_JOBS", default=0).install()  # the files of a module at once, on all cores
 
 native_data = Pybind11Extension(
     "megazero.data._native",

@@ -158,8 +158,8 @@ def test_layouts_with_as_many_replicas_have_the_same_losses(optimizer):
     ],
 )
 def test_what_has_no_gradient_but_rounding_stays_small(tmp_path, flags):
-    """The keys' bias moves all scores of a query alike, so its gradient is rounding. It once grew to 59.6 with
-    1-bit Adam and to over 1,000 with 0/1 Adam, because a bit moved it by the most.
+    """The keys' bias moves all scores of a query alike, so its gradient is rounding. A bit moved it most:
+    it grew to 59.6 with 1-bit Adam and to over 1,000 with 0/1 Adam.
     """
     shape = (
         "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 64 --mock-data"
