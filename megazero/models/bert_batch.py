@@ -36,12 +36,12 @@ class BertBatch:
         is_random: int64 [n], 1 where a sample's segments are not in order.
         padding: number of positions by which the samples fall short of the sequence length.
         room: number of positions that they would have at that length.
-        position_ids: int64 [b, s], positions within the samples; None if there is one in each row.
+        position_ids: None, since `positions` are embedded.
         document_ids: int32 [b, s], which sample of the row a token belongs to, -1 for padding; None if each
             row is one whole sample. Positions attend only within equal ids.
-        sample_keys: int64 [b], the keys of the rows' random streams; None turns dropout off. Packed samples
-            share those of the first one in their row, at other positions.
-        positions: None, since columns count from 0.
+        sample_keys: int64 [b], the keys of the samples' random streams, or [b, s] where samples share rows,
+            so that what is dropped of a sample does not depend on what is beside it; None turns dropout off.
+        positions: int64 [b, s], positions within the samples; None if there is one in each row.
         wanted: int64 [r, b], the columns of each row that the heads read, those of its masked tokens and of
             its samples' first ones, and others where a row has fewer than r; None: all.
         skipping: what the step leaves out of its layers.
@@ -161,10 +161,10 @@ class BertCollate:
         sample, position = np.nonzero(arrays["loss_mask"])
         row = np.array([slot.row for slot in slots])
         column = np.array([slot.column for slot in slots])
-        keys = None
-        if self.seed is not None:
-            leaders = {slot.row: key for slot, key in zip(slots, samples, strict=True) if slot.column == 0}
-            keys = sample_keys(self.seed, tuple(leaders[i] for i in range(rows)))
+        keys = None if self.seed is None else sample_keys(self.seed, samples)
+        if keys is not None and self.packed:
+            # Padding, whose document is -1, has the last sample's keys; nobody reads what becomes of it.
+            keys = keys[documents]
 
         def tensor(array: np.ndarray | None) -> Tensor | None:
             if array is None:
@@ -181,7 +181,7 @@ class BertCollate:
             is_random=tensor(arrays["is_random"]),
             padding=room - sum(lengths),
             room=room,
-            position_ids=tensor(places) if self.packed else None,
+            positions=tensor(places) if self.packed else None,
             document_ids=None if whole else tensor(documents),
             sample_keys=tensor(keys),
             wanted=tensor(_wanted(shape, (row[sample], column[sample] + position), (row, column))),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from megazero.mpu import spec_of
 from megazero.ops.positions import Positions, position_tensor
 from megazero.ops.rotary import rotary_table
 
+_Columns = TypeVar("_Columns", Positions, Tensor, None)
+
 
 class Sequences(Protocol):
     """What the trunk reads of a micro-batch of `b` sequences of `s` tokens.
@@ -41,7 +43,8 @@ class Sequences(Protocol):
         token_types: int64 [b, s], the kind of each token; None in families that know no kinds.
         position_ids: int64 [b, s] or [s], the positions to embed; None means `positions`.
         document_ids: int32 [b, s]; positions attend only within equal ids. None: no such limit.
-        sample_keys: int64 [b], the keys of the samples' random streams; None turns dropout off.
+        sample_keys: int64 [b], the keys of the samples' random streams, or [b, s] where samples share rows;
+            None turns dropout off.
         positions: positions of the columns in their sequences: a range, or int64 [s] or [b, s]; None means
             from 0.
         skipping: what the step leaves out of its layers.
@@ -190,7 +193,7 @@ class Trunk(nn.Module):
             _rows_first(positions),
             self._rotary(embedded),
             batch.document_ids,
-            batch.sample_keys,
+            _rows_first(batch.sample_keys),
             cache,
             deferred,
             skipping=batch.skipping,
@@ -214,6 +217,6 @@ class Trunk(nn.Module):
         return rotary_table(_rows_first(positions), dim, self.config.rotary_base)
 
 
-def _rows_first(positions: Positions) -> Positions:
-    """[b, s] -> [s, b]; [s] and ranges stay as they are."""
-    return positions if isinstance(positions, range) or positions.dim() == 1 else positions.t()
+def _rows_first(values: _Columns) -> _Columns:
+    """[b, s] -> [s, b]; what has one dim, ranges and None stay as they are."""
+    return values.t() if isinstance(values, Tensor) and values.dim() == 2 else values
