@@ -161,7 +161,7 @@ class BERT(Trunk):
     def run(
         self, batch: BertBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """What this chunk passes on and adds to the loss terms, as `pipeline.executor.Chunk` specifies.
+        """What this chunk passes on and adds to the loss terms, as `pipeline.chunk.Chunk` specifies.
 
         The one with the head adds sums of cross-entropies in nats to ``lm`` and ``sop``, the numbers of
         correct answers to their accuracies, and the positions that the samples leave empty to ``padding``;

@@ -12,7 +12,7 @@ from megazero.config.tree import ModelConfig
 from megazero.layers import KeyValueStore, Placement
 from megazero.models.batch import Batch
 from megazero.moe import Router
-from megazero.pipeline.executor import Chunk
+from megazero.pipeline.chunk import Chunk
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class Classifier(Trunk):
     def run(
         self, batch: LabelledBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """What this chunk passes on and adds to the loss terms, as `pipeline.executor.Chunk` specifies.
+        """What this chunk passes on and adds to the loss terms, as `pipeline.chunk.Chunk` specifies.
 
         The one with the head adds the sum of the cross-entropies in nats to ``task``, and the number of right
         answers to ``accuracy``; both are float32 scalars. It keeps its scores if the batch wants them.

@@ -110,7 +110,7 @@ class GPT(Trunk):
     def run(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """What this chunk passes on and adds to the loss terms, as `pipeline.executor.Chunk` specifies.
+        """What this chunk passes on and adds to the loss terms, as `pipeline.chunk.Chunk` specifies.
 
         The one with the head adds the sum of the masked cross-entropies in nats to ``lm``, a float32 scalar.
         """

@@ -9,7 +9,7 @@ from pathlib import Path
 from megazero.config.distillation import DistillationConfig
 from megazero.config.steps import Progress
 from megazero.models import ModelChunk, Taught
-from megazero.pipeline.executor import Chunk
+from megazero.pipeline.chunk import Chunk
 
 
 @dataclass(frozen=True)
