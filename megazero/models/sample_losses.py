@@ -8,9 +8,11 @@ from typing import ClassVar, Generic
 import torch
 from torch import Tensor
 
+from megazero.errors import ConfigError
 from megazero.layers import Deferred
 from megazero.loss import LossTerm
 from megazero.models.batch import M
+from megazero.models.chunk import ModelChunk
 from megazero.models.language_model import MeasuredModel
 from megazero.pipeline.chunk import Chunk
 
@@ -37,6 +39,20 @@ class SampleLosses(Chunk[NumberedBatch[M]]):
 
     chunk: MeasuredModel[M]
     terms: ClassVar[tuple[LossTerm, ...]] = ()
+
+    @classmethod
+    def of(cls, chunk: ModelChunk[M]) -> SampleLosses[M]:
+        """The losses of such a chunk.
+
+        Raises:
+            ConfigError: its model has none sample by sample, as with classifiers.
+        """
+        if not isinstance(chunk, MeasuredModel):
+            raise ConfigError(
+                f"the model must be one that is pretrained, but is a {type(chunk).__name__}, whose samples have "
+                "no losses of their own; load the model from before fine-tuning"
+            )
+        return cls(chunk)
 
     @property
     def hidden_dtype(self) -> torch.dtype:

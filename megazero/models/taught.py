@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.layers import NOTHING_SKIPPED, Deferred
 from megazero.loss import LossTerm
@@ -39,6 +39,13 @@ class Taught(Chunk[Batch]):
     teacher: GPT | None
     beta: float
     temperature: float
+
+    @classmethod
+    def of(cls, student: nn.Module, teacher: nn.Module, beta: float, temperature: float) -> Taught:
+        """A chunk and its teacher's, both of language models: rules refuse lessons for others."""
+        assert isinstance(student, GPT), "only language models have lessons"
+        assert isinstance(teacher, GPT), "only language models teach"
+        return cls(student, teacher, beta, temperature)
 
     @property
     def terms(self) -> tuple[LossTerm, ...]:

@@ -20,6 +20,10 @@ class Gathering(Protocol):
 class Sharding(Gathering, Protocol):
     """Keeps the parameters and sums the gradients (see `zero.DataParallel`)."""
 
+    @property
+    def most_buffer_bytes(self) -> tuple[int, int]:
+        """The most bytes at a time of gathered weights, and of transient gradient buffers."""
+
     def start(self, step: int) -> None:
         """Begin a step of this number."""
 
