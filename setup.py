@@ -2,19 +2,25 @@
 
 The extensions are optional: without a compiler the package installs and uses numpy and torch, slower.
 
-The CUDA kernels are built too if torch is there, is one for CUDA, and nvcc is found. MEGAZERO_CUDA=1 builds
-them with any torch, and then a failure is an error; MEGAZERO_CUDA=0 leaves them out.
+The CUDA kernels are built too where nvcc is found, unless the torch that is there is built for the CPU; an
+isolated build (`pip install .`, `pip wheel .`) sees no torch. MEGAZERO_CUDA=1 builds them with any torch, and
+then a failure is an error; MEGAZERO_CUDA=0 leaves them out. A wheel carries them, and csrc, from which they
+are built on first use where the wheel had none.
 """
 
 import importlib.util
 import os
 import runpy
-import subprocess
+import shutil
 import sys
 from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension, build_ext
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+HERE = Path(__file__).resolve().parent
+ParallelCompile("MEGAZERO_BUILD_JOBS", default=0).install()  # the files of a module at once, on all cores
 
 native_data = Pybind11Extension(
     "megazero.data._native",
@@ -53,15 +59,21 @@ native_mpu = Pybind11Extension(
 )
 
 
-def torch_is_for_cuda():
-    """Whether there is a torch, and it is built for CUDA; it is not imported, which would take seconds."""
-    found = importlib.util.find_spec("torch")
-    return (
-        found is not None and runpy.run_path(Path(found.origin).with_name("version.py"))["cuda"] is not None
-    )
+def torch_is_for_the_cpu():
+    """Whether there is a torch, built without CUDA; it is not imported, which would take seconds."""
+    spec = importlib.util.find_spec("torch")
+    return spec is not None and runpy.run_path(Path(spec.origin).with_name("version.py"))["cuda"] is None
 
 
-BUILD_KERNELS = [sys.executable, "-m", "megazero.cli", "kernels", "build"]
+def kernel_builder():
+    """megazero/kernels/build.py by itself: an isolated build has none of what the package imports."""
+    path = HERE / "megazero/kernels/build.py"
+    spec = importlib.util.spec_from_file_location("megazero_kernel_builder", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(HERE))
+    spec.loader.exec_module(module)
+    return module
 
 
 class BuildAll(build_ext):
@@ -69,18 +81,48 @@ class BuildAll(build_ext):
 
     def run(self):
         super().run()
-        wanted = os.environ.get("MEGAZERO_CUDA")
-        if wanted is None:
-            wanted = "maybe" if torch_is_for_cuda() else "0"
-        if wanted != "0":
-            subprocess.run(BUILD_KERNELS, cwd=Path(__file__).parent, check=wanted == "1")
+        wanted = os.environ.get("MEGAZERO_CUDA", "0" if torch_is_for_the_cpu() else "maybe")
+        if wanted == "0":
+            return
+        builder = kernel_builder()
+        try:
+            library = builder.build(builder.cuda_recipe())
+        except builder.BuildError as error:
+            if wanted == "1":
+                raise
+            print(f"the CUDA kernels were not built: {error}", file=sys.stderr)
+            return
+        if not self.inplace:
+            target = Path(self.build_lib) / builder.PREBUILT.relative_to(HERE)
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(library, target)
+
+
+class CarrySources(build_py):
+    """The modules, and csrc among them, so that an installed package can build its CUDA kernels later."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            shutil.copytree("csrc", Path(self.build_lib) / "megazero/csrc", dirs_exist_ok=True)
 
 
 setup(
     name="megazero",
     version="0.1.0",
     description="3D-parallel pretraining of GPT and BERT, the same numbers on any layout",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)),
+        "Operating System :: POSIX :: Linux",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["megazero", "megazero.*", "data_tools", "data_tools.*"]),
+    package_data={"megazero": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.9",
@@ -105,6 +147,6 @@ setup(
         "wandb": ["wandb"],
     },
     ext_modules=[native_data, native_ops, *([native_mpu] if sys.platform == "linux" else [])],
-    cmdclass={"build_ext": BuildAll},
+    cmdclass={"build_ext": BuildAll, "build_py": CarrySources},
     entry_points={"console_scripts": ["megazero=megazero.cli:main"]},
 )

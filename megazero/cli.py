@@ -93,6 +93,16 @@ def _plan(arguments: list[str]) -> int:
     return plan(arguments)
 
 
+def _pretrain(arguments: list[str]) -> int:
+    from megazero.config import resolve_or_exit
+    from megazero.errors import exit_status
+
+    config = resolve_or_exit(arguments, "megazero pretrain")
+    from megazero.train.assemble import pretrain
+
+    return exit_status(lambda: pretrain(config))
+
+
 def _verify(arguments: list[str]) -> int:
     from megazero.verify.command import main as verify
 
@@ -117,6 +127,11 @@ VERBS = (
     Verb("memory-report", "show what each rank's memory holds, measured or planned", _memory_report),
     Verb("moe-report", "show how evenly a mixture of experts uses its experts", _moe_report),
     Verb("plan", "show what a launch would do: `megazero plan schedule` draws a pipeline schedule", _plan),
+    Verb(
+        "pretrain",
+        "train, as pretrain_gpt.py does; `torchrun -m megazero.cli pretrain` starts ranks",
+        _pretrain,
+    ),
     Verb("verify", "check that a configuration's layout trains like one process", _verify),
     Verb("version", "print the version", _version),
 )

@@ -1,6 +1,12 @@
 #!/usr/bin/env bash
 # Checks that csrc compiles: the native modules if there is a C++ compiler, the kernels for GPUs if there is nvcc.
+#
+#   bash scripts/check_csrc.sh
 set -euo pipefail
+if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+    exit 0
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [[ -z $(python scripts/setup_facts.py missing) ]]; then

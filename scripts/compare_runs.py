@@ -31,6 +31,9 @@ def row(name: str, found: Sequence[tuple[float, float]]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Print the table; 0 if all runs are there."""
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
     if len(argv) < 2:
         print("usage: python scripts/compare_runs.py DIR SEED ...", file=sys.stderr)
         return 2

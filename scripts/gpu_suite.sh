@@ -15,9 +15,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 dry=''
 case ${1:-} in
     '') ;;
+    -h | --help)
+        sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
     --dry-run) dry=1 ;;
     *)
-        echo "error: the option must be --dry-run or none, but is \`$1\`." >&2
+        echo "error: the option must be --dry-run, --help or none, but is \`$1\`." >&2
         exit 2
         ;;
 esac

@@ -12,14 +12,7 @@
 # precedence. CHECK=1 shows the resolved configuration, or every reason to refuse it, and starts nothing: this
 # works without a GPU.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-if [[ -z ${VIRTUAL_ENV:-} && -x .venv/bin/python ]]; then PATH=$PWD/.venv/bin:$PATH; fi
-
-GPUS_PER_NODE=${GPUS_PER_NODE:-8}
-NNODES=${NNODES:-1}
-NODE_RANK=${NODE_RANK:-0}
-MASTER_ADDR=${MASTER_ADDR:-localhost}
-MASTER_PORT=${MASTER_PORT:-6000}
+. "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 PHASE=${PHASE:-1}
 DATA_PATH=${DATA_PATH:-my-bert_text_sentence}
@@ -77,8 +70,4 @@ FLAGS=(
     --tensorboard-dir "$SAVE/tensorboard"
 )
 
-if [[ -n ${CHECK:-} ]]; then
-    WORLD_SIZE=$((GPUS_PER_NODE * NNODES)) exec python pretrain_bert.py "${FLAGS[@]}" --check-config "$@"
-fi
-exec torchrun --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
-    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" pretrain_bert.py "${FLAGS[@]}" "$@"
+launch pretrain_bert.py "$@"

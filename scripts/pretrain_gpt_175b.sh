@@ -10,14 +10,9 @@
 #   CHECK=1 bash scripts/pretrain_gpt_175b.sh     # shows the resolved configuration, or every reason to refuse it
 #   VERIFY=1 bash scripts/pretrain_gpt_175b.sh    # trains it shrunk, on this machine, against one process
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-if [[ -z ${VIRTUAL_ENV:-} && -x .venv/bin/python ]]; then PATH=$PWD/.venv/bin:$PATH; fi
-
-GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 NNODES=${NNODES:-128}
-NODE_RANK=${NODE_RANK:-0}
-MASTER_ADDR=${MASTER_ADDR:-localhost}
-MASTER_PORT=${MASTER_PORT:-6000}
+. "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
+
 TP=${TP:-8}
 PP=${PP:-16}
 LAYERS_PER_CHUNK=${LAYERS_PER_CHUNK:-3}
@@ -75,11 +70,7 @@ FLAGS=(
     --metrics-jsonl "$CHECKPOINT_PATH/metrics.jsonl"
 )
 
-if [[ -n ${CHECK:-} ]]; then
-    WORLD_SIZE=$((GPUS_PER_NODE * NNODES)) exec python pretrain_gpt.py "${FLAGS[@]}" --check-config "$@"
-fi
 if [[ -n ${VERIFY:-} ]]; then
     exec python -m megazero.cli verify --world-size $((GPUS_PER_NODE * NNODES)) --vocab-size 50257 "${FLAGS[@]}" "$@"
 fi
-exec torchrun --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
-    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" pretrain_gpt.py "${FLAGS[@]}" "$@"
+launch pretrain_gpt.py "$@"

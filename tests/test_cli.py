@@ -16,7 +16,7 @@ TRAINING = ["--micro-batch-size=1", "--lr=1", "--train-iters=1", "--mock-data", 
 
 def test_help_names_every_verb_and_exits_0(capsys):
     assert cli.main(["--help"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:16]] == [
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:17]] == [
         "ablate",
         "analyze-loss",
         "checkpoint",
@@ -29,6 +29,7 @@ def test_help_names_every_verb_and_exits_0(capsys):
         "memory-report",
         "moe-report",
         "plan",
+        "pretrain",
         "verify",
         "version",
     ]
@@ -58,7 +59,7 @@ def test_an_unknown_verb_is_answered_with_the_nearest(capsys, word, answer):
     assert cli.main([word]) == 2
     assert capsys.readouterr().err == (
         "error: the verb must be one of ablate, analyze-loss, checkpoint, config, env, fill-mask, generate, "
-        "incidents, kernels, memory-report, moe-report, plan, verify, version, "
+        "incidents, kernels, memory-report, moe-report, plan, pretrain, verify, version, "
         f"but is `{word}`; {answer}\n"
     )
 

@@ -201,7 +201,13 @@ class Saver:
             self._lock = None
 
     def _open(self) -> None:
-        self.disk.make_parents(self.directory)
+        try:
+            self.disk.make_parents(self.directory)
+        except (FileExistsError, NotADirectoryError, PermissionError) as error:
+            raise CheckpointError(
+                f"`save` must be a folder that can be written, but is {self.directory}: {error.strerror} "
+                f"({error.filename}); choose another"
+            ) from error
         self._lock = WriterLock(self.directory)
         try:
             recover(self.disk, self.directory)

@@ -82,11 +82,14 @@ class OptimizerConfig(Section):
         "1-bit Adam and LAMB: updates with exact sums, after which the second moment stays as it is; 15 to "
         "25 percent of a training",
     )
-    onebit_adam_precondition: bool = option(
-        False,
-        "1-bit Adam: let a bit stand for the same share of the update in each element of a "
-        "parameter; otherwise, as in the papers, it stands for the same amount of the first moment, which "
-        "moves an element by the more the smaller its second moment is",
+    onebit_precondition: bool = option(
+        True,
+        "1-bit and 0/1 Adam: let a bit stand for the same amount of the first moment in all of a "
+        "parameter, as in the papers; it then moves an element by the more the smaller its second moment is, "
+        "which blows up elements that have no gradient but rounding. By default a bit stands for the same "
+        "share of the update",
+        flag="--no-onebit-precondition",
+        switches={"--onebit-precondition": True, "--onebit-adam-precondition": True},
     )
     onebit_lamb_coeff_beta: Probability = option(0.9, "1-bit LAMB: decay of the average of trust ratios")
     onebit_lamb_factor_max: PositiveFloat = option(

@@ -84,6 +84,8 @@ class Processors:
         quota: cores' worth of time that the control group grants; None if it sets no limit.
         threads: of torch's operators.
         omp_threads: the value of OMP_NUM_THREADS, None if it is not set.
+        load: processes that wanted to run in the last minute, on average; None where the system does not say.
+        rates: FLOP/s of matrix products by precision.
     """
 
     cores: int
@@ -91,6 +93,8 @@ class Processors:
     quota: float | None
     threads: int
     omp_threads: str | None
+    load: float | None = None
+    rates: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

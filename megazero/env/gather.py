@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy
 import torch
@@ -30,8 +31,10 @@ from megazero.env.facts import (
 )
 from megazero.kernels.build import BuildError
 from megazero.mpu import backends
+from megazero.mpu.cores import CGROUP, core_quota, load_average
 from megazero.ops import operators
 from megazero.ops.cuda import cuda_library
+from megazero.train.matmul_rate import measure_matmul_rate
 from megazero.version import VERSION
 
 _MODULES = ("megazero.data._native", "megazero.mpu._native", "megazero.ops._native")
@@ -49,7 +52,7 @@ _VARIABLES = re.compile(
     r"|MASTER_(ADDR|PORT)|(LOCAL_)?(RANK|WORLD_SIZE)|NVIDIA_VISIBLE_DEVICES|PYTHON(DONTWRITEBYTECODE|PATH)"
     r"|LD_LIBRARY_PATH|LD_PRELOAD|SLURM_(JOB_ID|NTASKS|NNODES|CPUS_PER_TASK)"
 )
-_CGROUP = Path("/sys/fs/cgroup")
+_CPU_PRECISIONS = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
 _SECONDS = 20
 
 
@@ -176,7 +179,7 @@ def _number(path: Path) -> int | None:
 def _memory() -> HostMemory:
     text = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
     total, available = (_found(rf"{name}:\s+(\d+) kB", text) for name in ("MemTotal", "MemAvailable"))
-    limit = _number(_CGROUP / "memory.max") or _number(_CGROUP / "memory/memory.limit_in_bytes")
+    limit = _number(CGROUP / "memory.max") or _number(CGROUP / "memory/memory.limit_in_bytes")
     if limit is not None and total is not None and limit > int(total) << 10:
         limit = None  # version 1 writes a huge number where there is none
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
@@ -191,13 +194,17 @@ def _memory() -> HostMemory:
 
 
 def _processors() -> Processors:
-    quota = None
-    with suppress(OSError, ValueError):
-        granted, period = (_CGROUP / "cpu.max").read_text().split()
-        quota = int(granted) / int(period)
     cores = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    return Processors(cores, usable, quota, torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS"))
+    return Processors(
+        cores,
+        usable,
+        core_quota(),
+        torch.get_num_threads(),
+        os.environ.get("OMP_NUM_THREADS"),
+        load_average(),
+        {name: measure_matmul_rate(dtype) for name, dtype in _CPU_PRECISIONS.items()},
+    )
 
 
 def _interfaces() -> Mapping[str, str]:

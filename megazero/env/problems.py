@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megazero.env.facts import Environment
 from megazero.ops.cuda import OLDEST_CAPABILITY
+from megazero.train.host_check import BUSY, SLOWER
 
 SHARED_BYTES = 8 << 20
 """Of /dev/shm that a rank takes for collectives: two slots of 1 MiB in each of about four groups."""
@@ -161,6 +162,28 @@ def _threads(env: Environment) -> Iterator[Trouble]:
         )
 
 
+def _busy(env: Environment) -> Iterator[Trouble]:
+    load, usable = env.processors.load, env.processors.usable
+    if load is not None and load > BUSY * usable:
+        yield Trouble(
+            "machine_busy",
+            f"the {usable} usable cores must be free for a training, but {load:.1f} processes wanted to run "
+            "in the last minute",
+            "end what else runs here, or expect longer times",
+        )
+
+
+def _slow_precision(env: Environment) -> Iterator[Trouble]:
+    rates = env.processors.rates
+    if not env.gpus and rates and rates["bf16"] < SLOWER * rates["fp32"]:
+        yield Trouble(
+            "bf16_slower_than_fp32",
+            f"bf16 must run at least as fast as fp32 ({rates['fp32'] / 1e9:.0f} GFLOP/s) to pay, but runs at "
+            f"{rates['bf16'] / 1e9:.0f}",
+            "leave --bf16 out on this CPU",
+        )
+
+
 def _ranks_per_gpu(env: Environment) -> Iterator[Trouble]:
     if env.gpus and env.ranks > len(env.gpus):
         yield Trouble(
@@ -200,6 +223,8 @@ _LOOKS: tuple[Callable[[Environment], Iterator[Trouble]], ...] = (
     _ranks_per_gpu,
     _shared_memory,
     _threads,
+    _busy,
+    _slow_precision,
     _bytecode,
     _disk,
 )

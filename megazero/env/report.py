@@ -92,6 +92,10 @@ def _processors(env: Environment) -> Iterator[tuple[str, str]]:
     yield "ranks on this host", str(env.ranks)
     yield "OMP_NUM_THREADS", processors.omp_threads or "not set"
     yield "torch's threads", str(processors.threads)
+    if processors.load is not None:
+        yield "load of the last minute", f"{processors.load:.1f}"
+    for precision, rate in processors.rates.items():
+        yield f"products in {precision}", f"{rate / 1e9:.0f} GFLOP/s"
 
 
 def _network(env: Environment) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,8 @@
 """Builds the libraries of kernels from csrc with ninja, once for each state of the sources.
 
 A library's name holds a hash of its sources and commands, and it appears under that name only when it is
-whole, so a build that was cut short is never taken for one that was not.
+whole, so a build that was cut short is never taken for one that was not. The hash is of contents, not of
+places: a library that was built elsewhere, such as one from a wheel, is found by its name without a compiler.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,7 +25,10 @@ from megazero.errors import MegazeroError
 from megazero.file_lock import try_lock
 
 ROOT = Path(__file__).resolve().parents[2]
-CSRC = ROOT / "csrc"
+# A repository has csrc beside the package; an installed package carries a copy of it.
+CSRC = ROOT / "csrc" if (ROOT / "csrc").is_dir() else ROOT / "megazero" / "csrc"
+PREBUILT = Path(__file__).with_name("prebuilt")
+CUDA_LIBRARY = "megazero_cuda"
 # From the oldest to the newest. Code for one runs on devices of the same major version only.
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 INSTALLED_TOOLKIT = Path("/usr/local/cuda")
@@ -43,22 +48,35 @@ class LibraryRecipe:
     Attributes:
         name: of the library.
         sources: files to compile.
-        compile: a command with `$in` and `$out`, as ninja has them; run in csrc's folder.
+        compile: a command with `$in` and `$out`, as ninja has them, and `$compiler` and `$csrc`, which stand
+            for places that differ from machine to machine.
         link: likewise, from objects to the library.
+        compiler: what `$compiler` stands for.
+        codes: of a library for GPUs, the machine code (`sm_N`) and PTX (`compute_N`) in it.
     """
 
     name: str
     sources: tuple[Path, ...]
     compile: str
     link: str
+    compiler: str = ""
+    codes: tuple[str, ...] = ()
 
     def fingerprint(self) -> str:
-        """A hash of the commands, the sources and all of csrc's headers."""
-        digest = hashlib.sha256(f"{self.compile}\0{self.link}\0".encode())
+        """A hash of the commands, the sources and all of csrc's headers; `codes` are in the file's name."""
+        flags = [flag for flag in self.compile.split() if not flag.startswith("-gencode=")]
+        digest = hashlib.sha256(f"{' '.join(flags)}\0{self.link}\0".encode())
         headers = [path for path in CSRC.rglob("*") if path.suffix in (".hpp", ".h")]
         for path in sorted({*self.sources, *headers}):
-            digest.update(f"{path}\0".encode() + path.read_bytes() + b"\0")
+            name = path.relative_to(CSRC).as_posix() if path.is_relative_to(CSRC) else path.name
+            digest.update(f"{name}\0".encode() + path.read_bytes() + b"\0")
         return digest.hexdigest()[:16]
+
+    def file_name(self) -> str:
+        """The library's name, such as ``libmegazero_cuda-0123456789abcdef-sm_90+compute_90.so``."""
+        return (
+            "-".join([f"lib{self.name}", self.fingerprint(), *filter(None, ["+".join(self.codes)])]) + ".so"
+        )
 
 
 def kernel_sources() -> tuple[Path, ...]:
@@ -125,17 +143,55 @@ def cuda_recipe(codes: Sequence[str] | None = None) -> LibraryRecipe:
     for devices newer than all of them. Raises BuildError without nvcc or sources.
     """
     nvcc = _nvcc()
-    wanted = tuple(codes) if codes is not None else known_architectures()
-    newest = max((_virtual(each) for each in wanted), key=lambda each: int(each.removeprefix("compute_")))
-    machine = [f"-gencode=arch={_virtual(each)},code={each}" for each in wanted if each != newest]
-    flags = (
-        f"-std=c++17 -O3 -I {CSRC} {' '.join(machine)} -gencode=arch={newest},code={newest} "
-        f"-Xcompiler -fPIC {_NVCC_CHECKS}"
-    )
-    sources = (*kernel_sources(), CSRC / "common/errors.cu")
+    return _cuda_recipe(tuple(codes) if codes is not None else known_architectures(), str(nvcc))
+
+
+def _cuda_recipe(codes: Sequence[str], nvcc: str) -> LibraryRecipe:
+    newest = max((_virtual(each) for each in codes), key=lambda each: int(each.removeprefix("compute_")))
+    machine = [each for each in codes if each != newest]
+    generated = [f"-gencode=arch={_virtual(each)},code={each}" for each in (*machine, newest)]
+    flags = f"-std=c++17 -O3 -I $csrc {' '.join(generated)} -Xcompiler -fPIC {_NVCC_CHECKS}"
     return LibraryRecipe(
-        "megazero_cuda", sources, f"{nvcc} {flags} -c $in -o $out", f"{nvcc} -shared $in -o $out"
+        CUDA_LIBRARY,
+        (*kernel_sources(), CSRC / "common/errors.cu"),
+        f"$compiler {flags} -c $in -o $out",
+        "$compiler -shared $in -o $out",
+        nvcc,
+        (*machine, newest),
     )
+
+
+def built_cuda_library(capability: tuple[int, int], folders: Sequence[Path] | None = None) -> Path | None:
+    """The library of these sources that is there already for a device; no compiler is needed.
+
+    Args:
+        capability: the device's compute capability.
+        folders: where to look; by default, what came with the package, then what was built here.
+
+    Raises:
+        BuildError: this installation came without sources, so that nothing says what would suit them.
+    """
+    fingerprint = _cuda_recipe(ARCHITECTURES, "").fingerprint()
+    for folder in folders if folders is not None else (PREBUILT, library_folder()):
+        fitting = []
+        for path in sorted(folder.glob(f"lib{CUDA_LIBRARY}-{fingerprint}-*.so")):
+            codes = path.stem.rpartition("-")[2].split("+")
+            fitting += [(_fit(capability, code), path) for code in codes]
+        best = max(fitting, default=(0, None), key=lambda pair: pair[0])
+        if best[0]:
+            return best[1]
+    return None
+
+
+def _fit(capability: tuple[int, int], code: str) -> int:
+    """How well code suits a device: 0 not at all, 1 as PTX, more for machine code, the newer the better."""
+    kind, _, number = code.partition("_")
+    own, version = 10 * capability[0] + capability[1], int(number)
+    if version > own:
+        return 0
+    if kind == "compute":
+        return 1
+    return version if version // 10 == capability[0] else 0
 
 
 def _virtual(architecture: str) -> str:
@@ -166,23 +222,23 @@ def on_cpu_recipe(sources: Sequence[Path] | None = None) -> LibraryRecipe:
             "install g++ or set CXX."
         )
     warnings = "-Wall -Wextra -Werror -Wno-unknown-pragmas"
-    compile_command = f"{compiler} -x c++ -std=c++17 -O1 {warnings} -fPIC -I {CSRC} -c $in -o $out"
+    command = f"$compiler -x c++ -std=c++17 -O1 {warnings} -fPIC -I $csrc -c $in -o $out"
     chosen = kernel_sources() if sources is None else tuple(sources)
     imitation = sorted((CSRC / "common/on_cpu").glob("*.cpp"))
     name = "megazero_on_cpu" if sources is None else f"{chosen[0].stem}_on_cpu"
-    return LibraryRecipe(name, (*chosen, *imitation), compile_command, f"{compiler} -shared $in -o $out")
+    return LibraryRecipe(name, (*chosen, *imitation), command, "$compiler -shared $in -o $out", str(compiler))
 
 
 def library_folder() -> Path:
-    """Where built libraries are kept: in the repository if it can be written to, else in the user's cache."""
-    if os.access(ROOT, os.W_OK):
+    """Where built libraries are kept: in a repository that can be written to, else in the user's cache."""
+    if (ROOT / "csrc").is_dir() and os.access(ROOT, os.W_OK):
         return ROOT / "build" / "kernels"
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megazero" / "kernels"
 
 
 def path_of(recipe: LibraryRecipe, folder: Path | None = None) -> Path:
     """Where the recipe's library is once it is built."""
-    return (folder or library_folder()) / f"lib{recipe.name}-{recipe.fingerprint()}.so"
+    return (folder or library_folder()) / recipe.file_name()
 
 
 def build(recipe: LibraryRecipe, folder: Path | None = None) -> Path:
@@ -208,9 +264,13 @@ def build(recipe: LibraryRecipe, folder: Path | None = None) -> Path:
 
 def _run_ninja(recipe: LibraryRecipe, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        objects = [f"{path.parent.name}_{path.stem}.o" for path in recipe.sources]
-        lines = [f"rule compile\n  command = {recipe.compile}", f"rule link\n  command = {recipe.link}"]
-        lines += [f"build {o}: compile {path}" for o, path in zip(objects, recipe.sources, strict=True)]
+        objects = [_escaped(f"{path.parent.name}_{path.stem}.o") for path in recipe.sources]
+        places = {"compiler": recipe.compiler, "csrc": str(CSRC)}
+        lines = [f"{name} = {shlex.quote(place).replace('$', '$$')}" for name, place in places.items()]
+        lines += [f"rule compile\n  command = {recipe.compile}", f"rule link\n  command = {recipe.link}"]
+        lines += [
+            f"build {o}: compile {_escaped(path)}" for o, path in zip(objects, recipe.sources, strict=True)
+        ]
         lines += [f"build library.so: link {' '.join(objects)}", "default library.so"]
         (Path(scratch) / "build.ninja").write_text("\n".join(lines) + "\n", encoding="utf-8")
         ended = subprocess.run([*_ninja(), "-C", scratch], capture_output=True, text=True)
@@ -221,6 +281,11 @@ def _run_ninja(recipe: LibraryRecipe, target: Path) -> None:
             raise BuildError(f"The library `{recipe.name}` must compile, but does not:\n{words}")
         target.with_suffix(".log").write_text(ended.stdout, encoding="utf-8")
         os.replace(Path(scratch) / "library.so", target)
+
+
+def _escaped(path: object) -> str:
+    """A path as ninja reads it."""
+    return re.sub(r"([$ :])", r"$\1", str(path))
 
 
 def _ninja() -> list[str]:

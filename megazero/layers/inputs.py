@@ -74,7 +74,8 @@ class LayerInputs:
         where samples differ. All s of them; under sequence parallelism a rank's own rows are its share.
     rotary: (cos, sin) tables of the same rows, or None with learned positions.
     document_ids: int [b, s]; positions attend only within equal ids. None: all earlier positions.
-    sample_keys: int64 [b], the key of each sample's random streams; None turns dropout off.
+    sample_keys: int64 [b], the key of each sample's random streams, or [s, b] where samples share a column
+        of rows; None turns dropout off.
     cache: earlier keys and values during generation.
     deferred: where backward leaves the gradients of the linear layers' weights, to be computed later (the
         weight half of a split backward, Qi et al. 2023); None: backward computes them.
@@ -82,8 +83,8 @@ class LayerInputs:
         other is computed any further. Set for the last layer only; None: all rows.
     skipping: what the step leaves out of its layers.
     branch_scale: what multiplies that which a layer adds to the hidden states.
-    site_keys: int64 [b] by place, the keys of the one layer that these inputs are for, if they are made
-        ahead; None: the layer makes them. So its number, which would be a constant, need not be known.
+    site_keys: int64 [b] or [s, b] by place, the keys of the one layer that these inputs are for, if they are
+        made ahead; None: the layer makes them. So its number, which would be a constant, need not be known.
     """
 
     positions: Positions
@@ -125,7 +126,21 @@ class LayerInputs:
 
     def narrowed(self) -> LayerInputs:
         """The inputs that belong to the wanted rows alone."""
-        return self if self.wanted is None else replace(self, positions=self.wanted_positions, wanted=None)
+        if self.wanted is None:
+            return self
+        return replace(self._keyed(self._wanted_keys), positions=self.wanted_positions, wanted=None)
+
+    def _wanted_keys(self, keys: Tensor) -> Tensor:
+        return keys if self.wanted is None or keys.dim() == 1 else keys.gather(0, self.wanted)
+
+    def _keyed(self, change: Callable[[Tensor], Tensor]) -> LayerInputs:
+        """The same with each tensor of keys changed."""
+        sites = self.site_keys
+        return replace(
+            self,
+            sample_keys=None if self.sample_keys is None else change(self.sample_keys),
+            site_keys=None if sites is None else {place: change(keys) for place, keys in sites.items()},
+        )
 
     def of(self, columns: Tensor) -> LayerInputs:
         """The inputs of some rows of each sequence, int64 [r, b], all of which are computed."""
@@ -138,7 +153,8 @@ class LayerInputs:
             rotary = cos, sin
         if documents is not None:
             documents = documents.gather(1, columns.t())
-        return replace(self, positions=positions, rotary=rotary, document_ids=documents, wanted=None)
+        keyed = self._keyed(lambda keys: keys if keys.dim() == 1 else keys.gather(0, columns))
+        return replace(keyed, positions=positions, rotary=rotary, document_ids=documents, wanted=None)
 
     def dropout(self, p: float, placement: Placement, *site: str | int) -> Dropout | None:
         """The dropout of hidden states [s or s/tp, b, h] at `site` of the model."""
@@ -156,7 +172,8 @@ class LayerInputs:
         positions = self.positions
         if placement.sequence_parallel:
             rows, rank = len(positions) // placement.tp.size, placement.tp.rank
-            positions = positions[rank * rows : (rank + 1) * rows]
+            own = slice(rank * rows, (rank + 1) * rows)
+            positions, keys = positions[own], keys if keys.dim() == 1 else keys[own]
         return Dropout(p, keys, positions)
 
     def attention_dropout(
@@ -165,7 +182,7 @@ class LayerInputs:
         """The dropout of attention probabilities of this rank's `heads` heads, over all rows."""
         if self.sample_keys is None or p == 0.0:
             return None
-        keys = self._keys(layer, "attention")
+        keys = self._wanted_keys(self._keys(layer, "attention"))
         return AttentionDropout(p, keys, self.wanted_positions, self.positions, placement.tp.rank * heads)
 
     def attention_mask(self) -> Tensor | None:

@@ -35,7 +35,8 @@ class MicroBatch(ABC):
         token_types: int64 [b, s], the kind of each token; None in families that know no kinds.
         position_ids: int64 [b, s] or [s], the positions to embed; None means `positions`.
         document_ids: int32 [b, s]; positions attend only within equal ids. None: no such limit.
-        sample_keys: int64 [b], the keys of the samples' random streams; None turns dropout off.
+        sample_keys: int64 [b], the keys of the samples' random streams, or [b, s] where samples share rows,
+            so that what is dropped of a sample does not depend on what is beside it; None turns dropout off.
         positions: positions of the columns in their sequences: a range, or int64 [s] or [b, s]; None means
             from 0.
         skipping: what the step leaves out of its layers.

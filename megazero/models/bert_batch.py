@@ -152,10 +152,10 @@ class BertCollate:
         sample, position = np.nonzero(arrays["loss_mask"])
         row = np.array([slot.row for slot in slots])
         column = np.array([slot.column for slot in slots])
-        keys = None
-        if self.seed is not None:
-            leaders = {slot.row: key for slot, key in zip(slots, samples, strict=True) if slot.column == 0}
-            keys = sample_keys(self.seed, tuple(leaders[i] for i in range(rows)))
+        keys = None if self.seed is None else sample_keys(self.seed, samples)
+        if keys is not None and self.packed:
+            # Padding, whose document is -1, has the last sample's keys; nobody reads what becomes of it.
+            keys = keys[documents]
 
         def tensor(array: np.ndarray) -> Tensor:
             return tensor_of(array, self.device)
@@ -171,7 +171,7 @@ class BertCollate:
             is_random=tensor(arrays["is_random"]),
             padding=room - sum(lengths),
             room=room,
-            position_ids=tensor(places) if self.packed else None,
+            positions=tensor(places) if self.packed else None,
             document_ids=None if whole else tensor(documents),
             sample_keys=None if keys is None else tensor(keys),
             wanted=None if wanted is None else tensor(wanted),

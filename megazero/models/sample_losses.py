@@ -49,8 +49,8 @@ class SampleLosses(Chunk[NumberedBatch[M]]):
         """
         if not isinstance(chunk, MeasuredModel):
             raise ConfigError(
-                f"the model must be one that is pretrained, but is a {type(chunk).__name__}, whose samples have "
-                "no losses of their own; load the model from before fine-tuning"
+                f"the model must be one that is pretrained, but is a {type(chunk).__name__}, whose samples "
+                "have no losses of their own; load the model from before fine-tuning"
             )
         return cls(chunk)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,10 @@ from megazero.models.batch import M_contra
 from megazero.models.chunk import ChunkSpan, ModelChunk
 from megazero.moe import MoEMLP, Router, terms_of
 from megazero.mpu import spec_of
-from megazero.ops.positions import position_tensor
+from megazero.ops.positions import Positions, position_tensor
 from megazero.ops.rotary import rotary_table
+
+_Columns = TypeVar("_Columns", Positions, Tensor, Tensor | None)
 
 
 class Trunk(ModelChunk[M_contra]):
@@ -158,10 +160,10 @@ class Trunk(ModelChunk[M_contra]):
         if embedded is None:
             embedded = position_tensor(positions, batch.tokens.device)
         inputs = LayerInputs(
-            positions if isinstance(positions, range) else _rows_first(positions),
+            _rows_first(positions),
             self._rotary(embedded),
             batch.document_ids,
-            batch.sample_keys,
+            _rows_first(batch.sample_keys),
             cache,
             deferred,
             skipping=batch.skipping,
@@ -188,6 +190,6 @@ class Trunk(ModelChunk[M_contra]):
         return rotary_table(_rows_first(positions), dim, self.config.rotary_base)
 
 
-def _rows_first(positions: Tensor) -> Tensor:
-    """[b, s] -> [s, b]; [s] stays as it is."""
-    return positions if positions.dim() == 1 else positions.t()
+def _rows_first(values: _Columns) -> _Columns:
+    """[b, s] -> [s, b]; what has one dim, ranges and None stay as they are."""
+    return values.t() if isinstance(values, Tensor) and values.dim() == 2 else values

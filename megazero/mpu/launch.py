@@ -20,6 +20,7 @@ from megazero.mpu.group import Group
 from megazero.mpu.shared_group import SharedGroup
 from megazero.mpu.shared_open import open_shared
 from megazero.mpu.torch_group import TorchGroup, leave_world, open_group, start_world
+from megazero.mpu.transports import backends
 from megazero.mpu.waits import Waits
 from megazero.mpu.watch import StoreBoard, Watch, WatchLimits, keeper_of_store, watched
 from megazero.mpu.wrapping_group import WrappingGroup
@@ -76,6 +77,22 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def choose_backend(wanted: str, device: torch.device) -> str:
+    """The library that ranks talk through: ``auto`` means NCCL on CUDA, else Gloo.
+
+    Raises:
+        ConfigError: NCCL was requested for ranks on the CPU, or from a torch that is built without it.
+    """
+    backend = ("nccl" if device.type == "cuda" else "gloo") if wanted == "auto" else wanted
+    if backend == "nccl" and (device.type != "cuda" or backends()["nccl"] is None):
+        have = f"torch {torch.__version__} has " + ("NCCL" if backends()["nccl"] else "no NCCL built in")
+        raise ConfigError(
+            f"`distributed_backend` must be gloo or auto here, but is nccl, while {have} and this rank runs "
+            f"on {device.type.upper()}; leave `--distributed-backend` out"
+        )
+    return backend
+
+
 def join(
     config: ParallelConfig, launch: Launch, node_size: int = 1, facts: Callable[[], Facts] | None = None
 ) -> ParallelContext:
@@ -97,9 +114,7 @@ def join(
     grid = grid_of(config, launch.world_size)
     if grid.world_size == 1:
         return solo_context(device)
-    backend = config.distributed_backend
-    if backend == "auto":
-        backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = choose_backend(config.distributed_backend, device)
     # The watch ends a call that takes too long and says why; the backend waits longer.
     patience = timedelta(minutes=config.distributed_timeout_minutes)
     # The world is not bound to the device: torch would then make groups by splitting the world's

@@ -1,7 +1,8 @@
 """The kernels for GPUs, or why there are none: torch's operators then run instead.
 
-They are looked for where there is a device to run them. The library that setup.py built is taken, or else one
-is built for this device on first use, if nvcc is there; without either, there is one warning.
+They are looked for where there is a device to run them. A library that is there already, from the wheel or
+an earlier build, is taken as it is, without nvcc; or else one is built for this device on first use, if nvcc
+is there; without either, there is one warning.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from megazero.kernels.build import (
     ARCHITECTURES,
     BuildError,
     build,
+    built_cuda_library,
     code_for,
     cuda_recipe,
     known_architectures,
-    path_of,
 )
 from megazero.ops.dispatch import CUDA, CallFacts, where
 
@@ -47,10 +48,10 @@ def cuda_library(capability: tuple[int, int]) -> KernelLibrary:
 
     Raises BuildError if they cannot be had, with the reason, and OSError if the library cannot be opened.
     """
-    code = code_for(capability, known_architectures())
-    path = path_of(cuda_recipe())
-    if not path.is_file():
-        path = build(cuda_recipe([code]))
+    code_for(capability, ARCHITECTURES)  # a device older than all of them is told so first
+    path = built_cuda_library(capability)
+    if path is None:
+        path = build(cuda_recipe([code_for(capability, known_architectures())]))
     library = KernelLibrary(path)
     reason = library.driver_error()
     if reason is not None:

@@ -53,9 +53,7 @@ def _lamb(config: OptimizerConfig) -> Lamb:
 def _compressed(config: OptimizerConfig, adam: Adam) -> UpdateRule | None:
     """A rule that sums gradients itself, a bit per element; None if the configuration names another."""
     if config.optimizer == "onebit-adam":
-        return OnebitAdam(
-            config.onebit_freeze_step, **vars(adam), precondition=config.onebit_adam_precondition
-        )
+        return OnebitAdam(config.onebit_freeze_step, **vars(adam), precondition=config.onebit_precondition)
     if config.optimizer == "zero-one-adam":
         return ZeroOneAdam(
             config.zero_one_var_freeze_step,
@@ -63,6 +61,7 @@ def _compressed(config: OptimizerConfig, adam: Adam) -> UpdateRule | None:
             config.zero_one_local_step_scaler,
             config.zero_one_local_step_clipper,
             **vars(adam),
+            precondition=config.onebit_precondition,
         )
     if config.optimizer == "onebit-lamb":
         return OnebitLamb(

@@ -27,6 +27,7 @@ from megazero.mpu import (
     leave,
     reporting,
 )
+from megazero.mpu.cores import load_average
 from megazero.optim import (
     build_learning_rate,
     build_loss_scaler,
@@ -43,6 +44,7 @@ from megazero.train.distillation import load_teacher
 from megazero.train.engine import Engine, Programs, Schedules
 from megazero.train.families import family_of
 from megazero.train.feed import Feed, make_feed
+from megazero.train.host_check import host_remarks
 from megazero.train.lessons import Lessons, Teacher
 from megazero.train.loop import Loop
 from megazero.train.matmul_rate import measure_matmul_rate
@@ -241,7 +243,7 @@ def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     Raises:
         MegazeroError: as `pretrain`.
     """
-    traffic = TrafficLog()
+    traffic, load = TrafficLog(), load_average()
     context = count_traffic(joined, traffic) if config.logging.comms_logger else joined
     vocabulary = build_vocabulary(config)
 
@@ -265,7 +267,8 @@ def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
         f"offload: each rank keeps {size / 2**20:,.1f} MiB of its state in {tier}"
         for tier, size in offloaded(engine.optimizer.store).items()
     ]
-    for remark in (*resumed.remarks, *compared, *engine.lessons.remarks, *notes, *asleep):
+    host = host_remarks(DTYPES[config.precision.dtype], plan.matmul_rate, context.device, load)
+    for remark in (*host, *resumed.remarks, *compared, *engine.lessons.remarks, *notes, *asleep):
         monitor.message(remark)
     snapshots = None
     try:

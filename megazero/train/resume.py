@@ -134,13 +134,14 @@ def resume(
     section = config.checkpoint
     found = _candidates(section.load, section.ckpt_step, context) if section.load else None
     if found is None or not (found.folders or found.remarks):
-        if section.load and section.exit_on_missing_checkpoint:
-            raise CheckpointError(
-                f"`load` must hold a checkpoint, but {section.load} has none; check the path"
-            )
+        if section.load:
+            _may_start_without(config)
         horizon = horizon_of(config, context.data.size)
         new = build(config, horizon)
-        return Resumed(new, TrainState(), config.training.seed, config, horizon, begin(new) if begin else ())
+        begun = begin(new) if begin else ()
+        if section.load and not begun:
+            begun = (f"warning: {section.load} holds no checkpoint; training starts from random weights",)
+        return Resumed(new, TrainState(), config.training.seed, config, horizon, begun)
     remarks = list(found.remarks)
     for folder in found.folders:
         engine: Engine | None = None
@@ -168,6 +169,22 @@ def resume(
     raise DamagedCheckpointError(
         f"`load` must hold a whole checkpoint, but {section.load} has none: " + "; ".join(remarks)
     )
+
+
+def _may_start_without(config: Config) -> None:
+    """Refuse to start from random weights where a checkpoint, which `--load` lacks, must give them."""
+    section = config.checkpoint
+    elsewhere = section.load_hf is not None or config.finetune.pretrained_checkpoint is not None
+    needed_by = {
+        "--exit-on-missing-checkpoint": section.exit_on_missing_checkpoint,
+        "--finetune": section.finetune and not elsewhere,
+        "--moe-use-upcycling": section.moe_use_upcycling and not elsewhere,
+    }
+    for flag, needs in needed_by.items():
+        if needs:
+            raise CheckpointError(
+                f"`load` must hold a checkpoint with {flag}, but {section.load} has none; check the path"
+            )
 
 
 def _candidates(load: str, step: int | None, context: ParallelContext) -> Candidates:

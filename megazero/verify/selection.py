@@ -59,8 +59,7 @@ def candidates(most_ranks: int = 8) -> Iterator[Layout]:
 def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> list[Layout]:
     """`count` distinct layouts of an encoder on at most `most_ranks` ranks, drawn from all that are allowed.
 
-    There are too many to list. Dropout and packing do not meet: which elements are dropped depends on
-    which samples share a row.
+    There are too many to list.
     """
     dice, found = random.Random(seed), {}
     schedules = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 1))
@@ -68,7 +67,7 @@ def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> li
         schedule, virtual = dice.choice(schedules)
         pp = dice.choice((1, 2, 4))
         chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
-        dropout, packed = dice.choice(((0.0, False), (0.1, False), (0.0, True)))
+        dropout, packed = dice.choice(((0.0, False), (0.1, False), (0.0, True), (0.1, True)))
         layout = Layout(
             tp=dice.choice((1, 2, 4)),
             pp=pp,

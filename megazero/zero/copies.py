@@ -8,12 +8,13 @@ tensor-parallel ranks and tied ends hold, and weights with the masters that they
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from megazero.errors import CommunicationError
 from megazero.mpu import SLICE_AXES, Group, ParallelContext, copy_axes, gather_values, name_ranks, on_device
 from megazero.zero.fingerprint import Fingerprints
 from megazero.zero.optimizer import Optimizer
@@ -57,12 +58,12 @@ class TakeOver:
 
     Attributes:
         group: name of the group in the context.
-        number: the piece's number among those that the group holds copies of.
+        piece: the parameter's global name and the kind of the tensor.
         source: the group rank whose copy most members hold.
     """
 
     group: str
-    number: int
+    piece: tuple[str, str]
     source: int
 
 
@@ -97,18 +98,24 @@ class _HeldPiece:
 
 @dataclass
 class _Compared:
-    """The pieces that the members of a group hold copies of, in the same order on each."""
+    """The pieces that the members of a group hold copies of, by name and kind, in the same order on each."""
 
     group: Group
-    pieces: list[tuple[str, str]] = field(default_factory=list)
-    prints: list[Tensor] = field(default_factory=list)
+    prints: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
     def unequal(self) -> Tensor:
         """Which of them are not the same on all members; every member calls this. bool [pieces]."""
-        mine = torch.stack(self.prints)
+        mine = self._stacked()
         bounds = torch.cat([mine, ~mine])  # the greatest complement is that of the least
         self.group.all_reduce(bounds, "max").wait()
         return bounds[: mine.numel()] != ~bounds[mine.numel() :]
+
+    def values(self, numbers: Sequence[int]) -> list[int]:
+        """The fingerprints of some pieces here."""
+        return self._stacked()[list(numbers)].tolist()
+
+    def _stacked(self) -> Tensor:
+        return torch.stack([self.prints[piece] for piece in sorted(self.prints)])
 
 
 class CopyCheck:
@@ -134,6 +141,7 @@ class CopyCheck:
         self._fingerprints = {each.type: Fingerprints(each) for each in (torch.device("cpu"), context.device)}
         # Ends come last: the order of buckets is not the same on the two stages.
         self._shared = [name for name in _GROUPS if context.groups[name].size > 1]
+        self._agreed = False
 
     @torch.no_grad()
     def compare(self) -> CopyFindings:
@@ -146,10 +154,11 @@ class CopyCheck:
                     found = self._fingerprints[piece.tensor.device.type].of(piece.tensor)
                     found = on_device(found, self.context.device)
                     for group in piece.groups:
-                        compared[group].pieces.append((piece.name, piece.kind))
-                        compared[group].prints.append(found)
+                        compared[group].prints[piece.name, piece.kind] = found
                 rounded += [] if self._apart or self.optimizer.delayed else _roundings(each)
-        compared = {name: each for name, each in compared.items() if each.pieces}
+        if not self._agreed:
+            self._agree_on_pieces(compared)
+        compared = {name: each for name, each in compared.items() if each.prints}
         unequal = {name: each.unequal() for name, each in compared.items()}
         wrong = [each.any() for each in unequal.values()] + [off for _, off in rounded]
         flag = torch.stack(wrong).any() if wrong else torch.zeros((), dtype=torch.bool)
@@ -163,15 +172,34 @@ class CopyCheck:
     def repair(self, take_overs: Sequence[TakeOver]) -> None:
         """Take over what most members of each group hold; every rank calls this with what `compare` found."""
         for group in self._shared:
-            sources = {each.number: each.source for each in take_overs if each.group == group}
-            number = 0
+            sources = {each.piece: each.source for each in take_overs if each.group == group}
             for residents in self._store.visits(self._kinds, self._store.buckets, changes=self._kinds):
                 for piece in (piece for each in residents for piece in self._pieces(each)):
-                    if group in piece.groups:
-                        if number in sources:
-                            self.context.groups[group].broadcast(piece.tensor, sources[number]).wait()
-                        number += 1
+                    source = sources.get((piece.name, piece.kind)) if group in piece.groups else None
+                    if source is not None:
+                        self.context.groups[group].broadcast(piece.tensor, source).wait()
         self.optimizer.publish()
+
+    def _agree_on_pieces(self, compared: Mapping[str, _Compared]) -> None:
+        """Check once that all members of each group hold the same pieces, which every comparison relies on.
+
+        Raises:
+            CommunicationError: on all members: one holds a piece that another does not.
+        """
+        for group in self._shared:
+            held = gather_values(
+                self.context.groups[group], sorted(compared[group].prints), self.context.device
+            )
+            ranks = self.context.groups[group].ranks
+            for name, kind in sorted({tuple(piece) for pieces in held for piece in pieces}):
+                without = [r for r, pieces in zip(ranks, held, strict=True) if [name, kind] not in pieces]
+                if without:
+                    holders = [r for r in ranks if r not in without]
+                    raise CommunicationError(
+                        f"`{name}` ({kind}) must be held by all of {name_ranks(ranks)}, which have copies of "
+                        f"it, but is held by {name_ranks(holders)} and not by {name_ranks(without)}."
+                    )
+        self._agreed = True
 
     def _pieces(self, resident: Resident) -> Iterator[_HeldPiece]:
         """What of a bucket other ranks hold copies of."""
@@ -206,19 +234,19 @@ class CopyCheck:
             numbers = unequal[name].nonzero().flatten().tolist()
             if not numbers:
                 continue
-            mine = torch.stack(each.prints)[numbers].tolist()
-            everyone = gather_values(each.group, mine, self.context.device)
+            pieces = sorted(each.prints)
+            everyone = gather_values(each.group, each.values(numbers), self.context.device)
             for i, number in enumerate(numbers):
                 values = [theirs[i] for theirs in everyone]
                 most = max(set(values), key=values.count)
                 settled = 2 * values.count(most) > len(values)
                 if settled:
-                    take_overs.append(TakeOver(name, number, values.index(most)))
+                    take_overs.append(TakeOver(name, pieces[number], values.index(most)))
                 accused = [
                     r for r, v in zip(each.group.ranks, values, strict=True) if not settled or v != most
                 ]
                 others = [r for r in each.group.ranks if r not in accused]
-                found.append([*each.pieces[number], accused, others])
+                found.append([*pieces[number], accused, others])
         told = gather_values(self.context.world, found, self.context.device)
         distinct = dict.fromkeys(
             CopyDifference(name, kind, tuple(accused), tuple(others))

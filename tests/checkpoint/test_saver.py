@@ -287,6 +287,17 @@ def test_older_ones_go_as_newer_ones_come(tmp_path):
     assert saved_iterations(tmp_path) == [4, 6, 7]
 
 
+@pytest.mark.parametrize("below", ["", "sub/folder"])
+def test_a_file_where_the_folder_should_be_is_refused_in_words(tmp_path, below):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(
+        CheckpointError, match="`save` must be a folder that can be written, but is"
+    ) as refusal:
+        Saver(tmp_path / "file" / below, solo_context())
+    assert "FileExistsError" not in str(refusal.value)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_a_second_job_is_refused_on_every_rank(tmp_path):
     first = Saver(tmp_path, solo_context())
 

@@ -268,7 +268,7 @@ OURS = {
     "optimizer.lamb_bias_correction",
     "optimizer.lamb_adapt_all",
     "optimizer.onebit_freeze_step",
-    "optimizer.onebit_adam_precondition",
+    "optimizer.onebit_precondition",
     "optimizer.onebit_lamb_coeff_beta",
     "optimizer.onebit_lamb_factor_max",
     "optimizer.onebit_lamb_factor_min",

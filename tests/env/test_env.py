@@ -124,6 +124,16 @@ PROBLEMS = {
         "OMP_NUM_THREADS times 8 ranks must be at most the usable cores (8), but OMP_NUM_THREADS is 2; set "
         "it to 1 [too_many_threads]",
     ),
+    "machine_busy": (
+        replace(SOUND, processors=replace(SOUND.processors, load=8.5)),
+        "the 16 usable cores must be free for a training, but 8.5 processes wanted to run in the last "
+        "minute; end what else runs here, or expect longer times [machine_busy]",
+    ),
+    "bf16_slower_than_fp32": (
+        replace(ON_CPU, processors=replace(SOUND.processors, rates={"fp32": 150e9, "bf16": 75e9})),
+        "bf16 must run at least as fast as fp32 (150 GFLOP/s) to pay, but runs at 75; leave --bf16 out on "
+        "this CPU [bf16_slower_than_fp32]",
+    ),
     "no_bytecode": (
         replace(SOUND, writes_bytecode=False),
         "Python must keep the modules that it compiles, but PYTHONDONTWRITEBYTECODE or -B forbids it; unset "
@@ -150,6 +160,8 @@ def test_a_problem_is_named_alone_with_its_remedy(name):
         ON_CPU,
         versions(cuda="12.8", nvcc="12.8"),  # a driver runs what is older
         replace(SOUND, apex="nvidia"),
+        replace(SOUND, processors=replace(SOUND.processors, load=7.5, rates={"fp32": 2e9, "bf16": 1e9})),
+        replace(ON_CPU, processors=replace(SOUND.processors, rates={"fp32": 100e9, "bf16": 85e9})),
         replace(ON_CPU, ranks=1, processors=replace(SOUND.processors, omp_threads=None)),
         replace(ON_CPU, memory=replace(SOUND.memory, shared_free=64 << 20)),
         replace(ON_CPU, memory=HostMemory(None, None)),

@@ -1,6 +1,7 @@
 """Libraries of kernels: built once, whole or not at all, and refused with the reason."""
 
 import os
+import shutil
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ from megazero.kernels.build import (
     BuildError,
     LibraryRecipe,
     build,
+    built_cuda_library,
     code_for,
     cuda_recipe,
     find_nvcc,
@@ -193,6 +195,58 @@ def test_the_newest_code_is_there_as_ptx(a_toolkit, codes, options):
     assert [word.removeprefix("-gencode=") for word in words if "-gencode" in word] == options
 
 
+def prebuilt(a_toolkit, folder, codes):
+    """An empty file with the name of a library of these codes."""
+    a_toolkit(*CUDA_13_0)
+    path = folder / cuda_recipe(codes).file_name()
+    path.write_bytes(b"")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("codes", "capability", "serves"),
+    [
+        (ALL, (8, 0), True),
+        (ALL, (8, 6), True),
+        (ALL, (9, 0), True),
+        (ALL, (12, 0), True),
+        (["sm_90"], (8, 0), False),
+        (["sm_90"], (10, 0), True),
+        (["sm_80"], (9, 0), True),
+    ],
+)
+def test_a_library_that_was_built_elsewhere_needs_no_nvcc(
+    a_toolkit, monkeypatch, tmp_path, codes, capability, serves
+):
+    """The library of a wheel was once passed over on machines without nvcc."""
+    path = prebuilt(a_toolkit, tmp_path, codes)
+    monkeypatch.setattr(build_module, "find_nvcc", lambda: None)
+    assert built_cuda_library(capability, [tmp_path]) == (path if serves else None)
+
+
+def test_machine_code_comes_before_ptx(a_toolkit, tmp_path):
+    prebuilt(a_toolkit, tmp_path, ["sm_80"])
+    own = prebuilt(a_toolkit, tmp_path, ["sm_90"])
+    assert built_cuda_library((9, 0), [tmp_path]) == own
+
+
+def test_a_library_of_other_sources_is_passed_over(a_toolkit, monkeypatch, tmp_path):
+    prebuilt(a_toolkit, tmp_path, ["sm_90"])
+    changed = tmp_path / "csrc"
+    shutil.copytree(build_module.CSRC, changed)
+    monkeypatch.setattr(build_module, "CSRC", changed)
+    assert built_cuda_library((9, 0), [tmp_path]) is not None  # another place, the same contents
+    with open(changed / "layer_norm/cuda.cu", "a") as source:
+        source.write("// changed\n")
+    assert built_cuda_library((9, 0), [tmp_path]) is None
+
+
+def test_a_place_with_spaces_and_colons_compiles(tmp_path):
+    folder = tmp_path / "my: $csrc"
+    folder.mkdir()
+    assert build(recipe(folder), tmp_path / "kept").is_file()
+
+
 @pytest.fixture
 def a_device(monkeypatch, a_toolkit):
     """A device of a given capability, whose library is the one for the CPU."""
@@ -202,7 +256,7 @@ def a_device(monkeypatch, a_toolkit):
         monkeypatch.delenv("MEGAZERO_CUDA", raising=False)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        monkeypatch.setattr(cuda, "path_of", lambda recipe: library_path())
+        monkeypatch.setattr(cuda, "built_cuda_library", lambda capability: library_path())
 
     return pretend
 
@@ -231,7 +285,7 @@ def test_a_library_that_is_damaged_is_told(a_device, monkeypatch, tmp_path):
     a_device((9, 0))
     half = tmp_path / "half.so"
     half.write_bytes(bytes(1000))
-    monkeypatch.setattr(cuda, "path_of", lambda recipe: half)
+    monkeypatch.setattr(cuda, "built_cuda_library", lambda capability: half)
     with pytest.warns(UserWarning, match="works without its CUDA kernels: .*half.so"):
         assert cuda.load_cuda_kernels() is None
 
@@ -256,7 +310,7 @@ def test_kernels_can_be_switched_off(a_device, monkeypatch):
 def test_the_newest_architecture_that_runs_is_built(a_device, monkeypatch, capability, architecture):
     a_device(capability)
     built = []
-    monkeypatch.setattr(cuda, "path_of", lambda recipe: library_path().with_name("nothing"))
+    monkeypatch.setattr(cuda, "built_cuda_library", lambda capability: None)
     monkeypatch.setattr(cuda, "build", lambda recipe: built.append(recipe) or library_path())
     assert cuda.load_cuda_kernels() is not None
     assert f"code={architecture} " in built[0].compile

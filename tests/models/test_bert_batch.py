@@ -69,23 +69,25 @@ def test_packed_samples_share_a_row_and_keep_apart():
         "is_random": [1, 0],
         "padding": 24 - 9,  # of the data, not of the rows
         "room": 24,
-        "position_ids": [[0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 0, 0]],
+        "position_ids": None,
         "document_ids": [[0] * 6 + [1] * 3 + [-1] * 3],
         "sample_keys": None,
-        "positions": None,
+        "positions": [[0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 0, 0]],
         "wanted": [[0], [2], [4], [6], [7], [1], [3], [5]],  # five that are read, and others
     }
-    assert batch.sample_keys.tolist() == torch.as_tensor(sample_keys(3, (4,))).tolist()
+    first, second = sample_keys(3, (4, 5)).tolist()
+    assert batch.sample_keys[0, :9].tolist() == [first] * 6 + [second] * 3
 
 
-def test_of_packed_samples_the_first_in_a_row_gives_its_key():
+def test_packed_samples_keep_the_keys_that_they_have_alone():
+    """Samples of a row once shared the first one's, so what was dropped depended on the micro-batch."""
     arrays = samples([5, 9, 7, 3], [1, 1, 1, 1], 12)
     batch = BertCollate(VOCABULARY, CPU, packed=True, seed=3)(arrays, (10, 11, 12, 13))
     # Longest first: 9 + 3, then 7 + 5.
     assert batch.document_ids.tolist() == [[1] * 9 + [3] * 3, [2] * 7 + [0] * 5]
-    assert batch.sample_keys.tolist() == torch.as_tensor(sample_keys(3, (11, 12))).tolist()
-    unpacked = BertCollate(VOCABULARY, CPU, seed=3)(arrays, (10, 11, 12, 13))
-    assert unpacked.sample_keys.tolist() == torch.as_tensor(sample_keys(3, (10, 11, 12, 13))).tolist()
+    alone = BertCollate(VOCABULARY, CPU, seed=3)(arrays, (10, 11, 12, 13)).sample_keys.tolist()
+    assert alone == sample_keys(3, (10, 11, 12, 13)).tolist()
+    assert batch.sample_keys.tolist() == [[alone[i] for i in row] for row in batch.document_ids.tolist()]
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -35,6 +35,13 @@ def test_cuda_is_refused_where_there_is_none():
     assert choose_device("auto", 3) == torch.device("cpu")
 
 
+def test_nccl_is_refused_with_a_remedy_where_it_cannot_be():
+    """torch says only "Distributed package doesn't have NCCL built in"."""
+    with pytest.raises(ConfigError, match=r"must be gloo or auto here, but is nccl.*leave `--distributed-"):
+        launch.choose_backend("nccl", torch.device("cpu"))
+    assert launch.choose_backend("auto", torch.device("cpu")) == "gloo"
+
+
 def test_a_job_of_one_needs_no_world():
     context = join(ParallelConfig(), Launch())
     assert {group.size for group in context.groups.values()} == {1}

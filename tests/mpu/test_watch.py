@@ -264,6 +264,23 @@ def test_an_error_of_a_work_reaches_the_others():
     close_all([first, second])
 
 
+def test_a_diagnosis_that_fails_keeps_nobody_waiting(capfd):
+    class Broken(Notes):
+        def post(self, key: str, text: str) -> None:
+            if key == "trouble":
+                raise RuntimeError("dictionary changed size")
+
+    watch, other = watches(Broken(), 2, Spared())
+    began = time.monotonic()
+    error = watch.fail(
+        watch.begin(watch.collective_lane("dp", (0, 1)), "barrier", None, None, None), ValueError("no")
+    )
+    assert time.monotonic() - began < 5
+    assert "its diagnosis failed: RuntimeError: dictionary changed size" in str(error)
+    assert "Traceback" in capfd.readouterr().err
+    close_all([watch, other])
+
+
 def test_a_board_out_of_reach_is_no_alarm_for_a_process_that_is_about_to_end(capfd):
     watch = Watch(Lost(), 0, 2, WatchLimits(20.0, 5.0, 0.02), Spared())
     time.sleep(0.2)

@@ -86,7 +86,9 @@ def test_the_mask_is_what_bias_dropout_add_applies() -> None:
 
 
 def test_keys_must_be_one_per_sequence_and_positions_one_per_row() -> None:
-    with pytest.raises(ValueError, match=r"one key per sequence \(4\), but has shape \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"one key per sequence \(4\) or per row \(12, 4\), but has shape \(3,\)"
+    ):
         bias_dropout_add(torch.ones(12, 4, 5), None, torch.ones(12, 4, 5), WHOLE)
     with pytest.raises(ValueError, match=r"one key per sequence \(4\)"):
         dropout_mask_hidden(WHOLE, 12, 4, 5)

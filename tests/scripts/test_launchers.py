@@ -49,6 +49,37 @@ def test_a_launcher_says_why_a_layout_is_refused():
     assert "`num_attention_heads` must be a multiple of `tensor_model_parallel_size`" in run.stderr
 
 
+LAUNCHERS = sorted(path.name for path in (ROOT / "scripts").glob("pretrain_*.sh"))
+
+
+@pytest.mark.parametrize("script", LAUNCHERS)
+def test_a_launcher_on_the_wrong_machine_says_so_instead_of_waiting(script):
+    nodes = "8" if script == "pretrain_gpt_175b.sh" else "2"
+    run = bash(script, "--device", "cuda", NNODES=nodes, GPUS_PER_NODE="16")
+    assert run.returncode == 2
+    for reason in (
+        "the launch is refused for",
+        "must have 16 GPUs",
+        "`MASTER_ADDR` must be the address of node 0",
+    ):
+        assert reason in run.stderr
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("*.sh")))
+def test_every_script_answers_help(script):
+    if script in ("setup.sh", "launch.sh"):
+        pytest.skip("sourced by others")
+    run = bash(script, "--help")
+    assert run.returncode == 0, run.stderr
+    assert script in run.stdout or "usage:" in run.stdout
+
+
+def test_a_launcher_refuses_a_number_that_is_none():
+    run = bash("pretrain_gpt_345m.sh", NNODES="two")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "`NNODES` must be a positive integer, but is `two`." in run.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

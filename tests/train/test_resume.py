@@ -231,10 +231,15 @@ def test_evaluation_leaves_training_untouched(tmp_path):
     assert curve(often) == curve(never)
 
 
-def test_missing_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match="has none"):
-        run(
-            *("--metrics-jsonl", tmp_path / "a.jsonl", "--load", tmp_path / "nothing"),
-            "--exit-on-missing-checkpoint",
-        )
-    assert len(run("--metrics-jsonl", tmp_path / "a.jsonl", "--load", tmp_path / "nothing")) == 8
+def test_missing_checkpoint(tmp_path, capsys):
+    flags = ("--metrics-jsonl", tmp_path / "a.jsonl", "--load", tmp_path / "nothing")
+    # --finetune once trained from random weights without a word.
+    for needs in ("--exit-on-missing-checkpoint", "--finetune"):
+        with pytest.raises(CheckpointError, match=f"with {needs}, but .* has none"):
+            run(*flags, needs)
+    assert "warning:" not in capsys.readouterr().out
+    assert len(run(*flags)) == 8
+    said = capsys.readouterr().out
+    assert (
+        said.count(f"warning: {tmp_path / 'nothing'} holds no checkpoint; training starts from random") == 1
+    )

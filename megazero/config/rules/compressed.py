@@ -7,7 +7,7 @@ from megazero.config.rules.rule import Case, Rule, value_at
 
 _COMPRESSED = ("onebit-adam", "zero-one-adam", "onebit-lamb")
 _ONEBIT = ("optimizer.onebit_freeze_step",)
-_ADAM = ("optimizer.onebit_adam_precondition",)
+_SCALE = ("optimizer.onebit_precondition",)
 _LAMB = tuple(
     f"optimizer.onebit_lamb_{name}" for name in ("coeff_beta", "factor_max", "factor_min", "factor_threshold")
 )
@@ -62,7 +62,9 @@ COMPRESSED_RULES: tuple[Rule, ...] = (
         lambda c: not _compressed(c) or c.config.offload.optimizer == "none",
     ),
     _settings_of("onebit_settings_need_onebit", "1-bit optimizers'", _ONEBIT, "onebit-adam", "onebit-lamb"),
-    _settings_of("onebit_adam_settings_need_onebit_adam", "1-bit Adam's", _ADAM, "onebit-adam"),
+    _settings_of(
+        "precondition_needs_compressed_adam", "1-bit and 0/1 Adam's", _SCALE, "onebit-adam", "zero-one-adam"
+    ),
     _settings_of("onebit_lamb_settings_need_onebit_lamb", "1-bit LAMB's", _LAMB, "onebit-lamb"),
     _settings_of("zero_one_settings_need_zero_one_adam", "0/1 Adam's", _ZERO_ONE, "zero-one-adam"),
     Rule(

@@ -291,7 +291,12 @@ class Watch:
         if self._alarm is None:
             return
         self._ending.prepare(self._inquest.longest + self._limits.grace)
-        self._summary = self._inquest.hold(self._report(), self._still)
+        try:
+            self._summary = self._inquest.hold(self._report(), self._still)
+        except Exception as error:
+            # Whoever waits for the summary would otherwise wait for as long as a diagnosis may take.
+            traceback.print_exc()
+            self._summary = f"{self._alarm[1]}; its diagnosis failed: {type(error).__name__}: {error}"
         self._settled.set()
         if not self._closed.wait(self._limits.grace):
             self._log.close()

@@ -67,9 +67,10 @@ def _of_run(dropout: AttentionDropout | None, row: int, start: int, stop: int) -
         one_for_all = isinstance(positions, range) or positions.dim() == 1
         return positions if one_for_all else positions[:, row : row + 1]
 
+    keys = dropout.keys
     return replace(
         dropout,
-        keys=dropout.keys[row : row + 1],
+        keys=keys[row : row + 1] if keys.dim() == 1 else keys[start:stop, row : row + 1],
         query_positions=own(dropout.query_positions),
         key_positions=own(dropout.key_positions),
     )

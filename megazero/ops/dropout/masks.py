@@ -20,7 +20,8 @@ from megazero.ops.positions import Positions, check_positions, position_tensor
 class Dropout:
     """Drop a share `p` of hidden states [s, b, h].
 
-    keys: int64 [b], one per sequence; equal on every rank that holds a part of the sequence.
+    keys: int64 [b], one per sequence, or [s, b] where sequences share a column of rows (packing); equal on
+        every rank that holds a part of the sequence.
     positions: of the rows in their sequences.
     """
 
@@ -33,7 +34,7 @@ class Dropout:
 
     def check(self, s: int, b: int) -> None:
         """Raise ValueError unless this is of `b` sequences and `s` rows."""
-        _check_keys(self.keys, b)
+        _check_keys(self.keys, s, b)
         check_positions(self.positions, s, b, "positions")
 
 
@@ -41,7 +42,8 @@ class Dropout:
 class AttentionDropout:
     """Drop a share `p` of attention probabilities [b, n, q, k].
 
-    keys: int64 [b], one per sequence; equal on every rank that holds a part of the sequence.
+    keys: int64 [b], one per sequence, or [q, b], one per query, where sequences share a column of rows; equal
+        on every rank that holds a part of the sequence.
     query_positions, key_positions: of the queries and of what they attend to, in their sequences.
     head_offset: first attention head that this rank holds.
     """
@@ -57,7 +59,7 @@ class AttentionDropout:
 
     def check(self, b: int, q: int, k: int) -> None:
         """Raise ValueError unless this is of `b` sequences, `q` queries and `k` keys."""
-        _check_keys(self.keys, b)
+        _check_keys(self.keys, q, b)
         check_positions(self.query_positions, q, b, "query_positions")
         check_positions(self.key_positions, k, b, "key_positions")
 
@@ -65,7 +67,7 @@ class AttentionDropout:
 def hidden_row_keys(dropout: Dropout) -> Tensor:
     """int64 [s, b]: the key of each (position, sequence)."""
     positions = position_tensor(dropout.positions, dropout.keys.device)
-    return derive(dropout.keys, positions if positions.dim() == 2 else positions.unsqueeze(1))
+    return derive(dropout.keys, positions if positions.dim() == 2 else positions.unsqueeze(1)).contiguous()
 
 
 def attention_row_keys(dropout: AttentionDropout, heads: int) -> Tensor:
@@ -75,7 +77,8 @@ def attention_row_keys(dropout: AttentionDropout, heads: int) -> Tensor:
     query = position_tensor(dropout.query_positions, device)
     if query.dim() == 2:
         query = query.t().unsqueeze(1)  # [b, 1, q]
-    return derive(derive(dropout.keys.unsqueeze(1), head).unsqueeze(2), query)
+    keys = dropout.keys.t() if dropout.keys.dim() == 2 else dropout.keys.unsqueeze(1)  # [b, q or 1]
+    return derive(derive(keys.unsqueeze(1), head.unsqueeze(1)), query).contiguous()
 
 
 def attention_columns(dropout: AttentionDropout) -> Tensor:
@@ -103,8 +106,9 @@ def _check_share(p: float) -> None:
         raise ValueError(f"`p` must be in [0, 1), but is {p}; give the share to drop.")
 
 
-def _check_keys(keys: Tensor, b: int) -> None:
-    if keys.shape != (b,):
+def _check_keys(keys: Tensor, rows: int, b: int) -> None:
+    if keys.shape not in ((b,), (rows, b)):
         raise ValueError(
-            f"`keys` must hold one key per sequence ({b}), but has shape {tuple(keys.shape)}; give int64 [b]."
+            f"`keys` must hold one key per sequence ({b}) or per row ({rows}, {b}), but has shape "
+            f"{tuple(keys.shape)}; give int64 [b] or [s, b]."
         )

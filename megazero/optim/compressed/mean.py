@@ -25,7 +25,8 @@ def compressed_mean(numbers: Tensor, live: Tensor, replicas: Replicas, units: Te
     2. An owner makes ``y = mean C(x) + e_s`` of its slice; ``e_s = y - C(y)``; C(y) goes to all.
 
     Here a scale is taken over a whole parameter, however it is sliced, and however buckets are cut, so that
-    layouts with as many replicas give the same numbers. (DeepSpeed's owners have a scale for each slice.)
+    layouts with as many replicas and the same micro-batch give the same numbers. (DeepSpeed's owners have a
+    scale for each slice.)
     With one replica both compressions still happen.
 
     With `units`, C(x) is the sign times the element's unit and the parameter's scale, the root mean square of

@@ -29,9 +29,10 @@ class OnebitAdam:
     reaches, and padding), does not move and is left out of C; with a v of 0, one bit would move it by
     ``lr / eps``. This is what DeepSpeed's `exp_avg_mask` is for.
 
-    With `precondition`, C takes its scale of ``m / (sqrt(v') + eps)``: a bit stands for the same share of the
-    update in each element. The paper's bits stand for the same amount of m, which moves an element by the
-    more the smaller its v is. As v stays as it is, this is the paper's algorithm in other units (ours).
+    With `precondition`, which is the default, C takes its scale of ``m / (sqrt(v') + eps)``: a bit stands for
+    the same share of the update in each element. The paper's bits stand for the same amount of m, which moves
+    an element by the more the smaller its v is: what has no gradient but rounding, such as the keys' bias,
+    then grows without bound. As v stays as it is, this is the paper's algorithm in other units (ours).
 
     Attributes:
         beta1, beta2, eps: as Adam's.
@@ -48,7 +49,7 @@ class OnebitAdam:
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
-    precondition: bool = False
+    precondition: bool = True
 
     def __post_init__(self) -> None:
         if self.freeze_step < 1:

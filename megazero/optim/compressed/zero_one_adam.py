@@ -35,6 +35,7 @@ class ZeroOneAdam:
         local_step_scaler: the number of updates after which the distance of exchanges doubles.
         local_step_clipper: the largest distance of exchanges; 1 lets the replicas always exchange.
         beta1, beta2, eps: as Adam's; m is divided by 1 - b1^t, and v by 1 - b2^k if it was updated k times.
+        precondition: choose the scale of what is sent by the update, as in `OnebitAdam`.
 
     Raises:
         ConfigError: one of the first four is below 1.
@@ -51,6 +52,7 @@ class ZeroOneAdam:
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    precondition: bool = True
 
     def __post_init__(self) -> None:
         for name in ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"):
@@ -86,8 +88,9 @@ class ZeroOneAdam:
         """Bring the gradients to all replicas, or the first moments, or nothing, as the step is."""
         live = state["exp_avg_sq"] > 0
         grads.mul_(replicas.group.size)  # the mean of these is the whole gradient
+        units = self._roots(state["exp_avg_sq"], step) if self.precondition else None
         if step <= self.var_freeze_step:
-            compressed_mean(grads, live, replicas)
+            compressed_mean(grads, live, replicas, units)
             return
         if step == self.var_freeze_step + 1:  # what was left out of gradients is none of what comes now
             replicas.worker_error.zero_()
@@ -99,7 +102,7 @@ class ZeroOneAdam:
             update[start:stop].add_(momentum[start:stop], alpha=rate)
         lr_sum.add_(torch.tensor(rates, dtype=lr_sum.dtype, device=lr_sum.device))
         if self.exchanges(step):
-            compressed_mean(update, live, replicas)
+            compressed_mean(update, live, replicas, units)
             _share(momentum, update, lr_sum, replicas.spans)
 
     @torch.no_grad()

@@ -265,7 +265,7 @@ class OffloadStore:
         """Give a trained bucket masters and gradient sums."""
         layout, policy, state = bucket.layout, self.policy, kept.state
         self._elements += layout.padded
-        if self._offloads(layout.padded):
+        if self._offloads(bucket):
             self._offloaded += layout.padded
             lead = 0
             if not layout.row.shard_params and policy.main_dtype == bucket.key.dtype:
@@ -286,10 +286,19 @@ class OffloadStore:
             lead = 0 if sharded else _lead(layout.state_range.start, dtype)
             state[GRADIENT] = tier.make(weights.numel(), dtype, lead)
 
-    def _offloads(self, elements: int) -> bool:
-        """Whether the masters and moments of a bucket, counted in `_elements` already, go to the tier."""
-        most = self.placement.fraction * self._elements
-        return self.placement.state is not None and self._offloaded + elements <= most
+    def _offloads(self, bucket: Bucket) -> bool:
+        """Whether the masters and moments of a bucket, counted in `_elements` already, go to the tier.
+
+        All ranks that hold copies of a parameter must answer alike. Replicas and slices have the same buckets
+        in the same order. Pipeline stages do not, so what two of them hold goes by the fraction alone, and
+        the buckets around it make up for it.
+        """
+        fraction = self.placement.fraction
+        if self.placement.state is None:
+            return False
+        if any(spec.shared for spec in bucket.layout.specs):
+            return fraction >= 0.5
+        return self._offloaded + bucket.layout.padded <= fraction * self._elements
 
     def _put_away(self, tier: Tier, content: Tensor, lead: int) -> TierSlot:
         slot = tier.make(content.numel(), content.dtype, lead)

@@ -272,10 +272,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "offload.optimizer": "cpu",
     },
     "onebit_settings_need_onebit": {"optimizer.onebit_freeze_step": 400},
-    "onebit_adam_settings_need_onebit_adam": {
-        "optimizer.optimizer": "onebit-lamb",
-        "optimizer.onebit_adam_precondition": True,
-    },
+    "precondition_needs_compressed_adam": {"optimizer.onebit_precondition": False},
     "onebit_lamb_settings_need_onebit_lamb": {
         "optimizer.optimizer": "onebit-adam",
         "optimizer.onebit_lamb_factor_max": 3.0,

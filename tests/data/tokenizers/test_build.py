@@ -39,8 +39,10 @@ def test_file_of_another_kind_is_refused_by_naming_it(kind, tmp_path):
         build_tokenizer(spec)
 
 
-def test_path_that_looks_like_a_hub_name_is_only_a_missing_file():
-    with pytest.raises(DataError, match="gpt2 is not there"):
+def test_a_name_on_a_hub_is_told_that_nothing_is_fetched(tmp_path):
+    with pytest.raises(DataError, match=r"correct `--tokenizer-model`"):
+        build_tokenizer(TokenizerSpec("HFTokenizer", model=str(tmp_path / "tokenizer.json")))
+    with pytest.raises(DataError, match="gpt2 is not there; if it is a model's name on a hub, download"):
         build_tokenizer(TokenizerSpec("HFTokenizer", model="openai-community/gpt2"))
 
 

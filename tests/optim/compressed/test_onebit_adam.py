@@ -14,8 +14,8 @@ from megazero.zero.copies import CopyCheck
 from tests.optim.compressed.reference import Mean
 from tests.optim.compressed.training import DECAY, LR, SPECS, UNUSED, Run, on_ranks, values
 
-RULE = OnebitAdam(freeze_step=3, beta1=0.8, beta2=0.95, eps=1e-4)
-PRECONDITIONED = replace(RULE, precondition=True)
+PRECONDITIONED = OnebitAdam(freeze_step=3, beta1=0.8, beta2=0.95, eps=1e-4)
+RULE = replace(PRECONDITIONED, precondition=False)
 EITHER = pytest.mark.parametrize("rule", [RULE, PRECONDITIONED], ids=["paper", "preconditioned"])
 STEPS = 9
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -51,8 +53,10 @@ def expected(rule: ZeroOneAdam, replicas: int, steps: int) -> dict[str, torch.Te
         u, lr_sum, updates = [torch.zeros_like(p) for _ in range(replicas)], 0.0, 0
         decay = DECAY if spec.weight_decay else 0.0
 
-        def averaged(each, mean=mean, live=lambda v: (v > 0).reshape(-1), spec=spec):
-            return mean([x.reshape(-1) for x in each], live(v)).view(spec.shape)  # noqa: B023
+        def averaged(each, v, updates, mean=mean, spec=spec):
+            units = (v / (1 - rule.beta2**updates)).sqrt() + rule.eps if rule.precondition else None
+            flat = None if units is None else units.reshape(-1)
+            return mean([x.reshape(-1) for x in each], (v > 0).reshape(-1), flat).view(spec.shape)
 
         for t in range(1, steps + 1):
             parts = [replicas * values(spec, t, replica).double() for replica in range(replicas)]
@@ -61,7 +65,7 @@ def expected(rule: ZeroOneAdam, replicas: int, steps: int) -> dict[str, torch.Te
             if t <= rule.var_freeze_step:
                 exact = rule.updates_variance(t)
                 updates += exact
-                g = sum(parts) / replicas if exact else averaged(parts)
+                g = sum(parts) / replicas if exact else averaged(parts, v, updates)
                 m = rule.beta1 * m + (1 - rule.beta1) * g
                 v = rule.beta2 * v + (1 - rule.beta2) * g * g if exact else v
                 own = [m] * replicas
@@ -79,7 +83,7 @@ def expected(rule: ZeroOneAdam, replicas: int, steps: int) -> dict[str, torch.Te
             u = [u + LR / first * m for u, m in zip(u, own, strict=True)]
             lr_sum += LR / first
             if rule.exchanges(t):
-                both = averaged(u)
+                both = averaged(u, v, updates)
                 p, own = p - both / root, [both / lr_sum] * replicas
                 u, lr_sum = [torch.zeros_like(p)] * replicas, 0.0
         found |= {f"{spec.name}/weight": p, f"{spec.name}/exp_avg": own[0], f"{spec.name}/exp_avg_sq": v}
@@ -94,13 +98,15 @@ def assert_states(found, want) -> None:
         )
 
 
+@pytest.mark.parametrize("precondition", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 @pytest.mark.parametrize("steps", [6, 11, 12])
-def test_it_is_its_formula(replicas, steps):
+def test_it_is_its_formula(replicas, steps, precondition):
+    rule = replace(RULE, precondition=precondition)
     found = on_ranks(
-        ProcessGrid(dp=replicas), lambda context: Run(RULE, context).train(range(1, steps + 1)).state()
+        ProcessGrid(dp=replicas), lambda context: Run(rule, context).train(range(1, steps + 1)).state()
     )
-    assert_states(found[0], expected(RULE, replicas, steps))
+    assert_states(found[0], expected(rule, replicas, steps))
 
 
 @pytest.mark.parametrize("bucket_size", [1, 1000])

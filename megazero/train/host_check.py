@@ -1,0 +1,62 @@
+"""What slows a training down on its host: a precision that costs time, too many threads, other jobs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from megazero.mpu.cores import usable_cores
+from megazero.train.matmul_rate import measure_matmul_rate
+
+SLOWER = 0.8
+"""Below this share of fp32's rate a narrower precision costs more time than its smaller tensors save."""
+BUSY = 0.5
+"""Share of the cores that others may use before it is worth a line."""
+
+
+def precision_remark(dtype: torch.dtype, rate: float, rate_in_fp32: float) -> str | None:
+    """A sentence if products in `dtype` are much slower than in fp32 here; rates in FLOP/s."""
+    if rate >= SLOWER * rate_in_fp32:
+        return None
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, str(dtype))
+    return (
+        f"warning: products in {name} run at {rate / rate_in_fp32:.2f} of fp32's rate on this CPU "
+        f"({rate / 1e9:.0f} and {rate_in_fp32 / 1e9:.0f} GFLOP/s); training is faster without --{name}"
+    )
+
+
+def crowding_remarks(ranks: int, threads: int, cores: int, load: float | None) -> Iterator[str]:
+    """Sentences about cores that are shared.
+
+    Args:
+        ranks: processes of this job on this host.
+        threads: of each.
+        cores: that they may use.
+        load: processes that wanted to run before the job began; None if unknown.
+    """
+    if ranks * threads > max(cores, ranks):
+        yield (
+            f"warning: {ranks} ranks with {threads} threads each share {cores} cores; set OMP_NUM_THREADS to "
+            f"{max(1, cores // ranks)}"
+        )
+    elif ranks > cores:
+        yield f"warning: {ranks} ranks share {cores} cores, so they take turns; start at most {cores}"
+    if load is not None and load > BUSY * cores:
+        yield (
+            f"warning: other processes keep this machine busy (load {load:.1f} on {cores} cores); times are "
+            "longer than on a quiet one"
+        )
+
+
+def host_remarks(dtype: torch.dtype, rate: float, device: torch.device, load: float | None) -> list[str]:
+    """All of that for this process; `rate` is what `measure_matmul_rate` found for `dtype`."""
+    if device.type != "cpu":
+        return []
+    slow = None
+    if dtype != torch.float32:
+        slow = precision_remark(dtype, rate, measure_matmul_rate(torch.float32, device))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    crowded = crowding_remarks(ranks, torch.get_num_threads(), usable_cores(), load)
+    return [*filter(None, [slow]), *crowded]

@@ -1,0 +1,171 @@
+"""Chooses how the quickstart trains: times a few steps of the real model, and fits the training into its time.
+
+    python scripts/quickstart_plan.py --seconds 180 --layouts 2x1 1x2 --entry pretrain_gpt.py -- FLAGS
+
+A layout RxT is R replicas of T threads each. Every layout is timed in fp32, the fastest also in bf16 where the
+processor has instructions for it. What was measured goes to the error stream; the choice to the output, in one line:
+replicas, threads, precision (fp32 or bf16), steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+WARM_UP = 3
+TIMED = 12
+LONGEST_TRIAL = 0.1
+"""Minutes that the steps of one trial may take."""
+START_AND_SAVE = 10.0
+"""Seconds of a training in which it makes no step."""
+SAFETY = 0.9
+"""Share of the time that is planned: evaluations take some, and no machine is always as fast as measured."""
+FEWEST = 20
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to train: replicas, threads of each, and the precision, fp32 or bf16."""
+
+    replicas: int
+    threads: int
+    precision: str = "fp32"
+
+    def __str__(self) -> str:
+        ranks = "rank" if self.replicas == 1 else "ranks"
+        threads = "thread" if self.threads == 1 else "threads"
+        return f"{self.replicas} {ranks} x {self.threads} {threads}, {self.precision}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The fastest candidate, how many steps fit, and the seconds per step of all that were tried."""
+
+    candidate: Candidate
+    steps: int
+    measured: Mapping[Candidate, float]
+
+    def table(self, seconds: float) -> str:
+        """What was measured, for people."""
+        lines = ["seconds per step, measured:"]
+        for candidate, taken in self.measured.items():
+            mark = "  <- the fastest" if candidate == self.candidate and len(self.measured) > 1 else ""
+            lines.append(f"    {candidate!s:<30}{taken:7.3f}{mark}")
+        lines.append(f"{self.steps:,} steps fit into {seconds / 60:.1f} minutes")
+        return "\n".join(lines)
+
+
+def steps_within(seconds: float, per_step: float, most: int) -> int:
+    """How many steps of `per_step` seconds a training of `seconds` makes, from `FEWEST` to `most`."""
+    return max(FEWEST, min(most, int(SAFETY * (seconds - START_AND_SAVE) / per_step)))
+
+
+def choose(
+    layouts: Sequence[Candidate],
+    narrow: bool,
+    time_of: Callable[[Candidate], float],
+    seconds: float,
+    most: int,
+) -> Choice:
+    """Time the layouts in fp32, and the fastest in bf16 if it may pay (`narrow`); take the fastest of all."""
+    measured = {layout: time_of(layout) for layout in layouts}
+    fastest = min(measured, key=lambda each: measured[each])
+    if narrow:
+        in_bf16 = replace(fastest, precision="bf16")
+        measured[in_bf16] = time_of(in_bf16)
+        fastest = min(measured, key=lambda each: measured[each])
+    return Choice(fastest, steps_within(seconds, measured[fastest], most), measured)
+
+
+def seconds_per_step(entry: str, flags: Sequence[str], candidate: Candidate) -> float:
+    """The median of a few real steps.
+
+    Raises:
+        SystemExit: the training fails; its own words are printed.
+    """
+    ranks = int(os.environ.get("MODEL_RANKS", "1")) * candidate.replicas
+    launch = [sys.executable]
+    if ranks > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder) / "metrics.jsonl"
+        own = ["--train-iters", str(WARM_UP + TIMED), "--exit-duration-in-mins", str(LONGEST_TRIAL)]
+        own += ["--eval-iters", "0", "--log-interval", "1000", "--metrics-jsonl", str(metrics)]
+        precision = ["--bf16"] if candidate.precision == "bf16" else []
+        ended = subprocess.run(
+            [*launch, entry, *flags, *own, *precision],
+            env={**os.environ, "OMP_NUM_THREADS": str(candidate.threads)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if ended.returncode:
+            sys.exit(f"{ended.stdout}\nerror: a trial of {candidate} ended with status {ended.returncode}")
+        records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    taken = [record["seconds"] for record in records]
+    return statistics.median(taken[WARM_UP:] or taken[-1:])
+
+
+def has_bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor says that it multiplies bf16; others only imitate it, slowly."""
+    try:
+        words = set(cpuinfo.read_text(encoding="utf-8", errors="replace").split())
+    except OSError:
+        return False
+    return bool(words & {"amx_bf16", "avx512_bf16", "bf16"})
+
+
+def layout_of(text: str) -> Candidate:
+    """``2x1`` as two replicas of one thread."""
+    replicas, _, threads = text.partition("x")
+    if not (replicas.isdecimal() and threads.isdecimal() and int(replicas) and int(threads)):
+        raise argparse.ArgumentTypeError(f"must be REPLICASxTHREADS, such as 2x1, but is {text!r}")
+    return Candidate(int(replicas), int(threads))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, choose, print."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, required=True, help="time for the training")
+    parser.add_argument("--layouts", type=layout_of, nargs="+", required=True, metavar="RxT")
+    parser.add_argument("--entry", required=True, help="pretrain_gpt.py or pretrain_bert.py")
+    parser.add_argument("--most-steps", type=int, default=2000, help="what is enough (default 2000)")
+    options, flags = parser.parse_args(words[:end]), words[end + 1 :]
+
+    def time_of(candidate: Candidate) -> float:
+        taken = seconds_per_step(options.entry, [*flags, *_batch(flags, candidate)], candidate)
+        print(f"timed {candidate}: {taken:.3f} s per step", file=sys.stderr, flush=True)
+        return taken
+
+    choice = choose(
+        options.layouts, has_bf16_instructions(), time_of, options.seconds, options.most_steps
+    )
+    print(choice.table(options.seconds), file=sys.stderr, flush=True)
+    chosen = choice.candidate
+    print(chosen.replicas, chosen.threads, chosen.precision, choice.steps)
+    return 0
+
+
+def _batch(flags: Sequence[str], candidate: Candidate) -> list[str]:
+    """The micro-batch that makes the replicas share the global batch evenly, if the flags have none."""
+    if "--micro-batch-size" in flags:
+        return []
+    whole = int(flags[list(flags).index("--global-batch-size") + 1])
+    return ["--micro-batch-size", str(max(1, whole // candidate.replicas))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

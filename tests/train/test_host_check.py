@@ -1,0 +1,52 @@
+"""What a run says about the host that it runs on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megazero.train import host_check
+from megazero.train.host_check import crowding_remarks, host_remarks, precision_remark
+
+CPU = torch.device("cpu")
+
+
+def test_a_precision_that_costs_time_is_said():
+    said = precision_remark(torch.bfloat16, 75e9, 150e9)
+    assert said == (
+        "warning: products in bf16 run at 0.50 of fp32's rate on this CPU (75 and 150 GFLOP/s); training is "
+        "faster without --bf16"
+    )
+    assert precision_remark(torch.bfloat16, 130e9, 150e9) is None
+    assert precision_remark(torch.bfloat16, 900e9, 150e9) is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "cores", "load", "words"),
+    [
+        (2, 1, 2, 0.1, []),
+        (1, 8, 8, None, []),
+        (2, 2, 2, 0.0, ["2 ranks with 2 threads each share 2 cores; set OMP_NUM_THREADS to 1"]),
+        (4, 1, 2, 0.0, ["4 ranks share 2 cores, so they take turns; start at most 2"]),
+        (1, 2, 2, 1.8, ["other processes keep this machine busy (load 1.8 on 2 cores)"]),
+        (2, 4, 2, 9.0, ["set OMP_NUM_THREADS to 1", "load 9.0"]),
+    ],
+)
+def test_shared_cores_are_said(ranks, threads, cores, load, words):
+    said = list(crowding_remarks(ranks, threads, cores, load))
+    assert len(said) == len(words)
+    assert all(word in sentence for word, sentence in zip(words, said, strict=True))
+
+
+def test_a_run_measures_fp32_only_beside_another_precision(monkeypatch):
+    measured = []
+    monkeypatch.setattr(
+        host_check, "measure_matmul_rate", lambda dtype, device: measured.append(dtype) or 4e9
+    )
+    monkeypatch.setattr(host_check, "usable_cores", torch.get_num_threads)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert host_remarks(torch.float32, 1e9, CPU, None) == []
+    assert measured == []
+    (said,) = host_remarks(torch.bfloat16, 1e9, CPU, None)
+    assert measured == [torch.float32]
+    assert "0.25 of fp32's rate" in said
