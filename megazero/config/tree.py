@@ -15,14 +15,16 @@ from megazero.config.acceleration import AccelerationConfig
 from megazero.config.curriculum import CurriculumConfig
 from megazero.config.data_sampling import DataSamplingConfig
 from megazero.config.distillation import DistillationConfig
-from megazero.config.experts import ModelConfig
+from megazero.config.experts import ModelConfig as ModelConfig
 from megazero.config.finetuning import FinetuneConfig
 from megazero.config.guards import GuardsConfig
 from megazero.config.offload import OffloadConfig
-from megazero.config.optimization import OptimizerConfig
-from megazero.config.option import Patience, Section, option
+from megazero.config.optimization import OptimizerConfig as OptimizerConfig
+from megazero.config.option import Patience, option
+from megazero.config.option import Section as Section
 from megazero.config.skipping import SkippingConfig
-from megazero.config.sources import DataConfig, TokenizerConfig
+from megazero.config.sources import DataConfig as DataConfig
+from megazero.config.sources import TokenizerConfig as TokenizerConfig
 from megazero.config.tree_output import CheckpointConfig, LoggingConfig
 
 

@@ -53,12 +53,19 @@ class DatasetBuilder(Protocol):
 
 
 class TextVocabulary(Protocol):
-    """What datasets need to know of a vocabulary. size: its entries, without padding; eod: the id that ends a
-    document, if there is one; tokenizer: None if only the size is known."""
+    """What datasets need to know of a vocabulary."""
 
-    size: int
-    eod: int | None
-    tokenizer: Tokenizer | None
+    @property
+    def size(self) -> int:
+        """Its entries, without padding."""
+
+    @property
+    def eod(self) -> int | None:
+        """The id that ends a document, if there is one."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None if only the size is known."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from megazero.errors import ConfigError
+from megazero.layers import KeyValueStore
 
 
-class KeyValueCache:
-    """A `layers.KeyValueStore` in preallocated memory.
+class KeyValueCache(KeyValueStore):
+    """Keys and values in preallocated memory.
 
     A layer's buffers, [max_length, b, g/tp, d] each, are allocated at its first `extend` and take their
     shape, dtype and device from the tensors given, so the cache works for any model and any slice of it.
@@ -41,9 +42,12 @@ class KeyValueCache:
                 f"make a longer cache or generate fewer tokens"
             )
         if layer not in self._buffers:
-            self._buffers[layer] = tuple(x.new_empty(self.max_length, *x.shape[1:]) for x in (key, value))
+            self._buffers[layer] = self._buffer(key), self._buffer(value)
         keys, values = self._buffers[layer]
         keys[start:stop] = key
         values[start:stop] = value
         self._lengths[layer] = stop
         return keys[:stop], values[:stop]
+
+    def _buffer(self, x: Tensor) -> Tensor:
+        return x.new_empty(self.max_length, *x.shape[1:])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from megazero.data.tokenizers import Tokenizer
 from megazero.errors import ConfigError, DataError
 from megazero.inference.staged import StagedModel
+from megazero.models import BertBatch, Collate
 
 _ROLES = ("cls", "sep", "mask", "pad")
 
@@ -53,9 +53,9 @@ class MaskFiller:
 
     def __init__(
         self,
-        model: StagedModel,
+        model: StagedModel[BertBatch],
         tokenizer: Tokenizer,
-        collate: Callable[[Mapping[str, Any], tuple[int, ...]], Any],
+        collate: Collate[BertBatch],
     ):
         missing = [f"[{role.upper()}]" for role in _ROLES if role not in tokenizer.special_ids]
         if missing:

@@ -24,7 +24,7 @@ OnToken = Callable[[int, int], None]
 
 
 def generate(
-    model: LanguageModel | StagedModel,
+    model: LanguageModel | StagedModel[Batch],
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -56,8 +56,8 @@ def generate(
         DataError: a prompt is empty or has a token outside the vocabulary.
         NumericsError: the model's logits are not finite.
     """
-    model = model if isinstance(model, StagedModel) else StagedModel.whole(model)
-    _check(model, prompts, max_new_tokens, numbers)
+    staged = model if isinstance(model, StagedModel) else StagedModel.whole(model)
+    _check(staged, prompts, max_new_tokens, numbers)
     if not prompts:
         return []
     sampling = sampling or Sampling()
@@ -66,7 +66,7 @@ def generate(
         _GrowingSequence(list(prompt), len(prompt) + max_new_tokens, number)
         for prompt, number in zip(prompts, numbers, strict=True)
     ]
-    step = _Stepper(model, max(row.end for row in rows) - 1)
+    step = _Stepper(staged, max(row.end for row in rows) - 1)
     position = 0
     with torch.inference_mode():
         while live := [row for row in rows if row.live]:
@@ -111,7 +111,7 @@ class _GrowingSequence:
 class _Stepper:
     """Feeds positions to the model and returns the logits after the last of them."""
 
-    def __init__(self, model: StagedModel, max_length: int):
+    def __init__(self, model: StagedModel[Batch], max_length: int):
         self.model = model
         self.cache = KeyValueCache(max_length)
 
@@ -126,7 +126,10 @@ class _Stepper:
 
 
 def _check(
-    model: StagedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, numbers: Sequence[int] | None
+    model: StagedModel[Batch],
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    numbers: Sequence[int] | None,
 ) -> None:
     if model.placement.sequence_parallel:
         raise ConfigError(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Generic
 
 import numpy as np
 import torch
@@ -24,11 +25,11 @@ from megazero.data_efficiency.analyzed import AnalyzedDataset
 from megazero.data_efficiency.map import ChunkGrid, MetricFolder
 from megazero.data_efficiency.reduce import is_reduced, reduce_metric
 from megazero.errors import ConfigError, NumericsError
-from megazero.models import NumberedBatch, SampleLosses
+from megazero.models import Collate, MicroBatch, NumberedBatch, SampleLosses
+from megazero.models.batch import M
 from megazero.mpu import ParallelContext, gather_values
-from megazero.pipeline import Executor
+from megazero.pipeline import Evaluator, Program
 from megazero.train.families import family_of
-from megazero.train.feed import Collate
 from megazero.train.named_checkpoint import checkpoint_at, opened
 from megazero.train.programs import evaluation_program
 from megazero.train.resume import check_model
@@ -43,23 +44,13 @@ METRIC = "loss"
 _CHUNK = 1024  # samples between two saves
 
 
-class _NothingToGather:
-    """Parameters that are whole on their ranks, so that there is nothing to gather."""
-
-    def gather(self, chunk: int, *, backward: bool) -> None:
-        """Nothing to do."""
-
-    def release(self, chunk: int) -> None:
-        """Nothing to do."""
-
-
 @dataclass(frozen=True)
-class LossMeter:
+class LossMeter(Generic[M]):
     """Losses of samples of a dataset under the chunks of a model.
 
     Attributes:
         dataset: where the samples are.
-        executor: runs this rank's stage of `SampleLosses` chunks.
+        evaluator: runs this rank's stage of `SampleLosses` chunks.
         program: (micro-batches) -> what the stage does.
         collate: turns arrays into batches, without dropout.
         context: this rank's place.
@@ -67,9 +58,9 @@ class LossMeter:
     """
 
     dataset: SampleDataset
-    executor: Executor
-    program: Callable
-    collate: Collate
+    evaluator: Evaluator[NumberedBatch[M]]
+    program: Callable[[int], Program]
+    collate: Collate[M]
     context: ParallelContext
     shape: tuple[int, int]
 
@@ -98,7 +89,7 @@ class LossMeter:
             NumberedBatch(i, self.collate(each, tuple(numbers[slot].tolist())))
             for i, (each, slot) in enumerate(zip(arrays, slots, strict=True))
         ]
-        tallies = self.executor.evaluate(self.program(len(batches)), batches).tallies
+        tallies = self.evaluator.evaluate(self.program(len(batches)), batches).tallies
         totals = torch.zeros(2, self.samples_per_step, dtype=torch.float64, device=self.context.device)
         for each, slot, batch in zip(arrays, slots, batches, strict=True):
             if batch.tally in tallies:  # on the last stage
@@ -107,7 +98,8 @@ class LossMeter:
         self.context.pp.all_reduce(totals).wait()
         self.context.batch.all_reduce(totals).wait()
         sums, counts = totals.cpu().numpy()
-        return (sums / np.maximum(counts, 1.0))[: len(samples)]
+        means: np.ndarray = sums / np.maximum(counts, 1.0)
+        return means[: len(samples)]
 
     def _own_slots(self) -> list[slice]:
         """Where in a step this replica's micro-batches are."""
@@ -170,7 +162,8 @@ def whole_numbers(losses: np.ndarray, samples: range) -> np.ndarray:
             f"`loss` of sample {sample} must be finite, but is {losses[sample - samples.start]}; the "
             "model is damaged, or its precision is too low."
         )
-    return np.rint(SCALE * losses).astype(np.int64)
+    values: np.ndarray = np.rint(SCALE * losses).astype(np.int64)
+    return values
 
 
 def _training_samples(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> SampleDataset:
@@ -183,7 +176,7 @@ def _training_samples(config: Config, vocabulary: Vocabulary, context: ParallelC
 
 def _loss_meter(
     config: Config, vocabulary: Vocabulary, context: ParallelContext, dataset: SampleDataset
-) -> tuple[LossMeter, str]:
+) -> tuple[LossMeter[MicroBatch], str]:
     """What measures, and a hash of the checkpoint."""
     family = family_of(config.model)
     section = config.checkpoint
@@ -194,13 +187,13 @@ def _loss_meter(
     reader: CheckpointReader = opened(where, Verify(section.verify_checkpoint), context)
     check_model(config.model, vocabulary.size, saved_model(reader), where)
     chunks = {
-        number: SampleLosses(chunk)
+        number: SampleLosses.of(chunk)
         for number, chunk in load_chunks(config, vocabulary, context, reader).items()
     }
     stages = config.parallel.pipeline_model_parallel_size
     meter = LossMeter(
         dataset,
-        Executor(chunks, context.pp, _NothingToGather(), context.device),
+        Evaluator(chunks, context.pp, context.device),
         cache(partial(evaluation_program, config)),
         family.collate(config, vocabulary.size, context.device, None),
         context,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Generic, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,12 @@ from megazero.config.tree import ModelConfig
 from megazero.inference.cache import KeyValueCache
 from megazero.layers.collectives import gather_features
 from megazero.layers.placement import Placement
-from megazero.models import Batch, LanguageModel, MaskedBatch
+from megazero.models import Batch, BertBatch, Trunk
+from megazero.models.batch import M
 from megazero.mpu import Group, SoloGroup, Transfer
 
 
-class StagedModel:
+class StagedModel(Generic[M]):
     """The parts of a model that this stage holds; a single process holds one part, the whole model.
 
     A token passes through the stages one after another, and every stage gets the logits.
@@ -26,18 +28,18 @@ class StagedModel:
         pp: the ranks of the pipeline; the group rank is the stage.
     """
 
-    def __init__(self, chunks: Mapping[int, LanguageModel], stage_of: tuple[int, ...], pp: Group):
+    def __init__(self, chunks: Mapping[int, Trunk[M]], stage_of: tuple[int, ...], pp: Group):
         self.chunks = dict(chunks)
         self.stage_of = stage_of
         self.pp = pp
 
     @classmethod
-    def whole(cls, model: LanguageModel) -> StagedModel:
+    def whole(cls, model: Trunk[M]) -> StagedModel[M]:
         """A model that is whole on a single stage."""
         return cls({0: model}, (0,), SoloGroup("pp", 0))
 
     @property
-    def any_part(self) -> LanguageModel:
+    def any_part(self) -> Trunk[M]:
         """Any of the parts, for what they have in common."""
         return next(iter(self.chunks.values()))
 
@@ -61,17 +63,27 @@ class StagedModel:
         """Number of tokens that the model knows, without padding."""
         return self.any_part.vocab_size
 
-    def logits(self, batch: Batch, cache: KeyValueCache) -> Tensor:
+    def logits(self: StagedModel[Batch], batch: Batch, cache: KeyValueCache) -> Tensor:
         """Logits of the token after `batch`, float32 [b, v], the same on every stage."""
-        return self._answers(batch, len(batch.tokens), lambda head, hidden: head(hidden[-1:])[0], cache)
 
-    def masked_logits(self, batch: MaskedBatch) -> Tensor:
+        def ask(head: nn.Module, hidden: Tensor) -> Tensor:
+            logits: Tensor = head(hidden[-1:])
+            return logits[0]
+
+        return self._answers(batch, len(batch.tokens), ask, cache)
+
+    def masked_logits(self: StagedModel[BertBatch], batch: BertBatch) -> Tensor:
         """Logits at the masked places, float32 [m, v], the same on every stage."""
-        return self._answers(batch, len(batch.masked), lambda head, hidden: head(hidden, batch)[0].squeeze(1))
+
+        def ask(head: nn.Module, hidden: Tensor) -> Tensor:
+            logits: Tensor = head(hidden, batch)[0]
+            return logits.squeeze(1)
+
+        return self._answers(batch, len(batch.masked), ask)
 
     def _answers(
         self,
-        batch: Batch | MaskedBatch,
+        batch: M,
         rows: int,
         ask: Callable[[nn.Module, Tensor], Tensor],
         cache: KeyValueCache | None = None,
@@ -91,12 +103,14 @@ class StagedModel:
                 self._move("send", hidden.contiguous(), self.stage_of[number + 1], number + 1)
         whole = torch.empty(rows, self.vocab_size, device=batch.tokens.device)
         if self.stage_of[-1] == self.pp.rank:
-            last = self.chunks[len(self.stage_of) - 1]
-            sliced = ask(last.head, hidden)
+            head = self.chunks[len(self.stage_of) - 1].head
+            assert head is not None, "the last chunk has the head"
+            assert hidden is not None, "the last chunk has computed"
+            sliced = ask(head, hidden)
             whole.copy_(gather_features(sliced, self.placement.tp)[:, : self.vocab_size])
         self.pp.broadcast(whole, self.stage_of[-1]).wait()
         return whole
 
-    def _move(self, kind: str, tensor: Tensor, peer: int, tag: int) -> None:
+    def _move(self, kind: Literal["send", "recv"], tensor: Tensor, peer: int, tag: int) -> None:
         for work in self.pp.exchange([Transfer(kind, tensor, peer, tag)]):
             work.wait()

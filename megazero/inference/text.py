@@ -10,7 +10,7 @@ from megazero.errors import ConfigError, DataError
 from megazero.inference.generate import generate
 from megazero.inference.sampling import Sampling
 from megazero.inference.staged import StagedModel
-from megazero.models import LanguageModel
+from megazero.models import Batch, LanguageModel
 
 
 class TextGenerator:
@@ -20,13 +20,15 @@ class TextGenerator:
         DataError: the tokenizer has more tokens than the model.
     """
 
-    def __init__(self, model: LanguageModel | StagedModel, tokenizer: Tokenizer):
+    def __init__(self, model: LanguageModel | StagedModel[Batch], tokenizer: Tokenizer):
         if tokenizer.vocab_size > model.vocab_size:
             raise DataError(
                 f"`tokenizer` must have at most the model's {model.vocab_size} tokens, but has "
                 f"{tokenizer.vocab_size}; use the one that the model was trained with"
             )
-        self.model = model if isinstance(model, StagedModel) else model.without_sequence_parallelism()
+        self.model: LanguageModel | StagedModel[Batch] = (
+            model if isinstance(model, StagedModel) else model.without_sequence_parallelism()
+        )
         self.tokenizer = tokenizer
 
     def complete(

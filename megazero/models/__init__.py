@@ -2,14 +2,14 @@
 
 `classifier.py` puts a classifier on either, `taught.py` a teacher beside a GPT, and `sample_losses.py` tells
 a GPT's losses sample by sample. `trunk.py` is what all share: embedding and layers. `chunk.py` says what the
-trainer needs from a model, `batch.py`, `bert_batch.py` and `classifier_batch.py` what a micro-batch is, and
-`flops.py` what blocks cost.
+trainer needs from a model, `language_model.py` what inference needs, `batch.py`, `bert_batch.py` and
+`classifier_batch.py` what a micro-batch is, and `flops.py` what blocks cost.
 """
 
-from megazero.models.batch import Batch, TextCollate, random_text
+from megazero.models.batch import Batch, Collate, MicroBatch, RowPlace, TextCollate, random_text
 from megazero.models.bert import BERT, bert_blocks
 from megazero.models.bert_batch import BertBatch, BertCollate, random_samples
-from megazero.models.chunk import Block, ChunkSpan, LanguageModel, ModelChunk
+from megazero.models.chunk import Block, ChunkSpan, ModelChunk
 from megazero.models.classifier import (
     OWN,
     PRETRAINING_ONLY,
@@ -19,9 +19,10 @@ from megazero.models.classifier import (
 )
 from megazero.models.classifier_batch import ClassifierCollate, LabelledBatch, random_labelled
 from megazero.models.gpt import GPT, gpt_blocks
+from megazero.models.language_model import LanguageModel, MeasuredModel
 from megazero.models.sample_losses import NumberedBatch, SampleLosses
 from megazero.models.taught import Taught
-from megazero.models.trunk import MaskedBatch, Sequences, Trunk
+from megazero.models.trunk import Trunk
 
 __all__ = [
     "BERT",
@@ -35,15 +36,17 @@ __all__ = [
     "ChunkSpan",
     "Classifier",
     "ClassifierCollate",
+    "Collate",
     "FirstTokenClassifier",
     "LabelledBatch",
     "LanguageModel",
     "LastTokenClassifier",
-    "MaskedBatch",
+    "MeasuredModel",
+    "MicroBatch",
     "ModelChunk",
     "NumberedBatch",
+    "RowPlace",
     "SampleLosses",
-    "Sequences",
     "Taught",
     "TextCollate",
     "Trunk",

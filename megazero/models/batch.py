@@ -1,10 +1,11 @@
-"""One micro-batch of text: arrays of a dataset as tensors on the device."""
+"""What a micro-batch is, and one of text: arrays of a dataset as tensors on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,36 +17,62 @@ from megazero.layers import NOTHING_SKIPPED, Skipping
 from megazero.mpu import sample_keys
 from megazero.ops.positions import Positions
 
+M = TypeVar("M", bound="MicroBatch")
+M_co = TypeVar("M_co", bound="MicroBatch", covariant=True)
+M_contra = TypeVar("M_contra", bound="MicroBatch", contravariant=True)
+RowPlace = int | tuple[int, int]
+"""A row's sample, by its position in the training order; with the row's number in it, if not the first."""
+Collate = Callable[[Mapping[str, np.ndarray], tuple[RowPlace, ...]], M_co]
+"""From a dataset's arrays and the places of their rows to a micro-batch."""
+
 
 @dataclass(frozen=True)
-class Batch:
-    """One micro-batch of `b` sequences of `s` tokens.
+class MicroBatch(ABC):
+    """`b` sequences of `s` tokens, as every model takes them; families add what their heads need.
 
     Attributes:
         tokens: int64 [b, s].
-        labels: int64 [b, s], the token that follows each position; None when generating.
-        loss_mask: float32 [b, s], weight of each position in the loss; None counts every position.
-        counted: the mask's sum, known on the host; given if and only if there is a mask.
+        token_types: int64 [b, s], the kind of each token; None in families that know no kinds.
         position_ids: int64 [b, s] or [s], the positions to embed; None means `positions`.
-        document_ids: int32 [b, s]; positions attend only within equal ids. None: to all earlier positions.
-        sample_keys: int64 [b], the keys of the samples' random streams; None turns dropout off.
+        document_ids: int32 [b, s]; positions attend only within equal ids. None: no such limit.
+        sample_keys: int64 [b], the keys of the samples' random streams, or [b, s] where samples share rows,
+            so that what is dropped of a sample does not depend on what is beside it; None turns dropout off.
         positions: positions of the columns in their sequences: a range, or int64 [s] or [b, s]; None means
             from 0.
         skipping: what the step leaves out of its layers.
-        token_types: None, as all tokens are of one kind.
     """
 
     tokens: Tensor
-    labels: Tensor | None = None
-    loss_mask: Tensor | None = None
-    counted: float | None = None
+    _: KW_ONLY
+    token_types: Tensor | None = None
     position_ids: Tensor | None = None
     document_ids: Tensor | None = None
     sample_keys: Tensor | None = None
     positions: Positions | None = None
     skipping: Skipping = NOTHING_SKIPPED
 
-    token_types: ClassVar[None] = None
+    @property
+    @abstractmethod
+    def counts(self) -> Mapping[str, float]:
+        """What sums over the micro-batch may be divided by, by the names in `LossTerm.over`.
+
+        They are known on the host.
+        """
+
+
+@dataclass(frozen=True)
+class Batch(MicroBatch):
+    """A micro-batch of text.
+
+    Attributes:
+        labels: int64 [b, s], the token that follows each position; None when generating.
+        loss_mask: float32 [b, s], weight of each position in the loss; None counts every position.
+        counted: the mask's sum, known on the host; given if and only if there is a mask.
+    """
+
+    labels: Tensor | None = None
+    loss_mask: Tensor | None = None
+    counted: float | None = None
 
     def __post_init__(self) -> None:
         assert (self.loss_mask is None) == (self.counted is None), "a mask goes with what it counts"
@@ -55,7 +82,7 @@ class Batch:
         return values.sum() if self.loss_mask is None else (values * self.loss_mask.t()).sum()
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping, device: torch.device, vocab_size: int) -> Batch:
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], device: torch.device, vocab_size: int) -> Batch:
         """Make a batch from a dataset's arrays (keys are the tensor attributes; others are ignored).
 
         Nothing waits for the device.
@@ -64,10 +91,19 @@ class Batch:
             DataError: a token or label lies outside [0, vocab_size). The model does not check again.
         """
         check_token_ids(arrays, vocab_size)
-        names = ("tokens", "labels", "loss_mask", "position_ids", "document_ids", "sample_keys")
-        tensors = {n: torch.from_numpy(arrays[n]).to(device, non_blocking=True) for n in names if n in arrays}
-        counted = float(arrays["loss_mask"].sum(dtype="float64")) if "loss_mask" in arrays else None
-        return cls(**tensors, counted=counted)
+
+        def tensor(name: str) -> Tensor | None:
+            return tensor_of(arrays[name], device) if name in arrays else None
+
+        return cls(
+            tensor_of(arrays["tokens"], device),
+            labels=tensor("labels"),
+            loss_mask=tensor("loss_mask"),
+            counted=float(arrays["loss_mask"].sum(dtype="float64")) if "loss_mask" in arrays else None,
+            position_ids=tensor("position_ids"),
+            document_ids=tensor("document_ids"),
+            sample_keys=tensor("sample_keys"),
+        )
 
     @property
     def counts(self) -> dict[str, float]:
@@ -103,8 +139,8 @@ class TextCollate:
         """The collate function for a run's configuration."""
         return cls(vocab_size, device, config.data.reset_position_ids, seed)
 
-    def __call__(self, arrays: Mapping[str, Any], samples: tuple[int, ...]) -> Batch:
-        """Make a batch; `samples` are the positions of the sequences in the training order, one per row.
+    def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[RowPlace, ...]) -> Batch:
+        """Make a batch; `samples` are the places of the sequences in the training order, one per row.
 
         Raises DataError for a token or label outside the vocabulary.
         """
@@ -114,6 +150,11 @@ class TextCollate:
         if self.seed is not None:
             kept["sample_keys"] = sample_keys(self.seed, samples)
         return Batch.from_arrays(kept, self.device, self.vocab_size)
+
+
+def tensor_of(array: np.ndarray, device: torch.device) -> Tensor:
+    """An array as a tensor on the device, for which nothing waits."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
 def random_text(rng: np.random.Generator, count: int, length: int, vocab_size: int) -> dict[str, np.ndarray]:

@@ -31,7 +31,7 @@ from megazero.models.bert_batch import BertBatch
 from megazero.models.chunk import Block, ChunkSpan
 from megazero.models.flops import attention_flops, dense_flops, layer_mlp_flops, logits_flops
 from megazero.models.hits import vocab_parallel_hits
-from megazero.models.trunk import Trunk
+from megazero.models.language_model import MeasuredModel
 from megazero.mpu import Cut, Group, InitialValues, ParamSpec
 from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
@@ -64,10 +64,9 @@ class BertHead(nn.Module):
         cut = Cut(0, "tp", vocab[1])
         bias = ParamSpec("head.bias", (vocab[0],), InitialValues("zeros"), (cut,), weight_decay=False)
         self.bias = whole.parameter(bias)
-        self.pooler = self.binary = None
-        if config.bert_binary_head:
-            self.pooler = ReplicatedLinear("pooler", size, size, whole, std)
-            self.binary = ReplicatedLinear("binary_head", size, 2, whole, std)
+        ordered = config.bert_binary_head
+        self.pooler = ReplicatedLinear("pooler", size, size, whole, std) if ordered else None
+        self.binary = ReplicatedLinear("binary_head", size, 2, whole, std) if ordered else None
 
     def forward(
         self, x: Tensor, batch: BertBatch, deferred: Deferred | None = None
@@ -85,7 +84,7 @@ class BertHead(nn.Module):
         masked = bias_gelu(self.dense(masked.unsqueeze(1), deferred), None, exact=self.exact)
         masked = self.dense_norm(masked).to(self.placement.dtype)
         logits = column_linear(masked, self.weight, self.bias, self.placement.tp, False, deferred)
-        if self.binary is None:
+        if self.binary is None or self.pooler is None:
             return logits, None
         return logits, self.binary(torch.tanh(self.pooler(firsts, deferred)), deferred)
 
@@ -113,7 +112,7 @@ def bert_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
     )
 
 
-class BERT(Trunk):
+class BERT(MeasuredModel[BertBatch]):
     """A bidirectional transformer (Devlin et al. 2019; Shoeybi et al. 2019), or a part of it.
 
     It learns to restore masked tokens (term ``lm``) and, with the binary head, to tell whether two segments
@@ -129,6 +128,7 @@ class BERT(Trunk):
     """
 
     causal = False
+    head: BertHead | None
 
     def __init__(
         self,
@@ -156,12 +156,12 @@ class BERT(Trunk):
     ) -> tuple[Tensor, Tensor | None]:
         """Logits as `BertHead` returns them, from the hidden states of the previous chunk."""
         hidden, _ = self.through(batch, hidden, deferred=deferred, wanted=batch.wanted)
-        return self.head(hidden, batch, deferred)
+        return self._logits(hidden, batch, deferred)
 
     def run(
         self, batch: BertBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """What this chunk passes on and adds to the loss terms, as `pipeline.executor.Chunk` specifies.
+        """What this chunk passes on and adds to the loss terms, as `pipeline.chunk.Chunk` specifies.
 
         The one with the head adds sums of cross-entropies in nats to ``lm`` and ``sop``, the numbers of
         correct answers to their accuracies, and the positions that the samples leave empty to ``padding``;
@@ -171,7 +171,7 @@ class BERT(Trunk):
         hidden, sums = self.through(batch, hidden, deferred=deferred, wanted=wanted)
         if self.head is None:
             return hidden, sums
-        logits, order = self.head(hidden, batch, deferred)
+        logits, order = self._logits(hidden, batch, deferred)
         labels, slice_of = batch.labels.unsqueeze(1), self._slice_of(logits)
         padding = torch.full((), float(batch.padding), device=logits.device)
         sums |= {
@@ -189,10 +189,17 @@ class BERT(Trunk):
 
         Of the chunk with the head, from the hidden states of the previous one.
         """
-        logits, _ = self(batch, hidden)
+        logits: Tensor = self(batch, hidden)[0]
         losses = vocab_parallel_cross_entropy(logits, batch.labels.unsqueeze(1), *self._slice_of(logits))
         samples = len(batch.tokens)
         return losses.new_zeros(samples).index_add(0, batch.masked % samples, losses.flatten())
+
+    def _logits(
+        self, hidden: Tensor, batch: BertBatch, deferred: Deferred | None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert self.head is not None, "only a chunk with the head has logits"
+        logits: tuple[Tensor, Tensor | None] = self.head(hidden, batch, deferred)
+        return logits
 
     def _slice_of(self, logits: Tensor) -> tuple[Group, int, int]:
         """Which of the vocabulary's logits these are: who has the others, the first one, and all."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,22 +12,23 @@ from torch import Tensor
 
 from megazero.config.tree import Config
 from megazero.data import check_token_ids
-from megazero.layers import NOTHING_SKIPPED, Skipping
 from megazero.loss import PADDING
+from megazero.models.batch import MicroBatch, RowPlace, tensor_of
 from megazero.models.packing import Slot, pack
 from megazero.mpu import sample_keys
-from megazero.ops.positions import Positions
 
 _COLUMNS = 8  # widths are multiples of this, which suits every kernel
 
 
 @dataclass(frozen=True)
-class BertBatch:
-    """One micro-batch of `n` samples in `b` rows of `s` tokens; without packing, `b` is `n`.
+class BertBatch(MicroBatch):
+    """A micro-batch of `n` samples in `b` rows of `s` tokens; without packing, `b` is `n`.
+
+    Token types are segments. Positions are given if samples share rows; document ids say then which sample of
+    the row a token belongs to, and -1 stands for padding. Packed samples share the keys of the first one in
+    their row, at other positions.
 
     Attributes:
-        tokens: int64 [b, s].
-        token_types: int64 [b, s], the segment of each token.
         masked: int64 [m], the places of the masked tokens in hidden states [s, b, h] whose first two dims are
             flattened.
         labels: int64 [m], the ids that they had.
@@ -36,34 +36,21 @@ class BertBatch:
         is_random: int64 [n], 1 where a sample's segments are not in order.
         padding: number of positions by which the samples fall short of the sequence length.
         room: number of positions that they would have at that length.
-        position_ids: None, since `positions` are embedded.
-        document_ids: int32 [b, s], which sample of the row a token belongs to, -1 for padding; None if each
-            row is one whole sample. Positions attend only within equal ids.
-        sample_keys: int64 [b], the keys of the samples' random streams, or [b, s] where samples share rows,
-            so that what is dropped of a sample does not depend on what is beside it; None turns dropout off.
-        positions: int64 [b, s], positions within the samples; None if there is one in each row.
         wanted: int64 [r, b], the columns of each row that the heads read, those of its masked tokens and of
             its samples' first ones, and others where a row has fewer than r; None: all.
-        skipping: what the step leaves out of its layers.
     """
 
-    tokens: Tensor
-    token_types: Tensor
     masked: Tensor
     labels: Tensor
     firsts: Tensor
     is_random: Tensor
     padding: int
     room: int
-    position_ids: Tensor | None = None
-    document_ids: Tensor | None = None
-    sample_keys: Tensor | None = None
-    positions: Positions | None = None
     wanted: Tensor | None = None
-    skipping: Skipping = NOTHING_SKIPPED
 
     def places_among_wanted(self, places: Tensor) -> Tensor:
         """The places in hidden states [r, b, h] of wanted columns, given those in [s, b, h]."""
+        assert self.wanted is not None, "all columns are wanted"
         b, s = self.tokens.shape
         among = places.new_zeros(s, b)
         rows = torch.arange(b, device=places.device)
@@ -122,8 +109,8 @@ class BertCollate:
         multiple, whole = math.lcm(_COLUMNS, shared), config.skipping.random_ltd and seed is not None
         return cls(vocab_size, device, multiple, config.data.bert_pack, seed, whole)
 
-    def __call__(self, arrays: Mapping[str, Any], samples: tuple[int, ...]) -> BertBatch:
-        """Make a batch; `samples` are the positions of the samples in the training order, one per row.
+    def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[RowPlace, ...]) -> BertBatch:
+        """Make a batch; `samples` are the places of the samples in the training order, one per row.
 
         Nothing waits for the device.
 
@@ -146,7 +133,11 @@ class BertCollate:
         return self._lay_out({**arrays, "lengths": lengths}, samples, slots, (rows, width))
 
     def _lay_out(
-        self, arrays: Mapping[str, Any], samples: tuple[int, ...], slots: list[Slot], shape: tuple[int, int]
+        self,
+        arrays: Mapping[str, np.ndarray],
+        samples: tuple[RowPlace, ...],
+        slots: list[Slot],
+        shape: tuple[int, int],
     ) -> BertBatch:
         """The samples at their slots in `shape` = (rows, columns)."""
         lengths, rows, room = arrays["lengths"].tolist(), shape[0], arrays["tokens"].size
@@ -166,15 +157,14 @@ class BertCollate:
             # Padding, whose document is -1, has the last sample's keys; nobody reads what becomes of it.
             keys = keys[documents]
 
-        def tensor(array: np.ndarray | None) -> Tensor | None:
-            if array is None:
-                return None
-            return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+        def tensor(array: np.ndarray) -> Tensor:
+            return tensor_of(array, self.device)
 
         whole = sum(lengths) == tokens.size and len(slots) == rows
+        wanted = _wanted(shape, (row[sample], column[sample] + position), (row, column))
         return BertBatch(
             tensor(tokens),
-            tensor(types),
+            token_types=tensor(types),
             masked=tensor((column[sample] + position) * rows + row[sample]),
             labels=tensor(arrays["labels"][sample, position]),
             firsts=tensor(column * rows + row),
@@ -183,8 +173,8 @@ class BertCollate:
             room=room,
             positions=tensor(places) if self.packed else None,
             document_ids=None if whole else tensor(documents),
-            sample_keys=tensor(keys),
-            wanted=tensor(_wanted(shape, (row[sample], column[sample] + position), (row, column))),
+            sample_keys=None if keys is None else tensor(keys),
+            wanted=None if wanted is None else tensor(wanted),
         )
 
 

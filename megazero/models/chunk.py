@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
-from megazero.config.tree import ModelConfig
-from megazero.layers import KeyValueStore, Placement
-from megazero.models.batch import Batch
 from megazero.moe import Router
-from megazero.pipeline.executor import Chunk
+from megazero.pipeline.chunk import B_contra, Chunk
 
 
 @dataclass(frozen=True)
@@ -45,46 +41,18 @@ class ChunkSpan:
     shared: bool = False
 
 
-class ModelChunk(Chunk, Protocol):
-    """A chunk of a model that can be built and laid out in memory; it is a `torch.nn.Module`."""
+class ModelChunk(nn.Module, Chunk[B_contra]):
+    """A chunk of a model that can be built and laid out in memory."""
 
     @property
+    @abstractmethod
     def tied_weight(self) -> nn.Parameter | None:
         """The weight that a tied head on this rank shares; None in a chunk without an embedding."""
 
+    @abstractmethod
     def blocks(self) -> list[nn.Module]:
         """The blocks that it runs, in order; each gathers its parameters together where they are sharded."""
 
+    @abstractmethod
     def routers(self) -> list[Router]:
         """The routers of its layers, in order; none without experts."""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """As `torch.nn.Module.parameters`."""
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `torch.nn.Module.named_parameters`."""
-
-
-class LanguageModel(ModelChunk, Protocol):
-    """A chunk of a model that can continue text, as generation runs it.
-
-    Attributes:
-        config: shape of the whole model.
-        placement: where its layers live.
-        vocab_size: number of tokens that it knows, without padding.
-        head: hidden states [s, b, h] -> logits [s, b, v/tp]; None in a chunk without a head.
-    """
-
-    config: ModelConfig
-    placement: Placement
-    vocab_size: int
-    head: nn.Module | None
-
-    def hidden(self, batch: Batch, hidden: Tensor | None = None, *, cache: KeyValueStore | None) -> Tensor:
-        """The hidden states after the chunk's layers; `cache` holds keys and values of earlier positions."""
-
-    def without_sequence_parallelism(self) -> Any:
-        """The same weights in a model that holds all positions on every rank.
-
-        During generation a sequence is one token long and cannot be split over the tensor-parallel ranks.
-        """

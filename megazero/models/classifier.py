@@ -44,6 +44,7 @@ class ClassifierHead(nn.Module):
 
     def __init__(self, config: ModelConfig, placement: Placement, *, pooler: bool):
         super().__init__()
+        assert config.num_classes is not None, "a classifier has classes"
         self.sequence_parallel = placement.sequence_parallel
         self.placement = whole = replace(placement, sequence_parallel=False)
         self.dropout = config.hidden_dropout
@@ -58,7 +59,8 @@ class ClassifierHead(nn.Module):
         chosen = self.norm(x.flatten(0, 1)[batch.pooled]).to(self.placement.dtype)
         if self.pooler is not None:
             chosen = torch.tanh(self.pooler(chosen, deferred))
-        return self.classifier(self._dropped(chosen, batch.sample_keys), deferred)
+        scores: Tensor = self.classifier(self._dropped(chosen, batch.sample_keys), deferred)
+        return scores
 
     def _dropped(self, rows: Tensor, keys: Tensor | None) -> Tensor:
         if keys is None or self.dropout == 0.0:
@@ -67,7 +69,7 @@ class ClassifierHead(nn.Module):
         return rows * dropout_mask_hidden(drop, 1, *rows.shape)[0] / (1.0 - drop.p)
 
 
-class Classifier(Trunk):
+class Classifier(Trunk[LabelledBatch]):
     """A transformer that sorts sequences into `num_classes` classes, or picks one of several.
 
     With one class it scores each of a sample's rows, and the highest wins (multiple choice; Radford et al.
@@ -85,6 +87,7 @@ class Classifier(Trunk):
 
     pooler: ClassVar[bool]
     own_terms = (LossTerm("task"), LossTerm("accuracy", 0.0))
+    head: ClassifierHead | None
 
     def __init__(
         self,
@@ -111,6 +114,7 @@ class Classifier(Trunk):
         model = config.model
         attention = attention_flops(model, causal=cls.causal)
         layers = (attention + layer_mlp_flops(model, number) for number in range(model.num_layers))
+        assert model.num_classes is not None, "a classifier has classes"
         head = 2 * model.hidden_size * model.num_classes + (dense_flops(model) if cls.pooler else 0.0)
         return (
             Block(Embedding.__name__, 0.0),
@@ -127,7 +131,7 @@ class Classifier(Trunk):
     def run(
         self, batch: LabelledBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """What this chunk passes on and adds to the loss terms, as `pipeline.executor.Chunk` specifies.
+        """What this chunk passes on and adds to the loss terms, as `pipeline.chunk.Chunk` specifies.
 
         The one with the head adds the sum of the cross-entropies in nats to ``task``, and the number of right
         answers to ``accuracy``; both are float32 scalars. It keeps its scores if the batch wants them.
@@ -143,7 +147,9 @@ class Classifier(Trunk):
         return None, {**sums, "task": loss, "accuracy": right}
 
     def _scores(self, hidden: Tensor, batch: LabelledBatch, deferred: Deferred | None) -> Tensor:
-        return self.head(hidden, batch, deferred).float().view(len(batch.labels), -1)
+        assert self.head is not None, "only a chunk with the head has scores"
+        scores: Tensor = self.head(hidden, batch, deferred)
+        return scores.float().view(len(batch.labels), -1)
 
 
 class FirstTokenClassifier(Classifier):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,45 +12,33 @@ from torch import Tensor
 
 from megazero.config.tree import Config
 from megazero.data import UNKNOWN_LABEL, check_token_ids
-from megazero.layers import NOTHING_SKIPPED, Skipping
+from megazero.models.batch import MicroBatch, RowPlace, tensor_of
 from megazero.mpu import sample_keys
-from megazero.ops.positions import Positions
 
 _COLUMNS = 8  # widths are multiples of this, which suits every kernel
 
 
 @dataclass(frozen=True)
-class LabelledBatch:
-    """One micro-batch of `n` samples in `b` rows of `s` tokens: `b` is `n` x the choices of a question.
+class LabelledBatch(MicroBatch):
+    """A micro-batch of `n` samples in `b` rows of `s` tokens: `b` is `n` x the choices of a question.
+
+    Rows end in padding, whose document id is -1, as no token may attend to it; there are no ids where none
+    could. Token types are segments, and fine-tuning skips nothing.
 
     Attributes:
-        tokens: int64 [b, s]; rows end in padding.
-        token_types: int64 [b, s], the segment of each token.
         pooled: int64 [b], the places of the tokens that speak for their rows, in hidden states [s, b, h]
             whose first two dims are flattened.
         labels: int64 [n]; -1 where it is not known, which does not count.
         known: how many labels are known.
         real: number of tokens, without padding.
-        document_ids: int32 [b, s], -1 for padding, which no token may attend to; None where none could.
-        sample_keys: int64 [b], the keys of the rows' random streams; None turns dropout off.
         answers: the last part of the model appends its scores, float32 [n, classes]; None keeps none.
-        position_ids, positions: None, since columns count from 0.
-        skipping: nothing, as fine-tuning runs the whole model.
     """
 
-    tokens: Tensor
-    token_types: Tensor
     pooled: Tensor
     labels: Tensor
     known: int
     real: int
-    document_ids: Tensor | None = None
-    sample_keys: Tensor | None = None
     answers: list[Tensor] | None = None
-    position_ids: Tensor | None = None
-    positions: Positions | None = None
-
-    skipping: ClassVar[Skipping] = NOTHING_SKIPPED
 
     @property
     def counts(self) -> dict[str, float]:
@@ -95,14 +82,14 @@ class ClassifierCollate:
         marked = not causal or bool(config.model.num_experts)
         return cls(vocab_size, device, causal, marked, math.lcm(_COLUMNS, shared), seed)
 
-    def __call__(self, arrays: Mapping[str, Any], samples: tuple[int, ...]) -> LabelledBatch:
+    def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[RowPlace, ...]) -> LabelledBatch:
         """Make a batch of `tokens`, `token_types` [n, choices, T], `lengths` [n, choices] and `labels` [n].
 
         Nothing waits for the device.
 
         Args:
             arrays: the arrays, int64.
-            samples: the positions of the samples in the training order.
+            samples: the places of the samples in the training order.
 
         Raises:
             DataError: a token lies outside the vocabulary.
@@ -117,26 +104,29 @@ class ClassifierCollate:
             documents = np.where(np.arange(width) < lengths[:, None], 0, -1).astype(np.int32)
         keys = None
         if self.seed is not None:
-            keys = sample_keys(
-                self.seed, (s * choices + choice for s in samples for choice in range(choices))
-            )
+            paths = (_place_of_choice(s, choices, choice) for s in samples for choice in range(choices))
+            keys = sample_keys(self.seed, paths)
 
-        def tensor(array: np.ndarray | None) -> Tensor | None:
-            if array is None:
-                return None
-            return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+        def tensor(array: np.ndarray) -> Tensor:
+            return tensor_of(array, self.device)
 
         return LabelledBatch(
             tensor(arrays["tokens"].reshape(rows, capacity)[:, :width]),
-            tensor(arrays["token_types"].reshape(rows, capacity)[:, :width]),
-            tensor(pooled),
-            tensor(arrays["labels"]),
+            token_types=tensor(arrays["token_types"].reshape(rows, capacity)[:, :width]),
+            pooled=tensor(pooled),
+            labels=tensor(arrays["labels"]),
             known=int((arrays["labels"] != UNKNOWN_LABEL).sum()),
             real=int(lengths.sum()),
-            document_ids=tensor(documents),
-            sample_keys=tensor(keys),
+            document_ids=None if documents is None else tensor(documents),
+            sample_keys=None if keys is None else tensor(keys),
             answers=[] if self.seed is None else None,
         )
+
+
+def _place_of_choice(sample: RowPlace, choices: int, choice: int) -> tuple[int, ...]:
+    """The place of a choice in the training order, if each choice were a sample."""
+    position, *row = (sample,) if isinstance(sample, int) else sample
+    return (position * choices + choice, *row)
 
 
 def random_labelled(

@@ -27,7 +27,7 @@ from megazero.loss import LossTerm
 from megazero.models.batch import Batch
 from megazero.models.chunk import Block, ChunkSpan
 from megazero.models.flops import attention_flops, layer_mlp_flops, logits_flops
-from megazero.models.trunk import Trunk
+from megazero.models.language_model import LanguageModel
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
 from megazero.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -73,7 +73,7 @@ def gpt_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
     return (Block(Embedding.__name__, 0.0), *layers, head)
 
 
-class GPT(Trunk):
+class GPT(LanguageModel):
     """A decoder-only transformer language model (Radford et al. 2019; Touvron et al. 2023), or a part of it.
 
     Args:
@@ -87,6 +87,7 @@ class GPT(Trunk):
 
     causal = True
     own_terms = (LossTerm("lm"),)
+    head: Head | None
 
     def __init__(
         self,
@@ -105,12 +106,12 @@ class GPT(Trunk):
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> Tensor:
         """Logits of the next token, [s, b, v/tp], from the hidden states of the previous chunk."""
-        return self.head(self.through(batch, hidden, deferred=deferred)[0], deferred)
+        return self._logits(self.through(batch, hidden, deferred=deferred)[0], deferred)
 
     def run(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """What this chunk passes on and adds to the loss terms, as `pipeline.executor.Chunk` specifies.
+        """What this chunk passes on and adds to the loss terms, as `pipeline.chunk.Chunk` specifies.
 
         The one with the head adds the sum of the masked cross-entropies in nats to ``lm``, a float32 scalar.
         """
@@ -126,6 +127,7 @@ class GPT(Trunk):
 
         overwrite: backward may write over the logits, which nothing else reads then.
         """
+        assert batch.labels is not None, "a batch to learn from has labels"
         return {"lm": batch.total(self.token_losses(logits, batch.labels, overwrite=overwrite))}
 
     def token_losses(self, logits: Tensor, labels: Tensor, *, overwrite: bool = False) -> Tensor:
@@ -144,8 +146,14 @@ class GPT(Trunk):
 
         Of the chunk with the head, from the hidden states of the previous one.
         """
-        losses = self.token_losses(self.head(self.hidden(batch, hidden)), batch.labels)
+        assert batch.labels is not None, "a batch to measure has labels"
+        losses = self.token_losses(self._logits(self.hidden(batch, hidden)), batch.labels)
         return (losses if batch.loss_mask is None else losses * batch.loss_mask.t()).sum(0)
+
+    def _logits(self, hidden: Tensor, deferred: Deferred | None = None) -> Tensor:
+        assert self.head is not None, "only a chunk with the head has logits"
+        logits: Tensor = self.head(hidden, deferred)
+        return logits
 
     def without_sequence_parallelism(self) -> GPT:
         """The same weights, in the same memory, in a model that holds all positions on every rank.

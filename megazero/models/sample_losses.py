@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Generic
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from megazero.errors import ConfigError
 from megazero.layers import Deferred
 from megazero.loss import LossTerm
+from megazero.models.batch import M
 from megazero.models.chunk import ModelChunk
-from megazero.models.trunk import Sequences
+from megazero.models.language_model import MeasuredModel
+from megazero.pipeline.chunk import Chunk
 
 
 @dataclass(frozen=True)
-class NumberedBatch:
+class NumberedBatch(Generic[M]):
     """A micro-batch, and which one of its step it is."""
 
     number: int
-    batch: Sequences
+    batch: M
 
     @property
     def tally(self) -> str:
@@ -27,45 +30,41 @@ class NumberedBatch:
         return f"losses of micro-batch {self.number}"
 
 
-class MeasuredChunk(ModelChunk, Protocol):
-    """A chunk of a model that can tell the loss of each sample.
-
-    Attributes:
-        head: None in a chunk without one.
-    """
-
-    head: nn.Module | None
-
-    def hidden(self, batch: Sequences, hidden: Tensor | None = None) -> Tensor:
-        """The hidden states after the chunk's layers."""
-
-    def sample_losses(self, batch: Sequences, hidden: Tensor | None = None) -> Tensor:
-        """Of the chunk with the head: the summed loss of each sample over the positions that count, in nats,
-        float32 [b].
-        """
-
-
 @dataclass(frozen=True)
-class SampleLosses:
+class SampleLosses(Chunk[NumberedBatch[M]]):
     """A chunk of a model, for evaluation; its batches are `NumberedBatch`, with a sample in each row.
 
     The last chunk adds to the tally of each micro-batch what `sample_losses` gives. It adds to no loss term.
     """
 
-    chunk: MeasuredChunk
+    chunk: MeasuredModel[M]
     terms: ClassVar[tuple[LossTerm, ...]] = ()
+
+    @classmethod
+    def of(cls, chunk: ModelChunk[M]) -> SampleLosses[M]:
+        """The losses of such a chunk.
+
+        Raises:
+            ConfigError: its model has none sample by sample, as with classifiers.
+        """
+        if not isinstance(chunk, MeasuredModel):
+            raise ConfigError(
+                f"the model must be one that is pretrained, but is a {type(chunk).__name__}, whose samples "
+                "have no losses of their own; load the model from before fine-tuning"
+            )
+        return cls(chunk)
 
     @property
     def hidden_dtype(self) -> torch.dtype:
         """The dtype of the hidden states between chunks."""
         return self.chunk.hidden_dtype
 
-    def hidden_shape(self, batch: NumberedBatch) -> tuple[int, int, int]:
+    def hidden_shape(self, batch: NumberedBatch[M]) -> tuple[int, int, int]:
         """As `Trunk.hidden_shape`."""
         return self.chunk.hidden_shape(batch.batch)
 
     def run(
-        self, batch: NumberedBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
+        self, batch: NumberedBatch[M], hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Hidden states for the next chunk; or, of the last one, the losses."""
         if self.chunk.head is None:

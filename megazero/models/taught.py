@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.layers import NOTHING_SKIPPED, Deferred
 from megazero.loss import LossTerm
 from megazero.models.batch import Batch
 from megazero.models.gpt import GPT
 from megazero.ops.kl_divergence import vocab_parallel_kl_divergence
+from megazero.pipeline.chunk import Chunk
 
 TERM = "kd"
 
 
 @dataclass
-class Taught:
+class Taught(Chunk[Batch]):
     """A chunk of a student beside the chunk of its teacher that computes at the same place of the pipeline.
 
     Both read the same micro-batch; their hidden states travel in one message, the student's columns first.
@@ -39,6 +40,13 @@ class Taught:
     beta: float
     temperature: float
 
+    @classmethod
+    def of(cls, student: nn.Module, teacher: nn.Module, beta: float, temperature: float) -> Taught:
+        """A chunk and its teacher's, both of language models: rules refuse lessons for others."""
+        assert isinstance(student, GPT), "only language models have lessons"
+        assert isinstance(teacher, GPT), "only language models teach"
+        return cls(student, teacher, beta, temperature)
+
     @property
     def terms(self) -> tuple[LossTerm, ...]:
         """The student's loss terms, then the divergence."""
@@ -58,34 +66,28 @@ class Taught:
         sequence parallelism.
         """
         rows, b, width = self.student.hidden_shape(batch)
-        return rows, b, width + (self.teacher.config.hidden_size if self._teaches() else 0)
+        teacher = self._teaching()
+        return rows, b, width + (0 if teacher is None else teacher.config.hidden_size)
 
     def run(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """As `GPT.run`, with the teacher's part beside it."""
-        if not self._teaches():
+        teacher = self._teaching()
+        if teacher is None:
             return self.student.run(batch, hidden, deferred=deferred)
         mine = its = None
         if hidden is not None:
             width = self.student.config.hidden_size
             mine = hidden[..., :width].to(self.student.hidden_dtype)
-            its = hidden.detach()[..., width:].to(self.teacher.hidden_dtype)
+            its = hidden.detach()[..., width:].to(teacher.hidden_dtype)
         mine, sums = self.student.through(batch, mine, deferred=deferred)
-        its = self._lesson(batch, its)
+        its = _lesson(teacher, batch, its)
         if self.student.head is None:
             return torch.cat([mine.to(self.hidden_dtype), its.to(self.hidden_dtype)], -1), sums
-        logits = self.student.head(mine, deferred)
+        logits: Tensor = self.student.head(mine, deferred)
         sums |= self.student.losses(logits, batch)
         return None, {**sums, TERM: self._divergence(logits, its, batch)}
-
-    @torch.no_grad()
-    def _lesson(self, batch: Batch, hidden: Tensor | None) -> Tensor:
-        """The teacher's hidden states after its part here, or its logits."""
-        # Without keys of random streams, nothing is dropped.
-        quiet = replace(batch, sample_keys=None, skipping=NOTHING_SKIPPED)
-        teacher = self.teacher
-        return teacher.hidden(quiet, hidden) if teacher.head is None else teacher(quiet, hidden)
 
     def _divergence(self, logits: Tensor, wanted: Tensor, batch: Batch) -> Tensor:
         """The sum over the positions that count, in nats."""
@@ -100,5 +102,14 @@ class Taught:
         )
         return batch.total(each)
 
-    def _teaches(self) -> bool:
-        return self.teacher is not None and torch.is_grad_enabled()
+    def _teaching(self) -> GPT | None:
+        return self.teacher if torch.is_grad_enabled() else None
+
+
+@torch.no_grad()
+def _lesson(teacher: GPT, batch: Batch, hidden: Tensor | None) -> Tensor:
+    """The teacher's hidden states after its part here, or its logits."""
+    # Without keys of random streams, nothing is dropped.
+    quiet = replace(batch, sample_keys=None, skipping=NOTHING_SKIPPED)
+    lesson: Tensor = teacher.hidden(quiet, hidden) if teacher.head is None else teacher(quiet, hidden)
+    return lesson

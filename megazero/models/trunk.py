@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import replace
 from functools import cached_property
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,57 +21,22 @@ from megazero.layers import (
     LayerInputs,
     Placement,
     SelfAttention,
-    Skipping,
     TransformerLayer,
     recompute_units,
     run_layers,
 )
 from megazero.loss import LossTerm
-from megazero.models.chunk import ChunkSpan
+from megazero.models.batch import M_contra
+from megazero.models.chunk import ChunkSpan, ModelChunk
 from megazero.moe import MoEMLP, Router, terms_of
 from megazero.mpu import spec_of
 from megazero.ops.positions import Positions, position_tensor
 from megazero.ops.rotary import rotary_table
 
-_Columns = TypeVar("_Columns", Positions, Tensor, None)
+_Columns = TypeVar("_Columns", Positions, Tensor, Tensor | None)
 
 
-class Sequences(Protocol):
-    """What the trunk reads of a micro-batch of `b` sequences of `s` tokens.
-
-    Attributes:
-        tokens: int64 [b, s].
-        token_types: int64 [b, s], the kind of each token; None in families that know no kinds.
-        position_ids: int64 [b, s] or [s], the positions to embed; None means `positions`.
-        document_ids: int32 [b, s]; positions attend only within equal ids. None: no such limit.
-        sample_keys: int64 [b], the keys of the samples' random streams, or [b, s] where samples share rows;
-            None turns dropout off.
-        positions: positions of the columns in their sequences: a range, or int64 [s] or [b, s]; None means
-            from 0.
-        skipping: what the step leaves out of its layers.
-    """
-
-    tokens: Tensor
-    token_types: Tensor | None
-    position_ids: Tensor | None
-    document_ids: Tensor | None
-    sample_keys: Tensor | None
-    positions: Positions | None
-    skipping: Skipping
-
-
-class MaskedBatch(Sequences, Protocol):
-    """A micro-batch in which tokens are masked.
-
-    Attributes:
-        masked: int64 [m], the places of the masked tokens in hidden states [s, b, h] whose first two dims are
-            flattened.
-    """
-
-    masked: Tensor
-
-
-class Trunk(nn.Module):
+class Trunk(ModelChunk[M_contra]):
     """The part of a transformer below its head, or a contiguous piece of it.
 
     A family derives from it, says whether attention is `causal`, which loss terms of its `own_terms` its head
@@ -86,7 +52,6 @@ class Trunk(nn.Module):
     """
 
     causal: ClassVar[bool]
-    own_terms: tuple[LossTerm, ...]
 
     def __init__(
         self,
@@ -121,6 +86,11 @@ class Trunk(nn.Module):
         mlp = kind(i, self.config, self.placement)
         return TransformerLayer(i, self.config, self.placement, attention, mlp)
 
+    @property
+    @abstractmethod
+    def own_terms(self) -> tuple[LossTerm, ...]:
+        """The loss terms that the head adds to."""
+
     def routers(self) -> list[Router]:
         """The routers of the chunk's layers, in order."""
         return [layer.mlp.router for layer in self.layers if isinstance(layer.mlp, MoEMLP)]
@@ -149,7 +119,7 @@ class Trunk(nn.Module):
         """The dtype of the hidden states between chunks."""
         return torch.float32 if self.config.fp32_residual_connection else self.placement.dtype
 
-    def hidden_shape(self, batch: Sequences) -> tuple[int, int, int]:
+    def hidden_shape(self, batch: M_contra) -> tuple[int, int, int]:
         """The shape of hidden states between chunks: [s, b, h], or [s/tp, b, h] if sequence-parallel."""
         b, s = batch.tokens.shape
         rows = s // self.placement.tp.size if self.placement.sequence_parallel else s
@@ -160,14 +130,14 @@ class Trunk(nn.Module):
         return [block for block in (self.embedding, *self.layers, self.head) if block is not None]
 
     def hidden(
-        self, batch: Sequences, hidden: Tensor | None = None, *, cache: KeyValueStore | None = None
+        self, batch: M_contra, hidden: Tensor | None = None, *, cache: KeyValueStore | None = None
     ) -> Tensor:
         """Hidden states after this chunk's layers, as `through` gives them."""
         return self.through(batch, hidden, cache=cache)[0]
 
     def through(
         self,
-        batch: Sequences,
+        batch: M_contra,
         hidden: Tensor | None = None,
         *,
         cache: KeyValueStore | None = None,
@@ -200,10 +170,13 @@ class Trunk(nn.Module):
         )
         if self.embedding is not None:
             hidden = self.embedding(batch.tokens, embedded, inputs, batch.token_types)
+        assert hidden is not None, "a chunk without an embedding starts from hidden states"
         if self.placement.sequence_parallel or self.config.num_experts:
             # A rank has its share of the rows, whichever are wanted, and routers see whole sequences.
             wanted = None
-        return run_layers(self.layers, hidden, inputs, self.units, self.keeping, wanted, self._per_token)
+        return run_layers(
+            list(self.layers), hidden, inputs, self.units, self.keeping, wanted, self._per_token
+        )
 
     @cached_property
     def _per_token(self) -> frozenset[str]:

@@ -15,7 +15,7 @@ from megazero.pipeline.actions import (
     ScheduleError,
 )
 from megazero.pipeline.check import check
-from megazero.pipeline.executor import Executor
+from megazero.pipeline.executor import Evaluator, Executor
 from megazero.pipeline.lower import add_gathers, add_reductions, add_transfers, lower
 from megazero.pipeline.partition import partition, partition_layers
 from megazero.pipeline.schedules import (
@@ -35,6 +35,7 @@ __all__ = [
     "KINDS",
     "Action",
     "Costs",
+    "Evaluator",
     "Exchange",
     "Executor",
     "Instruction",

@@ -131,6 +131,7 @@ class Schedule:
 
     def message_from(self, action: Action) -> Message | None:
         """The message that carries `action`'s result to another stage; None if no other stage needs it."""
+        kind: Literal["hidden", "grad"]
         if action.op is Op.FORWARD:
             kind, receiver = "hidden", action.chunk + 1
         elif action.op is self.backward_op:

@@ -49,7 +49,7 @@ def add_transfers(schedule: Schedule) -> Program:
         for span in spans
         if (message := schedule.message_from(span.action)) is not None
     )
-    together: defaultdict[tuple, list[tuple[float, Message]]] = defaultdict(list)
+    together: defaultdict[tuple[float, frozenset[int]], list[tuple[float, Message]]] = defaultdict(list)
     for end, _, start, message in sent:
         together[end, frozenset((message.source, message.target))].append((start, message))
     exchanges: list[list[tuple[float, Exchange]]] = [[] for _ in range(schedule.stages)]
@@ -142,14 +142,13 @@ def _with_gathers(list_: tuple[Instruction, ...]) -> Iterator[Instruction]:
     for instruction in list_:
         if instruction in begins:
             yield Action(Op.GATHER, instruction.chunk, instruction.microbatch)
-        acts = isinstance(instruction, Action)
-        if acts and instruction.op.uses_weights:
+        if isinstance(instruction, Action) and instruction.op.uses_weights:
             yield from after_use
             after_use = []
             yield instruction
             if instruction in ends:
                 yield Action(Op.RELEASE, instruction.chunk, instruction.microbatch)
-        elif acts or after_use:
+        elif isinstance(instruction, Action) or after_use:
             after_use.append(instruction)
         else:
             yield instruction

@@ -134,15 +134,19 @@ def _draw_box(axes: Axes, timeline: Timeline, stage: int, span: Span, numbered: 
     axes.barh(stage, length, 0.86, span.start, color=colour, edgecolor="white", linewidth=0.8)
     if numbered:
         ink = "white" if later >= 0.5 else "black"
-        place = {"ha": "center", "va": "center", "fontsize": 8, "color": ink}
-        axes.text(span.start + length / 2, stage, str(action.microbatch), **place)
+        middle, number = span.start + length / 2, str(action.microbatch)
+        axes.text(middle, stage, number, ha="center", va="center", fontsize=8, color=ink)
 
 
-def _shade(colour: str, later: float) -> tuple[float, ...]:
+def _shade(colour: str, later: float) -> tuple[float, float, float]:
     """`colour` mixed with white for the first chunk (`later` 0), a little darker for the last (1)."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     strength = 0.55 + 0.45 * later
-    return tuple((1 - strength + strength * part) * (1 - 0.2 * later) for part in parts)
+
+    def mixed(part: float) -> float:
+        return (1 - strength + strength * part) * (1 - 0.2 * later)
+
+    return mixed(red), mixed(green), mixed(blue)
 
 
 def _draw_frame(axes: Axes, timeline: Timeline) -> None:
@@ -173,12 +177,12 @@ def _draw_frame(axes: Axes, timeline: Timeline) -> None:
     )
 
 
-def chrome_trace(timeline: Timeline) -> dict:
+def chrome_trace(timeline: Timeline) -> dict[str, object]:
     """The trace as a JSON object: one process, a thread per stage, and one for its collectives if it has any.
 
     Times are taken to be in seconds.
     """
-    events: list[dict] = []
+    events: list[dict[str, object]] = []
     for stage, spans in enumerate(timeline.spans):
         events += _thread(2 * stage, f"stage {stage}", spans)
         if timeline.collectives[stage]:
@@ -186,7 +190,7 @@ def chrome_trace(timeline: Timeline) -> dict:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _thread(number: int, name: str, spans: Iterable[Span]) -> list[dict]:
+def _thread(number: int, name: str, spans: Iterable[Span]) -> list[dict[str, object]]:
     place = {"pid": 0, "tid": number}
     return [
         {"ph": "M", "name": "thread_name", "args": {"name": name}, **place},

@@ -8,12 +8,13 @@ gradients are summed in the same order under every schedule.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from typing import TypeVar
 
 from megazero.errors import ConfigError
 from megazero.pipeline.actions import Action, Op, Schedule
 
 KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "forward")
+T = TypeVar("T")
 
 
 def loop_placement(stages: int, chunks_per_stage: int) -> tuple[int, ...]:
@@ -169,6 +170,7 @@ def forward_only(
     Raises:
         ConfigError: `v_shape` is given with a number of chunks per stage other than two.
     """
+    orders: list[list[tuple[int, int]]] = []
     if not v_shape:
         orders = [
             _in_groups(range(stage, stages * chunks_per_stage, stages), stages, microbatches)
@@ -177,7 +179,6 @@ def forward_only(
         placement = loop_placement(stages, chunks_per_stage)
     else:
         _refuse_unless_two(chunks_per_stage)
-        orders = []
         for stage in range(stages):
             down = [(stage, m) for m in range(microbatches)]
             up = [(2 * stages - 1 - stage, m) for m in range(microbatches)]
@@ -260,18 +261,21 @@ def _interleaved_warmup(stages: int, chunks_per_stage: int, stage: int) -> int:
     return (chunks_per_stage - 1) * stages + 2 * (stages - stage - 1)
 
 
-def _alternate(first: list, second: list, warmup: int) -> list:
+def _alternate(first: list[T], second: list[T], warmup: int) -> list[T]:
     """`warmup` of `first`, then one of each in turn, then the rest of `second`; both have the same length."""
     ahead = min(warmup, len(first))
     pairs = zip(first[ahead:], second, strict=False)
     return [*first[:ahead], *(item for pair in pairs for item in pair), *second[len(first) - ahead :]]
 
 
-def _in_groups(chunks: range, stages: int, microbatches: int) -> Iterator[tuple[int, int]]:
+def _in_groups(chunks: range, stages: int, microbatches: int) -> list[tuple[int, int]]:
     """(chunk, micro-batch): `stages` micro-batches at a time pass through one chunk after another."""
-    for start in range(0, microbatches, stages):
-        for chunk in chunks:
-            yield from ((chunk, m) for m in range(start, min(start + stages, microbatches)))
+    return [
+        (chunk, m)
+        for start in range(0, microbatches, stages)
+        for chunk in chunks
+        for m in range(start, min(start + stages, microbatches))
+    ]
 
 
 def _refuse_unless_two(chunks_per_stage: int) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import TYPE_CHECKING
 
 from megazero.checkpoint import Disk
 from megazero.config.derive import replicas_per_node
 from megazero.config.difficulties import Difficulties
 from megazero.config.horizon import Horizon
 from megazero.config.tree import Config
-from megazero.data import BatchSampler, SamplerSpec
+from megazero.data import BatchSampler, SampleDataset, SamplerKind, SamplerSpec
 from megazero.data_efficiency.curriculum import curriculum_sampler
 from megazero.errors import ConfigError
 from megazero.layers import CudaGraphs, Fp8State, compile_layers, graph_layers, initialize_parameters, use_fp8
+from megazero.models import MicroBatch
 from megazero.moe import RouterLoads
 from megazero.mpu import (
     Launch,
@@ -60,6 +62,7 @@ from megazero.train.weights import take_foreign_weights
 from megazero.zero import (
     DataParallel,
     DelayedUpdates,
+    OffloadStore,
     Optimizer,
     Unit,
     ZeroPolicy,
@@ -67,6 +70,11 @@ from megazero.zero import (
     offloaded,
     store_kind,
 )
+
+if TYPE_CHECKING:
+    from megazero.pipeline.sharding import Sharding
+
+    _: type[Sharding] = DataParallel
 
 
 def build_engine(
@@ -98,8 +106,10 @@ def build_engine(
     ]
     fill = partial(initialize_parameters, seed=config.training.seed, place=context.place)
     store = build_store(units, policy, context, fill, kind=store_kind(config.offload, context.device))
-    start = config.offload.delayed_param_update_start
-    delayed = DelayedUpdates(store, start) if config.offload.delayed_param_update else None
+    delayed = None
+    if config.offload.delayed_param_update:
+        assert isinstance(store, OffloadStore), "rules ask for offloaded state"
+        delayed = DelayedUpdates(store, config.offload.delayed_param_update_start)
     sharding = DataParallel(units, store, policy, context)
     executor = Executor(lessons.beside(chunks), context.pp, sharding, context.device)
     engine = Engine(
@@ -146,7 +156,9 @@ def build_feeds(
     )
     train, valid, test = family.datasets(config, vocabulary, sizes)
 
-    def feed(dataset, ahead: int = 0, seed: int | None = None) -> Feed | None:
+    def feed(
+        dataset: SampleDataset | None, ahead: int = 0, seed: int | None = None
+    ) -> Feed[MicroBatch] | None:
         if dataset is None:
             return None
         spec = SamplerSpec(
@@ -154,7 +166,7 @@ def build_feeds(
             micro_batch_size=config.batch.micro_batch_size,
             data_parallel_rank=context.data.rank,
             data_parallel_size=context.data.size,
-            kind=data.dataloader_type,
+            kind=SamplerKind(data.dataloader_type),
             seed=training.seed,
             data_sharding=data.data_sharding,
         )

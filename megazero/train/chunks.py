@@ -6,7 +6,7 @@ import torch
 
 from megazero.config.tree import Config
 from megazero.layers import initialize
-from megazero.models import ChunkSpan, ModelChunk
+from megazero.models import ChunkSpan, MicroBatch, ModelChunk
 from megazero.mpu import ParallelContext
 from megazero.train.dealing import deal_layers
 from megazero.train.families import family_of
@@ -14,7 +14,7 @@ from megazero.train.placement import placement_of
 from megazero.train.programs import schedule_of
 from megazero.train.vocabulary import Vocabulary
 
-Chunks = dict[int, ModelChunk]
+Chunks = dict[int, ModelChunk[MicroBatch]]
 """This rank's parts of the model, by their numbers along the model."""
 
 

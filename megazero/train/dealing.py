@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import reduce
 from types import MappingProxyType
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from megazero.config.tree import Config
 from megazero.layers import initialize
-from megazero.models import ChunkSpan, ModelChunk
+from megazero.models import ChunkSpan, MicroBatch, ModelChunk
 from megazero.mpu import ParallelContext
 from megazero.pipeline import partition_layers
 from megazero.train.families import family_of
@@ -46,7 +47,8 @@ def deal_layers(config: Config, vocabulary: Vocabulary, context: ParallelContext
 
 def parameter_counts(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Costs:
     """Number of parameters in each block; a tied head counts, because its stage holds a copy."""
-    pieces = _pieces(config, vocabulary, context, torch.device("meta"))
+    build = _piece_builder(config, vocabulary, context, torch.device("meta"))
+    pieces = map(build, range(config.model.num_layers + 2))
     return [float(sum(p.numel() for p in piece.parameters())) for piece in pieces]
 
 
@@ -67,13 +69,15 @@ def measured_costs(config: Config, vocabulary: Vocabulary, context: ParallelCont
     alike = list(zip(blocks, parameter_counts(config, vocabulary, context), strict=True))
     firsts = [alike.index(each) for each in alike]
     seconds = torch.zeros(len(blocks), dtype=torch.float64, device=context.device)
-    for i, piece in enumerate(_pieces(config, vocabulary, context, context.device, set(firsts))):
-        if piece is not None:
-            initialize(piece, config.training.seed, context.place)
-            hidden = torch.zeros(piece.hidden_shape(batch), dtype=piece.hidden_dtype, device=context.device)
-            seconds[i] = min(_seconds(piece, batch, hidden.requires_grad_()) for _ in range(3))
+    build = _piece_builder(config, vocabulary, context, context.device)
+    for i in sorted(set(firsts)):
+        piece = build(i)
+        initialize(piece, config.training.seed, context.place)
+        hidden = torch.zeros(piece.hidden_shape(batch), dtype=piece.hidden_dtype, device=context.device)
+        seconds[i] = min(_seconds(piece, batch, hidden.requires_grad_()) for _ in range(3))
     context.world.all_reduce(seconds, "max").wait()
-    return seconds[firsts].tolist()
+    slowest: list[float] = seconds[firsts].tolist()
+    return slowest
 
 
 _METHODS: MappingProxyType[str, Callable[[Config, Vocabulary, ParallelContext], Costs]] = MappingProxyType(
@@ -81,22 +85,18 @@ _METHODS: MappingProxyType[str, Callable[[Config, Vocabulary, ParallelContext], 
 )
 
 
-def _seconds(chunk: ModelChunk, batch: object, hidden: torch.Tensor) -> float:
+def _seconds(chunk: ModelChunk[MicroBatch], batch: MicroBatch, hidden: torch.Tensor) -> float:
     timers = Timers(hidden.device, synchronize=True)
     with timers("block"):
         result, sums = chunk.run(batch, hidden, deferred=None)
-        sum([value.sum() for value in (result, *sums.values()) if value is not None]).backward()
+        reduce(torch.add, [value.sum() for value in (result, *sums.values()) if value is not None]).backward()
     return timers.collect()["block"]
 
 
-def _pieces(
-    config: Config,
-    vocabulary: Vocabulary,
-    context: ParallelContext,
-    device: torch.device,
-    wanted: set[int] | None = None,
-) -> Iterator[ModelChunk | None]:
-    """Each block of the model as a separate chunk, one after another; None for those not wanted.
+def _piece_builder(
+    config: Config, vocabulary: Vocabulary, context: ParallelContext, device: torch.device
+) -> Callable[[int], ModelChunk[MicroBatch]]:
+    """Builds a block of the model, given its number, as a chunk of its own.
 
     A tied head gets its own weight, because its stage holds a copy.
     """
@@ -107,8 +107,4 @@ def _pieces(
         *(ChunkSpan(range(i, i + 1), embedding=False, head=False) for i in range(count)),
         ChunkSpan(range(0), embedding=False),
     ]
-    for number, span in enumerate(spans):
-        if wanted is None or number in wanted:
-            yield family.chunk(config.model, vocab, placement, config.recompute, span)
-        else:
-            yield None
+    return lambda number: family.chunk(config.model, vocab, placement, config.recompute, spans[number])

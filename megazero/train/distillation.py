@@ -57,7 +57,9 @@ def load_teacher(
 
 
 def _opened(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Teacher:
-    folder = checkpoint_at(config.distillation.load_teacher, context)
+    load = config.distillation.load_teacher
+    assert load is not None, "rules ask for the teacher's folder"
+    folder = checkpoint_at(load, context)
     saved = model_at(folder, context)
     model = saved.settings(ModelConfig.model_fields)
     if wrong := _unfit(config, model, saved, vocabulary):

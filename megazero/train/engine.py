@@ -11,12 +11,13 @@ from torch import Tensor
 
 from megazero.config.steps import Progress
 from megazero.layers import NOTHING_SKIPPED, Fp8State, Skipping
+from megazero.models import MicroBatch
 from megazero.moe import RouterLoads
 from megazero.mpu import ParallelContext, read_values
 from megazero.optim import LearningRate, LossScaler, WeightDecay
 from megazero.pipeline import Executor, Program
 from megazero.train.lessons import Lessons
-from megazero.train.losses import CountedBatch, Losses, local_counts, loss_factors
+from megazero.train.losses import Losses, local_counts, loss_factors
 from megazero.train.skipping import SkippingPlan
 from megazero.train.timers import Timers
 from megazero.zero import Bucket, DataParallel, Fingerprints, Optimizer
@@ -113,7 +114,7 @@ class Judgement:
     hold: bool = False
 
 
-Replay = Callable[[Sequence[CountedBatch]], Attempt]
+Replay = Callable[[Sequence[MicroBatch]], Attempt]
 """Makes another attempt, with these micro-batches on this rank; every rank calls it.
 
 Its gradients replace those of the attempt before.
@@ -140,7 +141,7 @@ class Engine:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: Executor[MicroBatch],
         programs: Programs,
         optimizer: Optimizer,
         scaler: LossScaler,
@@ -180,7 +181,7 @@ class Engine:
 
     def train_step(
         self,
-        batches: Sequence[CountedBatch],
+        batches: Sequence[MicroBatch],
         progress: Progress,
         timers: Timers,
         before_update: Callable[[], None] | None = None,
@@ -201,7 +202,7 @@ class Engine:
         skipping = self.schedules.skipping.at(progress)
         lr = self.schedules.learning_rate.at(progress)
 
-        def attempt(these: Sequence[CountedBatch]) -> Attempt:
+        def attempt(these: Sequence[MicroBatch]) -> Attempt:
             return self._attempt(these, skipping, scale, timers)
 
         found = attempt(batches)
@@ -214,21 +215,29 @@ class Engine:
                 judgement = judge(found, attempt)
                 found = judgement.attempt
                 if judgement.hold:
-                    told = (found.losses, found.grad_norm, lr, scale)
-                    return StepResult(*told, skipped=True, skipping=skipping, held=True)
+                    norm = found.grad_norm
+                    return StepResult(found.losses, norm, lr, scale, True, skipping=skipping, held=True)
             tokens = self.loads.update(found.tallies)
             if before_update is not None:
                 before_update()
-            sound = math.isfinite(found.losses.total) or self.context.device.type == "meta"
+            sound = math.isfinite(found.losses.trained_total) or self.context.device.type == "meta"
             norm = found.sums_norm if sound else math.nan
             decay = self.schedules.weight_decay.at(progress)
             report = self.optimizer.step(lr, decay, 1.0 / scale, norm)
             self.scaler_state = self.scaler.update(self.scaler_state, not report.applied)
-        told = (found.losses, report.grad_norm, lr, scale, not report.applied, report.first_bad_parameter)
-        return StepResult(*told, skipping=skipping, tokens=tokens)
+        return StepResult(
+            found.losses,
+            report.grad_norm,
+            lr,
+            scale,
+            not report.applied,
+            report.first_bad_parameter,
+            skipping,
+            tokens,
+        )
 
     def _attempt(
-        self, batches: Sequence[CountedBatch], skipping: Skipping, scale: float, timers: Timers
+        self, batches: Sequence[MicroBatch], skipping: Skipping, scale: float, timers: Timers
     ) -> Attempt:
         """Forward and backward of a global batch, its losses, and the norm of its gradient."""
         self._prints.clear()
@@ -247,7 +256,7 @@ class Engine:
             norm = 0.0 if losses.total is None else self.optimizer.grad_norm()
         return Attempt(losses, norm, norm * (1.0 / scale), local, tuple(self._prints), sums.tallies)
 
-    def evaluate(self, global_batches: Iterable[Sequence[CountedBatch]]) -> tuple[Losses, int]:
+    def evaluate(self, global_batches: Iterable[Sequence[MicroBatch]]) -> tuple[Losses, int]:
         """The losses of all batches of all ranks, and how much counts for the first term.
 
         Args:

@@ -8,10 +8,10 @@ the rows to come.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Generic, Protocol
 
 import numpy as np
 import torch
@@ -29,8 +29,11 @@ from megazero.models import (
     ChunkSpan,
     Classifier,
     ClassifierCollate,
+    Collate,
     FirstTokenClassifier,
+    LabelledBatch,
     LastTokenClassifier,
+    MicroBatch,
     ModelChunk,
     TextCollate,
     bert_blocks,
@@ -39,14 +42,14 @@ from megazero.models import (
     random_samples,
     random_text,
 )
-from megazero.train.feed import Collate
+from megazero.models.batch import M, M_contra
 from megazero.train.vocabulary import Vocabulary
 
 Sizes = tuple[int | None, int | None, int | None]
 """Number of samples for training, validation and test."""
 
 
-class ChunkBuilder(Protocol):
+class ChunkBuilder(Protocol[M_contra]):
     """Builds one chunk of a family's model; the families' model classes are such builders."""
 
     def __call__(
@@ -57,7 +60,7 @@ class ChunkBuilder(Protocol):
         recompute: RecomputeConfig | None = None,
         span: ChunkSpan | None = None,
         tied: nn.Parameter | None = None,
-    ) -> ModelChunk:
+    ) -> ModelChunk[M_contra]:
         """Build a chunk.
 
         Args:
@@ -71,8 +74,8 @@ class ChunkBuilder(Protocol):
 
 
 @dataclass(frozen=True)
-class Family:
-    """A kind of model.
+class Family(Generic[M]):
+    """A kind of model, whose micro-batches are of type `M`.
 
     Attributes:
         name: its name, as in `model.family` of the configuration.
@@ -93,9 +96,9 @@ class Family:
 
     name: str
     blocks: Callable[[Config, int], tuple[Block, ...]]
-    chunk: ChunkBuilder
+    chunk: ChunkBuilder[M]
     ties: Callable[[ModelConfig], bool]
-    collate: Callable[[Config, int, torch.device, int | None], Collate]
+    collate: Callable[[Config, int, torch.device, int | None], Collate[M]]
     datasets: Callable[[Config, Vocabulary, Sizes], Datasets]
     random_arrays: Callable[[np.random.Generator, int, int, int], dict[str, np.ndarray]]
     architectures: tuple[Architecture, ...]
@@ -111,7 +114,9 @@ class Family:
         return 3.0 * sum(block.flops for block in self.blocks(config, vocabulary.padded))
 
 
-_ROWS = (
+# Rows are checked as they are written. Of a family chosen at run time only its name is known, not the type of
+# its micro-batches; what its `collate` makes is what its chunks take.
+_ROWS: tuple[Family[Any], ...] = (
     Family(
         name="gpt",
         blocks=gpt_blocks,
@@ -142,24 +147,30 @@ FAMILIES = MappingProxyType({row.name: row for row in _ROWS})
 """Name -> family."""
 
 
-def family_of(model: ModelConfig) -> Family:
+def family_of(model: ModelConfig) -> Family[MicroBatch]:
     """The family of a model of this shape: that of its name, or the classifiers made of that."""
-    family = FAMILIES[model.family]
-    return family if model.num_classes is None else _classifying(family, model.num_classes)
+    if model.num_classes is None:
+        return FAMILIES[model.family]
+    classifiers: Family[Any] = classifiers_of(model.family, model.num_classes)
+    return classifiers
 
 
-def _classifying(family: Family, num_classes: int) -> Family:
+def classifiers_of(name: str, num_classes: int) -> Family[LabelledBatch]:
     """The models that a family's pretrained models become when they are fine-tuned.
 
     Their samples come from labelled files, which `train/finetuning` reads.
     """
+    family = FAMILIES[name]
     classifier = family.classifier
-    return replace(
-        family,
+    return Family(
+        name=family.name,
         blocks=classifier.blocks_of,
         chunk=classifier,
         ties=lambda model: False,
         collate=partial(ClassifierCollate.of, classifier.causal),
+        datasets=family.datasets,
         random_arrays=partial(random_labelled, num_classes),
         architectures=tuple(each for each in family.architectures if each.classifies),
+        verb=family.verb,
+        classifier=classifier,
     )

@@ -6,18 +6,15 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 import numpy as np
 
 from megazero.config.steps import Step
-from megazero.data import SamplerSpec
+from megazero.data import BatchSampler, SamplerSpec
 from megazero.data.blended import SampleDataset, whereabouts
-
-# A row's sample, by its position in the training order; with the row's number in it, if it is not the first.
-Place = int | tuple[int, int]
-# From a micro-batch's arrays and the places of its rows to the model's input.
-Collate = Callable[[dict[str, np.ndarray], tuple[Place, ...]], object]
+from megazero.models import Collate, RowPlace
+from megazero.models.batch import M, M_co
 
 
 class Sampler(Protocol):
@@ -29,8 +26,14 @@ class Sampler(Protocol):
         """Sample numbers of this rank's micro-batch after so many samples of all replicas, int64."""
 
 
+if TYPE_CHECKING:
+    from megazero.data_efficiency.sampler import CurriculumSampler
+
+    _: tuple[type[Sampler], ...] = (BatchSampler, CurriculumSampler)
+
+
 @dataclass(frozen=True)
-class Feed:
+class Feed(Generic[M_co]):
     """This rank's micro-batches of one dataset, a function of the samples consumed so far.
 
     Attributes:
@@ -42,7 +45,7 @@ class Feed:
 
     dataset: SampleDataset
     sampler: Sampler
-    collate: Collate
+    collate: Collate[M_co]
     reader: ReadAhead | None = None
 
     @property
@@ -50,11 +53,11 @@ class Feed:
         """The fixed facts of the sampler."""
         return self.sampler.spec
 
-    def of_step(self, step: Step) -> list:
+    def of_step(self, step: Step) -> list[M_co]:
         """This rank's micro-batches of a training step. Raises DataError as `micro_batches` does."""
         return self.micro_batches(step.before.samples, step.micro_batches, step.sequence_length, step.rows)
 
-    def of_replica(self, number: int) -> Feed:
+    def of_replica(self, number: int) -> Feed[M_co]:
         """The same feed for another replica of the data, which reads when it is asked."""
         sampler = copy(self.sampler)
         sampler.spec = replace(self.spec, data_parallel_rank=number)
@@ -71,7 +74,7 @@ class Feed:
 
     def micro_batches(
         self, consumed_samples: int, count: int, length: int | None = None, rows: int = 1
-    ) -> list:
+    ) -> list[M_co]:
         """The `count` micro-batches of the step that starts after `consumed_samples`.
 
         Args:
@@ -105,7 +108,7 @@ class Feed:
 
 def cut(
     arrays: dict[str, np.ndarray], samples: tuple[int, ...], length: int | None, rows: int = 1
-) -> tuple[dict[str, np.ndarray], tuple[Place, ...]]:
+) -> tuple[dict[str, np.ndarray], tuple[RowPlace, ...]]:
     """Arrays of b samples as those of b x `rows` rows of `length` tokens, and the places of these rows.
 
     Row j of a sample has its columns from j x `length` on; the rows of one sample follow each other. Arrays
@@ -130,7 +133,9 @@ def cut(
         found = np.ascontiguousarray(array[:, : rows * length]).reshape(-1, length)
         return np.minimum(found, np.arange(length, dtype=found.dtype)) if name == "position_ids" else found
 
-    places = [sample if row == 0 else (sample, row) for sample in samples for row in range(rows)]
+    places: list[RowPlace] = [
+        sample if row == 0 else (sample, row) for sample in samples for row in range(rows)
+    ]
     return {name: of(name, array) for name, array in arrays.items()}, tuple(places)
 
 
@@ -144,7 +149,7 @@ class ReadAhead:
     def __init__(self, read: Callable[[int], dict[str, np.ndarray]], ahead: int):
         self._read = read
         self._ahead = ahead
-        self._pending: dict[int, Future] = {}
+        self._pending: dict[int, Future[dict[str, np.ndarray]]] = {}
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
 
     def take(self, start: int) -> dict[str, np.ndarray]:
@@ -165,7 +170,7 @@ class ReadAhead:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
 
-def make_feed(dataset: SampleDataset, sampler: Sampler, collate: Collate, ahead: int) -> Feed:
+def make_feed(dataset: SampleDataset, sampler: Sampler, collate: Collate[M], ahead: int) -> Feed[M]:
     """A feed that reads `ahead` micro-batches in the background; with 0 it reads them when needed."""
     feed = Feed(dataset, sampler, collate)
     return replace(feed, reader=ReadAhead(feed._read, ahead)) if ahead else feed

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megazero.config.distillation import DistillationConfig
 from megazero.config.steps import Progress
-from megazero.models import ModelChunk, Taught
-from megazero.pipeline.executor import Chunk
+from megazero.models import MicroBatch, ModelChunk, Taught
+from megazero.pipeline.chunk import Chunk
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Teacher:
         folder: its checkpoint.
     """
 
-    chunks: Mapping[int, ModelChunk]
+    chunks: Mapping[int, ModelChunk[MicroBatch]]
     flops_per_token: float
     folder: Path
 
@@ -45,14 +46,17 @@ class Lessons:
 
     @classmethod
     def of(
-        cls, settings: DistillationConfig, chunks: Mapping[int, ModelChunk], teacher: Teacher | None
+        cls,
+        settings: DistillationConfig,
+        chunks: Mapping[int, ModelChunk[MicroBatch]],
+        teacher: Teacher | None,
     ) -> Lessons:
         """The lessons of these chunks; none without a teacher."""
         if teacher is None:
             return cls()
         beta, temperature, until = settings.kd_beta_ce, settings.kd_temp, settings.kd_train_iters
         taught = {
-            number: Taught(chunk, teacher.chunks[number], beta, temperature)
+            number: Taught.of(chunk, teacher.chunks[number], beta, temperature)
             for number, chunk in chunks.items()
         }
         end = "" if until is None else f" until step {until}"
@@ -65,6 +69,8 @@ class Lessons:
                 chunk.teacher = None
             self.taught, self.flops_per_token = {}, 0.0
 
-    def beside(self, chunks: Mapping[int, ModelChunk]) -> Mapping[int, Chunk]:
+    def beside(self, chunks: Mapping[int, ModelChunk[MicroBatch]]) -> Mapping[int, Chunk[MicroBatch]]:
         """What the executor runs: the chunks that learn, or these if there is no teacher."""
-        return self.taught or chunks
+        # A student takes the batches that its own chunk would take.
+        taught: dict[int, Chunk[Any]] = {**self.taught}
+        return taught or chunks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -15,6 +15,7 @@ import torch
 
 from megazero.config.steps import Step
 from megazero.errors import CheckpointError, DataError, LostFolderError, NumericsError
+from megazero.models import MicroBatch
 from megazero.mpu import JobFailure, ParallelContext, Waits, gather_values
 from megazero.train.engine import Engine, StepResult
 from megazero.train.guards.guard import StepGuard
@@ -28,7 +29,7 @@ from megazero.train.signals import StopRequest
 from megazero.train.snapshot import Snapshots
 from megazero.train.stability import Stability
 from megazero.train.state import TrainState
-from megazero.train.step_metrics import step_metrics
+from megazero.train.step_metrics import StepExtras, step_metrics
 from megazero.train.step_waits import StepWaits
 from megazero.train.stragglers import Straggler, Stragglers
 from megazero.train.timers import Timers
@@ -122,7 +123,7 @@ class Loop:
                     self._saved_at = evaluated_at = state.iteration
                     due = False
                 elif due and reason is None and not self.guard.failing(state):
-                    self._on_the_way(lambda now=state: self._save(now))
+                    self._on_the_way(partial(self._save, state))
                     due = False
             self._save_last(state)  # a second signal does not interrupt this
         if reason is not None:
@@ -137,10 +138,11 @@ class Loop:
     def evaluate(self, split: str, state: TrainState) -> None:
         """Report the losses on the next part of the split, without any effect on training."""
         feed = self.feeds.valid if split == "validation" else self.feeds.test
+        assert feed is not None, f"there are no samples for {split}"
         evaluations = self.plan.horizon.evaluations
         start = evaluations.first_sample(state.iteration) if split == "validation" else 0
 
-        def batches():
+        def batches() -> Iterator[Sequence[MicroBatch]]:
             for i in range(evaluations.batches):
                 yield feed.micro_batches(start + i * evaluations.batch_size, evaluations.micro_batches)
 
@@ -165,6 +167,7 @@ class Loop:
         step = self.plan.horizon.at(state.progress)
         if self.guard.passes_over(state, step):
             return self._pass_over(state, step, began)
+        assert self.feeds.train is not None, "there are no samples for training"
         with self.timers("data"):
             batches = self.feeds.train.of_step(step)
         hold = self.checkpoints.saver.wait_for_copies if self.checkpoints is not None else None
@@ -179,7 +182,7 @@ class Loop:
         )
         # These take communication, so every rank computes them; the monitor only shows them.
         optimizer, device = self.engine.optimizer, self.context.device
-        extras = {
+        extras: StepExtras = {
             "params_norm": optimizer.params_norm() if self.plan.log_params_norm else None,
             "num_zeros": optimizer.count_zero_grads() if self.plan.log_num_zeros else None,
             "rank_seconds": self.stragglers.take_summary(),
@@ -233,10 +236,10 @@ class Loop:
         known = state.stability or Stability()
         if result.skipped:
             return known
-        return known.after(result.losses.total, result.grad_norm, self.plan.stability)
+        return known.after(result.losses.trained_total, result.grad_norm, self.plan.stability)
 
     def _metrics(
-        self, state: TrainState, result: StepResult, step: Step, seconds: float, extras: dict
+        self, state: TrainState, result: StepResult, step: Step, seconds: float, extras: StepExtras
     ) -> StepMetrics:
         each = self.plan.flops_per_token(step.sequence_length, result.skipping)
         each += self.engine.lessons.flops_per_token
@@ -245,6 +248,7 @@ class Loop:
         return step_metrics(self.plan, state, result, step, seconds, flops, extras)
 
     def _save(self, state: TrainState) -> None:
+        assert self.checkpoints is not None, "nothing is to be saved"
         with self.timers("save"):
             visible = self.checkpoints.save(state, {"healthy": self.guard.healthy(state)})
         self._saved_at = state.iteration
@@ -277,8 +281,11 @@ class Loop:
 
     def _settle(self) -> None:
         """Make the checkpoints that are being written visible, where there are any."""
-        while self.checkpoints is not None and self.checkpoints.saver.unsettled:
-            self._on_the_way(lambda: self._tell(self.checkpoints.saver.settle()))
+        if self.checkpoints is None:
+            return
+        saver = self.checkpoints.saver
+        while saver.unsettled:
+            self._on_the_way(lambda: self._tell(saver.settle()))
 
     def _on_the_way(self, work: Callable[[], None]) -> None:
         """Do work that saves; if it fails, every rank says so, and earlier checkpoints remain."""
@@ -310,8 +317,8 @@ class Loop:
             if each.recovered or each.stage is not None:  # a stage of its own may simply have more to do
                 self.monitor.message(str(each))
                 continue
-            told = (str(each), "none", (each.rank,), asdict(each))
-            self.incidents.add(Incident("slow rank", state.iteration, *told))
+            slow = Incident("slow rank", state.iteration, str(each), "none", (each.rank,), asdict(each))
+            self.incidents.add(slow)
 
     def _due(self, interval: int | None, state: TrainState) -> bool:
         return interval is not None and state.iteration % interval == 0
@@ -325,8 +332,9 @@ class Loop:
         ends = state.iteration >= self.plan.horizon.end.iteration
         limit = self.plan.exit_seconds
         late = limit is not None and time.monotonic() - started >= limit
-        unsettled = self.checkpoints is not None and self.checkpoints.saver.unsettled
-        writes = unsettled and self.checkpoints.saver.busy
+        saver = None if self.checkpoints is None else self.checkpoints.saver
+        unsettled = saver if saver is not None and saver.unsettled else None
+        writes = unsettled is not None and unsettled.busy
         intervals = (self.plan.log_interval, self.plan.exit_interval, self.plan.horizon.evaluations.interval)
         looks = saves or ends or late or stop.requested or any(self._due(n, state) for n in intervals)
         changed = self.feeds.changed_files() if looks else []
@@ -339,11 +347,11 @@ class Loop:
             self._end_for(changed, state)
         if ends:
             return None
-        if unsettled and not writes:
-            self._on_the_way(lambda: self._tell(self.checkpoints.saver.advance()))
+        if unsettled is not None and not writes:
+            self._on_the_way(lambda: self._tell(unsettled.advance()))
         if told:
             return stop.reason or "another rank was asked to stop"
-        if late:
+        if late and limit is not None:  # no other rank has another limit
             return f"--exit-duration-in-mins {limit / 60:g} is over"
         if self._due(self.plan.exit_interval, state):
             return f"--exit-interval {self.plan.exit_interval}"

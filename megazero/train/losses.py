@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megazero.loss import PADDING, LossTerm
+from megazero.models import MicroBatch
 
 
-class CountedBatch(Protocol):
-    """A micro-batch that knows on the host how much of it counts."""
-
-    @property
-    def counts(self) -> Mapping[str, float]:
-        """What sums over the micro-batch may be divided by, by the names in `LossTerm.over`."""
-
-
-def local_counts(terms: Sequence[LossTerm], batches: Iterable[CountedBatch], device: torch.device) -> Tensor:
+def local_counts(terms: Sequence[LossTerm], batches: Iterable[MicroBatch], device: torch.device) -> Tensor:
     """How much these micro-batches count for each term: float64 [terms], on `device`, without a wait."""
     each = [batch.counts for batch in batches]
     counts = [sum(counts[term.over] for counts in each) for term in terms]
@@ -66,7 +58,7 @@ class Losses:
     def evaluated(self) -> Losses:
         """Without the terms that evaluations leave out."""
         kept = [(term, mean) for term, mean in zip(self.terms, self.means, strict=True) if term.evaluated]
-        return Losses(*zip(*kept, strict=True))
+        return Losses(tuple(term for term, _ in kept), tuple(mean for _, mean in kept))
 
     @property
     def main(self) -> float | None:
@@ -82,6 +74,12 @@ class Losses:
         pairs = zip(self.terms, self.means, strict=True)
         found = [term.coefficient * mean for term, mean in pairs if term.trained and mean is not None]
         return sum(found) if found else None
+
+    @property
+    def trained_total(self) -> float:
+        """`total` of a step that had something to train on."""
+        assert self.total is not None, "nothing counted for any trained term"
+        return self.total
 
     @property
     def padding(self) -> float:

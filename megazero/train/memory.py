@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megazero.pipeline.sharding import Sharding
 from megazero.train.engine import Engine
-from megazero.zero import HELD, DataParallel, Sizes, Store
+from megazero.zero import HELD, Sizes, Store
 
 KINDS = (*HELD, "activations")
 """What memory is told apart by: what a store holds, buffers of gathers and reductions, and activations."""
@@ -35,7 +36,7 @@ class MemoryMeter:
         device: of the weights.
     """
 
-    def __init__(self, store: Store, sharding: DataParallel, device: torch.device):
+    def __init__(self, store: Store, sharding: Sharding, device: torch.device):
         self.store = store
         self.sharding = sharding
         self.device = device
@@ -79,10 +80,10 @@ class _PeakOfOutputs(TorchDispatchMode):
     """Counts the bytes of the storages that operators make on this thread, and the most at a time."""
 
     def __init__(self) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.most = 0
         self._alive = 0
-        self._known: weakref.WeakSet = weakref.WeakSet()
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -90,7 +91,13 @@ class _PeakOfOutputs(TorchDispatchMode):
             False  # otherwise torch imports its compiler, which takes a second or two, and nothing compiles
         )
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         out = func(*args, **(kwargs or {}))
         given = None
         for tensor in tree_leaves(out):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megazero.train.losses import Losses
 
@@ -96,10 +96,10 @@ class StepMetrics:
     loss_ratio: float | None = None
     loss_deviation: float | None = None
     grad_norm_deviation: float | None = None
-    tokens_per_expert: Sequence[Mapping] | None = None
+    tokens_per_expert: Sequence[Mapping[str, Any]] | None = None
     rank_seconds: Mapping[str, Sequence[float]] | None = None
     offload: Mapping[str, float] | None = None
-    memory: Sequence[Mapping] | None = None
+    memory: Sequence[Mapping[str, Mapping[str, int]]] | None = None
 
     @property
     def expert_loads(self) -> tuple[float, float] | None:

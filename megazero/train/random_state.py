@@ -19,7 +19,9 @@ from megazero.errors import DamagedCheckpointError
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """The state of each generator of this process, as tensors of fixed shape."""
     _, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    state = np.random.get_state()
+    assert isinstance(state, tuple), "of the legacy generator"
+    name, keys, position, has_gauss, cached = state
     assert name == "MT19937", name
     found = {
         "python": torch.tensor([*words, gauss is not None], dtype=torch.int64),

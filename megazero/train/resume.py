@@ -36,7 +36,6 @@ from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
 from megazero.config.horizon import Horizon, horizon_of
 from megazero.config.rules import check
 from megazero.config.tree import Config, ModelConfig
-from megazero.config.tree_output import CheckpointConfig
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megazero.mpu import ParallelContext, gather_values, transports
 from megazero.optim import ScalerState
@@ -133,19 +132,19 @@ def resume(
             without one was not allowed.
     """
     section = config.checkpoint
-    found = _candidates(section, context) if section.load else None
+    found = _candidates(section.load, section.ckpt_step, context) if section.load else None
     if found is None or not (found.folders or found.remarks):
         if section.load:
             _may_start_without(config)
         horizon = horizon_of(config, context.data.size)
-        engine = build(config, horizon)
-        begun = begin(engine) if begin else ()
+        new = build(config, horizon)
+        begun = begin(new) if begin else ()
         if section.load and not begun:
             begun = (f"warning: {section.load} holds no checkpoint; training starts from random weights",)
-        return Resumed(engine, TrainState(), config.training.seed, config, horizon, begun)
+        return Resumed(new, TrainState(), config.training.seed, config, horizon, begun)
     remarks = list(found.remarks)
     for folder in found.folders:
-        engine = None
+        engine: Engine | None = None
         try:
             reader = opened(folder, Verify(section.verify_checkpoint), context)
             begins = _begins_experts(config, reader)
@@ -188,16 +187,16 @@ def _may_start_without(config: Config) -> None:
             )
 
 
-def _candidates(section: CheckpointConfig, context: ParallelContext) -> Candidates:
+def _candidates(load: str, step: int | None, context: ParallelContext) -> Candidates:
     """The first rank's candidates, so that all ranks try the same: on a shared file system, others may still
     see an older state.
     """
 
     def look() -> dict[str, list[str]]:
-        found = candidates(section.load, section.ckpt_step)
+        found = candidates(load, step)
         return {"folders": [str(folder) for folder in found.folders], "remarks": list(found.remarks)}
 
-    first = together(context, look if context.rank == 0 else None, f"look into {section.load}")[0]
+    first = together(context, look if context.rank == 0 else None, f"look into {load}")[0]
     return Candidates(tuple(map(Path, first["folders"])), tuple(first["remarks"]))
 
 
@@ -262,38 +261,41 @@ def load_state(
         CheckpointError: on every rank: it does not fit the engine's model, or lacks what is asked for.
     """
     section, optimizer = config.checkpoint, engine.optimizer
-    progress = run is not None and not section.finetune
-    moments = progress and not section.no_load_optim
-    if moments and (run.updates is None or run.scaler is None):
-        raise CheckpointError(
-            f"`{reader.folder}` was saved without optimizer state; set --no-load-optim or --finetune"
-        )
-    source = Upcycled(reader, config.model) if begins_experts else reader
+    progress = None if section.finetune else run
+    drawn = None if section.no_load_rng else progress
+    counted = None  # the updates made, and the loss scaler's state
+    if progress is not None and not section.no_load_optim:
+        if progress.updates is None or progress.scaler is None:
+            raise CheckpointError(
+                f"`{reader.folder}` was saved without optimizer state; set --no-load-optim or --finetune"
+            )
+        counted = progress.updates, ScalerState(**dict(progress.scaler))
+    moments = counted is not None
+    held: Source = Upcycled(reader, config.model) if begins_experts else reader
     seeded = router_names(config.model) if begins_experts else ()
     parts = [
         part for part in parts_to_read(optimizer, context, moments=moments) if part.key.name not in seeded
     ]
-    source = ReplicaRows(source, parts, optimizer.private_kinds)
+    source = ReplicaRows(held, parts, optimizer.private_kinds)
     unused = _unused(source, optimizer, context, moments)
     generators = random_state(context.device)
-    rows = _random_rows(reader, context, generators) if progress and not section.no_load_rng else []
+    rows = [] if drawn is None else _random_rows(reader, context, generators)
 
     def read() -> None:
         check_tensors(source, parts, reader.folder, unused)
         remembered = [*router_parts_to_read(engine.loads, source)]
-        if progress:
+        if progress is not None:
             remembered += fp8_parts_to_read(engine.fp8, source)
         source.read([*parts, *rows, *remembered])
 
     together(context, read, f"load {reader.folder}")
     optimizer.publish()
-    if moments:
+    if counted is not None:
         _load_in_use(optimizer, context, reader)
-        optimizer.updates = run.updates
-        engine.scaler_state = ScalerState(**dict(run.scaler))
+        optimizer.updates, engine.scaler_state = counted
     if rows:
         together(context, lambda: set_random_state(generators, context.device), f"load {reader.folder}")
-    return run.stream_seed if progress and not section.no_load_rng else config.training.seed
+    return config.training.seed if drawn is None else drawn.stream_seed
 
 
 def _load_in_use(optimizer: Optimizer, context: ParallelContext, reader: CheckpointReader) -> None:

@@ -10,6 +10,7 @@ from megazero.config.guards import GuardsConfig
 from megazero.config.horizon import Horizon
 from megazero.data import changed_files
 from megazero.layers import Skipping
+from megazero.models import MicroBatch
 from megazero.train.feed import Feed
 
 
@@ -56,9 +57,9 @@ class RunPlan:
 class Feeds:
     """The sources of samples; a split without data is None."""
 
-    train: Feed | None
-    valid: Feed | None
-    test: Feed | None
+    train: Feed[MicroBatch] | None
+    valid: Feed[MicroBatch] | None
+    test: Feed[MicroBatch] | None
 
     def changed_files(self) -> list[str]:
         """What this rank sees of the files of all splits that are not what they were."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 # SIGTERM: schedulers and `kill`. SIGUSR1: SLURM's `--signal=USR1@...` warning before the time limit.
 # SIGINT is left to Python: Ctrl-C raises KeyboardInterrupt at once.
 _SIGNAL_NAMES = ("SIGTERM", "SIGUSR1")
+
+_Handler = Callable[[int, FrameType | None], object] | int
 
 
 class StopRequest:
@@ -23,7 +26,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        self._previous: dict[signal.Signals, object] = {}
+        self._previous: dict[int, _Handler | None] = {}
 
     @property
     def requested(self) -> bool:

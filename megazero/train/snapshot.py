@@ -57,6 +57,7 @@ class Snapshots:
         disk: Disk | None = None,
     ):
         section = config.checkpoint
+        assert section.save is not None, "a run that saves has a folder"
         self.config = config
         self.engine = engine
         self.context = context

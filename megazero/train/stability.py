@@ -73,4 +73,6 @@ class Stability:
     @property
     def loss_ratio(self) -> float | None:
         """The last loss as a multiple of the lowest before it; None where there is none above 0."""
-        return self.last / self.lowest if self.lowest is not None and self.lowest > 0 else None
+        if self.last is None or self.lowest is None or self.lowest <= 0:
+            return None
+        return self.last / self.lowest

@@ -178,7 +178,7 @@ class SavedModel:
     """
 
     vocab_size: int
-    sections: SavedConfig
+    sections: Mapping[str, dict[str, Any]]
     place: Path
     shapes: Mapping[Key, tuple[int, ...]] | None = None
 
@@ -242,4 +242,5 @@ def saved_model(reader: CheckpointReader) -> SavedModel:
 
 
 def _read(model: type[_Facts], reader: CheckpointReader) -> _Facts:
-    return parse(model, json.dumps(dict(reader.facts)).encode(), reader.folder / STATE)
+    facts: _Facts = parse(model, json.dumps(dict(reader.facts)).encode(), reader.folder / STATE)
+    return facts

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypedDict
 
 from megazero.config.steps import Step
 from megazero.train.engine import StepResult
 from megazero.train.metrics import StepMetrics
 from megazero.train.run_plan import RunPlan
 from megazero.train.state import TrainState
+
+
+class StepExtras(TypedDict, total=False):
+    """Fields of `StepMetrics` that take communication, or that not every step has."""
+
+    params_norm: float | None
+    num_zeros: int | None
+    phase_seconds: Mapping[str, float]
+    tokens_per_expert: Sequence[Mapping[str, Any]] | None
+    rank_seconds: Mapping[str, Sequence[float]] | None
+    offload: Mapping[str, float] | None
+    memory: Sequence[Mapping[str, Mapping[str, int]]] | None
 
 
 def step_metrics(
@@ -19,7 +32,7 @@ def step_metrics(
     step: Step,
     seconds: float,
     flops_per_token: float,
-    extras: Mapping[str, Any],
+    extras: StepExtras,
 ) -> StepMetrics:
     """The metrics of one training step.
 
@@ -35,7 +48,7 @@ def step_metrics(
     rate = step.positions / seconds
     # Padding takes time only where it cannot be avoided, and is no use.
     flops = rate * (1.0 - result.losses.padding) * flops_per_token
-    return StepMetrics(
+    metrics = StepMetrics(
         iteration=state.iteration,
         consumed_samples=state.consumed_samples,
         consumed_tokens=state.consumed_tokens,
@@ -55,18 +68,14 @@ def step_metrics(
         difficulties=plan.difficulties.at(step.before) if plan.difficulties else None,
         kept_tokens=step.kept_tokens,
         layers_run=result.skipping.layers_run,
-        **_steadiness(state, result),
         **extras,
     )
-
-
-def _steadiness(state: TrainState, result: StepResult) -> dict[str, float | None]:
-    """The metrics of `state.stability` after a step that made an update."""
     found = state.stability
     if found is None or result.skipped or not found.updates:
-        return {}
-    return {
-        "loss_ratio": found.loss_ratio,
-        "loss_deviation": found.loss.deviation,
-        "grad_norm_deviation": found.grad_norm.deviation,
-    }
+        return metrics
+    return replace(
+        metrics,
+        loss_ratio=found.loss_ratio,
+        loss_deviation=found.loss.deviation,
+        grad_norm_deviation=found.grad_norm.deviation,
+    )

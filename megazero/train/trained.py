@@ -9,11 +9,11 @@ from megazero.checkpoint import CheckpointReader, Part, candidates, parts_of_par
 from megazero.config.tree import Config, ParallelConfig, RecomputeConfig, ZeroConfig
 from megazero.data.tokenizers import Tokenizer
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from megazero.models import Collate, MicroBatch
 from megazero.moe import RouterLoads
 from megazero.mpu import Launch, ParallelContext, join
 from megazero.train.chunks import Chunks, build_chunks
 from megazero.train.families import family_of
-from megazero.train.feed import Collate
 from megazero.train.programs import schedule_of
 from megazero.train.resume import check_tensors
 from megazero.train.router_state import router_parts_to_read
@@ -47,7 +47,7 @@ class Loaded:
     stage_of: tuple[int, ...]
     tokenizer: Tokenizer
     remarks: tuple[str, ...]
-    collate: Collate
+    collate: Collate[MicroBatch]
 
 
 def load_for_inference(
@@ -81,6 +81,7 @@ def load_for_inference(
         except DamagedCheckpointError as error:
             remarks.append(f"passed over {folder}: {error}")
             continue
+        assert vocabulary.tokenizer is not None, "a model without a tokenizer was refused"
         collate = family_of(config.model).collate(config, vocabulary.size, context.device, None)
         return Loaded(
             context,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megazero.config.derive import padded_vocab_size
 from megazero.config.tree import Config
+from megazero.data.build import TextVocabulary
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, build_tokenizer
 from megazero.errors import ConfigError
 
@@ -21,6 +23,10 @@ class Vocabulary:
     padded: int
     eod: int | None
     tokenizer: Tokenizer | None
+
+
+if TYPE_CHECKING:
+    _: type[TextVocabulary] = Vocabulary
 
 
 def build_vocabulary(config: Config) -> Vocabulary:

@@ -17,12 +17,12 @@ from megazero.config.derive import padded_vocab_size
 from megazero.config.horizon import Horizon, horizon_of
 from megazero.config.steps import Step
 from megazero.config.tree import Config
+from megazero.models import MicroBatch
 from megazero.mpu import ParallelContext, ParamSpec
 from megazero.train.assemble import build_model
 from megazero.train.engine import Engine
 from megazero.train.families import family_of
 from megazero.train.feed import Collate, cut
-from megazero.train.losses import CountedBatch
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
 from megazero.train.vocabulary import Vocabulary
@@ -58,7 +58,7 @@ def record_training(config: Config, context: ParallelContext, steps: int = STEPS
 
 
 def record_steps(
-    engine: Engine, horizon: Horizon, steps: int, batches_of: Callable[[Step], Sequence[CountedBatch]]
+    engine: Engine, horizon: Horizon, steps: int, batches_of: Callable[[Step], Sequence[MicroBatch]]
 ) -> Record:
     """Train `engine` for `steps` steps; `batches_of` returns this rank's micro-batches for a step."""
     context = engine.context
@@ -83,7 +83,7 @@ def verification_engine(config: Config, horizon: Horizon, context: ParallelConte
     return build_model(vocabulary, context, config, horizon)
 
 
-def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[CountedBatch]:
+def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[MicroBatch]:
     """This rank's micro-batches for a step, determined by the step's number and places in the global batch.
 
     About 1 / (1 + i) of the positions of sample i count.

@@ -14,10 +14,10 @@ from megazero.data import SamplerKind, SamplerSpec
 from megazero.data_efficiency.eligibility import EligibilityOrder
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.data_efficiency.sampler import CurriculumSampler
+from megazero.models import MicroBatch
 from megazero.mpu import ParallelContext
 from megazero.train.families import family_of
 from megazero.train.feed import cut
-from megazero.train.losses import CountedBatch
 
 SAMPLES = 97  # a prime, so that no batch fills an epoch
 
@@ -54,7 +54,7 @@ def made_up_sampler(config: Config, steps: Steps, context: ParallelContext) -> C
 
 def drawn_micro_batches(
     config: Config, sampler: CurriculumSampler, collate: Callable, step: Step
-) -> list[CountedBatch]:
+) -> list[MicroBatch]:
     """This rank's micro-batches for a step, of random samples that follow from their numbers alone."""
     family, spec = family_of(config.model), sampler.spec
     # A step with several rows per sample cuts them from whole samples, as in a training.

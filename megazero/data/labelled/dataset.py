@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megazero.data.blended import SampleDataset
 from megazero.data.sample_numbers import sample_numbers
 from megazero.data.shuffle import cyclic_sample
 
@@ -59,7 +60,7 @@ class LabelledSamples:
         return {"tokens": tokens, "token_types": types, "lengths": lengths, "labels": labels}
 
 
-class EpochOrder:
+class EpochOrder(SampleDataset):
     """The samples of several epochs, each rounded up to whole global batches by samples that do not count.
 
     So every epoch brings each sample once, whatever the batch size and the ranks, and its last step, which
@@ -112,6 +113,17 @@ class EpochOrder:
             "epochs": self._epochs,
             "seed": self._seed,
         }
+
+    @property
+    def padding_share(self) -> float:
+        """Share of the positions that hold no token, those of samples that do not count left out."""
+        positions = len(self.samples) * self.samples.choices * self.samples.length
+        return 1.0 - len(self.samples.ids) / positions if positions else 0.0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """None: `train/finetuning` says what was left out of the files."""
+        return ()
 
     def _sample(self, position: int) -> int:
         epoch, place = divmod(position, self._size)

@@ -10,12 +10,12 @@ from megazero.config.derive import replicas_per_node
 from megazero.config.horizon import Horizon, horizon_of
 from megazero.config.steps import Progress
 from megazero.config.tree import Config
+from megazero.models import MicroBatch
 from megazero.mpu import ParallelContext, ProcessGrid, TrafficLog, grid_of, recording_context
 from megazero.report.memory.table import RankMemory
 from megazero.train.assemble import build_model
 from megazero.train.families import family_of
 from megazero.train.feed import cut
-from megazero.train.losses import CountedBatch
 from megazero.train.memory import MemoryMeter
 from megazero.train.timers import Timers
 from megazero.train.vocabulary import Vocabulary, build_vocabulary
@@ -59,7 +59,7 @@ def _of_rank(
 
 def _batches(
     config: Config, horizon: Horizon, vocabulary: Vocabulary, context: ParallelContext
-) -> list[CountedBatch]:
+) -> list[MicroBatch]:
     """This rank's micro-batches of the first step, of random samples."""
     family, step, size = family_of(config.model), horizon.at(Progress()), config.batch.micro_batch_size
     length = step.sequence_length if step.rows == 1 else config.model.seq_length

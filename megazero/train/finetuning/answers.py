@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megazero.models import LabelledBatch
 from megazero.mpu import ParallelContext
 from megazero.train.engine import Engine
 from megazero.train.feed import Feed
@@ -30,7 +31,7 @@ class Answers:
     scores: np.ndarray
 
 
-def answer(engine: Engine, feed: Feed, count: int, batch_size: int, classes: int) -> Answers:
+def answer(engine: Engine, feed: Feed[LabelledBatch], count: int, batch_size: int, classes: int) -> Answers:
     """Evaluate the first `count` samples of a feed, each once, by forward passes of whole global batches.
 
     Every rank calls this. The feed goes on with samples that do not count until the last batch is full.
@@ -38,11 +39,12 @@ def answer(engine: Engine, feed: Feed, count: int, batch_size: int, classes: int
     context, stride = engine.context, feed.spec.stride
     places: list[tuple[int, list[Tensor]]] = []
 
-    def batches() -> Iterator[list]:
+    def batches() -> Iterator[list[LabelledBatch]]:
         for start in range(0, count, batch_size):
             found = feed.micro_batches(start, batch_size // stride)
             for i, batch in enumerate(found):
                 first = start + i * stride + feed.spec.data_parallel_rank * feed.spec.micro_batch_size
+                assert batch.answers is not None, "batches without dropout keep the answers"
                 places.append((first, batch.answers))
             yield found
 

@@ -71,6 +71,7 @@ class BestModel:
         disk: Disk | None = None,
     ) -> BestModel:
         """The best model of a run that saves; `sizes` are its vocabulary's size and its stream seed."""
+        assert config.checkpoint.save is not None, "only a run that saves has a best model"
         folder = Path(config.checkpoint.save) / FOLDER
         changes = {
             "save": str(folder),
@@ -96,12 +97,13 @@ class BestModel:
             return False
         self.snapshots.save(state, {"accuracy": accuracy})
         self.mark = Mark(state.iteration, accuracy)
-        clear = self._clear if self.context.rank == 0 else None
+        clear = partial(self._clear, state.iteration) if self.context.rank == 0 else None
         together(self.context, clear, f"clear {self.folder}")
         return True
 
     def take(self) -> None:
         """Give the engine the best weights; every rank calls this."""
+        assert self.mark is not None, "no model has been offered"
         path = iteration_folder(self.folder, self.mark.iteration)
 
         def read() -> None:
@@ -116,9 +118,9 @@ class BestModel:
         """Release the folder to other jobs."""
         self.snapshots.saver.close()
 
-    def _clear(self) -> None:
+    def _clear(self, kept: int) -> None:
         for iteration in saved_iterations(self.folder):
-            if iteration != self.mark.iteration:
+            if iteration != kept:
                 remove_checkpoint(self.disk, self.folder, iteration)
 
 

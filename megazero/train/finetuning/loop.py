@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
+from megazero.models import LabelledBatch
 from megazero.mpu import ParallelContext
 from megazero.train.engine import Engine
 from megazero.train.feed import Feed
@@ -58,8 +59,8 @@ class Examination:
 
     data: TaskData
     classes: int
-    valid: Feed | None
-    test: Feed | None
+    valid: Feed[LabelledBatch] | None
+    test: Feed[LabelledBatch] | None
     best: BestModel | None
 
 
@@ -92,8 +93,12 @@ class TaskLoop(Loop):
         with self.timers("evaluation"):
             return answer(self.engine, feed, len(labelled), batch, self.examination.classes)
 
-    def evaluate(self, split: str, state: TrainState) -> Answers:
-        """TaskReport loss, accuracy, F1 and confusions on a split.
+    def evaluate(self, split: str, state: TrainState) -> None:
+        """Report the loss, accuracy, F1 and confusions on a split, as `examine` does."""
+        self.examine(split, state)
+
+    def examine(self, split: str, state: TrainState) -> Answers:
+        """Report the loss, accuracy, F1 and confusions on a split; returns the answers.
 
         Validation is also a chance for the model to become the best so far. Every rank calls this.
         """
@@ -118,9 +123,12 @@ class TaskLoop(Loop):
             self._offer(state, report)
         return answers
 
-    def _split(self, split: str) -> tuple[LabelledSplit, Feed]:
-        found = self.examination
-        return (found.data.valid, found.valid) if split == "validation" else (found.data.test, found.test)
+    def _split(self, split: str) -> tuple[LabelledSplit, Feed[LabelledBatch]]:
+        found, validates = self.examination, split == "validation"
+        labelled, feed = (found.data.valid, found.valid) if validates else (found.data.test, found.test)
+        assert labelled is not None, f"there are no samples for {split}"
+        assert feed is not None, f"there are no samples for {split}"
+        return labelled, feed
 
     def _reports(self, labelled: LabelledSplit, answers: Answers) -> tuple[TaskReport, dict[str, TaskReport]]:
         labels, truth = self.examination.data.labels, labelled.samples.labels
@@ -149,7 +157,7 @@ class TaskLoop(Loop):
 
     def _offer(self, state: TrainState, report: TaskReport) -> None:
         best = self.examination.best
-        if best is None or not state.iteration:
+        if best is None or report.accuracy is None or not state.iteration:
             return
         if best.offer(state, report.accuracy):
             self.monitor.message(f"saved the best model so far to {best.folder}")

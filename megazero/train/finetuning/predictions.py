@@ -79,8 +79,13 @@ def _rows(
 
 def _json_lines(files: Sequence[LabelledFile], labels: Sequence[str], scores: np.ndarray) -> Iterator[str]:
     for path, identity, label, predicted, shares in _rows(files, labels, scores):
-        found = {"file": path, "id": identity, "label": label, "predicted": predicted}
-        found["probabilities"] = dict(zip(labels, shares, strict=True))
+        found = {
+            "file": path,
+            "id": identity,
+            "label": label,
+            "predicted": predicted,
+            "probabilities": dict(zip(labels, shares, strict=True)),
+        }
         yield json.dumps(found, ensure_ascii=False)
 
 

@@ -14,7 +14,7 @@ from megazero.mpu import ParallelContext
 from megazero.train.engine import Engine
 from megazero.train.named_checkpoint import checkpoint_at, model_at
 from megazero.train.resume import FREE_MODEL_FIELDS, check_model
-from megazero.train.weights import take_weights
+from megazero.train.weights import Opener, take_weights
 
 # Settings of the head that pretraining had and a classifier has not.
 _OF_THE_HEAD = frozenset({"num_classes", "untie_embeddings_and_output_weights", "bert_head_activation"})
@@ -37,12 +37,13 @@ def take_pretrained(
     """
     given, hugging_face = config.finetune.pretrained_checkpoint, config.checkpoint.load_hf
     without: tuple[str, ...] = ()
+    opener: Opener
     if given is not None:
         folder = checkpoint_at(given, context)
         path, saved = str(folder), model_at(folder, context)
         check_model(config.model, vocab_size, saved, folder, FREE_MODEL_FIELDS | _OF_THE_HEAD)
         opener = partial(CheckpointReader, path, verify=Verify(config.checkpoint.verify_checkpoint))
-        labels = (saved.sections.get("finetune") or {}).get("labels") or ()
+        labels = saved.sections.get("finetune", {}).get("labels") or ()
         same = _same_classes(saved.sections["model"].get("num_classes"), tuple(labels), config)
         without = () if same else ("classifier.",)
     elif hugging_face is not None:

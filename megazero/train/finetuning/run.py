@@ -9,10 +9,11 @@ from megazero.checkpoint import Disk
 from megazero.config.tree import Config
 from megazero.data import BatchSampler, EpochOrder, SamplerSpec
 from megazero.errors import CheckpointError, ConfigError, DataError
+from megazero.models import LabelledBatch
 from megazero.mpu import Launch, ParallelContext, TrafficLog, agree, count_traffic, gather_values
 from megazero.train.agreement import labelled_samples, tokenizer_and_place
 from megazero.train.assemble import build_model, build_plan, in_job
-from megazero.train.families import family_of
+from megazero.train.families import classifiers_of
 from megazero.train.feed import Feed, make_feed
 from megazero.train.finetuning.best import BestModel
 from megazero.train.finetuning.loop import Examination, TaskLoop
@@ -59,7 +60,7 @@ def finetune_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     data = read_task(config, vocabulary)
     config = completed(config, data, context)
     if config.finetune.predictions:
-        _on_first(context, lambda: check_writable(config.finetune.predictions))
+        _on_first(context, partial(check_writable, config.finetune.predictions))
     build = partial(build_model, vocabulary, context)
     begin = partial(take_pretrained, config, context, vocabulary.size)
     resumed = resume(config, context, vocabulary.size, build, begin)
@@ -120,18 +121,19 @@ def _conclude(loop: TaskLoop, config: Config, state: TrainState) -> None:
     found, path = loop.examination, config.finetune.predictions
     if found.test is None and path is None:
         return
-    if found.best is not None and found.best.mark.iteration != state.iteration:
+    mark = None if found.best is None else found.best.mark
+    if found.best is not None and mark is not None and mark.iteration != state.iteration:
         found.best.take()
-        mark = found.best.mark
         loop.monitor.message(
             f"the best model is that of iteration {mark.iteration}, with accuracy {mark.accuracy:.4f}"
         )
     split = "validation" if found.test is None else "test"
-    answers = loop.answers(split) if found.test is None else loop.evaluate(split, state)
-    if path is not None:
-        labelled = found.data.valid if found.test is None else found.data.test
+    answers = loop.answers(split) if found.test is None else loop.examine(split, state)
+    labelled = found.data.valid if found.test is None else found.data.test
+    if path is not None and labelled is not None:
         _on_first(
-            loop.context, lambda: write_predictions(path, labelled.files, found.data.labels, answers.scores)
+            loop.context,
+            partial(write_predictions, path, labelled.files, found.data.labels, answers.scores),
         )
         loop.monitor.message(f"wrote the predictions for {len(labelled)} samples to {path}")
 
@@ -142,13 +144,15 @@ def _feed(
     context: ParallelContext,
     split: LabelledSplit | None,
     stream_seed: int | None,
-) -> Feed | None:
+) -> Feed[LabelledBatch] | None:
     """The samples of a split: all epochs, each in an order of its own, if there is a stream seed; else in the
     order of the files.
     """
     if split is None:
         return None
-    batch, trains = config.batch, stream_seed is not None
+    batch, trains, classes = config.batch, stream_seed is not None, config.model.num_classes
+    assert batch.global_batch_size is not None, "`completed` sets it"
+    assert classes is not None, "`completed` sets them"
     order = EpochOrder(
         split.samples,
         batch.global_batch_size,
@@ -161,13 +165,16 @@ def _feed(
         data_parallel_rank=context.data.rank,
         data_parallel_size=context.data.size,
     )
-    collate = family_of(config.model).collate(config, vocabulary.size, context.device, stream_seed)
+    collate = classifiers_of(config.model.family, classes).collate(
+        config, vocabulary.size, context.device, stream_seed
+    )
     return make_feed(order, BatchSampler(spec), collate, config.data.num_workers if trains else 0)
 
 
 def _check_epochs(resumed: Resumed, config: Config) -> None:
     """A step is a place in an epoch only if all steps before were of the same size."""
     state, batch = resumed.state, config.batch.global_batch_size
+    assert batch is not None, "`completed` sets it"
     if state.consumed_samples != state.iteration * batch:
         raise CheckpointError(
             f"`global_batch_size` must stay {state.consumed_samples / state.iteration:g} until the last "

@@ -64,7 +64,8 @@ class TaskReport:
     @property
     def _given(self) -> np.ndarray:
         """How often each class occurs among labels and answers together."""
-        return self.confusion.sum(0) + self.confusion.sum(1)
+        given: np.ndarray = self.confusion.sum(0) + self.confusion.sum(1)
+        return given
 
     def record(self) -> dict[str, object]:
         """The same as JSON."""
@@ -110,4 +111,5 @@ class TaskReport:
 def probabilities(scores: np.ndarray) -> np.ndarray:
     """Softmax over the last dim, float64 [n, classes]."""
     shifted = np.exp(scores.astype(np.float64) - scores.max(-1, keepdims=True))
-    return shifted / shifted.sum(-1, keepdims=True)
+    shares: np.ndarray = shifted / shifted.sum(-1, keepdims=True)
+    return shares

@@ -126,7 +126,8 @@ def _labels(config: Config, task: Task, train: Sequence[LabelledFile]) -> tuple[
     """The task's labels, else those of the training data, else those that the weights were trained with."""
     if task.labels:
         return task.labels
-    seen = sorted({sample.label for file in train for sample in file.samples})
+    samples = (sample for file in train for sample in file.samples)
+    seen = sorted({sample.label for sample in samples if sample.label is not None})
     if len(seen) == 1:
         raise DataError(
             f"`label` must have two values or more in the training data, but is always {seen[0][:40]!r}; "
@@ -135,7 +136,7 @@ def _labels(config: Config, task: Task, train: Sequence[LabelledFile]) -> tuple[
     if seen:
         return tuple(seen)
     for folder in _checkpoints(config):
-        saved = saved_model(CheckpointReader(folder, verify=Verify.SIZE)).sections.get("finetune") or {}
+        saved = saved_model(CheckpointReader(folder, verify=Verify.SIZE)).sections.get("finetune", {})
         if saved.get("labels"):
             return tuple(saved["labels"])
     if (path := config.checkpoint.load_hf) and (names := Description.read(Path(path)).labels):

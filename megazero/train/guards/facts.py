@@ -9,20 +9,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megazero.config.steps import Step
+from megazero.models import MicroBatch
 from megazero.mpu import ParallelContext, gather_values
 from megazero.train.engine import Attempt, Engine
 from megazero.train.feed import Feed
-from megazero.train.losses import CountedBatch
 
 _LAYER = re.compile(r"layers\.[0-9]+")
 
 
 def step_facts(
     engine: Engine,
-    feed: Feed,
+    feed: Feed[MicroBatch],
     step: Step,
     attempt: Attempt,
-    batches: Sequence[CountedBatch],
+    batches: Sequence[MicroBatch],
     context: ParallelContext,
 ) -> dict[str, Any]:
     """Facts of a step whose gradients are there, as JSON; every rank calls this, and all get the same.

@@ -10,6 +10,7 @@ from typing import Any
 from megazero.config.guards import GuardsConfig
 from megazero.config.steps import Step
 from megazero.errors import NumericsError
+from megazero.models import MicroBatch
 from megazero.mpu import ParallelContext
 from megazero.train.engine import Attempt, Engine, Judge, Judgement, Replay, StepResult
 from megazero.train.feed import Feed
@@ -17,7 +18,6 @@ from megazero.train.guards.facts import step_facts
 from megazero.train.guards.incidents import Action, Incident, IncidentLog
 from megazero.train.guards.rerun import Cause, Ruling, repeat
 from megazero.train.guards.spikes import Recent, Spike
-from megazero.train.losses import CountedBatch
 from megazero.train.state import TrainState
 from megazero.zero import CopyCheck
 
@@ -56,7 +56,7 @@ class StepGuard:
     Args:
         config: what is looked for, and what is done about it.
         engine: makes the steps.
-        feed: gives their samples.
+        feed: gives their samples; None where nothing is trained on.
         context: all ranks.
         log: takes the incidents.
         restore: goes back to a checkpoint; None where nothing is saved.
@@ -66,7 +66,7 @@ class StepGuard:
         self,
         config: GuardsConfig,
         engine: Engine,
-        feed: Feed,
+        feed: Feed[MicroBatch] | None,
         context: ParallelContext,
         log: IncidentLog,
         restore: Restore | None,
@@ -87,9 +87,11 @@ class StepGuard:
         aside = any(start < end and first < stop for start, stop in state.set_aside)
         return aside or step.after.iteration in self.config.iterations_to_skip
 
-    def judge(self, state: TrainState, step: Step, batches: Sequence[CountedBatch]) -> Judge:
+    def judge(self, state: TrainState, step: Step, batches: Sequence[MicroBatch]) -> Judge:
         """Looks at the step after `state` when its gradients are there."""
         self._seen = _Seen()
+        feed = self.feed
+        assert feed is not None, "a step is made of samples"
 
         def look(attempt: Attempt, replay: Replay) -> Judgement:
             seen = self._look(state, attempt)
@@ -100,12 +102,14 @@ class StepGuard:
             if not seen.finite and self.engine.scaler.searches:
                 return Judgement(attempt)
             if self.config.rerun_on_fault:
-                attempt, seen.ruling = repeat(attempt, replay, batches, self._borrowed(step), self.context)
+                attempt, seen.ruling = repeat(
+                    attempt, replay, batches, self._borrowed(feed, step), self.context
+                )
                 if seen.ruling.cause is Cause.TRANSIENT:
                     now = self._look(state, attempt)
                     if now.finite and not now.spikes:
                         return Judgement(attempt)
-            seen.facts = step_facts(self.engine, self.feed, step, attempt, batches, self.context)
+            seen.facts = step_facts(self.engine, feed, step, attempt, batches, self.context)
             return Judgement(attempt, hold=self._holds(seen))
 
         return look
@@ -170,7 +174,7 @@ class StepGuard:
 
     def check_row(self, state: TrainState, result: StepResult) -> None:
         """Raises NumericsError, on every rank, if too many updates in a row were left out."""
-        limit = self.config.max_skipped_updates
+        limit: float | None = self.config.max_skipped_updates
         if limit is None:
             limit = math.inf if self.engine.scaler.searches and not result.held else _MOST_BAD
         if state.bad_in_a_row < limit:
@@ -198,7 +202,7 @@ class StepGuard:
         return calm and not (found.overflows_at_floor if searches else state.bad_in_a_row)
 
     def _look(self, state: TrainState, attempt: Attempt) -> _Seen:
-        loss, norm = attempt.losses.total, attempt.grad_norm
+        loss, norm = attempt.losses.trained_total, attempt.grad_norm
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return _Seen(finite=self.context.device.type == "meta")
         if self.config.on_spike == "off" or state.recent is None:
@@ -213,18 +217,19 @@ class StepGuard:
             or (bool(seen.spikes) and self.config.on_spike == "skip")
         )
 
-    def _borrowed(self, step: Step) -> Sequence[CountedBatch] | None:
+    def _borrowed(self, feed: Feed[MicroBatch], step: Step) -> Sequence[MicroBatch] | None:
         """The next replica's micro-batches; None if there is none, or if ranks share work for experts."""
         data = self.context.data
         if data.size == 1 or self.context.groups["ep"].size > 1:
             return None
-        neighbour = self.feed.of_replica((data.rank + 1) % data.size)
+        neighbour = feed.of_replica((data.rank + 1) % data.size)
         return neighbour.of_step(step)
 
     def _act(self, state: TrainState, step: Step, result: StepResult, seen: _Seen) -> TrainState:
         """Do what was asked for about a spike, or about numbers that are not finite."""
         iteration, kind = state.iteration, "spike" if seen.finite else "not finite"
-        calm = state.recent.calm(iteration) and state.bad_in_a_row <= 1
+        recent = state.recent or Recent()
+        calm = recent.calm(iteration) and state.bad_in_a_row <= 1
         if result.held and self.config.on_spike == "rollback":
             earlier = self._roll_back(state, step, seen, kind)
             if earlier is not None:
@@ -235,7 +240,7 @@ class StepGuard:
             self._add(kind, iteration, seen, "skipped" if result.skipped else "none")
         if not seen.finite:
             return state
-        return replace(state, recent=replace(state.recent, spike=iteration))
+        return replace(state, recent=replace(recent, spike=iteration))
 
     def _roll_back(self, state: TrainState, step: Step, seen: _Seen, kind: str) -> TrainState | None:
         """The earlier state, with the samples around this step set aside; None without a checkpoint."""

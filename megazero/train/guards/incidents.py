@@ -62,7 +62,7 @@ class IncidentLog:
         where = ""
         if self.folder is not None:
             try:
-                where = f"; see {self._write(incident)}"
+                where = f"; see {_write(self.folder / FOLDER, incident)}"
             except OSError as error:
                 where = f"; it could not be written down: {error}"
         self.monitor.message(
@@ -70,17 +70,17 @@ class IncidentLog:
             f"{_DONE[incident.action]}{where}"
         )
 
-    def _write(self, incident: Incident) -> Path:
-        folder = self.folder / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        number = sum(name.endswith(".json") for name in os.listdir(folder))
-        stem = f"{number:04d}-{incident.iteration:07d}-{incident.kind.replace(' ', '-')}"
-        facts = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **asdict(incident)}
-        texts = {".txt": page(facts), ".json": json.dumps(to_json(facts), indent=1, allow_nan=False) + "\n"}
-        for suffix, text in texts.items():
-            with whole_file(folder / f"{stem}{suffix}") as file:
-                file.write(text.encode())
-        return folder / f"{stem}.txt"
+
+def _write(folder: Path, incident: Incident) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    number = sum(name.endswith(".json") for name in os.listdir(folder))
+    stem = f"{number:04d}-{incident.iteration:07d}-{incident.kind.replace(' ', '-')}"
+    facts = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **asdict(incident)}
+    texts = {".txt": page(facts), ".json": json.dumps(to_json(facts), indent=1, allow_nan=False) + "\n"}
+    for suffix, text in texts.items():
+        with whole_file(folder / f"{stem}{suffix}") as file:
+            file.write(text.encode())
+    return folder / f"{stem}.txt"
 
 
 def page(facts: Mapping[str, Any]) -> str:

@@ -14,9 +14,9 @@ from enum import Enum
 
 import torch
 
+from megazero.models import MicroBatch
 from megazero.mpu import ParallelContext, gather_values, name_ranks
 from megazero.train.engine import Attempt, Replay
-from megazero.train.losses import CountedBatch
 
 _SHOWN = 4  # names of tensors in a message
 
@@ -78,12 +78,13 @@ def rule(passes: Sequence[Passes]) -> Ruling:
             "the network or a buffer failed once"
         )
         return Ruling(Cause.TRANSIENT, (), text)
-    lent = {rank: each for rank, each in enumerate(passes) if each.lent is not None}
+    lent = {
+        (rank, each.neighbour): each.lent
+        for rank, each in enumerate(passes)
+        if each.lent is not None and each.neighbour is not None
+    }
     blame = Counter(
-        each_rank
-        for rank, each in lent.items()
-        if _unlike(each.lent, passes[each.neighbour].again)
-        for each_rank in (rank, each.neighbour)
+        rank for pair, bits in lent.items() if _unlike(bits, passes[pair[1]].again) for rank in pair
     )
     if blame:
         most = max(blame.values())
@@ -98,8 +99,8 @@ def rule(passes: Sequence[Passes]) -> Ruling:
 def repeat(
     first: Attempt,
     replay: Replay,
-    own: Sequence[CountedBatch],
-    borrowed: Sequence[CountedBatch] | None,
+    own: Sequence[MicroBatch],
+    borrowed: Sequence[MicroBatch] | None,
     context: ParallelContext,
 ) -> tuple[Attempt, Ruling]:
     """Compute a step again; every rank calls this.
@@ -138,7 +139,7 @@ def _bits(attempt: Attempt) -> list[int]:
 
 
 def _sums(attempt: Attempt) -> list[str]:
-    return [attempt.losses.total.hex(), attempt.sums_norm.hex()]
+    return [attempt.losses.trained_total.hex(), attempt.sums_norm.hex()]
 
 
 def _unlike(left: Sequence[int], right: Sequence[int]) -> list[int]:

@@ -1,8 +1,8 @@
 """Monitors: where a run's numbers go. One file per destination.
 
-`base.py` has the protocol and the composite; `console.py` prints lines and a progress bar, `jsonl.py` writes
-one object per iteration, `csv_file.py` one file per metric; `tensorboard.py` and `weights_and_biases.py` draw
-charts, under the names in `tags.py`.
+`base.py` says what a monitor is and has the composite; `console.py` prints lines and a progress bar,
+`jsonl.py` writes one object per iteration, `csv_file.py` one file per metric; `tensorboard.py` and
+`weights_and_biases.py` draw charts, under the names in `tags.py`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""The protocol of a monitor, and a composite that survives its members' failures."""
+"""What a monitor is, and a composite that survives its members' failures."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from megazero.train.metrics import EvalMetrics, StepMetrics
 
 
-class Monitor(Protocol):
+class Monitor:
     """Something that shows or records how training is going.
 
     All methods do nothing unless overridden, so a monitor that derives from this class defines only those it

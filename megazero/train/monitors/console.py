@@ -145,7 +145,7 @@ def interval_line(interval: list[StepMetrics], total: int | None) -> str:
     if last.params_norm is not None:
         parts.append(f"params norm: {last.params_norm:.3f}")
     parts.append(f"number of skipped iterations: {sum(metrics.skipped for metrics in interval):3d}")
-    parts.append(f"number of nan iterations: {sum(math.isnan(x.total) for x in made):3d}")
+    parts.append(f"number of nan iterations: {sum(math.isnan(x.trained_total) for x in made):3d}")
     return " | ".join(parts) + " |"
 
 
