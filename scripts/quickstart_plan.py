@@ -1,10 +1,10 @@
-"""Chooses how the quickstart trains: times a few steps of the real model, and fits the training into its time.
+"""Chooses how the quickstart trains: times a few steps of the real model, and fits the run into its time.
 
     python scripts/quickstart_plan.py --seconds 180 --layouts 2x1 1x2 --entry pretrain_gpt.py -- FLAGS
 
-A layout RxT is R replicas of T threads each. Every layout is timed in fp32, the fastest also in bf16 where the
-processor has instructions for it. What was measured goes to the error stream; the choice to the output, in one line:
-replicas, threads, precision (fp32 or bf16), steps.
+A layout RxT is R replicas of T threads each. Every layout is timed in fp32, the fastest also in bf16 where
+the processor has instructions for it. The error stream gets the measurements, the output the choice in one
+line: replicas, threads, precision (fp32 or bf16), steps.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, choose, print."""
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--seconds", type=float, required=True, help="time for the training")
     parser.add_argument("--layouts", type=layout_of, nargs="+", required=True, metavar="RxT")
     parser.add_argument("--entry", required=True, help="pretrain_gpt.py or pretrain_bert.py")

@@ -160,8 +160,9 @@ class Watch:
             return
         self.leave()
         self._await_settled()
-        self._closed.set()
-        self._wake.set()
+        with self._lock:  # an alarm counts before this, and is diagnosed, or not at all
+            self._closed.set()
+            self._wake.set()
         for thread in self._threads:
             thread.join(self._limits.grace)
         if self._alarm is not None:
@@ -290,14 +291,15 @@ class Watch:
                 self._sound(Alarm.TIMEOUT, f"{what} took more than {self._limits.call:g} s")
         if self._alarm is None:
             return
-        self._ending.prepare(self._inquest.longest + self._limits.grace)
         try:
+            self._ending.prepare(self._inquest.longest + self._limits.grace)
             self._summary = self._inquest.hold(self._report(), self._still)
         except Exception as error:
-            # Whoever waits for the summary would otherwise wait for as long as a diagnosis may take.
             traceback.print_exc()
             self._summary = f"{self._alarm[1]}; its diagnosis failed: {type(error).__name__}: {error}"
-        self._settled.set()
+        finally:
+            # Whoever waits for the summary would otherwise wait for as long as a diagnosis may take.
+            self._settled.set()
         if not self._closed.wait(self._limits.grace):
             self._log.close()
             self._ending.end()
