@@ -151,9 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"timed {candidate}: {taken:.3f} s per step", file=sys.stderr, flush=True)
         return taken
 
-    choice = choose(
-        options.layouts, has_bf16_instructions(), time_of, options.seconds, options.most_steps
-    )
+    choice = choose(options.layouts, has_bf16_instructions(), time_of, options.seconds, options.most_steps)
     print(choice.table(options.seconds), file=sys.stderr, flush=True)
     chosen = choice.candidate
     print(chosen.replicas, chosen.threads, chosen.precision, choice.steps)
