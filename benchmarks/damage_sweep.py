@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megazero.checkpoint import Box, CheckpointReader, Key, Part, candidates, iteration_folder, parts_to_read
 from megazero.checkpoint.folder import LATEST
 from megazero.checkpoint.tensor_file import memory_of
-from megazero.config.horizon import horizon_of
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig
 from megazero.errors import DamagedCheckpointError
@@ -139,12 +139,12 @@ def make_run(layout: Layout, directory: Path, hidden_size: int) -> Run:
 
     def work(rank: int) -> dict[int, str]:
         context = thread_context(world, layout.grid, rank)
-        horizon = horizon_of(config, context.data.size)
-        engine, state = verification_engine(config, horizon, context), TrainState()
-        snapshots = Snapshots(config, horizon, engine, context, VOCABULARY, config.training.seed)
+        training_plan = training_plan_of(config, context.data.size)
+        engine, state = verification_engine(config, training_plan, context), TrainState()
+        snapshots = Snapshots(config, training_plan, engine, context, VOCABULARY, config.training.seed)
         found = {}
         for _ in range(NEWEST):
-            step = horizon.at(state.progress)
+            step = training_plan.at(state.progress)
             result = engine.train_step(micro_batches(config, context, step), state.progress, Timers())
             state = state.after(step, result.skipped)
             if state.iteration in (OLDER, NEWEST):

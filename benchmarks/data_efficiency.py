@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.contenders import Shape
 from benchmarks.contenders.ours import make_config, vocabulary_of
-from megazero.config.horizon import horizon_of
 from megazero.config.steps import Progress
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import Config, ParallelConfig, ZeroConfig
 from megazero.layers import NOTHING_SKIPPED, Skipping
 from megazero.models import Batch
@@ -84,7 +84,7 @@ def contenders(shape: Shape) -> dict[str, Contender]:
 def build(config: Config, shape: Shape) -> Engine:
     context = solo_context()
     chunks = build_chunks(config, vocabulary_of(shape), context)
-    return build_engine(config, horizon_of(config, 1), chunks, context)
+    return build_engine(config, training_plan_of(config, 1), chunks, context)
 
 
 def step_seconds(engine: Engine, shape: Shape, contender: Contender) -> float:

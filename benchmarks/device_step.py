@@ -27,8 +27,8 @@ import torch
 from benchmarks.contenders import Shape
 from benchmarks.contenders.ours import Trainer, make_config, vocabulary_of
 from megazero.config.acceleration import AccelerationConfig
-from megazero.config.horizon import horizon_of
 from megazero.config.rules import check
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import ParallelConfig, ZeroConfig
 from megazero.errors import ConfigError
 from megazero.mpu import solo_context
@@ -76,7 +76,7 @@ def trainer(shape: Shape, way: str, backend: str) -> Trainer:
         raise ConfigError(wrong)
     context = solo_context(torch.device(shape.device))
     chunks = build_chunks(config, vocabulary_of(shape), context)
-    return Trainer(shape, build_engine(config, horizon_of(config, 1), chunks, context), context)
+    return Trainer(shape, build_engine(config, training_plan_of(config, 1), chunks, context), context)
 
 
 def flops_per_token(shape: Shape) -> float:

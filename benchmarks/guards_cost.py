@@ -23,8 +23,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.kill_job import _free_port
-from megazero.config.horizon import horizon_of
 from megazero.config.resolve import parse_config
+from megazero.config.training_plan import training_plan_of
 from megazero.mpu import Launch, leave
 from megazero.mpu.launch import join
 from megazero.train import assemble
@@ -49,10 +49,10 @@ class Trained:
     def __init__(self, flags: str, ranks: int, joined):
         argv = [*MODEL.split(), *flags.split(), "--global-batch-size", str(8 * ranks)]
         config = parse_config(argv, world_size=ranks).config
-        horizon, vocabulary = horizon_of(config, joined.data.size), build_vocabulary(config)
-        engine = assemble.build_model(vocabulary, joined, config, horizon)
-        feeds = assemble.build_feeds(config, horizon, vocabulary, joined, 1)
-        plan = assemble.build_plan(config, horizon, vocabulary, joined)
+        training_plan, vocabulary = training_plan_of(config, joined.data.size), build_vocabulary(config)
+        engine = assemble.build_model(vocabulary, joined, config, training_plan)
+        feeds = assemble.build_feeds(config, training_plan, vocabulary, joined, 1)
+        plan = assemble.build_plan(config, training_plan, vocabulary, joined)
         self.loop = Loop(engine, plan, feeds, CompositeMonitor(), None, joined)
         self.state = TrainState()
 

@@ -317,7 +317,7 @@ def optimizer_of(tier: Tier) -> Optimizer:
         module_units(model), policy, solo_context(), kind=lambda policy: OffloadStore(policy, placement)
     )
     for bucket in store.buckets:
-        store.land(bucket, torch.randn(bucket.layout.padded), first=True)
+        store.accumulate(bucket, torch.randn(bucket.layout.padded), first=True)
     return Optimizer(store, Adam(), solo_context(), 0.0)
 
 

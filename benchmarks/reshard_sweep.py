@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megazero.checkpoint import RANDOM, Box, CheckpointReader, Part, iteration_folder
 from megazero.checkpoint.tensor_file import memory_of
-from megazero.config.horizon import horizon_of
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig
 from megazero.mpu import ParallelContext, ParamSpec, ThreadWorld, thread_context
@@ -103,15 +103,15 @@ def run(case: Case, load: Path | None, save: Path, steps: int) -> list[Seen]:
 
     def work(rank: int) -> Seen:
         context = thread_context(world, case.layout.grid, rank, node_size=case.layout.hpz)
-        horizon = horizon_of(config, context.data.size)
+        training_plan = training_plan_of(config, context.data.size)
         if load is None:
-            engine = verification_engine(config, horizon, context)
+            engine = verification_engine(config, training_plan, context)
             state = train(engine, config, context, TrainState(), BEFORE, Record())
         else:
             build = partial(verification_engine, context=context)
             resumed = resume(config, context, VOCABULARY, build)
             engine, state = resumed.engine, resumed.state
-        snapshots = Snapshots(config, horizon, engine, context, VOCABULARY, config.training.seed)
+        snapshots = Snapshots(config, training_plan, engine, context, VOCABULARY, config.training.seed)
         assert snapshots.save(state) == [BEFORE]
         snapshots.saver.close()
         kept = [(s.name, {k: t.clone() for k, t in ts.items()}) for s, ts in engine.optimizer.full_state()]
@@ -126,9 +126,9 @@ def train(
     engine: Engine, config: Config, context: ParallelContext, state: TrainState, steps: int, record: Record
 ) -> TrainState:
     """Train that many steps and record what law 1 is about; returns the state after them."""
-    horizon = horizon_of(config, context.data.size)
+    training_plan = training_plan_of(config, context.data.size)
     for _ in range(steps):
-        step = horizon.at(state.progress)
+        step = training_plan.at(state.progress)
         result = engine.train_step(micro_batches(config, context, step), state.progress, Timers())
         state = state.after(step, result.skipped)
         record.losses.append(result.losses.labelled())

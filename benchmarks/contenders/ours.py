@@ -8,10 +8,10 @@ import torch
 
 from benchmarks.contenders import ActionTime, Shape
 from megazero.config.acceleration import AccelerationConfig
-from megazero.config.horizon import horizon_of
 from megazero.config.offload import OffloadConfig
 from megazero.config.rules import check
 from megazero.config.steps import Progress
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import (
     BatchConfig,
     Config,
@@ -140,6 +140,6 @@ def build(
     config = make_config(shape, world_size, *sections)
     config = config.model_copy(update={"acceleration": AccelerationConfig(compile=compile)})
     context = join_context(shape, rank, world_size, config.parallel)
-    horizon = horizon_of(config, context.data.size)
-    engine = build_engine(config, horizon, build_chunks(config, vocabulary_of(shape), context), context)
+    training_plan = training_plan_of(config, context.data.size)
+    engine = build_engine(config, training_plan, build_chunks(config, vocabulary_of(shape), context), context)
     return Trainer(shape, engine, context)

@@ -2,7 +2,7 @@
 
 `instrument` puts one line into every function. All processes of a test run, Gloo workers and command lines
 too, append what they reach to one file in the folder that `MEGAZERO_HITS` names. They say a function once
-per test: `Board.next_test` turns a page that all of them have mapped, and on a new page everything is new.
+per test: `JobNotes.next_test` turns a page that all of them have mapped, and on a new page everything is new.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _functions(node: ast.AST, prefix: str):
             yield from _functions(child, prefix)
 
 
-class Board:
+class JobNotes:
     """Where the processes of one test run write down the functions they reach."""
 
     def __init__(self, folder: str | None):
@@ -94,4 +94,4 @@ class Board:
         return sorted({int(number) for number in text.split() if len(number) == 7})
 
 
-BOARD = Board(os.environ.get(VARIABLE))
+BOARD = JobNotes(os.environ.get(VARIABLE))

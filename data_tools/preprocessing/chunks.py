@@ -58,7 +58,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Segment:
     """Whole lines of one file, from byte `start` to `end` (None: to its end). Of a compressed file, all."""
 
     path: str
@@ -67,7 +67,7 @@ class Stretch:
 
 
 def cut(
-    sources: Sequence[str | Stretch],
+    sources: Sequence[str | Segment],
     chunk_bytes: int = CHUNK_BYTES,
     longest: int = LONGEST_LINE,
     *,
@@ -83,7 +83,7 @@ def cut(
     # So that a line within a chunk is never too long; only one that completes it may be.
     step, number = min(chunk_bytes, longest), 0
     for source in sources:
-        stretch = Stretch(source) if isinstance(source, str) else source
+        stretch = Segment(source) if isinstance(source, str) else source
         divided = _cut_gzip if is_gzip(stretch.path) else _cut_plain
         for start, end, data, fits in divided(stretch, step, longest, goes_on):
             yield Chunk(number, stretch.path, start, end, data, None if fits else longest)
@@ -102,7 +102,7 @@ def is_gzip(path: str) -> bool:
 _Piece = tuple[int, int, bytes | None, bool]
 
 
-def _cut_plain(stretch: Stretch, step: int, longest: int, goes_on: bool) -> Iterator[_Piece]:
+def _cut_plain(stretch: Segment, step: int, longest: int, goes_on: bool) -> Iterator[_Piece]:
     with open(stretch.path, "rb") as file:
         start = stretch.start
         last = os.fstat(file.fileno()).st_size if stretch.end is None else stretch.end
@@ -145,7 +145,7 @@ def _last_line(file: IO[bytes], start: int, size: int) -> int:
     return file.read(size).rfind(b"\n") + 1
 
 
-def _cut_gzip(stretch: Stretch, step: int, longest: int, goes_on: bool) -> Iterator[_Piece]:
+def _cut_gzip(stretch: Segment, step: int, longest: int, goes_on: bool) -> Iterator[_Piece]:
     with gzip.open(stretch.path, "rb") as file:
         start = 0
         while data := _unpacked(stretch.path, file.read, step):

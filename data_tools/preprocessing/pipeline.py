@@ -11,10 +11,10 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from data_tools.preprocessing.chunks import CHUNK_BYTES, LONGEST_LINE, Chunk, Problem, Stretch, cut
+from data_tools.preprocessing.chunks import CHUNK_BYTES, LONGEST_LINE, Chunk, Problem, Segment, cut
 from data_tools.preprocessing.encode import KEPT_PROBLEMS, EncodedChunk, EncodeJob, EncoderFacts
 from data_tools.preprocessing.partitions import divide, lines_before
-from data_tools.preprocessing.pool import Crew, SoloCrew
+from data_tools.preprocessing.pool import InlinePool, WorkerPool
 from data_tools.preprocessing.progress import Progress, Totals
 from data_tools.preprocessing.watch import PATIENCE, WorkerPatience
 from megazero.data.claim import temporary_path
@@ -37,11 +37,11 @@ class PreprocessRun:
     longest_line: int = LONGEST_LINE
     patience: WorkerPatience = PATIENCE
 
-    def crew(self, workers: int) -> Crew:
+    def workers_pool(self, workers: int) -> WorkerPool:
         """So many processes that encode."""
-        return Crew(self.job, workers, self.chunk_bytes, self.patience)
+        return WorkerPool(self.job, workers, self.chunk_bytes, self.patience)
 
-    def chunks(self, sources: Sequence[str | Stretch]) -> Iterator[Chunk]:
+    def chunks(self, sources: Sequence[str | Segment]) -> Iterator[Chunk]:
         """What these sources are cut into."""
         return cut(sources, self.chunk_bytes, self.longest_line, goes_on=self.job.skip_bad_lines)
 
@@ -91,14 +91,14 @@ def _in_one(run: PreprocessRun, tally: _Tally) -> str:
     """All inputs through one crew into the datasets; returns what encoded them."""
     with ExitStack() as stack:
         solo = run.workers == 1
-        crew = stack.enter_context(SoloCrew(run.job) if solo else run.crew(run.workers))
-        _say_if_slow(crew.facts)
+        workers_pool = stack.enter_context(InlinePool(run.job) if solo else run.workers_pool(run.workers))
+        _say_if_slow(workers_pool.facts)
         # Started only now: the bar draws on a thread, and a process with threads cannot fork its workers.
         stack.enter_context(tally.progress)
-        writers = _open_writers(stack, run.outputs().values(), crew.facts)
-        tally.totals.first_problems = _write(run, crew, run.paths, writers, tally)
+        writers = _open_writers(stack, run.outputs().values(), workers_pool.facts)
+        tally.totals.first_problems = _write(run, workers_pool, run.paths, writers, tally)
         _require_documents(tally.totals)
-    return crew.facts.encoder
+    return workers_pool.facts.encoder
 
 
 def _in_parts(run: PreprocessRun, tally: _Tally) -> str:
@@ -106,7 +106,7 @@ def _in_parts(run: PreprocessRun, tally: _Tally) -> str:
     the whole."""
     parts = divide(run.paths, run.partitions)
     with ExitStack() as stack:
-        crews = [stack.enter_context(run.crew(run.workers // run.partitions)) for _ in parts]
+        crews = [stack.enter_context(run.workers_pool(run.workers // run.partitions)) for _ in parts]
         facts = crews[0].facts
         _say_if_slow(facts)
         writers = _open_writers(stack, run.outputs().values(), facts)
@@ -115,8 +115,8 @@ def _in_parts(run: PreprocessRun, tally: _Tally) -> str:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         pool = stack.enter_context(ThreadPoolExecutor(len(parts)))
         # Left in the opposite order: the workers end, so that the threads do, whose files then go.
-        for crew in crews:
-            stack.push(crew)
+        for workers_pool in crews:
+            stack.push(workers_pool)
         stack.enter_context(tally.progress)
         prefixes = [[f"{folder}/{number}-{key}" for key in run.job.keys] for number in range(len(parts))]
         rows = zip(crews, parts, prefixes, strict=True)
@@ -139,10 +139,10 @@ def _until_one_fails(futures: list[Future]) -> list[Future]:
 
 
 def _write_part(
-    run: PreprocessRun, crew: Crew, part: list[Stretch], prefixes: list[str], tally: _Tally
+    run: PreprocessRun, workers_pool: WorkerPool, part: list[Segment], prefixes: list[str], tally: _Tally
 ) -> list[str]:
     with ExitStack() as stack:
-        return _write(run, crew, part, _open_writers(stack, prefixes, crew.facts), tally)
+        return _write(run, workers_pool, part, _open_writers(stack, prefixes, workers_pool.facts), tally)
 
 
 def _open_writers(
@@ -153,17 +153,17 @@ def _open_writers(
 
 def _write(
     run: PreprocessRun,
-    crew: SoloCrew | Crew,
-    sources: Sequence[str | Stretch],
+    workers_pool: InlinePool | WorkerPool,
+    sources: Sequence[str | Segment],
     writers: list[IndexedDatasetWriter],
     tally: _Tally,
 ) -> list[str]:
     """Encodes these sources into the writers, one per key; returns the first skipped lines' descriptions."""
     skipped: list[str] = []
-    first = next((each for each in sources if isinstance(each, Stretch)), None)
-    for chunk, first_line in _with_line_numbers(crew.results(run.chunks(sources)), first):
+    first = next((each for each in sources if isinstance(each, Segment)), None)
+    for chunk, first_line in _with_line_numbers(workers_pool.results(run.chunks(sources)), first):
         if chunk.disagreement is not None:
-            facts = crew.facts
+            facts = workers_pool.facts
             raise _Disagreement(f"{facts.fast} and {facts.tokenizer} differ in {chunk.disagreement}")
         problems = [_describe(chunk.path, first_line, problem) for problem in chunk.problems]
         if problems and not run.job.skip_bad_lines:
@@ -204,7 +204,7 @@ def _require_documents(totals: Totals) -> None:
 
 
 def _with_line_numbers(
-    chunks: Iterator[EncodedChunk], first: Stretch | None
+    chunks: Iterator[EncodedChunk], first: Segment | None
 ) -> Iterator[tuple[EncodedChunk, int]]:
     """Each chunk with the number (from 1) of its first line in its file. If `first`, where the chunks start,
     is in the middle of a file, the lines before it are counted once a chunk has a problem to be located."""

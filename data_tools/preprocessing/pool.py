@@ -32,7 +32,7 @@ from megazero.errors import DataError
 _QUEUED, _AHEAD = 2, 8
 
 
-class SoloCrew:
+class InlinePool:
     """This process as the only worker."""
 
     def __init__(self, job: EncodeJob):
@@ -43,7 +43,7 @@ class SoloCrew:
         """The encoded chunks in order."""
         return map(self._encoder, chunks)
 
-    def __enter__(self) -> SoloCrew:
+    def __enter__(self) -> InlinePool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,7 +108,7 @@ class _Worker:
         )
 
 
-class Crew:
+class WorkerPool:
     """Several worker processes; a context manager that ends them. Raises what a worker raised, and DataError
     naming the worker if one is killed, stopped or busy beyond `patience`. `chunk_bytes` is the usual size of
     a chunk."""
@@ -149,7 +149,7 @@ class Crew:
             )
             self._workers.append(_Worker(f"worker {number}", pipe, slots, process))
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from megazero.ablate.corpus import FAMILIES, Corpus
 from megazero.ablate.progress import ProgressTable
 from megazero.ablate.runs import Command, Failure, run_all, training_command
-from megazero.ablate.study import Member, Wishes, chosen, read_study, with_teachers
+from megazero.ablate.study import Member, StudyOptions, chosen, read_study, with_teachers
 from megazero.ablate.trial import Trial, trials_of
 from megazero.config.words import split_training_flags
 from megazero.errors import ConfigError, MegazeroError, exit_status
@@ -91,8 +91,8 @@ def _ablate(flags: argparse.Namespace, passed: tuple[str, ...], command: Command
     out = (flags.out or Path("out/ablate") / flags.folder.resolve().name).resolve()
     corpora = {family: Corpus(out / "corpus", family) for family in FAMILIES}
     named = {family: corpus.flags for family, corpus in corpora.items()}
-    wishes = Wishes(flags.nproc, flags.steps, tuple(dict.fromkeys(flags.shares)), passed, named)
-    study = read_study(flags.folder, wishes)
+    options = StudyOptions(flags.nproc, flags.steps, tuple(dict.fromkeys(flags.shares)), passed, named)
+    study = read_study(flags.folder, options)
     members = study.members
     baseline = chosen(members, [flags.baseline or members[0].name], "--baseline")[0]
     wanted = with_teachers(chosen(members, flags.only, "--only"), members)

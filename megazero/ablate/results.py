@@ -16,7 +16,7 @@ from megazero.train.monitors.jsonl import to_json
 
 
 @dataclass(frozen=True)
-class Milestone:
+class EvaluationPoint:
     """One evaluation: the loss, and what the training before it took.
 
     Attributes:
@@ -51,10 +51,10 @@ class Outcome:
     ranks: int
     fingerprint: str
     size: ModelSize
-    curve: tuple[Milestone, ...]
+    curve: tuple[EvaluationPoint, ...]
 
     @property
-    def end(self) -> Milestone:
+    def end(self) -> EvaluationPoint:
         """The evaluation at the end of the training."""
         return self.curve[-1]
 
@@ -97,10 +97,10 @@ class Findings:
         return statistics.stdev(self.losses) if len(self.losses) > 1 else None
 
     @property
-    def curve(self) -> tuple[Milestone, ...]:
+    def curve(self) -> tuple[EvaluationPoint, ...]:
         """The mean over the seeds of each evaluation."""
         return tuple(
-            Milestone(
+            EvaluationPoint(
                 together[0].iteration,
                 *(
                     statistics.fmean(getattr(milestone, name) for milestone in together)
@@ -126,7 +126,7 @@ def outcome_of(trial: Trial, size: ModelSize) -> Outcome:
         teraflops = (float(step["tflops"]) * step["seconds"] for step in before)
         loss = evaluation["lm_loss"]
         curve.append(
-            Milestone(
+            EvaluationPoint(
                 evaluation["iteration"],
                 evaluation["consumed_tokens"],
                 1e12 * trial.ranks * math.fsum(teraflops),
@@ -146,7 +146,7 @@ def grouped(outcomes: Iterable[Outcome]) -> tuple[Findings, ...]:
     return tuple(Findings(tuple(sorted(each, key=lambda o: o.seed))) for each in groups.values())
 
 
-def reaching(curve: Sequence[Milestone], loss: float) -> Milestone | None:
+def reaching(curve: Sequence[EvaluationPoint], loss: float) -> EvaluationPoint | None:
     """Where a curve gets down to `loss` for good, on straight lines between evaluations.
 
     None if its end is above. A curve that never is above got there by its first evaluation.
@@ -161,7 +161,7 @@ def reaching(curve: Sequence[Milestone], loss: float) -> Milestone | None:
     if math.isnan(share):  # nothing counted in the evaluation before
         return curve[first]
     between = {name: above[name] + share * (below[name] - above[name]) for name in above}
-    return Milestone(**{**between, "iteration": curve[first].iteration, "loss": loss})
+    return EvaluationPoint(**{**between, "iteration": curve[first].iteration, "loss": loss})
 
 
 def write_lines(outcomes: Iterable[Outcome], path: Path) -> None:

@@ -22,7 +22,7 @@ _SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path",
 
 
 @dataclass(frozen=True)
-class Wishes:
+class StudyOptions:
     """What the command line asks of every member.
 
     Attributes:
@@ -71,7 +71,7 @@ class Study:
     warnings: tuple[str, ...]
 
 
-def read_study(folder: Path, wishes: Wishes) -> Study:
+def read_study(folder: Path, options: StudyOptions) -> Study:
     """Read a folder. Every ``*.yaml`` is a member but those whose names begin with ``base``.
 
     Raises:
@@ -83,19 +83,19 @@ def read_study(folder: Path, wishes: Wishes) -> Study:
     warnings: dict[str, None] = {}
     files = _files(folder)
     named = {path.stem for path in files}
-    for path, share in product(files, wishes.shares):
+    for path, share in product(files, options.shares):
         name = _named(path.stem, share)
         document = read_file(str(path))
-        given = {s.spec.path: s.value for s in [*document.settings, *scan(wishes.flags).settings]}
+        given = {s.spec.path: s.value for s in [*document.settings, *scan(options.flags).settings]}
         takes_corpus = not {f"data.{source}" for source in _SOURCES} & set(given)
-        changed = _length(given, wishes.steps, share)
+        changed = _length(given, options.steps, share)
         analyzed = _unindexed(given) if takes_corpus else ()
         if analyzed:
             changed[METRICS] = _indexed_later(changed.get(METRICS, given[METRICS]), analyzed)
-        corpus = wishes.corpus.get(str(given.get("model.family", "gpt")), ()) if takes_corpus else ()
-        flags = [*wishes.flags, *corpus, *as_flags(changed)]
+        corpus = options.corpus.get(str(given.get("model.family", "gpt")), ()) if takes_corpus else ()
+        flags = [*options.flags, *corpus, *as_flags(changed)]
         try:
-            resolved = parse_config(["--config", str(path), *flags], world_size=wishes.ranks)
+            resolved = parse_config(["--config", str(path), *flags], world_size=options.ranks)
         except ConfigError as error:
             reasons = error.violations
         else:

@@ -15,7 +15,7 @@ from megazero.ablate.study import Member, with_teachers
 from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.derive import data_parallel_size
 from megazero.config.document import to_yaml
-from megazero.config.horizon import horizon_of
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig, LoggingConfig
 
@@ -75,7 +75,7 @@ class Trial:
     def steps(self) -> int:
         """The length of its training in optimizer steps."""
         config = self.member.config
-        return horizon_of(config, data_parallel_size(config, self.ranks)).end.iteration
+        return training_plan_of(config, data_parallel_size(config, self.ranks)).end.iteration
 
     @property
     def saved(self) -> str:
@@ -162,8 +162,8 @@ def fingerprint(config: Config, ranks: int, teacher: str = "") -> str:
         values = {name: getattr(getattr(config, section), name) for name in names}
         neutral.setdefault(section, {}).update({name: _told(value) for name, value in values.items()})
     plain = config.model_copy(update={"checkpoint": CheckpointConfig(), "logging": LoggingConfig()})
-    taught = f"teacher: {teacher}\n" if teacher else ""
-    text = f"{to_yaml(_changed(plain, neutral))}ranks: {ranks}\n{taught}"
+    distilled = f"teacher: {teacher}\n" if teacher else ""
+    text = f"{to_yaml(_changed(plain, neutral))}ranks: {ranks}\n{distilled}"
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

@@ -50,7 +50,7 @@ class Part:
     shape: tuple[int, ...]
     box: Box
     tensor: Tensor
-    asleep: bool = False
+    offloaded: bool = False
 
     @classmethod
     def whole(cls, key: Key, tensor: Tensor) -> Part:

@@ -131,12 +131,12 @@ class Saver:
             self._flights.append(_PendingSave(iteration, facts, Staging(), job, job))
             return [*visible, self.settle()]
         staging = self._free.pop() if self._free else Staging()
-        copies, fill = staging.take([part for part in parts if not part.asleep])
-        asleep = [part for part in parts if part.asleep]
+        copies, fill = staging.take([part for part in parts if not part.offloaded])
+        offloaded = [part for part in parts if part.offloaded]
 
         def copy() -> Written:
             fill()
-            return self._write(folder, asleep, "-offloaded")
+            return self._write(folder, offloaded, "-offloaded")
 
         copied = self._copier.submit(copy)
 

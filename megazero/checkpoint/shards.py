@@ -24,7 +24,7 @@ def parts_to_write(optimizer: Optimizer, context: ParallelContext, *, moments: b
     """
     parts: list[Part] = []
     dealt: dict[int, list[int]] = defaultdict(lambda: [0] * context.world_size)
-    for layout, flats, asleep in _flats(optimizer, moments):
+    for layout, flats, offloaded in _flats(optimizer, moments):
         loads = dealt[layout.ranks]
         for i, (spec, (start, stop)) in enumerate(zip(layout.specs, layout.spans, strict=True)):
             if not _writes(i, spec, context):
@@ -38,7 +38,7 @@ def parts_to_write(optimizer: Optimizer, context: ParallelContext, *, moments: b
                 continue
             for kind, flat in flats.items():
                 found = _parts(layout, spec, kind, flat, start, stop, context)
-                parts += [replace(part, asleep=True) for part in found] if kind in asleep else found
+                parts += [replace(part, offloaded=True) for part in found] if kind in offloaded else found
     for layout, flats in _private(optimizer, moments):
         for i, (spec, span) in enumerate(zip(layout.specs, layout.spans, strict=True)):
             if _writes(i, spec, context):
@@ -115,11 +115,11 @@ def _flats(
     apart = {*optimizer.private_kinds, *optimizer.rule.needs.scalars, SERVER_ERROR}
     for bucket in optimizer.store.buckets:
         flats, layout = optimizer.store.at_rest(bucket), bucket.layout
-        asleep = optimizer.store.asleep.get(bucket, ())
+        offloaded = optimizer.store.offloaded.get(bucket, ())
         shared = {kind: flat for kind, flat in flats.items() if kind not in apart}
         if optimizer.delayed is not None and bucket.key.trainable:
             shared[IN_USE] = bucket.weights_in_use()
-        yield layout, shared if moments else {WEIGHT: flats[WEIGHT]}, asleep
+        yield layout, shared if moments else {WEIGHT: flats[WEIGHT]}, offloaded
         if moments and SERVER_ERROR in flats:  # each replica has its slice of it, as if state were sharded
             yield replace(layout, row=STAGES[1]), {SERVER_ERROR: flats[SERVER_ERROR]}, ()
 

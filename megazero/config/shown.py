@@ -11,8 +11,8 @@ from megazero.config.derive import (
     schedule_kind,
 )
 from megazero.config.document import to_yaml
-from megazero.config.horizon import Horizon, Rise, horizon_of
 from megazero.config.steps import BatchRamp
+from megazero.config.training_plan import TrainingPlan, WarmupLength, training_plan_of
 from megazero.config.tree import Config
 
 
@@ -25,15 +25,15 @@ def shown_config(config: Config, world_size: int) -> str:
     if config.finetune.task is not None:  # the length follows from files that are not read here
         facts = _layout(config, world_size) + _vocabulary(config)
         return _comments(facts) + to_yaml(_filled(config, BatchRamp.of(config, replicas).final))
-    horizon = horizon_of(config, replicas)
-    facts = [*_layout(config, world_size), *_lengths(horizon), *_vocabulary(config)]
-    return _comments(facts) + to_yaml(filled(config, horizon))
+    training_plan = training_plan_of(config, replicas)
+    facts = [*_layout(config, world_size), *_lengths(training_plan), *_vocabulary(config)]
+    return _comments(facts) + to_yaml(filled(config, training_plan))
 
 
-def filled(config: Config, horizon: Horizon) -> Config:
+def filled(config: Config, training_plan: TrainingPlan) -> Config:
     """The same run with its derived sizes and lengths written out."""
-    lengths = horizon.lr
-    sized = _filled(config, horizon.steps.ramp.final)
+    lengths = training_plan.lr
+    sized = _filled(config, training_plan.steps.ramp.final)
     decay = config.optimizer.model_copy(update={f"lr_decay_{lengths.unit}": lengths.decay})
     return sized.model_copy(update={"optimizer": decay})
 
@@ -62,20 +62,21 @@ def _layout(config: Config, world_size: int) -> list[str]:
     ]
 
 
-def _lengths(horizon: Horizon) -> list[str]:
-    ramp = horizon.steps.ramp
+def _lengths(training_plan: TrainingPlan) -> list[str]:
+    ramp = training_plan.steps.ramp
     lines = [
-        f"one step: {ramp.final} samples; micro-batches on each replica: {ramp.final // horizon.steps.unit}",
-        f"the training: {horizon.end.iteration} iterations, {horizon.end.samples} samples, "
-        f"{horizon.end.tokens} tokens",
+        f"one step: {ramp.final} samples; "
+        f"micro-batches on each replica: {ramp.final // training_plan.steps.unit}",
+        f"the training: {training_plan.end.iteration} iterations, {training_plan.end.samples} samples, "
+        f"{training_plan.end.tokens} tokens",
     ]
     if ramp.rungs:
         lines[0] += f"; a ramp starts at {ramp.start} samples"
-    lengths = horizon.lr
-    rise = lengths.rise or Rise(lengths.warmup, lengths.unit)
+    lengths = training_plan.lr
+    warmup = lengths.warmup_as_given or WarmupLength(lengths.warmup, lengths.unit)
     lines.append(
-        f"learning rate: warmup over {_plain(rise.length)} {rise.unit}, decay until {lengths.decay} "
-        f"{lengths.unit}"
+        f"learning rate: warmup over {_plain(warmup.length)} {warmup.unit}, "
+        f"decay until {lengths.decay} {lengths.unit}"
     )
     return lines
 

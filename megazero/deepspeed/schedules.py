@@ -43,9 +43,9 @@ def _warmup(extras: SchedulerExtras, count: int) -> float | None:
 
 
 def _linear_ratio(extras: SchedulerExtras, count: int) -> float:
-    rise = _warmup(extras, count)
-    if rise is not None:
-        return rise
+    warmup = _warmup(extras, count)
+    if warmup is not None:
+        return warmup
     if extras.type == "WarmupLR":
         return 1.0
     length = extras.total_num_steps - max(2, extras.warmup_num_steps)
@@ -53,9 +53,9 @@ def _linear_ratio(extras: SchedulerExtras, count: int) -> float:
 
 
 def _cosine_ratio(extras: SchedulerExtras, count: int) -> float:
-    rise = _warmup(extras, count)
-    if rise is not None:
-        return extras.warmup_min_ratio + rise * (1.0 - extras.warmup_min_ratio)
+    warmup = _warmup(extras, count)
+    if warmup is not None:
+        return extras.warmup_min_ratio + warmup * (1.0 - extras.warmup_min_ratio)
     steps = max(2, extras.warmup_num_steps)
     done = min(1.0, (count - steps + 1) / max(1, extras.total_num_steps - steps))
     height = (1 + math.cos(math.pi * done)) / 2

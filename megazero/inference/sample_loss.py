@@ -18,7 +18,7 @@ import torch
 
 from megazero.checkpoint import CheckpointReader, Verify
 from megazero.checkpoint.manifest import MANIFEST
-from megazero.config.horizon import horizon_of
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import Config, RecomputeConfig, ZeroConfig
 from megazero.data import SampleDataset
 from megazero.data_efficiency.analyzed import AnalyzedDataset
@@ -167,7 +167,7 @@ def whole_numbers(losses: np.ndarray, samples: range) -> np.ndarray:
 
 
 def _training_samples(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> SampleDataset:
-    size = config.training.train_samples or horizon_of(config, context.data.size).end.samples
+    size = config.training.train_samples or training_plan_of(config, context.data.size).end.samples
     dataset = family_of(config.model).datasets(config, vocabulary, (size, 0, 0))[0]
     if dataset is None:
         raise ConfigError("`split` must give the training some data, but gives none; correct it")

@@ -1,9 +1,9 @@
 """models: each of them short enough to read in one go. `gpt.py` is GPT in all its shapes, `bert.py` BERT.
 
-`classifier.py` puts a classifier on either, `taught.py` a teacher beside a GPT, and `sample_losses.py` tells
-a GPT's losses sample by sample. `trunk.py` is what all share: embedding and layers. `chunk.py` says what the
-trainer needs from a model, `language_model.py` what inference needs, `batch.py`, `bert_batch.py` and
-`classifier_batch.py` what a micro-batch is, and `flops.py` what blocks cost.
+`classifier.py` puts a classifier on either, `distilled.py` a teacher beside a GPT, and `sample_losses.py`
+tells a GPT's losses sample by sample. `trunk.py` is what all share: embedding and layers. `chunk.py` says
+what the trainer needs from a model, `language_model.py` what inference needs, `batch.py`, `bert_batch.py`
+and `classifier_batch.py` what a micro-batch is, and `flops.py` what blocks cost.
 """
 
 from megazero.models.batch import Batch, Collate, MicroBatch, RowPlace, TextCollate, random_text
@@ -18,10 +18,10 @@ from megazero.models.classifier import (
     LastTokenClassifier,
 )
 from megazero.models.classifier_batch import ClassifierCollate, LabelledBatch, random_labelled
+from megazero.models.distilled import DistilledChunk
 from megazero.models.gpt import GPT, gpt_blocks
 from megazero.models.language_model import LanguageModel, MeasuredModel
 from megazero.models.sample_losses import NumberedBatch, SampleLosses
-from megazero.models.taught import Taught
 from megazero.models.trunk import Trunk
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "Classifier",
     "ClassifierCollate",
     "Collate",
+    "DistilledChunk",
     "FirstTokenClassifier",
     "LabelledBatch",
     "LanguageModel",
@@ -47,7 +48,6 @@ __all__ = [
     "NumberedBatch",
     "RowPlace",
     "SampleLosses",
-    "Taught",
     "TextCollate",
     "Trunk",
     "bert_blocks",

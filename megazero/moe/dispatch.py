@@ -1,8 +1,8 @@
 """Brings each token to the experts that were chosen for it, on whichever rank, and their results back.
 
 Rows travel sorted by expert, equal ones in order of token. A result is the weighted sum over a token's
-choices in their own order, added in fp32 on the token's rank, so by `exchange` it has the same bits on any
-number of ranks. `share` (all-gather) adds up over ranks, so it agrees to rounding.
+choices in their own order, added in fp32 on the token's rank, so by `all_to_all_dispatch` it has the same
+bits on any number of ranks. `all_gather_dispatch` adds up over ranks, so it agrees to rounding.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _local(x: Tensor, weights: Tensor, rows: Rows, through: Callable[[Tensor], T
 
 
 @dataclass(frozen=True)
-class Party:
+class ExpertPlacement:
     """Who computes the experts of a layer.
 
     Attributes:
@@ -111,34 +111,36 @@ class Party:
         return self.group.rank // self.slices * self.each
 
 
-Dispatch = Callable[[Party, Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
+Dispatch = Callable[[ExpertPlacement, Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 """(party, x [n, h], float32 weights [n, k], int64 chosen [n, k], bool kept [n, k] or None) -> [n, h]."""
 
 
-def exchange(party: Party, x: Tensor, weights: Tensor, chosen: Tensor, kept: Tensor | None) -> Tensor:
+def all_to_all_dispatch(
+    experts_placement: ExpertPlacement, x: Tensor, weights: Tensor, chosen: Tensor, kept: Tensor | None
+) -> Tensor:
     """A `Dispatch` that sends rows to the ranks of their experts and gets the results back (all-to-all)."""
-    group, slices, each = party.group, party.slices, party.each
-    rows = Rows.sort(chosen, kept, party.experts, party.room)
-    if party.room is None:
+    group, slices, each = experts_placement.group, experts_placement.slices, experts_placement.each
+    rows = Rows.sort(chosen, kept, experts_placement.experts, experts_placement.room)
+    if experts_placement.room is None:
         every = rows.counts.unsqueeze(0)
         table = _on_host(gather_rows(every, group) if group.size > 1 else every, chosen.numel())
     else:
-        table = [[party.room] * party.experts] * group.size
+        table = [[experts_placement.room] * experts_placement.experts] * group.size
     mine = table[group.rank]
 
     def through(sorted_rows: Tensor) -> Tensor:
         if group.size == 1:
-            return party.apply(sorted_rows, mine)
-        parts = [sum(mine[first : first + each]) for first in range(0, party.experts, each)]
+            return experts_placement.apply(sorted_rows, mine)
+        parts = [sum(mine[first : first + each]) for first in range(0, experts_placement.experts, each)]
         sent_sizes = [part for part in parts for _ in range(slices)]
         if slices > 1:
             sorted_rows = torch.cat([block for block in sorted_rows.split(parts) for _ in range(slices)])
-        received = [source[party.first : party.first + each] for source in table]
+        received = [source[experts_placement.first : experts_placement.first + each] for source in table]
         sizes = [sum(column) for column in zip(*received, strict=True)]
         totals = [sum(source) for source in received]
         arrived = exchange_rows(sorted_rows, group, sent_sizes, totals)
         by_expert, inverse = _regrouping(received, arrived.device)
-        found = party.apply(chosen_rows(arrived, by_expert, inverse), sizes)
+        found = experts_placement.apply(chosen_rows(arrived, by_expert, inverse), sizes)
         back = exchange_rows(chosen_rows(found, inverse, by_expert), group, totals, sent_sizes)
         return back if slices == 1 else _summed_slices(back, parts, slices)
 
@@ -165,13 +167,15 @@ def _summed_slices(back: Tensor, parts: list[int], slices: int) -> Tensor:
     return torch.cat(sums)
 
 
-def share(party: Party, x: Tensor, weights: Tensor, chosen: Tensor, kept: Tensor | None) -> Tensor:
+def all_gather_dispatch(
+    experts_placement: ExpertPlacement, x: Tensor, weights: Tensor, chosen: Tensor, kept: Tensor | None
+) -> Tensor:
     """A `Dispatch` in which every rank gets all tokens, computes its experts, and the results are summed
     (all-gather).
     """
-    group = party.group
+    group = experts_placement.group
     if group.size == 1:
-        return exchange(party, x, weights, chosen, kept)
+        return all_to_all_dispatch(experts_placement, x, weights, chosen, kept)
     n = len(x)
     more = _most_rows(n, group, x.device) - n
     if kept is None:
@@ -179,11 +183,17 @@ def share(party: Party, x: Tensor, weights: Tensor, chosen: Tensor, kept: Tensor
     if more:
         x, weights, chosen, kept = (F.pad(each, (0, 0, 0, more)) for each in (x, weights, chosen, kept))
     chosen = gather_rows(chosen, group)
-    here = (chosen >= party.first) & (chosen < party.first + party.each) & gather_rows(kept, group)
-    rows = Rows.sort(chosen, here, party.experts)
-    mine = _on_host(rows.counts.unsqueeze(0), chosen.numel())[0][party.first : party.first + party.each]
+    here = (
+        (chosen >= experts_placement.first)
+        & (chosen < experts_placement.first + experts_placement.each)
+        & gather_rows(kept, group)
+    )
+    rows = Rows.sort(chosen, here, experts_placement.experts)
+    mine = _on_host(rows.counts.unsqueeze(0), chosen.numel())[0][
+        experts_placement.first : experts_placement.first + experts_placement.each
+    ]
     everyone, weights = gather_for_parts(x, group), gather_for_parts(weights, group)
-    found = _local(everyone, weights, rows.first(sum(mine)), lambda rows: party.apply(rows, mine))
+    found = _local(everyone, weights, rows.first(sum(mine)), lambda rows: experts_placement.apply(rows, mine))
     return reduce_scatter_sequence(found, group)[:n]
 
 

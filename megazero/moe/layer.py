@@ -13,7 +13,7 @@ from megazero.errors import ConfigError
 from megazero.layers import LayerInputs
 from megazero.moe.capacity import kept_choices
 from megazero.moe.copies import ExpertCopies, plain_output
-from megazero.moe.dispatch import Party, exchange
+from megazero.moe.dispatch import ExpertPlacement, all_to_all_dispatch
 from megazero.moe.losses import switch_loss
 from megazero.moe.router import Router
 from megazero.moe.tokens import Tokens
@@ -171,8 +171,10 @@ class MoE(nn.Module):
             real = tokens.real.unsqueeze(1).expand_as(choice.experts)
             kept = real if kept is None else kept & real
         weights = _of_kept(choice.weights, kept)
-        party = Party(self.num_experts, self._apply, self.group, 1)
-        out = exchange(party, rows, weights, choice.experts, kept).view(hidden_states.shape)
+        experts_placement = ExpertPlacement(self.num_experts, self._apply, self.group, 1)
+        out = all_to_all_dispatch(experts_placement, rows, weights, choice.experts, kept).view(
+            hidden_states.shape
+        )
         if self.mlp is not None:
             mix = self.coefficient(hidden_states).softmax(-1)
             out = out * mix[..., :1] + plain_output(self.mlp(hidden_states)) * mix[..., 1:]

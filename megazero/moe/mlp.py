@@ -12,7 +12,7 @@ from megazero.config.derive import experts_of, moe_layers
 from megazero.config.tree import ModelConfig
 from megazero.layers import MLP, LayerInputs, MLPResult, Placement
 from megazero.moe.capacity import capacities, factor_of, kept_choices
-from megazero.moe.dispatch import Dispatch, Party, exchange, share
+from megazero.moe.dispatch import Dispatch, ExpertPlacement, all_gather_dispatch, all_to_all_dispatch
 from megazero.moe.experts import Experts
 from megazero.moe.losses import router_terms
 from megazero.moe.router import Router, router_weight
@@ -39,7 +39,9 @@ class MoEMLP(nn.Module):
         self.layer, self.config, self.placement = layer, config, placement
         self.total = experts_of(config, layer)
         self.routers = len(moe_layers(config))
-        self.dispatch: Dispatch = exchange if placement.token_dispatcher == "alltoall" else share
+        self.dispatch: Dispatch = (
+            all_to_all_dispatch if placement.token_dispatcher == "alltoall" else all_gather_dispatch
+        )
         self.router = Router(layer, router_weight(layer, self.total, config, placement), config)
         self.experts = Experts(layer, self.total, config, placement)
         self.shared = self.shared_gate = self.dense = self.coefficient = None
@@ -60,19 +62,19 @@ class MoEMLP(nn.Module):
         if tokens.real is not None:
             real = tokens.real.unsqueeze(1).expand_as(choice.experts)
             kept = real if kept is None else kept & real
-        party = self._party(x, inputs)
-        found = self.dispatch(party, rows, choice.weights, choice.experts, kept)
+        experts_placement = self._party(x, inputs)
+        found = self.dispatch(experts_placement, rows, choice.weights, choice.experts, kept)
         out = self._with_dense(give_back(found, x.shape, self.placement), x, inputs)
         return out, None, {**sums.terms, self.router.tally: sums.tokens}
 
-    def _party(self, x: Tensor, inputs: LayerInputs) -> Party:
+    def _party(self, x: Tensor, inputs: LayerInputs) -> ExpertPlacement:
         groups = self.placement.groups
 
         def apply(rows: Tensor, sizes: Sequence[int]) -> Tensor:
             return self.experts(rows, sizes, inputs.deferred)
 
         room = self._room(x.shape[1], inputs)
-        return Party(self.total, apply, groups["expert"], groups["etp"].size, room)
+        return ExpertPlacement(self.total, apply, groups["expert"], groups["etp"].size, room)
 
     def _room(self, b: int, inputs: LayerInputs) -> int | None:
         """Rows that each expert is padded to, the capacity of `b` sequences of full length, or None.

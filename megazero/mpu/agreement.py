@@ -17,7 +17,7 @@ import torch
 from megazero.errors import CommunicationError, ConfigError
 from megazero.mpu.group import Group
 from megazero.mpu.messages import gather_values, name_ranks
-from megazero.mpu.watch.board import Board
+from megazero.mpu.watch.job_notes import JobNotes
 
 Facts = Mapping[str, str]
 """What a rank holds to be true, by the name that a message uses."""
@@ -44,7 +44,7 @@ def agree(group: Group, gather: Callable[[], Facts], device: torch.device) -> No
     raise ConfigError(disagreements(dict(zip(group.ranks, everyone, strict=True))))
 
 
-def agree_by_notes(board: Board, rank: int, world_size: int, facts: Facts, patience: float) -> None:
+def agree_by_notes(job_notes: JobNotes, rank: int, world_size: int, facts: Facts, patience: float) -> None:
     """Compare the facts of all ranks of a job; every rank calls this.
 
     The first rank reads a digest of each and tells the others what it found, so a job of many ranks leaves
@@ -59,23 +59,23 @@ def agree_by_notes(board: Board, rank: int, world_size: int, facts: Facts, patie
         CommunicationError: a rank left no note in time.
     """
     if rank == 0:
-        others = [_read(board, f"digest/{other}", other, patience) for other in range(1, world_size)]
-        board.post(_key("verdict"), _SAME if {*others} <= {_digest(facts)} else _DIFFERENT)
+        others = [_read(job_notes, f"digest/{other}", other, patience) for other in range(1, world_size)]
+        job_notes.post(_key("verdict"), _SAME if {*others} <= {_digest(facts)} else _DIFFERENT)
     else:
-        board.post(_key(f"digest/{rank}"), _digest(facts))
-    if _read(board, "verdict", 0, patience) == _SAME:
+        job_notes.post(_key(f"digest/{rank}"), _digest(facts))
+    if _read(job_notes, "verdict", 0, patience) == _SAME:
         return
-    board.post(_key(f"facts/{rank}"), json.dumps(dict(facts)))
+    job_notes.post(_key(f"facts/{rank}"), json.dumps(dict(facts)))
     if rank == 0:
-        everyone = {r: json.loads(_read(board, f"facts/{r}", r, patience)) for r in range(world_size)}
-        board.post(_key("found"), json.dumps(disagreements(everyone)))
-    found = json.loads(_read(board, "found", 0, patience))
+        everyone = {r: json.loads(_read(job_notes, f"facts/{r}", r, patience)) for r in range(world_size)}
+        job_notes.post(_key("found"), json.dumps(disagreements(everyone)))
+    found = json.loads(_read(job_notes, "found", 0, patience))
     if rank == 0:  # whose process may keep the board; a rank that has gone must not hide what was found
         with suppress(CommunicationError):
             for other in range(1, world_size):
-                _read(board, f"heard/{other}", other, min(patience, _FAREWELL))
+                _read(job_notes, f"heard/{other}", other, min(patience, _FAREWELL))
     else:
-        board.post(_key(f"heard/{rank}"), "")
+        job_notes.post(_key(f"heard/{rank}"), "")
     raise ConfigError(found)
 
 
@@ -108,10 +108,10 @@ def _key(name: str) -> str:
     return f"agreement/{name}"
 
 
-def _read(board: Board, name: str, author: int, patience: float) -> str:
+def _read(job_notes: JobNotes, name: str, author: int, patience: float) -> str:
     """A note, when it is there."""
     pause, end = 0.001, time.monotonic() + patience
-    while (text := board.read(_key(name))) is None:
+    while (text := job_notes.read(_key(name))) is None:
         if time.monotonic() > end:
             raise CommunicationError(
                 f"rank {author} must say what it is configured for, but said nothing for {patience:g} s; "

@@ -22,7 +22,7 @@ from megazero.mpu.shared_open import open_shared
 from megazero.mpu.torch_group import TorchGroup, leave_world, open_group, start_world
 from megazero.mpu.transports import backends
 from megazero.mpu.waits import Waits
-from megazero.mpu.watch import StoreBoard, Watch, WatchLimits, keeper_of_store, watched
+from megazero.mpu.watch import StoreJobNotes, Watch, WatchLimits, keeper_of_store, watched
 from megazero.mpu.wrapping_group import WrappingGroup
 
 _LATER = timedelta(minutes=1)
@@ -121,11 +121,13 @@ def join(
     # communicator, which every rank must take part in, while here only a group's members do.
     start_world(backend, launch.rank, launch.world_size, patience + _LATER)
     heartbeat = None if config.heartbeat_timeout_minutes is None else 60 * config.heartbeat_timeout_minutes
-    board = StoreBoard.of_world(keeper_of_store(), min(10.0, (heartbeat or patience.total_seconds()) / 4))
+    job_notes = StoreJobNotes.of_world(
+        keeper_of_store(), min(10.0, (heartbeat or patience.total_seconds()) / 4)
+    )
     if facts is not None:
-        agree_by_notes(board, launch.rank, launch.world_size, facts(), patience.total_seconds())
+        agree_by_notes(job_notes, launch.rank, launch.world_size, facts(), patience.total_seconds())
     limits = WatchLimits(patience.total_seconds(), patience=heartbeat)
-    watch = Watch(board, launch.rank, launch.world_size, limits, waits=Waits(device))
+    watch = Watch(job_notes, launch.rank, launch.world_size, limits, waits=Waits(device))
     check_on = device if config.check_collectives else None
 
     wrap = partial(watched, watch=watch, check_on=check_on)

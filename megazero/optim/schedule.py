@@ -17,8 +17,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megazero.config.horizon import Horizon, Rise
 from megazero.config.steps import Progress, Unit
+from megazero.config.training_plan import TrainingPlan, WarmupLength
 from megazero.config.tree import OptimizerConfig
 from megazero.errors import ConfigError
 
@@ -27,12 +27,12 @@ from megazero.errors import ConfigError
 class Warmup:
     """Linear rise from the rate `start` over `length` units (not a whole number if set as a fraction).
 
-    `rise` is the same length in the unit that it is counted in, if that is not the decay's.
+    `as_given` is the same length in the unit that it is counted in, if that is not the decay's.
     """
 
     length: float = 0
     start: float = 0.0
-    rise: Rise | None = None
+    as_given: WarmupLength | None = None
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ class LearningRate:
         """The learning rate of the update that follows `progress`."""
         count = progress.count(self.unit)
         warmup, decay = self.warmup, self.decay
-        rise = warmup.rise or Rise(warmup.length, self.unit)
-        risen = progress.count(rise.unit)
-        if rise.length > 0 and risen <= rise.length:
-            return warmup.start + (self.peak - warmup.start) * float(risen) / float(rise.length)
+        given = warmup.as_given or WarmupLength(warmup.length, self.unit)
+        risen = progress.count(given.unit)
+        if given.length > 0 and risen <= given.length:
+            return warmup.start + (self.peak - warmup.start) * float(risen) / float(given.length)
         if decay.style == "constant":
             return self.peak
         if count > decay.length:
@@ -179,24 +179,24 @@ class WeightDecay:
         return self.start + height * (self.end - self.start)
 
 
-def build_learning_rate(optimizer: OptimizerConfig, horizon: Horizon) -> LearningRate:
+def build_learning_rate(optimizer: OptimizerConfig, training_plan: TrainingPlan) -> LearningRate:
     """The learning rate schedule of a run.
 
     Raises:
         ConfigError: the values do not make a schedule.
     """
-    lengths = horizon.lr
+    lengths = training_plan.lr
     return LearningRate(
         peak=optimizer.lr,
         floor=optimizer.min_lr,
-        warmup=Warmup(lengths.warmup, optimizer.lr_warmup_init, lengths.rise),
+        warmup=Warmup(lengths.warmup, optimizer.lr_warmup_init, lengths.warmup_as_given),
         decay=Decay(optimizer.lr_decay_style, lengths.decay, optimizer.lr_wsd_decay_style, lengths.wsd_decay),
         unit=lengths.unit,
-        samples_per_unit=horizon.steps.ramp.final if lengths.unit == "iters" else 1,
+        samples_per_unit=training_plan.steps.ramp.final if lengths.unit == "iters" else 1,
     )
 
 
-def build_weight_decay(optimizer: OptimizerConfig, horizon: Horizon) -> WeightDecay:
+def build_weight_decay(optimizer: OptimizerConfig, training_plan: TrainingPlan) -> WeightDecay:
     """The weight decay schedule of a run; it moves over the samples of the whole training.
 
     Raises:
@@ -216,4 +216,4 @@ def build_weight_decay(optimizer: OptimizerConfig, horizon: Horizon) -> WeightDe
             f"`start_weight_decay` and `end_weight_decay` must be set when `weight_decay_incr_style` is "
             f"{style}, but are {start} and {finish}; set both."
         )
-    return WeightDecay(start, finish, style, horizon.end.samples, "samples")
+    return WeightDecay(start, finish, style, training_plan.end.samples, "samples")

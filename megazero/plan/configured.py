@@ -10,8 +10,8 @@ from megazero.config.tree import Config, TokenizerConfig
 from megazero.errors import ConfigError
 from megazero.mpu import solo_context
 from megazero.pipeline import Costs, Schedule
-from megazero.train.dealing import deal_layers, estimated_costs
 from megazero.train.programs import schedule_of
+from megazero.train.stage_assignment import assign_layers, estimated_costs
 from megazero.train.vocabulary import Vocabulary, build_vocabulary
 
 
@@ -44,7 +44,7 @@ class PlannedPipeline:
             )
         vocabulary, context = _vocabulary(config), solo_context()
         steps = Steps.of(config, data_parallel_size(config, ranks))
-        dealt = deal_layers(config, vocabulary, context)
+        dealt = assign_layers(config, vocabulary, context)
         embedding, *layers, head = estimated_costs(config, vocabulary, context)
         costs = [sum(layers[number] for number in each) for each in dealt]
         costs[0] += embedding

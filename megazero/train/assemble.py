@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megazero.checkpoint import Disk
 from megazero.config.derive import replicas_per_node
 from megazero.config.difficulties import Difficulties
-from megazero.config.horizon import Horizon
+from megazero.config.training_plan import TrainingPlan
 from megazero.config.tree import Config
 from megazero.data import BatchSampler, SampleDataset, SamplerKind, SamplerSpec
 from megazero.data_efficiency.curriculum import curriculum_sampler
@@ -40,12 +40,11 @@ from megazero.train.allocator import keep_freed_memory
 from megazero.train.chunks import Chunks, build_chunks
 from megazero.train.data_record import compare_data, data_record
 from megazero.train.determinism import compute_deterministically
-from megazero.train.distillation import load_teacher
+from megazero.train.distillation import Distillation, Teacher
 from megazero.train.engine import Engine, Programs, Schedules
 from megazero.train.families import family_of
 from megazero.train.feed import Feed, make_feed
 from megazero.train.host_check import host_remarks
-from megazero.train.lessons import Lessons, Teacher
 from megazero.train.loop import Loop
 from megazero.train.matmul_rate import measure_matmul_rate
 from megazero.train.monitors import build_monitors
@@ -56,6 +55,7 @@ from megazero.train.run_plan import Feeds, RunPlan
 from megazero.train.skipping import SkippingPlan
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
+from megazero.train.teacher import load_teacher
 from megazero.train.token_flops import TokenFlops
 from megazero.train.vocabulary import Vocabulary, build_vocabulary
 from megazero.train.weights import take_foreign_weights
@@ -67,7 +67,7 @@ from megazero.zero import (
     Unit,
     ZeroPolicy,
     build_store,
-    offloaded,
+    offloaded_bytes,
     store_kind,
 )
 
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 
 def build_engine(
     config: Config,
-    horizon: Horizon,
+    training_plan: TrainingPlan,
     chunks: Chunks,
     context: ParallelContext,
     teacher: Teacher | None = None,
@@ -88,7 +88,7 @@ def build_engine(
 
     Parameters on the meta device get memory and the seed's weights here, unit by unit.
     """
-    lessons = Lessons.of(config.distillation, chunks, teacher)
+    distillation = Distillation.of(config.distillation, chunks, teacher)
     blocks = [block for chunk in chunks.values() for block in chunk.blocks()]
     scalings = use_fp8(blocks, config.precision, config.model.num_layers, context.device)
     if config.acceleration.compile:
@@ -111,20 +111,20 @@ def build_engine(
         assert isinstance(store, OffloadStore), "rules ask for offloaded state"
         delayed = DelayedUpdates(store, config.offload.delayed_param_update_start)
     sharding = DataParallel(units, store, policy, context)
-    executor = Executor(lessons.beside(chunks), context.pp, sharding, context.device)
+    executor = Executor(distillation.beside(chunks), context.pp, sharding, context.device)
     engine = Engine(
         executor,
         Programs(cache(partial(train_program, config)), cache(partial(evaluation_program, config))),
         Optimizer(store, rule, context, config.optimizer.clip_grad, delayed),
         build_loss_scaler(config.precision),
         Schedules(
-            build_learning_rate(config.optimizer, horizon),
-            build_weight_decay(config.optimizer, horizon),
-            SkippingPlan.of(config, horizon),
+            build_learning_rate(config.optimizer, training_plan),
+            build_weight_decay(config.optimizer, training_plan),
+            SkippingPlan.of(config, training_plan),
         ),
         RouterLoads([r for chunk in chunks.values() for r in chunk.routers()], config.model, context),
         context,
-        lessons,
+        distillation,
         Fp8State(scalings, context.groups["stage"]),
     )
     if config.guards.rerun_on_fault:
@@ -132,27 +132,33 @@ def build_engine(
     return engine
 
 
-def build_model(vocabulary: Vocabulary, context: ParallelContext, config: Config, horizon: Horizon) -> Engine:
+def build_model(
+    vocabulary: Vocabulary, context: ParallelContext, config: Config, training_plan: TrainingPlan
+) -> Engine:
     """`build_engine` of this rank's chunks of the configured model, and of its teacher's if it has one."""
     chunks = build_chunks(config, vocabulary, context)
-    teacher = load_teacher(config, horizon, vocabulary, context)
-    return build_engine(config, horizon, chunks, context, teacher)
+    teacher = load_teacher(config, training_plan, vocabulary, context)
+    return build_engine(config, training_plan, chunks, context, teacher)
 
 
 def build_feeds(
-    config: Config, horizon: Horizon, vocabulary: Vocabulary, context: ParallelContext, stream_seed: int
+    config: Config,
+    training_plan: TrainingPlan,
+    vocabulary: Vocabulary,
+    context: ParallelContext,
+    stream_seed: int,
 ) -> Feeds:
     """The feeds of the three splits, with as many samples as the training will take (this fixes their order).
 
     Raises:
         DataError: files are missing or damaged, or hold too little data for one sample.
     """
-    family, data, training, end = family_of(config.model), config.data, config.training, horizon.end
+    family, data, training, end = family_of(config.model), config.data, config.training, training_plan.end
     sizes = (
         # All that were asked for, as a continuation with another batch size may leave fewer over at the end.
         0 if training.skip_train else training.train_samples or end.samples,
-        horizon.evaluations.samples_until(end.iteration),
-        horizon.evaluations.samples,
+        training_plan.evaluations.samples_until(end.iteration),
+        training_plan.evaluations.samples,
     )
     train, valid, test = family.datasets(config, vocabulary, sizes)
 
@@ -170,19 +176,21 @@ def build_feeds(
             seed=training.seed,
             data_sharding=data.data_sharding,
         )
-        sampler = curriculum_sampler(config, horizon.steps, dataset, spec) if dataset is train else None
+        sampler = curriculum_sampler(config, training_plan.steps, dataset, spec) if dataset is train else None
         collate = family.collate(config, vocabulary.size, context.device, seed)
         return make_feed(dataset, sampler or BatchSampler(spec), collate, ahead)
 
     return Feeds(feed(train, data.num_workers, stream_seed), feed(valid), feed(test))
 
 
-def build_plan(config: Config, horizon: Horizon, vocabulary: Vocabulary, context: ParallelContext) -> RunPlan:
+def build_plan(
+    config: Config, training_plan: TrainingPlan, vocabulary: Vocabulary, context: ParallelContext
+) -> RunPlan:
     """What the loop will do."""
     training, logging = config.training, config.logging
     minutes = training.exit_duration_in_mins
     return RunPlan(
-        horizon=horizon,
+        training_plan=training_plan,
         flops_per_token=TokenFlops(config, vocabulary),
         matmul_rate=measure_matmul_rate(DTYPES[config.precision.dtype], context.device),
         save_interval=config.checkpoint.save_interval,
@@ -250,8 +258,13 @@ def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     build = partial(build_model, vocabulary, context)
     begin = partial(take_foreign_weights, config, context, vocabulary.size)
     resumed = resume(config, context, vocabulary.size, build, begin)
-    config, horizon, engine, state = resumed.config, resumed.horizon, resumed.engine, resumed.state
-    feeds = build_feeds(config, horizon, vocabulary, context, resumed.stream_seed)
+    config, training_plan, engine, state = (
+        resumed.config,
+        resumed.training_plan,
+        resumed.engine,
+        resumed.state,
+    )
+    feeds = build_feeds(config, training_plan, vocabulary, context, resumed.stream_seed)
     datasets = [None if feed is None else feed.dataset for feed in (feeds.train, feeds.valid, feeds.test)]
     agree(
         joined.world,
@@ -260,21 +273,21 @@ def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     )
     trained = data_record(datasets[0], context)
     compared = compare_data(resumed.data, trained, changes_pass=not config.data.verify_data)
-    plan = build_plan(config, horizon, vocabulary, context)
-    monitor = build_monitors(config, context.rank == 0, state.iteration, horizon.end.iteration)
+    plan = build_plan(config, training_plan, vocabulary, context)
+    monitor = build_monitors(config, context.rank == 0, state.iteration, training_plan.end.iteration)
     notes = dict.fromkeys(note for dataset in datasets if dataset is not None for note in dataset.notes)
-    asleep = [
+    offloaded = [
         f"offload: each rank keeps {size / 2**20:,.1f} MiB of its state in {tier}"
-        for tier, size in offloaded(engine.optimizer.store).items()
+        for tier, size in offloaded_bytes(engine.optimizer.store).items()
     ]
     host = host_remarks(DTYPES[config.precision.dtype], plan.matmul_rate, context.device, load)
-    for remark in (*host, *resumed.remarks, *compared, *engine.lessons.remarks, *notes, *asleep):
+    for remark in (*host, *resumed.remarks, *compared, *engine.distillation.remarks, *notes, *offloaded):
         monitor.message(remark)
     snapshots = None
     try:
         if config.checkpoint.save and not config.training.skip_train:
             snapshots = Snapshots(
-                config, horizon, engine, context, vocabulary.size, resumed.stream_seed, disk
+                config, training_plan, engine, context, vocabulary.size, resumed.stream_seed, disk
             )
             snapshots.note({"data": [each.model_dump() for each in trained or ()]})
         loop = Loop(engine, plan, feeds, monitor, snapshots, context)

@@ -8,10 +8,10 @@ from megazero.config.tree import Config
 from megazero.layers import initialize
 from megazero.models import ChunkSpan, MicroBatch, ModelChunk
 from megazero.mpu import ParallelContext
-from megazero.train.dealing import deal_layers
 from megazero.train.families import family_of
 from megazero.train.placement import placement_of
 from megazero.train.programs import schedule_of
+from megazero.train.stage_assignment import assign_layers
 from megazero.train.vocabulary import Vocabulary
 
 Chunks = dict[int, ModelChunk[MicroBatch]]
@@ -32,7 +32,7 @@ def build_chunks(
     tied = family.ties(config.model)
     vocab = vocabulary.size, vocabulary.padded
     chunks: Chunks = {}
-    for number, layers in enumerate(deal_layers(config, vocabulary, context)):
+    for number, layers in enumerate(assign_layers(config, vocabulary, context)):
         if stage_of[number] != context.pp.rank:
             continue
         first, last = number == 0, number == len(stage_of) - 1

@@ -1,124 +1,76 @@
-"""Opens a teacher: which checkpoint it is, whether it fits, and this rank's parts of it.
-
-The teacher is cut over tensor-parallel ranks, pipeline stages and expert ranks as the student is, from any
-checkpoint. It is never trained or saved, and ZeRO does not shard it: every rank holds its own part whole.
-"""
+"""What a model learns from a teacher, and when the lessons end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import MappingProxyType
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from megazero.checkpoint import Verify
-from megazero.config.derive import chunks_per_stage
 from megazero.config.distillation import DistillationConfig
-from megazero.config.horizon import Horizon
-from megazero.config.rules import check
-from megazero.config.tree import Config, ModelConfig
-from megazero.config.tree_output import CheckpointConfig
-from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from megazero.mpu import ParallelContext
-from megazero.train.families import family_of
-from megazero.train.lessons import Teacher
-from megazero.train.named_checkpoint import checkpoint_at, model_at, opened
-from megazero.train.state_json import SavedModel
-from megazero.train.trained import load_chunks
-from megazero.train.vocabulary import Vocabulary
-
-_CHECKED = MappingProxyType(
-    {
-        "num_layers": "num_layers_teacher",
-        "hidden_size": "hidden_size_teacher",
-        "num_attention_heads": "num_attention_heads_teacher",
-        "num_experts": "num_experts_teacher",
-    }
-)
+from megazero.config.steps import Progress
+from megazero.models import DistilledChunk, MicroBatch, ModelChunk
+from megazero.pipeline.chunk import Chunk
 
 
-def load_teacher(
-    config: Config, horizon: Horizon, vocabulary: Vocabulary, context: ParallelContext
-) -> Teacher | None:
-    """This rank's parts of the teacher; None if the training that follows has none. Every rank calls this.
+@dataclass(frozen=True)
+class Teacher:
+    """A trained model on this rank.
 
-    Raises:
-        CheckpointError: on every rank: its checkpoint cannot be read, or holds another kind of model, another
-            vocabulary, or another shape than was asked for.
-        ConfigError: the teacher cannot be cut as the student is.
+    Attributes:
+        chunks: this rank's parts of it, by the numbers of the student's.
+        flops_per_token: FLOPs of its forward pass.
+        folder: its checkpoint.
     """
-    settings = config.distillation
-    over = settings.kd_train_iters is not None and horizon.steps.start.iteration >= settings.kd_train_iters
-    if not settings.kd or over or config.training.skip_train:
-        return None
-    try:
-        return _opened(config, vocabulary, context)
-    except DamagedCheckpointError as error:
-        # A resume would take it for the student's, and look for an older one.
-        raise CheckpointError(str(error)) from error
+
+    chunks: Mapping[int, ModelChunk[MicroBatch]]
+    flops_per_token: float
+    folder: Path
 
 
-def _opened(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Teacher:
-    load = config.distillation.load_teacher
-    assert load is not None, "rules ask for the teacher's folder"
-    folder = checkpoint_at(load, context)
-    saved = model_at(folder, context)
-    model = saved.settings(ModelConfig.model_fields)
-    if wrong := _unfit(config, model, saved, vocabulary):
-        raise CheckpointError(f"`load_teacher` must fit this training, but {folder} has {', '.join(wrong)}")
-    beside = _beside(config, model)
-    if problems := check(beside, context.world_size):
-        raise ConfigError([f"the teacher {folder}: {problem}" for problem in problems])
-    reader = opened(folder, Verify(config.checkpoint.verify_checkpoint), context)
-    chunks = load_chunks(beside, vocabulary, context, reader)
-    for chunk in chunks.values():
-        for parameter in chunk.parameters():
-            parameter.requires_grad_(False)
-    return Teacher(chunks, family_of(model).flops_per_token(beside, vocabulary) / 3, folder)
+@dataclass
+class Distillation:
+    """What a step's chunks learn from a teacher, until the lessons end.
 
-
-def _unfit(config: Config, model: ModelConfig, saved: SavedModel, vocabulary: Vocabulary) -> Sequence[str]:
-    """What keeps a model from being the teacher, as `NAME VALUE (what was expected)`."""
-    wrong = []
-    if saved.vocab_size != vocabulary.size:
-        wrong.append(f"vocab_size {saved.vocab_size} (the student's is {vocabulary.size})")
-    if model.num_classes is not None or model.family != config.model.family:
-        kind = "a classifier" if model.num_classes is not None else f"family {model.family}"
-        wrong.append(f"{kind} (the student is a {config.model.family} for pretraining)")
-    for name, setting in _CHECKED.items():
-        asked, found = getattr(config.distillation, setting), getattr(model, name)
-        if asked not in (None, (), found):
-            wrong.append(f"{name} {_told(found)} (asked for: {_told(asked)})")
-    return wrong
-
-
-def _beside(config: Config, model: ModelConfig) -> Config:
-    """The configuration of a teacher in as many chunks as the student has.
-
-    The sequences are the student's, and so is the padded vocabulary.
+    Attributes:
+        taught: the chunks that learn, by number; empty without a teacher or once the lessons are over.
+        until: the step before which they end; None for never.
+        flops_per_token: FLOPs that the teacher adds to the training on one token.
+        remarks: what a person should know about it.
     """
-    own = {
-        "seq_length": config.model.seq_length,
-        # Only learned positions end somewhere.
-        "max_position_embeddings": (
-            model.positions if model.position_embedding_type == "learned_absolute" else None
-        ),
-        "make_vocab_size_divisible_by": config.model.make_vocab_size_divisible_by,
-    }
-    several = config.parallel.pipeline_schedule != "zb-v" and chunks_per_stage(config) > 1
-    layout = {
-        "pipeline_partition": "uniform",
-        "num_layers_per_virtual_pipeline_stage": None,
-        "num_virtual_stages_per_pipeline_rank": chunks_per_stage(config) if several else None,
-    }
-    if not model.num_experts:
-        layout |= {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
-    sections = {
-        "model": model.model_copy(update=own),
-        "parallel": config.parallel.model_copy(update=layout),
-        "distillation": DistillationConfig(),
-        "checkpoint": CheckpointConfig(),
-    }
-    return config.model_copy(update=sections)
 
+    distilled: dict[int, DistilledChunk] = field(default_factory=dict)
+    until: int | None = None
+    flops_per_token: float = 0.0
+    remarks: tuple[str, ...] = ()
 
-def _told(value: object) -> str:
-    return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+    @classmethod
+    def of(
+        cls,
+        settings: DistillationConfig,
+        chunks: Mapping[int, ModelChunk[MicroBatch]],
+        teacher: Teacher | None,
+    ) -> Distillation:
+        """The lessons of these chunks; none without a teacher."""
+        if teacher is None:
+            return cls()
+        beta, temperature, until = settings.kd_beta_ce, settings.kd_temp, settings.kd_train_iters
+        distilled = {
+            number: DistilledChunk.of(chunk, teacher.chunks[number], beta, temperature)
+            for number, chunk in chunks.items()
+        }
+        end = "" if until is None else f" until step {until}"
+        return cls(distilled, until, teacher.flops_per_token, (f"learns from {teacher.folder}{end}",))
+
+    def before(self, progress: Progress) -> None:
+        """End the lessons if the step that follows is past them, and let go of the teacher's memory."""
+        if self.distilled and self.until is not None and progress.iteration >= self.until:
+            for chunk in self.distilled.values():
+                chunk.teacher = None
+            self.distilled, self.flops_per_token = {}, 0.0
+
+    def beside(self, chunks: Mapping[int, ModelChunk[MicroBatch]]) -> Mapping[int, Chunk[MicroBatch]]:
+        """What the executor runs: the chunks that learn, or these if there is no teacher."""
+        # A student takes the batches that its own chunk would take.
+        distilled: dict[int, Chunk[Any]] = {**self.distilled}
+        return distilled or chunks

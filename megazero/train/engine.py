@@ -16,7 +16,7 @@ from megazero.moe import RouterLoads
 from megazero.mpu import ParallelContext, read_values
 from megazero.optim import LearningRate, LossScaler, WeightDecay
 from megazero.pipeline import Executor, Program
-from megazero.train.lessons import Lessons
+from megazero.train.distillation import Distillation
 from megazero.train.losses import Losses, local_counts, loss_factors
 from megazero.train.skipping import SkippingPlan
 from megazero.train.timers import Timers
@@ -148,7 +148,7 @@ class Engine:
         schedules: Schedules,
         loads: RouterLoads,
         context: ParallelContext,
-        lessons: Lessons | None = None,
+        distillation: Distillation | None = None,
         fp8: Fp8State | None = None,
     ):
         self.executor = executor
@@ -159,7 +159,7 @@ class Engine:
         self.schedules = schedules
         self.loads = loads
         self.context = context
-        self.lessons = lessons or Lessons()
+        self.distillation = distillation or Distillation()
         self.fp8 = fp8 or Fp8State([], context.groups["stage"])
         self._prints: list[tuple[str, Tensor]] = []
 
@@ -198,7 +198,7 @@ class Engine:
                 holds the update.
         """
         scale = self.scaler_state.scale
-        self.lessons.before(progress)
+        self.distillation.before(progress)
         skipping = self.schedules.skipping.at(progress)
         lr = self.schedules.learning_rate.at(progress)
 

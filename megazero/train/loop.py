@@ -33,7 +33,7 @@ from megazero.train.step_metrics import StepExtras, step_metrics
 from megazero.train.step_waits import StepWaits
 from megazero.train.stragglers import Straggler, Stragglers
 from megazero.train.timers import Timers
-from megazero.zero import offloaded, traffic
+from megazero.zero import offloaded_bytes, traffic
 
 _SHOWN = 3  # changed files in a message
 
@@ -70,7 +70,7 @@ class Loop:
         self.waits = Waits(context.device) if context.watch is None else context.watch.waits
         self.host_waits = StepWaits(plan.guards.check_host_waits, context.device, monitor.message)
         self.stragglers = Stragglers(plan.straggler_interval, context)
-        self._offloads = bool(offloaded(engine.optimizer.store))
+        self._offloads = bool(offloaded_bytes(engine.optimizer.store))
         self._reached = 0
         self._memory = MemoryMeter.of(engine) if plan.measures_memory else None
         self._folder = None if checkpoints is None else Path(checkpoints.saver.directory)
@@ -105,11 +105,11 @@ class Loop:
         self._saved_at = evaluated_at = state.iteration
         reason, due = None, False
         with StopRequest() as stop:
-            while state.iteration < self.plan.horizon.end.iteration and reason is None:
+            while state.iteration < self.plan.training_plan.end.iteration and reason is None:
                 done = state.iteration
                 state = self._step(state)
                 if state.iteration > done:
-                    interval = self.plan.horizon.evaluations.interval
+                    interval = self.plan.training_plan.evaluations.interval
                     if self.feeds.valid is not None and self._due(interval, state):
                         self.evaluate("validation", state)
                         evaluated_at = state.iteration
@@ -117,7 +117,7 @@ class Loop:
                     reason = self._after_step(state, stop, started, due)
                     if self.context.watch is not None:
                         self.context.watch.under_way()
-                    ends = state.iteration >= self.plan.horizon.end.iteration
+                    ends = state.iteration >= self.plan.training_plan.end.iteration
                     state = self._compared(state, due=due or ends or reason is not None)
                 if state.iteration <= done:  # the run went back to a checkpoint
                     self._saved_at = evaluated_at = state.iteration
@@ -139,7 +139,7 @@ class Loop:
         """Report the losses on the next part of the split, without any effect on training."""
         feed = self.feeds.valid if split == "validation" else self.feeds.test
         assert feed is not None, f"there are no samples for {split}"
-        evaluations = self.plan.horizon.evaluations
+        evaluations = self.plan.training_plan.evaluations
         start = evaluations.first_sample(state.iteration) if split == "validation" else 0
 
         def batches() -> Iterator[Sequence[MicroBatch]]:
@@ -164,7 +164,7 @@ class Loop:
     def _step(self, state: TrainState) -> TrainState:
         began, self._reached = time.perf_counter(), state.iteration + 1
         self.waits.start_step()
-        step = self.plan.horizon.at(state.progress)
+        step = self.plan.training_plan.at(state.progress)
         if self.guard.passes_over(state, step):
             return self._pass_over(state, step, began)
         assert self.feeds.train is not None, "there are no samples for training"
@@ -242,7 +242,7 @@ class Loop:
         self, state: TrainState, result: StepResult, step: Step, seconds: float, extras: StepExtras
     ) -> StepMetrics:
         each = self.plan.flops_per_token(step.sequence_length, result.skipping)
-        each += self.engine.lessons.flops_per_token
+        each += self.engine.distillation.flops_per_token
         flops = each / self.context.world_size
         extras = {**extras, "phase_seconds": self.timers.collect()}
         return step_metrics(self.plan, state, result, step, seconds, flops, extras)
@@ -329,13 +329,17 @@ class Loop:
         The result is the same on all ranks, no matter which of them got a signal, is late, still writes or
         sees that the data changed. saves: whether a checkpoint is due.
         """
-        ends = state.iteration >= self.plan.horizon.end.iteration
+        ends = state.iteration >= self.plan.training_plan.end.iteration
         limit = self.plan.exit_seconds
         late = limit is not None and time.monotonic() - started >= limit
         saver = None if self.checkpoints is None else self.checkpoints.saver
         unsettled = saver if saver is not None and saver.unsettled else None
         writes = unsettled is not None and unsettled.busy
-        intervals = (self.plan.log_interval, self.plan.exit_interval, self.plan.horizon.evaluations.interval)
+        intervals = (
+            self.plan.log_interval,
+            self.plan.exit_interval,
+            self.plan.training_plan.evaluations.interval,
+        )
         looks = saves or ends or late or stop.requested or any(self._due(n, state) for n in intervals)
         changed = self.feeds.changed_files() if looks else []
         asked = [float(stop.requested), float(late), float(writes), float(bool(changed))]

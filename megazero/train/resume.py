@@ -33,8 +33,8 @@ from megazero.checkpoint import (
 from megazero.checkpoint.lock import saved_elsewhere
 from megazero.checkpoint.upcycling import Upcycled, dense_model, router_names
 from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
-from megazero.config.horizon import Horizon, horizon_of
 from megazero.config.rules import check
+from megazero.config.training_plan import TrainingPlan, training_plan_of
 from megazero.config.tree import Config, ModelConfig
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megazero.mpu import ParallelContext, gather_values, transports
@@ -101,7 +101,7 @@ class Resumed:
     state: TrainState
     stream_seed: int
     config: Config
-    horizon: Horizon
+    training_plan: TrainingPlan
     remarks: tuple[str, ...] = ()
     data: tuple[DataFacts, ...] | None = None
 
@@ -110,7 +110,7 @@ def resume(
     config: Config,
     context: ParallelContext,
     vocab_size: int,
-    build: Callable[[Config, Horizon], Engine],
+    build: Callable[[Config, TrainingPlan], Engine],
     begin: Callable[[Engine], tuple[str, ...]] | None = None,
 ) -> Resumed:
     """Continue from the best checkpoint in `--load`, or start anew; every rank calls this.
@@ -136,12 +136,12 @@ def resume(
     if found is None or not (found.folders or found.remarks):
         if section.load:
             _may_start_without(config)
-        horizon = horizon_of(config, context.data.size)
-        new = build(config, horizon)
+        training_plan = training_plan_of(config, context.data.size)
+        new = build(config, training_plan)
         begun = begin(new) if begin else ()
         if section.load and not begun:
             begun = (f"warning: {section.load} holds no checkpoint; training starts from random weights",)
-        return Resumed(new, TrainState(), config.training.seed, config, horizon, begun)
+        return Resumed(new, TrainState(), config.training.seed, config, training_plan, begun)
     remarks = list(found.remarks)
     for folder in found.folders:
         engine: Engine | None = None
@@ -151,8 +151,8 @@ def resume(
             run = None if begins else saved_run(reader)
             kept, changes = _fit(config, reader, run, vocab_size, context.world_size, begins)
             state = TrainState() if run is None or section.finetune else run.state.train_state()
-            horizon = horizon_of(kept, context.data.size, state.progress)
-            engine = build(kept, horizon)
+            training_plan = training_plan_of(kept, context.data.size, state.progress)
+            engine = build(kept, training_plan)
             seed = load_state(kept, engine, context, reader, run, begins_experts=begins)
         except DamagedCheckpointError as error:
             remarks.append(f"passed over {folder}: {error}")
@@ -165,7 +165,7 @@ def resume(
             changes += changed_sums(run, kept.parallel, transports(context), context.world_size)
         loaded = f"{'began experts from the dense model' if begins else 'loaded'} {folder}"
         data = None if run is None or section.finetune or run.data is None else tuple(run.data)
-        return Resumed(engine, state, seed, kept, horizon, (*remarks, loaded, *changes), data)
+        return Resumed(engine, state, seed, kept, training_plan, (*remarks, loaded, *changes), data)
     raise DamagedCheckpointError(
         f"`load` must hold a whole checkpoint, but {section.load} has none: " + "; ".join(remarks)
     )

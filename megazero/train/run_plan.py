@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megazero.config.difficulties import Difficulties
 from megazero.config.guards import GuardsConfig
-from megazero.config.horizon import Horizon
+from megazero.config.training_plan import TrainingPlan
 from megazero.data import changed_files
 from megazero.layers import Skipping
 from megazero.models import MicroBatch
@@ -36,7 +36,7 @@ class RunPlan:
         difficulties: how difficult the samples of each step may be; None without a curriculum over samples.
     """
 
-    horizon: Horizon
+    training_plan: TrainingPlan
     flops_per_token: Callable[[int, Skipping], float]
     matmul_rate: float
     save_interval: int | None = None

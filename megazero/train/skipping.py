@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megazero.config.horizon import Horizon
 from megazero.config.steps import Progress
+from megazero.config.training_plan import TrainingPlan
 from megazero.config.tree import Config
 from megazero.layers import NOTHING_SKIPPED, Skipping
 from megazero.mpu import derive_key
@@ -58,22 +58,22 @@ class SkippingPlan:
         drop: progressive layer dropping; None without it.
     """
 
-    horizon: Horizon
+    training_plan: TrainingPlan
     dropping: tuple[int, ...] | range
     drop: LayerDrop | None
 
     @classmethod
-    def of(cls, config: Config, horizon: Horizon) -> SkippingPlan:
+    def of(cls, config: Config, training_plan: TrainingPlan) -> SkippingPlan:
         """That of a run."""
         settings, layers = config.skipping, config.model.num_layers
         drop = None
         if settings.progressive_layer_drop:
             drop = LayerDrop(layers, settings.pld_theta, settings.pld_gamma, config.training.seed)
-        return cls(horizon, settings.dropping_layers(layers), drop)
+        return cls(training_plan, settings.dropping_layers(layers), drop)
 
     def at(self, progress: Progress) -> Skipping:
         """What the step that follows `progress` leaves out."""
-        kept = self.horizon.at(progress).kept_tokens
+        kept = self.training_plan.at(progress).kept_tokens
         if kept is None and self.drop is None:
             return NOTHING_SKIPPED
         scales = None if self.drop is None else self.drop.scales(progress.iteration)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megazero.checkpoint import RANDOM, Box, Disk, Key, Part, Retention, Saver, parts_to_write
-from megazero.config.horizon import Horizon
+from megazero.config.training_plan import TrainingPlan
 from megazero.config.tree import Config
 from megazero.errors import NumericsError
 from megazero.mpu import ParallelContext, gather_values, transports
@@ -49,7 +49,7 @@ class Snapshots:
     def __init__(
         self,
         config: Config,
-        horizon: Horizon,
+        training_plan: TrainingPlan,
         engine: Engine,
         context: ParallelContext,
         vocab_size: int,
@@ -72,7 +72,7 @@ class Snapshots:
             "kind": PRETRAINING,
             "vocab_size": vocab_size,
             "stream_seed": stream_seed,
-            "global_batch_size": horizon.steps.ramp.final,
+            "global_batch_size": training_plan.steps.ramp.final,
             "written_by": {
                 "world_size": context.world_size,
                 "transports": transports(context),

@@ -64,7 +64,7 @@ def step_metrics(
         global_batch_size=step.batch_size,
         num_micro_batches=step.micro_batches,
         first_bad_parameter=result.first_bad_parameter,
-        sequence_length=step.sequence_length if plan.horizon.steps.lengths.grow else None,
+        sequence_length=step.sequence_length if plan.training_plan.steps.lengths.grow else None,
         difficulties=plan.difficulties.at(step.before) if plan.difficulties else None,
         kept_tokens=step.kept_tokens,
         layers_run=result.skipping.layers_run,

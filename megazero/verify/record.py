@@ -14,8 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from megazero.config.derive import padded_vocab_size
-from megazero.config.horizon import Horizon, horizon_of
 from megazero.config.steps import Step
+from megazero.config.training_plan import TrainingPlan, training_plan_of
 from megazero.config.tree import Config
 from megazero.models import MicroBatch
 from megazero.mpu import ParallelContext, ParamSpec
@@ -48,23 +48,26 @@ class Record:
 
 def record_training(config: Config, context: ParallelContext, steps: int = STEPS) -> Record:
     """Train `steps` steps on this rank, on random tokens with uneven loss masks."""
-    horizon = horizon_of(config, context.data.size)
-    engine = verification_engine(config, horizon, context)
-    sampler = made_up_sampler(config, horizon.steps, context)
+    training_plan = training_plan_of(config, context.data.size)
+    engine = verification_engine(config, training_plan, context)
+    sampler = made_up_sampler(config, training_plan.steps, context)
     if sampler is None:
-        return record_steps(engine, horizon, steps, partial(micro_batches, config, context))
+        return record_steps(engine, training_plan, steps, partial(micro_batches, config, context))
     collate = collate_of(config, context)
-    return record_steps(engine, horizon, steps, partial(drawn_micro_batches, config, sampler, collate))
+    return record_steps(engine, training_plan, steps, partial(drawn_micro_batches, config, sampler, collate))
 
 
 def record_steps(
-    engine: Engine, horizon: Horizon, steps: int, batches_of: Callable[[Step], Sequence[MicroBatch]]
+    engine: Engine,
+    training_plan: TrainingPlan,
+    steps: int,
+    batches_of: Callable[[Step], Sequence[MicroBatch]],
 ) -> Record:
     """Train `engine` for `steps` steps; `batches_of` returns this rank's micro-batches for a step."""
     context = engine.context
     record, state, timers = Record(), TrainState(), Timers()
     for _ in range(steps):
-        step = horizon.at(state.progress)
+        step = training_plan.at(state.progress)
         result = engine.train_step(batches_of(step), state.progress, timers)
         state = state.after(step, result.skipped)
         record.losses.append(result.losses.labelled())
@@ -75,12 +78,12 @@ def record_steps(
     return record
 
 
-def verification_engine(config: Config, horizon: Horizon, context: ParallelContext) -> Engine:
+def verification_engine(config: Config, training_plan: TrainingPlan, context: ParallelContext) -> Engine:
     """The engine for a configuration that gives the vocabulary size."""
     size = config.model.vocab_size
     padded = padded_vocab_size(size, config.model.make_vocab_size_divisible_by, context.tp.size)
     vocabulary = Vocabulary(size, padded, None, None)
-    return build_model(vocabulary, context, config, horizon)
+    return build_model(vocabulary, context, config, training_plan)
 
 
 def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[MicroBatch]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megazero.config.derive import chunks_per_stage, schedule_kind
-from megazero.config.horizon import horizon_of
 from megazero.config.steps import Progress
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import Config
 from megazero.mpu import ProcessGrid
 from megazero.verify.sampling import SAMPLES, shrunk_metric
@@ -245,7 +245,7 @@ def _parallel(config: Config, tp: int, pp: int) -> dict:
 
 def _batch(config: Config, data_parallel: int, pp: int, dp: int) -> dict:
     micro_batch = min(2, config.batch.micro_batch_size)
-    accumulated = horizon_of(config, data_parallel).at(Progress()).micro_batches
+    accumulated = training_plan_of(config, data_parallel).at(Progress()).micro_batches
     count = 2 * pp if pp > 1 else min(4, accumulated)
     return {
         "micro_batch_size": micro_batch,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megazero.config.curriculum import CurriculumConfig
 from megazero.config.data_sampling import DataSamplingConfig
 from megazero.config.distillation import DistillationConfig
-from megazero.config.horizon import horizon_of
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import Config, ParallelConfig, RecomputeConfig, ZeroConfig
 from megazero.config.tree_output import CheckpointConfig
 from megazero.mpu import solo_context
@@ -33,16 +33,16 @@ def with_teacher(config: Config, folder: str) -> Config:
         "data_sampling": DataSamplingConfig(),
     }
     teacher, context = config.model_copy(update=changes), solo_context()
-    horizon = horizon_of(teacher, 1)
-    engine = verification_engine(teacher, horizon, context)
-    snapshots = Snapshots(teacher, horizon, engine, context, model.vocab_size, teacher.training.seed)
+    training_plan = training_plan_of(teacher, 1)
+    engine = verification_engine(teacher, training_plan, context)
+    snapshots = Snapshots(teacher, training_plan, engine, context, model.vocab_size, teacher.training.seed)
     try:
         snapshots.save(TrainState(iteration=1))
     finally:
         snapshots.saver.close()
-    lessons = {
+    distillation = {
         "load_teacher": folder,
         **dict.fromkeys(("num_layers_teacher", "hidden_size_teacher", "num_attention_heads_teacher")),
         "num_experts_teacher": (),
     }
-    return config.model_copy(update={"distillation": config.distillation.model_copy(update=lessons)})
+    return config.model_copy(update={"distillation": config.distillation.model_copy(update=distillation)})

@@ -2,12 +2,21 @@
 
 Start with `table.py` (what each stage shards) and `parallel.py` (what a training step calls). `unit.py`,
 `plan.py` and `layout.py` lay parameters out in buckets. `bucket.py` tracks whether a bucket's whole weights
-are on this rank, `store.py` holds the rest of its state, and `wires` move it between the replicas.
+are on this rank, `store.py` holds the rest of its state, and `comm_hooks` move it between the replicas.
 `gather.py` and `reduce.py` decide when, and `optimizer.py` updates.
 """
 
 from megazero.zero.bucket import Bucket
 from megazero.zero.build import build_store
+from megazero.zero.comm_hooks import (
+    CommHook,
+    ExactCommHook,
+    NodeCommHook,
+    QuantizedGradients,
+    QuantizedWeights,
+    Reduction,
+    choose_comm_hook,
+)
 from megazero.zero.copies import CopyCheck, CopyDifference, CopyFindings
 from megazero.zero.delayed import IN_USE, DelayedUpdates
 from megazero.zero.fingerprint import Fingerprints
@@ -25,26 +34,17 @@ from megazero.zero.store import (
     DeviceStore,
     DiskTier,
     HostTier,
+    LoadedBucket,
     OffloadStore,
-    Resident,
     Sizes,
     StatePlacement,
     Store,
-    offloaded,
+    offloaded_bytes,
     store_kind,
     traffic,
 )
 from megazero.zero.table import STAGES, StageRow
 from megazero.zero.unit import Unit, module_units
-from megazero.zero.wires import (
-    ExactWire,
-    NodeWire,
-    QuantizedGradients,
-    QuantizedWeights,
-    Reduction,
-    Wire,
-    choose_wire,
-)
 
 __all__ = [
     "GRADIENT",
@@ -56,6 +56,7 @@ __all__ = [
     "BucketKey",
     "BucketLayout",
     "BucketMember",
+    "CommHook",
     "CopyCheck",
     "CopyDifference",
     "CopyFindings",
@@ -63,19 +64,19 @@ __all__ = [
     "DelayedUpdates",
     "DeviceStore",
     "DiskTier",
-    "ExactWire",
+    "ExactCommHook",
     "Fingerprints",
     "GatheredParameters",
     "GradientReducer",
     "HostTier",
     "Init",
-    "NodeWire",
+    "LoadedBucket",
+    "NodeCommHook",
     "OffloadStore",
     "Optimizer",
     "QuantizedGradients",
     "QuantizedWeights",
     "Reduction",
-    "Resident",
     "Segment",
     "Sizes",
     "StageRow",
@@ -83,12 +84,11 @@ __all__ = [
     "StepReport",
     "Store",
     "Unit",
-    "Wire",
     "ZeroPolicy",
     "build_store",
-    "choose_wire",
+    "choose_comm_hook",
     "module_units",
-    "offloaded",
+    "offloaded_bytes",
     "plan_buckets",
     "register_external_parameter",
     "store_kind",

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from megazero.errors import ConfigError
 from megazero.mpu import DONE, Work, on_device, spec_of
+from megazero.zero.comm_hooks.comm_hook import CommHook
 from megazero.zero.layout import BucketLayout
 from megazero.zero.plan import BucketKey
-from megazero.zero.wires.wire import Wire
 
 Fill = Callable[[Sequence[nn.Parameter]], None]
 """Writes initial values to parameters."""
 
 
-class Presence(Enum):
+class ShardedState(Enum):
     """Whether a bucket's whole weights are on this rank."""
 
     SHARD = "shard"
@@ -66,7 +66,7 @@ class Bucket:
         key: what the parameters have in common.
         params: the parameters in buffer order, on the real or the meta device.
         layout: where each parameter lies in the buffer.
-        wire: the connection between the replicas.
+        comm_hook: the connection between the replicas.
         store: holds the rest of the bucket's state; the bucket registers itself there.
         device: the device of the weights.
         fill: initializes the parameters that are on the meta device.
@@ -80,7 +80,7 @@ class Bucket:
         key: BucketKey,
         params: Sequence[nn.Parameter],
         layout: BucketLayout,
-        wire: Wire,
+        comm_hook: CommHook,
         store: Keeper,
         device: torch.device,
         fill: Fill | None,
@@ -88,9 +88,9 @@ class Bucket:
         self.key = key
         self.params = list(params)
         self.layout = layout
-        self.wire = wire
+        self.comm_hook = comm_hook
         self.store = store
-        self.presence = Presence.WHOLE
+        self.presence = ShardedState.WHOLE
         self.sums_scale = 1.0
         self._work: Work = DONE
         self.full = torch.zeros(layout.padded, dtype=key.dtype, device=device)
@@ -104,37 +104,37 @@ class Bucket:
         ]
         _move_in(self.params, self._views, fill)
         store.admit(self)
-        self.free()
-        if self.presence is Presence.WHOLE:
-            wire.round_weights(self.full)
+        self.reshard()
+        if self.presence is ShardedState.WHOLE:
+            comm_hook.round_weights(self.full)
 
-    def fetch(self) -> None:
+    def unshard(self) -> None:
         """Start gathering the whole weights, unless they are here already."""
-        if self.presence is not Presence.SHARD:
+        if self.presence is not ShardedState.SHARD:
             return
         self._allocate(self.layout.padded)
-        self._work = self.wire.gather(self.full, self.store.shard(self))
-        self.presence = Presence.ARRIVING
+        self._work = self.comm_hook.gather(self.full, self.store.shard(self))
+        self.presence = ShardedState.ARRIVING
 
-    def arrive(self) -> None:
-        """Wait until the whole weights that `fetch` started to gather have arrived."""
-        if self.presence is not Presence.ARRIVING:
+    def wait(self) -> None:
+        """Wait until the whole weights that `unshard` started to gather have arrived."""
+        if self.presence is not ShardedState.ARRIVING:
             return
         self._work.wait()
         self._work = DONE
         for param, view in zip(self.params, self._views, strict=True):
             param.data = view
-        self.presence = Presence.WHOLE
+        self.presence = ShardedState.WHOLE
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Keep only the shard, if the stage's row shards parameters."""
-        if not self.layout.row.shard_params or self.presence is Presence.SHARD:
+        if not self.layout.row.shard_params or self.presence is ShardedState.SHARD:
             return
-        self.arrive()
+        self.wait()
         for param, nothing in zip(self.params, self._placeholders, strict=True):
             param.data = nothing
         self._allocate(0)
-        self.presence = Presence.SHARD
+        self.presence = ShardedState.SHARD
 
     def publish(self, weights: Tensor | None) -> Work:
         """Take over new weights; where replicas update shards, start to gather them.
@@ -144,22 +144,22 @@ class Bucket:
         """
         if weights is not None:
             self.store.close_weights(self, weights)
-        self.wire.weights_changed()
-        if self.layout.row.shard_state and self.presence is Presence.WHOLE:
-            return self.wire.gather(self.full, self.store.shard(self))
+        self.comm_hook.weights_changed()
+        if self.layout.row.shard_state and self.presence is ShardedState.WHOLE:
+            return self.comm_hook.gather(self.full, self.store.shard(self))
         return DONE
 
     def show_masters(self, master: Tensor) -> None:
-        """Gather the whole weights as the masters have them, even if the wire rounds.
+        """Gather the whole weights as the masters have them, even if the hook rounds.
 
         Args:
             master: the master weights over the layout's `state_range`.
         """
-        assert self.presence is Presence.WHOLE
+        assert self.presence is ShardedState.WHOLE
         weights = self.store.open_weights(self)
         if weights is not None:
             self.store.close_weights(self, weights.copy_(master))
-        self.wire.group.all_gather(self.full, self.store.shard(self)).wait()
+        self.comm_hook.group.all_gather(self.full, self.store.shard(self)).wait()
 
     def weights_in_use(self) -> Tensor:
         """The weights that forward reads, over `state_range`; none of them is offloaded."""
@@ -167,16 +167,16 @@ class Bucket:
 
     def show_in_use(self) -> None:
         """Gather the weights again, because `weights_in_use` has been written to."""
-        self.wire.weights_changed()
-        if self.layout.row.shard_state and self.presence is Presence.WHOLE:
-            self.wire.gather(self.full, self.store.shard(self)).wait()
+        self.comm_hook.weights_changed()
+        if self.layout.row.shard_state and self.presence is ShardedState.WHOLE:
+            self.comm_hook.gather(self.full, self.store.shard(self)).wait()
 
     def adopt_full(self) -> None:
         """Copy what was written to the whole weights into the shard and the master."""
-        assert self.presence is Presence.WHOLE
+        assert self.presence is ShardedState.WHOLE
         self.store.adopt(self)
-        self.wire.round_weights(self.full)
-        self.wire.weights_changed()
+        self.comm_hook.round_weights(self.full)
+        self.comm_hook.weights_changed()
 
     def _allocate(self, numel: int) -> None:
         """Give the whole buffer room for `numel` elements; meta tensors have no memory."""
@@ -190,7 +190,7 @@ def whole_state(bucket: Bucket, flat: Tensor) -> Tensor:
         return flat
     mine = on_device(flat, bucket.full.device).contiguous()
     whole = mine.new_empty(bucket.layout.padded)
-    bucket.wire.group.all_gather(whole, mine).wait()
+    bucket.comm_hook.group.all_gather(whole, mine).wait()
     return whole
 
 

@@ -9,13 +9,13 @@ from torch import nn
 
 from megazero.mpu import ParallelContext, spec_of
 from megazero.zero.bucket import Bucket, Fill
+from megazero.zero.comm_hooks import choose_comm_hook
 from megazero.zero.layout import BucketLayout
 from megazero.zero.plan import BucketMember, plan_buckets
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store import DeviceStore, Store
 from megazero.zero.table import STAGES
 from megazero.zero.unit import Unit
-from megazero.zero.wires import choose_wire
 
 
 def build_store(
@@ -51,8 +51,8 @@ def build_store(
         group = context.groups[key.replicas]
         mine = tuple(members[i] for i in numbers)
         layout = BucketLayout(STAGES[key.row], mine, group.size, group.rank, context.place)
-        wire = choose_wire(key, layout, policy, context)
-        Bucket(key, [params[i] for i in numbers], layout, wire, store, context.device, fill)
+        comm_hook = choose_comm_hook(key, layout, policy, context)
+        Bucket(key, [params[i] for i in numbers], layout, comm_hook, store, context.device, fill)
     return store
 
 

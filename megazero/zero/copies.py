@@ -18,7 +18,7 @@ from megazero.errors import CommunicationError
 from megazero.mpu import SLICE_AXES, Group, ParallelContext, copy_axes, gather_values, name_ranks, on_device
 from megazero.zero.fingerprint import Fingerprints
 from megazero.zero.optimizer import Optimizer
-from megazero.zero.store import WEIGHT, Resident
+from megazero.zero.store import WEIGHT, LoadedBucket
 
 _USED = "weights in use"
 ROUNDED = "weights in use, against their masters"
@@ -148,8 +148,8 @@ class CopyCheck:
         """Look at all copies; the result names the same differences on all ranks."""
         compared = {name: _Compared(self.context.groups[name]) for name in self._shared}
         rounded: list[tuple[str, Tensor]] = []
-        for residents in self._store.visits(self._kinds, self._store.buckets):
-            for each in residents:
+        for loaded_buckets in self._store.stream(self._kinds, self._store.buckets):
+            for each in loaded_buckets:
                 for piece in self._pieces(each):
                     found = self._fingerprints[piece.tensor.device.type].of(piece.tensor)
                     found = on_device(found, self.context.device)
@@ -173,8 +173,8 @@ class CopyCheck:
         """Take over what most members of each group hold; every rank calls this with what `compare` found."""
         for group in self._shared:
             sources = {each.piece: each.source for each in take_overs if each.group == group}
-            for residents in self._store.visits(self._kinds, self._store.buckets, changes=self._kinds):
-                for piece in (piece for each in residents for piece in self._pieces(each)):
+            for loaded_buckets in self._store.stream(self._kinds, self._store.buckets, changes=self._kinds):
+                for piece in (piece for each in loaded_buckets for piece in self._pieces(each)):
                     source = sources.get((piece.name, piece.kind)) if group in piece.groups else None
                     if source is not None:
                         self.context.groups[group].broadcast(piece.tensor, source).wait()
@@ -201,12 +201,12 @@ class CopyCheck:
                     )
         self._agreed = True
 
-    def _pieces(self, resident: Resident) -> Iterator[_HeldPiece]:
+    def _pieces(self, loaded: LoadedBucket) -> Iterator[_HeldPiece]:
         """What of a bucket other ranks hold copies of."""
-        bucket, layout = resident.bucket, resident.bucket.layout
+        bucket, layout = loaded.bucket, loaded.bucket.layout
         replicas = {bucket.key.replicas} if layout.ranks > 1 else set()
-        used = _in_use(resident)
-        kinds = {_MASTER if kind == WEIGHT else kind: flat for kind, flat in resident.flats.items()}
+        used = _in_use(loaded)
+        kinds = {_MASTER if kind == WEIGHT else kind: flat for kind, flat in loaded.flats.items()}
         if used is not None and not self._apart:
             kinds = {_USED: used, **kinds}
         for kind, flat in kinds.items():
@@ -256,20 +256,20 @@ class CopyCheck:
         return CopyFindings(tuple(distinct), tuple(take_overs))
 
 
-def _in_use(resident: Resident) -> Tensor | None:
+def _in_use(loaded: LoadedBucket) -> Tensor | None:
     """The flat weights that forward reads, as far as this rank keeps them; None if these are the masters."""
-    bucket = resident.bucket
+    bucket = loaded.bucket
     sharded = bucket.layout.row.shard_params
     used = bucket.store.shard(bucket) if sharded else bucket.full
-    master = resident.flats[WEIGHT]
+    master = loaded.flats[WEIGHT]
     same = used.numel() == master.numel() and used.data_ptr() == master.data_ptr()
     return None if same else used
 
 
-def _roundings(resident: Resident) -> Iterator[tuple[str, Tensor]]:
+def _roundings(loaded: LoadedBucket) -> Iterator[tuple[str, Tensor]]:
     """For each member of which a rank holds weights in use and masters: whether any bit is not as rounded."""
-    layout = resident.bucket.layout
-    used, master = _in_use(resident), resident.flats[WEIGHT]
+    layout = loaded.bucket.layout
+    used, master = _in_use(loaded), loaded.flats[WEIGHT]
     if used is None:
         return
     mine = used if layout.row.shard_params else used[layout.state_range]
@@ -277,7 +277,7 @@ def _roundings(resident: Resident) -> Iterator[tuple[str, Tensor]]:
         return
     wanted = on_device(master, mine.device).to(mine.dtype)
     if not layout.row.shard_params:  # these have been gathered
-        resident.bucket.wire.round_weights(wanted)
+        loaded.bucket.comm_hook.round_weights(wanted)
     pieces = zip(layout.member_pieces(mine), layout.member_pieces(wanted), strict=True)
     for (number, _, left), (_, _, right) in pieces:
         yield layout.specs[number].name, (_bits(left) != _bits(right)).any()

@@ -9,7 +9,7 @@ import torch
 
 from megazero.mpu import Work
 from megazero.zero.bucket import Bucket
-from megazero.zero.store import GRADIENT, WEIGHT, OffloadStore, Resident
+from megazero.zero.store import GRADIENT, WEIGHT, LoadedBucket, OffloadStore
 from megazero.zero.update import Update
 
 IN_USE = "weight_in_use"
@@ -47,7 +47,7 @@ class DelayedUpdates:
         update: Update,
         buckets: Sequence[Bucket],
         kinds: Sequence[str],
-        publish: Callable[[Resident], Work],
+        publish: Callable[[LoadedBucket], Work],
     ) -> None:
         """Publish the update before, and start this one.
 
@@ -57,26 +57,26 @@ class DelayedUpdates:
             kinds: of state that it needs besides masters and gradients.
             publish: brings a bucket's masters to the weights.
         """
-        residents: list[Resident] = []
+        loaded_buckets: list[LoadedBucket] = []
         everything = (WEIGHT, GRADIENT, *kinds)
         works = []
-        for visited in self.store.visits(everything, buckets, changes=everything):
+        for visited in self.store.stream(everything, buckets, changes=everything):
             works += [publish(each) for each in visited]
-            residents += visited  # they are worked on where they are kept, so they outlive the visit
+            loaded_buckets += visited  # they are worked on where they are kept, so they outlive the visit
         for work in works:
             work.wait()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "update")
         copied = _event()
-        for each in residents:
+        for each in loaded_buckets:
             self.store.updates[each.bucket] = self._thread.submit(_apply, update, each, copied)
 
 
 @torch.no_grad()
-def _apply(update: Update, resident: Resident, copied: torch.cuda.Event | None) -> None:
+def _apply(update: Update, loaded: LoadedBucket, copied: torch.cuda.Event | None) -> None:
     if copied is not None:
         copied.synchronize()
-    update.apply([resident])
+    update.apply([loaded])
 
 
 def _event() -> torch.cuda.Event | None:

@@ -9,7 +9,7 @@ import torch
 from megazero.errors import ConfigError
 from megazero.optim import UpdateRule
 from megazero.zero.bucket import Bucket
-from megazero.zero.store import WEIGHT, Store, offloaded
+from megazero.zero.store import WEIGHT, Store, offloaded_bytes
 
 
 def check_reduction(rule: UpdateRule, store: Store, buckets: Sequence[Bucket]) -> None:
@@ -17,13 +17,13 @@ def check_reduction(rule: UpdateRule, store: Store, buckets: Sequence[Bucket]) -
     if not rule.needs.reduces:
         return
     name = type(rule).__name__
-    if offloaded(store):
+    if offloaded_bytes(store):
         raise ConfigError(
             f"`offload` must keep state on the device with {name}, whose messages leave from there, but "
             "keeps it elsewhere; leave it out"
         )
     for bucket in buckets:
-        if bucket.wire.reduces:
+        if bucket.comm_hook.reduces:
             raise ConfigError(
                 f"`rule_reduces` of the ZeRO policy must be true for {name}, which sums gradients itself, "
                 "but is false; build the policy from the rule"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.zero.bucket import Bucket, Presence
+from megazero.zero.bucket import Bucket, ShardedState
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store import Store
 from megazero.zero.unit import Unit
@@ -121,22 +121,22 @@ class Gatherer:
         self._backward, self._previous = False, None
         self._users = dict.fromkeys(self._users, 0)
         for bucket in self.buckets:
-            self.free(bucket)
+            self.reshard(bucket)
 
-    def fetch(self, bucket: Bucket) -> None:
+    def unshard(self, bucket: Bucket) -> None:
         """Start gathering a bucket."""
-        if bucket.presence is Presence.SHARD:
-            bucket.fetch()
+        if bucket.presence is ShardedState.SHARD:
+            bucket.unshard()
             if bucket in self._ahead:
                 self._ahead.remove(bucket)
             self._live += bucket.layout.padded
             self._live_bytes += bucket.full.nbytes
             self.most_live_bytes = max(self.most_live_bytes, self._live_bytes)
 
-    def free(self, bucket: Bucket) -> None:
+    def reshard(self, bucket: Bucket) -> None:
         """Free a bucket's whole weights."""
-        if bucket.presence is not Presence.SHARD:
-            bucket.free()
+        if bucket.presence is not ShardedState.SHARD:
+            bucket.reshard()
             self._live -= bucket.layout.padded
             self._live_bytes -= bucket.full.nbytes
 
@@ -145,7 +145,7 @@ class Gatherer:
 
     def _drop(self, bucket: Bucket) -> None:
         if self._live > self.policy.max_live and not self._users[id(bucket)]:
-            self.free(bucket)
+            self.reshard(bucket)
 
     def _hook(self, module: nn.Module, unit: int) -> None:
         def before(module: nn.Module, args: Any) -> None:
@@ -179,12 +179,12 @@ class Gatherer:
 
     def _use(self, unit: int) -> None:
         """Wait until the unit's weights are whole, and start gathering those of the units that follow."""
-        absent = [b for b in self._units[unit] if b.presence is not Presence.WHOLE]
+        absent = [b for b in self._units[unit] if b.presence is not ShardedState.WHOLE]
         if not absent:
             return
         self._read_ahead(unit, self._backward)
         for bucket in absent:
-            self.fetch(bucket)
+            self.unshard(bucket)
         if self._previous is not None:
             self._follower[self._backward, self._previous] = unit
         self._previous = unit
@@ -193,15 +193,15 @@ class Gatherer:
             self._prefetch(follower, self._backward)
         self._read_ahead(unit, self._backward)
         for bucket in absent:
-            bucket.arrive()
+            bucket.wait()
 
     def _read_ahead(self, unit: int | None, backward: bool) -> None:
         """Start to read the slices of what is gathered next, `unit` first."""
-        own = sum(bucket.presence is Presence.SHARD for bucket in self._units[unit])
+        own = sum(bucket.presence is ShardedState.SHARD for bucket in self._units[unit])
         ahead, seen = [], set()
         while unit is not None and unit not in seen and len(ahead) < own + SLICES_AHEAD:
             seen.add(unit)
-            ahead += [bucket for bucket in self._units[unit] if bucket.presence is Presence.SHARD]
+            ahead += [bucket for bucket in self._units[unit] if bucket.presence is ShardedState.SHARD]
             unit = self._follower.get((backward, unit), self._neighbours.get((backward, unit)))
         self._expect(ahead[: own + SLICES_AHEAD])
 
@@ -216,12 +216,12 @@ class Gatherer:
         room, seen = self.policy.prefetch, set()
         while unit is not None and unit not in seen:
             seen.add(unit)
-            ahead = [b for b in self._units[unit] if b.presence is not Presence.WHOLE]
+            ahead = [b for b in self._units[unit] if b.presence is not ShardedState.WHOLE]
             room -= sum(b.layout.padded for b in ahead)
             if room < 0:
                 return
             for bucket in ahead:
-                self.fetch(bucket)
+                self.unshard(bucket)
             unit = self._follower.get((backward, unit))
 
 

@@ -18,7 +18,7 @@ from megazero.zero.fitting import check_matrices, check_reduction
 from megazero.zero.layout import counted_parts, present_parts
 from megazero.zero.matrices import WholeMatrices
 from megazero.zero.norms import ParameterNorms
-from megazero.zero.store import GRADIENT, WEIGHT, Resident, Store
+from megazero.zero.store import GRADIENT, WEIGHT, LoadedBucket, Store
 from megazero.zero.update import PerGroup, Update, UpdateFacts, in_use, sums_exactly
 
 
@@ -82,10 +82,10 @@ class Optimizer:
 
     @updates.setter
     def updates(self, made: int) -> None:
-        """Say how many there were, as after a resume; the wires then do what the next one needs."""
+        """Say how many there were, as after a resume; the hooks then do what the next one needs."""
         self._updates = made
         for bucket in self._trained if self.rule.needs.reduces else ():
-            bucket.wire.leave_sums = not self._sums_exactly
+            bucket.comm_hook.leave_sums = not self._sums_exactly
 
     @property
     def private_kinds(self) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ class Optimizer:
 
     @property
     def _sums_exactly(self) -> bool:
-        """Whether the wires sum the gradients of the next update."""
+        """Whether the hooks sum the gradients of the next update."""
         return sums_exactly(self.rule, self.updates + 1)
 
     @property
@@ -158,30 +158,30 @@ class Optimizer:
         everything = (WEIGHT, GRADIENT, *moments)
         changed = moments if needs.one_pass else (GRADIENT, *moments)
         if norms is not None:
-            for residents in self.store.visits(everything, buckets, changes=changed):
-                update.prepare(residents)
+            for loaded_buckets in self.store.stream(everything, buckets, changes=changed):
+                update.prepare(loaded_buckets)
             norms.reduce()
         works = []
-        for visited in self.store.visits(everything, buckets, changes=(WEIGHT, *changed)):
-            residents = [replace(r, weights=self.store.open_weights(r.bucket)) for r in visited]
-            update.apply(residents)
-            works += [each.bucket.publish(each.weights) for each in residents]
+        for visited in self.store.stream(everything, buckets, changes=(WEIGHT, *changed)):
+            loaded_buckets = [replace(r, weights=self.store.open_weights(r.bucket)) for r in visited]
+            update.apply(loaded_buckets)
+            works += [each.bucket.publish(each.weights) for each in loaded_buckets]
         return works
 
-    def _publish(self, resident: Resident) -> Work:
+    def _publish(self, loaded: LoadedBucket) -> Work:
         """Start to bring a bucket's masters to the weights."""
-        weights = self.store.open_weights(resident.bucket)
+        weights = self.store.open_weights(loaded.bucket)
         if weights is not None:
-            weights.copy_(in_use(self.rule, resident))
-        return resident.bucket.publish(weights)
+            weights.copy_(in_use(self.rule, loaded))
+        return loaded.bucket.publish(weights)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Bring the masters to the model's weights, on every rank."""
         works = []
         kinds = (WEIGHT, *self._moments) if self.rule.needs.in_use else (WEIGHT,)
-        for residents in self.store.visits(kinds, self.store.buckets):
-            works += [self._publish(each) for each in residents]
+        for loaded_buckets in self.store.stream(kinds, self.store.buckets):
+            works += [self._publish(each) for each in loaded_buckets]
         for work in works:
             work.wait()
 
@@ -198,8 +198,8 @@ class Optimizer:
     def gradient_norms(self) -> dict[str, float]:
         """L2 norm of the gradient sums of each trained parameter of this stage, by its global name."""
         norms = ParameterNorms(self._trained, self.context, 1)
-        for residents in self.store.visits((GRADIENT,), self._trained):
-            for each in residents:
+        for loaded_buckets in self.store.stream((GRADIENT,), self._trained):
+            for each in loaded_buckets:
                 for number, _, piece in each.bucket.layout.member_pieces(each.flats[GRADIENT]):
                     norms.add(each.bucket, number, [_as_used(each.bucket, piece)])
         norms.reduce()
@@ -236,8 +236,8 @@ class Optimizer:
             of a parameter that is not trained the weight alone.
         """
         kinds = (WEIGHT, *self.state_names) if kinds is None else kinds
-        for residents in self.store.visits(kinds, self.store.buckets):
-            for each in residents:
+        for loaded_buckets in self.store.stream(kinds, self.store.buckets):
+            for each in loaded_buckets:
                 layout = each.bucket.layout
                 views = {
                     kind: layout.views(whole_state(each.bucket, flat)) for kind, flat in each.flats.items()
@@ -248,8 +248,8 @@ class Optimizer:
     @torch.no_grad()
     def full_gradients(self) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Each trained parameter's gradient sum, as `full_state` does; until the next step starts."""
-        for residents in self.store.visits((GRADIENT,), self._trained):
-            for each in residents:
+        for loaded_buckets in self.store.stream((GRADIENT,), self._trained):
+            for each in loaded_buckets:
                 layout = each.bucket.layout
                 whole = _as_used(each.bucket, whole_state(each.bucket, each.flats[GRADIENT]))
                 yield from zip(layout.specs, layout.views(whole), strict=True)
@@ -323,8 +323,8 @@ class Optimizer:
         for (copies, factor), buckets in alike.items():
             pieces = (
                 each.flats[kind][where]
-                for residents in self.store.visits((kind,), buckets)
-                for each in residents
+                for loaded_buckets in self.store.stream((kind,), buckets)
+                for each in loaded_buckets
                 for where in parts[each.bucket]
             )
             # What is moved here for a visit is gone after it.
@@ -342,8 +342,8 @@ class Optimizer:
 
     def _bad_parameters(self) -> Iterator[str]:
         """Names of parameters with gradients here that are not finite."""
-        for residents in self.store.visits((GRADIENT,), self._trained):
-            for each in residents:
+        for loaded_buckets in self.store.stream((GRADIENT,), self._trained):
+            for each in loaded_buckets:
                 for number, _, piece in each.bucket.layout.member_pieces(each.flats[GRADIENT]):
                     if not piece.isfinite().all():
                         yield each.bucket.layout.specs[number].name

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megazero.mpu import ParallelContext
-from megazero.zero.bucket import Bucket, Presence
+from megazero.zero.bucket import Bucket, ShardedState
 from megazero.zero.gather import Gatherer
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.reduce import GradientReducer, Observer
@@ -99,11 +99,11 @@ class DataParallel:
 
     def need(self, params: Iterable[nn.Parameter]) -> None:
         """Wait until these parameters are whole; they are freed as if their own modules had used them."""
-        absent = [b for b in self._gatherer.of(params) if b.presence is not Presence.WHOLE]
+        absent = [b for b in self._gatherer.of(params) if b.presence is not ShardedState.WHOLE]
         for bucket in absent:
-            self._gatherer.fetch(bucket)
+            self._gatherer.unshard(bucket)
         for bucket in absent:
-            bucket.arrive()
+            bucket.wait()
 
     @contextmanager
     def gathered(
@@ -117,11 +117,11 @@ class DataParallel:
         """
         wanted = None if params is None else {id(p) for p in params}
         chosen = [b for b in self.store.buckets if wanted is None or any(id(p) in wanted for p in b.params)]
-        absent = [b for b in chosen if b.presence is not Presence.WHOLE]
+        absent = [b for b in chosen if b.presence is not ShardedState.WHOLE]
         for bucket in absent:
-            self._gatherer.fetch(bucket)
+            self._gatherer.unshard(bucket)
         for bucket in absent:
-            bucket.arrive()
+            bucket.wait()
         try:
             with torch.no_grad():
                 if write_back:
@@ -132,10 +132,10 @@ class DataParallel:
                         bucket.adopt_full()
         finally:
             for bucket in absent:
-                self._gatherer.free(bucket)
+                self._gatherer.reshard(bucket)
 
     def _show_masters(self, buckets: Sequence[Bucket]) -> None:
         """Where gathers round weights, gather exact ones: what is not overwritten must stay what it was."""
-        for residents in self.store.visits((WEIGHT,), [b for b in buckets if b.wire.rounds]):
-            for each in residents:
+        for loaded_buckets in self.store.stream((WEIGHT,), [b for b in buckets if b.comm_hook.rounds]):
+            for each in loaded_buckets:
                 each.bucket.show_masters(each.flats[WEIGHT])

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from megazero.mpu import ParallelContext, on_device
 from megazero.zero.bucket import Bucket
+from megazero.zero.comm_hooks import Reduction
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store import GRADIENT, Store
-from megazero.zero.wires import Reduction
 
 # How many buffers besides the sums may be held by reductions in flight while the next bucket fills.
 _IN_FLIGHT = 1
@@ -79,7 +79,7 @@ class GradientReducer:
         """Forget the previous step's gradients; see `DataParallel.start`."""
         for progress in self._progress:
             progress.start()
-            progress.bucket.wire.begin(step)
+            progress.bucket.comm_hook.begin(step)
         self._flights.clear()
         self._owed = set(self._chunks)
         self._current = None
@@ -141,7 +141,7 @@ class GradientReducer:
         while self._flights:
             self._land()
         for progress in self._progress:
-            if not progress.bucket.wire.reduces:
+            if not progress.bucket.comm_hook.reduces:
                 sums = own_sums(progress.bucket.layout, self.store.sums(progress.bucket))
                 self._take(progress.bucket, sums, first=True)
         self._sum_over_sequence()
@@ -188,13 +188,13 @@ class GradientReducer:
         fill.complete()
         if self.observer is not None:
             self.observer(bucket, fill.buffer)
-        if not bucket.wire.reduces:  # the sums are complete as they are, and more can be added
+        if not bucket.comm_hook.reduces:  # the sums are complete as they are, and more can be added
             return
         first, progress.fill, progress.reduced = not progress.reduced, None, True
-        heavy = fill.transient or bucket.wire.extra_bytes(fill.buffer) > 0
+        heavy = fill.transient or bucket.comm_hook.extra_bytes(fill.buffer) > 0
         while heavy and sum(flight.heavy for flight in self._flights) >= _IN_FLIGHT:
             self._land()
-        self._flights.append(_Flight(bucket, fill, bucket.wire.reduce(fill.buffer), first, heavy))
+        self._flights.append(_Flight(bucket, fill, bucket.comm_hook.reduce(fill.buffer), first, heavy))
 
     def _land(self) -> None:
         """Wait for the oldest reduction and add its result to the sums."""
@@ -205,7 +205,7 @@ class GradientReducer:
             self._buffers.give_back(flight.fill.source)
 
     def _take(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
-        self.store.land(bucket, result, first=first)
+        self.store.accumulate(bucket, result, first=first)
         bucket.sums_scale = 1.0
 
     @torch.no_grad()
@@ -214,10 +214,10 @@ class GradientReducer:
         if self.context.tp.size == 1:
             return
         partial = [b for b in self._buckets() if any(s.partial_grad for s in b.layout.segments)]
-        for residents in self.store.visits((GRADIENT,), partial, changes=(GRADIENT,)):
+        for loaded_buckets in self.store.stream((GRADIENT,), partial, changes=(GRADIENT,)):
             found = [
                 each.flats[GRADIENT][each.bucket.layout.overlap(segment.start, segment.stop)]
-                for each in residents
+                for each in loaded_buckets
                 for segment in each.bucket.layout.segments
                 if segment.partial_grad
             ]
@@ -232,8 +232,8 @@ class GradientReducer:
         if self.context.ends.size == 1:
             return
         shared = [bucket for bucket in self._buckets() if bucket.layout.specs[0].shared]
-        for residents in self.store.visits((GRADIENT,), shared, changes=(GRADIENT,)):
-            for each in residents:
+        for loaded_buckets in self.store.stream((GRADIENT,), shared, changes=(GRADIENT,)):
+            for each in loaded_buckets:
                 sums = on_device(each.flats[GRADIENT], self.context.device)
                 self.context.ends.all_reduce(sums).wait()
                 if sums is not each.flats[GRADIENT]:

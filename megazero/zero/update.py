@@ -13,12 +13,12 @@ from megazero.mpu import ParallelContext, on_device
 from megazero.optim import SERVER_ERROR, WORKER_ERROR, PassEnds, Replicas, UpdateRule
 from megazero.zero.matrices import WholeMatrices
 from megazero.zero.norms import ParameterNorms, reduce_over_slices
-from megazero.zero.store import GRADIENT, WEIGHT, Resident
+from megazero.zero.store import GRADIENT, WEIGHT, LoadedBucket
 
 PerGroup = float | Sequence[float]
 """One value for all parameter groups, or one for each."""
 
-Phase = Callable[[Sequence[Resident]], None]
+Phase = Callable[[Sequence[LoadedBucket]], None]
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class _RulePiece:
     lr: float
     decay: float
     exempt: bool
-    resident: Resident
+    loaded: LoadedBucket
     member: int
     where: slice
 
     @property
     def out(self) -> Tensor | None:
         """Where the rule writes the new weights besides the masters."""
-        return None if self.resident.weights is None else self.resident.weights[self.where]
+        return None if self.loaded.weights is None else self.loaded.weights[self.where]
 
 
 class Update:
@@ -87,22 +87,22 @@ class Update:
         self.norms = norms
         self.matrices = matrices
 
-    def prepare(self, residents: Sequence[Resident]) -> None:
+    def prepare(self, loaded_buckets: Sequence[LoadedBucket]) -> None:
         """Run the rule's `prepare` on these buckets and measure what it returns.
 
         Changes gradients and moments.
         """
-        self._in_fp32(residents, self._measure, first=True, last=False)
+        self._in_fp32(loaded_buckets, self._measure, first=True, last=False)
 
-    def apply(self, residents: Sequence[Resident]) -> None:
+    def apply(self, loaded_buckets: Sequence[LoadedBucket]) -> None:
         """Update these buckets and write their `weights`, if they have any."""
-        written = [self._rule_writes(each) for each in residents]
+        written = [self._rule_writes(each) for each in loaded_buckets]
         mine = [
             each if writes else replace(each, weights=None)
-            for each, writes in zip(residents, written, strict=True)
+            for each, writes in zip(loaded_buckets, written, strict=True)
         ]
         self._in_fp32(mine, self._move, first=self.norms is None, last=True)
-        for each, writes in zip(residents, written, strict=True):
+        for each, writes in zip(loaded_buckets, written, strict=True):
             if self.rule.needs.one_pass:
                 each.bucket.sums_scale *= self.facts.factor
             if each.weights is not None:
@@ -110,13 +110,15 @@ class Update:
                 rest = layout.overlap(layout.numel, layout.padded) if writes else slice(None)
                 each.weights[rest].copy_(in_use(self.rule, each)[rest])
 
-    def _rule_writes(self, each: Resident) -> bool:
+    def _rule_writes(self, each: LoadedBucket) -> bool:
         """Whether the rule writes the weights while it moves the masters."""
         master, weights = each.flats[WEIGHT], each.weights
         fits = weights is not None and weights.device == master.device and master.dtype == torch.float32
         return self.rule.needs.one_pass and fits
 
-    def _in_fp32(self, residents: Sequence[Resident], phase: Phase, *, first: bool, last: bool) -> None:
+    def _in_fp32(
+        self, loaded_buckets: Sequence[LoadedBucket], phase: Phase, *, first: bool, last: bool
+    ) -> None:
         """Run a phase on the residents in fp32: one by one on those of narrower dtypes, together on the rest.
 
         Args:
@@ -126,7 +128,7 @@ class Update:
             last: whether it is the last phase, after which narrower dtypes are rounded.
         """
         together = []
-        for each in residents:
+        for each in loaded_buckets:
             kinds = (WEIGHT,) if self.rule.needs.one_pass else (WEIGHT, GRADIENT)
             if all(each.flats[kind].dtype == torch.float32 for kind in kinds):
                 if first and not self.rule.needs.one_pass:
@@ -137,7 +139,7 @@ class Update:
         if together:
             phase(together)
 
-    def _widened(self, each: Resident, phase: Phase, *, last: bool) -> None:
+    def _widened(self, each: LoadedBucket, phase: Phase, *, last: bool) -> None:
         grads, master = each.flats[GRADIENT], each.flats[WEIGHT]
         wide, wide_grads = master.to(torch.float32), grads
         if not self.rule.needs.one_pass:
@@ -149,14 +151,14 @@ class Update:
             if wide is not master:
                 master.copy_(wide)
 
-    def _make_ready(self, each: Resident) -> None:
+    def _make_ready(self, each: LoadedBucket) -> None:
         """Scale the gradients, and let the rule sum them over the replicas if it does that itself."""
         grads = each.flats[GRADIENT]
         if self.facts.factor != 1.0:
             grads.mul_(self.facts.factor)
         if not sums_exactly(self.rule, self.facts.number):
             replicas = Replicas(
-                each.bucket.wire.group,
+                each.bucket.comm_hook.group,
                 each.bucket.layout.spans,
                 each.flats[WORKER_ERROR],
                 each.flats[SERVER_ERROR],
@@ -165,9 +167,9 @@ class Update:
             )
             self.rule.reduce(grads, state_of(self.rule, each), replicas=replicas, step=self.facts.number)
 
-    def _measure(self, residents: Sequence[Resident]) -> None:
+    def _measure(self, loaded_buckets: Sequence[LoadedBucket]) -> None:
         calls: dict[float, list[_RulePiece]] = {}
-        for piece in self._pieces(residents):
+        for piece in self._pieces(loaded_buckets):
             calls.setdefault(self._scale(piece), []).append(piece)
         for scale, pieces in calls.items():
             asked = self.rule.prepare(
@@ -179,24 +181,24 @@ class Update:
                 **self._ends(scale, [None] * len(pieces)),
             )
             for piece, tensors in zip(pieces, asked, strict=True):
-                self.norms.add(piece.resident.bucket, piece.member, tensors)
+                self.norms.add(piece.loaded.bucket, piece.member, tensors)
 
     def _scale(self, piece: _RulePiece) -> float:
         """What a rule that works in one pass multiplies a piece's gradient by."""
-        return self.facts.factor * piece.resident.bucket.sums_scale
+        return self.facts.factor * piece.loaded.bucket.sums_scale
 
     def _ends(self, scale: float, outs: Sequence[Tensor | None]) -> dict[str, PassEnds]:
         return {"ends": PassEnds(scale, outs)} if self.rule.needs.one_pass else {}
 
-    def _move(self, residents: Sequence[Resident]) -> None:
+    def _move(self, loaded_buckets: Sequence[LoadedBucket]) -> None:
         if self.matrices is None:
-            self._step(list(self._pieces(residents)), None)
+            self._step(list(self._pieces(loaded_buckets)), None)
             return
-        for each in residents:  # one bucket's matrices at a time are whole
+        for each in loaded_buckets:  # one bucket's matrices at a time are whole
             pieces = list(self._pieces([each]))
             self._step(pieces, self._updates(each, pieces))
 
-    def _updates(self, each: Resident, pieces: Sequence[_RulePiece]) -> Tensor:
+    def _updates(self, each: LoadedBucket, pieces: Sequence[_RulePiece]) -> Tensor:
         """What a rule for whole matrices makes of a bucket, flat over its `state_range`."""
         prepared = torch.zeros_like(each.flats[WEIGHT])
         found = self.rule.prepare(
@@ -218,7 +220,7 @@ class Update:
         for (lr, scale), pieces in calls.items():
             asked = self._ends(scale, [piece.out for piece in pieces])
             if self.norms is not None:
-                found = ((self.norms.of(p.resident.bucket, p.member), p.weights.device) for p in pieces)
+                found = ((self.norms.of(p.loaded.bucket, p.member), p.weights.device) for p in pieces)
                 asked["norms"] = [on_device(norms, device) for norms, device in found]
                 asked["exempt"] = [piece.exempt for piece in pieces]
             if updates is not None:
@@ -238,11 +240,11 @@ class Update:
         decay = self.facts.weight_decay
         return not isinstance(decay, (int, float)) and decay[group] == 0.0
 
-    def _pieces(self, residents: Sequence[Resident]) -> Iterator[_RulePiece]:
+    def _pieces(self, loaded_buckets: Sequence[LoadedBucket]) -> Iterator[_RulePiece]:
         """One piece per segment, or per member if the rule looks at individual parameters."""
         scalars = () if self.norms is None else self.rule.needs.scalars
         whole = self.norms is not None or self.matrices is not None
-        for each in residents:
+        for each in loaded_buckets:
             layout, flats = each.bucket.layout, each.flats
             ranges = layout.member_segments if whole else layout.segments
             for number, segment in enumerate(ranges):
@@ -263,21 +265,21 @@ class Update:
 
 
 def sums_exactly(rule: UpdateRule, step: int) -> bool:
-    """Whether gradients are summed by the wire, exactly, for update number `step`."""
+    """Whether gradients are summed by the hook, exactly, for update number `step`."""
     return not rule.needs.reduces or rule.sums_exactly(step)
 
 
-def in_use(rule: UpdateRule, resident: Resident) -> Tensor:
+def in_use(rule: UpdateRule, loaded: LoadedBucket) -> Tensor:
     """The weights that the model is to use, from the masters of a visit."""
-    master = resident.flats[WEIGHT]
-    if not rule.needs.in_use or not resident.bucket.key.trainable:
+    master = loaded.flats[WEIGHT]
+    if not rule.needs.in_use or not loaded.bucket.key.trainable:
         return master
-    return rule.in_use(master, state_of(rule, resident))
+    return rule.in_use(master, state_of(rule, loaded))
 
 
-def state_of(rule: UpdateRule, resident: Resident) -> dict[str, Tensor]:
+def state_of(rule: UpdateRule, loaded: LoadedBucket) -> dict[str, Tensor]:
     """A bucket's state as the rule names it."""
-    return {kind: resident.flats[kind] for kind in (*rule.state_names, *rule.needs.scalars)}
+    return {kind: loaded.flats[kind] for kind in (*rule.state_names, *rule.needs.scalars)}
 
 
 def _of_group(value: PerGroup, group: int) -> float:

@@ -9,7 +9,7 @@ import pytest
 
 from megazero.ablate import command, picture, runs
 from megazero.ablate.command import main
-from megazero.ablate.study import Wishes, read_study
+from megazero.ablate.study import StudyOptions, read_study
 from megazero.ablate.trial import records, trials_of
 from tests.ablate.samples import quick_trainer, write_study
 
@@ -108,7 +108,7 @@ def test_a_real_training_goes_on_where_it_was_stopped(tmp_path, capsys, undrawn)
     from megazero.train.assemble import pretrain
 
     folder, out = write_study(tmp_path / "s", tiny=""), tmp_path / "out"
-    (trial,) = trials_of(read_study(folder, Wishes()).members, 1, 1, out)
+    (trial,) = trials_of(read_study(folder, StudyOptions()).members, 1, 1, out)
     trial.folder.mkdir(parents=True)
     trial.settings.write_text(command_settings(trial))
     pretrain(parse_config(["--config", str(trial.settings), "--exit-interval", "2"]).config)

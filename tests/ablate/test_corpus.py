@@ -9,7 +9,7 @@ import pytest
 
 from megazero.ablate import corpus
 from megazero.ablate.corpus import Corpus
-from megazero.ablate.study import Wishes, read_study
+from megazero.ablate.study import StudyOptions, read_study
 from megazero.ablate.trial import trials_of
 from megazero.errors import DataError
 from tests.ablate.samples import write_study
@@ -106,7 +106,7 @@ data_sampling:
 def test_a_curriculum_without_an_index_gets_that_of_its_seed(tools, tmp_path):
     """Numbers of samples mean something for one order of the documents only."""
     flags = Corpus(tmp_path / "corpus", "gpt").flags
-    study = read_study(rarity_study(tmp_path / "s"), Wishes(corpus={"gpt": flags}))
+    study = read_study(rarity_study(tmp_path / "s"), StudyOptions(corpus={"gpt": flags}))
     trials = trials_of(study.members, 2, 1, tmp_path)
     found = []
     for trial in trials:

@@ -9,10 +9,18 @@ import pytest
 
 from megazero.ablate.picture import draw, figure_of
 from megazero.ablate.progress import ProgressTable
-from megazero.ablate.results import Findings, Milestone, Outcome, grouped, outcome_of, reaching, write_lines
+from megazero.ablate.results import (
+    EvaluationPoint,
+    Findings,
+    Outcome,
+    grouped,
+    outcome_of,
+    reaching,
+    write_lines,
+)
 from megazero.ablate.runs import run_all
 from megazero.ablate.sizes import ModelSize, size_of, used
-from megazero.ablate.study import Wishes, read_study
+from megazero.ablate.study import StudyOptions, read_study
 from megazero.ablate.table import duration, markdown, si
 from megazero.ablate.trial import trials_of
 from megazero.mpu import Cut, InitialValues, ParamSpec
@@ -24,14 +32,14 @@ SIZE = ModelSize(23_100_000, 12_340_000, 6.2e7)
 def outcome(name: str, losses: list[float], *, seed: int = 1, cost: float = 1.0, title: str = "") -> Outcome:
     """A run that is evaluated every 100 steps of 1000 tokens, 2e9 x `cost` FLOPs and 0.1 x `cost` s each."""
     curve = tuple(
-        Milestone(100 * i, 1e5 * i, 2e11 * i * cost, 10.0 * i * cost, loss)
+        EvaluationPoint(100 * i, 1e5 * i, 2e11 * i * cost, 10.0 * i * cost, loss)
         for i, loss in enumerate(losses, 1)
     )
     return Outcome(name, title, seed, 1, "0123abcd", SIZE, curve)
 
 
 def test_what_was_spent_is_summed_up_to_each_evaluation(tmp_path):
-    members = read_study(write_study(tmp_path / "s", a=""), Wishes()).members
+    members = read_study(write_study(tmp_path / "s", a=""), StudyOptions()).members
     (trial,) = trials_of(members, 1, 1, tmp_path)
     with ProgressTable([trial]) as board:
         assert run_all([trial], board, quick_trainer(tmp_path)) == []
@@ -47,7 +55,7 @@ def test_what_was_spent_is_summed_up_to_each_evaluation(tmp_path):
 def test_sizes_are_those_of_the_layers(tmp_path):
     """h = 8, one layer, 259 entries of the vocabulary, 8 positions, everything with biases and norms."""
     write_study(tmp_path / "s", a="", wide="model: {ffn_hidden_size: 100}")
-    plain, wide = (size_of(member.config) for member in read_study(tmp_path / "s", Wishes()).members)
+    plain, wide = (size_of(member.config) for member in read_study(tmp_path / "s", StudyOptions()).members)
     vocabulary = size_of_vocabulary(tmp_path)
     attention, mlp, norms = 4 * 8 * 8 + 4 * 8, 2 * 8 * 32 + 32 + 8, 3 * 2 * 8
     assert plain.parameters == (vocabulary + 8) * 8 + attention + mlp + norms
@@ -73,7 +81,7 @@ def test_a_token_uses_its_share_of_stacked_experts(shape, cuts, active):
 def size_of_vocabulary(folder) -> int:
     from megazero.train.vocabulary import build_vocabulary
 
-    return build_vocabulary(read_study(folder / "s", Wishes()).members[0].config).size
+    return build_vocabulary(read_study(folder / "s", StudyOptions()).members[0].config).size
 
 
 def test_runs_are_grouped_by_member():

@@ -16,13 +16,13 @@ from rich.console import Console
 from megazero.ablate import runs
 from megazero.ablate.progress import ProgressTable, State
 from megazero.ablate.runs import run_all, training_command
-from megazero.ablate.study import Wishes, read_study
+from megazero.ablate.study import StudyOptions, read_study
 from megazero.ablate.trial import Trial, fingerprint, trials_of
 from tests.ablate.samples import quick_trainer, write_study
 
 
 def trials(folder: Path, seeds: int = 1, ranks: int = 1, flags: tuple[str, ...] = ()) -> tuple[Trial, ...]:
-    members = read_study(folder, Wishes(ranks=ranks, flags=flags)).members
+    members = read_study(folder, StudyOptions(ranks=ranks, flags=flags)).members
     return trials_of(members, seeds, ranks, folder.parent / "out")
 
 
@@ -212,7 +212,7 @@ def test_the_fingerprint_is_of_what_decides_the_result(tmp_path):
     (tmp_path / "e/d.bin").write_bytes(b"54321")
 
     def printed(*flags: str, ranks: int = 1) -> str:
-        (member,) = read_study(folder, Wishes(ranks=ranks, flags=flags)).members
+        (member,) = read_study(folder, StudyOptions(ranks=ranks, flags=flags)).members
         return fingerprint(member.config, ranks)
 
     plain = printed()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.ablate.study import Wishes, chosen, read_study, with_teachers
+from megazero.ablate.study import StudyOptions, chosen, read_study, with_teachers
 from megazero.ablate.trial import trials_of
 from megazero.errors import ConfigError
 from tests.ablate.samples import BASE, write_study
 
 
-def refused(folder, wishes=None) -> list[str]:
+def refused(folder, options=None) -> list[str]:
     with pytest.raises(ConfigError) as error:
-        read_study(folder, wishes or Wishes())
+        read_study(folder, options or StudyOptions())
     return error.value.violations
 
 
@@ -25,7 +25,7 @@ def test_members_are_the_files_that_are_not_named_as_a_base(tmp_path):
         "# The widest:\n# more\nbase: wide.yaml\nmodel: {ffn_hidden_size: 99}\n"
     )
     (folder / "notes.txt").write_text("not one")
-    study = read_study(folder, Wishes())
+    study = read_study(folder, StudyOptions())
     assert [member.name for member in study.members] == ["dense", "wide", "wider"]
     assert [member.title for member in study.members] == ["", "Wide", "The widest:"]
     sizes = [(m.config.model.hidden_size, m.config.model.ffn_size) for m in study.members]
@@ -35,13 +35,13 @@ def test_members_are_the_files_that_are_not_named_as_a_base(tmp_path):
 
 def test_flags_take_precedence_over_files(tmp_path):
     folder = write_study(tmp_path / "s", a="optimizer: {lr: 1.0}")
-    (member,) = read_study(folder, Wishes(flags=("--lr", "3", "--weight-decay", "0"))).members
+    (member,) = read_study(folder, StudyOptions(flags=("--lr", "3", "--weight-decay", "0"))).members
     assert (member.config.optimizer.lr, member.config.optimizer.weight_decay) == (3.0, 0.0)
 
 
 @pytest.mark.parametrize(("steps", "interval"), [(2, 1), (40, 20), (1, 1)])
 def test_steps_keep_the_number_of_evaluations(tmp_path, steps, interval):
-    (member,) = read_study(write_study(tmp_path / "s", a=""), Wishes(steps=steps)).members
+    (member,) = read_study(write_study(tmp_path / "s", a=""), StudyOptions(steps=steps)).members
     training = member.config.training
     assert (training.train_iters, training.eval_interval) == (steps, interval)
 
@@ -63,7 +63,7 @@ data_sampling:
     base = tmp_path / "s"
     write_study(base, a=text)
     (base / "base.yaml").write_text(BASE.replace("train_iters: 4, ", ""))
-    whole, half = read_study(base, Wishes(shares=(1, 0.5))).members
+    whole, half = read_study(base, StudyOptions(shares=(1, 0.5))).members
     assert (whole.name, half.name, half.file) == ("a", "a@0.5", "a")
     counts = {
         "training": {"train_tokens": 3200, "eval_interval": 50, "eval_iters": 1},
@@ -76,11 +76,13 @@ data_sampling:
         assert {name: getattr(getattr(half.config, section), name) for name in values} == values
     (metric,) = half.config.data_sampling.curriculum_metrics
     assert (metric.total_curriculum_step, metric.max_difficulty) == (25, 9)
-    assert whole.config == read_study(base, Wishes()).members[0].config
+    assert whole.config == read_study(base, StudyOptions()).members[0].config
 
 
 def test_a_share_of_so_many_steps(tmp_path):
-    members = read_study(write_study(tmp_path / "s", a=""), Wishes(steps=40, shares=(1, 0.5, 2))).members
+    members = read_study(
+        write_study(tmp_path / "s", a=""), StudyOptions(steps=40, shares=(1, 0.5, 2))
+    ).members
     assert [(m.name, m.config.training.train_iters, m.config.training.eval_interval) for m in members] == [
         ("a", 40, 20),
         ("a@0.5", 20, 10),
@@ -89,7 +91,7 @@ def test_a_share_of_so_many_steps(tmp_path):
 
 
 def test_a_file_is_chosen_with_all_its_lengths(tmp_path):
-    members = read_study(write_study(tmp_path / "s", a="", b=""), Wishes(shares=(1, 0.5))).members
+    members = read_study(write_study(tmp_path / "s", a="", b=""), StudyOptions(shares=(1, 0.5))).members
     assert [member.name for member in chosen(members, ["a", "b@0.5"], "--only")] == ["a", "a@0.5", "b@0.5"]
 
 
@@ -98,18 +100,18 @@ def test_a_member_without_data_takes_the_corpus(tmp_path):
     (folder / "base.yaml").write_text((folder / "base.yaml").read_text().replace("mock_data: true, ", ""))
     (folder / "b.yaml").write_text("base: base.yaml\ndata: {data_path: [own]}\n")
     quick = {"gpt": ("--data-path", "quick"), "bert": ("--data-path", "prose")}
-    study = read_study(folder, Wishes(corpus=quick))
+    study = read_study(folder, StudyOptions(corpus=quick))
     assert [(m.takes_corpus, m.config.data.data_path) for m in study.members] == [
         (True, ("quick",)),
         (False, ("own",)),
     ]
-    given = read_study(folder, Wishes(flags=("--data-path", "mine"), corpus=quick))
+    given = read_study(folder, StudyOptions(flags=("--data-path", "mine"), corpus=quick))
     assert [member.config.data.data_path for member in given.members] == [("mine",), ("mine",)]
     (folder / "a.yaml").write_text(
         "base: base.yaml\nmodel: {family: bert}\n"
         "tokenizer: {tokenizer_type: BertWordPieceCase, vocab_file: v}\n"
     )
-    assert read_study(folder, Wishes(corpus=quick)).members[0].config.data.data_path == ("prose",)
+    assert read_study(folder, StudyOptions(corpus=quick)).members[0].config.data.data_path == ("prose",)
 
 
 def test_every_reason_is_given_at_once_and_shared_ones_once(tmp_path):
@@ -157,7 +159,9 @@ def test_a_folder_without_members_is_refused(tmp_path):
 
 
 def test_members_are_chosen_by_name(tmp_path):
-    members = read_study(write_study(tmp_path / "s", dense="", moe_top1="", moe_top2=""), Wishes()).members
+    members = read_study(
+        write_study(tmp_path / "s", dense="", moe_top1="", moe_top2=""), StudyOptions()
+    ).members
     assert [m.name for m in chosen(members, ["moe-top2", "dense"], "--only")] == ["dense", "moe-top2"]
     assert chosen(members, [], "--only") == members
     with pytest.raises(ConfigError) as error:
@@ -169,9 +173,11 @@ def test_members_are_chosen_by_name(tmp_path):
 
 
 def test_a_member_may_learn_from_another(tmp_path):
-    taught = "distillation: {kd: true, load_teacher: %s}"
-    folder = write_study(tmp_path / "s", a=taught % "b", b="", c=taught % "a", d=taught % "elsewhere")
-    members = read_study(folder, Wishes()).members
+    distilled = "distillation: {kd: true, load_teacher: %s}"
+    folder = write_study(
+        tmp_path / "s", a=distilled % "b", b="", c=distilled % "a", d=distilled % "elsewhere"
+    )
+    members = read_study(folder, StudyOptions()).members
     assert [member.teacher for member in members] == ["b", None, "a", None]
     assert [each.name for each in with_teachers(members[2:3], members)] == ["b", "a", "c"]
     first = trials_of(members, 1, 1, tmp_path / "out")
@@ -179,13 +185,13 @@ def test_a_member_may_learn_from_another(tmp_path):
     assert first[1].config().distillation.load_teacher == first[0].saved
     assert first[3].config().distillation.load_teacher == "elsewhere"
     (folder / "b.yaml").write_text("base: base.yaml\noptimizer: {lr: 0.5}\n")
-    again = trials_of(read_study(folder, Wishes()).members, 1, 1, tmp_path / "out")
+    again = trials_of(read_study(folder, StudyOptions()).members, 1, 1, tmp_path / "out")
     changed = [x.folder != y.folder for x, y in zip(first, again, strict=True)]
     assert changed == [True, True, True, False]  # a student of another teacher is another student
 
 
 def test_members_that_learn_from_each_other_are_refused(tmp_path):
-    taught = "distillation: {kd: true, load_teacher: %s}"
-    folder = write_study(tmp_path / "s", a=taught % "b", b=taught % "a", c=taught % "c", d="")
+    distilled = "distillation: {kd: true, load_teacher: %s}"
+    folder = write_study(tmp_path / "s", a=distilled % "b", b=distilled % "a", c=distilled % "c", d="")
     (said,) = refused(folder)
     assert said.startswith("a, b, c: `load_teacher` must name a member that does not learn from it")

@@ -351,7 +351,7 @@ def test_memory_of_a_device_is_copied_in_the_order_of_its_work(tmp_path):
 
 def offloaded(values: Tensor, other: Tensor) -> list[Part]:
     """Masters in a store's memory, and a moment on the device."""
-    masters = Part(W, tuple(values.shape), Box.whole(values.shape), values, asleep=True)
+    masters = Part(W, tuple(values.shape), Box.whole(values.shape), values, offloaded=True)
     return [masters, Part.whole(Key("w", "exp_avg"), other)]
 
 

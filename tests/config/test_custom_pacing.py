@@ -10,8 +10,8 @@ import pytest
 
 from megazero.config import parse_config
 from megazero.config.custom_pacing import Custom, custom_pacing
-from megazero.config.horizon import horizon_of
 from megazero.config.pacing import pieces
+from megazero.config.training_plan import training_plan_of
 from megazero.errors import ConfigError
 
 SMALL = (
@@ -33,7 +33,7 @@ def flags(name: str, *more: str) -> list[str]:
 
 def test_lengths_are_those_of_the_function(tmp_path):
     config = parse_config(flags(write(tmp_path, LOGARITHMIC)), world_size=1).config
-    steps = horizon_of(config, 1).steps
+    steps = training_plan_of(config, 1).steps
     lengths = [steps.at(steps.before(done)).sequence_length for done in range(40)]
     assert lengths == [8 * (1 + int(math.log2(count))) for count in range(1, 41)]
     assert (lengths[0], lengths[30], lengths[31]) == (8, 40, 48)

@@ -11,7 +11,7 @@ import shlex
 import pytest
 
 from megazero.config import Resolved, parse_config
-from megazero.config.horizon import horizon_of
+from megazero.config.training_plan import training_plan_of
 from megazero.data.splits import parse_split
 from megazero.errors import ConfigError
 from megazero.optim.loss_scaler import StaticLossScaler, build_loss_scaler
@@ -115,12 +115,12 @@ def test_decay_in_tokens_after_a_warmup_in_steps(flags: str, warmup_samples: int
     flags += " --global-batch-size 8 --lr-decay-tokens 19200 --min-lr 1e-4"
     base = [flag for flag in BASE_FLAGS if flag not in ("--train-iters", "100")]
     config = parse_config([*base, *flags.split()], world_size=2).config
-    horizon = horizon_of(config, 2)
-    rates = build_learning_rate(config.optimizer, horizon)
+    training_plan = training_plan_of(config, 2)
+    rates = build_learning_rate(config.optimizer, training_plan)
     theirs = _MegatronDeepSpeedRates(1e-3, 1e-4, warmup_samples, 19200)
     seen = []
-    for iteration in range(horizon.end.iteration):
-        before = horizon.before(iteration)
+    for iteration in range(training_plan.end.iteration):
+        before = training_plan.before(iteration)
         seen.append(rates.at(before))
         assert math.isclose(seen[-1], theirs.at(before.samples, before.tokens), rel_tol=1e-12, abs_tol=1e-18)
     assert max(seen) == 1e-3
@@ -130,8 +130,12 @@ def test_decay_in_tokens_after_a_warmup_in_steps(flags: str, warmup_samples: int
 def test_a_fraction_beside_a_decay_in_tokens_is_one_of_the_training() -> None:
     """It was once one of the decay: here 1,920 tokens for 640."""
     config = launch("--lr-decay-tokens 19200 --lr-warmup-fraction 0.1").config
-    lengths = horizon_of(config, 1).lr
-    assert (lengths.rise.length, lengths.rise.unit, lengths.warmup) == (10, "iters", 10 * 2 * 32)
+    lengths = training_plan_of(config, 1).lr
+    assert (lengths.warmup_as_given.length, lengths.warmup_as_given.unit, lengths.warmup) == (
+        10,
+        "iters",
+        10 * 2 * 32,
+    )
 
 
 @pytest.mark.parametrize("warmup", ["iters", "samples"])

@@ -10,8 +10,8 @@ import yaml
 
 from megazero.config import parse_config, resolve_or_exit
 from megazero.config.derive import data_parallel_size
-from megazero.config.horizon import horizon_of
 from megazero.config.shown import shown_config
+from megazero.config.training_plan import training_plan_of
 
 LLAMA = shlex.split(
     "--num-layers 4 --hidden-size 768 --num-attention-heads 12 --seq-length 128 --micro-batch-size 2 "
@@ -86,7 +86,7 @@ def test_a_file_of_it_means_the_same(flags: str, tmp_path: Path) -> None:
     again = parse_config(["--config", str(file)], world_size=6).config
     assert shown_config(again, 6) == text
     replicas = data_parallel_size(config, 6)
-    first, second = horizon_of(config, replicas), horizon_of(again, replicas)
+    first, second = training_plan_of(config, replicas), training_plan_of(again, replicas)
     assert (first.end, first.lr, first.evaluations) == (second.end, second.lr, second.evaluations)
     assert again.tokenizer == config.tokenizer
     assert again.model.ffn_size == config.model.ffn_size

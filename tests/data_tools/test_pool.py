@@ -18,7 +18,7 @@ from data_tools.preprocessing import encode, pipeline, pool
 from data_tools.preprocessing.chunks import cut
 from data_tools.preprocessing.encode import ChunkEncoder, EncodeJob
 from data_tools.preprocessing.pipeline import PreprocessRun, preprocess
-from data_tools.preprocessing.pool import Crew, can_fork
+from data_tools.preprocessing.pool import WorkerPool, can_fork
 from megazero.data.tokenizers import FastChoice, TokenizerSpec
 from megazero.errors import DataError
 from tests.data_tools.conftest import NULL, visible, write_jsonl
@@ -56,10 +56,10 @@ def test_results_come_in_order_and_whole_however_workers_start(tmp_path, monkeyp
     path = write_jsonl(tmp_path / "f.jsonl", [*rows, {"text": ["1", "2"]}])
     alone = ChunkEncoder(JOB)
     count = 0
-    with Crew(JOB, workers, chunk_bytes=100) as crew:
-        assert crew.facts == alone.facts
+    with WorkerPool(JOB, workers, chunk_bytes=100) as workers_pool:
+        assert workers_pool.facts == alone.facts
         chunks = list(cut([path], 100))
-        for chunk, result in zip(chunks, crew.results(chunks), strict=True):
+        for chunk, result in zip(chunks, workers_pool.results(chunks), strict=True):
             expected = alone(chunk)
             assert (result.path, result.lines, result.bytes) == (path, expected.lines, expected.bytes)
             for got, want in zip(result.columns, expected.columns, strict=True):
@@ -83,8 +83,8 @@ def test_forked_workers_take_the_parents_tokenizer(tmp_path, monkeypatch):
 
     monkeypatch.setattr(encode, "build_tokenizer", build)
     path = write_jsonl(tmp_path / "f.jsonl", [{"text": "1 2"}] * 9)
-    with Crew(JOB, 3) as crew:
-        assert [result.lines for result in crew.results(cut([path], 30))] == [2, 2, 2, 2, 1]
+    with WorkerPool(JOB, 3) as workers_pool:
+        assert [result.lines for result in workers_pool.results(cut([path], 30))] == [2, 2, 2, 2, 1]
 
 
 @linux
@@ -123,11 +123,11 @@ def test_a_bar_on_a_terminal_does_not_keep_workers_from_being_forked(tmp_path, o
 def test_killed_worker_is_named_however_workers_start(tmp_path, monkeypatch, fork):
     monkeypatch.setattr(pool, "can_fork", lambda: fork)
     path = write_jsonl(tmp_path / "f.jsonl", [{"text": "1 2"}] * 500)
-    with Crew(JOB, 2) as crew:
+    with WorkerPool(JOB, 2) as workers_pool:
         victim = next(p for p in multiprocessing.active_children() if p.name == "preprocess-1")
         os.kill(victim.pid, signal.SIGKILL)
         with pytest.raises(DataError, match="worker 1 .* ended by signal SIGKILL"):
-            list(crew.results(cut([path], 50)))
+            list(workers_pool.results(cut([path], 50)))
     assert multiprocessing.active_children() == []
 
 
@@ -197,8 +197,8 @@ def test_a_held_up_worker_does_not_hold_up_the_rest_nor_change_the_order(tmp_pat
                 go.touch()
             yield chunk
 
-    with Crew(JOB, 2) as crew:
-        first = [int(result.columns[0].tokens[0]) for result in crew.results(taking())]
+    with WorkerPool(JOB, 2) as workers_pool:
+        first = [int(result.columns[0].tokens[0]) for result in workers_pool.results(taking())]
     assert first == list(range(40))
     assert len(visible(begun)) == 40
 
@@ -208,8 +208,8 @@ def test_an_error_comes_in_its_turn(tmp_path):
     path = write_jsonl(tmp_path / "f.jsonl", [{"text": f"{i}"} for i in range(10)])
     chunks = list(cut([path], 1))
     chunks[7] = replace(chunks[7], path=str(tmp_path / "gone"))
-    with Crew(JOB, 3) as crew:
-        results = crew.results(chunks)
+    with WorkerPool(JOB, 3) as workers_pool:
+        results = workers_pool.results(chunks)
         seen = [int(next(results).columns[0].tokens[0]) for _ in range(7)]
         with pytest.raises(FileNotFoundError):
             next(results)

@@ -15,7 +15,7 @@ from data_tools.preprocess_data import main
 from data_tools.preprocessing import pipeline
 from data_tools.preprocessing.chunks import cut
 from data_tools.preprocessing.encode import ChunkEncoder, EncodeJob
-from data_tools.preprocessing.pool import Crew
+from data_tools.preprocessing.pool import WorkerPool
 from data_tools.preprocessing.watch import WorkerPatience
 from megazero.data.tokenizers import TokenizerSpec
 from megazero.errors import DataError
@@ -47,7 +47,7 @@ def slowed(monkeypatch, seconds):
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_stopped_worker_is_named_with_what_it_holds(path, packed):
     """Also one whose pipe is full, so that the parent hangs in writing to it, with its thread stopped too."""
-    with Crew(JOB, 2, patience=QUICK) as crew:
+    with WorkerPool(JOB, 2, patience=QUICK) as workers_pool:
         victim = next(p for p in multiprocessing.active_children() if p.name == "preprocess-1")
         os.kill(victim.pid, signal.SIGSTOP)
         chunks = list(cut([path], 50))
@@ -58,32 +58,32 @@ def test_a_stopped_worker_is_named_with_what_it_holds(path, packed):
             rf"was written. It held bytes \d+..\d+ of {path}"
         )
         with pytest.raises(DataError, match=message):
-            list(crew.results(chunks))
+            list(workers_pool.results(chunks))
     assert multiprocessing.active_children() == []
 
 
 def test_a_worker_that_is_busy_for_ever_is_named(path, monkeypatch):
     slowed(monkeypatch, lambda number: 60 if number == 3 else 0)
     with (
-        Crew(JOB, 2, patience=QUICK) as crew,
+        WorkerPool(JOB, 2, patience=QUICK) as workers_pool,
         pytest.raises(DataError, match=r"not done after 0.01 minutes .* It held bytes 192..256 of .*f.jsonl"),
     ):
-        list(crew.results(cut([path], 50)))
+        list(workers_pool.results(cut([path], 50)))
     assert multiprocessing.active_children() == []
 
 
 def test_workers_that_go_on_slowly_are_left_alone(path, monkeypatch):
     """Each takes less than the patience for a chunk, and all of them together several times as much."""
     slowed(monkeypatch, 0.2)
-    with Crew(JOB, 2, patience=QUICK) as crew:
-        assert sum(result.lines for result in crew.results(cut([path], 600))) == 300
+    with WorkerPool(JOB, 2, patience=QUICK) as workers_pool:
+        assert sum(result.lines for result in workers_pool.results(cut([path], 600))) == 300
 
 
 def test_a_parent_that_has_no_time_blames_nobody(path):
     """As when the disk takes no more: results are there, and nobody reads them."""
-    with Crew(JOB, 2, patience=QUICK) as crew:
+    with WorkerPool(JOB, 2, patience=QUICK) as workers_pool:
         lines = 0
-        for number, result in enumerate(crew.results(cut([path], 100))):
+        for number, result in enumerate(workers_pool.results(cut([path], 100))):
             lines += result.lines
             time.sleep(1.5 if number in (0, 20) else 0)
     assert lines == 300
@@ -92,19 +92,19 @@ def test_a_parent_that_has_no_time_blames_nobody(path):
 @linux
 def test_a_worker_that_is_stopped_for_a_moment_is_left_alone(path, monkeypatch):
     patience = WorkerPatience(stopped=5, busy=60, look=0.05)
-    with Crew(JOB, 2, patience=patience) as crew:
+    with WorkerPool(JOB, 2, patience=patience) as workers_pool:
         victim = multiprocessing.active_children()[0]
         os.kill(victim.pid, signal.SIGSTOP)
         timer = threading.Timer(0.5, os.kill, (victim.pid, signal.SIGCONT))
         timer.start()
-        assert sum(result.lines for result in crew.results(cut([path], 50))) == 300
+        assert sum(result.lines for result in workers_pool.results(cut([path], 50))) == 300
         timer.join()
 
 
 @linux
 def test_leaving_does_not_wait_for_a_stopped_worker():
     begin = time.monotonic()
-    with Crew(JOB, 2):
+    with WorkerPool(JOB, 2):
         for worker in multiprocessing.active_children():
             os.kill(worker.pid, signal.SIGSTOP)
     assert time.monotonic() - begin < 10

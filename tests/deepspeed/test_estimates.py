@@ -25,7 +25,7 @@ from megazero.zero import (
     ZeroPolicy,
     build_store,
     module_units,
-    offloaded,
+    offloaded_bytes,
 )
 from tests.zero.harness import in_threads
 
@@ -58,9 +58,11 @@ def held(stage: int, ranks: int, *, state: bool, parameters: bool) -> tuple[int,
                 rest = store.at_rest(bucket)
                 assert set(rest) == {WEIGHT, *optimizer.rule.state_names}
                 device += sum(flat.nbytes for flat in rest.values())
-                (visited,) = (r for residents in store.visits(("gradient",), [bucket]) for r in residents)
+                (visited,) = (
+                    r for loaded_buckets in store.stream(("gradient",), [bucket]) for r in loaded_buckets
+                )
                 device += visited.flats["gradient"].nbytes
-        return offloaded(store).get("cpu", 0), device
+        return offloaded_bytes(store).get("cpu", 0), device
 
     found = in_threads(ranks, work)
     assert len({device for _, device in found}) == 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from megazero.config.horizon import horizon_of
+from megazero.config.training_plan import training_plan_of
 from megazero.errors import ConfigError
 from megazero.layers import compile_layers
 from megazero.mpu import solo_context
@@ -49,12 +49,12 @@ def test_compiled_layers_train_like_one_process(layout):
 
 def losses_of(config, steps=2):
     context = solo_context()
-    horizon = horizon_of(config, 1)
-    engine = verification_engine(config, horizon, context)
+    training_plan = training_plan_of(config, 1)
+    engine = verification_engine(config, training_plan, context)
     found = []
     for number in range(steps):
-        progress = horizon.before(number)
-        batches = micro_batches(config, context, horizon.at(progress))
+        progress = training_plan.before(number)
+        batches = micro_batches(config, context, training_plan.at(progress))
         result = engine.train_step(batches, progress, Timers())
         found.append((result.losses.total, result.grad_norm))
     return found
@@ -81,12 +81,12 @@ def test_a_compiler_that_is_missing_is_named(monkeypatch):
 
 def engine_of(layout):
     config = layout.config()
-    return verification_engine(config, horizon_of(config, 1), solo_context())
+    return verification_engine(config, training_plan_of(config, 1), solo_context())
 
 
 def test_evaluations_are_not_compiled():
     config = Layout(compiled="eager", samples=2).config()
     engine = engine_of(Layout(compiled="eager", samples=2))
-    horizon = horizon_of(config, 1)
-    engine.evaluate([micro_batches(config, solo_context(), horizon.at(horizon.before(0)))])
+    training_plan = training_plan_of(config, 1)
+    engine.evaluate([micro_batches(config, solo_context(), training_plan.at(training_plan.before(0)))])
     assert counters["stats"]["unique_graphs"] == 0

@@ -42,17 +42,17 @@ def teachers(tmp_path_factory) -> dict[str, str]:
     return found
 
 
-def taught(layout: Layout, teacher: str, until: int | None = None) -> Config:
+def distilled(layout: Layout, teacher: str, until: int | None = None) -> Config:
     """The layout's configuration with a teacher; its lessons end within the five steps if `until` says so."""
-    lessons = DistillationConfig(
+    distillation = DistillationConfig(
         kd=True, load_teacher=teacher, kd_beta_ce=0.7, kd_temp=2.0, kd_train_iters=until
     )
-    return layout.config().model_copy(update={"distillation": lessons})
+    return layout.config().model_copy(update={"distillation": distillation})
 
 
 @cache
 def serial(layout: Layout, teacher: str, until: int | None) -> Record:
-    return run_alone(taught(layout, teacher, until))
+    return run_alone(distilled(layout, teacher, until))
 
 
 def check(records: list[Record], layout: Layout, teacher: str, until: int | None) -> None:
@@ -82,14 +82,14 @@ LAYOUTS = [
     ("layout", "teacher", "until"), LAYOUTS, ids=lambda x: x.name if isinstance(x, Layout) else str(x)
 )
 def test_layout_equals_one_process(teachers, layout, teacher, until):
-    config = taught(layout, teachers[teacher], until)
+    config = distilled(layout, teachers[teacher], until)
     check(run_in_threads(config, layout.grid), layout, teachers[teacher], until)
 
 
 @pytest.mark.gloo
 def test_processes_equal_one_process(pool, teachers):
     layout = Layout(tp=2, pp=2, zero=1, micro_batch=2)
-    config = taught(layout, teachers["experts"], 3)
+    config = distilled(layout, teachers["experts"], 3)
     records = pool.run(run_in_world, layout.world_size, config, layout.grid)
     check(records, layout, teachers["experts"], 3)
 
@@ -118,7 +118,7 @@ def test_a_model_has_nothing_to_learn_from_itself(teachers, tmp_path):
     saved = config.model_copy(update={"checkpoint": CheckpointConfig(save=str(tmp_path))})
     rate = config.optimizer.model_copy(update={"lr": 1e-30, "weight_decay": 0.0})
     pretrain_on(saved.model_copy(update={"optimizer": rate}), solo_context())
-    found = run_alone(taught(layout.serial, str(tmp_path)), 1)
+    found = run_alone(distilled(layout.serial, str(tmp_path)), 1)
     assert found.losses[0]["kd loss"] == pytest.approx(0.0, abs=1e-6)
     for name, gradient in alone.gradients[0].items():
         difference = (found.gradients[0][name] - gradient).abs().max()

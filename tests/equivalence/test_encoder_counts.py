@@ -12,8 +12,8 @@ from functools import partial
 import pytest
 import torch
 
-from megazero.config.horizon import horizon_of
 from megazero.config.steps import Step
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import Config
 from megazero.models import BertCollate
 from megazero.mpu import ParallelContext, ThreadWorld, solo_context, thread_context
@@ -49,13 +49,13 @@ def batches(config: Config, arrays, context: ParallelContext, step: Step) -> lis
 
 def train(config: Config, arrays, context: ParallelContext, feed=None) -> Record:
     """One step on these samples, in the micro-batches of `feed`, by default those of `batches`."""
-    horizon = horizon_of(config, context.data.size)
-    engine = verification_engine(config, horizon, context)
-    return record_steps(engine, horizon, 1, partial(feed or partial(batches, config), arrays, context))
+    training_plan = training_plan_of(config, context.data.size)
+    engine = verification_engine(config, training_plan, context)
+    return record_steps(engine, training_plan, 1, partial(feed or partial(batches, config), arrays, context))
 
 
 def initial_weights(config: Config) -> dict[str, torch.Tensor]:
-    engine = verification_engine(config, horizon_of(config, 1), solo_context())
+    engine = verification_engine(config, training_plan_of(config, 1), solo_context())
     whole = {}
     for spec, state in engine.optimizer.full_state():
         weight = spec.unshard(state["weight"], engine.context.groups)

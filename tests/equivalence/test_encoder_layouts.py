@@ -11,8 +11,8 @@ from functools import cache
 import pytest
 from torch import Tensor
 
-from megazero.config.horizon import horizon_of
 from megazero.config.steps import Progress
+from megazero.config.training_plan import training_plan_of
 from megazero.mpu import solo_context
 from megazero.verify.compare import compare
 from megazero.verify.layouts import ENCODERS, Layout
@@ -75,7 +75,7 @@ def test_what_the_samples_are():
     """Uneven in every way, and one micro-batch of one sample has nothing to restore."""
     layout = Layout(shape="bert")
     config, context = layout.config(), solo_context()
-    batches = micro_batches(config, context, horizon_of(config, 1).at(Progress()))
+    batches = micro_batches(config, context, training_plan_of(config, 1).at(Progress()))
     masked = [batch.counts["lm"] for batch in batches]
     assert masked[4] == 0
     assert len(set(masked)) > 3

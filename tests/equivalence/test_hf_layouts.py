@@ -73,7 +73,7 @@ def export(layout: Layout, config: Config, out: Path) -> dict[str, torch.Tensor]
             partial(take_foreign_weights, config, context, VOCABULARY),
         )
         snapshots = Snapshots(
-            config, resumed.horizon, resumed.engine, context, VOCABULARY, config.training.seed
+            config, resumed.training_plan, resumed.engine, context, VOCABULARY, config.training.seed
         )
         snapshots.save(TrainState(1, 8, 8 * SEQUENCE, 0))
         snapshots.saver.close()

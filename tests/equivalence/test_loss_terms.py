@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.config.horizon import horizon_of
 from megazero.config.steps import Progress, Step
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import Config
 from megazero.loss import LossTerm
 from megazero.models import GPT, Batch
@@ -84,7 +84,7 @@ def make(config: Config, at: int, context: ParallelContext) -> Engine:
     padded = -(-VOCABULARY // (4 * context.tp.size)) * 4 * context.tp.size
     chunks = build_chunks(config, Vocabulary(VOCABULARY, padded, None, None), context)
     wrapped = {number: ManyTerms(chunk, at) for number, chunk in chunks.items()}
-    engine = build_engine(config, horizon_of(config, context.data.size), wrapped, context)
+    engine = build_engine(config, training_plan_of(config, context.data.size), wrapped, context)
     for chunk in wrapped.values():
         chunk.watch()
     return engine
@@ -111,8 +111,8 @@ def batches(config: Config, context: ParallelContext, step: Step) -> list[TermBa
 
 
 def train(config: Config, at: int, context: ParallelContext) -> Record:
-    horizon = horizon_of(config, context.data.size)
-    return record_steps(make(config, at, context), horizon, STEPS, partial(batches, config, context))
+    training_plan = training_plan_of(config, context.data.size)
+    return record_steps(make(config, at, context), training_plan, STEPS, partial(batches, config, context))
 
 
 @cache
@@ -150,9 +150,9 @@ def test_terms_of_any_stage_train_as_in_one_process(layout, at):
 def test_one_process_minimizes_the_weighted_sum_of_the_means():
     layout, context = Layout(), solo_context()
     config = layout.config()
-    horizon = horizon_of(config, 1)
+    training_plan = training_plan_of(config, 1)
     engine = make(config, 0, context)
-    model, mine = engine.executor.chunks[0], batches(config, context, horizon.at(Progress()))
+    model, mine = engine.executor.chunks[0], batches(config, context, training_plan.at(Progress()))
     sums = [model.run(batch)[1] for batch in mine]
     counts = [batch.counts for batch in mine]
     lm, size = (sum(s[name] for s in sums) / sum(c[name] for c in counts) for name in ("lm", "size"))
@@ -164,7 +164,7 @@ def test_one_process_minimizes_the_weighted_sum_of_the_means():
     )
     assert all(gradient.any() for gradient in alone), "the second term says nothing"
 
-    record = record_steps(engine, horizon, 1, lambda step: mine)
+    record = record_steps(engine, training_plan, 1, lambda step: mine)
     tokens = sum(int(batch.tokens.sum()) for batch in mine) / (GLOBAL_BATCH * SEQUENCE)
     assert record.losses[0] == pytest.approx(
         {"lm loss": lm.item(), "size loss": size.item(), "tokens": tokens, "total loss": total.item()},

@@ -14,8 +14,8 @@ from itertools import cycle
 import pytest
 import torch
 
-from megazero.config.horizon import horizon_of
 from megazero.config.offload import OffloadConfig
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig
 from megazero.mpu import Launch, ParallelContext, ThreadWorld, open_context, thread_context
@@ -97,15 +97,15 @@ def state_of(engine) -> list:
 
 def train_and_resume(config: Config, context: ParallelContext) -> tuple[list, list, list]:
     """The state after some steps, what a comparison of copies finds, and the state after a resume."""
-    horizon = horizon_of(config, context.data.size)
+    training_plan = training_plan_of(config, context.data.size)
     build = partial(verification_engine, context=context)
-    engine, state = build(config, horizon), TrainState()
+    engine, state = build(config, training_plan), TrainState()
     for _ in range(STEPS):
-        step = horizon.at(state.progress)
+        step = training_plan.at(state.progress)
         result = engine.train_step(micro_batches(config, context, step), state.progress, Timers())
         state = state.after(step, result.skipped)
     differences = list(CopyCheck(engine.optimizer, context).compare().differences)
-    snapshots = Snapshots(config, horizon, engine, context, VOCABULARY, config.training.seed)
+    snapshots = Snapshots(config, training_plan, engine, context, VOCABULARY, config.training.seed)
     snapshots.save(state)
     snapshots.saver.close()
     resumed = resume(config, context, VOCABULARY, build)

@@ -27,7 +27,7 @@ from benchmarks.reshard_sweep import (
     pairs,
     run,
 )
-from megazero.config.horizon import horizon_of
+from megazero.config.training_plan import training_plan_of
 from megazero.mpu import ThreadWorld, thread_context
 from megazero.train.snapshot import Snapshots
 from megazero.verify.layouts import Layout
@@ -112,7 +112,7 @@ def test_the_vocabulary_is_padded_differently(tmp_path):
         def padded(rank, case=case, world=world):
             context = thread_context(world, case.layout.grid, rank)
             config = case.config()
-            engine = verification_engine(config, horizon_of(config, context.data.size), context)
+            engine = verification_engine(config, training_plan_of(config, context.data.size), context)
             return {
                 c.padded_size
                 for b in engine.optimizer.store.buckets

@@ -64,10 +64,10 @@ def test_no_bit_depends_on_the_store(layout):
 
 @pytest.mark.parametrize(("many", "total", "least"), [(False, 90, 25), (True, 150, 50)])
 def test_the_sweeps_hold_every_store_with_every_setting(many, total, least):
-    asleep = [layout for layout in swept(many) if layout.store]
-    assert len(asleep) >= total
-    assert min(Counter(layout.store for layout in asleep).values()) >= least
+    offloaded = [layout for layout in swept(many) if layout.store]
+    assert len(offloaded) >= total
+    assert min(Counter(layout.store for layout in offloaded).values()) >= least
     for store in filter(None, STORES):
-        these = [layout for layout in asleep if layout.store == store]
+        these = [layout for layout in offloaded if layout.store == store]
         assert_holds_all(these)
         assert {layout.method for layout in these} == set(METHODS)

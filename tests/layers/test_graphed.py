@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.config.horizon import horizon_of
+from megazero.config.training_plan import training_plan_of
 from megazero.errors import ConfigError
 from megazero.layers import CudaGraphs, LayerInputs, graph_layers
 from megazero.mpu import solo_context
@@ -38,20 +38,20 @@ class StandIn:
 
 def engine_of(layout):
     config = layout.config()
-    return config, verification_engine(config, horizon_of(config, 1), solo_context())
+    return config, verification_engine(config, training_plan_of(config, 1), solo_context())
 
 
 def train(layout, graphs=None, steps=3):
     """Losses, gradient norms and final weights."""
     config, engine = engine_of(layout)
-    context, horizon = solo_context(), horizon_of(config, 1)
+    context, training_plan = solo_context(), training_plan_of(config, 1)
     if graphs is not None:
         for chunk in engine.executor.chunks.values():
             graph_layers(chunk.blocks(), graphs, warm_calls=1)
     found = []
     for number in range(steps):
-        progress = horizon.before(number)
-        batches = micro_batches(config, context, horizon.at(progress))
+        progress = training_plan.before(number)
+        batches = micro_batches(config, context, training_plan.at(progress))
         result = engine.train_step(batches, progress, Timers())
         engine.evaluate([batches])
         found.append((result.losses.total, result.grad_norm))
@@ -126,7 +126,7 @@ def test_a_machine_without_cuda_is_refused():
     section = config.acceleration.model_copy(update={"cuda_graph": True})
     config = config.model_copy(update={"acceleration": section})
     with pytest.raises(ConfigError, match="`cuda_graph` must be off on a CPU, but is on"):
-        verification_engine(config, horizon_of(config, 1), solo_context())
+        verification_engine(config, training_plan_of(config, 1), solo_context())
 
 
 @pytest.mark.gpu

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.moe.dispatch import Party, Rows, exchange, share
+from megazero.moe.dispatch import ExpertPlacement, Rows, all_gather_dispatch, all_to_all_dispatch
 from megazero.mpu import ThreadWorld
 from tests.moe.samples import joined, randn
 
 E, H, K = 4, 3, 2
-DISPATCHES = {"exchange": exchange, "share": share}
+DISPATCHES = {"exchange": all_to_all_dispatch, "share": all_gather_dispatch}
 # (ranks, ranks that share each expert)
 GROUPS = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2))
 
@@ -94,9 +94,9 @@ def dispatched(dispatch, ranks: int, slices: int, given: list[Load], room: int |
             blocks = rows.split(list(sizes))
             return torch.cat([part * expert(block, first + e) for e, block in enumerate(blocks)])
 
-        party = Party(E, apply, group, slices, room)
+        experts_placement = ExpertPlacement(E, apply, group, slices, room)
         x, weights = load.x.clone().requires_grad_(), load.weights.clone().requires_grad_()
-        out = dispatch(party, x, weights, load.chosen, load.kept)
+        out = dispatch(experts_placement, x, weights, load.chosen, load.kept)
         out.backward(load.grad)
         return out.detach(), x.grad, weights.grad, *seen
 
@@ -129,7 +129,7 @@ def test_equals_a_loop_over_tokens(name, ranks, slices, kind):
 def test_blank_rows_change_nothing(kind, ranks, slices):
     """With `room`, every expert gets so many rows of every rank, whatever was chosen."""
     given, room = loads(kind, ranks), 6
-    found = dispatched(exchange, ranks, slices, given, room)
+    found = dispatched(all_to_all_dispatch, ranks, slices, given, room)
     for (out, grad_x, grad_weights, sizes), load in zip(found, given, strict=True):
         assert sizes == [room * ranks] * (E * slices // ranks)
         for got, expected in zip((out, grad_x, grad_weights), plain(load), strict=True):
@@ -139,10 +139,10 @@ def test_blank_rows_change_nothing(kind, ranks, slices):
 @pytest.mark.parametrize("room", [None, 7])
 def test_an_exchange_has_the_same_bits_on_any_number_of_ranks(room):
     given = loads("dropped", 4)
-    alone = [dispatched(exchange, 1, 1, [load], room)[0] for load in given]
+    alone = [dispatched(all_to_all_dispatch, 1, 1, [load], room)[0] for load in given]
     for ranks in (2, 4):
         for first in range(0, 4, ranks):
-            found = dispatched(exchange, ranks, 1, given[first : first + ranks], room)
+            found = dispatched(all_to_all_dispatch, ranks, 1, given[first : first + ranks], room)
             for ours, expected in zip(found, alone[first:], strict=False):
                 assert all(torch.equal(a, b) for a, b in zip(ours[:3], expected[:3], strict=True))
 
@@ -171,8 +171,8 @@ def test_a_sum_over_choices_is_in_their_order_and_in_fp32():
     def apply(rows: Tensor, sizes) -> Tensor:
         return rows * values.bfloat16().repeat_interleave(torch.tensor(sizes)).unsqueeze(1)
 
-    party = Party(3, apply, world.group("expert", 0, (0,)), 1)
+    experts_placement = ExpertPlacement(3, apply, world.group("expert", 0, (0,)), 1)
     ones = torch.ones(1, 3)
     for order, expected in (([0, 1, 2], 0.0), ([0, 2, 1], 1.0)):
-        out = exchange(party, x, ones, torch.tensor([order]), None)
+        out = all_to_all_dispatch(experts_placement, x, ones, torch.tensor([order]), None)
         assert (out.dtype, out.tolist()) == (torch.bfloat16, [[expected] * 2])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.config.horizon import horizon_of
+from megazero.config.training_plan import training_plan_of
 from megazero.layers import Placement
 from megazero.moe import Router, RouterLoads
 from megazero.moe.router import router_weight
@@ -100,10 +100,10 @@ def trained(layout: Layout, *, evaluating: bool = False) -> list[tuple]:
 
     def work(rank: int):
         context, config = thread_context(world, layout.grid, rank), layout.config(3)
-        horizon = horizon_of(config, context.data.size)
-        engine, state, found = verification_engine(config, horizon, context), TrainState(), []
+        training_plan = training_plan_of(config, context.data.size)
+        engine, state, found = verification_engine(config, training_plan, context), TrainState(), []
         for _ in range(3):
-            step = horizon.at(state.progress)
+            step = training_plan.at(state.progress)
             batches = micro_batches(config, context, step)
             if evaluating:
                 before = {name: each.clone() for name, each in engine.loads.state().items()}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.config.horizon import horizon_of
+from megazero.config.training_plan import training_plan_of
 from megazero.moe import Router
 from megazero.mpu import solo_context
 from megazero.verify.compare import compare
@@ -116,7 +116,7 @@ def test_routers_have_a_master_in_fp32():
     """A gate in half precision would lose the small steps of its training."""
     layout = Layout(experts="biased", dtype="bf16")
     config, context = layout.config(), solo_context()
-    engine = verification_engine(config, horizon_of(config, 1), context)
+    engine = verification_engine(config, training_plan_of(config, 1), context)
     states = {spec.name: kinds for spec, kinds in engine.optimizer.full_state()}
     assert states["layers.0.mlp.router.weight"]["weight"].dtype == torch.float32
     assert {each.dtype for each in engine.loads.state().values()} == {torch.float32}

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from megazero.errors import DataError, MegazeroError
 from megazero.mpu import Group, Transfer
 from megazero.mpu.torch_group import leave_world, open_group, start_world
-from megazero.mpu.watch.board import StoreBoard
 from megazero.mpu.watch.group import watched
+from megazero.mpu.watch.job_notes import StoreJobNotes
 from megazero.mpu.watch.watch import Watch, WatchLimits
 
 RANKS = 3
@@ -147,8 +147,8 @@ def run(scenario, rank: int, address: tuple[str, int], listener: int | None) -> 
     start_world("gloo", rank, RANKS, wait, store=store)
     heartbeat = HEARTBEAT if scenario in WITH_HEARTBEAT else None
     timeout = TIMEOUT if heartbeat is None else PATIENCE
-    board = StoreBoard.of_world(*(() if heartbeat is None else ("rank 0 on this host", 1.0)))
-    watch = Watch(board, rank, RANKS, WatchLimits(timeout, GRACE, 0.2, heartbeat))
+    job_notes = StoreJobNotes.of_world(*(() if heartbeat is None else ("rank 0 on this host", 1.0)))
+    watch = Watch(job_notes, rank, RANKS, WatchLimits(timeout, GRACE, 0.2, heartbeat))
     group = watched(open_group("tp", rank, tuple(range(RANKS)), wait), watch)
     try:
         scenario(group, watch)

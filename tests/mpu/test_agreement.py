@@ -44,11 +44,11 @@ def over_a_group(facts: list[dict[str, str]]) -> list[Exception | None]:
 
 
 def by_notes(facts: list[dict[str, str]]) -> list[Exception | None]:
-    board = Notes()
+    job_notes = Notes()
 
     def rank(number: int) -> Exception | None:
         try:
-            agree_by_notes(board, number, len(facts), facts[number], 20.0)
+            agree_by_notes(job_notes, number, len(facts), facts[number], 20.0)
         except ConfigError as error:
             return error
 
@@ -79,20 +79,20 @@ def test_every_rank_hears_who_differs_in_what(way, odd):
 
 def test_the_first_rank_stays_until_all_have_heard():
     """Its process may keep the board, and the others would find it gone."""
-    board = Notes()
+    job_notes = Notes()
 
     class Late(Notes):
         def read(self, key: str) -> str | None:
             time.sleep(0.2 if key.endswith("found") else 0.0)
-            return board.read(key)
+            return job_notes.read(key)
 
         def post(self, key: str, text: str) -> None:
-            board.post(key, text)
+            job_notes.post(key, text)
 
     def rank(number: int) -> bool:
         with pytest.raises(ConfigError):
-            agree_by_notes(Late() if number else board, number, 2, {"seed": str(number)}, 20.0)
-        return "agreement/heard/1" in board.texts
+            agree_by_notes(Late() if number else job_notes, number, 2, {"seed": str(number)}, 20.0)
+        return "agreement/heard/1" in job_notes.texts
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(rank, range(2))) == [True, True]

@@ -9,17 +9,17 @@ import pytest
 import torch.distributed as dist
 
 from megazero.errors import CommunicationError
-from megazero.mpu.watch.board import SilentBoardError, StoreBoard, keeper_of_store
+from megazero.mpu.watch.failure import FailureDiagnosis
 from megazero.mpu.watch.heartbeat import Heartbeat
-from megazero.mpu.watch.inquest import Inquest
+from megazero.mpu.watch.job_notes import SilentKeeperError, StoreJobNotes, keeper_of_store
 from megazero.mpu.watch.watch import Watch, WatchLimits
 from tests.mpu.test_watch import Notes, Spared, close_all
 from tests.mpu.test_watch_diagnose import report
 
 
 def hearts(size: int, patience: float = 60.0) -> list[Heartbeat]:
-    board = Notes()
-    return [Heartbeat(board, rank, size, f"node{rank}, process 7", patience) for rank in range(size)]
+    job_notes = Notes()
+    return [Heartbeat(job_notes, rank, size, f"node{rank}, process 7", patience) for rank in range(size)]
 
 
 def turns(these: list[Heartbeat], seconds: int) -> list[dict[int, str]]:
@@ -79,8 +79,8 @@ def test_before_the_first_step_a_rank_may_be_still_for_long():
 
 
 def test_a_watch_ends_a_job_whose_rank_gives_no_sign(capfd):
-    board, endings = Notes(), [Spared(), Spared()]
-    watches = [Watch(board, r, 2, WatchLimits(60.0, 0.3, 0.02, 0.4), endings[r]) for r in range(2)]
+    job_notes, endings = Notes(), [Spared(), Spared()]
+    watches = [Watch(job_notes, r, 2, WatchLimits(60.0, 0.3, 0.02, 0.4), endings[r]) for r in range(2)]
     time.sleep(0.2)
     for watch in watches:
         watch.under_way()
@@ -94,8 +94,8 @@ def test_a_watch_ends_a_job_whose_rank_gives_no_sign(capfd):
 
 
 def test_a_closed_watch_is_not_missed():
-    board = Notes()
-    watches = [Watch(board, r, 2, WatchLimits(60.0, 0.3, 0.02, 0.3), Spared()) for r in range(2)]
+    job_notes = Notes()
+    watches = [Watch(job_notes, r, 2, WatchLimits(60.0, 0.3, 0.02, 0.3), Spared()) for r in range(2)]
     time.sleep(0.2)
     for watch in watches:
         watch.under_way()
@@ -106,12 +106,12 @@ def test_a_closed_watch_is_not_missed():
 
 
 def test_the_lowest_rank_that_is_not_still_makes_the_diagnosis_without_waiting(capfd):
-    board = Notes()
+    job_notes = Notes()
     summaries: dict[int, str] = {}
 
     def attend(rank: int) -> None:
-        inquest = Inquest(board, rank, 3, 20.0)
-        summaries[rank] = inquest.hold(
+        diagnosis = FailureDiagnosis(job_notes, rank, 3, 20.0)
+        summaries[rank] = diagnosis.hold(
             report(rank, "world barrier - a.py:1 waited"), {0: "rank 0 stands still"}
         )
 
@@ -125,7 +125,7 @@ def test_the_lowest_rank_that_is_not_still_makes_the_diagnosis_without_waiting(c
     assert summaries == {1: "rank 0 stands still", 2: "rank 0 stands still"}
     capfd.readouterr()
     # Later the rank goes on: it takes what was found.
-    assert Inquest(board, 0, 3, 20.0).hold(report(0, "")) == "rank 0 stands still"
+    assert FailureDiagnosis(job_notes, 0, 3, 20.0).hold(report(0, "")) == "rank 0 stands still"
     assert capfd.readouterr().err == "megazero: rank 0 ends with its job: rank 0 stands still\n"
 
 
@@ -149,36 +149,36 @@ class Mute:
 
 def test_a_store_that_does_not_answer_does_not_hang_who_asks():
     store = Mute()
-    board = StoreBoard(store, "rank 0 on node7", patience=0.1)
+    job_notes = StoreJobNotes(store, "rank 0 on node7", patience=0.1)
     for text in ("first", "second"):
         with pytest.raises(
-            SilentBoardError,
+            SilentKeeperError,
             match="rank 0 on node7, which keeps the job's key-value store, is stopped or out",
         ):
-            board.post("key", text)
+            job_notes.post("key", text)
     store.goes_on.set()
-    board.post("other", "third")
+    job_notes.post("other", "third")
     # What was given up before it began was not done.
     assert store.texts == {"megazero/watch/key": "first", "megazero/watch/other": "third"}
     with pytest.raises(CommunicationError, match="which rank 0 on node7 keeps, is out of reach: Broken pipe"):
-        board.read("key")
+        job_notes.read("key")
 
 
 def test_a_store_is_read_at_many_keys_of_which_some_are_missing():
-    board = StoreBoard(dist.HashStore())
-    assert board.read_all(["a", "b"]) == [None, None]
-    board.post("b", "2")
-    assert board.read_all(["a", "b"]) == [None, "2"]
-    board.post("a", "1")
-    assert board.read_all(["a", "b"]) == ["1", "2"]
-    assert board.read_all([]) == []
+    job_notes = StoreJobNotes(dist.HashStore())
+    assert job_notes.read_all(["a", "b"]) == [None, None]
+    job_notes.post("b", "2")
+    assert job_notes.read_all(["a", "b"]) == [None, "2"]
+    job_notes.post("a", "1")
+    assert job_notes.read_all(["a", "b"]) == ["1", "2"]
+    assert job_notes.read_all([]) == []
 
 
 def test_the_thread_of_a_board_ends_with_it():
     before = {*threading.enumerate()}
-    board = StoreBoard(dist.HashStore())
+    job_notes = StoreJobNotes(dist.HashStore())
     (thread,) = {*threading.enumerate()} - before
-    del board
+    del job_notes
     thread.join(5.0)
     assert not thread.is_alive()
 

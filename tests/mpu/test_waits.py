@@ -14,8 +14,8 @@ from tests.mpu.test_watch import Notes, Pending, Slow, Spared
 
 
 def test_a_rank_that_comes_first_waits_and_the_last_does_not():
-    world, board = ThreadWorld(2, timeout=20), Notes()
-    watches = [Watch(board, rank, 2, WatchLimits(20.0, poll=0.02), Spared()) for rank in range(2)]
+    world, job_notes = ThreadWorld(2, timeout=20), Notes()
+    watches = [Watch(job_notes, rank, 2, WatchLimits(20.0, poll=0.02), Spared()) for rank in range(2)]
 
     def work(rank: int) -> float:
         group, waits = watched(world.group("g", rank, (0, 1)), watches[rank]), watches[rank].waits

@@ -11,9 +11,9 @@ import torch
 
 from megazero.errors import CommunicationError, DataError
 from megazero.mpu import Group, SoloGroup, ThreadWorld, Transfer
+from megazero.mpu.watch.failure import FailureDiagnosis
 from megazero.mpu.watch.group import WatchedGroup, watched
-from megazero.mpu.watch.inquest import Inquest
-from megazero.mpu.watch.log import SLOTS, CallLog, Lane, read_log
+from megazero.mpu.watch.log import SLOTS, CallLog, Channel, read_log
 from megazero.mpu.watch.report import CallState
 from megazero.mpu.watch.watch import Watch, WatchLimits
 from tests.mpu.test_groups import conform, expected
@@ -23,11 +23,11 @@ from tests.mpu.test_watch_diagnose import report
 
 
 def test_a_log_is_read_from_outside_and_keeps_the_latest(tmp_path):
-    log, lane = CallLog(str(tmp_path)), Lane("tp#1", "group `tp`", (0, 1))
-    held = log.begin(lane, "barrier", None, None, None)
+    log, channel = CallLog(str(tmp_path)), Channel("tp#1", "group `tp`", (0, 1))
+    held = log.begin(channel, "barrier", None, None, None)
     for n in range(SLOTS + 10):
-        log.finish(log.begin(lane, "all_reduce", "sum", (n, 2), torch.bfloat16))
-    last = log.begin(lane, "broadcast", 1, (3,), torch.int64)
+        log.finish(log.begin(channel, "all_reduce", "sum", (n, 2), torch.bfloat16))
+    last = log.begin(channel, "broadcast", 1, (3,), torch.int64)
     seen = read_log(log.path)
     assert len(seen) == SLOTS
     assert [call.sequence for call in seen] == list(range(13, SLOTS + 13))
@@ -43,11 +43,11 @@ def test_a_log_is_read_from_outside_and_keeps_the_latest(tmp_path):
 
 
 def test_a_call_is_placed_where_it_was_made_and_by_whom(tmp_path):
-    source = "def gather(log, lane):\n    return log.begin(lane, 'all_gather', None, (2,), None)\n"
+    source = "def gather(log, channel):\n    return log.begin(channel, 'all_gather', None, (2,), None)\n"
     space: dict = {}
     exec(compile(source, str(tmp_path / "collectives.py"), "exec"), space)
     log = CallLog()
-    record = log.record(space["gather"](log, Lane("tp", "tp", (0, 1))))
+    record = log.record(space["gather"](log, Channel("tp", "tp", (0, 1))))
     assert record.site.endswith("collectives.py:2")
     assert record.asker.startswith("tests/mpu/test_watch.py:")
 
@@ -97,9 +97,9 @@ class Spared:
 
 
 def watches(
-    board: Notes, size: int, ending: Spared, timeout: float = 20.0, grace: float = 5.0
+    job_notes: Notes, size: int, ending: Spared, timeout: float = 20.0, grace: float = 5.0
 ) -> list[Watch]:
-    return [Watch(board, rank, size, WatchLimits(timeout, grace, 0.02), ending) for rank in range(size)]
+    return [Watch(job_notes, rank, size, WatchLimits(timeout, grace, 0.02), ending) for rank in range(size)]
 
 
 def close_all(all_watches: list[Watch]) -> None:
@@ -108,8 +108,8 @@ def close_all(all_watches: list[Watch]) -> None:
 
 
 def test_a_watched_group_conforms():
-    world, board = ThreadWorld(3, timeout=20), Notes()
-    all_watches = watches(board, 3, Spared())
+    world, job_notes = ThreadWorld(3, timeout=20), Notes()
+    all_watches = watches(job_notes, 3, Spared())
     for check_on in (None, "cpu"):
         got = world.run(
             lambda r, on=check_on: conform(
@@ -119,7 +119,7 @@ def test_a_watched_group_conforms():
         assert got == [expected(r, 3) for r in range(3)]
     assert [len(watch._log.pending) for watch in all_watches] == [0, 0, 0]
     close_all(all_watches)
-    assert set(board.texts) == {"log/0", "log/1", "log/2"}
+    assert set(job_notes.texts) == {"log/0", "log/1", "log/2"}
 
 
 def test_a_watched_group_is_a_group_and_closes_what_it_wraps():
@@ -137,13 +137,13 @@ def test_a_watched_group_is_a_group_and_closes_what_it_wraps():
 
 
 def test_a_world_of_one_starts_nothing():
-    board, before = Notes(), threading.active_count()
-    watch, group = Watch(board, 0, 1, WatchLimits(1.0)), SoloGroup()
+    job_notes, before = Notes(), threading.active_count()
+    watch, group = Watch(job_notes, 0, 1, WatchLimits(1.0)), SoloGroup()
     assert watched(group, watch) is group
     watch.report(DataError("torn"))
     assert threading.active_count() == before
     watch.close()
-    assert board.texts == {}
+    assert job_notes.texts == {}
 
 
 def test_closing_ends_the_threads_and_says_nothing(capfd):
@@ -222,7 +222,7 @@ def keep_calling(watch: Watch) -> None:
     """Work that has nothing to do with the call that others wait in, for as long as it may go on."""
     while True:
         time.sleep(0.05)
-        watch.finish(watch.begin(watch.collective_lane("dp", (0, 1)), "barrier", None, None, None))
+        watch.finish(watch.begin(watch.collective_channel("dp", (0, 1)), "barrier", None, None, None))
 
 
 def test_a_work_that_stays_unfinished_is_found_though_nobody_waits_for_it(capfd):
@@ -273,7 +273,7 @@ def test_a_diagnosis_that_fails_keeps_nobody_waiting(capfd):
     watch, other = watches(Broken(), 2, Spared())
     began = time.monotonic()
     error = watch.fail(
-        watch.begin(watch.collective_lane("dp", (0, 1)), "barrier", None, None, None), ValueError("no")
+        watch.begin(watch.collective_channel("dp", (0, 1)), "barrier", None, None, None), ValueError("no")
     )
     assert time.monotonic() - began < 5
     assert "its diagnosis failed: RuntimeError: dictionary changed size" in str(error)
@@ -298,10 +298,10 @@ def test_a_board_that_stays_out_of_reach_is_one(capfd):
 
 
 def test_the_lowest_rank_that_lives_makes_the_diagnosis(capfd):
-    board = Notes()
-    inquests = [Inquest(board, rank, 3, 0.5) for rank in range(3)]
-    for inquest in inquests:
-        inquest.announce("host", None)
+    job_notes = Notes()
+    inquests = [FailureDiagnosis(job_notes, rank, 3, 0.5) for rank in range(3)]
+    for diagnosis in inquests:
+        diagnosis.announce("host", None)
     summaries: dict[int, str] = {}
 
     def attend(rank: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megazero.mpu.watch.diagnose import Finding, FindingKind, diagnose, render
-from megazero.mpu.watch.report import Alarm, CallRecord, CallState, LaneRecord, Report
+from megazero.mpu.watch.report import Alarm, CallRecord, CallState, ChannelRecord, Report
 
 GROUPS = {"tp": (0, 1), "dp": (0, 2), "world": (0, 1, 2), "0>1": (0, 1)}
 
@@ -24,14 +24,16 @@ def report(
     """
     calls, counts = [], dict.fromkeys(GROUPS, 0)
     for serial, text in enumerate((part.split() for part in log.split(";") if part.strip()), 1):
-        lane, what, sizes, site, *state = text
-        counts[lane] += 1
+        channel, what, sizes, site, *state = text
+        counts[channel] += 1
         sizes = "" if sizes == "-" else f"[{sizes}] float32"
         state = CallState(state[0]) if state else CallState.DONE
-        calls.append(CallRecord(serial, lane, counts[lane], what, sizes, site, "", float(serial), state))
-    lanes = {name: LaneRecord(f"group `{name}`", GROUPS[name], counts[name]) for name in GROUPS}
-    lanes = {key: lane for key, lane in lanes.items() if rank in lane.members} if alive else {}
-    return Report(rank, "host", 0.0, alarm, error, lanes, tuple(calls), stack, alive)
+        calls.append(
+            CallRecord(serial, channel, counts[channel], what, sizes, site, "", float(serial), state)
+        )
+    channels = {name: ChannelRecord(f"group `{name}`", GROUPS[name], counts[name]) for name in GROUPS}
+    channels = {key: channel for key, channel in channels.items() if rank in channel.members} if alive else {}
+    return Report(rank, "host", 0.0, alarm, error, channels, tuple(calls), stack, alive)
 
 
 def findings(*reports: Report, world_size: int | None = None) -> list[Finding]:

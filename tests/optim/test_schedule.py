@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from megazero.config.horizon import Horizon, horizon_of
 from megazero.config.steps import Progress
+from megazero.config.training_plan import TrainingPlan, training_plan_of
 from megazero.config.tree import BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
 from megazero.errors import ConfigError
 from megazero.optim.schedule import (
@@ -23,7 +23,7 @@ def rates(schedule, counts, unit="iteration"):
     return [schedule.at(Progress(**{unit: count})) for count in counts]
 
 
-def horizon(optimizer: OptimizerConfig, training=None) -> Horizon:
+def training_plan(optimizer: OptimizerConfig, training=None) -> TrainingPlan:
     """Of 100 steps, 800 samples and 51200 tokens, unless `training` says otherwise."""
     config = Config(
         model=ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=64),
@@ -31,12 +31,12 @@ def horizon(optimizer: OptimizerConfig, training=None) -> Horizon:
         optimizer=optimizer,
         training=TrainingConfig(**(training or {"train_iters": 100})),
     )
-    return horizon_of(config, 1)
+    return training_plan_of(config, 1)
 
 
 def make(training=None, **fields):
     optimizer = OptimizerConfig(lr=1.0, **fields)
-    return build_learning_rate(optimizer, horizon(optimizer, training))
+    return build_learning_rate(optimizer, training_plan(optimizer, training))
 
 
 def test_first_update_with_warmup_has_the_initial_rate():
@@ -130,13 +130,13 @@ def test_weight_decay_moves_over_the_training():
     config = OptimizerConfig(
         lr=1.0, start_weight_decay=0.0, end_weight_decay=0.4, weight_decay_incr_style="linear"
     )
-    schedule = build_weight_decay(config, horizon(config))
+    schedule = build_weight_decay(config, training_plan(config))
     assert rates(schedule, [0, 200, 800, 801], "samples") == pytest.approx([0.0, 0.1, 0.4, 0.4])
 
 
 def test_constant_weight_decay_is_the_configured_one():
     config = OptimizerConfig(lr=1.0, weight_decay=0.3)
-    schedule = build_weight_decay(config, horizon(config))
+    schedule = build_weight_decay(config, training_plan(config))
     assert rates(schedule, [0, 50, 10**6]) == [0.3, 0.3, 0.3]
 
 
@@ -154,7 +154,7 @@ def test_constant_weight_decay_is_the_configured_one():
 def test_bad_weight_decay_is_refused(fields, word):
     config = OptimizerConfig(lr=1.0, **fields)
     with pytest.raises(ConfigError, match=word):
-        build_weight_decay(config, horizon(config))
+        build_weight_decay(config, training_plan(config))
 
 
 def test_a_constant_weight_decay_may_not_move():

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint import CheckpointReader, iteration_folder
-from megazero.config.horizon import horizon_of
 from megazero.config.resolve import parse_config
+from megazero.config.training_plan import training_plan_of
 from megazero.data import IndexedDatasetWriter
 from megazero.mpu import Launch, ProcessGrid, ThreadWorld, sample_keys, site_key, solo_context, thread_context
 from megazero.ops.counter_random import derive
@@ -74,7 +74,7 @@ def initial_weights(flags: Flags, data: Path) -> dict[str, Tensor]:
     """The weights that a single process starts from, by name."""
     config, context = parse_config(argv_of(_serial(flags), data), world_size=1).config, solo_context()
     chunks = build_chunks(config, build_vocabulary(config), context)
-    engine = build_engine(config, horizon_of(config, 1), chunks, context)
+    engine = build_engine(config, training_plan_of(config, 1), chunks, context)
     weights = ((spec, state["weight"]) for spec, state in engine.optimizer.full_state(("weight",)))
     return {spec.name: spec.unshard(weight, context.groups).clone() for spec, weight in weights}
 

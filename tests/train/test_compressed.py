@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megazero.checkpoint import WEIGHT, CheckpointReader, iteration_folder
-from megazero.config.horizon import horizon_of
 from megazero.config.resolve import parse_config
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree_output import CheckpointConfig
 from megazero.mpu import Launch, ThreadWorld, TrafficLog, count_traffic, recording_context, thread_context
 from megazero.train.assemble import pretrain
@@ -43,10 +43,10 @@ def configure(optimizer: str, layout: Layout, folder: str | None = None):
     return config.model_copy(update=changes)
 
 
-def steps(config, horizon, engine, context, state: TrainState, count: int):
+def steps(config, training_plan, engine, context, state: TrainState, count: int):
     losses = []
     for _ in range(count):
-        step = horizon.at(state.progress)
+        step = training_plan.at(state.progress)
         result = engine.train_step(micro_batches(config, context, step), state.progress, Timers())
         losses.append(result.losses.means[0])
         state = state.after(step, result.skipped)
@@ -79,19 +79,19 @@ EXPERTS = Layout(dp=4, ep=2, experts="biased")
 def test_it_resumes_bit_for_bit(tmp_path, optimizer, layout, stop):
     """Before the freeze, and after it, where errors differ between the replicas."""
     config = configure(optimizer, layout, str(tmp_path))
-    world, horizon = ThreadWorld(layout.world_size, 60.0), horizon_of(config, layout.dp)
+    world, training_plan = ThreadWorld(layout.world_size, 60.0), training_plan_of(config, layout.dp)
 
     def work(rank):
         context = thread_context(world, layout.grid, rank)
-        engine = verification_engine(config, horizon, context)
-        state, _ = steps(config, horizon, engine, context, TrainState(), stop)
-        snapshots = Snapshots(config, horizon, engine, context, VOCABULARY, config.training.seed)
+        engine = verification_engine(config, training_plan, context)
+        state, _ = steps(config, training_plan, engine, context, TrainState(), stop)
+        snapshots = Snapshots(config, training_plan, engine, context, VOCABULARY, config.training.seed)
         snapshots.save(state)
         snapshots.saver.close()
-        _, losses = steps(config, horizon, engine, context, state, 3)
+        _, losses = steps(config, training_plan, engine, context, state, 3)
         resumed = resume(config, context, VOCABULARY, partial(verification_engine, context=context))
         assert resumed.state.iteration == stop
-        _, again = steps(config, horizon, resumed.engine, context, resumed.state, 3)
+        _, again = steps(config, training_plan, resumed.engine, context, resumed.state, 3)
         assert losses == again
         pairs = zip(flats(engine), flats(resumed.engine), strict=True)
         return all(torch.equal(one, other) for one, other in pairs)
@@ -104,13 +104,13 @@ def test_recorded_traffic_is_what_ranks_count(optimizer):
     """On the meta device too, in exact steps, compressed ones, and those that a replica makes alone."""
     layout = Layout(dp=2, tp=2, sequence_parallel=True)
     config = configure(optimizer, layout)
-    world, horizon = ThreadWorld(layout.world_size, 60.0), horizon_of(config, layout.dp)
+    world, training_plan = ThreadWorld(layout.world_size, 60.0), training_plan_of(config, layout.dp)
 
     def by_step(context, log):
-        engine, state, found = verification_engine(config, horizon, context), TrainState(), []
+        engine, state, found = verification_engine(config, training_plan, context), TrainState(), []
         for _ in range(5):
             log.clear()
-            state, _ = steps(config, horizon, engine, context, state, 1)
+            state, _ = steps(config, training_plan, engine, context, state, 1)
             found.append((dict(log.calls), dict(log.payload)))
         return found
 
@@ -136,12 +136,12 @@ def test_layouts_with_as_many_replicas_have_the_same_losses(optimizer):
     for changes in ({}, {"tp": 2, "sequence_parallel": True}, {"pp": 2, "tp": 2}, {"bucket_size": 1}):
         layout = Layout(dp=2, **changes)
         config = configure(optimizer, layout)
-        world, horizon = ThreadWorld(layout.world_size, 60.0), horizon_of(config, layout.dp)
+        world, training_plan = ThreadWorld(layout.world_size, 60.0), training_plan_of(config, layout.dp)
 
-        def work(rank, layout=layout, config=config, world=world, horizon=horizon):
+        def work(rank, layout=layout, config=config, world=world, training_plan=training_plan):
             context = thread_context(world, layout.grid, rank)
-            engine = verification_engine(config, horizon, context)
-            losses = steps(config, horizon, engine, context, TrainState(), 6)[1]
+            engine = verification_engine(config, training_plan, context)
+            losses = steps(config, training_plan, engine, context, TrainState(), 6)[1]
             assert CopyCheck(engine.optimizer, context).compare().differences == ()
             return losses
 

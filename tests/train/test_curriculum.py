@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megazero.config import parse_config
-from megazero.config.horizon import horizon_of
+from megazero.config.training_plan import training_plan_of
 from megazero.mpu import Launch, solo_context
 from megazero.train.assemble import build_feeds, pretrain
 from megazero.train.vocabulary import build_vocabulary
@@ -57,7 +57,7 @@ def test_a_run_that_stops_in_the_ramp_goes_on_bit_for_bit(tmp_path):
 def test_a_training_in_tokens_takes_more_steps(tmp_path):
     flags = f"{SMALL} {GROWS}".replace("--train-iters 8", "--train-tokens 1024 --lr-decay-tokens 1024")
     config = parse_config(flags.split(), world_size=1).config
-    end = horizon_of(config, 1).end
+    end = training_plan_of(config, 1).end
     before = sum(4 * n for n in LENGTHS)
     steps = len(LENGTHS) + -(-(1024 - before) // (4 * 32))
     assert (before, steps) == (736, 11)
@@ -125,10 +125,10 @@ def test_what_is_consumed_is_the_labels_that_count():
     argv = [*SMALL.split(), *GROWS.split(), "--seqlen-kind", "reshape"]
     config, context = parse_config(argv, world_size=1).config, solo_context()
     vocabulary = build_vocabulary(config)
-    horizon = horizon_of(config, 1)
-    feed = build_feeds(config, horizon, vocabulary, context, 3).train
+    training_plan = training_plan_of(config, 1)
+    feed = build_feeds(config, training_plan, vocabulary, context, 3).train
     for done in range(8):
-        step = horizon.at(horizon.before(done))
+        step = training_plan.at(training_plan.before(done))
         batches = feed.micro_batches(step.before.samples, step.micro_batches, step.sequence_length, step.rows)
         assert sum(batch.counts["lm"] for batch in batches) == step.tokens
         assert {tuple(batch.tokens.shape) for batch in batches} == {(2 * step.rows, step.sequence_length)}
@@ -137,7 +137,7 @@ def test_what_is_consumed_is_the_labels_that_count():
 
 def test_tokens_decide_the_end_of_a_reshaped_training_too():
     flags = f"{SMALL} {GROWS} --seqlen-kind reshape".replace("--train-iters 8", "--train-tokens 900")
-    end = horizon_of(parse_config(flags.split(), world_size=1).config, 1).end
+    end = training_plan_of(parse_config(flags.split(), world_size=1).config, 1).end
     assert (end.iteration, end.tokens) == (8, 960)
 
 

@@ -78,27 +78,29 @@ def train(
     def work(rank: int) -> Seen:
         context = thread_context(world, ProcessGrid(dp=ranks), rank)
 
-        def build(config, horizon):
-            return build_engine(config, horizon, build_chunks(config, VOCABULARY, context), context)
+        def build(config, training_plan):
+            return build_engine(config, training_plan, build_chunks(config, VOCABULARY, context), context)
 
         resumed = resume(config, context, VOCABULARY.size, build)
-        state, horizon, engine = resumed.state, resumed.horizon, resumed.engine
-        feeds = build_feeds(config, horizon, VOCABULARY, context, resumed.stream_seed)
+        state, training_plan, engine = resumed.state, resumed.training_plan, resumed.engine
+        feeds = build_feeds(config, training_plan, VOCABULARY, context, resumed.stream_seed)
         spy = Spy(feeds.train.dataset)
         feed, losses, norms = replace(feeds.train, dataset=spy), [], []
         while state.iteration < stop:
-            step = horizon.at(state.progress)
+            step = training_plan.at(state.progress)
             batches = feed.micro_batches(state.consumed_samples, step.micro_batches)
             result = engine.train_step(batches, state.progress, Timers())
             state = state.after(step, result.skipped)
             losses.append(result.losses.total)
             norms.append(result.grad_norm)
         if folder is not None:
-            snapshots = Snapshots(config, horizon, engine, context, VOCABULARY.size, resumed.stream_seed)
+            snapshots = Snapshots(
+                config, training_plan, engine, context, VOCABULARY.size, resumed.stream_seed
+            )
             snapshots.save(state)
             snapshots.saver.close()
-        first = horizon.evaluations.first_sample(state.iteration)
-        evaluated = [feeds.valid.micro_batches(first, horizon.evaluations.micro_batches)]
+        first = training_plan.evaluations.first_sample(state.iteration)
+        evaluated = [feeds.valid.micro_batches(first, training_plan.evaluations.micro_batches)]
         evaluation = engine.evaluate(evaluated)[0].total
         return Seen(losses, norms, spy.read, evaluation, feed.spec.num_samples)
 

@@ -42,8 +42,8 @@ def refusal(error: type, *flags: object, folder: Path) -> str:
 
 
 def test_the_lessons_end_and_a_resume_knows_it(teacher, tmp_path, capsys):
-    lessons = ("--kd --kd-train-iters 4 --kd-temp 2 --load-teacher", teacher)
-    whole = run(tmp_path, *lessons)
+    distillation = ("--kd --kd-train-iters 4 --kd-temp 2 --load-teacher", teacher)
+    whole = run(tmp_path, *distillation)
     assert f"learns from {iteration_folder(teacher, 2)} until step 4" in capsys.readouterr().out
     assert ["kd_loss" in step for step in whole] == [True] * 4 + [False] * 2
     assert whole[3]["tflops"] * whole[3]["seconds"] > 1.2 * whole[4]["tflops"] * whole[4]["seconds"]
@@ -54,7 +54,7 @@ def test_the_lessons_end_and_a_resume_knows_it(teacher, tmp_path, capsys):
     for stop, there in ((2, teacher), (4, tmp_path / "gone"), (5, tmp_path / "gone")):
         folder = tmp_path / f"stopped-{stop}"
         folder.mkdir()
-        again = ("--save", folder / "run", "--load", folder / "run", *lessons)
+        again = ("--save", folder / "run", "--load", folder / "run", *distillation)
         run(folder, *again, "--exit-interval", stop)
         resumed = run(folder, *again[:-1], there)
         assert [(s["lm_loss"], s["grad_norm"]) for s in resumed] == [
@@ -63,11 +63,11 @@ def test_the_lessons_end_and_a_resume_knows_it(teacher, tmp_path, capsys):
 
 
 def test_what_is_saved_is_the_student_s_alone(teacher, tmp_path):
-    plain, taught = tmp_path / "plain", tmp_path / "taught"
-    for folder, flags in ((plain, ()), (taught, ("--kd --load-teacher", teacher))):
+    plain, distilled = tmp_path / "plain", tmp_path / "taught"
+    for folder, flags in ((plain, ()), (distilled, ("--kd --load-teacher", teacher))):
         folder.mkdir()
         run(folder, "--train-iters 3 --save", folder / "run", *flags)
-    names = [set(CheckpointReader(iteration_folder(each / "run", 3)).shapes) for each in (plain, taught)]
+    names = [set(CheckpointReader(iteration_folder(each / "run", 3)).shapes) for each in (plain, distilled)]
     assert names[0] == names[1]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megazero.config.horizon import horizon_of
+from megazero.config.training_plan import training_plan_of
 from megazero.errors import DataError
 from megazero.models import Batch, TextCollate
 from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
@@ -22,13 +22,13 @@ from megazero.verify.record import micro_batches, verification_engine
 
 def make(context, **layout):
     config = Layout(**layout).config()
-    return verification_engine(config, horizon_of(config, context.data.size), context)
+    return verification_engine(config, training_plan_of(config, context.data.size), context)
 
 
 def samples(step: int, context, **layout):
     config = Layout(**layout).config()
-    horizon = horizon_of(config, context.data.size)
-    return micro_batches(config, context, horizon.at(horizon.before(step)))
+    training_plan = training_plan_of(config, context.data.size)
+    return micro_batches(config, context, training_plan.at(training_plan.before(step)))
 
 
 def the_model(engine):

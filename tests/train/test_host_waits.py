@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megazero.config.horizon import horizon_of
+from megazero.config.training_plan import training_plan_of
 from megazero.mpu import HostWaits, ProcessGrid, ThreadWorld, solo_context, thread_context
 from megazero.ops import Operator
 from megazero.train.timers import Timers
@@ -95,11 +95,11 @@ def waits_of_a_step(context, **layout) -> Counter:
     """Of the second step, with dropout, masks and clipping."""
     config = Layout(dropout=0.1, **layout).config()
     assert config.optimizer.clip_grad > 0
-    horizon = horizon_of(config, context.data.size)
-    engine = verification_engine(config, horizon, context)
+    training_plan = training_plan_of(config, context.data.size)
+    engine = verification_engine(config, training_plan, context)
     for number in (0, 1):
-        progress = horizon.before(number)
-        batches = micro_batches(config, context, horizon.at(progress))
+        progress = training_plan.before(number)
+        batches = micro_batches(config, context, training_plan.at(progress))
         with HostWaits() as waits:
             result = engine.train_step(batches, progress, Timers())
         assert not result.skipped
@@ -152,8 +152,8 @@ def test_nor_does_a_rank_of_several(layout):
 
 def test_a_batch_made_of_arrays_goes_to_the_device_without_waiting():
     config = Layout(dropout=0.1).config()
-    horizon = horizon_of(config, 1)
+    training_plan = training_plan_of(config, 1)
     with HostWaits() as waits:
-        micro_batches(config, solo_context(), horizon.at(horizon.before(0)))
+        micro_batches(config, solo_context(), training_plan.at(training_plan.before(0)))
     assert {what for _, what in waits.found} == {"copies host data"}
     assert {where.split(":")[0] for where, _ in waits.found} == {"models/batch.py"}

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from megazero.checkpoint import iteration_folder, latest_iteration
-from megazero.config.horizon import horizon_of
 from megazero.config.resolve import parse_config
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree_output import CheckpointConfig
 from megazero.errors import CheckpointError
 from megazero.mpu import Launch, ThreadWorld, thread_context
@@ -106,11 +106,11 @@ def test_a_sharded_pipeline_resumes_bit_for_bit(tmp_path, layout):
     world, folder = ThreadWorld(layout.world_size), str(tmp_path)
     checkpoint = CheckpointConfig(save=folder, load=folder)
     config = layout.config().model_copy(update={"checkpoint": checkpoint})
-    horizon = horizon_of(config, layout.dp)
+    training_plan = training_plan_of(config, layout.dp)
 
     def train(engine, context, state, steps):
         for _ in range(steps):
-            step = horizon.at(state.progress)
+            step = training_plan.at(state.progress)
             batches = micro_batches(config, context, step)
             result = engine.train_step(batches, state.progress, Timers())
             state = state.after(step, result.skipped)
@@ -121,9 +121,9 @@ def test_a_sharded_pipeline_resumes_bit_for_bit(tmp_path, layout):
 
     def work(rank):
         context = thread_context(world, layout.grid, rank)
-        engine = verification_engine(config, horizon, context)
+        engine = verification_engine(config, training_plan, context)
         state, *_ = train(engine, context, TrainState(), 2)
-        snapshots = Snapshots(config, horizon, engine, context, VOCABULARY, config.training.seed)
+        snapshots = Snapshots(config, training_plan, engine, context, VOCABULARY, config.training.seed)
         snapshots.save(state)
         snapshots.saver.close()
         _, *straight = train(engine, context, state, 2)

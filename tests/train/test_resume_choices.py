@@ -16,7 +16,7 @@ import torch
 
 from megazero.checkpoint import iteration_folder, parts_to_read, saved_iterations
 from megazero.checkpoint.manifest import STATE
-from megazero.config.horizon import horizon_of
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import CheckpointConfig, Config, ModelConfig
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.mpu import Launch, ThreadWorld, solo_context, thread_context
@@ -51,13 +51,13 @@ def values(engine: Engine, context=None) -> dict[str, torch.Tensor]:
 def train(folder: Path, **choices: Any) -> dict[str, torch.Tensor]:
     """Save one checkpoint; returns what it holds."""
     config, context, state = config_of(folder, **choices), solo_context(), TrainState()
-    horizon = horizon_of(config, context.data.size)
-    engine = verification_engine(config, horizon, context)
+    training_plan = training_plan_of(config, context.data.size)
+    engine = verification_engine(config, training_plan, context)
     for _ in range(STEPS):
-        step = horizon.at(state.progress)
+        step = training_plan.at(state.progress)
         result = engine.train_step(micro_batches(config, context, step), state.progress, Timers())
         state = state.after(step, result.skipped)
-    snapshots = Snapshots(config, horizon, engine, context, VOCABULARY, SEED)
+    snapshots = Snapshots(config, training_plan, engine, context, VOCABULARY, SEED)
     snapshots.save(state)
     snapshots.saver.close()
     return values(engine)
@@ -66,11 +66,11 @@ def train(folder: Path, **choices: Any) -> dict[str, torch.Tensor]:
 def test_a_retain_interval_alone_keeps_its_multiples_and_the_newest(tmp_path):
     # As in Megatron-LM; it was once refused without `keep_last`.
     config, context = config_of(tmp_path / "run", save_retain_interval=2), solo_context()
-    horizon = horizon_of(config, context.data.size)
-    engine = verification_engine(config, horizon, context)
-    snapshots = Snapshots(config, horizon, engine, context, VOCABULARY, SEED)
+    training_plan = training_plan_of(config, context.data.size)
+    engine = verification_engine(config, training_plan, context)
+    snapshots = Snapshots(config, training_plan, engine, context, VOCABULARY, SEED)
     for iteration in range(1, 6):
-        here = horizon.before(iteration)
+        here = training_plan.before(iteration)
         snapshots.save(TrainState(here.iteration, here.samples, here.tokens))
     snapshots.saver.close()
     assert saved_iterations(tmp_path / "run") == [2, 4, 5]

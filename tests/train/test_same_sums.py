@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from megazero.config.horizon import horizon_of
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import CheckpointConfig, ParallelConfig
 from megazero.mpu import ThreadWorld, thread_context
 from megazero.train import resume as module
@@ -66,12 +66,12 @@ def test_a_resume_over_other_groups_says_so(tmp_path, monkeypatch):
     layout, world = Layout(dp=2, layers=1), ThreadWorld(2)
     checkpoint = CheckpointConfig(save=str(tmp_path), load=str(tmp_path))
     config = layout.config().model_copy(update={"checkpoint": checkpoint})
-    horizon = horizon_of(config, 2)
+    training_plan = training_plan_of(config, 2)
 
     def save(rank: int) -> None:
         context = thread_context(world, layout.grid, rank)
-        engine = verification_engine(config, horizon, context)
-        snapshots = Snapshots(config, horizon, engine, context, VOCABULARY, 1)
+        engine = verification_engine(config, training_plan, context)
+        snapshots = Snapshots(config, training_plan, engine, context, VOCABULARY, 1)
         snapshots.save(TrainState(1, 4, 4))
         snapshots.saver.close()
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megazero.config import parse_config
-from megazero.config.horizon import horizon_of
 from megazero.config.pacing import FromZero, Root
 from megazero.config.steps import Progress
+from megazero.config.training_plan import training_plan_of
 from megazero.train.skipping import LayerDrop, SkippingPlan
 from tests.train.random_ltd_json import random_ltd_section
 from tests.train.test_curriculum import GROWS, LENGTHS, SMALL, run
@@ -62,11 +62,11 @@ def test_with_growing_sequences_and_a_growing_batch(tmp_path):
 
 def test_a_training_in_tokens_counts_layer_tokens():
     flags = f"{SMALL} {LTD}".replace("--train-iters 8", "--train-tokens 1024 --lr-decay-tokens 1024")
-    horizon = horizon_of(parse_config(flags.split(), world_size=1).config, 1)
+    training_plan = training_plan_of(parse_config(flags.split(), world_size=1).config, 1)
     before = sum(4 * layer_tokens(32, k) for k in KEPT[:6])
     more = -(-(1024 - before) // 128)
-    assert (horizon.end.iteration, horizon.end.tokens) == (6 + more, before + 128 * more)
-    assert horizon.lr.decay == 1024
+    assert (training_plan.end.iteration, training_plan.end.tokens) == (6 + more, before + 128 * more)
+    assert training_plan.lr.decay == 1024
 
 
 @pytest.mark.parametrize("flags", [f"{LTD} {GROWS}", PLD, f"{LTD} {PLD} --model-family bert"])
@@ -107,7 +107,7 @@ class TestLayerDrop:
 def test_layers_that_ran_are_reported(tmp_path):
     steps = run(tmp_path, PLD)
     config = parse_config(f"{SMALL} {PLD}".split(), world_size=1).config
-    plan = SkippingPlan.of(config, horizon_of(config, 1))
+    plan = SkippingPlan.of(config, training_plan_of(config, 1))
     expected = [plan.at(Progress(iteration=n)).layers_run for n in range(8)]
     assert [s["layers_run"] for s in steps] == expected
     assert 2 <= min(expected) < 4

@@ -100,7 +100,7 @@ def save(layout: Layout, config: Config) -> CheckpointReader:
         size = config.model.vocab_size
         begin = partial(take_foreign_weights, config, context, size)
         resumed = resume(config, context, size, engine_of, begin)
-        snapshots = Snapshots(config, resumed.horizon, resumed.engine, context, size, 1)
+        snapshots = Snapshots(config, resumed.training_plan, resumed.engine, context, size, 1)
         snapshots.save(TrainState(1, 8, 8 * SEQUENCE, 0))
         snapshots.saver.close()
 

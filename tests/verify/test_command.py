@@ -7,10 +7,10 @@ import tempfile
 
 import pytest
 
-from megazero.config.horizon import horizon_of
 from megazero.config.resolve import parse_config
 from megazero.config.rules import check
 from megazero.config.steps import SequenceLengths
+from megazero.config.training_plan import training_plan_of
 from megazero.train.skipping import SkippingPlan
 from megazero.verify import command, compare
 from megazero.verify.command import main, serial_of
@@ -62,9 +62,9 @@ def test_tokens_and_layers_are_still_left_out_when_shrunk(capsys):
     assert main([*argv, "--world-size", "2", "--steps", "4"]) == 0
     assert capsys.readouterr().out.endswith("the same training as one process\n")
     small = shrink(parse_config([*argv, "--mock-data"], world_size=2).config, 1).config
-    horizon = horizon_of(small, 1)
-    plan = SkippingPlan.of(small, horizon)
-    found = [plan.at(horizon.before(n)) for n in range(5)]
+    training_plan = training_plan_of(small, 1)
+    plan = SkippingPlan.of(small, training_plan)
+    found = [plan.at(training_plan.before(n)) for n in range(5)]
     assert [each.kept for each in found] == [small.model.seq_length // 2] * 4 + [None]
     assert min(each.layers_run for each in found) < small.model.num_layers
 
@@ -102,8 +102,16 @@ def test_samples_are_drawn_by_difficulty_from_made_up_indexes(capsys):
 
 def test_a_student_gets_a_teacher_of_its_own_and_the_lessons_end(capsys):
     """The one that it names need not be there, and would not fit a shrunk student."""
-    lessons = ["--mos", "--load-teacher", "nowhere", "--kd-train-iters", "7", "--num-layers-teacher", "24"]
-    assert main([*BASE, *lessons, "--pipeline-model-parallel-size", "2", "--steps", "4"]) == 0
+    distillation = [
+        "--mos",
+        "--load-teacher",
+        "nowhere",
+        "--kd-train-iters",
+        "7",
+        "--num-layers-teacher",
+        "24",
+    ]
+    assert main([*BASE, *distillation, "--pipeline-model-parallel-size", "2", "--steps", "4"]) == 0
     out = capsys.readouterr().out
     assert "shrunk     the teacher is a new one, of twice the student's layers" in out
     (line,) = [line for line in out.splitlines() if line.startswith("kd loss")]

@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
-from megazero.config.horizon import horizon_of
 from megazero.config.steps import Progress
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import Config
 from megazero.mpu import (
     ParallelContext,
@@ -32,8 +32,8 @@ BUNDLES = 8
 
 def step(config: Config, context: ParallelContext, log: TrafficLog) -> StepResult:
     """One training step, of which alone `log` tells."""
-    horizon = horizon_of(config, context.data.size)
-    engine, first = verification_engine(config, horizon, context), horizon.at(Progress())
+    training_plan = training_plan_of(config, context.data.size)
+    engine, first = verification_engine(config, training_plan, context), training_plan.at(Progress())
     batches = micro_batches(config, context, first)
     log.clear()
     return engine.train_step(batches, first.before, Timers())
@@ -163,7 +163,7 @@ def test_zero_sends_what_its_paper_says(zero, dp):
 
     def sizes(rank: int) -> None:
         context = thread_context(world, layout.grid, rank)
-        engine = verification_engine(config, horizon_of(config, context.data.size), context)
+        engine = verification_engine(config, training_plan_of(config, context.data.size), context)
         parameters[rank] = [
             (b.layout.padded, b.layout.row.shard_params) for b in engine.optimizer.store.buckets
         ]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megazero.zero import GRADIENT, WEIGHT, Bucket, Resident, ZeroPolicy
+from megazero.zero import GRADIENT, WEIGHT, Bucket, LoadedBucket, ZeroPolicy
 from megazero.zero.store import HostTier, Sizes
 
 
@@ -21,7 +21,7 @@ class SleepingStore:
         self.policy = policy
         self.buckets: list[Bucket] = []
         self.tiers = (HostTier(),)  # what is asleep is elsewhere
-        self.asleep: dict[Bucket, dict[str, Tensor]] = {}
+        self.offloaded: dict[Bucket, dict[str, Tensor]] = {}
         self._shards: dict[Bucket, Tensor] = {}
         self._sums: dict[Bucket, Tensor] = {}
 
@@ -30,10 +30,10 @@ class SleepingStore:
         own = bucket.full[layout.own]
         self._shards[bucket] = own.clone() if layout.row.shard_params else own
         weights = self._weights(bucket)
-        self.asleep[bucket] = {WEIGHT: weights.clone()}
+        self.offloaded[bucket] = {WEIGHT: weights.clone()}
         if bucket.key.trainable:
             sums = torch.full((layout.padded,), torch.nan, dtype=policy.accumulation_dtype)
-            self.asleep[bucket] = {
+            self.offloaded[bucket] = {
                 WEIGHT: weights.to(policy.main_dtype, copy=True),
                 GRADIENT: torch.zeros(weights.numel(), dtype=policy.accumulation_dtype),
             }
@@ -45,7 +45,7 @@ class SleepingStore:
         self, init_state: Callable[[Bucket, Tensor], dict[str, Tensor]], buckets: Sequence[Bucket]
     ) -> None:
         for bucket in buckets:
-            self.asleep[bucket].update(init_state(bucket, self.asleep[bucket][WEIGHT].float()))
+            self.offloaded[bucket].update(init_state(bucket, self.offloaded[bucket][WEIGHT].float()))
 
     def read_ahead(self, buckets: Sequence[Bucket]) -> None:
         return None
@@ -63,14 +63,14 @@ class SleepingStore:
     def adopt(self, bucket: Bucket) -> None:
         if bucket.layout.row.shard_params:
             self._shards[bucket].copy_(bucket.full[bucket.layout.own])
-        self.asleep[bucket][WEIGHT].copy_(self._weights(bucket))
+        self.offloaded[bucket][WEIGHT].copy_(self._weights(bucket))
 
     def sums(self, bucket: Bucket) -> Tensor:
         return self._sums[bucket]
 
     @torch.no_grad()
-    def land(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
-        sums = self.asleep[bucket][GRADIENT]
+    def accumulate(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
+        sums = self.offloaded[bucket][GRADIENT]
         sums.copy_(result) if first else sums.add_(result)
         if bucket in self._sums:
             self._sums[bucket].fill_(torch.nan)
@@ -79,31 +79,31 @@ class SleepingStore:
         return {}
 
     def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:
-        return {kind: flat for kind, flat in self.asleep[bucket].items() if kind != GRADIENT}
+        return {kind: flat for kind, flat in self.offloaded[bucket].items() if kind != GRADIENT}
 
-    def visits(
+    def stream(
         self, kinds: Collection[str], buckets: Sequence[Bucket], changes: Collection[str] = ()
-    ) -> Iterator[Sequence[Resident]]:
+    ) -> Iterator[Sequence[LoadedBucket]]:
         ahead = [self._wake(bucket, kinds) for bucket in buckets[:1]]
         for number in range(len(buckets)):
             ahead += [self._wake(bucket, kinds) for bucket in buckets[number + 1 : number + 2]]
-            resident = ahead.pop(0)
-            yield [resident]
-            for kind, flat in resident.flats.items():
+            loaded = ahead.pop(0)
+            yield [loaded]
+            for kind, flat in loaded.flats.items():
                 if kind in changes:
-                    self.asleep[resident.bucket][kind].copy_(flat)
+                    self.offloaded[loaded.bucket][kind].copy_(flat)
                 flat.fill_(torch.nan)
 
-    def _wake(self, bucket: Bucket, kinds: Collection[str]) -> Resident:
+    def _wake(self, bucket: Bucket, kinds: Collection[str]) -> LoadedBucket:
         """Copies at the places in memory where the device has them: how a norm rounds depends on that."""
-        layout, asleep = bucket.layout, self.asleep[bucket]
+        layout, offloaded = bucket.layout, self.offloaded[bucket]
         own_master = self.policy.main_dtype != bucket.key.dtype
         apart = {WEIGHT: layout.row.shard_params or own_master, GRADIENT: layout.row.shard_grads}
-        flats = {kind: asleep[kind].clone() for kind in kinds if kind in asleep}
+        flats = {kind: offloaded[kind].clone() for kind in kinds if kind in offloaded}
         for kind, flat in flats.items():
             if not apart.get(kind, True):
                 flats[kind] = flat.new_empty(layout.padded)[layout.state_range].copy_(flat)
-        return Resident(bucket, flats)
+        return LoadedBucket(bucket, flats)
 
     def _weights(self, bucket: Bucket) -> Tensor:
         return self._shards[bucket] if bucket.layout.row.shard_state else bucket.full

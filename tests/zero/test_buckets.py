@@ -65,25 +65,25 @@ def test_freed_parameters_are_loud():
         param.add_(1.0)
     assert bucket.storage.nbytes() == 0
     before = bucket.store.shard(bucket).clone()
-    bucket.fetch()
-    bucket.arrive()
+    bucket.unshard()
+    bucket.wait()
     assert param.tolist() == before.tolist() * 2  # the group repeats this rank's shard
-    bucket.free()
+    bucket.reshard()
     assert torch.isnan(param).all()
 
 
 def test_saved_views_are_alive_again_after_a_gather():
     params = stack([6], device="meta")
     (bucket,) = build_store(apart(params), ZeroPolicy(3, persistence_threshold=0), one_rank(2), fill).buckets
-    bucket.fetch()
-    bucket.arrive()
+    bucket.unshard()
+    bucket.wait()
     x = torch.ones(2, requires_grad=True)
     weight = params[0].view(3, 2).t()
     values = weight.detach().clone()
     y = x @ weight
-    bucket.free()
-    bucket.fetch()
-    bucket.arrive()
+    bucket.reshard()
+    bucket.unshard()
+    bucket.wait()
     y.sum().backward()
     assert x.grad.tolist() == values.sum(1).tolist()
     assert params[0].grad.tolist() == [1.0] * 6

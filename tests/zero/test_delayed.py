@@ -139,7 +139,7 @@ def test_an_update_runs_beside_the_next_step_and_what_touches_its_state_waits(to
 
     def work() -> None:
         if touch == "land":
-            trained.store.land(bucket, torch.zeros(bucket.layout.shard_size), first=True)
+            trained.store.accumulate(bucket, torch.zeros(bucket.layout.shard_size), first=True)
         elif touch == "norm":
             trained.optimizer.params_norm()
         elif touch == "state":

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megazero.mpu import ProcessGrid, TrafficLog, recording_context, solo_context
 from megazero.optim import Adam
 from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store, module_units
-from megazero.zero.bucket import Presence
+from megazero.zero.bucket import ShardedState
 from tests.zero.harness import in_threads
 
 WIDTH = 4
@@ -52,7 +52,7 @@ def build(model: nn.Module, context=None, **changes):
 
 def presence(buckets) -> str:
     """The buckets' states from the first layer's on: . for a shard, ~ for arriving, # for whole."""
-    marks = {Presence.SHARD: ".", Presence.ARRIVING: "~", Presence.WHOLE: "#"}
+    marks = {ShardedState.SHARD: ".", ShardedState.ARRIVING: "~", ShardedState.WHOLE: "#"}
     return "".join(marks[b.presence] for b in reversed(buckets))
 
 
@@ -216,7 +216,7 @@ def test_a_weight_stays_while_an_outer_module_uses_it():
     x = torch.ones(WIDTH)
     parallel.start()
     loss = model(x).sum()
-    assert bucket.presence is Presence.SHARD
+    assert bucket.presence is ShardedState.SHARD
     assert loss.item() == pytest.approx((x @ half.t() @ half).sum().item(), rel=1e-5)
 
 

@@ -176,10 +176,10 @@ def train(rule, context, stage: int = 0, **changes):
 
 def test_a_rule_that_sums_gradients_itself_finds_them_unsummed():
     own = in_threads(2, lambda context: train(SelfSumming(0.9), context, rule_reduces=True))
-    wire = in_threads(2, lambda context: train(Sgd(0.9), context))
-    assert [weights for _, weights in own] == [weights for _, weights in wire]
+    comm_hook = in_threads(2, lambda context: train(Sgd(0.9), context))
+    assert [weights for _, weights in own] == [weights for _, weights in comm_hook]
     # The whole is (1 + 2) / 4 in each of three elements; the replicas' estimates are twice 1/4 and twice 2/4.
-    assert wire[0][0] == pytest.approx([math_norm([0.75] * 3)] * 2)
+    assert comm_hook[0][0] == pytest.approx([math_norm([0.75] * 3)] * 2)
     estimate = (0.5 * (math_norm([0.5] * 3) ** 2 + math_norm([1.0] * 3) ** 2)) ** 0.5
     assert own[0][0] == pytest.approx([estimate] * 2)
 

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from megazero.config.horizon import horizon_of
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import Config
 from megazero.mpu import ParallelContext, ThreadWorld, solo_context, thread_context
 from megazero.train.state import TrainState
@@ -47,10 +47,10 @@ def config_of(layout: Layout) -> Config:
 def sums_of(layout: Layout, context: ParallelContext) -> Sums:
     """Train a few steps, and sum in both ways; checks that padding has stayed zero."""
     config = config_of(layout)
-    horizon = horizon_of(config, context.data.size)
-    engine, state = verification_engine(config, horizon, context), TrainState()
+    training_plan = training_plan_of(config, context.data.size)
+    engine, state = verification_engine(config, training_plan, context), TrainState()
     for _ in range(STEPS):
-        step = horizon.at(state.progress)
+        step = training_plan.at(state.progress)
         result = engine.train_step(micro_batches(config, context, step), state.progress, Timers())
         state = state.after(step, result.skipped)
     optimizer, zeros, squares = engine.optimizer, 0, [0.0, 0.0]
@@ -80,8 +80,8 @@ def padding_of(optimizer: Optimizer, context: ParallelContext) -> int:
     found = 0.0
     kinds = ("gradient", "weight", *optimizer.rule.state_names)
     buckets = [bucket for bucket in optimizer.store.buckets if bucket.key.trainable]
-    for residents in optimizer.store.visits(kinds, buckets):
-        for each in residents:
+    for loaded_buckets in optimizer.store.stream(kinds, buckets):
+        for each in loaded_buckets:
             layout = each.bucket.layout
             padding = torch.zeros(len(each.flats["weight"]), dtype=torch.bool)
             for part in counted_parts(layout):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megazero.config.derive import replicas_per_node
-from megazero.config.horizon import horizon_of
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig
 from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
@@ -280,10 +280,10 @@ def test_layouts_train_alike_and_keep_their_copies_equal(layout, zero):
 
     def work(rank):
         context = thread_context(world, layout.grid, rank, node_size=replicas_per_node(config.zero))
-        engine = verification_engine(config, horizon, context)
+        engine = verification_engine(config, training_plan, context)
         state, found = TrainState(), []
         for _ in range(3):
-            step = horizon.at(state.progress)
+            step = training_plan.at(state.progress)
             result = engine.train_step(micro_batches(config, context, step), state.progress, Timers())
             state = state.after(step, result.skipped)
             found.append(result.losses.labelled()["lm loss"])
@@ -291,7 +291,7 @@ def test_layouts_train_alike_and_keep_their_copies_equal(layout, zero):
         return found
 
     config, world = config_of(layout, zero), ThreadWorld(layout.world_size)
-    horizon = horizon_of(config, layout.dp)
+    training_plan = training_plan_of(config, layout.dp)
     first, *others = world.run(work)
     assert others == [first] * (layout.world_size - 1)
     expected = [each["lm loss"] for each in exact.losses]
@@ -303,11 +303,11 @@ def test_layouts_train_alike_and_keep_their_copies_equal(layout, zero):
 def test_training_resumes_bit_for_bit(tmp_path, layout, zero):
     folder = str(tmp_path)
     config = config_of(layout, zero, checkpoint=CheckpointConfig(save=folder, load=folder))
-    world, horizon = ThreadWorld(layout.world_size), horizon_of(config, layout.dp)
+    world, training_plan = ThreadWorld(layout.world_size), training_plan_of(config, layout.dp)
 
     def train(engine, context, state, steps):
         for _ in range(steps):
-            step = horizon.at(state.progress)
+            step = training_plan.at(state.progress)
             result = engine.train_step(micro_batches(config, context, step), state.progress, Timers())
             state = state.after(step, result.skipped)
         everything = engine.optimizer.full_state()
@@ -315,9 +315,9 @@ def test_training_resumes_bit_for_bit(tmp_path, layout, zero):
 
     def work(rank):
         context = thread_context(world, layout.grid, rank, node_size=replicas_per_node(config.zero))
-        engine = verification_engine(config, horizon, context)
+        engine = verification_engine(config, training_plan, context)
         state, _ = train(engine, context, TrainState(), 2)
-        snapshots = Snapshots(config, horizon, engine, context, VOCABULARY, config.training.seed)
+        snapshots = Snapshots(config, training_plan, engine, context, VOCABULARY, config.training.seed)
         snapshots.save(state)
         snapshots.saver.close()
         _, straight = train(engine, context, state, 2)

@@ -127,10 +127,10 @@ def test_a_thousand_bf16_micro_batches(stage, accumulation):
 
 @EVERY_STAGE
 @pytest.mark.parametrize("wire", [F32, BF16, F16])
-def test_gradients_travel_in_the_wanted_dtype(stage, wire):
+def test_gradients_travel_in_the_wanted_dtype(stage, comm_hook):
     def work(context):
         calls = []
-        settings = policy(stage, reduce_dtype=wire)
+        settings = policy(stage, reduce_dtype=comm_hook)
         trainer = Trainer(Zoo(), zoo_loss, settings, with_spies(context, calls))
         trainer.accumulate(0, 2)
         travelled = {dtype for operation, dtype, _ in calls if operation != "all_gather"}
@@ -143,13 +143,13 @@ def test_gradients_travel_in_the_wanted_dtype(stage, wire):
 
     wanted = in_threads(2, exact)[0]
     for travelled, found in in_threads(2, work):
-        assert travelled == {wire}
+        assert travelled == {comm_hook}
         different = False
         for name, grad in found.items():
             scale = wanted[name].abs().max() if grad.numel() else 0.0
             torch.testing.assert_close(grad, wanted[name], rtol=0.0, atol=float(scale) * 2**-7)
             different |= not torch.equal(grad, wanted[name])
-        assert different == (wire != F32)
+        assert different == (comm_hook != F32)
 
 
 @EVERY_STAGE
@@ -275,14 +275,14 @@ def test_what_an_early_half_brings_waits_for_its_bucket(stage):
 
 
 @pytest.mark.parametrize("wire", [F32, BF16])
-def test_what_waits_is_summed_as_in_a_buffer(wire):
+def test_what_waits_is_summed_as_in_a_buffer(comm_hook):
     """In the dtype of the buffers, gradient by gradient, whatever comes first."""
     values = [1.0, 2.0**-8, 2.0**-8]
 
     def work(context):
         param, other = parameter("p", [0.0]), parameter("q", [0.0])
         unit = Unit(0, nn.Module(), (param, other))
-        settings = policy(2, reduce_dtype=wire)
+        settings = policy(2, reduce_dtype=comm_hook)
         store = build_store([unit], settings, context)
         parallel = DataParallel([unit], store, settings, context)
         parallel.start()
@@ -297,7 +297,7 @@ def test_what_waits_is_summed_as_in_a_buffer(wire):
         return gradients(Optimizer(store, Sgd(0.0), context, 0.0))["p"]
 
     # In bf16 neither small number moves the sum; their sum would.
-    assert in_threads(2, work) == [[2.0 if wire == BF16 else 2.0 + 2.0**-6]] * 2
+    assert in_threads(2, work) == [[2.0 if comm_hook == BF16 else 2.0 + 2.0**-6]] * 2
 
 
 @EVERY_STAGE

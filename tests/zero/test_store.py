@@ -206,12 +206,12 @@ def test_asleep_is_out_of_reach():
     bucket = next(bucket for bucket in store.buckets if bucket.key.trainable)
     assert store.sums(bucket).isnan().all()
     for changes, wanted in (((), 1.0), ((WEIGHT,), 7.0)):
-        store.asleep[bucket][WEIGHT].fill_(1.0)
-        for residents in store.visits((WEIGHT, GRADIENT), [bucket], changes):
-            (each,) = residents
+        store.offloaded[bucket][WEIGHT].fill_(1.0)
+        for loaded_buckets in store.stream((WEIGHT, GRADIENT), [bucket], changes):
+            (each,) = loaded_buckets
             each.flats[WEIGHT].fill_(7.0)
         assert each.flats[WEIGHT].isnan().all()
-        assert set(store.asleep[bucket][WEIGHT].tolist()) == {wanted}
+        assert set(store.offloaded[bucket][WEIGHT].tolist()) == {wanted}
 
 
 class Peak(LiveBytes):

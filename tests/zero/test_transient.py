@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 from torch import nn
 
-from megazero.config.horizon import horizon_of
 from megazero.config.steps import Progress
+from megazero.config.training_plan import training_plan_of
 from megazero.mpu import ThreadWorld, spec_of, thread_context
 from megazero.train.timers import Timers
 from megazero.verify.layouts import Layout
@@ -68,8 +68,8 @@ def measure(layout: Layout) -> list[Peak]:
 
     def work(rank: int) -> Peak:
         context = thread_context(world, layout.grid, rank)
-        horizon = horizon_of(config, context.data.size)
-        engine, step = verification_engine(config, horizon, context), horizon.at(Progress())
+        training_plan = training_plan_of(config, context.data.size)
+        engine, step = verification_engine(config, training_plan, context), training_plan.at(Progress())
         peak = watch(engine.executor.sharding._reducer)
         engine.train_step(micro_batches(config, context, step), step.before, Timers())
         buckets = engine.optimizer.store.buckets

@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.contenders.bert import BertShape
 from benchmarks.contenders.ours import join_context, make_config, vocabulary_of
-from megazero.config.horizon import horizon_of
 from megazero.config.steps import Progress
+from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import ParallelConfig, ZeroConfig
 from megazero.train.allocator import keep_freed_memory
 from megazero.train.assemble import build_engine
@@ -30,7 +30,7 @@ def build(shape: BertShape, rank: int, world_size: int, pack: bool = False, trim
     context = join_context(shape, rank, world_size, config.parallel)
     vocabulary = vocabulary_of(shape)
     chunks = build_chunks(config, vocabulary, context)
-    engine = build_engine(config, horizon_of(config, context.data.size), chunks, context)
+    engine = build_engine(config, training_plan_of(config, context.data.size), chunks, context)
     collate = family_of(config.model).collate(config, shape.vocab, torch.device(shape.device), 1234)
     if not trim:
         collate = replace(collate, multiple=shape.sequence)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from megazero.config.derive import chunks_per_stage
-from megazero.config.horizon import Limits
 from megazero.config.rules.rule import CHUNK_FIELDS, MOST_INCREMENTS, STEP_FIELDS, Case, Rule
 from megazero.config.steps import BatchRamp
+from megazero.config.training_plan import Limits
 
 _HEAD_SHAPE = ("model.hidden_size", "model.num_attention_heads", "model.kv_channels")
 _MOST_LAYOUTS = 8  # named in one message

@@ -11,9 +11,9 @@ from typing import Any
 from megazero.config.curriculum import CurriculumConfig
 from megazero.config.derive import model_ranks
 from megazero.config.fields import FIELD_BY_PATH, FIELDS
-from megazero.config.horizon import Limits
 from megazero.config.skipping import SkippingConfig
 from megazero.config.steps import BatchRamp, Progress, Steps
+from megazero.config.training_plan import Limits
 from megazero.config.tree import Config
 
 MOST_INCREMENTS = 100_000

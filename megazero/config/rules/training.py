@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megazero.config.horizon import Evaluations, Limits, LrLengths
 from megazero.config.rules.rule import STEP_FIELDS, Case, Rule, value_at
 from megazero.config.steps import UNITS
+from megazero.config.training_plan import Evaluations, Limits, LrLengths
 
 _LARGEST = 2**63 - 1  # what an integer of 64 bits holds, as positions in the data do
 _LENGTHS = tuple(f"training.train_{unit}" for unit in UNITS)

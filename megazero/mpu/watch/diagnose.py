@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from megazero.mpu.watch.report import Alarm, CallRecord, CallState, LaneRecord, Report
+from megazero.mpu.watch.report import Alarm, CallRecord, CallState, ChannelRecord, Report
 
 _MOST_FINDINGS = 6
 _MOST_STANDING = 16
@@ -78,24 +78,24 @@ def diagnose(
     return Diagnosis(tuple(findings))
 
 
-def _lanes(reports: Iterable[Report]) -> dict[str, LaneRecord]:
-    return {key: lane for report in reports for key, lane in report.lanes.items()}
+def _channels(reports: Iterable[Report]) -> dict[str, ChannelRecord]:
+    return {key: channel for report in reports for key, channel in report.channels.items()}
 
 
 def _diverged(reports: Mapping[int, Report]) -> list[Finding]:
-    """For each lane, the first call number at which members made different calls, ordered by time."""
-    lanes = _lanes(reports.values())
+    """For each channel, the first call number at which members made different calls, ordered by time."""
+    channels = _channels(reports.values())
     by_number: dict[str, dict[int, dict[int, CallRecord]]] = defaultdict(lambda: defaultdict(dict))
     for rank, report in sorted(reports.items()):
         for call in report.calls:
-            by_number[call.lane][call.sequence][rank] = call
+            by_number[call.channel][call.sequence][rank] = call
     found = []
     for key, numbers in by_number.items():
         for number in sorted(numbers):
             calls = numbers[number]
             if len({call.signature for call in calls.values()}) > 1:
                 start = min(call.start for call in calls.values())
-                label = lanes[key].label if key in lanes else key
+                label = channels[key].label if key in channels else key
                 found.append((start, _divergence(label, number, numbers)))
                 break
     return [finding for _, finding in sorted(found, key=lambda pair: pair[0])]
@@ -185,9 +185,9 @@ def _last(report: Report) -> str:
 
 
 def _spell(call: CallRecord, report: Report) -> str:
-    lane = report.lanes.get(call.lane)
-    # For a dead process the calls are known, but its lanes are not.
-    label = f"group `{call.lane.partition('#')[0]}`" if lane is None else lane.label
+    channel = report.channels.get(call.channel)
+    # For a dead process the calls are known, but its channels are not.
+    label = f"group `{call.channel.partition('#')[0]}`" if channel is None else channel.label
     return f"call {call.sequence} of {label}: {call.call} at {call.place}"
 
 
@@ -197,19 +197,19 @@ def _missing(reports: Mapping[int, Report]) -> list[Finding]:
         return []  # the absent members were given no time to come
     waits: dict[int, set[int]] = defaultdict(set)
     calls: dict[tuple[str, int], dict[int, CallRecord]] = defaultdict(dict)
-    lanes = _lanes(reports.values())
+    channels = _channels(reports.values())
     for rank, report in sorted(reports.items()):
         for call in report.calls:
-            if call.state is CallState.WAITED and call.lane in lanes:
-                calls[call.lane, call.sequence][rank] = call
-                waits[rank] |= _absent(call, lanes[call.lane].members, reports)
+            if call.state is CallState.WAITED and call.channel in channels:
+                calls[call.channel, call.sequence][rank] = call
+                waits[rank] |= _absent(call, channels[call.channel].members, reports)
     found = []
     for (key, number), waiting in calls.items():
-        absent = _absent(next(iter(waiting.values())), lanes[key].members, reports)
+        absent = _absent(next(iter(waiting.values())), channels[key].members, reports)
         guilty = sorted(rank for rank in absent if _is_root(rank, waits))
         if guilty:
             start = min(call.start for call in waiting.values())
-            found.append((start, _absence(guilty, number, lanes[key].label, waiting, reports)))
+            found.append((start, _absence(guilty, number, channels[key].label, waiting, reports)))
     return [finding for _, finding in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -217,8 +217,8 @@ def _absent(call: CallRecord, members: Iterable[int], reports: Mapping[int, Repo
     """The members that have not begun `call`."""
 
     def count(rank: int) -> int:
-        lane = reports[rank].lanes.get(call.lane)
-        return 0 if lane is None else lane.count
+        channel = reports[rank].channels.get(call.channel)
+        return 0 if channel is None else channel.count
 
     return {rank for rank in members if rank in reports and count(rank) < call.sequence}
 

@@ -38,14 +38,14 @@ class WatchedGroup(WrappingGroup):
         super().__init__(inner)
         self.watch = watch
         self._check_on = check_on
-        self._lane = watch.collective_lane(inner.name, inner.ranks)
+        self._channel = watch.collective_channel(inner.name, inner.ranks)
 
     def _collective(self, call: GroupCall) -> Work:
         shape = call.given.shape
         if call.operation == "all_to_all" and call.arguments[2:] != (None, None):
             # With splits each member has its own number of rows, which a star stands for.
             shape = ("*", *shape[1:])
-        noted = self.watch.begin(self._lane, call.operation, call.detail, shape, call.given.dtype)
+        noted = self.watch.begin(self._channel, call.operation, call.detail, shape, call.given.dtype)
         try:
             self._compare(noted)
             began = None if call.async_op else self.watch.waits.begin()
@@ -69,7 +69,7 @@ class WatchedGroup(WrappingGroup):
         return [self._follow(call, work) for call, work in zip(calls, works, strict=True)]
 
     def barrier(self) -> None:
-        call = self.watch.begin(self._lane, "barrier", None, None, None)
+        call = self.watch.begin(self._channel, "barrier", None, None, None)
         try:
             self._compare(call)
             began = self.watch.waits.begin()
@@ -83,8 +83,8 @@ class WatchedGroup(WrappingGroup):
         peer = self.ranks[transfer.peer]
         me = self.ranks[self.rank]
         ends = (me, peer) if transfer.kind == "send" else (peer, me)
-        lane = self.watch.message_lane(self._lane, ends, transfer.tag)
-        return self.watch.begin(lane, transfer.kind, None, transfer.tensor.shape, transfer.tensor.dtype)
+        channel = self.watch.message_channel(self._channel, ends, transfer.tag)
+        return self.watch.begin(channel, transfer.kind, None, transfer.tensor.shape, transfer.tensor.dtype)
 
     def _follow(self, call: Call, work: Work) -> Work:
         if work is DONE:

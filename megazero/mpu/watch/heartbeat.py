@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megazero.mpu.watch.board import Board
+from megazero.mpu.watch.job_notes import JobNotes
 
 _LONGEST_INTERVAL = 5.0
 _BEATS = 4  # in the time after which a rank counts as stopped
@@ -39,9 +39,9 @@ class Heartbeat:
         patience: seconds without a sign after which a rank counts as stopped.
     """
 
-    def __init__(self, board: Board, rank: int, world_size: int, where: str, patience: float):
+    def __init__(self, job_notes: JobNotes, rank: int, world_size: int, where: str, patience: float):
         self.patience = patience
-        self._board = board
+        self._job_notes = job_notes
         self._key, self._where = _key(rank), where
         self._others = range(1, world_size) if rank == 0 else range(1)
         self._heard: dict[int, _Heard] = {}
@@ -67,7 +67,7 @@ class Heartbeat:
             return {}
         self._due = self._clock + min(_LONGEST_INTERVAL, self.patience / _BEATS)
         self._beat()
-        texts = self._board.read_all([_key(rank) for rank in self._others])
+        texts = self._job_notes.read_all([_key(rank) for rank in self._others])
         for rank, text in zip(self._others, texts, strict=True):
             known = self._heard.get(rank)
             if text is not None and (known is None or known.text != text):
@@ -89,13 +89,13 @@ class Heartbeat:
         with self._lock:  # or a sign that is on its way would come after this
             if not self._left:
                 self._left = True
-                self._board.post(self._key, _LEFT)
+                self._job_notes.post(self._key, _LEFT)
 
     def _beat(self) -> None:
         with self._lock:
             if not self._left:
                 self._count += 1
-                self._board.post(self._key, json.dumps([self._count, self._where]))
+                self._job_notes.post(self._key, json.dumps([self._count, self._where]))
 
     def _verdict(self, rank: int) -> str | None:
         heard = self._heard[rank]

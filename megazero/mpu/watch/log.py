@@ -40,12 +40,12 @@ _PACKAGES = str(Path(__file__).parents[3]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
-class Lane:
-    """Calls that all members of the lane number alike: a group's collectives, or messages to one peer.
+class Channel:
+    """Calls that all members of the channel number alike: a group's collectives, or messages to one peer.
 
     Attributes:
-        key: the same on all members, and unique to this lane.
-        label: the lane's name for people.
+        key: the same on all members, and unique to this channel.
+        label: the channel's name for people.
         members: the members' world ranks.
         count: how many calls this process has begun.
     """
@@ -62,12 +62,12 @@ class Lane:
 class Call:
     """One call of this process. `started` is monotonic time; `work` is the call's handle, if it has one."""
 
-    __slots__ = ("is_open", "lane", "sequence", "serial", "started", "text", "work")
+    __slots__ = ("channel", "is_open", "sequence", "serial", "started", "text", "work")
 
-    def __init__(self, serial: int, lane: Lane, text: bytes):
+    def __init__(self, serial: int, channel: Channel, text: bytes):
         self.serial = serial
-        self.lane = lane
-        self.sequence = lane.count
+        self.channel = channel
+        self.sequence = channel.count
         self.text = text
         self.started = time.monotonic()
         self.is_open = False
@@ -109,7 +109,7 @@ class CallLog:
 
     def begin(
         self,
-        lane: Lane,
+        channel: Channel,
         what: str,
         detail: str | int | None,
         shape: Sequence[int | str] | None,
@@ -118,15 +118,15 @@ class CallLog:
         """Record a call that starts now; called in the thread that makes the call."""
         site, asker = callers(sys._getframe(1))
         # Lines are looked up and texts composed once per place: a training loop keeps revisiting them.
-        key = (lane.key, what, detail, shape, dtype, _place(site), _place(asker))
+        key = (channel.key, what, detail, shape, dtype, _place(site), _place(asker))
         text = self._texts.get(key)
         if text is None:
             if len(self._texts) >= _MOST_TEXTS:
                 self._texts.clear()
-            text = self._texts[key] = _compose(lane, what, detail, shape, dtype, site, asker)
-        lane.count += 1
+            text = self._texts[key] = _compose(channel, what, detail, shape, dtype, site, asker)
+        channel.count += 1
         self._latest = next(self._serials)
-        call = Call(self._latest, lane, text)
+        call = Call(self._latest, channel, text)
         start = call.started + self._to_wall
         at = call.serial % SLOTS * _SLOT_BYTES
         # One write: a process that dies here leaves a whole record or none.
@@ -209,13 +209,13 @@ def _place(frame: FrameType | None) -> tuple | None:
     return code.co_filename, code.co_firstlineno, frame.f_lasti
 
 
-def _compose(lane, what, detail, shape, dtype, site, asker) -> bytes:
+def _compose(channel, what, detail, shape, dtype, site, asker) -> bytes:
     name = what if detail is None else f"{what}({detail})"
     sizes = "" if shape is None else f"[{', '.join(map(str, shape))}] {str(dtype).removeprefix('torch.')}"
     place = "?" if site is None else spell_place(site.f_code.co_filename, site.f_lineno)
     behind = "" if asker is None else spell_place(asker.f_code.co_filename, asker.f_lineno)
     fields = [
-        lane.key,
+        channel.key,
         name[:_WIDEST_FIELD],
         sizes[:_WIDEST_FIELD],
         place[-_WIDEST_SITE:],
@@ -238,5 +238,5 @@ def _decode(ring: mmap.mmap | bytes) -> list[CallRecord]:
 
 
 def _record(serial: int, sequence: int, start: float, state: int, text: bytes) -> CallRecord:
-    lane, what, sizes, site, asker = json.loads(text)
-    return CallRecord(serial, lane, sequence, what, sizes, site, asker, start, _STATES[state])
+    channel, what, sizes, site, asker = json.loads(text)
+    return CallRecord(serial, channel, sequence, what, sizes, site, asker, start, _STATES[state])

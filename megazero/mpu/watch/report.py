@@ -38,8 +38,8 @@ class CallRecord:
 
     Attributes:
         serial: its number among all calls of its process.
-        lane: key of the lane that it belongs to.
-        sequence: its number on the lane, from 1.
+        channel: key of the channel that it belongs to.
+        sequence: its number on the channel, from 1.
         what: the operation, with its reduction or source if it has one.
         sizes: shape and dtype, which the members must agree on.
         site: file:line of the call, outside mpu.
@@ -49,7 +49,7 @@ class CallRecord:
     """
 
     serial: int
-    lane: str
+    channel: str
     sequence: int
     what: str
     sizes: str
@@ -60,7 +60,7 @@ class CallRecord:
 
     @property
     def signature(self) -> str:
-        """What the members of the lane must agree on; a send and its receive agree on their sizes."""
+        """What the members of the channel must agree on; a send and its receive agree on their sizes."""
         return self.sizes if self.what in ("send", "recv") else self.call
 
     @property
@@ -75,8 +75,8 @@ class CallRecord:
 
 
 @dataclass(frozen=True)
-class LaneRecord:
-    """A lane: its name for people, its members' world ranks, and how many calls have begun."""
+class ChannelRecord:
+    """A channel: its name for people, its members' world ranks, and how many calls have begun."""
 
     label: str
     members: tuple[int, ...]
@@ -93,7 +93,8 @@ class Report:
         time: wall clock, seconds.
         alarm: how it learned of the failure.
         error: what was raised or noticed here; empty if another process reported the failure.
-        lanes: all its lanes by key; empty if another process made the report, since they are then unknown.
+        channels: all its channels by key; empty if another process made the report, since they are then
+            unknown.
         calls: its latest calls, oldest first.
         stack: the main thread's frames, innermost last.
         alive: whether the process itself made the report.
@@ -104,7 +105,7 @@ class Report:
     time: float
     alarm: Alarm
     error: str
-    lanes: Mapping[str, LaneRecord]
+    channels: Mapping[str, ChannelRecord]
     calls: tuple[CallRecord, ...]
     stack: tuple[str, ...]
     alive: bool = True
@@ -118,13 +119,13 @@ class Report:
         """The report that `to_json` turned into `text`."""
         value = json.loads(text)
         calls = [CallRecord(**{**call, "state": CallState(call["state"])}) for call in value["calls"]]
-        lanes = {
-            key: LaneRecord(lane["label"], tuple(lane["members"]), lane["count"])
-            for key, lane in value["lanes"].items()
+        channels = {
+            key: ChannelRecord(channel["label"], tuple(channel["members"]), channel["count"])
+            for key, channel in value["channels"].items()
         }
         changed = {
             "alarm": Alarm(value["alarm"]),
-            "lanes": lanes,
+            "channels": channels,
             "calls": tuple(calls),
             "stack": tuple(value["stack"]),
         }

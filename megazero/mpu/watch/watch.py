@@ -30,18 +30,18 @@ import torch
 from megazero.errors import CommunicationError
 from megazero.mpu.group import Work
 from megazero.mpu.waits import Waits
-from megazero.mpu.watch.board import Board, SilentBoardError
 from megazero.mpu.watch.diagnose import spell_ranks
+from megazero.mpu.watch.failure import FailureDiagnosis, JobFailure
 from megazero.mpu.watch.heartbeat import Heartbeat
-from megazero.mpu.watch.inquest import Inquest, JobFailure
-from megazero.mpu.watch.log import HERE, Call, CallLog, Lane, spell_place
-from megazero.mpu.watch.report import Alarm, CallRecord, LaneRecord, Report
+from megazero.mpu.watch.job_notes import JobNotes, SilentKeeperError
+from megazero.mpu.watch.log import HERE, Call, CallLog, Channel, spell_place
+from megazero.mpu.watch.report import Alarm, CallRecord, ChannelRecord, Report
 
 EXIT_STATUS = 70
 _LONGEST_ERROR = 500
 
 
-class Ending:
+class ProcessExit:
     """How a process of a failed job ends when its main thread cannot end it."""
 
     def prepare(self, seconds: float) -> None:
@@ -99,18 +99,18 @@ class Watch:
 
     def __init__(
         self,
-        board: Board,
+        job_notes: JobNotes,
         rank: int,
         world_size: int,
         limits: WatchLimits,
-        ending: Ending | None = None,
+        ending: ProcessExit | None = None,
         waits: Waits | None = None,
     ):
         self.rank = rank
         self.waits = waits or Waits()
         self._limits = limits
-        self._ending = ending or Ending()
-        self._lanes: dict[str, Lane] = {}
+        self._ending = ending or ProcessExit()
+        self._channels: dict[str, Channel] = {}
         self._lock = threading.Lock()
         self._alarm: tuple[Alarm, str, tuple[str, ...]] | None = None
         self._wake, self._settled, self._closed = threading.Event(), threading.Event(), threading.Event()
@@ -118,16 +118,16 @@ class Watch:
         self._threads: list[threading.Thread] = []
         self._log = _open_log() if world_size > 1 else CallLog()
         self.listener: Callable[[JobFailure], None] | None = None
-        self._inquest = Inquest(board, rank, world_size, limits.grace, self._pass_on)
+        self._diagnosis = FailureDiagnosis(job_notes, rank, world_size, limits.grace, self._pass_on)
         self._still: Mapping[int, str] = {}
         self._heartbeat = None
         if limits.patience is not None:
             longest = max(limits.patience, limits.call)
-            self._heartbeat = Heartbeat(board, rank, world_size, _where(), longest)
+            self._heartbeat = Heartbeat(job_notes, rank, world_size, _where(), longest)
         if world_size > 1:
-            self._inquest.announce(socket.gethostname(), self._log.path)
+            self._diagnosis.announce(socket.gethostname(), self._log.path)
             atexit.register(self._at_exit)
-            self._start(self._watch_calls, self._watch_board)
+            self._start(self._watch_calls, self._watch_notes)
 
     def report(self, error: BaseException) -> None:
         """Tell the other processes that this one ends with `error`; return once the diagnosis is printed."""
@@ -172,20 +172,20 @@ class Watch:
 
     # What `WatchedGroup` calls.
 
-    def collective_lane(self, name: str, ranks: tuple[int, ...]) -> Lane:
-        """The lane of a group's collectives."""
+    def collective_channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
+        """The channel of a group's collectives."""
         key = f"{name[:40]}#{zlib.crc32(repr(ranks).encode()):08x}"
-        return self._lane(key, lambda: Lane(key, f"group `{name}` (ranks {spell_ranks(ranks)})", ranks))
+        return self._channel(key, lambda: Channel(key, f"group `{name}` (ranks {spell_ranks(ranks)})", ranks))
 
-    def message_lane(self, group: Lane, ends: tuple[int, int], tag: int) -> Lane:
-        """The lane of messages with `tag` from world rank ``ends[0]`` to ``ends[1]`` over a group."""
+    def message_channel(self, group: Channel, ends: tuple[int, int], tag: int) -> Channel:
+        """The channel of messages with `tag` from world rank ``ends[0]`` to ``ends[1]`` over a group."""
         key = f"{group.key}:{ends[0]}>{ends[1]}:{tag}"
         label = f"the messages from rank {ends[0]} to rank {ends[1]} (tag {tag}) over {group.label}"
-        return self._lane(key, lambda: Lane(key, label, ends))
+        return self._channel(key, lambda: Channel(key, label, ends))
 
     def begin(
         self,
-        lane: Lane,
+        channel: Channel,
         what: str,
         detail: str | int | None,
         shape: Sequence[int | str] | None,
@@ -198,7 +198,7 @@ class Watch:
         """
         if self._alarm is not None:
             raise self._failure()
-        return self._log.begin(lane, what, detail, shape, dtype)
+        return self._log.begin(channel, what, detail, shape, dtype)
 
     def leave_open(self, call: Call, work: Work) -> None:
         """Record that `call` continues without anybody waiting for it."""
@@ -232,9 +232,9 @@ class Watch:
         """`call` as the other processes would see it."""
         return self._log.record(call)
 
-    def _lane(self, key: str, make: Callable[[], Lane]) -> Lane:
-        lane = self._lanes.get(key)
-        return self._lanes.setdefault(key, make()) if lane is None else lane
+    def _channel(self, key: str, make: Callable[[], Channel]) -> Channel:
+        channel = self._channels.get(key)
+        return self._channels.setdefault(key, make()) if channel is None else channel
 
     def _failure(self) -> CommunicationError:
         self._await_settled()
@@ -242,7 +242,7 @@ class Watch:
 
     def _await_settled(self) -> None:
         if self._alarm is not None and threading.current_thread() not in self._threads:
-            self._settled.wait(self._inquest.longest)
+            self._settled.wait(self._diagnosis.longest)
 
     def _start(self, *bodies: Callable[[], None]) -> None:
         self._threads = [threading.Thread(target=body, daemon=True, name=body.__name__) for body in bodies]
@@ -258,7 +258,7 @@ class Watch:
 
     # The two threads.
 
-    def _watch_board(self) -> None:
+    def _watch_notes(self) -> None:
         silent, before = 0.0, time.monotonic()
         while not self._wake.wait(self._limits.poll):
             patience = self._limits.call if self._heartbeat is None else self._heartbeat.patience
@@ -266,13 +266,13 @@ class Watch:
             now, awake = time.monotonic(), self._limits.poll + patience / 4
             before, awake = now, min(now - before, awake)
             try:
-                told = self._inquest.trouble()
+                told = self._diagnosis.trouble()
                 self._still = {} if self._heartbeat is None or told else self._heartbeat.turn(awake)
                 silent = 0.0
-            except SilentBoardError as error:
+            except SilentKeeperError as error:
                 silent += awake
                 if silent >= patience:
-                    self._sound(Alarm.BOARD, str(SilentBoardError(error.keeper, silent)))
+                    self._sound(Alarm.BOARD, str(SilentKeeperError(error.keeper, silent)))
                 continue
             except CommunicationError as error:
                 # At the end of a job the store may be gone before this process is.
@@ -292,8 +292,8 @@ class Watch:
         if self._alarm is None:
             return
         try:
-            self._ending.prepare(self._inquest.longest + self._limits.grace)
-            self._summary = self._inquest.hold(self._report(), self._still)
+            self._ending.prepare(self._diagnosis.longest + self._limits.grace)
+            self._summary = self._diagnosis.hold(self._report(), self._still)
         except Exception as error:
             traceback.print_exc()
             self._summary = f"{self._alarm[1]}; its diagnosis failed: {type(error).__name__}: {error}"
@@ -327,9 +327,9 @@ class Watch:
             time=time.time(),
             alarm=kind,
             error=text,
-            lanes={
-                lane.key: LaneRecord(lane.label, lane.members, lane.count)
-                for lane in list(self._lanes.values())
+            channels={
+                channel.key: ChannelRecord(channel.label, channel.members, channel.count)
+                for channel in list(self._channels.values())
             },
             calls=tuple(self._log.records()),
             stack=frames or _spell_stack(main),

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from megazero.config.derive import replicas_per_node
-from megazero.config.horizon import Horizon, horizon_of
 from megazero.config.steps import Progress
+from megazero.config.training_plan import TrainingPlan, training_plan_of
 from megazero.config.tree import Config
 from megazero.models import MicroBatch
 from megazero.mpu import ParallelContext, ProcessGrid, TrafficLog, grid_of, recording_context
@@ -36,21 +36,22 @@ def planned_memory(config: Config, ranks: int) -> list[RankMemory]:
         ConfigError: the model cannot be built on so many ranks.
     """
     grid, vocabulary = grid_of(config.parallel, ranks), build_vocabulary(config)
-    horizon = horizon_of(config, grid.dp)
+    training_plan = training_plan_of(config, grid.dp)
     stages: dict[int, list[int]] = {}
     for rank in range(ranks):
         stages.setdefault(grid.place(rank).index("pp"), []).append(rank)
     return [
-        RankMemory(tuple(of), _of_rank(config, horizon, vocabulary, grid, of[0])) for of in stages.values()
+        RankMemory(tuple(of), _of_rank(config, training_plan, vocabulary, grid, of[0]))
+        for of in stages.values()
     ]
 
 
 def _of_rank(
-    config: Config, horizon: Horizon, vocabulary: Vocabulary, grid: ProcessGrid, rank: int
+    config: Config, training_plan: TrainingPlan, vocabulary: Vocabulary, grid: ProcessGrid, rank: int
 ) -> Mapping[str, Mapping[str, int]]:
     context = recording_context(grid, rank, TrafficLog(), node_size=replicas_per_node(config.zero))
-    engine = build_model(vocabulary, context, config, horizon)
-    batches = _batches(config, horizon, vocabulary, context)
+    engine = build_model(vocabulary, context, config, training_plan)
+    batches = _batches(config, training_plan, vocabulary, context)
     meter = MemoryMeter.of(engine)
     with meter.over_a_step():
         engine.train_step(batches, Progress(), Timers())
@@ -58,10 +59,10 @@ def _of_rank(
 
 
 def _batches(
-    config: Config, horizon: Horizon, vocabulary: Vocabulary, context: ParallelContext
+    config: Config, training_plan: TrainingPlan, vocabulary: Vocabulary, context: ParallelContext
 ) -> list[MicroBatch]:
     """This rank's micro-batches of the first step, of random samples."""
-    family, step, size = family_of(config.model), horizon.at(Progress()), config.batch.micro_batch_size
+    family, step, size = family_of(config.model), training_plan.at(Progress()), config.batch.micro_batch_size
     length = step.sequence_length if step.rows == 1 else config.model.seq_length
     collate = family.collate(config, vocabulary.size, context.device, config.training.seed)
     rng, batches = np.random.default_rng(0), []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megazero.checkpoint import CheckpointReader, Disk, candidates, parts_to_read, together
 from megazero.checkpoint.folder import iteration_folder, remove_checkpoint, saved_iterations
-from megazero.config.horizon import Horizon
+from megazero.config.training_plan import TrainingPlan
 from megazero.config.tree import Config
 from megazero.mpu import ParallelContext
 from megazero.train.engine import Engine
@@ -64,7 +64,7 @@ class BestModel:
     def of(
         cls,
         config: Config,
-        horizon: Horizon,
+        training_plan: TrainingPlan,
         engine: Engine,
         sizes: tuple[int, int],
         iteration: int,
@@ -83,7 +83,12 @@ class BestModel:
         }
         section = config.checkpoint.model_copy(update=changes)
         snapshots = Snapshots(
-            config.model_copy(update={"checkpoint": section}), horizon, engine, engine.context, *sizes, disk
+            config.model_copy(update={"checkpoint": section}),
+            training_plan,
+            engine,
+            engine.context,
+            *sizes,
+            disk,
         )
         return cls(folder, snapshots, engine, engine.context, iteration, disk)
 

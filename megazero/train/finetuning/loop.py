@@ -47,7 +47,7 @@ class TaskMetrics(EvalMetrics):
 
 
 @dataclass(frozen=True)
-class Examination:
+class EvaluationData:
     """What evaluations need.
 
     Attributes:
@@ -81,7 +81,7 @@ class TaskLoop(Loop):
         monitor: Monitor,
         checkpoints: Snapshots | None,
         context: ParallelContext,
-        examination: Examination,
+        examination: EvaluationData,
     ):
         super().__init__(engine, plan, feeds, monitor, checkpoints, context)
         self.examination = examination
@@ -89,7 +89,7 @@ class TaskLoop(Loop):
     def answers(self, split: str) -> Answers:
         """The model's answers to a split, without a report; every rank calls this."""
         labelled, feed = self._split(split)
-        batch = self.plan.horizon.evaluations.batch_size
+        batch = self.plan.training_plan.evaluations.batch_size
         with self.timers("evaluation"):
             return answer(self.engine, feed, len(labelled), batch, self.examination.classes)
 

@@ -16,7 +16,7 @@ from megazero.train.assemble import build_model, build_plan, in_job
 from megazero.train.families import classifiers_of
 from megazero.train.feed import Feed, make_feed
 from megazero.train.finetuning.best import BestModel
-from megazero.train.finetuning.loop import Examination, TaskLoop
+from megazero.train.finetuning.loop import EvaluationData, TaskLoop
 from megazero.train.finetuning.predictions import check_writable, write_predictions
 from megazero.train.finetuning.pretrained import take_pretrained
 from megazero.train.finetuning.task import LabelledSplit, TaskData, completed, read_task
@@ -72,7 +72,7 @@ def finetune_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     if data.train is not None:
         _check_epochs(resumed, config)
     monitor = build_monitors(
-        config, context.rank == 0, resumed.state.iteration, resumed.horizon.end.iteration
+        config, context.rank == 0, resumed.state.iteration, resumed.training_plan.end.iteration
     )
     for remark in (*data.remarks, *resumed.remarks):
         monitor.message(remark)
@@ -86,7 +86,12 @@ def _examined(
     resumed: Resumed, data: TaskData, vocabulary: Vocabulary, monitor: Monitor, disk: Disk | None
 ) -> TrainState:
     """Train from where the run stands, then examine what came of it."""
-    config, horizon, engine, state = resumed.config, resumed.horizon, resumed.engine, resumed.state
+    config, training_plan, engine, state = (
+        resumed.config,
+        resumed.training_plan,
+        resumed.engine,
+        resumed.state,
+    )
     context, trains = engine.context, data.train is not None
     feed = partial(_feed, config, vocabulary, context)
     train = feed(data.train, resumed.stream_seed)
@@ -94,17 +99,19 @@ def _examined(
     try:
         if config.checkpoint.save and trains:
             sizes = (vocabulary.size, resumed.stream_seed)
-            snapshots = Snapshots(config, horizon, engine, context, *sizes, disk)
+            snapshots = Snapshots(config, training_plan, engine, context, *sizes, disk)
             if data.valid is not None:
-                best = BestModel.of(config, horizon, engine, sizes, state.iteration, disk)
-        examination = Examination(data, len(data.labels), feed(data.valid, None), feed(data.test, None), best)
-        plan = build_plan(config, horizon, vocabulary, context)
+                best = BestModel.of(config, training_plan, engine, sizes, state.iteration, disk)
+        examination = EvaluationData(
+            data, len(data.labels), feed(data.valid, None), feed(data.test, None), best
+        )
+        plan = build_plan(config, training_plan, vocabulary, context)
         loop = TaskLoop(
             engine, plan, Feeds(train, examination.valid, None), monitor, snapshots, context, examination
         )
         if trains:
             state = loop.fit(state)
-            if state.iteration < horizon.end.iteration:
+            if state.iteration < training_plan.end.iteration:
                 return state  # stopped early; the next run goes on
         elif data.valid is not None:
             loop.evaluate("validation", state)

@@ -11,7 +11,16 @@ from megazero.zero.store.device import DeviceStore
 from megazero.zero.store.disk import DiskTier
 from megazero.zero.store.host import HostTier
 from megazero.zero.store.offload import OffloadStore, StatePlacement
-from megazero.zero.store.store import GRADIENT, HELD, WEIGHT, Resident, Sizes, Store, offloaded, traffic
+from megazero.zero.store.store import (
+    GRADIENT,
+    HELD,
+    WEIGHT,
+    LoadedBucket,
+    Sizes,
+    Store,
+    offloaded_bytes,
+    traffic,
+)
 from megazero.zero.store.tier import Tier, TierSlot, Traffic
 
 __all__ = [
@@ -21,15 +30,15 @@ __all__ = [
     "DeviceStore",
     "DiskTier",
     "HostTier",
+    "LoadedBucket",
     "OffloadStore",
-    "Resident",
     "Sizes",
     "StatePlacement",
     "Store",
     "Tier",
     "TierSlot",
     "Traffic",
-    "offloaded",
+    "offloaded_bytes",
     "store_kind",
     "traffic",
 ]

@@ -12,8 +12,8 @@ from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.device import DeviceStore
 from megazero.zero.store.disk import DiskSettings, DiskTier
 from megazero.zero.store.host import HostTier
+from megazero.zero.store.meta import MetaTier
 from megazero.zero.store.offload import OffloadStore, StatePlacement
-from megazero.zero.store.paper import PaperTier
 from megazero.zero.store.store import Store
 from megazero.zero.store.tier import Tier
 
@@ -40,7 +40,7 @@ def _tier(name: str, config: OffloadConfig, device: torch.device) -> Tier | None
     if name == "none":
         return None
     if device.type == "meta":
-        return PaperTier(name)
+        return MetaTier(name)
     if name == "cpu":
         return HostTier(pin=config.pin_memory and device.type == "cuda")
     return DiskTier(Path(config.path), DiskSettings(config.block_size, config.queue_depth, config.direct_io))

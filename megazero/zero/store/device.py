@@ -11,7 +11,7 @@ from torch import Tensor
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
-from megazero.zero.store.store import GRADIENT, WEIGHT, Resident, Sizes, add_up, held_as
+from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket, Sizes, add_up, held_as
 from megazero.zero.store.tier import Tier
 
 
@@ -47,7 +47,7 @@ class DeviceStore:
         self.policy = policy
         self.buckets: list[Bucket] = []
         self.tiers: tuple[Tier, ...] = ()
-        self.asleep: dict[Bucket, set[str]] = {}
+        self.offloaded: dict[Bucket, set[str]] = {}
         self._held: dict[Bucket, _Held] = {}
 
     def admit(self, bucket: Bucket) -> None:
@@ -96,7 +96,7 @@ class DeviceStore:
         return sums
 
     @torch.no_grad()
-    def land(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
+    def accumulate(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
         sums = self._held[bucket].own_sums[GRADIENT]
         if result.data_ptr() == sums.data_ptr():  # they were reduced in place
             return
@@ -118,13 +118,13 @@ class DeviceStore:
         if held.sums is not None:
             yield "device", "gradients", held.sums.nbytes
 
-    def visits(
+    def stream(
         self, kinds: Collection[str], buckets: Sequence[Bucket], changes: Collection[str] = ()
-    ) -> Iterator[Sequence[Resident]]:
+    ) -> Iterator[Sequence[LoadedBucket]]:
         everything = []
         for bucket in buckets:
             held = self._held[bucket]
             flats = {**held.state, **held.own_sums}
-            everything.append(Resident(bucket, {kind: flats[kind] for kind in kinds if kind in flats}))
+            everything.append(LoadedBucket(bucket, {kind: flats[kind] for kind in kinds if kind in flats}))
         if everything:
             yield everything

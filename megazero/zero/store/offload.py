@@ -13,7 +13,7 @@ from torch import Tensor
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
-from megazero.zero.store.store import GRADIENT, WEIGHT, Resident, Sizes, add_up, held_as
+from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket, Sizes, add_up, held_as
 from megazero.zero.store.tier import ALIGNMENT, Tier, TierSlot
 
 _HOST = torch.device("cpu")
@@ -87,7 +87,7 @@ class OffloadStore:
         self.placement = placement
         self.buckets: list[Bucket] = []
         self.tiers = placement.tiers
-        self.asleep: dict[Bucket, set[str]] = {}
+        self.offloaded: dict[Bucket, set[str]] = {}
         self._kept: dict[Bucket, _Kept] = {}
         self.updates: dict[Bucket, Future[None]] = {}
         self._elements = self._offloaded = 0
@@ -116,8 +116,8 @@ class OffloadStore:
     ) -> None:
         for bucket in buckets:
             state = self._kept[bucket].state
-            for residents in self.visits((WEIGHT,), [bucket]):
-                made = init_state(bucket, residents[0].flats[WEIGHT].float())
+            for loaded_buckets in self.stream((WEIGHT,), [bucket]):
+                made = init_state(bucket, loaded_buckets[0].flats[WEIGHT].float())
             if isinstance(state[WEIGHT], TierSlot):
                 made = {kind: self._put_away(self.placement.state, flat, 0) for kind, flat in made.items()}
             state.update(made)
@@ -183,7 +183,7 @@ class OffloadStore:
         return sums
 
     @torch.no_grad()
-    def land(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
+    def accumulate(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
         self._finish(bucket)
         self._read_for_update()
         sums = self._kept[bucket].state[GRADIENT]
@@ -213,16 +213,16 @@ class OffloadStore:
         }
 
     @torch.no_grad()
-    def visits(
+    def stream(
         self, kinds: Collection[str], buckets: Sequence[Bucket], changes: Collection[str] = ()
-    ) -> Iterator[Sequence[Resident]]:
+    ) -> Iterator[Sequence[LoadedBucket]]:
         for number, bucket in enumerate(buckets):
             for other in buckets[number : number + 1 + _AHEAD]:
                 self._prefetch(other, kinds)
             self._finish(bucket)
             visited = self._wake(bucket, kinds)
             try:
-                yield [Resident(bucket, visited)]
+                yield [LoadedBucket(bucket, visited)]
             finally:  # a visitor may have seen enough
                 self._to_sleep(bucket, visited, changes)
 
@@ -233,9 +233,9 @@ class OffloadStore:
 
     def _read_for_update(self) -> None:
         """Start to read the masters and moments that the step's update begins with, if they are elsewhere."""
-        updated = (bucket for bucket in self.buckets if bucket.key.trainable and self.asleep[bucket])
+        updated = (bucket for bucket in self.buckets if bucket.key.trainable and self.offloaded[bucket])
         for bucket in islice(updated, 1 + _AHEAD):
-            self._prefetch(bucket, self.asleep[bucket])
+            self._prefetch(bucket, self.offloaded[bucket])
 
     def _finish(self, bucket: Bucket) -> None:
         """Wait for the bucket's update."""
@@ -245,7 +245,9 @@ class OffloadStore:
 
     def _note_asleep(self, bucket: Bucket) -> None:
         state = self._kept[bucket].state
-        self.asleep[bucket] = {k for k, held in state.items() if isinstance(held, TierSlot) and k != GRADIENT}
+        self.offloaded[bucket] = {
+            k for k, held in state.items() if isinstance(held, TierSlot) and k != GRADIENT
+        }
 
     def _items(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         kept = self._kept[bucket]

@@ -26,7 +26,7 @@ of a parameter is a moment. Buffers of the host are what state moves through on 
 
 
 @dataclass(frozen=True)
-class Resident:
+class LoadedBucket:
     """A bucket during a visit.
 
     Attributes:
@@ -55,7 +55,7 @@ def traffic(store: Store) -> Traffic:
     return sum((tier.traffic() for tier in store.tiers), Traffic())
 
 
-def offloaded(store: Store) -> Mapping[str, int]:
+def offloaded_bytes(store: Store) -> Mapping[str, int]:
     """Bytes of state that a store keeps in other memory than the device's, by its name."""
     return {
         place: sum(size for what, size in held.items() if what != "buffers")
@@ -80,7 +80,7 @@ class Store(Keeper, Protocol):
 
     buckets: list[Bucket]
     tiers: tuple[Tier, ...]
-    asleep: Mapping[Bucket, Collection[str]]
+    offloaded: Mapping[Bucket, Collection[str]]
 
     def read_ahead(self, buckets: Sequence[Bucket]) -> None:
         """Start to read what `shard` will be asked for next, and let go of what was read ahead of others."""
@@ -94,12 +94,12 @@ class Store(Keeper, Protocol):
         """
 
     def sums(self, bucket: Bucket) -> Tensor:
-        """The flat tensor on the device in which gradients are summed until `land`: [padded].
+        """The flat tensor on the device in which gradients are summed until `accumulate`: [padded].
 
         Called only where the row does not shard gradients.
         """
 
-    def land(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
+    def accumulate(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
         """Take complete sums over `state_range`: the step's first ones, or further ones to add.
 
         Every trained bucket's sums land in every step, even those that were already complete in `sums`.
@@ -114,9 +114,9 @@ class Store(Keeper, Protocol):
         Flat tensors over `state_range` by kind, on any device. The next visit sees what is written to them.
         """
 
-    def visits(
+    def stream(
         self, kinds: Collection[str], buckets: Sequence[Bucket], changes: Collection[str] = ()
-    ) -> Iterator[Sequence[Resident]]:
+    ) -> Iterator[Sequence[LoadedBucket]]:
         """Bring state to where it is worked on, some buckets at a time, and put it back.
 
         Args:

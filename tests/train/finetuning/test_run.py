@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from megazero.checkpoint import latest_iteration, saved_iterations
-from megazero.config.horizon import horizon_of
 from megazero.config.resolve import parse_config
+from megazero.config.training_plan import training_plan_of
 from megazero.errors import CheckpointError, ConfigError, DataError
 from megazero.mpu import Launch, solo_context
 from megazero.train.assemble import build_engine, pretrain
@@ -146,9 +146,9 @@ def pretrained(files: Path, family: str, *flags: str) -> Path:
     """The checkpoint of a pretraining that has made no step."""
     words = f"{MODEL} {FAMILIES[family]} --mock-data --train-iters 9".format(folder=files).split()
     config = parse_config([*words, "--save", str(files / family), *flags], world_size=1).config
-    context, vocabulary, horizon = solo_context(), build_vocabulary(config), horizon_of(config, 1)
-    engine = build_engine(config, horizon, build_chunks(config, vocabulary, context), context)
-    snapshots = Snapshots(config, horizon, engine, context, vocabulary.size, 1234)
+    context, vocabulary, training_plan = solo_context(), build_vocabulary(config), training_plan_of(config, 1)
+    engine = build_engine(config, training_plan, build_chunks(config, vocabulary, context), context)
+    snapshots = Snapshots(config, training_plan, engine, context, vocabulary.size, 1234)
     snapshots.save(TrainState(1, 8, 128))
     snapshots.saver.close()
     return files / family

@@ -1,4 +1,4 @@
-"""`NodeWire`: gathers from a second partition within the node."""
+"""`NodeCommHook`: gathers from a second partition within the node."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megazero.mpu import Group, Work
-from megazero.zero.wires.wire import Wire, WrappedWire
+from megazero.zero.comm_hooks.comm_hook import CommHook, WrappedCommHook
 
 
-class NodeWire(WrappedWire):
+class NodeCommHook(WrappedCommHook):
     """Keeps a second partition of gathered weights within the node (hpZ of ZeRO++, Wang et al. 2023).
 
-    The first gather after a change goes over another wire, and each rank keeps a slice of the result; later
+    The first gather after a change goes over another hook, and each rank keeps a slice of the result; later
     gathers come from the slices on the node, exactly as the first one brought them. Gradients travel over the
-    other wire.
+    other hook.
 
     Args:
-        wire: the wire between all replicas.
+        comm_hook: the hook between all replicas.
         node: the replicas on this node; their number divides that of all replicas.
     """
 
-    def __init__(self, wire: Wire, node: Group):
-        super().__init__(wire)
+    def __init__(self, comm_hook: CommHook, node: Group):
+        super().__init__(comm_hook)
         self._node = node
         self._kept: Tensor | None = None
 
     def gather(self, whole: Tensor, shard: Tensor) -> Work:
         if self._kept is not None:
             return self._node.all_gather(whole, self._kept, async_op=True)
-        return _Keeping(self, whole, self._wire.gather(whole, shard))
+        return _Keeping(self, whole, self._comm_hook.gather(whole, shard))
 
     def keep(self, whole: Tensor) -> None:
         """Keep this rank's slice of gathered weights."""
@@ -39,17 +39,17 @@ class NodeWire(WrappedWire):
 
     def weights_changed(self) -> None:
         self._kept = None
-        self._wire.weights_changed()
+        self._comm_hook.weights_changed()
 
 
 @dataclass(frozen=True)
 class _Keeping:
-    """A gather whose result the wire keeps a slice of."""
+    """A gather whose result the hook keeps a slice of."""
 
-    wire: NodeWire
+    comm_hook: NodeCommHook
     whole: Tensor
     work: Work
 
     def wait(self) -> None:
         self.work.wait()
-        self.wire.keep(self.whole)
+        self.comm_hook.keep(self.whole)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megazero.mpu import Group, Work, derive_key
 from megazero.ops.quantize import Quantization, dequantize, quantize
+from megazero.zero.comm_hooks.comm_hook import CommHook, Reduction, WrappedCommHook
 from megazero.zero.layout import BucketLayout
-from megazero.zero.wires.wire import Reduction, Wire, WrappedWire
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Rounding:
         return None if self.seed is None else derive_key(self.seed, "rounding", *path)
 
 
-class QuantizedGradients(WrappedWire):
+class QuantizedGradients(WrappedCommHook):
     """Sums gradients in one all-to-all of codes per hop (qgZ of ZeRO++, Wang et al. 2023).
 
     On two hops, the first within the node: each rank sends every other rank on its node the slices that this
@@ -43,15 +43,15 @@ class QuantizedGradients(WrappedWire):
     rounding a whole one) of each replica's own value, and of each node's sum if there are two hops.
 
     Args:
-        wire: the wire for the weights.
+        comm_hook: the hook for the weights.
         layout: the bucket's layout; it shards the sums.
         hops: the groups of the hops. The product of their sizes is the number of replicas, and ranks of the
             first hop are adjacent among the replicas.
         rounding: how gradients are rounded.
     """
 
-    def __init__(self, wire: Wire, layout: BucketLayout, hops: Sequence[Group], rounding: Rounding):
-        super().__init__(wire)
+    def __init__(self, comm_hook: CommHook, layout: BucketLayout, hops: Sequence[Group], rounding: Rounding):
+        super().__init__(comm_hook)
         self._layout = layout
         self._hops = tuple(hops)
         self._rounding = rounding

@@ -1,4 +1,4 @@
-"""`PaperTier`: memory that only exists on paper."""
+"""`MetaTier`: memory that only exists on paper."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from megazero.zero.store.tier import TierSlot, Traffic
 
 
-class PaperTier:
+class MetaTier:
     """Keeps sizes alone, for a model on the meta device, so that a launch can be planned on a small machine.
 
     Args:

@@ -14,7 +14,7 @@ from megazero.mpu import (
     WrappingGroup,
     recording_context,
 )
-from megazero.zero import STAGES, BucketLayout, BucketMember, ExactWire, NodeWire
+from megazero.zero import STAGES, BucketLayout, BucketMember, ExactCommHook, NodeCommHook
 from tests.zero.harness import in_threads
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -25,8 +25,8 @@ def layout(stage: int, group) -> BucketLayout:
     return BucketLayout(STAGES[stage], (member,), group.size, group.rank, ProcessGrid().place(0))
 
 
-def exact(stage: int, group, dtype=F32, *, leave_sums: bool = False) -> ExactWire:
-    return ExactWire(group, layout(stage, group), dtype, leave_sums=leave_sums)
+def exact(stage: int, group, dtype=F32, *, leave_sums: bool = False) -> ExactCommHook:
+    return ExactCommHook(group, layout(stage, group), dtype, leave_sums=leave_sums)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -35,9 +35,9 @@ def test_sums_are_those_of_the_wire_s_type(stage, dtype):
     # In bf16 257 is 256, and 256 + 1 is 256.
     def work(context):
         sums = torch.tensor([[257.0, 2.0, 3.0, 0.0], [1.0, 20.0, 30.0, 0.0]][context.rank])
-        wire = exact(stage, context.replica, dtype)
-        assert wire.extra_bytes(sums) == (0 if dtype == F32 else 8)
-        reduction = wire.reduce(sums)
+        comm_hook = exact(stage, context.replica, dtype)
+        assert comm_hook.extra_bytes(sums) == (0 if dtype == F32 else 8)
+        reduction = comm_hook.reduce(sums)
         reduction.work.wait()
         return reduction.result.tolist()
 
@@ -68,14 +68,14 @@ def test_a_second_partition_serves_all_gathers_but_the_first():
 
     def work(context):
         group, node = context.replica, context.node
-        wire = NodeWire(exact(3, group), node)
+        comm_hook = NodeCommHook(exact(3, group), node)
         found = []
         for shard in (1.0, 5.0, 9.0):
             mine, whole = torch.full((1,), shard + group.rank), torch.zeros(4)
-            wire.gather(whole, mine).wait()
+            comm_hook.gather(whole, mine).wait()
             found.append(whole.tolist())
             if shard == 5.0:
-                wire.weights_changed()
+                comm_hook.weights_changed()
         return found
 
     first, last = [1.0, 2.0, 3.0, 4.0], [9.0, 10.0, 11.0, 12.0]
@@ -85,10 +85,10 @@ def test_a_second_partition_serves_all_gathers_but_the_first():
 def test_a_second_partition_reduces_as_the_other_wire_does():
     log = TrafficLog()
     context = recording_context(ProcessGrid(dp=4), 0, log, "cpu", node_size=2)
-    wire = NodeWire(exact(3, context.replica, BF16), context.node)
-    assert wire.reduces
-    assert wire.extra_bytes(torch.zeros(4)) == 8
-    wire.reduce(torch.zeros(4)).work.wait()
+    comm_hook = NodeCommHook(exact(3, context.replica, BF16), context.node)
+    assert comm_hook.reduces
+    assert comm_hook.extra_bytes(torch.zeros(4)) == 8
+    comm_hook.reduce(torch.zeros(4)).work.wait()
     assert list(log.calls) == [(context.replica.name, "reduce_scatter")]
 
 
@@ -109,11 +109,11 @@ def test_nothing_waits_where_it_starts(stage):
     """Or nothing would overlap with the computation."""
     replica = Asked(recording_context(ProcessGrid(dp=4), 0, TrafficLog(), "cpu").replica)
     node = Asked(recording_context(ProcessGrid(dp=2), 0, TrafficLog(), "cpu").replica)
-    wire = NodeWire(exact(stage, replica), node)
+    comm_hook = NodeCommHook(exact(stage, replica), node)
     whole = torch.zeros(4)
-    wire.gather(whole, whole[:1]).wait()
-    wire.gather(whole, whole[:1]).wait()
-    wire.reduce(whole)
+    comm_hook.gather(whole, whole[:1]).wait()
+    comm_hook.gather(whole, whole[:1]).wait()
+    comm_hook.reduce(whole)
     reduction = "all_reduce" if stage == 0 else "reduce_scatter"
     assert replica.calls == [("all_gather", True), (reduction, True)]
     assert node.calls == [("all_gather", True)]

@@ -52,7 +52,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Rise:
+class WarmupLength:
     """A warmup that is counted in another unit than the decay after it."""
 
     length: float
@@ -68,15 +68,15 @@ class LrLengths:
         warmup: where the warmup ends; not a whole number if it is set as a fraction.
         decay: where the decay ends.
         wsd_decay: the length of the final decay of WSD; None without it.
-        rise: the warmup in the unit that it was given in, if that is another one. Megatron-DeepSpeed warms up
-            over iterations or samples and then decays over tokens, from those consumed by then.
+        warmup_as_given: the warmup in the unit that it was given in, if that is another. Megatron-DeepSpeed
+            warms up over iterations or samples and then decays over tokens, from those consumed by then.
     """
 
     unit: Unit
     warmup: float
     decay: int
     wsd_decay: int | None
-    rise: Rise | None = None
+    warmup_as_given: WarmupLength | None = None
 
     @classmethod
     def of(cls, config: Config, steps: Steps, end: Progress) -> LrLengths:
@@ -89,26 +89,26 @@ class LrLengths:
         decay = getattr(values, f"lr_decay_{unit}")
         if decay is None:
             decay = getattr(config.training, f"train_{unit}") or end.count(unit)
-        rise = _rise(config, unit, decay)
+        given = _warmup_length(config, unit, decay)
         wsd_decay = getattr(values, f"lr_wsd_decay_{unit}") if values.lr_decay_style == "WSD" else None
-        if rise.unit == unit:
-            return cls(unit, rise.length, decay, wsd_decay)
-        return cls(unit, steps.convert(rise.length, rise.unit, unit), decay, wsd_decay, rise)
+        if given.unit == unit:
+            return cls(unit, given.length, decay, wsd_decay)
+        return cls(unit, steps.convert(given.length, given.unit, unit), decay, wsd_decay, given)
 
 
-def _rise(config: Config, unit: Unit, decay: int) -> Rise:
+def _warmup_length(config: Config, unit: Unit, decay: int) -> WarmupLength:
     """The warmup as it is given. A fraction is one of the decay, but beside a decay in tokens, as in
     Megatron-DeepSpeed, of the training's iterations or samples.
     """
     values, training = config.optimizer, config.training
     if values.lr_warmup_fraction is None:
         given: Unit = next((u for u in UNITS if getattr(values, f"lr_warmup_{u}")), unit)
-        return Rise(getattr(values, f"lr_warmup_{given}"), given)
+        return WarmupLength(getattr(values, f"lr_warmup_{given}"), given)
     if unit == "tokens" and training.train_iters is not None:
-        return Rise(values.lr_warmup_fraction * training.train_iters, "iters")
+        return WarmupLength(values.lr_warmup_fraction * training.train_iters, "iters")
     if unit == "tokens" and training.train_samples is not None:
-        return Rise(values.lr_warmup_fraction * training.train_samples, "samples")
-    return Rise(values.lr_warmup_fraction * decay, unit)
+        return WarmupLength(values.lr_warmup_fraction * training.train_samples, "samples")
+    return WarmupLength(values.lr_warmup_fraction * decay, unit)
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Evaluations:
 
 
 @dataclass(frozen=True)
-class Horizon:
+class TrainingPlan:
     """A training's steps, its end, and the lengths that follow from both.
 
     Attributes:
@@ -189,7 +189,7 @@ class Horizon:
         return self.steps.before(iteration)
 
 
-def horizon_of(config: Config, data_parallel_size: int, start: Progress = BEGINNING) -> Horizon:
+def training_plan_of(config: Config, data_parallel_size: int, start: Progress = BEGINNING) -> TrainingPlan:
     """The horizon of a run on so many replicas of the model.
 
     Args:
@@ -204,7 +204,7 @@ def horizon_of(config: Config, data_parallel_size: int, start: Progress = BEGINN
     """
     steps, limits = Steps.of(config, data_parallel_size, start), Limits.of(config)
     lengths = LrLengths.of(config, steps, limits.end(steps))
-    return Horizon(steps, limits, lengths, Evaluations.of(config, steps))
+    return TrainingPlan(steps, limits, lengths, Evaluations.of(config, steps))
 
 
 def _lr_unit(config: Config) -> Unit:

@@ -1,4 +1,4 @@
-"""`ExactWire`: weights as they are, gradients in a dtype."""
+"""`ExactCommHook`: weights as they are, gradients in a dtype."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from megazero.mpu import Group, Work
+from megazero.zero.comm_hooks.comm_hook import Reduction
 from megazero.zero.layout import BucketLayout
-from megazero.zero.wires.wire import Reduction
 
 
-class ExactWire:
+class ExactCommHook:
     """Sends weights as they are and gradients in `dtype`, in which they are also added.
 
     Args:

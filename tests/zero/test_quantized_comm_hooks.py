@@ -23,12 +23,12 @@ from megazero.zero import (
     BucketKey,
     BucketLayout,
     BucketMember,
-    ExactWire,
-    NodeWire,
+    ExactCommHook,
+    NodeCommHook,
     QuantizedGradients,
     QuantizedWeights,
     ZeroPolicy,
-    choose_wire,
+    choose_comm_hook,
     plan_buckets,
 )
 from tests.zero.harness import in_threads
@@ -51,7 +51,7 @@ def wire_of(context, numel: int, stage: int = 2, dtype=F32, **policy):
     """The wire that a bucket of one matrix gets."""
     layout = layout_of(context, numel, dtype, stage)
     key = BucketKey(0, dtype, "replica", True, stage, compressed=True)
-    return choose_wire(key, layout, ZeroPolicy(stage, **policy), context), layout
+    return choose_comm_hook(key, layout, ZeroPolicy(stage, **policy), context), layout
 
 
 def gradients(rank: int, padded: int, numel: int, step: int = 0) -> Tensor:
@@ -94,9 +94,9 @@ def test_sums_are_within_the_bound_of_exact_ones(ranks, node, kind, rounding_see
     for numel in (1, 37, 200):
 
         def work(context, numel=numel):
-            wire, layout = wire_of(context, numel, gradient_codes=how, rounding_seed=rounding_seed)
-            assert isinstance(wire, QuantizedGradients)
-            reduction = wire.reduce(gradients(context.rank, layout.padded, numel))
+            comm_hook, layout = wire_of(context, numel, gradient_codes=how, rounding_seed=rounding_seed)
+            assert isinstance(comm_hook, QuantizedGradients)
+            reduction = comm_hook.reduce(gradients(context.rank, layout.padded, numel))
             assert reduction.result.dtype == F32
             reduction.work.wait()
             return reduction.result
@@ -115,8 +115,8 @@ def test_one_exchange_of_all_is_what_two_of_one_rank_are():
     """Nodes of one rank, and one node of all, take a single hop and give the same bits."""
 
     def work(context):
-        wire, layout = wire_of(context, 100, gradient_codes=Quantization("int8", BLOCK))
-        reduction = wire.reduce(gradients(context.rank, layout.padded, 100))
+        comm_hook, layout = wire_of(context, 100, gradient_codes=Quantization("int8", BLOCK))
+        reduction = comm_hook.reduce(gradients(context.rank, layout.padded, 100))
         reduction.work.wait()
         return reduction.result.tolist()
 
@@ -130,17 +130,17 @@ def test_gathered_weights_are_the_same_bits_everywhere_and_within_the_bound(rank
     how, numel = Quantization(kind, BLOCK), 101
 
     def work(context):
-        wire, layout = wire_of(context, numel, 3, dtype, weight_codes=how)
-        assert isinstance(wire, QuantizedWeights)
+        comm_hook, layout = wire_of(context, numel, 3, dtype, weight_codes=how)
+        assert isinstance(comm_hook, QuantizedWeights)
         exact = gradients(7, layout.padded, numel).to(dtype)
         whole, shard = torch.zeros(layout.padded, dtype=dtype), exact[layout.own].clone()
         for _ in range(3):  # nothing adds up
-            wire.gather(whole, shard).wait()
+            comm_hook.gather(whole, shard).wait()
         assert torch.equal(shard, exact[layout.own])
         rounded = exact.clone()
-        wire.round_weights(rounded)
+        comm_hook.round_weights(rounded)
         assert torch.equal(rounded, whole)
-        wire.round_weights(shard)
+        comm_hook.round_weights(shard)
         assert torch.equal(shard, whole[layout.own])
         return whole, exact
 
@@ -156,23 +156,23 @@ def test_gathered_weights_are_the_same_bits_everywhere_and_within_the_bound(rank
 def test_a_single_replica_sends_nothing_and_rounds_nothing():
     codes = Quantization("int8", BLOCK)
     (found,) = in_threads(1, lambda c: wire_of(c, 10, 3, weight_codes=codes, gradient_codes=codes)[0])
-    assert type(found) is ExactWire
+    assert type(found) is ExactCommHook
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_second_partition_keeps_what_the_first_gather_brought(kind):
     def work(context):
-        wire, layout = wire_of(context, 90, 3, weight_codes=Quantization(kind, BLOCK), hpz=2)
-        assert isinstance(wire, NodeWire)
-        assert wire.rounds
+        comm_hook, layout = wire_of(context, 90, 3, weight_codes=Quantization(kind, BLOCK), hpz=2)
+        assert isinstance(comm_hook, NodeCommHook)
+        assert comm_hook.rounds
         exact, found = gradients(1, layout.padded, 90), []
         for _ in range(2):
             whole = torch.zeros(layout.padded)
-            wire.gather(whole, exact[layout.own]).wait()
+            comm_hook.gather(whole, exact[layout.own]).wait()
             found.append(whole)
         assert torch.equal(*found)
-        wire.weights_changed()
-        wire.gather(whole, 2 * exact[layout.own]).wait()
+        comm_hook.weights_changed()
+        comm_hook.gather(whole, 2 * exact[layout.own]).wait()
         assert torch.equal(whole, 2 * found[0])
         return whole.tolist()
 
@@ -185,11 +185,11 @@ def test_the_second_partition_keeps_what_the_first_gather_brought(kind):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_is_seen_by_the_owner(bad, node, kind):
     def work(context):
-        wire, layout = wire_of(context, 64, gradient_codes=Quantization(kind, 8))
+        comm_hook, layout = wire_of(context, 64, gradient_codes=Quantization(kind, 8))
         sums = torch.ones(layout.padded)
         if context.rank == 2:
             sums[20] = bad
-        reduction = wire.reduce(sums)
+        reduction = comm_hook.reduce(sums)
         reduction.work.wait()
         return reduction.result
 
@@ -200,13 +200,13 @@ def test_what_is_not_finite_is_seen_by_the_owner(bad, node, kind):
 
 def test_chance_follows_the_step_the_call_and_the_rank_and_nothing_else():
     def work(context):
-        wire, layout = wire_of(context, 400, gradient_codes=Quantization("int4", BLOCK), rounding_seed=5)
+        comm_hook, layout = wire_of(context, 400, gradient_codes=Quantization("int4", BLOCK), rounding_seed=5)
 
         def reduced(step: int, again: bool = False) -> list[float]:
-            wire.begin(step)
+            comm_hook.begin(step)
             found = []
             for _ in range(2):
-                reduction = wire.reduce(gradients(0, layout.padded, 400))
+                reduction = comm_hook.reduce(gradients(0, layout.padded, 400))
                 reduction.work.wait()
                 found.append(reduction.result.tolist())
             return found
@@ -233,10 +233,10 @@ def test_bytes_are_those_of_the_formula(ranks, node, kind):
     def work(context):
         log = TrafficLog()
         context = count_traffic(context, log)
-        wire, layout = wire_of(context, numel, 3, gradient_codes=how, weight_codes=how)
+        comm_hook, layout = wire_of(context, numel, 3, gradient_codes=how, weight_codes=how)
         whole = torch.zeros(layout.padded)
-        wire.gather(whole, whole[layout.own].clone()).wait()
-        wire.reduce(whole).work.wait()
+        comm_hook.gather(whole, whole[layout.own].clone()).wait()
+        comm_hook.reduce(whole).work.wait()
         return log.payload
 
     shard = math.ceil(numel / ranks)
@@ -262,33 +262,33 @@ def test_against_fp32_codes_are_four_and_eight_times_less():
 
 def test_memory_besides_the_sums():
     context = recording_context(ProcessGrid(dp=4), 0, TrafficLog(), "cpu", node_size=2)
-    wire, layout = wire_of(context, 400, gradient_codes=Quantization("int8", BLOCK))
+    comm_hook, layout = wire_of(context, 400, gradient_codes=Quantization("int8", BLOCK))
     # Rows of 100 codes and 7 scales: 4 sent, 4 received; the fp32 sums of 2 slices.
-    assert wire.extra_bytes(torch.zeros(layout.padded)) == 8 * (100 + 28) + 2 * 400
+    assert comm_hook.extra_bytes(torch.zeros(layout.padded)) == 8 * (100 + 28) + 2 * 400
 
 
 def test_nothing_waits_where_it_starts():
     """The first hop is under way while the computation goes on; the second needs what it brings."""
     log = TrafficLog()
     context = recording_context(ProcessGrid(dp=4), 0, log, "cpu", node_size=2)
-    wire, layout = wire_of(context, 400, gradient_codes=Quantization("int8", BLOCK))
-    reduction = wire.reduce(torch.zeros(layout.padded))
+    comm_hook, layout = wire_of(context, 400, gradient_codes=Quantization("int8", BLOCK))
+    reduction = comm_hook.reduce(torch.zeros(layout.padded))
     assert list(log.calls) == [("node", "all_to_all")]
     reduction.work.wait()
     assert list(log.calls) == [("node", "all_to_all"), ("peers", "all_to_all")]
 
 
-def around(wire) -> list[str]:
+def around(comm_hook) -> list[str]:
     found = []
-    while not isinstance(wire, ExactWire):
-        found.append(type(wire).__name__)
-        wire = wire._wire
+    while not isinstance(comm_hook, ExactCommHook):
+        found.append(type(comm_hook).__name__)
+        comm_hook = comm_hook._comm_hook
     return found[::-1]
 
 
 CODES = Quantization("int8")
 BOTH = {"weight_codes": CODES, "gradient_codes": CODES}
-GRADIENTS, WEIGHTS, NODE = "QuantizedGradients", "QuantizedWeights", "NodeWire"
+GRADIENTS, WEIGHTS, NODE = "QuantizedGradients", "QuantizedWeights", "NodeCommHook"
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_the_table(stage, dtype, key, policy, expected):
     key = {"chunk": 0, "trainable": True, "compressed": True, **key}
     bucket = BucketKey(dtype=dtype, replicas="replica", row=stage, **key)
     layout = layout_of(context, 64, dtype, stage)
-    assert around(choose_wire(bucket, layout, ZeroPolicy(3, **policy), context)) == expected
+    assert around(choose_comm_hook(bucket, layout, ZeroPolicy(3, **policy), context)) == expected
 
 
 def test_vectors_and_copies_have_buckets_of_their_own():

@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 
-from megazero.config.horizon import Evaluations, Horizon, Limits, LrLengths, Rise, horizon_of
 from megazero.config.steps import BEGINNING, BatchRamp, Progress, SequenceLengths, Step, Steps
+from megazero.config.training_plan import (
+    Evaluations,
+    Limits,
+    LrLengths,
+    TrainingPlan,
+    WarmupLength,
+    training_plan_of,
+)
 from megazero.errors import ConfigError
 from tests.config.samples import make_config
 
@@ -35,20 +42,20 @@ RAMP = {"batch.global_batch_size": 12, "batch.rampup_batch_size": (4, 4, 30)}
     ],
 )
 def test_end(changes: dict[str, Any], expected: Progress) -> None:
-    assert horizon_of(make_config({"training.train_iters": None, **changes}), 2).end == expected
+    assert training_plan_of(make_config({"training.train_iters": None, **changes}), 2).end == expected
 
 
 def test_without_a_limit() -> None:
     with pytest.raises(ConfigError, match="must be set"):
-        horizon_of(make_config({"training.train_iters": None}), 1)
+        training_plan_of(make_config({"training.train_iters": None}), 1)
 
 
 def test_steps_of_a_configuration() -> None:
-    horizon = horizon_of(make_config(RAMP), 2)
-    assert horizon.at(Progress()) == Step(Progress(), 4, 1, 32)
-    assert horizon.at(horizon.before(6)) == Step(Progress(6, 32, 1024), 12, 3, 32)
-    assert [horizon.at(Progress(0, n, 0)).micro_batches for n in (0, 14, 15, 29, 30)] == [1, 1, 2, 2, 3]
-    assert horizon_of(make_config(), 2).at(Progress(0, 1000, 0)).micro_batches == 1
+    training_plan = training_plan_of(make_config(RAMP), 2)
+    assert training_plan.at(Progress()) == Step(Progress(), 4, 1, 32)
+    assert training_plan.at(training_plan.before(6)) == Step(Progress(6, 32, 1024), 12, 3, 32)
+    assert [training_plan.at(Progress(0, n, 0)).micro_batches for n in (0, 14, 15, 29, 30)] == [1, 1, 2, 2, 3]
+    assert training_plan_of(make_config(), 2).at(Progress(0, 1000, 0)).micro_batches == 1
 
 
 @pytest.mark.parametrize(
@@ -66,16 +73,16 @@ def test_steps_of_a_configuration() -> None:
         # 4 samples of 32 tokens a step: warmup in its own unit, decay in tokens
         (
             {"optimizer.lr_decay_tokens": 9999, "optimizer.lr_warmup_iters": 7},
-            LrLengths("tokens", 7 * 128, 9999, None, Rise(7, "iters")),
+            LrLengths("tokens", 7 * 128, 9999, None, WarmupLength(7, "iters")),
         ),
         (
             {"optimizer.lr_decay_tokens": 9999, "optimizer.lr_warmup_samples": 10},
-            LrLengths("tokens", 320, 9999, None, Rise(10, "samples")),
+            LrLengths("tokens", 320, 9999, None, WarmupLength(10, "samples")),
         ),
         # a fraction beside a decay in tokens is one of the training's iterations or samples
         (
             {"optimizer.lr_decay_tokens": 9999, "optimizer.lr_warmup_fraction": 0.25},
-            LrLengths("tokens", 25 * 128, 9999, None, Rise(25, "iters")),
+            LrLengths("tokens", 25 * 128, 9999, None, WarmupLength(25, "iters")),
         ),
         (
             {
@@ -84,7 +91,7 @@ def test_steps_of_a_configuration() -> None:
                 "training.train_iters": None,
                 "training.train_samples": 50,
             },
-            LrLengths("tokens", 400, 9999, None, Rise(12.5, "samples")),
+            LrLengths("tokens", 400, 9999, None, WarmupLength(12.5, "samples")),
         ),
         (
             {
@@ -103,18 +110,20 @@ def test_steps_of_a_configuration() -> None:
     ],
 )
 def test_lr_lengths(changes: dict[str, Any], expected: LrLengths) -> None:
-    assert horizon_of(make_config(changes), 2).lr == expected
+    assert training_plan_of(make_config(changes), 2).lr == expected
 
 
 def test_evaluations_by_hand() -> None:
     every_10 = {"training.eval_interval": 10, "training.eval_iters": 3}
-    found = horizon_of(make_config({**RAMP, **every_10}), 2).evaluations
+    found = training_plan_of(make_config({**RAMP, **every_10}), 2).evaluations
     assert found == Evaluations(interval=10, batches=3, batch_size=12, micro_batches=3, same=False)
     assert found.samples == 36
     # one at 10 reads the first part, one at 20 the second; one at the end, at 25, the third
     assert [found.first_sample(n) for n in (0, 9, 10, 20, 25, 30)] == [0, 0, 0, 36, 72, 72]
     assert [found.samples_until(n) for n in (9, 10, 25, 30)] == [36, 72, 108, 144]
-    same = horizon_of(make_config({**RAMP, **every_10, "training.eval_from_start": True}), 2).evaluations
+    same = training_plan_of(
+        make_config({**RAMP, **every_10, "training.eval_from_start": True}), 2
+    ).evaluations
     assert [same.first_sample(n) for n in (9, 10, 25)] == [0, 0, 0]
     assert [same.samples_until(n) for n in (9, 10, 25)] == [36, 36, 36]
 
@@ -129,10 +138,10 @@ def test_every_evaluation_has_samples_of_its_own(batches: int) -> None:
         assert starts[-1] + evaluations.samples <= evaluations.samples_until(iterations)
 
 
-def varying(limits: Limits, start: Progress = BEGINNING) -> Horizon:
+def varying(limits: Limits, start: Progress = BEGINNING) -> TrainingPlan:
     """Made up: 6 samples a step, of 10 tokens for 3 steps, 20 for 2, and 50 from then on."""
     steps = Steps(BatchRamp.constant(6), 2, SequenceLengths(((0, 10), (3, 20), (5, 50))), start)
-    return Horizon(steps, limits, LrLengths("tokens", 0, 1, None), Evaluations(10, 1, 6, 3, same=False))
+    return TrainingPlan(steps, limits, LrLengths("tokens", 0, 1, None), Evaluations(10, 1, 6, 3, same=False))
 
 
 @pytest.mark.parametrize(
@@ -150,12 +159,12 @@ def varying(limits: Limits, start: Progress = BEGINNING) -> Horizon:
     ],
 )
 def test_tokens_of_a_varying_sequence_length_are_sums(limits: Limits, expected: Progress) -> None:
-    horizon = varying(limits)
-    assert horizon.end == expected
+    training_plan = varying(limits)
+    assert training_plan.end == expected
     progress, tokens = Progress(), 0
-    while progress != horizon.end:
-        tokens += horizon.at(progress).tokens
-        progress = horizon.at(progress).after
+    while progress != training_plan.end:
+        tokens += training_plan.at(progress).tokens
+        progress = training_plan.at(progress).after
     assert tokens == expected.tokens
 
 
@@ -163,13 +172,13 @@ def test_tokens_of_a_varying_sequence_length_are_sums(limits: Limits, expected: 
 def test_resuming_anywhere_gives_the_same_rest(iterations: int | None) -> None:
     for samples, tokens in product((None, 5, 31, 60), (1, 180, 181, 2000)):
         limits = Limits(iterations, samples, tokens)
-        horizon = varying(limits)
-        for done in range(horizon.end.iteration + 1):
-            here = horizon.before(done)
+        training_plan = varying(limits)
+        for done in range(training_plan.end.iteration + 1):
+            here = training_plan.before(done)
             resumed = varying(limits, here)
-            assert resumed.end == horizon.end
-            assert resumed.at(here) == horizon.at(here)
-            assert resumed.before(horizon.end.iteration) == horizon.end
+            assert resumed.end == training_plan.end
+            assert resumed.at(here) == training_plan.at(here)
+            assert resumed.before(training_plan.end.iteration) == training_plan.end
 
 
 @pytest.mark.parametrize("unit", ["iters", "samples", "tokens"])
@@ -186,13 +195,13 @@ def test_resuming_anywhere_gives_the_same_horizon(limits: dict[str, int], unit: 
     lengths = {f"training.{name}": limits.get(name) for name in LIMITS}
     for more in ({}, {"optimizer.lr_decay_tokens": 3000}):
         config = make_config({**RAMP, **lengths, f"optimizer.lr_warmup_{unit}": 3, **more})
-        horizon = horizon_of(config, 2)
-        for done in range(horizon.end.iteration + 1):
-            resumed = horizon_of(config, 2, horizon.before(done))
+        training_plan = training_plan_of(config, 2)
+        for done in range(training_plan.end.iteration + 1):
+            resumed = training_plan_of(config, 2, training_plan.before(done))
             assert (resumed.end, resumed.lr, resumed.evaluations) == (
-                horizon.end,
-                horizon.lr,
-                horizon.evaluations,
+                training_plan.end,
+                training_plan.lr,
+                training_plan.evaluations,
             )
 
 
@@ -218,7 +227,7 @@ def test_limits_hold_for_both_parts_when_the_batch_size_changes(
     """The end was once that of the whole training with the new batch size, whatever had been consumed."""
     lengths = {f"training.{name}": limit.get(name) for name in LIMITS}
     config = make_config({"batch.global_batch_size": now, **lengths})
-    assert horizon_of(config, 2, here).end == end
+    assert training_plan_of(config, 2, here).end == end
 
 
 @pytest.mark.parametrize(
@@ -236,10 +245,10 @@ def test_limits_hold_for_both_parts_when_the_batch_size_changes(
     ],
 )
 def test_converting_a_length(unit: Any, length: float, into: Any, expected: float) -> None:
-    horizon = varying(Limits(iterations=9))
-    assert horizon.steps.convert(length, unit, into) == expected
+    training_plan = varying(Limits(iterations=9))
+    assert training_plan.steps.convert(length, unit, into) == expected
     for done in range(9):
-        resumed = varying(Limits(iterations=9), horizon.before(done)).steps
+        resumed = varying(Limits(iterations=9), training_plan.before(done)).steps
         assert resumed.convert(length, unit, into) == expected
 
 
@@ -253,4 +262,4 @@ def test_converting_a_length_that_lies_in_steps_of_another_size() -> None:
 def test_the_schedule_spans_both_parts_when_the_batch_size_changes() -> None:
     changes = {"training.train_iters": 8, "optimizer.lr_warmup_samples": 5}
     config = make_config({"batch.global_batch_size": 4, **changes})
-    assert horizon_of(config, 2, Progress(4, 32, 1024)).lr == LrLengths("samples", 5, 32 + 4 * 4, None)
+    assert training_plan_of(config, 2, Progress(4, 32, 1024)).lr == LrLengths("samples", 5, 32 + 4 * 4, None)

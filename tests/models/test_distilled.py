@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megazero.layers import initialize
-from megazero.models import GPT, ChunkSpan, Taught, TextCollate, random_text
+from megazero.models import GPT, ChunkSpan, DistilledChunk, TextCollate, random_text
 from megazero.mpu import solo_context
 from megazero.train.placement import placement_of
 from megazero.verify.layouts import SEQUENCE, VOCABULARY, Layout
@@ -39,7 +39,7 @@ def batch(seed: int | None = 3, *, masked: bool = True):
 def test_the_divergence_and_its_gradient_are_torch_s(temperature, masked):
     student, teacher = build(Layout(), 1), build(Layout(), 2, **WIDE)
     given = batch(masked=masked)
-    _, sums = Taught(student, teacher, 0.5, temperature).run(given)
+    _, sums = DistilledChunk(student, teacher, 0.5, temperature).run(given)
 
     logits = student(given)[..., :VOCABULARY]
     with torch.no_grad():
@@ -57,14 +57,16 @@ def test_the_divergence_and_its_gradient_are_torch_s(temperature, masked):
 
 
 def test_its_weight_is_beta_times_the_temperature_squared():
-    term = Taught(build(Layout(), 1), build(Layout(), 2), 0.5, 3.0).terms[-1]
+    term = DistilledChunk(build(Layout(), 1), build(Layout(), 2), 0.5, 3.0).terms[-1]
     assert (term.name, term.coefficient, term.over, term.evaluated) == ("kd", 4.5, "lm", False)
 
 
 def test_chunks_pass_both_on_and_evaluations_the_student_alone():
     first, last = ChunkSpan(range(1), head=False), ChunkSpan(range(1, 2), embedding=False)
     parts = [
-        Taught(build(Layout(untied=True), 1, span), build(Layout(untied=True), 2, span, **WIDE), 1.0, 1.0)
+        DistilledChunk(
+            build(Layout(untied=True), 1, span), build(Layout(untied=True), 2, span, **WIDE), 1.0, 1.0
+        )
         for span in (first, last)
     ]
     given = batch()
@@ -72,7 +74,7 @@ def test_chunks_pass_both_on_and_evaluations_the_student_alone():
     hidden, _ = parts[0].run(given)
     assert hidden.shape == (SEQUENCE, 2, 80)
     _, sums = parts[1].run(given, hidden)
-    whole = Taught(build(Layout(untied=True), 1), build(Layout(untied=True), 2, **WIDE), 1.0, 1.0)
+    whole = DistilledChunk(build(Layout(untied=True), 1), build(Layout(untied=True), 2, **WIDE), 1.0, 1.0)
     _, expected = whole.run(given)
     assert sums["kd"].item() == pytest.approx(expected["kd"].item(), rel=1e-6)
     assert sums["lm"].item() == pytest.approx(expected["lm"].item(), rel=1e-6)
@@ -84,7 +86,7 @@ def test_chunks_pass_both_on_and_evaluations_the_student_alone():
 
 
 def test_without_its_teacher_it_is_the_student():
-    chunk = Taught(build(Layout(), 1), build(Layout(), 2), 1.0, 1.0)
+    chunk = DistilledChunk(build(Layout(), 1), build(Layout(), 2), 1.0, 1.0)
     chunk.teacher = None
     assert chunk.terms == chunk.student.terms
     assert set(chunk.run(batch())[1]) == {"lm"}

@@ -1,4 +1,4 @@
-"""`Wire`: what a bucket asks of its connection to the replicas."""
+"""`CommHook`: what a bucket asks of its connection to the replicas."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from megazero.mpu import Group, Work
 
 @dataclass(frozen=True)
 class Reduction:
-    """Gradient sums in flight; keeps alive what the wire needs until they have landed.
+    """Gradient sums in flight; keeps alive what the hook needs until they have landed.
 
     Attributes:
         result: the sums over the bucket's `state_range`, valid once `work` has been waited for.
-        work: completes `result`; a wire that must process what arrived does so in `wait`.
+        work: completes `result`; a hook that must process what arrived does so in `wait`.
     """
 
     result: Tensor
     work: Work
 
 
-class Wire(Protocol):
+class CommHook(Protocol):
     """One bucket's connection between the replicas. It may have state, such as what compression left out."""
 
     group: Group  # the replicas
@@ -45,7 +45,7 @@ class Wire(Protocol):
     def gather(self, whole: Tensor, shard: Tensor) -> Work:
         """Start to fill `whole` [padded] with every rank's `shard` [shard_size] of the weights.
 
-        Where the wire rounds, a rank's own slice is rounded like all others.
+        Where the hook rounds, a rank's own slice is rounded like all others.
         """
 
     def round_weights(self, weights: Tensor) -> None:
@@ -61,39 +61,39 @@ class Wire(Protocol):
         """Start to sum `sums` [padded] over the group; they may be overwritten."""
 
 
-class WrappedWire:
-    """A wire that does as another one does; subclasses change a part.
+class WrappedCommHook:
+    """A hook that does as another one does; subclasses change a part.
 
     Args:
-        wire: the other one.
+        comm_hook: the other one.
     """
 
-    def __init__(self, wire: Wire):
-        self.group = wire.group
-        self._wire = wire
+    def __init__(self, comm_hook: CommHook):
+        self.group = comm_hook.group
+        self._comm_hook = comm_hook
 
     @property
     def reduces(self) -> bool:
-        return self._wire.reduces
+        return self._comm_hook.reduces
 
     @property
     def rounds(self) -> bool:
-        return self._wire.rounds
+        return self._comm_hook.rounds
 
     def begin(self, step: int) -> None:
-        self._wire.begin(step)
+        self._comm_hook.begin(step)
 
     def gather(self, whole: Tensor, shard: Tensor) -> Work:
-        return self._wire.gather(whole, shard)
+        return self._comm_hook.gather(whole, shard)
 
     def round_weights(self, weights: Tensor) -> None:
-        self._wire.round_weights(weights)
+        self._comm_hook.round_weights(weights)
 
     def weights_changed(self) -> None:
-        self._wire.weights_changed()
+        self._comm_hook.weights_changed()
 
     def extra_bytes(self, sums: Tensor) -> int:
-        return self._wire.extra_bytes(sums)
+        return self._comm_hook.extra_bytes(sums)
 
     def reduce(self, sums: Tensor) -> Reduction:
-        return self._wire.reduce(sums)
+        return self._comm_hook.reduce(sums)

@@ -1,4 +1,4 @@
-"""How the processes of a failed job reach one diagnosis over a `Board`."""
+"""How the processes of a failed job reach one diagnosis over a `JobNotes`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megazero.errors import CommunicationError
-from megazero.mpu.watch.board import Board
 from megazero.mpu.watch.diagnose import diagnose, render, standing
+from megazero.mpu.watch.job_notes import JobNotes
 from megazero.mpu.watch.log import read_log
 from megazero.mpu.watch.report import Alarm, Report
 
@@ -36,7 +36,7 @@ class JobFailure:
     ranks: tuple[int, ...] = ()
 
 
-class Inquest:
+class FailureDiagnosis:
     """One process's part in reaching the diagnosis.
 
     The lowest living rank reads all reports, prints the diagnosis and posts its summary. If a process posts
@@ -52,13 +52,13 @@ class Inquest:
 
     def __init__(
         self,
-        board: Board,
+        job_notes: JobNotes,
         rank: int,
         world_size: int,
         grace: float,
         listener: Callable[[JobFailure], None] = lambda failure: None,
     ):
-        self.board = board
+        self.job_notes = job_notes
         self.rank = rank
         self.world_size = world_size
         self.grace = grace
@@ -77,7 +77,7 @@ class Inquest:
             CommunicationError: the board is out of reach.
         """
         self._host = host
-        self.board.post(f"log/{self.rank}", json.dumps([host, log]))
+        self.job_notes.post(f"log/{self.rank}", json.dumps([host, log]))
 
     def trouble(self) -> bool:
         """Whether some process has said that the job has failed.
@@ -85,7 +85,7 @@ class Inquest:
         Raises:
             CommunicationError: the board is out of reach.
         """
-        return self.board.read("trouble") is not None
+        return self.job_notes.read("trouble") is not None
 
     def hold(self, report: Report, still: Mapping[int, str] = _NOBODY) -> str:
         """Tell the others, post `report`, wait until the diagnosis is printed, and return its summary.
@@ -99,12 +99,12 @@ class Inquest:
             return self._say_alone(report.error, replace(report, error=""))
         try:
             if still:
-                self.board.post("still", json.dumps(still))  # before the trouble, with which it is read
-            self.board.post("trouble", str(self.rank))
-            self.board.post(f"report/{self.rank}", report.to_json())
-            if (summary := self.board.read("summary")) is not None:
+                self.job_notes.post("still", json.dumps(still))  # before the trouble, with which it is read
+            self.job_notes.post("trouble", str(self.rank))
+            self.job_notes.post(f"report/{self.rank}", report.to_json())
+            if (summary := self.job_notes.read("summary")) is not None:
                 return self._end_with(summary)
-            told = json.loads(self.board.read("still") or "{}")
+            told = json.loads(self.job_notes.read("still") or "{}")
             still = {int(rank): text for rank, text in told.items() if int(rank) != self.rank}
             lower = [rank for rank in range(self.rank) if rank not in still]
             return self._await(still) if lower else self._collect(self.grace, still)
@@ -127,18 +127,18 @@ class Inquest:
         for patience in (self.grace, 2 * self.grace):
             deadline = time.monotonic() + patience
             while time.monotonic() < deadline:
-                if (summary := self.board.read("summary")) is not None:
+                if (summary := self.job_notes.read("summary")) is not None:
                     return self._end_with(summary)
-                if not asked and (wanted := self.board.read("wanted")) is not None:
+                if not asked and (wanted := self.job_notes.read("wanted")) is not None:
                     asked = True
                     self._speak_for(json.loads(wanted))
                 time.sleep(_LOOK)
-            if all(self.board.read(f"report/{rank}") is None for rank in range(self.rank)):
+            if all(self.job_notes.read(f"report/{rank}") is None for rank in range(self.rank)):
                 return self._collect(0.0, still)
         raise CommunicationError("the rank that should make the diagnosis has not done so")
 
     def _end_with(self, summary: str) -> str:
-        self.board.post(f"seen/{self.rank}", "")
+        self.job_notes.post(f"seen/{self.rank}", "")
         _say(f"megazero: rank {self.rank} ends with its job: {summary}")
         return summary
 
@@ -147,19 +147,19 @@ class Inquest:
         self._gather(reports, patience, still)
         silent = [rank for rank in range(self.world_size) if rank not in reports]
         if silent:
-            self.board.post("wanted", json.dumps(silent))
+            self.job_notes.post("wanted", json.dumps(silent))
             self._speak_for(silent)
             self._gather(reports, min(_SECOND_CALL, self.grace))
         diagnosis = diagnose(reports, self.world_size, self.grace, still)
         page = render(diagnosis, reports, self.world_size)
         self._tell(JobFailure(diagnosis.summary, page, diagnosis.findings[0].ranks))
-        self.board.post("summary", diagnosis.summary)
+        self.job_notes.post("summary", diagnosis.summary)
         others = [rank for rank, report in reports.items() if report.alive and rank != self.rank]
         # The board may live in this process, so wait until the others have read it.
         deadline = time.monotonic() + _SECOND_CALL
         while others and time.monotonic() < deadline:
             time.sleep(_LOOK)
-            others = [rank for rank in others if self.board.read(f"seen/{rank}") is None]
+            others = [rank for rank in others if self.job_notes.read(f"seen/{rank}") is None]
         return diagnosis.summary
 
     def _gather(self, reports: dict[int, Report], patience: float, unexpected: Collection[int] = ()) -> None:
@@ -168,7 +168,7 @@ class Inquest:
         deadline = time.monotonic() + patience
         while True:
             for rank in range(self.world_size):
-                if rank not in reports and (text := self.board.read(f"report/{rank}")) is not None:
+                if rank not in reports and (text := self.job_notes.read(f"report/{rank}")) is not None:
                     reports[rank] = Report.from_json(text)
             if all(rank in reports for rank in expected) or time.monotonic() >= deadline:
                 return
@@ -177,7 +177,7 @@ class Inquest:
     def _speak_for(self, silent: list[int]) -> None:
         """Post reports for those of the `silent` ranks whose logs are on this host."""
         for rank in silent:
-            told = self.board.read(f"log/{rank}")
+            told = self.job_notes.read(f"log/{rank}")
             host, path = json.loads(told) if told else ("", None)
             if host != self._host or path is None:
                 continue
@@ -186,7 +186,7 @@ class Inquest:
             except FileNotFoundError:  # another process has read it, or its owner ended cleanly
                 continue
             report = Report(rank, host, time.time(), Alarm.TOLD, "", {}, calls, (), alive=False)
-            self.board.post(f"report/{rank}", report.to_json())
+            self.job_notes.post(f"report/{rank}", report.to_json())
             Path(path).unlink(missing_ok=True)
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from megazero.mpu import Work
 from megazero.ops.chunks import row_chunks
 from megazero.ops.quantize import Quantization, dequantize, quantize
+from megazero.zero.comm_hooks.comm_hook import CommHook, WrappedCommHook
 from megazero.zero.layout import BucketLayout
-from megazero.zero.wires.wire import Wire, WrappedWire
 
 
-class QuantizedWeights(WrappedWire):
+class QuantizedWeights(WrappedCommHook):
     """Gathers the codes and scales of each shard (qwZ of ZeRO++, Wang et al. 2023), rounded to the nearest.
 
     Every rank dequantizes the same bytes, those of its own shard too, so replicas hold the same bits. Shards
@@ -22,13 +22,13 @@ class QuantizedWeights(WrappedWire):
     been. Until it has arrived, a gather takes `Quantization.row_bytes(shard_size)` bytes for each replica.
 
     Args:
-        wire: the wire for the gradients.
+        comm_hook: the hook for the gradients.
         layout: the bucket's layout.
         how: kind of codes, and elements per scale.
     """
 
-    def __init__(self, wire: Wire, layout: BucketLayout, how: Quantization):
-        super().__init__(wire)
+    def __init__(self, comm_hook: CommHook, layout: BucketLayout, how: Quantization):
+        super().__init__(comm_hook)
         self._layout = layout
         self._how = how
 

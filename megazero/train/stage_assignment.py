@@ -24,7 +24,7 @@ Costs = Sequence[float]
 """The cost of each block, in model order: embedding, layers, head."""
 
 
-def deal_layers(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> list[range]:
+def assign_layers(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> list[range]:
     """Which layers each chunk holds, according to `--pipeline-partition`.
 
     Raises:

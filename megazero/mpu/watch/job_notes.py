@@ -20,7 +20,7 @@ _ANSWER = 10.0  # seconds
 _Result = TypeVar("_Result")
 
 
-class SilentBoardError(CommunicationError):
+class SilentKeeperError(CommunicationError):
     """The process that keeps the notes has not answered, as one that is stopped does not.
 
     Args:
@@ -36,10 +36,10 @@ class SilentBoardError(CommunicationError):
         self.keeper = keeper
 
 
-class Board(Protocol):
+class JobNotes(Protocol):
     """Notes that every process can leave and read; no method waits for another process's note.
 
-    All raise `CommunicationError` if the notes cannot be reached, and `SilentBoardError` if whoever keeps
+    All raise `CommunicationError` if the notes cannot be reached, and `SilentKeeperError` if whoever keeps
     them does not answer in time. Several threads may call them.
     """
 
@@ -53,7 +53,7 @@ class Board(Protocol):
         """The text left under each key, or None."""
 
 
-class StoreBoard:
+class StoreJobNotes:
     """A board in a key-value store of torch.distributed.
 
     Args:
@@ -73,7 +73,7 @@ class StoreBoard:
         weakref.finalize(self, self._asked.put, None)
 
     @classmethod
-    def of_world(cls, keeper: str = "the launcher or rank 0", patience: float = _ANSWER) -> StoreBoard:
+    def of_world(cls, keeper: str = "the launcher or rank 0", patience: float = _ANSWER) -> StoreJobNotes:
         """A board in the store that the world was started with, which only this attempt of the job uses."""
         # torch has no public name for it.
         return cls(distributed_c10d._get_default_store(), keeper, patience)
@@ -102,7 +102,7 @@ class StoreBoard:
             return answer.result(self._patience)
         except TimeoutError:
             answer.cancel()  # what has not begun need not be done any more
-            raise SilentBoardError(self._keeper, self._patience) from None
+            raise SilentKeeperError(self._keeper, self._patience) from None
         except RuntimeError as error:
             raise CommunicationError(
                 f"the job's key-value store, which {self._keeper} keeps, is out of reach: {error}"

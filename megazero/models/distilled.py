@@ -1,4 +1,4 @@
-"""`Taught`: a chunk of a model that learns from another one (Hinton et al. 2015)."""
+"""`DistilledChunk`: a chunk of a model that learns from another one (Hinton et al. 2015)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TERM = "kd"
 
 
 @dataclass
-class Taught(Chunk[Batch]):
+class DistilledChunk(Chunk[Batch]):
     """A chunk of a student beside the chunk of its teacher that computes at the same place of the pipeline.
 
     Both read the same micro-batch; their hidden states travel in one message, the student's columns first.
@@ -41,7 +41,7 @@ class Taught(Chunk[Batch]):
     temperature: float
 
     @classmethod
-    def of(cls, student: nn.Module, teacher: nn.Module, beta: float, temperature: float) -> Taught:
+    def of(cls, student: nn.Module, teacher: nn.Module, beta: float, temperature: float) -> DistilledChunk:
         """A chunk and its teacher's, both of language models: rules refuse lessons for others."""
         assert isinstance(student, GPT), "only language models have lessons"
         assert isinstance(teacher, GPT), "only language models teach"

@@ -1,4 +1,4 @@
-"""`choose_wire`: which bucket travels how, as a table."""
+"""`choose_comm_hook`: which bucket travels how, as a table."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megazero.mpu import Group, ParallelContext
+from megazero.zero.comm_hooks.comm_hook import CommHook
+from megazero.zero.comm_hooks.exact import ExactCommHook
+from megazero.zero.comm_hooks.gradients import QuantizedGradients, Rounding
+from megazero.zero.comm_hooks.node import NodeCommHook
+from megazero.zero.comm_hooks.weights import QuantizedWeights
 from megazero.zero.layout import BucketLayout
 from megazero.zero.plan import BucketKey
 from megazero.zero.policy import ZeroPolicy
-from megazero.zero.wires.exact import ExactWire
-from megazero.zero.wires.gradients import QuantizedGradients, Rounding
-from megazero.zero.wires.node import NodeWire
-from megazero.zero.wires.weights import QuantizedWeights
-from megazero.zero.wires.wire import Wire
 
 
 @dataclass(frozen=True)
-class _Traveller:
-    """The bucket that needs a wire.
+class _BucketTraffic:
+    """The bucket that needs a hook.
 
     Attributes:
         key: what its parameters have in common.
@@ -46,40 +46,42 @@ class _Traveller:
         return (context.groups[self.key.replicas],)
 
 
-def _sends_gradient_codes(bucket: _Traveller) -> bool:
+def _sends_gradient_codes(bucket: _BucketTraffic) -> bool:
     sharded = bucket.key.trainable and bucket.layout.row.shard_state
     return bucket.policy.gradient_codes is not None and bucket.key.compressed and sharded and bucket.travels
 
 
-def _sends_weight_codes(bucket: _Traveller) -> bool:
+def _sends_weight_codes(bucket: _BucketTraffic) -> bool:
     """Gathered weights must not be masters, which they are if weights are whole and of the masters' dtype."""
     row, key, policy = bucket.layout.row, bucket.key, bucket.policy
     apart = row.shard_params or (key.trainable and row.shard_state and key.dtype != policy.main_dtype)
     return policy.weight_codes is not None and key.compressed and apart and bucket.travels
 
 
-def _has_second_partition(bucket: _Traveller) -> bool:
+def _has_second_partition(bucket: _BucketTraffic) -> bool:
     return bucket.policy.hpz > 1 and bucket.layout.row.shard_params and bucket.key.replicas == "replica"
 
 
-_Predicate = Callable[[_Traveller], bool]
-_Wrap = Callable[[Wire, _Traveller], Wire]
+_Predicate = Callable[[_BucketTraffic], bool]
+_Wrap = Callable[[CommHook, _BucketTraffic], CommHook]
 
-# From the inside out: what is put around the exact wire of a bucket, if the predicate holds.
+# From the inside out: what is put around the exact hook of a bucket, if the predicate holds.
 _AROUND: tuple[tuple[_Predicate, _Wrap], ...] = (
     (
         _sends_gradient_codes,
-        lambda wire, b: QuantizedGradients(
-            wire, b.layout, b.hops, Rounding(b.policy.gradient_codes, b.policy.rounding_seed)
+        lambda comm_hook, b: QuantizedGradients(
+            comm_hook, b.layout, b.hops, Rounding(b.policy.gradient_codes, b.policy.rounding_seed)
         ),
     ),
-    (_sends_weight_codes, lambda wire, b: QuantizedWeights(wire, b.layout, b.policy.weight_codes)),
-    (_has_second_partition, lambda wire, b: NodeWire(wire, b.context.node)),
+    (_sends_weight_codes, lambda comm_hook, b: QuantizedWeights(comm_hook, b.layout, b.policy.weight_codes)),
+    (_has_second_partition, lambda comm_hook, b: NodeCommHook(comm_hook, b.context.node)),
 )
 
 
-def choose_wire(key: BucketKey, layout: BucketLayout, policy: ZeroPolicy, context: ParallelContext) -> Wire:
-    """The wire of a bucket.
+def choose_comm_hook(
+    key: BucketKey, layout: BucketLayout, policy: ZeroPolicy, context: ParallelContext
+) -> CommHook:
+    """The hook of a bucket.
 
     Args:
         key: what its parameters have in common.
@@ -87,10 +89,10 @@ def choose_wire(key: BucketKey, layout: BucketLayout, policy: ZeroPolicy, contex
         policy: the settings.
         context: the groups.
     """
-    bucket = _Traveller(key, layout, policy, context)
+    bucket = _BucketTraffic(key, layout, policy, context)
     group = context.groups[key.replicas]
-    wire: Wire = ExactWire(group, layout, policy.reduce_dtype, leave_sums=policy.rule_reduces)
+    comm_hook: CommHook = ExactCommHook(group, layout, policy.reduce_dtype, leave_sums=policy.rule_reduces)
     for holds, wrap in _AROUND:
         if holds(bucket):
-            wire = wrap(wire, bucket)
-    return wire
+            comm_hook = wrap(comm_hook, bucket)
+    return comm_hook
