@@ -126,11 +126,11 @@ def test_a_thousand_bf16_micro_batches(stage, accumulation):
 
 
 @EVERY_STAGE
-@pytest.mark.parametrize("wire", [F32, BF16, F16])
-def test_gradients_travel_in_the_wanted_dtype(stage, comm_hook):
+@pytest.mark.parametrize("reduce_dtype", [F32, BF16, F16])
+def test_gradients_travel_in_the_wanted_dtype(stage, reduce_dtype):
     def work(context):
         calls = []
-        settings = policy(stage, reduce_dtype=comm_hook)
+        settings = policy(stage, reduce_dtype=reduce_dtype)
         trainer = Trainer(Zoo(), zoo_loss, settings, with_spies(context, calls))
         trainer.accumulate(0, 2)
         travelled = {dtype for operation, dtype, _ in calls if operation != "all_gather"}
@@ -143,13 +143,13 @@ def test_gradients_travel_in_the_wanted_dtype(stage, comm_hook):
 
     wanted = in_threads(2, exact)[0]
     for travelled, found in in_threads(2, work):
-        assert travelled == {comm_hook}
+        assert travelled == {reduce_dtype}
         different = False
         for name, grad in found.items():
             scale = wanted[name].abs().max() if grad.numel() else 0.0
             torch.testing.assert_close(grad, wanted[name], rtol=0.0, atol=float(scale) * 2**-7)
             different |= not torch.equal(grad, wanted[name])
-        assert different == (comm_hook != F32)
+        assert different == (reduce_dtype != F32)
 
 
 @EVERY_STAGE
@@ -274,15 +274,15 @@ def test_what_an_early_half_brings_waits_for_its_bucket(stage):
     assert in_threads(2, work) == [([1, 1, 3, 4, 4, 6], expected)] * 2
 
 
-@pytest.mark.parametrize("wire", [F32, BF16])
-def test_what_waits_is_summed_as_in_a_buffer(comm_hook):
+@pytest.mark.parametrize("reduce_dtype", [F32, BF16])
+def test_what_waits_is_summed_as_in_a_buffer(reduce_dtype):
     """In the dtype of the buffers, gradient by gradient, whatever comes first."""
     values = [1.0, 2.0**-8, 2.0**-8]
 
     def work(context):
         param, other = parameter("p", [0.0]), parameter("q", [0.0])
         unit = Unit(0, nn.Module(), (param, other))
-        settings = policy(2, reduce_dtype=comm_hook)
+        settings = policy(2, reduce_dtype=reduce_dtype)
         store = build_store([unit], settings, context)
         parallel = DataParallel([unit], store, settings, context)
         parallel.start()
@@ -297,7 +297,7 @@ def test_what_waits_is_summed_as_in_a_buffer(comm_hook):
         return gradients(Optimizer(store, Sgd(0.0), context, 0.0))["p"]
 
     # In bf16 neither small number moves the sum; their sum would.
-    assert in_threads(2, work) == [[2.0 if comm_hook == BF16 else 2.0 + 2.0**-6]] * 2
+    assert in_threads(2, work) == [[2.0 if reduce_dtype == BF16 else 2.0 + 2.0**-6]] * 2
 
 
 @EVERY_STAGE
