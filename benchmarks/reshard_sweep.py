@@ -143,11 +143,11 @@ def train(
 def own_weights(engine: Engine, context: ParallelContext) -> Iterator[tuple[str, Tensor]]:
     """The weights that this rank's stage computes with, whole, in their own dtype."""
     for bucket in engine.optimizer.store.buckets:
-        bucket.fetch()
-        bucket.arrive()
+        bucket.unshard()
+        bucket.wait()
         for spec, view in zip(bucket.layout.specs, bucket.layout.views(bucket.full), strict=True):
             yield name_of(spec), spec.unshard(view, context.groups).clone()
-        bucket.free()
+        bucket.reshard()
 
 
 def name_of(spec: ParamSpec) -> str:

@@ -12,6 +12,8 @@ from megazero.config.rules import RULES, Case, broken_rules, check
 from tests.config.rules.examples import ACCEPTED, EXAMPLES, WORLD
 from tests.config.samples import make_config
 
+pytestmark = pytest.mark.fast
+
 
 def test_the_examples_are_of_all_rules() -> None:
     assert [rule.name for rule in RULES] == list(EXAMPLES)
