@@ -1,10 +1,11 @@
 """Chooses how the quickstart trains: times a few steps of the real model, and fits the run into its time.
 
-    python scripts/quickstart_plan.py --seconds 180 --layouts 2x1 1x2 --entry pretrain_gpt.py -- FLAGS
+    python scripts/quickstart_plan.py --minutes 3 --layouts 2x1 1x2 --entry pretrain_gpt.py -- FLAGS
 
 A layout RxT is R replicas of T threads each. Every layout is timed in fp32, the fastest also in bf16 where
-the processor has instructions for it. The error stream gets the measurements, the output the choice in one
-line: replicas, threads, precision (fp32 or bf16), steps.
+matrix products in bf16 are not slower than in fp32. The error stream gets the measurements, the output the
+choice in one line: replicas, threads, precision (fp32 or bf16), steps. The minutes include the
+timed steps.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,14 +25,16 @@ from pathlib import Path
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-WARM_UP = 3
-TIMED = 12
+WARM_UP = 2
+TIMED = 6
 LONGEST_TRIAL = 0.1
 """Minutes that the steps of one trial may take."""
 START_AND_SAVE = 10.0
 """Seconds of a training in which it makes no step."""
-SAFETY = 0.9
-"""Share of the time that is planned: evaluations take some, and no machine is always as fast as measured."""
+EVALUATIONS = 17
+"""Steps that take as long as the run's five evaluations of ten batches, a third of a step each."""
+SAFETY = 0.95
+"""Share of the time that is planned: no machine is always as fast as measured."""
 FEWEST = 20
 
 
@@ -50,42 +54,61 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The fastest candidate, how many steps fit, and the seconds per step of all that were tried."""
+    """The fastest candidate and how many steps it makes.
+
+    Attributes:
+        candidate: the fastest.
+        steps: how many fit.
+        measured: seconds per step of all that were tried.
+        seconds: time that is left for the training.
+    """
 
     candidate: Candidate
     steps: int
     measured: Mapping[Candidate, float]
+    seconds: float
 
-    def table(self, seconds: float) -> str:
-        """What was measured, for people."""
+    def table(self) -> str:
+        """The measurements and the choice, for people."""
         lines = ["seconds per step, measured:"]
         for candidate, taken in self.measured.items():
             mark = "  <- the fastest" if candidate == self.candidate and len(self.measured) > 1 else ""
             lines.append(f"    {candidate!s:<30}{taken:7.3f}{mark}")
-        lines.append(f"{self.steps:,} steps fit into {seconds / 60:.1f} minutes")
+        lines.append(f"{self.steps:,} steps fit into the {self.seconds:.0f} s that are left")
         return "\n".join(lines)
 
 
 def steps_within(seconds: float, per_step: float, most: int) -> int:
     """How many steps of `per_step` seconds a training of `seconds` makes, from `FEWEST` to `most`."""
-    return max(FEWEST, min(most, int(SAFETY * (seconds - START_AND_SAVE) / per_step)))
+    fitting = SAFETY * (seconds - START_AND_SAVE) / per_step - EVALUATIONS
+    return max(FEWEST, min(most, int(fitting)))
 
 
 def choose(
     layouts: Sequence[Candidate],
-    narrow: bool,
+    try_bf16: bool,
     time_of: Callable[[Candidate], float],
     seconds: float,
     most: int,
 ) -> Choice:
-    """Time the layouts in fp32, and the fastest in bf16 if it may pay (`narrow`); take the fastest of all."""
+    """Time the layouts in fp32, and the fastest of them in bf16 if it may pay; take the fastest of all.
+
+    Args:
+        layouts: those to try.
+        try_bf16: whether bf16 may be faster than fp32.
+        time_of: measures the seconds per step of a candidate.
+        seconds: time for the training; what was measured counts as part of it.
+        most: steps that are enough.
+    """
+    began = time.monotonic()
     measured = {layout: time_of(layout) for layout in layouts}
-    fastest = min(measured, key=lambda each: measured[each])
-    if narrow:
+    fastest = min(measured, key=measured.__getitem__)
+    if try_bf16:
         in_bf16 = replace(fastest, precision="bf16")
         measured[in_bf16] = time_of(in_bf16)
-        fastest = min(measured, key=lambda each: measured[each])
-    return Choice(fastest, steps_within(seconds, measured[fastest], most), measured)
+        fastest = min(measured, key=measured.__getitem__)
+    seconds -= time.monotonic() - began
+    return Choice(fastest, steps_within(seconds, measured[fastest], most), measured, seconds)
 
 
 def seconds_per_step(entry: str, flags: Sequence[str], candidate: Candidate) -> float:
@@ -117,8 +140,31 @@ def seconds_per_step(entry: str, flags: Sequence[str], candidate: Candidate) -> 
     return statistics.median(taken[WARM_UP:] or taken[-1:])
 
 
-def has_bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the processor says that it multiplies bf16; others only imitate it, slowly."""
+def may_gain_from_bf16(threads: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether a training may be faster in bf16: on a GPU, or where its products are not slower than fp32's.
+
+    A processor without instructions for bf16 imitates it, slowly; some that have them are slower even so.
+    """
+    import torch
+
+    from megazero.train.matmul_rate import measure_matmul_rate
+
+    if torch.cuda.is_available():
+        return True
+    if not has_bf16_instructions(cpuinfo):
+        return False
+    torch.set_num_threads(threads)
+    in_bf16, in_fp32 = (measure_matmul_rate(dtype) / 1e9 for dtype in (torch.bfloat16, torch.float32))
+    if in_bf16 < in_fp32:
+        print(
+            f"products in bf16 are slower than in fp32 here: {in_bf16:.0f} and {in_fp32:.0f} GFLOP/s",
+            file=sys.stderr,
+        )
+    return in_bf16 >= in_fp32
+
+
+def has_bf16_instructions(cpuinfo: Path) -> bool:
+    """Whether the processor says that it multiplies bf16."""
     try:
         words = set(cpuinfo.read_text(encoding="utf-8", errors="replace").split())
     except OSError:
@@ -140,30 +186,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = words.index("--") if "--" in words else len(words)
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--seconds", type=float, required=True, help="time for the training")
+    parser.add_argument(
+        "--minutes", type=float, required=True, help="time for the training and the timed steps"
+    )
     parser.add_argument("--layouts", type=layout_of, nargs="+", required=True, metavar="RxT")
     parser.add_argument("--entry", required=True, help="pretrain_gpt.py or pretrain_bert.py")
     parser.add_argument("--most-steps", type=int, default=2000, help="what is enough (default 2000)")
     options, flags = parser.parse_args(words[:end]), words[end + 1 :]
 
     def time_of(candidate: Candidate) -> float:
-        taken = seconds_per_step(options.entry, [*flags, *_batch(flags, candidate)], candidate)
-        print(f"timed {candidate}: {taken:.3f} s per step", file=sys.stderr, flush=True)
-        return taken
+        per_step = seconds_per_step(options.entry, flags, candidate)
+        print(f"timed {candidate}: {per_step:.3f} s per step", file=sys.stderr, flush=True)
+        return per_step
 
-    choice = choose(options.layouts, has_bf16_instructions(), time_of, options.seconds, options.most_steps)
-    print(choice.table(options.seconds), file=sys.stderr, flush=True)
+    print(f"timing {TIMED} steps of each way to train", file=sys.stderr, flush=True)
+    try_bf16 = may_gain_from_bf16(options.layouts[0].threads)
+    choice = choose(options.layouts, try_bf16, time_of, 60 * options.minutes, options.most_steps)
+    print(choice.table(), file=sys.stderr, flush=True)
     chosen = choice.candidate
     print(chosen.replicas, chosen.threads, chosen.precision, choice.steps)
     return 0
-
-
-def _batch(flags: Sequence[str], candidate: Candidate) -> list[str]:
-    """The micro-batch that makes the replicas share the global batch evenly, if the flags have none."""
-    if "--micro-batch-size" in flags:
-        return []
-    whole = int(flags[list(flags).index("--global-batch-size") + 1])
-    return ["--micro-batch-size", str(max(1, whole // candidate.replicas))]
 
 
 if __name__ == "__main__":

@@ -60,27 +60,27 @@ setup_activate() {
     export VIRTUAL_ENV PATH="$VIRTUAL_ENV/bin:$PATH"
 }
 
-setup_pip() {
-    # Twice quiet: errors only. Sources are compiled to bytecode when first imported, which is sooner done.
-    python -m pip --disable-pip-version-check --no-input "$1" -qq --no-compile "${@:2}"
-}
+# `pip install`, which says what it downloads and how far it is.
+setup_pip() { python scripts/pip_progress.py "$@"; }
 
-# torch first and alone: as a requirement of others, the resolver would choose a version of its own.
+# csrc is compiled while torch comes: one keeps a core busy, the other the disk and the network. torch comes alone and
+# before the rest: as a requirement of others, the resolver would choose a version of its own.
 setup_install() {
-    local constraints=$1 torch
+    local constraints=$1 compiling
     python -m pip --version >/dev/null 2>&1 || python -m ensurepip >/dev/null ||
         setup_die "the environment $VIRTUAL_ENV must have pip, but has none; install it there."
-    torch=$(python scripts/setup_facts.py torch)
-    if [[ -z $torch ]]; then
-        setup_say "installing torch==2.13.0"
-        setup_pip install -c constraints.txt torch==2.13.0 || setup_die "torch could not be installed; see above."
+    # The build tools live in the environment too, so that pip need not make another one for each build.
+    setup_pip -c constraints.txt "setuptools>=68" "pybind11>=2.12" "ninja>=1.11" ||
+        setup_die "the build tools could not be installed; see above."
+    setup_build_native &
+    compiling=$!
+    if [[ -z $(python scripts/setup_facts.py torch) ]]; then
+        setup_say "torch 2.13.0, which is most of what comes"
+        setup_pip -c constraints.txt torch==2.13.0 || setup_die "torch could not be installed; see above."
     fi
     python scripts/setup_facts.py constraints >"$constraints"
-    setup_say "installing the other dependencies${SETUP_EXTRAS:+ and the extras $SETUP_EXTRAS}"
-    # The build tools live in the environment too, so that pip need not make another one for each build.
-    setup_pip install -c "$constraints" "setuptools>=68" "pybind11>=2.12" "ninja>=1.11" ||
-        setup_die "the build tools could not be installed; see above."
-    setup_build_native
+    wait "$compiling"
+    setup_say "the other dependencies${SETUP_EXTRAS:+ and the extras $SETUP_EXTRAS}"
     if [[ -n ${SETUP_OPTIONAL:-} ]]; then
         if setup_self "${SETUP_EXTRAS:+$SETUP_EXTRAS,}$SETUP_OPTIONAL" --retries 1 --timeout 15 2>/dev/null; then return; fi
         setup_say "trying without the extra $SETUP_OPTIONAL, which makes things faster but is not to be had here"
@@ -90,11 +90,12 @@ setup_install() {
 
 # megazero with these extras, and what they need.
 setup_self() {
-    setup_pip install -c "$constraints" --no-build-isolation --editable ".${1:+[$1]}" "${@:2}"
+    setup_pip -c "$constraints" --no-build-isolation --editable ".${1:+[$1]}" "${@:2}"
 }
 
-# Compiles csrc in place, from scratch: the build's own time stamps do not see changed headers. The extension is
-# optional, so a build that fails says so by leaving nothing.
+# Compiles csrc for the CPU in place, from scratch: the build's own time stamps do not see changed headers. The extension
+# is optional, so a build that fails says so by leaving nothing. CUDA's kernels follow with megazero itself, once
+# torch is there to say whether it is for CUDA.
 setup_build_native() {
     local folder=build/native log=build/native.log old
     while IFS= read -r old; do
@@ -102,7 +103,7 @@ setup_build_native() {
     done < <(python scripts/setup_facts.py native)
     rm -rf "$folder"
     mkdir -p "$folder"
-    python setup.py build_ext --inplace --force --build-temp "$folder/temp" --build-lib "$folder/lib" \
+    MEGAZERO_CUDA=0 python setup.py build_ext --inplace --force --build-temp "$folder/temp" --build-lib "$folder/lib" \
         >"$log" 2>&1 || true
     if [[ -n $(python scripts/setup_facts.py missing) ]]; then
         setup_say "csrc was not compiled (is there a C++ compiler? see $log); numpy and torch do its work, slower"

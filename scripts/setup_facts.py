@@ -14,7 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST_TORCH = (2, 9)
-INPUTS = ("setup.py", "pyproject.toml", "constraints.txt", "scripts/setup.sh", "scripts/setup_facts.py")
+SCRIPTS = ("scripts/setup.sh", "scripts/setup_facts.py", "scripts/pip_progress.py")
+INPUTS = ("setup.py", "pyproject.toml", "constraints.txt", *SCRIPTS)
 
 
 def version(package):
