@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything a change must pass: lint, csrc compiles, tests. Arguments go to pytest:
+# Everything a change must pass: lint, types, csrc compiles, tests. Arguments go to pytest:
 #
-#   bash scripts/test.sh                    # the default suite
+#   bash scripts/test.sh                    # the default suite; with CI=true also a wheel and the site of the docs
 #   bash scripts/test.sh --fast             # what a commit waits for: lint, and the tests of about a minute
 #   bash scripts/test.sh tests/data -k idx  # part of it
 #   bash scripts/test.sh --slow             # with the tests that take minutes
@@ -38,5 +38,7 @@ lint() {
 }
 
 step lint lint
+step types mypy
 if [[ " $* " != *" --fast "* ]]; then step csrc bash scripts/check_csrc.sh; fi
+if [[ -n ${CI:-} ]]; then step wheel bash scripts/check_wheel.sh; fi
 step tests python -m pytest -n "${TEST_WORKERS:-2}" --dist worksteal "$@"
