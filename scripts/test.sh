@@ -8,6 +8,10 @@
 #
 # TEST_WORKERS sets the processes that run tests (default 2). At the end it says what each step took.
 set -euo pipefail
+if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+    exit 0
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 SETUP_EXTRAS=dev,plot SETUP_OPTIONAL=fast
