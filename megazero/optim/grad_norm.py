@@ -34,7 +34,7 @@ def local_square_sum(tensors: Iterable[Tensor], device: torch.device | str = "cp
         fp64 scalar tensor `[]` on the tensors' device; nothing is copied to the host.
     """
     total = None
-    for together in [tensors] if isinstance(tensors, Sequence) and tensors else ([each] for each in tensors):
+    for together in [tensors] if isinstance(tensors, Sequence) and tensors else ([x] for x in tensors):
         part = square_sum(together)
         total = part if total is None else total + part
     return torch.zeros((), dtype=torch.float64, device=device) if total is None else total
