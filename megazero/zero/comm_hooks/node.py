@@ -43,8 +43,8 @@ class NodeCommHook(WrappedCommHook):
 
 
 @dataclass(frozen=True)
-class _Keeping:
-    """A gather whose result the hook keeps a slice of."""
+class _Keeping(Work):
+    """A gather; once it has arrived, the hook keeps a slice of its result."""
 
     comm_hook: NodeCommHook
     whole: Tensor
