@@ -31,9 +31,9 @@ class NotedTier(DiskTier):
         super().prefetch(slot)
         self.most = max(self.most, len(self._reading))
 
-    def unshard(self, slot):
+    def fetch(self, slot):
         self.said.append(("here" if slot in self._reading else "waits", slot.start // 4096))
-        return super().unshard(slot)
+        return super().fetch(slot)
 
     @property
     def ahead(self) -> int:

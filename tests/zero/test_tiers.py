@@ -34,8 +34,8 @@ def test_what_is_put_is_fetched(tmp_path, which):
         dtype = DTYPES[number % 3]
         lead = number * dtype.itemsize
         slot = tier.make(numel, dtype, lead)
-        assert tier.unshard(slot).count_nonzero() == 0
-        tier.drop(slot, tier.unshard(slot) if tier.in_place else tier._view(slot))
+        assert tier.fetch(slot).count_nonzero() == 0
+        tier.drop(slot, tier.fetch(slot) if tier.in_place else tier._view(slot))
         held.append((slot, torch.randn(numel).to(dtype)))
     for slot, content in held:
         there = tier.blank(slot)
@@ -49,7 +49,7 @@ def test_what_is_put_is_fetched(tmp_path, which):
     for slot, content in reversed(held):
         tier.prefetch(slot)
         tier.prefetch(slot)
-        there = tier.unshard(slot)
+        there = tier.fetch(slot)
         assert there.equal(content)
         there.mul_(2)
         tier.put(slot, there)
@@ -57,7 +57,7 @@ def test_what_is_put_is_fetched(tmp_path, which):
         assert tier.at_rest(slot).equal(content * 2)
         tier.at_rest(slot).fill_(3)
     for slot, _ in held:
-        there = tier.unshard(slot)
+        there = tier.fetch(slot)
         assert set(there.tolist()) == {3.0}
         tier.drop(slot, there)
     assert tier.nbytes == sum(slot.nbytes for slot, _ in held)
@@ -79,7 +79,7 @@ def test_what_was_read_ahead_for_nothing_is_not_taken_for_what_is_written_at_res
     slot = tier.make(10, torch.float32)
     tier.prefetch(slot)
     tier.at_rest(slot).fill_(4)
-    assert tier.unshard(slot).tolist() == [4.0] * 10
+    assert tier.fetch(slot).tolist() == [4.0] * 10
 
 
 def test_buffers_are_used_again(tmp_path):
@@ -90,7 +90,7 @@ def test_buffers_are_used_again(tmp_path):
         for number, slot in enumerate(slots):
             for other in slots[number : number + 2]:
                 tier.prefetch(other)
-            there = tier.unshard(slot)
+            there = tier.fetch(slot)
             tier.put(slot, there.add_(1))
             while not tier._writing[slot].done():
                 time.sleep(1e-4)
@@ -141,7 +141,7 @@ def test_a_full_disk_is_found_when_room_is_set_aside(tmp_path, monkeypatch):
 def test_an_error_in_the_middle_names_the_folder(tmp_path, monkeypatch, call, number):
     tier = DiskTier(tmp_path, DiskSettings(block=PAGE))
     slot = tier.make(4 * PAGE, torch.float32)
-    there = tier.unshard(slot)
+    there = tier.fetch(slot)
     tier.put(slot, there)
     tier.settle()
     real, seen = getattr(os, call), []
@@ -153,7 +153,7 @@ def test_an_error_in_the_middle_names_the_folder(tmp_path, monkeypatch, call, nu
         return real(*arguments)
 
     def work():
-        tier.put(slot, tier.unshard(slot))
+        tier.put(slot, tier.fetch(slot))
         tier.settle()
 
     monkeypatch.setattr(disk.os, call, broken)
@@ -170,7 +170,7 @@ def test_short_reads_and_writes_go_on(tmp_path, monkeypatch):
     there = tier.blank(slot)
     there.copy_(torch.arange(10_000))
     tier.put(slot, there)
-    assert tier.unshard(slot).equal(torch.arange(10_000.0))
+    assert tier.fetch(slot).equal(torch.arange(10_000.0))
 
 
 def test_a_file_that_was_cut_is_an_error(tmp_path):
@@ -178,7 +178,7 @@ def test_a_file_that_was_cut_is_an_error(tmp_path):
     slot = tier.make(10_000, torch.float32)
     os.ftruncate(tier._file._file, PAGE)
     with pytest.raises(OffloadError, match="shorter than what was written"):
-        tier.unshard(slot)
+        tier.fetch(slot)
 
 
 def test_without_unbuffered_requests_the_cache_is_used(tmp_path, monkeypatch):
