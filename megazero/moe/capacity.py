@@ -81,7 +81,7 @@ def kept_choices(
 
 @torch.no_grad()
 def _urgency(config: ModelConfig, layer: int, choice: Routing, tokens: Tokens, inputs: LayerInputs) -> Tensor:
-    """float32 [N, k]: how urgent each choice is; the most urgent ones are taken first."""
+    """The urgency of each choice, float32 [N, k]; the most urgent ones are taken first."""
     if config.moe_token_drop_policy == "probs":
         return tokens.whole(choice.weights.detach())
     keys = inputs.sample_keys

@@ -150,7 +150,7 @@ def all_to_all_dispatch(
 
 
 def _regrouping(received: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """From rows by source, then expert, to rows by expert, then source: the order, and its inverse."""
+    """The order that sorts rows by source, then expert, into rows by expert, then source; and its inverse."""
     sizes = torch.tensor(received)
     expert = torch.arange(sizes.shape[1]).repeat(sizes.shape[0]).repeat_interleave(sizes.reshape(-1))
     order, inverse, _ = sort_by_expert(expert, None, sizes.shape[1])

@@ -17,9 +17,9 @@ from megazero.mpu import ParallelContext, gather_values
 class RouterLoads:
     """Keeps each router's load, and its bias if it has one, and moves them once a step.
 
-    The bias of an expert with fewer choices than the mean rises by `moe_router_bias_update_rate`, that of one
-    with more falls by it (Wang et al. 2024, arXiv:2408.15664). Steps count whether or not the optimizer
-    skips their update, and evaluation does not count.
+    The bias of an expert with fewer choices than the mean rises by `moe_router_bias_update_rate`, and the
+    bias of one with more falls by it (Wang et al. 2024, arXiv:2408.15664). Steps count whether or not the
+    optimizer skips their update, and evaluation does not count.
 
     Args:
         routers: the routers of this stage, in order of layer.
@@ -57,7 +57,7 @@ class RouterLoads:
             if router.tally in tallies:  # else the load stays what it was
                 _load(router).copy_(chosen / chosen.sum().clamp_min(1))
             if router.bias is not None:
-                # E times what is missing to the mean, so that equal loads give exactly 0.
+                # E times the distance to the mean, so that equal loads give exactly 0.
                 missing = chosen.sum() - router.experts * chosen
                 router.bias.add_(missing.sign(), alpha=self.config.moe_router_bias_update_rate)
         return dict(zip(names, parts, strict=True))
@@ -66,7 +66,7 @@ class RouterLoads:
         """Count the choices of each expert of all stages; None without experts. Every rank calls this.
 
         Args:
-            tokens: what `update` returned.
+            tokens: the result of `update`.
 
         Returns:
             For each layer with experts, in order, its number as ``layer`` and the numbers as ``tokens``.

@@ -70,8 +70,8 @@ def router_terms(
 
     Args:
         config: the model.
-        choice: what the router decided for this rank's share.
-        tokens: that share.
+        choice: the router's decision for this rank's share.
+        tokens: this rank's share.
         kept: bool [n, k], the choices that have room; None for all.
         load: float32 [E], f.
         layers: how many layers have a router; figures that are only reported are means over them.

@@ -52,7 +52,7 @@ class Tokens:
         return values if self.sharers.size == 1 else gather_rows(values, self.sharers)
 
     def own(self, values: Tensor) -> Tensor:
-        """This rank's part of what `whole` gives."""
+        """This rank's part of the `values` of all shares."""
         return own_rows(values, self.sharers)
 
     def everywhere(self) -> Tokens:

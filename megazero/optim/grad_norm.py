@@ -26,8 +26,8 @@ def local_square_sum(tensors: Iterable[Tensor], device: torch.device | str = "cp
     stall, also if a tensor's norm is above 1.8 x 10^19.
 
     Args:
-        tensors: floating-point tensors of any shape and dtype, on one device. Those of an iterator may be
-            overwritten once the next is asked for; those of a sequence are worked on together.
+        tensors: floating-point tensors of any shape and dtype, on one device. An iterator may overwrite a
+            tensor once the next is asked for; the tensors of a sequence are measured together.
         device: the device of the zero that an empty iterable gives; otherwise the tensors' device is used.
 
     Returns:

@@ -1,4 +1,4 @@
-"""LAMB, which needs norms of whole parameters: the length of an update follows that of the weights."""
+"""LAMB, which needs norms of whole parameters: the length of an update follows the length of the weights."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Lamb(NormRule):
         lamb_move_all(params, first, second, rates, ends.weights, weight_decays=weight_decays, **terms)
 
     def ratios(self, norms: Sequence[Tensor], exempt: Sequence[bool]) -> Tensor:
-        """The trust ratio of each piece, fp64 [pieces], from what `step` is given."""
+        """The trust ratio of each piece, fp64 [pieces], from the arguments of `step`."""
         weight, update = torch.stack(list(norms)).unbind(1)
         bounded = (weight / update).clamp(self.min_coeff, self.max_coeff)
         plain = [unscaled and not self.adapt_all for unscaled in exempt]

@@ -44,7 +44,7 @@ def newton_schulz(
     Args:
         matrices: [n, rows, columns], any dtype; unchanged.
         coefficients: (a, b, c) of each step.
-        dtype: of the products.
+        dtype: the dtype of the products.
 
     Returns:
         [n, rows, columns] in the dtype of `matrices`.
@@ -73,10 +73,10 @@ class Muon(MatrixRule):
         steps: number of Newton-Schulz steps.
         scale: s by a matrix's shape: ``shape_scaling`` is sqrt(max(1, rows / columns)), as Jordan et al.
             have it; ``spectral`` is sqrt(max(rows, columns)); ``unit_rms_norm`` is sqrt(rows / columns).
-        extra_scale: what s is multiplied by; 0.2 with ``spectral`` gives updates the size of AdamW's (Liu et
+        extra_scale: a further factor of s; 0.2 with ``spectral`` gives updates the size of AdamW's (Liu et
             al. 2025, "Muon is Scalable for LLM Training").
         split_joined: whether queries, keys and values that are stored as one are orthogonalized apart.
-        dtype: of the products: fp32, or bf16 as Jordan et al. have it.
+        dtype: the dtype of the products: fp32, or bf16 as Jordan et al. have it.
         rest: the rule for other parameters.
     """
 
@@ -109,7 +109,7 @@ class Muon(MatrixRule):
         step: int,
         weight_decays: Sequence[float],
     ) -> Iterator[Tensor]:
-        """Update the momentum and yield what is to be orthogonalized, piece by piece; pieces may be views."""
+        """Update the momentum and yield the tensors to orthogonalize, piece by piece; they may be views."""
         check_pieces(self.state_names, params, grads, states, step, weight_decays)
         for grad, state in zip(grads, states, strict=True):
             momentum = state["momentum"].lerp_(grad, 1.0 - self.momentum)

@@ -20,7 +20,7 @@ class Needs:
     Attributes:
         norms: names of the norms that it needs for each parameter, see `NormRule`.
         reduces: whether it sums gradients over the replicas itself, see `ReducingRule`.
-        private: those of its `state_names` that differ between replicas.
+        private: the `state_names` whose tensors differ between replicas.
         scalars: names of further state, one number for each whole parameter.
         in_use: whether the model uses other weights than the masters; the rule's `in_use` makes them.
         matrices: whether it updates whole matrices, and another rule the rest, see `MatrixRule`.
@@ -219,7 +219,7 @@ class MatrixRule(UpdateRule, Protocol):
         """Update `params` in place, as `UpdateRule.step` does.
 
         Args:
-            updates: for each piece, its part of what `change` returned.
+            updates: for each piece, its part of the tensors that `change` returned.
         """
 
 

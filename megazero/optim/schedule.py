@@ -4,7 +4,7 @@ The formulas and their edge cases are those of Megatron-Core's `OptimizerParamSc
 the same values in both. It matters when a step reads its value: Megatron advances its scheduler *after*
 each update, so the first update of a training uses progress 0 (with warmup from zero, a learning rate of
 zero), and update k uses the progress of the k - 1 updates before it. Call `LearningRate.at(progress)` with
-what was consumed before the step.
+the progress before the step.
 
 Megatron's iteration-based training counts samples (iterations x global batch) internally; for a constant
 batch the ratios, and so the values, are the same (`LearningRate` names the exception). With a batch-size
@@ -52,7 +52,7 @@ class Decay:
 
 @dataclass(frozen=True)
 class LearningRate:
-    """A learning rate schedule; `unit` is what the lengths are counted in.
+    """A learning rate schedule; its lengths are counted in `unit`.
 
     Megatron's scheduler counts an iteration as a global batch of samples. That matters for an inverse square
     root without a warmup alone, whose rate is a function of the count itself; `samples_per_unit` is how many

@@ -1,7 +1,7 @@
 """A torch optimizer class as an update rule: it runs itself on flat pieces of the fp32 master weights.
 
-The result is that of whole tensors if each element's update depends on that element alone, which `on_pieces`
-tests beforehand.
+Whole tensors would give the same result if each element's update depends on that element alone, which
+`on_pieces` tests beforehand.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Bucket:
             used them, if it left them as they are.
 
     Args:
-        key: what the parameters have in common.
+        key: the properties that the parameters have in common.
         params: the parameters in buffer order, on the real or the meta device.
         layout: where each parameter lies in the buffer.
         comm_hook: the connection between the replicas.
@@ -150,7 +150,7 @@ class Bucket:
         return DONE
 
     def show_masters(self, master: Tensor) -> None:
-        """Gather the whole weights as the masters have them, even if the hook rounds.
+        """Gather the whole weights exactly as the masters are, even if the hook rounds.
 
         Args:
             master: the master weights over the layout's `state_range`.
@@ -172,7 +172,7 @@ class Bucket:
             self.comm_hook.gather(self.full, self.store.shard(self)).wait()
 
     def adopt_full(self) -> None:
-        """Copy what was written to the whole weights into the shard and the master."""
+        """Copy the changes to the whole weights into the shard and the master."""
         assert self.presence is ShardedState.WHOLE
         self.store.adopt(self)
         self.comm_hook.round_weights(self.full)

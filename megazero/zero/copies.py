@@ -285,5 +285,5 @@ def _roundings(loaded: LoadedBucket) -> Iterator[tuple[str, Tensor]]:
 
 
 def _bits(numbers: Tensor) -> Tensor:
-    """As integers, so that NaN equals itself and -0 is not 0."""
+    """A tensor's bits as integers, so that NaN equals itself and -0 is not 0."""
     return numbers.view({2: torch.int16, 4: torch.int32}[numbers.element_size()])

@@ -62,7 +62,7 @@ class ZeroPolicy:
     def of(
         cls, config: ZeroConfig, offload: OffloadConfig, needs: Needs = NOTHING, seed: int = 0
     ) -> ZeroPolicy:
-        """The policy of a configuration, of what an update rule needs, and of the training's seed."""
+        """The policy that follows from a configuration, an update rule's needs, and the training's seed."""
         return cls(
             stage=config.stage,
             bucket_size=config.bucket_size,

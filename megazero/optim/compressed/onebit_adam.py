@@ -38,7 +38,7 @@ class OnebitAdam(ReducingRule):
     Attributes:
         beta1, beta2, eps: as Adam's.
         freeze_step: number of exact updates.
-        precondition: choose the scale of what is sent by the update.
+        precondition: choose the scale of a message by its effect on the update.
 
     Raises:
         ConfigError: `freeze_step` is below 1.

@@ -32,8 +32,8 @@ class OnebitLamb(NormRule, ReducingRule):
 
     Attributes:
         freeze_step: number of exact updates.
-        lamb: what is done until then; its moments' decays, epsilon and corrections hold throughout, where
-            the correction of v stays that of `freeze_step`.
+        lamb: the rule until then; its moments' decays, epsilon and corrections hold throughout, and the
+            correction of v stays as it was at `freeze_step`.
         coeff_beta: decay of the running average.
         factor_min, factor_max: bounds of f.
         factor_threshold: the largest change of f from one step to the next, as a share of it.

@@ -35,7 +35,7 @@ class ZeroOneAdam(LocalRule):
         local_step_scaler: the number of updates after which the distance of exchanges doubles.
         local_step_clipper: the largest distance of exchanges; 1 lets the replicas always exchange.
         beta1, beta2, eps: as Adam's; m is divided by 1 - b1^t, and v by 1 - b2^k if it was updated k times.
-        precondition: choose the scale of what is sent by the update, as in `OnebitAdam`.
+        precondition: choose the scale of a message by its effect on the update, as in `OnebitAdam`.
 
     Raises:
         ConfigError: one of the first four is below 1.

@@ -20,7 +20,7 @@ class _BucketTraffic:
     """The bucket that needs a hook.
 
     Attributes:
-        key: what its parameters have in common.
+        key: the properties that its parameters have in common.
         layout: its layout.
         policy: the settings.
         context: the groups.
@@ -54,7 +54,7 @@ def _with_gradient_codes(comm_hook: CommHook, bucket: _BucketTraffic) -> CommHoo
 
 
 def _with_weight_codes(comm_hook: CommHook, bucket: _BucketTraffic) -> CommHook:
-    """Gathered weights must not be masters, which they are if weights are whole and of the masters' dtype."""
+    """Gather codes, unless the gathered weights are masters: whole weights of the masters' dtype."""
     row, key, policy = bucket.layout.row, bucket.key, bucket.policy
     apart = row.shard_params or (key.trainable and row.shard_state and key.dtype != policy.main_dtype)
     if policy.weight_codes is None or not (key.compressed and apart and bucket.travels):
@@ -77,7 +77,7 @@ def choose_comm_hook(
     """The hook of a bucket.
 
     Args:
-        key: what its parameters have in common.
+        key: the properties that its parameters have in common.
         layout: its layout.
         policy: the settings.
         context: the groups.

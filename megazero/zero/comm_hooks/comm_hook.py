@@ -12,11 +12,11 @@ from megazero.mpu import Group, Work
 
 @dataclass(frozen=True)
 class Reduction:
-    """Gradient sums in flight; keeps alive what the hook needs until they have landed.
+    """Gradient sums in flight; keeps the hook's buffers alive until they have landed.
 
     Attributes:
         result: the sums over the bucket's `state_range`, valid once `work` has been waited for.
-        work: completes `result`; a hook that must process what arrived does so in `wait`.
+        work: completes `result`; a hook that must process the data that arrived does so in `wait`.
     """
 
     result: Tensor

@@ -19,7 +19,7 @@ class NodeCommHook(WrappedCommHook):
 
     Args:
         comm_hook: the hook between all replicas.
-        node: the replicas on this node; their number divides that of all replicas.
+        node: the replicas on this node; their number divides the number of all replicas.
     """
 
     def __init__(self, comm_hook: CommHook, node: Group):

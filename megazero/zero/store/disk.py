@@ -115,7 +115,7 @@ class DiskTier(Tier):
         self._give_back(slot)
 
     def at_rest(self, slot: TierSlot) -> Tensor:
-        if slot in self._reading:  # what was read ahead for nothing must not outlive what is written here
+        if slot in self._reading:  # content read ahead for nothing must not outlive changes made here
             self.drop(slot, self.fetch(slot))
         self._settle(slot)
         if self._mapped is None:

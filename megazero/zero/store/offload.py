@@ -67,12 +67,12 @@ class _Kept:
 
 
 class OffloadStore(Store):
-    """Keeps what a placement says in its tiers, and brings it to the host bucket by bucket.
+    """Keeps state in the tiers that a placement names, and brings it to the host bucket by bucket.
 
     State that is in a tier is updated on the host (ZeRO-Offload, Ren et al. 2021); while one bucket is
     worked on, the next one is read and the last one written (ZeRO-Infinity, Rajbhandari et al. 2021). The
     first buckets of an update are read during the backward before it, into buffers that the last one left.
-    Sums and norms round as those of `DeviceStore` do.
+    Sums and norms round exactly as in `DeviceStore`.
 
     Args:
         policy: the dtypes of masters and sums.
