@@ -218,7 +218,7 @@ def _dtype(config: str | Path | Mapping[str, Any] | None) -> torch.dtype | None:
     read = read_deepspeed(config)
     if read.problems:
         raise ConfigError(read.problems)
-    dtypes: dict[Any, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    dtypes: dict[str | None, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return dtypes.get(read.values.get("precision.dtype"))
 
 
