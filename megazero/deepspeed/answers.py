@@ -1,4 +1,4 @@
-"""What a script may query of an engine: its settings, its optimizer's state, and its rank's place."""
+"""Queries that a script may make of an engine: its settings, its optimizer's state, and its rank's place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SettingsAnswers:
         return self.settings.clip_grad
 
     def zero_optimization_stage(self) -> int:
-        """What is sharded over the ranks: 0 nothing, 1 the optimizer, 2 also gradients, 3 also parameters."""
+        """The stage of ZeRO: 0 shards nothing, 1 the optimizer, 2 also gradients, 3 also parameters."""
         return self.settings.zero.stage
 
     def zero_optimization(self) -> bool:

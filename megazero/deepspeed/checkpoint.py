@@ -1,8 +1,8 @@
 """Checkpoints of the engine for a user's module.
 
 ``SAVE_DIR/TAG/`` is a checkpoint folder of `megazero.checkpoint`: whole fp32 masters and moments by name,
-buffers, and a JSON with the rest, so that any number of replicas and any ZeRO stage can load it. What cannot
-be expressed as plain values and tensors is refused: nothing is unpickled.
+buffers, and a JSON with the rest, so that any number of replicas and any ZeRO stage can load it. State that
+plain values and tensors cannot express is refused: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def save_checkpoint(
     """
     optimizer, context = engine.optimizer, engine.context
     states: dict[str, Tensor] = {}
-    schedule = getattr(engine.lr_scheduler, "state_dict", dict)()
+    schedule: dict[str, Any] = getattr(engine.lr_scheduler, "state_dict", dict)()
     facts = {
         "kind": "module",
         "progress": asdict(engine.progress()),
@@ -110,11 +110,12 @@ def load_checkpoint(
                 f"`{pointer}` must name a folder beside it, but holds {tag!r:.60}; correct it or give a tag"
             )
     folder = load_dir / tag
-    found = candidates(folder)
-    if not found.folders:
+    checkpoints = candidates(folder)
+    if not checkpoints.folders:
         raise CheckpointError(f"`{folder}` must hold a checkpoint, but has none; check the path and the tag")
     readers: list[CheckpointReader] = []
-    together(engine.context, lambda: readers.append(CheckpointReader(found.folders[0])), f"open {folder}")
+    newest = checkpoints.folders[0]
+    together(engine.context, lambda: readers.append(CheckpointReader(newest)), f"open {folder}")
     (reader,) = readers
     if reader.facts.get("kind") != "module":
         raise CheckpointError(

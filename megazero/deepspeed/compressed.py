@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -14,7 +14,7 @@ from megazero.optim import Lamb, OnebitAdam, OnebitLamb, UpdateRule, ZeroOneAdam
 Kind = Literal["onebit-adam", "zero-one-adam", "onebit-lamb"]
 _STEPS = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
 _FACTORS = ("coeff_beta", "factor_min", "factor_max", "factor_threshold")
-OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+OPTIONS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
     {
         "onebit-adam": ("freeze_step",),
         "zero-one-adam": _STEPS,
@@ -25,9 +25,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """The options of each kind besides betas and epsilon; all groups have the same."""
-_OWN_WAY = (
-    "what never had a gradient is left out by itself, and every parameter is frozen alike; leave it out"
-)
+_OWN_WAY = "elements without gradients are left out anyway, and all parameters are frozen alike; leave it out"
 
 
 class CompressedOptimizer(torch.optim.Optimizer):
@@ -69,8 +67,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         )
         return OnebitLamb(group["freeze_step"], lamb, **{name: group[name] for name in _FACTORS})
 
-    def step(self, closure: Any = None) -> None:
-        """Never updates anything: `megazero.initialize` returns an optimizer that does.
+    def step(self, closure: object = None) -> NoReturn:
+        """Refuse to update: only the optimizer that `megazero.initialize` returns does.
 
         Raises:
             ConfigError: always.

@@ -14,18 +14,18 @@ from megazero.mpu import ParallelContext
 
 
 def build_dataloader(
-    dataset: Dataset,
-    collate_fn: Callable | None,
+    dataset: Dataset[Any],
+    collate_fn: Callable[[list[Any]], Any] | None,
     micro_batch_size: int,
     drop_last: bool,
     context: ParallelContext,
-) -> DataLoader:
+) -> DataLoader[Any]:
     """Micro-batches of this data-parallel rank, in the order in which DeepSpeed distributes samples.
 
     Samples are shuffled with torch's `DistributedSampler`, seed 0, the same order in every epoch unless
     ``dataloader.sampler.set_epoch`` is called; an iterable dataset is used as it comes.
     """
-    sampler = None
+    sampler: DistributedSampler[Any] | None = None
     if not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(dataset, num_replicas=context.data.size, rank=context.data.rank)
     return DataLoader(
@@ -40,11 +40,11 @@ class RepeatingLoader:
         loader: must yield at least one item each time it is iterated over.
     """
 
-    def __init__(self, loader: Iterable):
+    def __init__(self, loader: Iterable[Any]):
         self.loader = loader
         self._items = iter(loader)
 
-    def __iter__(self) -> Iterator:
+    def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
@@ -56,15 +56,16 @@ class RepeatingLoader:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with each tensor in it (in tuples, lists, mappings and dataclasses) changed."""
+    """A copy of `value` with each tensor in it (in tuples, lists, mappings and dataclasses) changed."""
+    kind: Any = type(value)
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
+        return kind(*(map_tensors(item, change) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(item, change) for item in value)
+        return kind(map_tensors(item, change) for item in value)
     if isinstance(value, Mapping):
-        return type(value)({key: map_tensors(item, change) for key, item in value.items()})
+        return kind({key: map_tensors(item, change) for key, item in value.items()})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changed = {f.name: map_tensors(getattr(value, f.name), change) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **changed)
@@ -72,12 +73,12 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def to_half(value: Any) -> Any:
-    """`value` with floating point tensors in fp16."""
+    """A copy of `value` with its floating-point tensors in fp16."""
     return map_tensors(value, lambda t: t.half() if t.is_floating_point() else t)
 
 
-def as_arguments(batch: Any, device: torch.device) -> tuple[tuple, dict[str, Any]]:
-    """How a batch is passed to a model: a mapping by keyword, a tuple or list by position, others alone."""
+def as_arguments(batch: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A model's arguments: a mapping by keyword, a tuple or list by position, any other batch alone."""
     batch = map_tensors(batch, lambda t: t.to(device))
     if isinstance(batch, Mapping):
         return (), dict(batch)
@@ -87,7 +88,10 @@ def as_arguments(batch: Any, device: torch.device) -> tuple[tuple, dict[str, Any
 def loss_of(output: Any) -> Tensor:
     """The loss that a model returns: the output itself, its first item, or its `loss`."""
     if hasattr(output, "loss"):
-        return output.loss
-    if isinstance(output, Mapping) and "loss" in output:
-        return output["loss"]
-    return output[0] if isinstance(output, (tuple, list)) else output
+        output = output.loss
+    elif isinstance(output, Mapping) and "loss" in output:
+        output = output["loss"]
+    elif isinstance(output, (tuple, list)):
+        output = output[0]
+    loss: Tensor = output
+    return loss

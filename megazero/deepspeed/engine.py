@@ -1,7 +1,7 @@
 """The engine that `megazero.initialize` returns: a module whose backward and step are ours.
 
 Members have DeepSpeed's names and do what they do there. `stepping.py` holds the training step, `answers.py`
-what a script may query.
+the queries of a script.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class UserEngine(SteppingEngine):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Continue from what `save_checkpoint` wrote, on any number of replicas and at any stage.
+        """Continue from a checkpoint of `save_checkpoint`, on any number of replicas and at any stage.
 
         Args:
             load_dir: the folder given to `save_checkpoint`.

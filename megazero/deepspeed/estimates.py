@@ -1,7 +1,7 @@
 """How much memory the states of a model take: DeepSpeed's estimators by name, with this library's layout.
 
 Weights are of 2 bytes (bf16 or fp16); masters, both of Adam's moments and gradient sums are of 4 bytes each.
-What a step needs besides (activations, gradients on their way, state on its way from a disk) is not in it.
+Other needs of a step (activations, gradients on their way, state on its way from a disk) are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def estimate_zero2_model_states_mem_needs(
         num_gpus_per_node: devices, and ranks, of a node.
         num_nodes: number of nodes.
         cpu_offload: whether masters, moments and gradient sums are on the host.
-        additional_buffer_factor: what the host's bytes are multiplied by, as a reserve.
+        additional_buffer_factor: a factor of the host's bytes, as a reserve.
 
     Returns:
         Bytes of a node's host memory, and of a device's memory.
@@ -60,7 +60,7 @@ def estimate_zero3_model_states_mem_needs(
         cpu_offload: whether masters, moments and gradient sums are on the host.
         cpu_offload_params: whether the slices of the weights are there too.
         zero_init: whether the model is built under `Init`; otherwise each rank begins with all of it in fp32.
-        additional_buffer_factor: what the host's bytes are multiplied by, as a reserve.
+        additional_buffer_factor: a factor of the host's bytes, as a reserve.
 
     Returns:
         Bytes of a node's host memory, of a device's memory, and of the largest layer, which is in the latter.
@@ -81,7 +81,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """Print what `estimate_zero2_model_states_mem_needs` says with and without offload."""
+    """Print the estimates of `estimate_zero2_model_states_mem_needs` with and without offload."""
     _title(total_params, None, num_gpus_per_node, num_nodes)
     for offload in (True, False):
         host, device = estimate_zero2_model_states_mem_needs(
@@ -110,7 +110,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """Print what `estimate_zero3_model_states_mem_needs` says for each way to offload and to begin."""
+    """Print the estimates of `estimate_zero3_model_states_mem_needs` for each way to offload and to begin."""
     _title(total_params, largest_layer_params, num_gpus_per_node, num_nodes)
     for optimizer, params in ((True, True), (True, False), (False, False)):
         for zero_init in (True, False):

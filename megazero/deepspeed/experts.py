@@ -26,9 +26,9 @@ def agreed_ep_size(model: nn.Module) -> int:
     """
     sizes = {name or "the model": layer.ep_size for name, layer in expert_layers(model).items()}
     if len(set(sizes.values())) > 1:
-        told = ", ".join(f"{size} in {name}" for name, size in sizes.items())
+        by_layer = ", ".join(f"{size} in {name}" for name, size in sizes.items())
         raise ConfigError(
-            f"`ep_size` must be the same in all MoE layers of a model, but is {told}; choose one for all"
+            f"`ep_size` must be the same in all MoE layers of a model, but is {by_layer}; choose one for all"
         )
     return next(iter(sizes.values()), 1)
 
@@ -48,7 +48,7 @@ def check_ep_size(model: nn.Module, context: ParallelContext) -> None:
 
 
 def share_experts(model: nn.Module, context: ParallelContext) -> set[int]:
-    """Leave each MoE layer only the experts of this rank; returns the ``id`` of all parameters of the others.
+    """Leave each MoE layer only the experts of this rank; return the ``id`` of all parameters of the others.
 
     The parameters that stay get specs of their own.
     """
@@ -80,12 +80,12 @@ def with_all_experts(
             whole[key] = value
             continue
         number, _, rest = key.removeprefix(path).partition(".")
-        each = paths[path].num_experts // group.size
+        per_rank = paths[path].num_experts // group.size
         mine = value.to(context.device).contiguous()
-        found = mine.new_empty(group.size, *mine.shape)
-        group.all_gather(found.view(-1), mine.view(-1)).wait()
-        for rank, part in enumerate(torch.unbind(found.cpu())):
-            whole[f"{path}{int(number) % each + rank * each}.{rest}"] = part.clone()
+        everyone = mine.new_empty(group.size, *mine.shape)
+        group.all_gather(everyone.view(-1), mine.view(-1)).wait()
+        for rank, part in enumerate(torch.unbind(everyone.cpu())):
+            whole[f"{path}{int(number) % per_rank + rank * per_rank}.{rest}"] = part.clone()
     return whole
 
 

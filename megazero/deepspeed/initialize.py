@@ -36,15 +36,15 @@ def initialize(
     model: nn.Module | None = None,
     optimizer: TorchOptimizer | Callable[[Any], TorchOptimizer] | None = None,
     model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
-    training_data: Dataset | None = None,
+    training_data: Dataset[Any] | None = None,
     lr_scheduler: Any | Callable[[TorchOptimizer], Any] | None = None,
     *,
     mpu: Any = None,
     dist_init_required: bool | None = None,
-    collate_fn: Callable | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
     config: JsonSource | None = None,
     config_params: JsonSource | None = None,
-) -> tuple[UserEngine, UserOptimizer, DataLoader | None, Any]:
+) -> tuple[UserEngine, UserOptimizer, DataLoader[Any] | None, Any]:
     """Wrap a model for training as a DeepSpeed JSON says; every rank calls this.
 
     Initial weights are those of the first data-parallel rank. A learning rate schedule that was built on
@@ -58,7 +58,7 @@ def initialize(
         model_parameters: parameters or parameter groups for the JSON's optimizer; default: all trained ones.
         training_data: a dataset, which is split over the ranks in micro-batches.
         lr_scheduler: a schedule, or a function that makes one from the optimizer; takes precedence over the
-    JSON's.
+            JSON's.
         mpu: see `find_context`.
         dist_init_required: False refuses to join the world of ranks here.
         collate_fn: collates samples for the dataloader.
@@ -89,7 +89,8 @@ def initialize(
     counted = context if traffic is None else count_traffic(context, traffic)
     if model_parameters is None:
         model_parameters = (param for param in model.parameters() if param.requires_grad)
-    client = build_torch_optimizer(optimizer, list(model_parameters), settings.extras)
+    params: list[Any] = list(model_parameters)
+    client = build_torch_optimizer(optimizer, params, settings.extras)
     client.param_groups[:] = [group for group in client.param_groups if group["params"]]
     wrapped = _shard(model, client, settings, counted)
     schedule = build_schedule(lr_scheduler, settings.extras.scheduler, wrapped)
@@ -103,7 +104,7 @@ def initialize(
 
 
 def _check(settings: UserSettings, context: ParallelContext) -> None:
-    """Refuse what an engine of one module cannot do.
+    """Refuse settings that an engine of one module cannot follow.
 
     Raises:
         ConfigError: there are pipeline stages, or a second partition for which the ranks have no groups.

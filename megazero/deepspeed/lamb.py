@@ -61,7 +61,7 @@ class FusedLamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update every parameter that has a gradient; returns the closure's result, if there is one.
+        """Update every parameter that has a gradient; return the closure's result, if there is one.
 
         Raises:
             ValueError: a parameter or a gradient is not fp32, or not contiguous.
@@ -72,7 +72,7 @@ class FusedLamb(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             rule, decay = lamb_of(group), group["weight_decay"]
-            for param in (each for each in group["params"] if each.grad is not None):
+            for param in (param for param in group["params"] if param.grad is not None):
                 state = self.state[param]
                 state.setdefault("step", 0)
                 state["step"] += 1
@@ -90,8 +90,10 @@ class FusedLamb(torch.optim.Optimizer):
 
 def lamb_of(group: Mapping[str, Any]) -> Lamb:
     """The rule that the options of a group of `FusedLamb` describe."""
+    beta1, beta2 = group["betas"]
     return Lamb(
-        *(float(beta) for beta in group["betas"]),
+        float(beta1),
+        float(beta2),
         group["eps"],
         group["min_coeff"],
         group["max_coeff"],

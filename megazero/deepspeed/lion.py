@@ -35,7 +35,7 @@ class FusedLion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update every parameter that has a gradient; returns the closure's result, if there is one.
+        """Update every parameter that has a gradient; return the closure's result, if there is one.
 
         Raises:
             ValueError: a parameter or a gradient is not fp32, or not contiguous.
@@ -46,7 +46,7 @@ class FusedLion(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             rule = Lion(*(float(beta) for beta in group["betas"]))
-            for param in (each for each in group["params"] if each.grad is not None):
+            for param in (param for param in group["params"] if param.grad is not None):
                 state = self.state[param] or rule.init_state(param)
                 self.state[param] = state
                 facts = {"step": 1, "lr": group["lr"], "weight_decays": [group["weight_decay"]]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             false for all other parameters, with `lr`, `betas`, `eps` and `weight_decay`.
 
     Raises:
-        ConfigError: a group does not say which it is, or one for Muon has parameters that are no matrices.
+        ConfigError: a group lacks ``use_muon``, or one for Muon has parameters that are not matrices.
     """
 
     def __init__(self, param_groups: Iterable[Mapping[str, Any]]):
@@ -42,8 +42,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         super().__init__(groups, {})
         _check_matrices([group for group in self.param_groups if group["use_muon"]])
 
-    def step(self, closure: Any = None) -> Any:
-        """Refused: see above.
+    def step(self, closure: object = None) -> NoReturn:
+        """Refuse to update: only the optimizer that `megazero.initialize` returns does.
 
         Raises:
             ConfigError: always.
@@ -55,34 +55,34 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
 
 def split_by_mark(params: Sequence[Any], muon: Mapping[str, Any], rest: Mapping[str, Any]) -> MuonWithAuxAdam:
-    """DeepSpeed's way to say which parameters Muon updates: their attribute `use_muon`.
+    """Split parameters by their attribute `use_muon`, DeepSpeed's way to say which of them Muon updates.
 
     Args:
         params: parameters or parameter groups.
-        muon: options of those that are marked.
-        rest: options of the others.
+        muon: the options of the parameters whose mark is true.
+        rest: the options of the others.
 
     Raises:
         ConfigError: a parameter is without the mark.
     """
-    groups = [dict(each) if isinstance(each, Mapping) else {"params": [each]} for each in params]
-    if all(isinstance(each, nn.Parameter) for each in params):
-        groups = [{"params": list(params)}]
-    found = []
-    for group in groups:
+    given = [dict(item) if isinstance(item, Mapping) else {"params": [item]} for item in params]
+    if all(isinstance(item, nn.Parameter) for item in params):
+        given = [{"params": list(params)}]
+    groups = []
+    for group in given:
         members = list(group.pop("params"))
         unmarked = [param for param in members if not isinstance(getattr(param, "use_muon", None), bool)]
         if unmarked:
             raise ConfigError(
                 f"`use_muon` must be set on every parameter for Muon, but {len(unmarked)} of "
-                f"{len(members)} are without it; set it to true on matrices between hidden vectors, and to "
+                f"{len(members)} lack it; set it to true on matrices between hidden vectors, and to "
                 "false on embeddings, heads, norms and biases"
             )
         for use_muon, options in ((True, muon), (False, rest)):
             chosen = [param for param in members if param.use_muon is use_muon]
             if chosen:
-                found.append({**options, **group, "params": chosen, "use_muon": use_muon})
-    return MuonWithAuxAdam(found)
+                groups.append({**options, **group, "params": chosen, "use_muon": use_muon})
+    return MuonWithAuxAdam(groups)
 
 
 def matrix_groups(client: torch.optim.Optimizer) -> frozenset[int]:
@@ -120,6 +120,6 @@ def _check_matrices(groups: Sequence[Mapping[str, Any]]) -> None:
         wrong = [tuple(param.shape) for param in group["params"] if param.dim() != 2]
         if wrong:
             raise ConfigError(
-                f"`use_muon` must be false for parameters that are no matrices, but is true for one of shape "
-                f"{wrong[0]}; leave it to AdamW"
+                f"`use_muon` must be false for parameters that are not matrices, but is true for one of "
+                f"shape {wrong[0]}; leave it to AdamW"
             )

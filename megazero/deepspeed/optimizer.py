@@ -20,7 +20,7 @@ from megazero.errors import ConfigError, MegazeroError
 from megazero.optim import LossScaler, ScalerState
 from megazero.zero import Optimizer, StepReport
 
-_CLASSES: Mapping[str, type[torch.optim.Optimizer]] = MappingProxyType(
+_CLASSES: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyType(
     {
         "sgd": torch.optim.SGD,
         "lion": FusedLion,
@@ -56,7 +56,7 @@ def build_torch_optimizer(
 
     Args:
         given: the caller's optimizer, or a function that makes it from `params`; takes precedence over the
-    JSON's.
+            JSON's.
         params: parameters or parameter groups.
         extras: describes the JSON's optimizer.
 
@@ -93,8 +93,8 @@ def _of_json(extras: OptimizerExtras, params: ParamGroups) -> torch.optim.Optimi
             "write it down"
         )
 
-    # What is "auto" or missing has the default of the class; only the decay of AdamW and Muon is another.
-    said = {"weight_decay": extras.weight_decay or 0.0}
+    # Options that are "auto" or missing have the class's default, except the weight decay of AdamW and Muon.
+    said: dict[str, Any] = {"weight_decay": extras.weight_decay or 0.0}
     names = _TAKEN.get(extras.type, ("betas", "eps"))
     said |= {name: value for name in names if (value := getattr(extras, name)) is not None}
     if extras.type in _CLASSES:
@@ -114,23 +114,24 @@ def _of_json(extras: OptimizerExtras, params: ParamGroups) -> torch.optim.Optimi
             min_coeff=extras.min_coeff,
             use_nvlamb=extras.use_nvlamb,
         )
-    if extras.type in OPTIONS:
-        own = {name: getattr(extras, name) for name in OPTIONS[extras.type]}
-        said = {"betas": (0.9, 0.999), "eps": 1e-8, **said}
-        return CompressedOptimizer(extras.type, params, extras.lr, **said, **own)
+    for kind, names in OPTIONS.items():
+        if kind == extras.type:
+            own = {name: getattr(extras, name) for name in names}
+            said = {"betas": (0.9, 0.999), "eps": 1e-8, **said}
+            return CompressedOptimizer(kind, params, extras.lr, **said, **own)
     return torch.optim.AdamW(params, extras.lr, **said)
 
 
 class UserOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose step sums gradients, unscales, clips and updates this rank's shards.
 
-    `param_groups` are those of the optimizer that it replaces: what a schedule writes there takes effect.
+    `param_groups` are those of the optimizer that it replaces: a schedule's changes to them take effect.
 
     Attributes:
         parallel: gathers parameters and reduces gradients.
         shards: this rank's master weights and moments.
         scaler_state: the loss scale.
-        report: what the last step did; None before the first.
+        report: the report of the last step; None before the first.
 
     Args:
         client: the optimizer that provides groups and options.
@@ -138,8 +139,8 @@ class UserOptimizer(torch.optim.Optimizer):
         parallel: the model's data parallelism.
         shards: the model's shards.
         scaler: decides the loss scale.
-        divisor: gradients are divided by this before they are summed over ranks; the rest of the mean is
-    taken after.
+        divisor: gradients are divided by this before they are summed over ranks, and by the rest of the
+            number of ranks after it.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class UserOptimizer(torch.optim.Optimizer):
             self.parallel.start(self.shards.updates)
             self._pending = True
 
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Update the weights from the gradients so far; every rank calls this.
 
         Raises:
@@ -205,7 +206,7 @@ class UserOptimizer(torch.optim.Optimizer):
         )
         self.scaler_state = self.scaler.update(self.scaler_state, self.overflow)
         # A schedule that the caller made for its own optimizer would otherwise warn that this never steps.
-        self._client._opt_called = True
+        self._client.__dict__["_opt_called"] = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients so far; every rank calls this."""
@@ -251,8 +252,8 @@ class UserOptimizer(torch.optim.Optimizer):
         own = self.state_dict()["state"]
         theirs = state_dict["state"]
         shapes = [
-            {i: {kind: tuple(t.shape) for kind, t in kinds.items()} for i, kinds in each.items()}
-            for each in (own, theirs)
+            {i: {kind: tuple(t.shape) for kind, t in kinds.items()} for i, kinds in state.items()}
+            for state in (own, theirs)
         ]
         if shapes[0] != shapes[1]:
             raise ConfigError(

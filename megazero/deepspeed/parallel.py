@@ -15,7 +15,7 @@ from torch import nn
 from megazero.errors import ConfigError, MegazeroError
 from megazero.mpu import Cut, Group, InitialValues, Matrices, ParallelContext, ParamSpec, spec_of
 from megazero.zero import DataParallel, Store, Unit, ZeroPolicy, build_store, module_units
-from megazero.zero.init import Partition, external_parameters, is_partitioned
+from megazero.zero.init import Home, Partition, external_parameters, partition_of
 
 # Their forward passes the weights of modules inside them to one function, without calling those modules.
 _TOGETHER = (nn.MultiheadAttention,)
@@ -62,12 +62,12 @@ def prepare(
     Args:
         model: the model.
         params: its parameters by name, and those of experts that other ranks keep.
-        gone: the ``id`` of those.
+        gone: the ``id`` of the parameters that other ranks keep.
         context: this rank's groups and device.
-        dtype: of the weights.
+        dtype: the dtype of the weights.
 
     Returns:
-        The holders of their values, by ``id`` of the parameter.
+        The slices of the parameters that `zero.Init` has sharded, by ``id`` of the parameter.
 
     Raises:
         ConfigError: a parameter has no values, or another floating type although `dtype` is fp32, or an
@@ -87,15 +87,14 @@ def prepare(
                 f"`{name}` must be fp32 where neither fp16 nor bf16 is enabled, but is {param.dtype}; enable "
                 "one of them or convert the model"
             )
-        if is_partitioned(param):
-            home: Partition = param.zero_home
+        if (home := partition_of(param)) is not None:
             if id(param) in gone:
                 home.whole()  # the other ranks need this rank's slice
                 continue
             if hasattr(param, "spec") and param.spec.expert:
                 home.move(context.groups["expert_replica"])
             homes[id(param)] = home
-            del param.zero_home, param.__deepcopy__
+            del param.__dict__["zero_home"], param.__dict__["__deepcopy__"]
             empty = nn.Parameter(torch.empty(param.shape, dtype=wanted, device="meta"), param.requires_grad)
             empty.__dict__.update(param.__dict__)
             torch.utils.swap_tensors(param, empty)
@@ -128,15 +127,17 @@ def user_units(model: nn.Module, tp_size: int) -> list[Unit]:
         if getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False):
             dim = max(0, getattr(param, "partition_dim", 0))
             shape = [size * tp_size if i == dim else size for i, size in enumerate(param.shape)]
-            param.spec = ParamSpec(name, tuple(shape), InitialValues("zeros"), (Cut(dim, "tp"),))
-    found = {id(unit.module): unit for unit in module_units(model)}
-    units, inside = [], set()
+            spec = ParamSpec(name, tuple(shape), InitialValues("zeros"), (Cut(dim, "tp"),))
+            param.__dict__["spec"] = spec
+    own = {id(unit.module): unit for unit in module_units(model)}
+    units: list[Unit] = []
+    inside: set[int] = set()
     for module in model.modules():
-        unit = found.get(id(module))
+        unit = own.get(id(module))
         params = unit.params if unit else ()
         if isinstance(module, _TOGETHER):
             params = tuple(module.parameters())
-            inside |= {id(each) for each in module.modules() if each is not module}
+            inside |= {id(part) for part in module.modules() if part is not module}
         if id(module) not in inside and (params or external_parameters(module)):
             units.append(Unit(0, module, (*params, *external_parameters(module))))
     return units
@@ -151,9 +152,15 @@ def build_parallel(
     kind: Callable[[ZeroPolicy], Store],
     whole: Set[int] = frozenset(),
 ) -> UserParallel:
-    """Move the model's parameters into buckets of such a store; those of `homes` bucket by bucket.
+    """Move the model's parameters into the buckets of a store that `kind` makes.
 
     Args:
+        model: the model.
+        policy: how its parameters are sharded.
+        context: this rank's groups and device.
+        homes: the slices of parameters without memory, by ``id``; each bucket gathers its own ones.
+        groups: the parameter group by ``id`` of the parameter.
+        kind: makes the store.
         whole: numbers of the groups whose parameters are matrices that an optimizer needs whole.
     """
 
@@ -164,12 +171,12 @@ def build_parallel(
     units = user_units(model, context.tp.size)
     for param in model.parameters():
         if groups.get(id(param)) in whole:
-            param.spec = replace(spec_of(param), matrices=Matrices())
+            param.__dict__["spec"] = replace(spec_of(param), matrices=Matrices())
     store = build_store(units, policy, context, fill, groups, kind)
     return UserParallel(model, units, store, policy, context)
 
 
-class UserParallel(DataParallel):
+class UserParallel(DataParallel, Home):
     """`DataParallel` of a module whose forward may read parameters of other modules.
 
     If weights are sharded, each read of a module's parameter is noticed. A read outside of the forward of the
@@ -193,7 +200,7 @@ class UserParallel(DataParallel):
         self._external: dict[int, nn.Parameter] = {}
         experts = ExpertHome(self, context.groups["expert_replica"])
         for param in model.parameters():
-            param.zero_home = experts if spec_of(param).expert else self
+            param.__dict__["zero_home"] = experts if spec_of(param).expert else self
         if any(bucket.layout.row.shard_params for bucket in store.buckets):
             self._watch(model, units)
 
@@ -257,8 +264,8 @@ class UserParallel(DataParallel):
 
 
 @dataclass(frozen=True)
-class ExpertHome:
-    """The home of experts' parameters, whose replicas are other ranks than those of dense ones."""
+class ExpertHome(Home):
+    """The home of experts' parameters, which have other replicas than dense ones."""
 
     parallel: UserParallel
     group: Group
@@ -268,7 +275,7 @@ class ExpertHome:
         return self.parallel.gathered(params, write_back=write_back)
 
 
-class WatchedParameters(dict):
+class WatchedParameters(dict[str, nn.Parameter | None]):
     """A module's parameters by name; reports each one that is looked up as an attribute.
 
     Args:

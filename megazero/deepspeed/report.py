@@ -1,4 +1,4 @@
-"""What the engine for a user's module reports: lines on standard output, and monitors."""
+"""The reports of the engine for a user's module: lines on standard output, and monitors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Reporter:
         timers: time the phases forward, backward and step.
 
     Args:
-        settings: say what to report.
+        settings: the settings, which say what to report.
         context: the ranks; the first one prints.
         traffic: counts the collectives, or None.
     """
@@ -105,7 +105,7 @@ class Reporter:
             self._flops += counter.get_total_flops()
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Write out all buffered records."""
         self._monitor.close()
 
     def _line(self, facts: StepFacts, phases: Mapping[str, float], seconds: float) -> str:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
 from megazero.config.deepspeed import SchedulerExtras
 from megazero.errors import ConfigError
+
+_Number = TypeVar("_Number", int, float)
 
 
 def learning_rate(extras: SchedulerExtras, base: float, count: int) -> float:
@@ -27,16 +29,16 @@ def learning_rate(extras: SchedulerExtras, base: float, count: int) -> float:
     """
     cosine = extras.type == "WarmupCosineLR"
     if count < 0:
-        return 0.0 if cosine else extras.warmup_min_lr
+        return 0.0 if cosine else _given(extras.warmup_min_lr)
     if cosine:
         return base * _cosine_ratio(extras, count)
-    low, high = extras.warmup_min_lr, extras.warmup_max_lr
+    low, high = _given(extras.warmup_min_lr), _given(extras.warmup_max_lr)
     return low + (high - low) * _linear_ratio(extras, count)
 
 
 def _warmup(extras: SchedulerExtras, count: int) -> float | None:
     """The progress of the warmup, from 0 to 1; None when it is over."""
-    steps = max(2, extras.warmup_num_steps)
+    steps = max(2, _given(extras.warmup_num_steps))
     if count >= steps:
         return None
     return math.log(count + 1) / math.log(steps) if extras.warmup_type == "log" else count / steps
@@ -48,18 +50,24 @@ def _linear_ratio(extras: SchedulerExtras, count: int) -> float:
         return warmup
     if extras.type == "WarmupLR":
         return 1.0
-    length = extras.total_num_steps - max(2, extras.warmup_num_steps)
-    return max(0.0, (extras.total_num_steps - count) / max(1.0, length))
+    total = _given(extras.total_num_steps)
+    length = total - max(2, _given(extras.warmup_num_steps))
+    return max(0.0, (total - count) / max(1.0, length))
 
 
 def _cosine_ratio(extras: SchedulerExtras, count: int) -> float:
     warmup = _warmup(extras, count)
     if warmup is not None:
         return extras.warmup_min_ratio + warmup * (1.0 - extras.warmup_min_ratio)
-    steps = max(2, extras.warmup_num_steps)
-    done = min(1.0, (count - steps + 1) / max(1, extras.total_num_steps - steps))
+    steps = max(2, _given(extras.warmup_num_steps))
+    done = min(1.0, (count - steps + 1) / max(1, _given(extras.total_num_steps) - steps))
     height = (1 + math.cos(math.pi * done)) / 2
     return max(0.0, extras.cos_min_ratio + (1.0 - extras.cos_min_ratio) * height)
+
+
+def _given(number: _Number | None) -> _Number:
+    assert number is not None, "`WarmupSchedule` completes or refuses a schedule"
+    return number
 
 
 class WarmupSchedule:
@@ -67,7 +75,7 @@ class WarmupSchedule:
 
     Args:
         optimizer: its groups are updated; their current rates are used for `warmup_max_lr` if that is unset.
-        extras: says which schedule.
+        extras: the schedule's settings.
 
     Raises:
         ConfigError: a length is left open.
@@ -122,7 +130,7 @@ class WarmupSchedule:
 def build_schedule(
     given: Any | Callable[[Optimizer], Any] | None, extras: SchedulerExtras | None, optimizer: Optimizer
 ) -> Any:
-    """The caller's schedule, or what its function makes from `optimizer`, or the JSON's; None for none.
+    """The caller's schedule, or one that its function makes from `optimizer`, or the JSON's; None for none.
 
     Raises:
         ConfigError: the caller's has no `step`, or the JSON's is incomplete.

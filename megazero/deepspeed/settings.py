@@ -1,4 +1,4 @@
-"""What a DeepSpeed JSON says to `megazero.initialize`, checked and complete."""
+"""The settings in a DeepSpeed JSON for `megazero.initialize`, checked and complete."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import nn
 from megazero.config.curriculum import CurriculumConfig
 from megazero.config.deepspeed import BatchTriangle, DeepSpeedSettings, Extras, read_deepspeed, resolve_batch
 from megazero.config.offload import OffloadConfig
+from megazero.config.option import Section
 from megazero.config.pacing import Pacing
 from megazero.config.resolve import build_section
 from megazero.config.rules import check_sections
-from megazero.config.tree import PrecisionConfig, ZeroConfig
+from megazero.config.tree import Config, PrecisionConfig, ZeroConfig
 from megazero.config.tree_output import LoggingConfig
 from megazero.errors import ConfigError
 
@@ -87,7 +88,8 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module) -> U
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     given = {"model.hidden_size": hidden} if isinstance(hidden, int) else {}
     read = read_deepspeed(source, data_parallel=data_parallel, given=given)
-    problems, sections = list(read.problems), {}
+    problems = list(read.problems)
+    sections: dict[str, Section] = {}
     for name in ("zero", "offload", "precision", "logging"):
         try:
             sections[name] = build_section(name, [*read.defaults, *read.settings])
@@ -101,17 +103,22 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module) -> U
                 "pretrain_gpt.py and pretrain_bert.py take it"
             )
     try:
-        seqlen = _seqlen(build_section("curriculum", [*read.defaults, *read.settings]))
+        curriculum = build_section("curriculum", [*read.defaults, *read.settings])
+        assert isinstance(curriculum, CurriculumConfig)
+        seqlen = _seqlen(curriculum)
     except ConfigError as error:
         problems += error.violations
-    batch = read.batch
-    if batch is None and not problems:
-        # No batch size is given: this raises what DeepSpeed says in that case.
-        batch = resolve_batch(None, None, None, data_parallel)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+    batch = read.batch
+    if batch is None:  # no batch size is given, which this refuses as DeepSpeed does
+        batch = resolve_batch(None, None, None, data_parallel)
+    tree = Config.model_construct(set(sections), **sections)
     return UserSettings(
-        **sections,
+        tree.zero,
+        tree.offload,
+        tree.precision,
+        tree.logging,
         extras=read.extras,
         batch=batch,
         clip_grad=read.values.get("optimizer.clip_grad", 0.0),
@@ -121,7 +128,7 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module) -> U
 
 
 def _seqlen(section: CurriculumConfig) -> Pacing | None:
-    """The lengths that a curriculum says; None if there is none.
+    """The sequence lengths of a curriculum; None if there is none.
 
     Raises:
         ConfigError: it does not say where it begins and ends, or it needs a flag.
@@ -131,22 +138,22 @@ def _seqlen(section: CurriculumConfig) -> Pacing | None:
     if section.seqlen_schedule == "custom":
         raise ConfigError(
             "`curriculum_learning.schedule_type` must be fixed_linear, fixed_root or fixed_discrete here, "
-            "but is custom; pass the lengths that your function gives to the model yourself"
+            "but is custom; pass the lengths from your function to the model yourself"
         )
     last = section.seqlen_max_difficulty or max(section.seqlen_difficulty, default=None)
-    found = None if last is None else section.seqlen(last)
-    if found is None:
+    lengths = None if last is None else section.seqlen(last)
+    if lengths is None:
         raise ConfigError(
             "`curriculum_learning` must say how lengths grow, but does not; give `min_difficulty`, "
             "`max_difficulty` and `total_curriculum_step`, with `root_degree` for fixed_root, or for "
             "fixed_discrete growing levels in `difficulty` and the last steps of all but one in `max_step`"
         )
-    return found
+    return lengths
 
 
 def _without_effect(read: DeepSpeedSettings) -> tuple[str, ...]:
     """One line on the keys that change nothing for the user's own module."""
-    reasons = {each.key: each.reason for each in read.ignored}
+    reasons = {ignored.key: ignored.reason for ignored in read.ignored}
     for setting in read.settings:
         if setting.spec.section not in _USED:
             key = setting.source.rpartition(": ")[2].strip("`")

@@ -65,7 +65,7 @@ class SteppingEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, nn.Module)
         context: ParallelContext,
         lr_scheduler: Any,
         reporter: Reporter,
-        dataloader: DataLoader | None,
+        dataloader: DataLoader[Any] | None,
     ):
         super().__init__()
         self.module = model
@@ -79,7 +79,7 @@ class SteppingEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, nn.Module)
         self._backwards = 0
         self._losses: list[Tensor] = []
         self._applied = False
-        self._batches: Iterator | None = None
+        self._batches: Iterator[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -170,11 +170,13 @@ class SteppingEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, nn.Module)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if self._reporter.wants(self.global_steps):
+            report = self.optimizer.report
+            assert report is not None, "there has been a step"
             facts = StepFacts(
                 self.global_steps,
                 self.global_samples,
                 self._mean_loss(self._losses),
-                self.get_global_grad_norm(),
+                report.grad_norm,
                 rates,
                 scale,
                 self.skipped_steps,
@@ -183,7 +185,7 @@ class SteppingEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, nn.Module)
             self._reporter.step(facts)
         self._losses = []
 
-    def train_batch(self, data_iter: Iterator | None = None) -> float:
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> float:
         """One optimizer step on the next micro-batches.
 
         Args:
@@ -207,7 +209,7 @@ class SteppingEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, nn.Module)
         return self._mean_loss(losses)
 
     @torch.no_grad()
-    def eval_batch(self, data_iter: Iterator) -> float:
+    def eval_batch(self, data_iter: Iterator[Any]) -> float:
         """The mean loss over as many micro-batches as `train_batch` takes, without training.
 
         Raises:
@@ -222,7 +224,7 @@ class SteppingEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, nn.Module)
         self.train(was_training)
         return self._mean_loss(losses)
 
-    def _take(self, data_iter: Iterator | None) -> Iterator[Any]:
+    def _take(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
         """The micro-batches of one accumulation."""
         if data_iter is None:
             if self.training_dataloader is None:
@@ -247,7 +249,7 @@ class SteppingEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, nn.Module)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within this context no gradients are reduced; a later backward or step does that."""
+        """Context in which no gradients are reduced; a later backward or step reduces them."""
         self._sync = False
         try:
             yield
@@ -261,7 +263,7 @@ class SteppingEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, nn.Module)
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide this by hand from now on."""
+        """Decide by hand, from now on, whether a micro-batch is the last one before an update."""
         self._boundary = is_boundary
 
     def zero_grad(self, set_to_none: bool = True) -> None:

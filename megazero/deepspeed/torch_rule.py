@@ -36,8 +36,8 @@ def choose_rule(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> Ru
 
     Args:
         optimizer: its class and the options of its groups determine the rule.
-        allow_untested: also accept one whose update of an element depends on others; it then sees flat pieces
-            of tensors, so its results depend on the layout.
+        allow_untested: also accept an optimizer whose update of an element depends on others; it then sees
+            flat pieces of tensors, so its results depend on the layout.
 
     Raises:
         ConfigError: the groups differ in more than learning rate and weight decay, or the optimizer cannot
@@ -61,8 +61,8 @@ def choose_rule(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> Ru
 
 
 def _adamw(groups: Groups) -> UpdateRule:
-    found = _common(groups, ("betas", "eps"), "AdamW")
-    return Adam(float(found["betas"][0]), float(found["betas"][1]), found["eps"])
+    options = _common(groups, ("betas", "eps"), "AdamW")
+    return Adam(float(options["betas"][0]), float(options["betas"][1]), options["eps"])
 
 
 def _lamb(groups: Groups) -> UpdateRule:

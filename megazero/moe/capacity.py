@@ -11,7 +11,7 @@ from megazero.moe.router import Routing, row_keys
 from megazero.moe.tokens import Tokens
 from megazero.ops.counter_random import hash_uniform
 
-_ROUNDING = 1e-9  # what a product of floats may exceed a whole number by
+_ROUNDING = 1e-9  # a product of floats may exceed a whole number by this much
 
 
 def factor_of(config: ModelConfig, inputs: LayerInputs) -> float | None:
@@ -28,8 +28,9 @@ def factor_of(config: ModelConfig, inputs: LayerInputs) -> float | None:
 
 
 def capacities(config: ModelConfig, lengths: Tensor, experts: int, factor: float) -> Tensor:
-    """int64 [b]: room of an expert for the choices of each sequence, ceil(length k / E factor), at least
-    `moe_min_capacity`.
+    """The room of an expert for the choices of each sequence: int64 [b], ceil(length k / E factor).
+
+    It is at least `moe_min_capacity`.
 
     Args:
         lengths: int64 [b], tokens of each sequence.
@@ -41,13 +42,13 @@ def capacities(config: ModelConfig, lengths: Tensor, experts: int, factor: float
 def kept_choices(
     config: ModelConfig, layer: int, choice: Routing, tokens: Tokens, inputs: LayerInputs
 ) -> Tensor | None:
-    """bool [n, k]: the choices that have room; None if no token is dropped.
+    """The choices that have room: bool [n, k]; None if no token is dropped.
 
     An expert takes the choices of a sequence, or with `moe_capacity_scope` of the micro-batch, which makes
     the result depend on its size, in the order of `moe_token_drop_policy`: ``probs`` takes those of the
     highest weight first, ``random`` any (random token selection of DeepSpeed-MoE, Rajbhandari et al. 2022),
-    and ``position`` all first choices, then all second ones, each in order of position. Equal ones of the
-    other policies are in that order too.
+    and ``position`` all first choices, then all second ones, each in order of position. This order also
+    breaks the ties of the other policies.
     """
     experts = choice.probabilities.shape[1]
     factor = factor_of(config, inputs)
@@ -80,7 +81,7 @@ def kept_choices(
 
 @torch.no_grad()
 def _urgency(config: ModelConfig, layer: int, choice: Routing, tokens: Tokens, inputs: LayerInputs) -> Tensor:
-    """float32 [N, k]: the choices with more of it are taken first."""
+    """The urgency of each choice, float32 [N, k]; the most urgent ones are taken first."""
     if config.moe_token_drop_policy == "probs":
         return tokens.whole(choice.weights.detach())
     keys = inputs.sample_keys

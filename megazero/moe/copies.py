@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,15 +16,15 @@ from megazero.mpu import InitialValues, ParamSpec, derive_key
 
 
 class ExpertCopies(nn.ModuleDict):
-    """Experts by number, each a copy of one module.
+    """Experts by number, each of them a copy of one module.
 
     Every copy draws its initial values anew: `reset_parameters` of its submodules is called under a seed that
     is a function of torch's random state and of the expert's number. So experts differ, and are the same for
     any `ep_size`. Submodules without that function keep the values of the original.
 
     Args:
-        expert: what is copied; its forward maps rows [n, h] to [n, h], or to such rows and a bias that is to
-            be added to them.
+        expert: the module to copy; its forward maps rows [n, h] to [n, h], or to such rows and a bias that is
+            to be added to them.
         total: E, the number of experts.
 
     Raises:
@@ -54,17 +54,17 @@ class ExpertCopies(nn.ModuleDict):
         return tuple(int(name) for name in self)
 
     def forward(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """rows [R, h] -> [R, h].
+        """Compute rows [R, h] -> [R, h].
 
         Args:
             rows: the rows of each expert here, one expert's after the other's.
             sizes: how many rows each has.
         """
         parts = rows.split(list(sizes))
-        return torch.cat([_apply(each, mine) for each, mine in zip(self.values(), parts, strict=True)])
+        return torch.cat([_apply(expert, part) for expert, part in zip(self.values(), parts, strict=True)])
 
     def keep(self, first: int, count: int) -> list[nn.Parameter]:
-        """Remove all experts but `count` from `first` on; returns the parameters of those that are gone."""
+        """Remove all experts but `count` from `first` on; return the parameters of those removed."""
         gone = [number for number in self.numbers if not first <= number < first + count]
         params = [param for number in gone for param in self[str(number)].parameters()]
         for number in gone:
@@ -72,14 +72,15 @@ class ExpertCopies(nn.ModuleDict):
         return params
 
     def name_parameters(self, path: str) -> None:
-        """Give every parameter a spec that says whose it is; `path` is this module's name in the model."""
+        """Give every parameter a spec with its global name; `path` is this module's name in the model."""
         for name, param in self.named_parameters():
             whole = tuple(param.shape)
-            param.spec = ParamSpec(f"{path}.{name}", whole, InitialValues("zeros"), expert=True)
+            spec = ParamSpec(f"{path}.{name}", whole, InitialValues("zeros"), expert=True)
+            param.__dict__["spec"] = spec
 
 
 def plain_output(result: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
-    """What a module computed; a bias that it left for its caller to add, as Megatron's do, is added."""
+    """The output of a module, plus the bias if it left one for its caller to add, as Megatron's do."""
     if isinstance(result, Tensor):
         return result
     out, bias = result
@@ -87,11 +88,11 @@ def plain_output(result: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
 
 
 def _apply(expert: nn.Module, rows: Tensor) -> Tensor:
-    """What one expert makes of rows [n, h].
+    """The output of one expert for rows [n, h].
 
-    With none, it gets a row of zeros whose result is not used: all ranks gather its weights together, and
-    not every module takes an empty tensor. The row hangs on `rows`, so that backward goes the same way
-    everywhere.
+    Without any rows it gets one of zeros, whose result is not used: all ranks gather its weights together,
+    and not every module takes an empty tensor. That row depends on `rows`, so that backward takes the same
+    path everywhere.
     """
     count = len(rows)
     return plain_output(expert(rows if count else F.pad(rows, (0, 0, 0, 1))))[:count]
@@ -129,8 +130,9 @@ def _reset(module: nn.Module) -> None:
             reset()
 
 
-def _reset_of(module: nn.Module):
-    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    reset: Callable[[], object] | None = getattr(module, "reset_parameters", None)
+    return reset or getattr(module, "_reset_parameters", None)
 
 
 def _can_reset(expert: nn.Module) -> bool:
@@ -139,7 +141,7 @@ def _can_reset(expert: nn.Module) -> bool:
 
 @contextmanager
 def _seeded(seed: int, module: nn.Module) -> Iterator[None]:
-    """Context in which torch's random numbers, where the module is, follow from `seed`; then they go on."""
+    """Context in which torch draws from `seed` on the module's devices; afterwards it continues as before."""
     devices = sorted({param.device.index for param in module.parameters() if param.is_cuda})
     with torch.random.fork_rng(devices):
         torch.default_generator.manual_seed(seed)

@@ -45,9 +45,9 @@ class Rows:
 
     @classmethod
     def sort(cls, chosen: Tensor, kept: Tensor | None, experts: int, room: int | None = None) -> Rows:
-        """The rows of the kept ones of chosen [n, k]; with `room`, that many of each expert, some blank.
+        """The rows of the kept choices among chosen [n, k]; with `room`, that many per expert, some blank.
 
-        Without, the rows of choices that are not kept come last, and `counts` does not count them.
+        Without `room`, the rows of choices that are not kept come last, and `counts` leaves them out.
         """
         choice, slots, counts = sort_by_expert(chosen, kept, experts, room)
         return cls(choice, slots, counts, kept is None and room is None)
@@ -60,13 +60,13 @@ class Rows:
 
 
 def permute(x: Tensor, rows: Rows) -> Tensor:
-    """x [n, h] -> its rows [m, h], sorted by expert; blank ones are zeros."""
+    """The rows [m, h] of x [n, h], sorted by expert; blank ones are zeros."""
     return permuted(x, rows.slots, rows.choice, whole=rows.all_kept)
 
 
-def combine(found: Tensor, weights: Tensor, rows: Rows) -> Tensor:
-    """found [m, h], weights [n, k] -> [n, h]: the sums over a token's choices, each times its weight."""
-    return gathered_sum(found, rows.slots, rows.choice, weights, whole=rows.all_kept)
+def combine(outputs: Tensor, weights: Tensor, rows: Rows) -> Tensor:
+    """The sums over each token's choices, times their weights: outputs [m, h], weights [n, k] -> [n, h]."""
+    return gathered_sum(outputs, rows.slots, rows.choice, weights, whole=rows.all_kept)
 
 
 def _on_host(counts: Tensor, expected: int) -> list[list[int]]:
@@ -78,13 +78,13 @@ def _on_host(counts: Tensor, expected: int) -> list[list[int]]:
 
 
 def _local(x: Tensor, weights: Tensor, rows: Rows, through: Callable[[Tensor], Tensor]) -> Tensor:
-    """The weighted results for x [n, h] of `through`, which gets the rows."""
+    """Permute x [n, h], run `through` on its rows, and combine the results by their weights."""
     return combine(through(permute(x, rows)), weights, rows)
 
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Who computes the experts of a layer.
+    """The ranks that compute the experts of a layer.
 
     Attributes:
         experts: E, on all ranks together.
@@ -112,14 +112,14 @@ class ExpertPlacement:
 
 
 Dispatch = Callable[[ExpertPlacement, Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
-"""(party, x [n, h], float32 weights [n, k], int64 chosen [n, k], bool kept [n, k] or None) -> [n, h]."""
+"""(placement, x [n, h], float32 weights [n, k], int64 chosen [n, k], bool kept [n, k] or None) -> [n, h]."""
 
 
 def all_to_all_dispatch(
     experts_placement: ExpertPlacement, x: Tensor, weights: Tensor, chosen: Tensor, kept: Tensor | None
 ) -> Tensor:
     """A `Dispatch` that sends rows to the ranks of their experts and gets the results back (all-to-all)."""
-    group, slices, each = experts_placement.group, experts_placement.slices, experts_placement.each
+    group, slices, per_rank = experts_placement.group, experts_placement.slices, experts_placement.each
     rows = Rows.sort(chosen, kept, experts_placement.experts, experts_placement.room)
     if experts_placement.room is None:
         every = rows.counts.unsqueeze(0)
@@ -131,24 +131,26 @@ def all_to_all_dispatch(
     def through(sorted_rows: Tensor) -> Tensor:
         if group.size == 1:
             return experts_placement.apply(sorted_rows, mine)
-        parts = [sum(mine[first : first + each]) for first in range(0, experts_placement.experts, each)]
+        firsts = range(0, experts_placement.experts, per_rank)
+        parts = [sum(mine[first : first + per_rank]) for first in firsts]
         sent_sizes = [part for part in parts for _ in range(slices)]
         if slices > 1:
             sorted_rows = torch.cat([block for block in sorted_rows.split(parts) for _ in range(slices)])
-        received = [source[experts_placement.first : experts_placement.first + each] for source in table]
+        here = slice(experts_placement.first, experts_placement.first + per_rank)
+        received = [source[here] for source in table]
         sizes = [sum(column) for column in zip(*received, strict=True)]
         totals = [sum(source) for source in received]
         arrived = exchange_rows(sorted_rows, group, sent_sizes, totals)
         by_expert, inverse = _regrouping(received, arrived.device)
-        found = experts_placement.apply(chosen_rows(arrived, by_expert, inverse), sizes)
-        back = exchange_rows(chosen_rows(found, inverse, by_expert), group, totals, sent_sizes)
+        outputs = experts_placement.apply(chosen_rows(arrived, by_expert, inverse), sizes)
+        back = exchange_rows(chosen_rows(outputs, inverse, by_expert), group, totals, sent_sizes)
         return back if slices == 1 else _summed_slices(back, parts, slices)
 
     return _local(x, weights, rows.first(sum(mine)), through)
 
 
 def _regrouping(received: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """From rows by source, then expert, to rows by expert, then source: the order, and its inverse."""
+    """The order that sorts rows by source, then expert, into rows by expert, then source; and its inverse."""
     sizes = torch.tensor(received)
     expert = torch.arange(sizes.shape[1]).repeat(sizes.shape[0]).repeat_interleave(sizes.reshape(-1))
     order, inverse, _ = sort_by_expert(expert, None, sizes.shape[1])
@@ -170,9 +172,7 @@ def _summed_slices(back: Tensor, parts: list[int], slices: int) -> Tensor:
 def all_gather_dispatch(
     experts_placement: ExpertPlacement, x: Tensor, weights: Tensor, chosen: Tensor, kept: Tensor | None
 ) -> Tensor:
-    """A `Dispatch` in which every rank gets all tokens, computes its experts, and the results are summed
-    (all-gather).
-    """
+    """A `Dispatch` by all-gather: every rank computes its experts for all tokens, and results are summed."""
     group = experts_placement.group
     if group.size == 1:
         return all_to_all_dispatch(experts_placement, x, weights, chosen, kept)
@@ -181,7 +181,7 @@ def all_gather_dispatch(
     if kept is None:
         kept = torch.ones_like(chosen, dtype=torch.bool)
     if more:
-        x, weights, chosen, kept = (F.pad(each, (0, 0, 0, more)) for each in (x, weights, chosen, kept))
+        x, weights, chosen, kept = (F.pad(rows, (0, 0, 0, more)) for rows in (x, weights, chosen, kept))
     chosen = gather_rows(chosen, group)
     here = (
         (chosen >= experts_placement.first)
@@ -193,8 +193,10 @@ def all_gather_dispatch(
         experts_placement.first : experts_placement.first + experts_placement.each
     ]
     everyone, weights = gather_for_parts(x, group), gather_for_parts(weights, group)
-    found = _local(everyone, weights, rows.first(sum(mine)), lambda rows: experts_placement.apply(rows, mine))
-    return reduce_scatter_sequence(found, group)[:n]
+    partial_sums = _local(
+        everyone, weights, rows.first(sum(mine)), lambda rows: experts_placement.apply(rows, mine)
+    )
+    return reduce_scatter_sequence(partial_sums, group)[:n]
 
 
 def _most_rows(n: int, group: Group, device: torch.device) -> int:

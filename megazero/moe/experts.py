@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,17 @@ from megazero.layers import Deferred, Placement, activated, residual_std
 from megazero.mpu import Cut, InitialValues, Matrices, ParamSpec
 from megazero.ops.grouped_linear import grouped_linear, grouped_outer
 
+_Defer = Callable[[Tensor, Tensor], None]
+"""Keeps the input of a product and the gradient of its output, from which the weight's follows later."""
+
 
 class _GroupedLinear(Function):
     """Rows of group e times weight[e].T, plus bias[e]; backward may leave the weight's gradient for later."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, sizes, defer):
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int], defer: _Defer | None
+    ) -> Tensor:
         assert defer is None or not weight.requires_grad, "the weight half computes this weight's gradient"
         ctx.save_for_backward(x, weight)
         ctx.sizes, ctx.defer, ctx.has_bias = sizes, defer, bias is not None
@@ -29,7 +35,7 @@ class _GroupedLinear(Function):
         return y
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = grouped_linear(grad, weight.transpose(1, 2), ctx.sizes)
@@ -43,6 +49,9 @@ class _GroupedLinear(Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
+_grouped: Callable[[Tensor, Tensor, Tensor | None, list[int], _Defer | None], Tensor] = _GroupedLinear.apply
+
+
 class _GroupedWeightHalf:
     """Adds a stacked weight's gradient to its `grad`, once, and releases the activations."""
 
@@ -53,8 +62,8 @@ class _GroupedWeightHalf:
     def __call__(self) -> nn.Parameter:
         assert self._held is not None, "this weight gradient has been computed already"
         (x, grad, sizes), self._held = self._held, None
-        found = grouped_outer(grad, x, sizes).view_as(self.weight)
-        self.weight.grad = found if self.weight.grad is None else self.weight.grad.add_(found)
+        gradient = grouped_outer(grad, x, sizes).view_as(self.weight)
+        self.weight.grad = gradient if self.weight.grad is None else self.weight.grad.add_(gradient)
         return self.weight
 
 
@@ -65,12 +74,12 @@ def _linear(
     stack = weight.flatten(1, -2)
     vectors = None if bias is None else bias.flatten(1)
     if deferred is None or not x.requires_grad:
-        return _GroupedLinear.apply(x, stack, vectors, sizes, None)
+        return _grouped(x, stack, vectors, sizes, None)
 
     def defer(x: Tensor, grad: Tensor) -> None:
         deferred.append(_GroupedWeightHalf(weight, x, grad, sizes))
 
-    return _GroupedLinear.apply(x, stack.detach(), vectors, sizes, defer)
+    return _grouped(x, stack.detach(), vectors, sizes, defer)
 
 
 class Experts(nn.Module):
@@ -96,7 +105,9 @@ class Experts(nn.Module):
         std = InitialValues("normal", config.init_method_std)
         out_std = InitialValues("normal", residual_std(config.init_method_std, config.num_layers))
 
-        def parameter(which: str, shape: tuple[int, ...], init: InitialValues, cuts: tuple[Cut, ...]):
+        def parameter(
+            which: str, shape: tuple[int, ...], init: InitialValues, cuts: tuple[Cut, ...]
+        ) -> nn.Parameter:
             decay = which.endswith("weight")
             matrices = Matrices(stacked=len(shape) - 2) if decay else None
             spec = ParamSpec(f"{name}.{which}", shape, init, cuts, decay, matrices=matrices)
@@ -104,7 +115,8 @@ class Experts(nn.Module):
 
         self.up = parameter("up.weight", (experts, *inner, hidden), std, cuts)
         self.down = parameter("down.weight", (experts, hidden, width), out_std, (ep, Cut(2, "etp")))
-        self.up_bias = self.down_bias = None
+        self.up_bias: nn.Parameter | None = None
+        self.down_bias: nn.Parameter | None = None
         if config.add_bias_linear:
             self.up_bias = parameter("up.bias", (experts, *inner), zeros, cuts)
             self.down_bias = parameter("down.bias", (experts, hidden), zeros, (ep,))
@@ -115,7 +127,7 @@ class Experts(nn.Module):
         return len(self.up)
 
     def forward(self, rows: Tensor, sizes: Sequence[int], deferred: Deferred | None = None) -> Tensor:
-        """rows [R, h] -> [R, h], which is to be summed over `etp`.
+        """Compute rows [R, h] -> [R, h]; the caller sums the result over `etp`.
 
         Args:
             rows: the rows of each expert here, one expert's after the other's.
@@ -128,9 +140,9 @@ class Experts(nn.Module):
         return _linear(inner, self.down, self._bias_once(), sizes, deferred)
 
     def _bias_once(self) -> Tensor | None:
-        """The second bias for the first slice, zeros with the same gradient for the others.
+        """The second bias on the first slice, and on the others zeros with the same gradient.
 
-        So it is added once, and all its copies get whole gradients.
+        The bias is thus added once, and all its copies get whole gradients.
         """
         if self.down_bias is None or self.first_slice:
             return self.down_bias

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +101,9 @@ class MoE(nn.Module):
         if noisy_gate_policy == "RSample" and k > 1:
             warnings.warn(f"`noisy_gate_policy` RSample acts for k = 1 alone, and k is {k}", stacklevel=2)
         self.hidden_size, self.num_experts, self.ep_size, self.k = hidden_size, num_experts, ep_size, k
-        sampling = {1: "first" if noisy_gate_policy == "RSample" else "none"}
+        sampling: dict[int, Literal["none", "first", "second"]] = {
+            1: "first" if noisy_gate_policy == "RSample" else "none"
+        }
         if top2_2nd_expert_sampling:
             sampling[2] = "second"
         # A router's settings are a model's; only those that it reads mean anything here.
@@ -120,23 +123,25 @@ class MoE(nn.Module):
             moe_token_drop_policy={1: "random" if use_rts else "position", 2: "position"}.get(k, "probs"),
             moe_capacity_scope="micro_batch",
         )
-        self.router = Router(0, nn.Linear(hidden_size, num_experts, bias=False).weight, self.config)
+        gate = nn.Linear(hidden_size, num_experts, bias=False)
+        self.router = Router(0, gate.get_parameter("weight"), self.config)
         self.experts = ExpertCopies(expert, num_experts)
-        self.mlp = self.coefficient = None
+        self.mlp: nn.Module | None = None
+        self.coefficient: nn.Linear | None = None
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)
         self.group: Group = SoloGroup("ep")
         self.data_rank = 0
         for param in self.experts.parameters():
-            # What DeepSpeed's tools tell an expert's parameters by.
-            param.allreduce, param.group_name = False, f"ep_size_{ep_size}"
+            # DeepSpeed's tools recognize an expert's parameters by these.
+            param.__dict__.update(allreduce=False, group_name=f"ep_size_{ep_size}")
 
     def join(self, context: ParallelContext) -> list[nn.Parameter]:
-        """Share the experts with the other ranks; returns the parameters of those that are no longer here."""
+        """Share the experts with the other ranks; return the parameters of those that left this rank."""
         self.group, self.data_rank = context.groups["ep"], context.replica.rank
-        each = self.num_experts // self.group.size
-        return self.experts.keep(self.group.rank * each, each)
+        count = self.num_experts // self.group.size
+        return self.experts.keep(self.group.rank * count, count)
 
     def forward(
         self, hidden_states: Tensor, used_token: Tensor | None = None
@@ -171,11 +176,11 @@ class MoE(nn.Module):
             real = tokens.real.unsqueeze(1).expand_as(choice.experts)
             kept = real if kept is None else kept & real
         weights = _of_kept(choice.weights, kept)
-        experts_placement = ExpertPlacement(self.num_experts, self._apply, self.group, 1)
+        experts_placement = ExpertPlacement(self.num_experts, self._run_experts, self.group, 1)
         out = all_to_all_dispatch(experts_placement, rows, weights, choice.experts, kept).view(
             hidden_states.shape
         )
-        if self.mlp is not None:
+        if self.mlp is not None and self.coefficient is not None:
             mix = self.coefficient(hidden_states).softmax(-1)
             out = out * mix[..., :1] + plain_output(self.mlp(hidden_states)) * mix[..., 1:]
         counts = _counts(choice.experts, tokens, self.num_experts)
@@ -184,11 +189,12 @@ class MoE(nn.Module):
         total = tokens.lengths[0].clamp_min(1).float()
         return out, switch_loss(balanced.float(), choice.probabilities.sum(0), total, counted), counts
 
-    def _apply(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        return self.experts(rows, sizes)
+    def _run_experts(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        outputs: Tensor = self.experts(rows, sizes)
+        return outputs
 
     def _noise_key(self, device: torch.device) -> Tensor | None:
-        """int64 [1], what the random numbers of this forward follow from; None in evaluation."""
+        """The key of this forward's random numbers, int64 [1]; None in evaluation."""
         if not self.training:
             return None
         config = self.config
@@ -218,7 +224,7 @@ def _tokens_of(rows: Tensor, used: Tensor | None) -> Tokens:
 
 
 def _of_kept(weights: Tensor, kept: Tensor | None) -> Tensor:
-    """float32 [n, k]: for k > 1, the weights divided by the sum of those whose choices have room."""
+    """The weights, float32 [n, k]; for k > 1 divided by the sum of those whose choices have room."""
     if weights.shape[1] == 1:
         return weights
     if kept is not None:
@@ -227,10 +233,10 @@ def _of_kept(weights: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def _counts(chosen: Tensor, tokens: Tokens, experts: int) -> Tensor:
-    """int64 [E]: how often each expert is among those that real tokens chose."""
+    """How often real tokens chose each expert: int64 [E]."""
     ones = tokens.masked(torch.ones_like(chosen))
-    found = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
-    return found.scatter_add_(0, chosen.reshape(-1), ones.reshape(-1))
+    counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add_(0, chosen.reshape(-1), ones.reshape(-1))
 
 
 def _check_counts(hidden_size: int, num_experts: int, ep_size: int, k: int) -> None:

@@ -1,8 +1,10 @@
-"""`RouterLoads`: what routers learn from a step besides gradients: how often each expert was chosen."""
+"""`RouterLoads`: how often each expert was chosen in a step, and the biases that follow from it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +17,12 @@ from megazero.mpu import ParallelContext, gather_values
 class RouterLoads:
     """Keeps each router's load, and its bias if it has one, and moves them once a step.
 
-    The bias of an expert with fewer choices than the mean rises by `moe_router_bias_update_rate`, that of one
-    with more falls by it (Wang et al. 2024, arXiv:2408.15664). Steps count whether or not the optimizer
-    skips their update, and evaluation does not count.
+    The bias of an expert with fewer choices than the mean rises by `moe_router_bias_update_rate`, and the
+    bias of one with more falls by it (Wang et al. 2024, arXiv:2408.15664). Steps count whether or not the
+    optimizer skips their update, and evaluation does not count.
 
     Args:
-        routers: those of this stage, in order of layer.
+        routers: the routers of this stage, in order of layer.
         config: the model.
         context: this rank's groups and device.
     """
@@ -35,36 +37,36 @@ class RouterLoads:
                 router.bias = torch.zeros(router.experts, device=context.device)
 
     def update(self, tallies: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take in what this rank's micro-batches of a step chose.
+        """Take in the choices of this rank's micro-batches of a step.
 
         Args:
             tallies: float32 [E] by name, of all routers here that the step ran.
 
         Returns:
-            The same for the whole global batch; the same on all ranks of the stage.
+            The tallies of the whole global batch, on every rank of the stage.
         """
         if not self.routers:
             return {}
         names = [router.tally for router in self.routers]
         counts = torch.cat(
-            [tallies.get(router.tally, torch.zeros_like(router.load)) for router in self.routers]
+            [tallies.get(router.tally, torch.zeros_like(_load(router))) for router in self.routers]
         )
         self.context.groups["stage"].all_reduce(counts).wait()
         parts = counts.split([router.experts for router in self.routers])
         for router, chosen in zip(self.routers, parts, strict=True):
             if router.tally in tallies:  # else the load stays what it was
-                router.load.copy_(chosen / chosen.sum().clamp_min(1))
+                _load(router).copy_(chosen / chosen.sum().clamp_min(1))
             if router.bias is not None:
-                # E times what is missing to the mean, so that equal loads give exactly 0.
+                # E times the distance to the mean, so that equal loads give exactly 0.
                 missing = chosen.sum() - router.experts * chosen
                 router.bias.add_(missing.sign(), alpha=self.config.moe_router_bias_update_rate)
         return dict(zip(names, parts, strict=True))
 
-    def report(self, tokens: Mapping[str, Tensor]) -> list[dict] | None:
-        """How many choices fell on each expert of all stages, which every rank calls; None without experts.
+    def report(self, tokens: Mapping[str, Tensor]) -> list[dict[str, Any]] | None:
+        """Count the choices of each expert of all stages; None without experts. Every rank calls this.
 
         Args:
-            tokens: what `update` returned.
+            tokens: the result of `update`.
 
         Returns:
             For each layer with experts, in order, its number as ``layer`` and the numbers as ``tokens``.
@@ -76,13 +78,18 @@ class RouterLoads:
             for router, name in zip(self.routers, tokens, strict=True)
         ]
         stages = gather_values(self.context.pp, mine, self.context.device)
-        return sorted((each for stage in stages for each in stage), key=lambda each: each["layer"])
+        return sorted((layer for stage in stages for layer in stage), key=itemgetter("layer"))
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps, by global name; the same on all ranks of the stage."""
-        found = {}
+        """The loads and biases for a checkpoint, by global name; the same on all ranks of the stage."""
+        state = {}
         for router in self.routers:
-            found[f"{router.name}.load"] = router.load
+            state[f"{router.name}.load"] = _load(router)
             if router.bias is not None:
-                found[f"{router.name}.bias"] = router.bias
-        return found
+                state[f"{router.name}.bias"] = router.bias
+        return state
+
+
+def _load(router: Router) -> Tensor:
+    assert router.load is not None, "every router was given a load"
+    return router.load

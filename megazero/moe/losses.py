@@ -1,4 +1,4 @@
-"""What a router adds to the step's loss terms: losses that keep loads even, and figures to look at."""
+"""The loss terms of routers: losses that keep loads even, and figures that are only reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megazero.loss import LossTerm
 from megazero.moe.router import Routing
 from megazero.moe.tokens import Tokens
 
-# Megatron's names of the kinds of balance losses -> our terms, and what their sums are divided by.
+# Megatron's names of the kinds of balance losses -> our terms, and the divisors of their sums.
 _BALANCE = MappingProxyType(
     {
         "aux_loss": ("load_balancing", "micro_batches"),
@@ -26,22 +26,22 @@ _Z, _ENTROPY, _DROPPED = "z", "router_entropy", "dropped_tokens"
 
 
 def terms_of(config: ModelConfig) -> tuple[LossTerm, ...]:
-    """The loss terms that routers of a model with these settings add to; those with 0 are only reported."""
-    found = [
+    """The loss terms that routers of a model add to; those with coefficient 0 are only reported."""
+    terms = [
         LossTerm(_BALANCE[kind][0], coefficient, over=_BALANCE[kind][1])
         for kind, coefficient in config.balance_losses.items()
     ]
     if config.moe_z_loss_coeff:
-        found.append(LossTerm(_Z, config.moe_z_loss_coeff, over="tokens"))
-    found.append(LossTerm(_ENTROPY, 0.0, over="tokens"))
+        terms.append(LossTerm(_Z, config.moe_z_loss_coeff, over="tokens"))
+    terms.append(LossTerm(_ENTROPY, 0.0, over="tokens"))
     if config.drops_tokens:
-        found.append(LossTerm(_DROPPED, 0.0, over="tokens"))
-    return tuple(found)
+        terms.append(LossTerm(_DROPPED, 0.0, over="tokens"))
+    return tuple(terms)
 
 
 @dataclass(frozen=True)
 class RouterSums:
-    """What one router adds in one micro-batch.
+    """The sums that one router adds to the loss terms in one micro-batch.
 
     Attributes:
         terms: name of a loss term -> float32 scalar, the same on all tensor-parallel ranks.
@@ -60,7 +60,7 @@ def router_terms(
     load: Tensor | None,
     layers: int,
 ) -> RouterSums:
-    """The sums of this micro-batch.
+    """Compute a router's sums for this micro-batch.
 
     With c_e the number of choices of expert e, p_te the probabilities, T tokens and k choices of each, the
     balance losses are E / (k T^2) sum_e c_e sum_t p_te (Fedus et al. 2021) over each sequence, or over the
@@ -70,8 +70,8 @@ def router_terms(
 
     Args:
         config: the model.
-        choice: what the router decided for this rank's share.
-        tokens: that share.
+        choice: the router's decision for this rank's share.
+        tokens: this rank's share.
         kept: bool [n, k], the choices that have room; None for all.
         load: float32 [E], f.
         layers: how many layers have a router; figures that are only reported are means over them.

@@ -21,7 +21,7 @@ from megazero.mpu import InitialValues, ParamSpec
 
 
 class MoEMLP(nn.Module):
-    """[s, b, h] -> ([s, b, h], None, what its router adds to the loss terms).
+    """A mixture of experts: [s, b, h] -> ([s, b, h], None, its router's sums for the loss terms).
 
     A token's result is the sum of its k experts' results, times their weights. Shared experts (DeepSeekMoE,
     Dai et al. 2024) are an MLP that all tokens go through, added to it, by a sigmoid gate if there is one.
@@ -44,7 +44,10 @@ class MoEMLP(nn.Module):
         )
         self.router = Router(layer, router_weight(layer, self.total, config, placement), config)
         self.experts = Experts(layer, self.total, config, placement)
-        self.shared = self.shared_gate = self.dense = self.coefficient = None
+        self.shared: MLP | None = None
+        self.shared_gate: _TokenLinear | None = None
+        self.dense: MLP | None = None
+        self.coefficient: _TokenLinear | None = None
         name, width = f"layers.{layer}.mlp", config.moe_shared_expert_intermediate_size
         if width is not None:
             self.shared = MLP(layer, config, placement, name=f"{name}.shared", width=width)
@@ -62,16 +65,17 @@ class MoEMLP(nn.Module):
         if tokens.real is not None:
             real = tokens.real.unsqueeze(1).expand_as(choice.experts)
             kept = real if kept is None else kept & real
-        experts_placement = self._party(x, inputs)
-        found = self.dispatch(experts_placement, rows, choice.weights, choice.experts, kept)
-        out = self._with_dense(give_back(found, x.shape, self.placement), x, inputs)
+        experts_placement = self._experts_placement(x, inputs)
+        outputs = self.dispatch(experts_placement, rows, choice.weights, choice.experts, kept)
+        out = self._with_dense(give_back(outputs, x.shape, self.placement), x, inputs)
         return out, None, {**sums.terms, self.router.tally: sums.tokens}
 
-    def _party(self, x: Tensor, inputs: LayerInputs) -> ExpertPlacement:
+    def _experts_placement(self, x: Tensor, inputs: LayerInputs) -> ExpertPlacement:
         groups = self.placement.groups
 
         def apply(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-            return self.experts(rows, sizes, inputs.deferred)
+            outputs: Tensor = self.experts(rows, sizes, inputs.deferred)
+            return outputs
 
         room = self._room(x.shape[1], inputs)
         return ExpertPlacement(self.total, apply, groups["expert"], groups["etp"].size, room)
@@ -92,12 +96,12 @@ class MoEMLP(nn.Module):
     def _with_dense(self, out: Tensor, x: Tensor, inputs: LayerInputs) -> Tensor:
         """The experts' result together with that of the MLP that all tokens go through."""
         if self.shared is not None:
-            every = _biased(self.shared(x, inputs))
+            shared = _biased(self.shared(x, inputs))
             if self.shared_gate is not None:
-                every = every * self.shared_gate(x).sigmoid().to(every.dtype)
-            return out + every
-        if self.dense is not None:
-            weights = self.coefficient(x).softmax(-1).to(out.dtype)
+                shared = shared * self.shared_gate(x).sigmoid().to(shared.dtype)
+            return out + shared
+        if self.dense is not None and self.coefficient is not None:
+            weights: Tensor = self.coefficient(x).softmax(-1).to(out.dtype)
             return out * weights[..., :1] + _biased(self.dense(x, inputs)) * weights[..., 1:]
         return out
 
@@ -108,7 +112,7 @@ def _biased(result: MLPResult) -> Tensor:
 
 
 class _TokenLinear(nn.Module):
-    """x [s, b, h] -> float32 [s, b, n], for each token by itself; each rank computes the rows that it has."""
+    """A product for each token, x [s, b, h] -> float32 [s, b, n]; each rank computes the rows that it has."""
 
     def __init__(self, name: str, width: int, config: ModelConfig, placement: Placement, *, bias: bool):
         super().__init__()

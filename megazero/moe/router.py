@@ -1,4 +1,4 @@
-"""`Router`: which experts a token goes to, and how much each of them counts."""
+"""`Router`: chooses the experts that a token goes to, and the weight of each."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megazero.ops.top_k import top_k
 
 @dataclass(frozen=True)
 class Routing:
-    """What a router decided for `n` tokens.
+    """The decision of a router for `n` tokens.
 
     Attributes:
         experts: int64 [n, k], the chosen experts, best first; of equal ones the lower number comes first.
-        weights: float32 [n, k], what each expert's result is multiplied by.
+        weights: float32 [n, k], the factor of each expert's result.
         probabilities: float32 [n, E], the scores of all experts, which sum to 1.
         logits: float32 [n, E].
     """
@@ -101,7 +101,7 @@ class Router(nn.Module):
         return Routing(chosen, weights, probabilities, logits)
 
     def _choose(self, ranking: Tensor, noise: _Noise) -> Tensor:
-        """int64 [n, k]: the experts of the highest `ranking` [n, E]."""
+        """The experts that rank highest in `ranking` [n, E]: int64 [n, k]."""
         config = self.config
         if self.bias is not None:
             ranking = ranking + self.bias
@@ -121,6 +121,8 @@ class Router(nn.Module):
     def _within_groups(self, ranking: Tensor) -> Tensor:
         """`ranking` with -inf outside of the best groups; a group's score is the sum of its best experts."""
         groups, kept = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        assert groups is not None
+        assert kept is not None, "a rule has them set together"
         grouped = ranking.view(len(ranking), groups, -1)
         best = grouped.sort(dim=2, descending=True).values[..., : self.config.moe_router_topk // kept].sum(2)
         inside = torch.zeros_like(best, dtype=torch.bool).scatter(1, top_k(best, kept), True)
@@ -135,19 +137,20 @@ class _Noise:
         self.on = inputs.sample_keys is not None
 
     def uniform(self, site: str, columns: int) -> Tensor:
-        """float32 [n, columns], uniform in [0, 1)."""
+        """Uniform numbers in [0, 1), float32 [n, columns]."""
+        assert self.keys is not None, "there is no noise without keys"
         rows = row_keys(self.keys, self.tokens, "router", self.layer, site)
         return hash_uniform(rows.unsqueeze(1), torch.arange(columns, device=rows.device))
 
     def gumbel(self, columns: int) -> Tensor:
-        """float32 [n, columns], of the standard Gumbel distribution."""
+        """Numbers from the standard Gumbel distribution, float32 [n, columns]."""
         # The middle of each step of 2^-24, so never 0; that of the last one would be rounded to 1.
         uniform = (self.uniform("sample", columns) + 2.0**-25).clamp_max(1 - 2.0**-24)
         return -(-uniform.log()).log()
 
 
 def row_keys(sample_keys: Tensor, tokens: Tokens, *site: str | int) -> Tensor:
-    """int64 [n]: a key for each token at a site of the model."""
+    """A key for each token at a site of the model: int64 [n]."""
     return derive(derive(site_key(*site), sample_keys)[tokens.sequence], tokens.position)
 
 

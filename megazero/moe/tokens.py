@@ -1,4 +1,4 @@
-"""`Tokens`: which tokens of a micro-batch a rank routes, and where they are in their sequences."""
+"""`Tokens`: the tokens of a micro-batch that a rank routes, and their places in the sequences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tokens:
 
     Attributes:
         sequence: int64 [n], the number of each token's sequence.
-        position: int64 [n], its position in that.
+        position: int64 [n], each token's position in its sequence.
         real: bool [n], False for padding, which no expert sees; None if there is none.
         lengths: int64 [b], how many tokens each whole sequence has, without padding.
         sharers: the ranks that have the other shares.
@@ -52,7 +52,7 @@ class Tokens:
         return values if self.sharers.size == 1 else gather_rows(values, self.sharers)
 
     def own(self, values: Tensor) -> Tensor:
-        """This rank's part of what `whole` gives."""
+        """This rank's part of the `values` of all shares."""
         return own_rows(values, self.sharers)
 
     def everywhere(self) -> Tokens:

@@ -1,4 +1,4 @@
-"""What scripts import from `deepspeed.moe.utils`: telling experts' parameters apart."""
+"""The functions of `deepspeed.moe.utils`, for scripts that tell experts' parameters from others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_moe_param(param: nn.Parameter) -> bool:
 
 
 def is_moe_param_group(group: Mapping[str, Any]) -> bool:
-    """Whether a parameter group is one of those that the function below makes for experts."""
+    """Whether `split_params_into_different_moe_groups_for_optimizer` made a parameter group for experts."""
     return bool(group.get("moe", False))
 
 

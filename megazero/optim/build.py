@@ -1,4 +1,4 @@
-"""Which update rule a configuration names."""
+"""`build_update_rule`: the update rule that a configuration names."""
 
 from __future__ import annotations
 
@@ -76,8 +76,10 @@ def _compressed(config: OptimizerConfig, adam: Adam) -> UpdateRule | None:
 
 
 def _muon(config: OptimizerConfig) -> UpdateRule:
-    """Muon beside the rule for all that is no matrix."""
-    rest = build_update_rule(config.model_copy(update={"optimizer": config.muon_scalar_optimizer}))
+    """Muon beside the rule for everything that is not a matrix."""
+    rest: UpdateRule = build_update_rule(
+        config.model_copy(update={"optimizer": config.muon_scalar_optimizer})
+    )
     if config.muon_scalar_lr is not None:
         rest = Rescaled(rest, config.muon_scalar_lr / config.lr)
     return Muon(
@@ -94,7 +96,7 @@ def _muon(config: OptimizerConfig) -> UpdateRule:
 
 
 def _of_torch(config: OptimizerConfig) -> UpdateRule:
-    """A class of torch.optim with the options that the configuration has for it, otherwise torch's own."""
+    """A class of torch.optim with the configuration's options; others have torch's defaults."""
     moments = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
     rows: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
         "adadelta": (torch.optim.Adadelta, {"rho": config.adadelta_rho, "eps": config.adadelta_eps}),

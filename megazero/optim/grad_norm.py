@@ -26,15 +26,15 @@ def local_square_sum(tensors: Iterable[Tensor], device: torch.device | str = "cp
     stall, also if a tensor's norm is above 1.8 x 10^19.
 
     Args:
-        tensors: floating-point tensors of any shape and dtype, on one device. Those of an iterator may be
-            overwritten once the next is asked for; those of a sequence are worked on together.
+        tensors: floating-point tensors of any shape and dtype, on one device. An iterator may overwrite a
+            tensor once the next is asked for; the tensors of a sequence are measured together.
         device: the device of the zero that an empty iterable gives; otherwise the tensors' device is used.
 
     Returns:
         fp64 scalar tensor `[]` on the tensors' device; nothing is copied to the host.
     """
     total = None
-    for together in [tensors] if isinstance(tensors, Sequence) and tensors else ([each] for each in tensors):
+    for together in [tensors] if isinstance(tensors, Sequence) and tensors else ([x] for x in tensors):
         part = square_sum(together)
         total = part if total is None else total + part
     return torch.zeros((), dtype=torch.float64, device=device) if total is None else total

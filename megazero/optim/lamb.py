@@ -1,4 +1,4 @@
-"""LAMB, which needs norms of whole parameters: the length of an update follows that of the weights."""
+"""LAMB, which needs norms of whole parameters: the length of an update follows the length of the weights."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from megazero.ops.lamb import lamb_move_all, lamb_norms_of_all
-from megazero.optim.rule import Needs, check_pieces, zeros_like
+from megazero.optim.rule import Needs, NormRule, PassEnds, check_pieces, zeros_like
 
 
 @dataclass(frozen=True)
-class Lamb:
+class Lamb(NormRule):
     """LAMB (You et al. 2020, "Large Batch Optimization for Deep Learning", algorithm 2).
 
     ``u = m' / (sqrt(v') + eps) + wd p``, with Adam's moments m and v, and ``p = p - lr c u``, where the trust
@@ -53,7 +53,14 @@ class Lamb:
         return zeros_like(self.state_names, like)
 
     def prepare(
-        self, params, grads, states, *, step, weight_decays, ends=None
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        *,
+        step: int,
+        weight_decays: Sequence[float],
+        ends: PassEnds | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Update the moments and yield for each piece, instead of weights and update, their norms.
 
@@ -61,24 +68,37 @@ class Lamb:
         """
         ends = check_pieces(self.state_names, params, grads, states, step, weight_decays, ends)
         facts = {"beta1": self.beta1, "beta2": self.beta2, **self._terms(step), "scale": ends.scale}
-        moments = self._moments(states)
-        for norms in lamb_norms_of_all(params, grads, *moments, **facts, weight_decays=weight_decays):
+        first, second = self._moments(states)
+        for norms in lamb_norms_of_all(params, grads, first, second, weight_decays=weight_decays, **facts):
             weight, update = norms.unbind()
             yield weight, update
 
     @torch.no_grad()
-    def step(self, params, grads, states, *, step, lr, weight_decays, norms, exempt, ends=None) -> None:
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        *,
+        step: int,
+        lr: float,
+        weight_decays: Sequence[float],
+        norms: Sequence[Tensor],
+        exempt: Sequence[bool],
+        ends: PassEnds | None = None,
+    ) -> None:
         ends = check_pieces(self.state_names, params, grads, states, step, weight_decays, ends)
         if not params:
             return
         if self.bias_correction == "rate":
             lr *= _correction(self, step)
         rates = (lr * self.ratios(norms, exempt)).to(torch.float32).unbind()
-        lists = (params, *self._moments(states), rates, ends.weights)
-        lamb_move_all(*lists, **self._terms(step), weight_decays=weight_decays)
+        first, second = self._moments(states)
+        terms = self._terms(step)
+        lamb_move_all(params, first, second, rates, ends.weights, weight_decays=weight_decays, **terms)
 
     def ratios(self, norms: Sequence[Tensor], exempt: Sequence[bool]) -> Tensor:
-        """The trust ratio of each piece, fp64 [pieces], from what `step` is given."""
+        """The trust ratio of each piece, fp64 [pieces], from the arguments of `step`."""
         weight, update = torch.stack(list(norms)).unbind(1)
         bounded = (weight / update).clamp(self.min_coeff, self.max_coeff)
         plain = [unscaled and not self.adapt_all for unscaled in exempt]
@@ -89,7 +109,7 @@ class Lamb:
         return [[state[name] for state in states] for name in self.state_names]
 
     def _terms(self, step: int) -> dict[str, float]:
-        """Factor and epsilon of the update; those of moments without bias follow from those with it."""
+        """The factor and epsilon with which moments that have a bias give the update of those without it."""
         if self.bias_correction != "moments":
             return {"factor": 1.0, "eps": self.eps}
         return {"factor": _correction(self, step), "eps": self.eps * math.sqrt(1.0 - self.beta2**step)}

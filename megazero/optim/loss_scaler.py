@@ -1,4 +1,4 @@
-"""Loss scales: what the loss is multiplied by so that fp16 gradients neither vanish nor overflow.
+"""Loss scales: factors of the loss by which fp16 gradients neither vanish nor overflow.
 
 The method is that of Micikevicius et al. 2018 (arXiv:1710.03740) with Megatron's hysteresis. A scaler holds
 no state: `update` maps the state before a step to the state after it, so the state can be saved, compared
@@ -19,7 +19,7 @@ LARGEST_SCALE = 2.0**127
 
 @dataclass(frozen=True)
 class ScalerState:
-    """What a loss scaler carries from step to step.
+    """The state that a loss scaler carries from step to step.
 
     Attributes:
         scale: the factor of the loss; gradients are divided by it before clipping.
@@ -38,7 +38,7 @@ class LossScaler(Protocol):
     """Decides the loss scale of the next step from what happened in this one.
 
     Attributes:
-        searches: whether steps without an update are how it finds the scale.
+        searches: whether it finds the scale by skipping the updates of steps that overflow.
     """
 
     searches: ClassVar[bool]
@@ -51,7 +51,7 @@ class LossScaler(Protocol):
 
 
 @dataclass(frozen=True)
-class StaticLossScaler:
+class StaticLossScaler(LossScaler):
     """Uses the same scale at every step; steps with non-finite gradients are still skipped."""
 
     searches: ClassVar[bool] = False
@@ -73,7 +73,7 @@ class NoScaler(StaticLossScaler):
 
 
 @dataclass(frozen=True)
-class DynamicLossScaler:
+class DynamicLossScaler(LossScaler):
     """Halves the scale after `hysteresis` overflows and doubles it after `window` good steps in a row.
 
     As in Megatron, a good step does not restore the tolerated overflows, but a doubling does; once they are

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from megazero.optim.rule import Needs, UpdateRule, check_pieces, zeros_like
+from megazero.optim.rule import MatrixRule, Needs, UpdateRule, check_pieces, zeros_like
 from megazero.optim.update import Adam
 
 Coefficients = tuple[tuple[float, float, float], ...]
@@ -44,7 +44,7 @@ def newton_schulz(
     Args:
         matrices: [n, rows, columns], any dtype; unchanged.
         coefficients: (a, b, c) of each step.
-        dtype: of the products.
+        dtype: the dtype of the products.
 
     Returns:
         [n, rows, columns] in the dtype of `matrices`.
@@ -59,7 +59,7 @@ def newton_schulz(
 
 
 @dataclass(frozen=True)
-class Muon:
+class Muon(MatrixRule):
     """Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks").
 
     ``m = momentum m + (1 - momentum) g``; ``p = p (1 - lr wd) - lr s O(m)``, with O of `newton_schulz` for
@@ -69,14 +69,14 @@ class Muon:
     Attributes:
         momentum: decay of m.
         nesterov: whether the gradient counts once more.
-        coefficients: (a, b, c) of the Newton-Schulz steps; if these are more, they start over.
-        steps: number of these steps.
+        coefficients: (a, b, c) of the Newton-Schulz steps; used again from the first if there are more steps.
+        steps: number of Newton-Schulz steps.
         scale: s by a matrix's shape: ``shape_scaling`` is sqrt(max(1, rows / columns)), as Jordan et al.
             have it; ``spectral`` is sqrt(max(rows, columns)); ``unit_rms_norm`` is sqrt(rows / columns).
-        extra_scale: what s is multiplied by; 0.2 with ``spectral`` gives updates the size of AdamW's (Liu et
+        extra_scale: a further factor of s; 0.2 with ``spectral`` gives updates the size of AdamW's (Liu et
             al. 2025, "Muon is Scalable for LLM Training").
         split_joined: whether queries, keys and values that are stored as one are orthogonalized apart.
-        dtype: of the products: fp32, or bf16 as Jordan et al. have it.
+        dtype: the dtype of the products: fp32, or bf16 as Jordan et al. have it.
         rest: the rule for other parameters.
     """
 
@@ -100,8 +100,16 @@ class Muon:
         return zeros_like(self.state_names, like)
 
     @torch.no_grad()
-    def prepare(self, params, grads, states, *, step, weight_decays) -> Iterator[Tensor]:
-        """Update the momentum and yield what is to be orthogonalized, piece by piece; pieces may be views."""
+    def prepare(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        *,
+        step: int,
+        weight_decays: Sequence[float],
+    ) -> Iterator[Tensor]:
+        """Update the momentum and yield the tensors to orthogonalize, piece by piece; they may be views."""
         check_pieces(self.state_names, params, grads, states, step, weight_decays)
         for grad, state in zip(grads, states, strict=True):
             momentum = state["momentum"].lerp_(grad, 1.0 - self.momentum)
@@ -109,14 +117,24 @@ class Muon:
 
     @torch.no_grad()
     def change(self, matrices: Tensor) -> Tensor:
-        """The update of whole matrices [n, rows, columns] from what `prepare` said of them."""
+        """The update of whole matrices [n, rows, columns], put together from what `prepare` yielded."""
         rows, columns = matrices.shape[-2:]
         steps = list(islice(cycle(self.coefficients), self.steps))
         dtype = torch.float32 if self.dtype == "fp32" else torch.bfloat16
         return newton_schulz(matrices, steps, dtype).mul_(self._scale(rows, columns))
 
     @torch.no_grad()
-    def step(self, params, grads, states, *, step, lr, weight_decays, updates) -> None:
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        *,
+        step: int,
+        lr: float,
+        weight_decays: Sequence[float],
+        updates: Sequence[Tensor],
+    ) -> None:
         check_pieces(self.state_names, params, grads, states, step, weight_decays)
         for param, update, decay in zip(params, updates, weight_decays, strict=True):
             param.mul_(1.0 - lr * decay).sub_(update, alpha=lr)

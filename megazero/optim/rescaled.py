@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from megazero.optim.rule import Needs, UpdateRule
+from megazero.optim.rule import Needs, PassEnds, UpdateRule
 
 
 @dataclass(frozen=True)
-class Rescaled:
+class Rescaled(UpdateRule):
     """A rule whose learning rate is a multiple of the optimizer's, and moves with it.
 
     Attributes:
         rule: the rule, which needs nothing beyond its pieces.
-        factor: that multiple.
+        factor: the multiple.
     """
 
     rule: UpdateRule
@@ -32,6 +33,16 @@ class Rescaled:
     def init_state(self, like: Tensor) -> dict[str, Tensor]:
         return self.rule.init_state(like)
 
-    def step(self, params, grads, states, *, step, lr, weight_decays, **ends) -> None:
-        facts = {"step": step, "lr": lr * self.factor, "weight_decays": weight_decays}
-        self.rule.step(params, grads, states, **facts, **ends)
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        *,
+        step: int,
+        lr: float,
+        weight_decays: Sequence[float],
+        **ends: PassEnds,
+    ) -> None:
+        rate = lr * self.factor
+        self.rule.step(params, grads, states, step=step, lr=rate, weight_decays=weight_decays, **ends)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -15,15 +15,15 @@ from megazero.mpu.group import Reduction
 
 @dataclass(frozen=True)
 class Needs:
-    """What a rule needs beyond its pieces: nothing, if each element's update depends only on that element.
+    """The needs of a rule beyond its pieces: none, if each element's update depends only on that element.
 
     Attributes:
         norms: names of the norms that it needs for each parameter, see `NormRule`.
         reduces: whether it sums gradients over the replicas itself, see `ReducingRule`.
-        private: those of its `state_names` that differ between replicas.
+        private: the `state_names` whose tensors differ between replicas.
         scalars: names of further state, one number for each whole parameter.
-        in_use: whether the model uses other weights than the masters, which the rule's `in_use` makes.
-        matrices: whether it updates whole matrices, and leaves other parameters to another, see `MatrixRule`.
+        in_use: whether the model uses other weights than the masters; the rule's `in_use` makes them.
+        matrices: whether it updates whole matrices, and another rule the rest, see `MatrixRule`.
         one_pass: whether it reads gradients as they are stored and writes the model's weights while it moves
             the masters: its `step` and, if it needs norms, its `prepare` then take `PassEnds` as `ends`.
     """
@@ -39,12 +39,11 @@ class Needs:
 
 @dataclass(frozen=True)
 class PassEnds:
-    """What a rule that works in one pass reads and writes besides masters and moments.
+    """Both ends of a one-pass update: the gradients that it reads, and the model's weights that it writes.
 
     Attributes:
-        scale: what the gradients are multiplied by. They are of any width (fp32, bf16 or fp16) and stay as
-            they are.
-        weights: for each piece, where its new weights go, rounded; None where nothing else uses them.
+        scale: factor of the gradients, which are of any width (fp32, bf16 or fp16) and stay as they are.
+        weights: for each piece, the tensor for its new weights, rounded; None where only masters are used.
     """
 
     scale: float
@@ -55,23 +54,23 @@ _STORED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 WORKER_ERROR = "worker_error"
-"""Kind of what each replica's messages left out, which a rule that reduces feeds back; the replica's own."""
+"""Kind of the part of a replica's numbers that its messages left out; the rule adds it to the next ones."""
 
 SERVER_ERROR = "server_error"
-"""Kind of what the sums that a replica sends to all left out; it has the slice that it sends sums of."""
+"""Kind of the part of the sums that a replica's messages to all left out, for the slice that it sends."""
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """What a rule needs in order to sum one bucket over its replicas.
+    """The replicas of one bucket, as a rule that sums over them by itself needs to know them.
 
     Attributes:
         group: the replicas.
         spans: start and stop of each parameter in the bucket's flat tensors [padded].
         worker_error: fp32 [padded], this replica's own; kept from step to step.
         server_error: fp32 [padded / replicas], of the slice with this replica's number; kept likewise.
-        over_slices: given what each rank measured of its slices of the parameters, [parameters, count], and
-            ``sum`` or ``max``, reduces it in place over the ranks that slice this replica's model.
+        over_slices: takes measurements of this rank's slices of the parameters, [parameters, count], and
+            ``sum`` or ``max``; reduces them in place over the ranks that slice this replica's model.
         lrs: learning rate of each parameter in this step.
     """
 
@@ -88,43 +87,37 @@ class UpdateRule(Protocol):
 
     A rule knows nothing about groups, shards or dtypes of the model: it gets flat pieces of the master
     weights. Without `needs.norms`, a piece may hold parts of several parameters; with them, of one only.
-
-    `state_names` are the keys of each tensor's state; they name the arrays in a checkpoint.
     """
 
-    needs: Needs
+    @property
+    def needs(self) -> Needs:
+        """The needs of the rule beyond its pieces."""
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Keys of `init_state`'s result, in checkpoint order."""
+        """Keys of `init_state`'s result, which name the arrays in a checkpoint, in that order."""
 
     def init_state(self, like: Tensor) -> dict[str, Tensor]:
         """Fresh state for one parameter tensor: zeros with its shape, dtype and device."""
 
-    def step(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
-        *,
-        step: int,
-        lr: float,
-        weight_decays: Sequence[float],
-    ) -> None:
-        """Update `params` and `states` in place.
+    step: Callable[..., None]
+    """Updates parameters and states in place.
 
-        Args:
-            params: contiguous fp32 tensors of any shape, empty ones included.
-            grads: for each parameter, a contiguous fp32 gradient of its shape: unscaled and clipped.
-            states: for each parameter, its `init_state`.
-            step: number of this update, from 1 (skipped steps do not count).
-            lr: learning rate.
-            weight_decays: for each parameter, its weight decay.
+    It takes these arguments, and by name those that the rule's needs add.
 
-        Raises:
-            ValueError: the lists differ in length, the step is below 1, or a tensor is not contiguous, not
-                fp32 or not of its parameter's shape. Nothing has been changed then.
-        """
+    Args:
+        params: contiguous fp32 tensors of any shape, empty ones included.
+        grads: for each parameter, a contiguous fp32 gradient of its shape: unscaled and clipped.
+        states: for each parameter, its `init_state`.
+        step: by name, number of this update, from 1 (skipped steps do not count).
+        lr: by name, learning rate.
+        weight_decays: by name, for each parameter, its weight decay.
+        ends: by name, a `PassEnds` if `needs.one_pass`.
+
+    Raises:
+        ValueError: the lists differ in length, the step is below 1, or a tensor is not contiguous, not fp32
+            or not of its parameter's shape. Nothing has been changed then.
+    """
 
 
 class NormRule(UpdateRule, Protocol):
@@ -182,8 +175,8 @@ class NormRule(UpdateRule, Protocol):
 class MatrixRule(UpdateRule, Protocol):
     """A rule whose update of a matrix depends on all of it (Muon, Shampoo), however it is cut and sharded.
 
-    `prepare` sees this rank's pieces; what it makes of them is put together to whole matrices, of which
-    `change` makes the updates; `step` gets this rank's pieces of these. Parameters whose `ParamSpec` names no
+    `prepare` sees this rank's pieces; its results are put together to whole matrices, `change` turns these
+    into updates, and `step` gets this rank's pieces of the updates. Parameters whose `ParamSpec` names no
     matrices are for `rest`.
 
     Attributes:
@@ -203,14 +196,14 @@ class MatrixRule(UpdateRule, Protocol):
         step: int,
         weight_decays: Sequence[float],
     ) -> Iterable[Tensor]:
-        """Bring `states` up to date and return what `change` is to be given, piece by piece.
+        """Bring `states` up to date and return the tensors for `change`, piece by piece.
 
         Args:
             params, grads, states, step, weight_decays: as in `NormRule.prepare`.
         """
 
     def change(self, matrices: Tensor) -> Tensor:
-        """The updates of whole matrices, [n, rows, columns] -> the same shape, each by itself."""
+        """The updates of whole matrices [n, rows, columns], in the same shape, each by itself."""
 
     def step(
         self,
@@ -226,25 +219,25 @@ class MatrixRule(UpdateRule, Protocol):
         """Update `params` in place, as `UpdateRule.step` does.
 
         Args:
-            updates: for each piece, its part of what `change` returned.
+            updates: for each piece, its part of the tensors that `change` returned.
         """
 
 
 class ReducingRule(UpdateRule, Protocol):
     """A rule that sums gradients over the replicas itself, compressed or infrequently (the 1-bit family).
 
-    In the steps that it does not sum exactly, the wire makes no reduction of its own. If state were sharded,
+    In the steps that it does not sum exactly, the communication hook reduces nothing. If state were sharded,
     no replica could use the sums, so such a rule works only with stage 0.
     """
 
     def sums_exactly(self, step: int) -> bool:
         """Whether gradients are summed for `step` as for any other rule, and `reduce` is not called.
 
-        A function of the number alone, so that all ranks agree, and a resumed run does.
+        It depends on the number alone, so that all ranks agree, and a resumed run agrees with them.
         """
 
     def reduce(self, grads: Tensor, state: dict[str, Tensor], *, replicas: Replicas, step: int) -> None:
-        """Bring to every replica what `step` is to use: replace the gradients, or update `state`.
+        """Replace the gradients, or update `state`, by the values over all replicas that `step` then uses.
 
         Called for one bucket after another, in the same order on every rank, before the other phases, and
         only in steps in which all ranks' gradients are finite.
@@ -253,7 +246,7 @@ class ReducingRule(UpdateRule, Protocol):
             grads: a bucket's flat fp32 sums over only this replica's samples, scaled so that their sum over
                 the replicas is the whole gradient, and clipped.
             state: the bucket's moments, of the same shape, and its `needs.scalars`, [parameters].
-            replicas: the replicas, and what messages to them left out so far.
+            replicas: the replicas, and the errors of the messages to them so far.
             step: number of this update, from 1.
         """
 
@@ -266,6 +259,26 @@ class LocalRule(ReducingRule, Protocol):
 
     def in_use(self, master: Tensor, state: dict[str, Tensor]) -> Tensor:
         """The weights that the model is to use on this replica; may be `master` itself."""
+
+
+def is_norm_rule(rule: UpdateRule) -> TypeGuard[NormRule]:
+    """Whether the rule asks for norms of whole parameters."""
+    return bool(rule.needs.norms)
+
+
+def is_matrix_rule(rule: UpdateRule) -> TypeGuard[MatrixRule]:
+    """Whether the rule updates whole matrices."""
+    return rule.needs.matrices
+
+
+def is_reducing_rule(rule: UpdateRule) -> TypeGuard[ReducingRule]:
+    """Whether the rule sums gradients over the replicas itself."""
+    return rule.needs.reduces
+
+
+def is_local_rule(rule: UpdateRule) -> TypeGuard[LocalRule]:
+    """Whether the rule makes the weights that the model uses."""
+    return rule.needs.in_use
 
 
 def zeros_like(names: tuple[str, ...], like: Tensor) -> dict[str, Tensor]:
@@ -285,7 +298,7 @@ def check_pieces(
     """Refuse arguments that an in-place kernel would read or write incorrectly.
 
     Returns:
-        The ends, or those of a pass that does nothing else.
+        `ends`; where it is None, ends with a scale of 1 and no weights.
 
     Raises:
         ValueError: see `UpdateRule.step`.

@@ -1,10 +1,10 @@
-"""Learning rate and weight decay as pure functions of how far the training has got.
+"""Learning rate and weight decay as pure functions of the progress of the training.
 
 The formulas and their edge cases are those of Megatron-Core's `OptimizerParamScheduler`, so a schedule gives
-the same values in both. It matters when in a step a value is read: Megatron advances its scheduler *after*
+the same values in both. It matters when a step reads its value: Megatron advances its scheduler *after*
 each update, so the first update of a training uses progress 0 (with warmup from zero, a learning rate of
 zero), and update k uses the progress of the k - 1 updates before it. Call `LearningRate.at(progress)` with
-what was consumed before the step.
+the progress before the step.
 
 Megatron's iteration-based training counts samples (iterations x global batch) internally; for a constant
 batch the ratios, and so the values, are the same (`LearningRate` names the exception). With a batch-size
@@ -14,6 +14,7 @@ ramp, a length given in iterations is counted in iterations here.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,7 +52,7 @@ class Decay:
 
 @dataclass(frozen=True)
 class LearningRate:
-    """A learning rate schedule; `unit` is what the lengths are counted in.
+    """A learning rate schedule; its lengths are counted in `unit`.
 
     Megatron's scheduler counts an iteration as a global batch of samples. That matters for an inverse square
     root without a warmup alone, whose rate is a function of the count itself; `samples_per_unit` is how many
@@ -73,7 +74,7 @@ class LearningRate:
         if violations:
             raise ConfigError(violations)
 
-    def _violations(self):
+    def _violations(self) -> Iterator[str]:
         if self.floor > self.peak:
             yield f"`min_lr` must be at most `lr` ({self.peak}), but is {self.floor}; lower it."
         if self.warmup.start > self.peak:
@@ -110,8 +111,8 @@ class LearningRate:
         if count > decay.length:
             return self.floor
         if decay.style == "inverse-square-root":
-            each = self.samples_per_unit
-            rate = self.peak * max(warmup.length * each, 1) ** 0.5 / (max(count * each, 1) ** 0.5)
+            samples = self.samples_per_unit
+            rate: float = self.peak * max(warmup.length * samples, 1) ** 0.5 / max(count * samples, 1) ** 0.5
             return max(self.floor, rate)
         return self.floor + self._height(count) * (self.peak - self.floor)
 
@@ -119,6 +120,7 @@ class LearningRate:
         """How high the rate is between floor (0) and peak (1); 1 at the end of the warmup."""
         decay = self.decay
         if decay.style == "WSD":
+            assert decay.final_length is not None, "a schedule without it was refused"
             stable_end = decay.length - decay.final_length
             if count <= stable_end:
                 return 1.0

@@ -1,7 +1,7 @@
 """A torch optimizer class as an update rule: it runs itself on flat pieces of the fp32 master weights.
 
-The result is that of whole tensors if each element's update depends on that element alone, which `on_pieces`
-tests beforehand.
+Whole tensors would give the same result if each element's update depends on that element alone, which
+`on_pieces` tests beforehand.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from megazero.errors import ConfigError
-from megazero.optim.rule import Needs, check_pieces, zeros_like
+from megazero.optim.rule import Needs, UpdateRule, check_pieces, zeros_like
 
 _TRIAL_STEPS = 3
 
 
 @dataclass(frozen=True)
-class TorchRule:
+class TorchRule(UpdateRule):
     """A torch optimizer class as an update rule (see `UpdateRule`).
 
     Attributes:
@@ -75,8 +75,9 @@ class TorchRule:
 
     def make(self, leaves: Sequence[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.Optimizer:
         """An optimizer for these parameters, without state."""
-        mine = {"lr": lr, "weight_decay": weight_decay}
-        return self.kind(leaves, **self.options, **{name: mine[name] for name in self.takes})
+        rates = {"lr": lr, "weight_decay": weight_decay}
+        options = {**self.options, **{name: rates[name] for name in self.takes}}
+        return self.kind(leaves, **options)
 
     def _count(self, done: int) -> dict[str, Any]:
         """The entries of the state that follow from the number of updates."""

@@ -1,9 +1,8 @@
-"""AdamW and SGD, of which each element's update depends only on that element, so that a tensor may be cut
-anywhere.
-"""
+"""AdamW and SGD. Each element's update depends only on that element, so a tensor may be cut anywhere."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,11 +10,11 @@ from torch import Tensor
 
 from megazero.ops.adam import adam_step
 from megazero.ops.sgd import sgd_step
-from megazero.optim.rule import Needs, check_pieces, zeros_like
+from megazero.optim.rule import Needs, PassEnds, UpdateRule, check_pieces, zeros_like
 
 
 @dataclass(frozen=True)
-class Adam:
+class Adam(UpdateRule):
     """AdamW: Adam (Kingma & Ba 2015) with decoupled weight decay (Loshchilov & Hutter 2019).
 
     ``m = b1 m + (1 - b1) g``, ``v = b2 v + (1 - b2) g^2``,
@@ -35,7 +34,17 @@ class Adam:
     def init_state(self, like: Tensor) -> dict[str, Tensor]:
         return zeros_like(self.state_names, like)
 
-    def step(self, params, grads, states, *, step, lr, weight_decays, ends=None) -> None:
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        *,
+        step: int,
+        lr: float,
+        weight_decays: Sequence[float],
+        ends: PassEnds | None = None,
+    ) -> None:
         ends = check_pieces(self.state_names, params, grads, states, step, weight_decays, ends)
         # The fused kernel takes one weight decay per call, and most models have two values.
         for decay in dict.fromkeys(weight_decays):
@@ -58,7 +67,7 @@ class Adam:
 
 
 @dataclass(frozen=True)
-class Sgd:
+class Sgd(UpdateRule):
     """SGD with heavy-ball momentum: ``u = momentum u + g + wd p``, ``p = p - lr u``.
 
     As in torch's SGD, which Megatron and DeepSpeed take, weight decay is a part of the gradient, and momentum
@@ -76,7 +85,17 @@ class Sgd:
     def init_state(self, like: Tensor) -> dict[str, Tensor]:
         return zeros_like(self.state_names, like)
 
-    def step(self, params, grads, states, *, step, lr, weight_decays, ends=None) -> None:
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        *,
+        step: int,
+        lr: float,
+        weight_decays: Sequence[float],
+        ends: PassEnds | None = None,
+    ) -> None:
         ends = check_pieces(self.state_names, params, grads, states, step, weight_decays, ends)
         facts = {"lr": lr, "momentum": self.momentum, "scale": ends.scale}
         pieces = zip(params, grads, states, ends.weights, weight_decays, strict=True)

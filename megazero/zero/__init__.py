@@ -2,7 +2,7 @@
 
 Start with `table.py` (what each stage shards) and `parallel.py` (what a training step calls). `unit.py`,
 `plan.py` and `layout.py` lay parameters out in buckets. `bucket.py` tracks whether a bucket's whole weights
-are on this rank, `store.py` holds the rest of its state, and `comm_hooks` move it between the replicas.
+are on this rank, `store` holds the rest of its state, and `comm_hooks` move it between the replicas.
 `gather.py` and `reduce.py` decide when, and `optimizer.py` updates.
 """
 

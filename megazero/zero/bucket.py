@@ -28,7 +28,7 @@ class ShardedState(Enum):
 
 
 class Keeper(Protocol):
-    """What a bucket asks of the store that keeps its state."""
+    """The calls that a bucket makes to the store that keeps its state."""
 
     def admit(self, bucket: Bucket) -> None:
         """Add a new bucket, whose whole weights are present, and keep this rank's slice of them."""
@@ -43,7 +43,7 @@ class Keeper(Protocol):
         """
 
     def close_weights(self, bucket: Bucket, weights: Tensor) -> None:
-        """Take over what was written to the tensor that `open_weights` gave."""
+        """Keep the weights that were written to the tensor from `open_weights`."""
 
     def adopt(self, bucket: Bucket) -> None:
         """Copy the whole weights into the slice and the master."""
@@ -59,11 +59,11 @@ class Bucket:
     Attributes:
         full: flat weights of all parameters, [padded].
         storage: the storage of `full`.
-        sums_scale: what its gradient sums are still to be multiplied by: the factor of the update that used
-            them, if that left them as they are.
+        sums_scale: the factor by which its gradient sums are still to be multiplied: that of the update that
+            used them, if it left them as they are.
 
     Args:
-        key: what the parameters have in common.
+        key: the properties that the parameters have in common.
         params: the parameters in buffer order, on the real or the meta device.
         layout: where each parameter lies in the buffer.
         comm_hook: the connection between the replicas.
@@ -140,7 +140,7 @@ class Bucket:
         """Take over new weights; where replicas update shards, start to gather them.
 
         Args:
-            weights: what the store's `open_weights` gave, written.
+            weights: the tensor from the store's `open_weights`, with the new weights in it.
         """
         if weights is not None:
             self.store.close_weights(self, weights)
@@ -150,7 +150,7 @@ class Bucket:
         return DONE
 
     def show_masters(self, master: Tensor) -> None:
-        """Gather the whole weights as the masters have them, even if the hook rounds.
+        """Gather the whole weights exactly as the masters are, even if the hook rounds.
 
         Args:
             master: the master weights over the layout's `state_range`.
@@ -162,7 +162,7 @@ class Bucket:
         self.comm_hook.group.all_gather(self.full, self.store.shard(self)).wait()
 
     def weights_in_use(self) -> Tensor:
-        """The weights that forward reads, over `state_range`; none of them is offloaded."""
+        """The weights that forward reads, over `state_range`; they must not be offloaded."""
         return self.store.shard(self) if self.layout.row.shard_params else self.full[self.layout.state_range]
 
     def show_in_use(self) -> None:
@@ -172,7 +172,7 @@ class Bucket:
             self.comm_hook.gather(self.full, self.store.shard(self)).wait()
 
     def adopt_full(self) -> None:
-        """Copy what was written to the whole weights into the shard and the master."""
+        """Copy the changes to the whole weights into the shard and the master."""
         assert self.presence is ShardedState.WHOLE
         self.store.adopt(self)
         self.comm_hook.round_weights(self.full)
@@ -209,10 +209,11 @@ def _move_in(params: Sequence[nn.Parameter], views: Sequence[Tensor], fill: Fill
         else:
             view.copy_(param.data)
         param.data = view
-    if unmade and fill is None:
+    if not unmade:
+        return
+    if fill is None:
         raise ConfigError(
             f"`fill` must be given for the {len(unmade)} parameters on the meta device, such as "
             f"{spec_of(unmade[0]).name}, but is None; pass a function that writes initial values"
         )
-    if unmade:
-        fill(unmade)
+    fill(unmade)

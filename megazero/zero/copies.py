@@ -1,4 +1,4 @@
-"""`CopyCheck`: whether what several ranks hold copies of is the same on all of them.
+"""`CopyCheck`: whether tensors that several ranks hold copies of are the same on all of them.
 
 Copies drift apart without any error: a bit that flips in one rank's memory, a kernel that adds in another
 order, a collective that was left out. Each rank then trains a model of its own. Megatron-LM compares hashes
@@ -32,10 +32,10 @@ class CopyDifference:
 
     Attributes:
         name: the parameter's global name.
-        kind: what of it: the weights in use, the master weights, a moment; or the weights in use of a rank
-            that are not what its masters round to.
-        accused: the world ranks whose copy is not that of most; all of them if no value is on more than half.
-        others: the world ranks that hold the value of most; none if no value is on more than half.
+        kind: the kind of the tensor: the weights in use, the master weights, a moment; or `ROUNDED` for the
+            weights in use of a rank that differ from its rounded masters.
+        accused: the world ranks whose copy differs from the majority's; all of them if there is no majority.
+        others: the world ranks of the majority; none if no value is on more than half of the ranks.
     """
 
     name: str
@@ -69,11 +69,11 @@ class TakeOver:
 
 @dataclass(frozen=True)
 class CopyFindings:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
         differences: all copies that are not equal; the same on all ranks.
-        take_overs: what this rank's groups need in order to hold what most of their members hold.
+        take_overs: the pieces that members of this rank's groups must take over to agree with the majority.
     """
 
     differences: tuple[CopyDifference, ...] = ()
@@ -104,7 +104,7 @@ class _Compared:
     prints: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
     def unequal(self) -> Tensor:
-        """Which of them are not the same on all members; every member calls this. bool [pieces]."""
+        """Whether each piece differs between members, bool [pieces]; every member calls this."""
         mine = self._stacked()
         bounds = torch.cat([mine, ~mine])  # the greatest complement is that of the least
         self.group.all_reduce(bounds, "max").wait()
@@ -133,12 +133,13 @@ class CopyCheck:
         self.optimizer = optimizer
         self.context = context
         self._store = optimizer.store
-        # Each replica may use weights of its own then, which are not those that the masters round to.
+        # Then each replica may use weights of its own, which are not the rounded masters.
         self._apart = optimizer.rule.needs.in_use
         private = optimizer.private_kinds
         self._kinds = (WEIGHT, *(kind for kind in optimizer.state_names if kind not in private))
         # State that is offloaded stays where it is while it is looked at.
-        self._fingerprints = {each.type: Fingerprints(each) for each in (torch.device("cpu"), context.device)}
+        devices = (torch.device("cpu"), context.device)
+        self._fingerprints = {device.type: Fingerprints(device) for device in devices}
         # Ends come last: the order of buckets is not the same on the two stages.
         self._shared = [name for name in _GROUPS if context.groups[name].size > 1]
         self._agreed = False
@@ -149,18 +150,18 @@ class CopyCheck:
         compared = {name: _Compared(self.context.groups[name]) for name in self._shared}
         rounded: list[tuple[str, Tensor]] = []
         for loaded_buckets in self._store.stream(self._kinds, self._store.buckets):
-            for each in loaded_buckets:
-                for piece in self._pieces(each):
-                    found = self._fingerprints[piece.tensor.device.type].of(piece.tensor)
-                    found = on_device(found, self.context.device)
+            for loaded in loaded_buckets:
+                for piece in self._pieces(loaded):
+                    fingerprint = self._fingerprints[piece.tensor.device.type].of(piece.tensor)
+                    fingerprint = on_device(fingerprint, self.context.device)
                     for group in piece.groups:
-                        compared[group].prints[piece.name, piece.kind] = found
-                rounded += [] if self._apart or self.optimizer.delayed else _roundings(each)
+                        compared[group].prints[piece.name, piece.kind] = fingerprint
+                rounded += [] if self._apart or self.optimizer.delayed else _roundings(loaded)
         if not self._agreed:
             self._agree_on_pieces(compared)
-        compared = {name: each for name, each in compared.items() if each.prints}
-        unequal = {name: each.unequal() for name, each in compared.items()}
-        wrong = [each.any() for each in unequal.values()] + [off for _, off in rounded]
+        compared = {name: pieces for name, pieces in compared.items() if pieces.prints}
+        unequal = {name: pieces.unequal() for name, pieces in compared.items()}
+        wrong = [differs.any() for differs in unequal.values()] + [off for _, off in rounded]
         flag = torch.stack(wrong).any() if wrong else torch.zeros((), dtype=torch.bool)
         flag = flag.to(self.context.device, torch.int64).reshape(1)
         self.context.world.all_reduce(flag, "max").wait()
@@ -170,11 +171,11 @@ class CopyCheck:
 
     @torch.no_grad()
     def repair(self, take_overs: Sequence[TakeOver]) -> None:
-        """Take over what most members of each group hold; every rank calls this with what `compare` found."""
+        """Take over the copies of the majority; every rank calls this with the result of `compare`."""
         for group in self._shared:
-            sources = {each.piece: each.source for each in take_overs if each.group == group}
+            sources = {needed.piece: needed.source for needed in take_overs if needed.group == group}
             for loaded_buckets in self._store.stream(self._kinds, self._store.buckets, changes=self._kinds):
-                for piece in (piece for each in loaded_buckets for piece in self._pieces(each)):
+                for piece in (piece for loaded in loaded_buckets for piece in self._pieces(loaded)):
                     source = sources.get((piece.name, piece.kind)) if group in piece.groups else None
                     if source is not None:
                         self.context.groups[group].broadcast(piece.tensor, source).wait()
@@ -202,7 +203,7 @@ class CopyCheck:
         self._agreed = True
 
     def _pieces(self, loaded: LoadedBucket) -> Iterator[_HeldPiece]:
-        """What of a bucket other ranks hold copies of."""
+        """The pieces of a bucket that other ranks hold copies of."""
         bucket, layout = loaded.bucket, loaded.bucket.layout
         replicas = {bucket.key.replicas} if layout.ranks > 1 else set()
         used = _in_use(loaded)
@@ -227,15 +228,15 @@ class CopyCheck:
     def _details(
         self, compared: dict[str, _Compared], unequal: dict[str, Tensor], rounded: Sequence[str]
     ) -> CopyFindings:
-        """Which ranks hold what, once it is known that something differs."""
-        found = [[name, ROUNDED, [self.context.rank], []] for name in rounded]
+        """The differences and take-overs, once it is known that something differs."""
+        mine: list[list[object]] = [[name, ROUNDED, [self.context.rank], []] for name in rounded]
         take_overs = []
-        for name, each in compared.items():
+        for name, held in compared.items():
             numbers = unequal[name].nonzero().flatten().tolist()
             if not numbers:
                 continue
-            pieces = sorted(each.prints)
-            everyone = gather_values(each.group, each.values(numbers), self.context.device)
+            pieces = sorted(held.prints)
+            everyone = gather_values(held.group, held.values(numbers), self.context.device)
             for i, number in enumerate(numbers):
                 values = [theirs[i] for theirs in everyone]
                 most = max(set(values), key=values.count)
@@ -243,14 +244,14 @@ class CopyCheck:
                 if settled:
                     take_overs.append(TakeOver(name, pieces[number], values.index(most)))
                 accused = [
-                    r for r, v in zip(each.group.ranks, values, strict=True) if not settled or v != most
+                    r for r, v in zip(held.group.ranks, values, strict=True) if not settled or v != most
                 ]
-                others = [r for r in each.group.ranks if r not in accused]
-                found.append([*pieces[number], accused, others])
-        told = gather_values(self.context.world, found, self.context.device)
+                others = [r for r in held.group.ranks if r not in accused]
+                mine.append([*pieces[number], accused, others])
+        reports = gather_values(self.context.world, mine, self.context.device)
         distinct = dict.fromkeys(
             CopyDifference(name, kind, tuple(accused), tuple(others))
-            for theirs in told
+            for theirs in reports
             for name, kind, accused, others in theirs
         )
         return CopyFindings(tuple(distinct), tuple(take_overs))
@@ -267,7 +268,7 @@ def _in_use(loaded: LoadedBucket) -> Tensor | None:
 
 
 def _roundings(loaded: LoadedBucket) -> Iterator[tuple[str, Tensor]]:
-    """For each member of which a rank holds weights in use and masters: whether any bit is not as rounded."""
+    """Compare weights in use with masters on this rank: each member's name, and whether any bit differs."""
     layout = loaded.bucket.layout
     used, master = _in_use(loaded), loaded.flats[WEIGHT]
     if used is None:
@@ -284,5 +285,5 @@ def _roundings(loaded: LoadedBucket) -> Iterator[tuple[str, Tensor]]:
 
 
 def _bits(numbers: Tensor) -> Tensor:
-    """As integers, so that NaN equals itself and -0 is not 0."""
+    """A tensor's bits as integers, so that NaN equals itself and -0 is not 0."""
     return numbers.view({2: torch.int16, 4: torch.int32}[numbers.element_size()])

@@ -13,7 +13,7 @@ from megazero.zero.store import GRADIENT, WEIGHT, LoadedBucket, OffloadStore
 from megazero.zero.update import Update
 
 IN_USE = "weight_in_use"
-"""The kind of the weights that forward reads, where these are not what the masters round to."""
+"""The kind of the weights that forward reads, where these are not the rounded masters."""
 
 
 class DelayedUpdates:
@@ -23,7 +23,7 @@ class DelayedUpdates:
     of step t + 1; so the weights of step t + 2 are the first to know of it, one step later than usual. A step
     that is skipped starts and publishes nothing. Buckets are updated in the order in which backward
     completes them, and whatever touches a bucket's state first waits for its update, so no number depends on
-    when that runs.
+    when the update runs.
 
     Args:
         store: keeps masters, moments and gradient sums in the host's memory.
@@ -49,27 +49,27 @@ class DelayedUpdates:
         kinds: Sequence[str],
         publish: Callable[[LoadedBucket], Work],
     ) -> None:
-        """Publish the update before, and start this one.
+        """Publish the previous update, and start this one.
 
         Args:
-            update: of these buckets.
-            buckets: all that are trained by it.
-            kinds: of state that it needs besides masters and gradients.
+            update: the update of these buckets.
+            buckets: all buckets that it trains.
+            kinds: the kinds of state that it needs besides masters and gradients.
             publish: brings a bucket's masters to the weights.
         """
         loaded_buckets: list[LoadedBucket] = []
         everything = (WEIGHT, GRADIENT, *kinds)
         works = []
         for visited in self.store.stream(everything, buckets, changes=everything):
-            works += [publish(each) for each in visited]
+            works += [publish(loaded) for loaded in visited]
             loaded_buckets += visited  # they are worked on where they are kept, so they outlive the visit
         for work in works:
             work.wait()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "update")
         copied = _event()
-        for each in loaded_buckets:
-            self.store.updates[each.bucket] = self._thread.submit(_apply, update, each, copied)
+        for loaded in loaded_buckets:
+            self.store.updates[loaded.bucket] = self._thread.submit(_apply, update, loaded, copied)
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def _apply(update: Update, loaded: LoadedBucket, copied: torch.cuda.Event | None
 
 
 def _event() -> torch.cuda.Event | None:
-    """What has been queued on a CUDA device, which reads the masters that are about to change."""
+    """An event after the work that is queued on a CUDA device; it reads masters that are about to change."""
     if not torch.cuda.is_initialized():
         return None
     event = torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""Whether a rule and the buckets fit together; a configuration's own rules make sure of it."""
+"""Checks whether a rule and the buckets fit together, which the rules of a configuration make sure of."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from megazero.zero.store import Store
 from megazero.zero.unit import Unit
 
 SLICES_AHEAD = 2
-"""Buckets whose slices are read from where they sleep before they are gathered."""
+"""Buckets whose offloaded slices are read before they are gathered."""
 
 
 class Gatherer:
@@ -25,8 +25,8 @@ class Gatherer:
     outputs. The order of the units is learned from the previous pass, separately for forward and backward; a
     unit that was not expected is gathered on demand. Every rank runs the same units in the same order.
 
-    Where slices sleep elsewhere, those of the next `SLICES_AHEAD` buckets beyond the gathered ones are read
-    ahead, in the same order, or in that of the units while that is not known.
+    Where slices are offloaded, those of the next `SLICES_AHEAD` buckets beyond the gathered ones are read
+    ahead, in the same order, or in the order of the units while that one is not known.
 
     A unit's weights are freed after its forward, and in backward as soon as all their gradients have been
     collected, unless the policy has room to keep them for the next use. A forward that runs within a backward
@@ -38,7 +38,7 @@ class Gatherer:
         policy: what is gathered ahead and what is kept.
 
     Attributes:
-        most_live_bytes: what gathered weights have held at most at a time.
+        most_live_bytes: the most bytes that gathered weights have held at a time.
     """
 
     def __init__(self, units: Sequence[Unit], store: Store, policy: ZeroPolicy):
@@ -70,11 +70,11 @@ class Gatherer:
 
     def of(self, params: Iterable[nn.Parameter]) -> list[Bucket]:
         """The buckets with sharded weights that hold any of `params`."""
-        found = {id(p): self._bucket_of[id(p)] for p in params if id(p) in self._bucket_of}
-        return list({id(bucket): bucket for bucket in found.values()}.values())
+        buckets = [self._bucket_of[id(p)] for p in params if id(p) in self._bucket_of]
+        return list({id(bucket): bucket for bucket in buckets}.values())
 
     def hint(self, chunk: int, *, backward: bool) -> None:
-        """Start gathering what the chunk uses first, because it runs next."""
+        """Start gathering the chunk's first units, because it runs next."""
         units = self._chunks.get(chunk)
         self._previous = None
         if not units:
@@ -195,10 +195,12 @@ class Gatherer:
         for bucket in absent:
             bucket.wait()
 
-    def _read_ahead(self, unit: int | None, backward: bool) -> None:
-        """Start to read the slices of what is gathered next, `unit` first."""
-        own = sum(bucket.presence is ShardedState.SHARD for bucket in self._units[unit])
-        ahead, seen = [], set()
+    def _read_ahead(self, first: int, backward: bool) -> None:
+        """Start to read the slices of the units that are gathered next, from unit `first` on."""
+        own = sum(bucket.presence is ShardedState.SHARD for bucket in self._units[first])
+        ahead: list[Bucket] = []
+        seen: set[int] = set()
+        unit: int | None = first
         while unit is not None and unit not in seen and len(ahead) < own + SLICES_AHEAD:
             seen.add(unit)
             ahead += [bucket for bucket in self._units[unit] if bucket.presence is ShardedState.SHARD]
@@ -206,7 +208,7 @@ class Gatherer:
         self._expect(ahead[: own + SLICES_AHEAD])
 
     def _expect(self, ahead: list[Bucket]) -> None:
-        """Read these slices ahead, and none else."""
+        """Read these slices ahead, and no others."""
         if ahead != self._ahead:
             self._ahead = ahead
             self.store.read_ahead(ahead)
@@ -236,5 +238,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         for item in value:
             yield from _tensors(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for each in dataclasses.fields(value):
-            yield from _tensors(getattr(value, each.name))
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -26,18 +26,18 @@ from megazero.mpu.adopt import find_context
 
 
 class Home(Protocol):
-    """Whatever holds the shards of a parameter: a `Partition` while the model is built, later an engine.
+    """The holder of a parameter's shards: a `Partition` while the model is built, later an engine.
 
     A parameter's `zero_home` attribute is its home; a parameter without one is whole.
     """
 
     group: Group
 
-    def gathered(self, params: Iterable[nn.Parameter], *, write_back: bool) -> Any:
+    def gathered(self, params: Iterable[nn.Parameter], *, write_back: bool) -> AbstractContextManager[None]:
         """A context manager within which `params` are whole; see `DataParallel.gathered`."""
 
 
-class Partition:
+class Partition(Home):
     """This rank's slice of one parameter.
 
     Args:
@@ -72,7 +72,7 @@ class Partition:
         self.shard[: mine.numel()].copy_(mine)
 
     def move(self, group: Group) -> None:
-        """Shard the parameter over `group`, part of the present one, instead; all ranks of that call this."""
+        """Shard the parameter over `group`, a part of the present group; all ranks of that one call this."""
         value = self.whole()
         self.group = group
         self.shard = value.new_zeros(max(1, -(-value.numel() // group.size)))
@@ -80,7 +80,7 @@ class Partition:
 
     @contextmanager
     def gathered(self, params: Iterable[nn.Parameter], *, write_back: bool) -> Iterator[None]:
-        """Context in which the parameter is whole; with `write_back`, what is written to it is kept."""
+        """Context in which the parameter is whole; with `write_back`, changes to it are kept."""
         (param,) = params
         param.data = self.whole()
         try:
@@ -93,14 +93,14 @@ class Partition:
 
     def _attach(self, param: nn.Parameter) -> None:
         param.data = self._nothing.expand(self.shape)
-        param.zero_home = self
         # Some models copy layers while they are built (torch's TransformerEncoder does); copy the slice too.
-        param.__deepcopy__ = MethodType(_copy, param)
+        param.__dict__.update(zero_home=self, __deepcopy__=MethodType(_copy, param))
 
 
 def _copy(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     """A copy of a sharded parameter, sharded in the same way."""
-    home: Partition = param.zero_home
+    home = partition_of(param)
+    assert home is not None, "only sharded parameters are copied here"
     twin = nn.Parameter(param.data, param.requires_grad)
     memo[id(param)] = twin
     other = object.__new__(Partition)
@@ -109,9 +109,15 @@ def _copy(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     return twin
 
 
+def partition_of(param: nn.Parameter) -> Partition | None:
+    """The slice of a parameter that `Init` has sharded, until an engine takes it over; None for others."""
+    home = getattr(param, "zero_home", None)
+    return home if isinstance(home, Partition) else None
+
+
 def is_partitioned(param: nn.Parameter) -> bool:
     """Whether `Init` has sharded the parameter and no engine has taken it over yet."""
-    return isinstance(getattr(param, "zero_home", None), Partition)
+    return partition_of(param) is not None
 
 
 class Init:
@@ -172,8 +178,8 @@ class Init:
         for module in self._outermost.values():
             if kind is None:
                 self._cut(module)
-            for each in module.modules():
-                each.__dict__.pop("apply", None)
+            for part in module.modules():
+                part.__dict__.pop("apply", None)
         self._outermost = {}
         if kind is None:
             self.context.world.barrier()
@@ -212,7 +218,8 @@ def _dtype(config: str | Path | Mapping[str, Any] | None) -> torch.dtype | None:
     read = read_deepspeed(config)
     if read.problems:
         raise ConfigError(read.problems)
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(read.values.get("precision.dtype"))
+    dtypes: dict[str | None, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return dtypes.get(read.values.get("precision.dtype"))
 
 
 class GatheredParameters:
@@ -290,11 +297,12 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     if not isinstance(parameter, nn.Parameter):
         raise ConfigError(
             f"`parameter` must be a torch.nn.Parameter, but is a {type(parameter).__name__}; "
-            "register what the module's forward reads"
+            "register the parameters that the module's forward reads"
         )
-    module.external_parameters = (*external_parameters(module), parameter)
+    module.__dict__["external_parameters"] = (*external_parameters(module), parameter)
 
 
 def external_parameters(module: nn.Module) -> tuple[nn.Parameter, ...]:
     """The parameters that `register_external_parameter` recorded for the module."""
-    return module.__dict__.get("external_parameters", ())
+    recorded: tuple[nn.Parameter, ...] = module.__dict__.get("external_parameters", ())
+    return recorded

@@ -112,13 +112,13 @@ class BucketLayout:
         All ranks use the same segments: how an update rounds may depend on where a piece ends, and copies of
         a parameter must stay bitwise equal.
         """
-        found: list[Segment] = []
+        segments: list[Segment] = []
         last = None
         for member, segment in zip(self.members, self.member_segments, strict=True):
-            joined = replace(segment, start=found.pop().start) if member.kind == last else segment
-            found.append(joined)
+            joined = replace(segment, start=segments.pop().start) if member.kind == last else segment
+            segments.append(joined)
             last = member.kind
-        return tuple(found)
+        return tuple(segments)
 
     def overlap(self, start: int, stop: int) -> slice:
         """The slice of a flat tensor over `state_range` that holds elements `start` to `stop`, if any."""
@@ -134,7 +134,7 @@ class BucketLayout:
         ]
 
     def member_pieces(self, flat: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
-        """The parts of a flat tensor over `state_range` that belong to members, one per member found in it.
+        """The parts of a flat tensor over `state_range` that belong to members, one per member in that range.
 
         Yields:
             The member's number, the range of the flattened member, and the part.
@@ -148,18 +148,18 @@ class BucketLayout:
 
 def counted_parts(layout: BucketLayout) -> list[slice]:
     """The parts of a flat tensor over `state_range` that count in sums over the model on this rank."""
-    found = [layout.overlap(s.start, s.stop) for s in layout.segments if s.counted]
-    return [part for part in found if part.start < part.stop]
+    parts = [layout.overlap(s.start, s.stop) for s in layout.segments if s.counted]
+    return [part for part in parts if part.start < part.stop]
 
 
 def present_parts(layout: BucketLayout) -> list[slice]:
-    """What `counted_parts` finds, without the padding of parameters (a vocabulary's), member by member."""
-    found = []
+    """The parts from `counted_parts` without the padding of parameters (a vocabulary's), member by member."""
+    parts = []
     for member, segment in zip(layout.members, layout.member_segments, strict=True):
         if segment.counted:
             runs = member.spec.present_elements(layout.place)
-            found += [layout.overlap(segment.start + run.start, segment.start + run.stop) for run in runs]
-    return [part for part in found if part.start < part.stop]
+            parts += [layout.overlap(segment.start + run.start, segment.start + run.stop) for run in runs]
+    return [part for part in parts if part.start < part.stop]
 
 
 def own_sums(layout: BucketLayout, sums: Tensor) -> Tensor:

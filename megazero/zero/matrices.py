@@ -14,12 +14,12 @@ class WholeMatrices:
     """Lets a rule change whole matrices, whichever ranks hold parts of them.
 
     A bucket's tensor is gathered over its replicas where they shard state, then each matrix over the ranks
-    that its rows and columns are cut over. A rank works out those matrices of which it holds a part: at
-    stage 0 all of them, otherwise about a replica's share. One that lies on several ranks is worked out by
-    each, with the same result, so that nothing travels back.
+    that its rows and columns are cut over. A rank computes the matrices of which it holds a part: at stage 0
+    all of them, otherwise about a replica's share. A matrix that lies on several ranks is computed by each of
+    them, with the same result, so that nothing travels back.
 
     Args:
-        rule: says what becomes of a matrix.
+        rule: computes the update of a matrix.
         context: this rank's groups and place.
     """
 
@@ -28,11 +28,11 @@ class WholeMatrices:
         self.context = context
 
     def updates(self, bucket: Bucket, prepared: Tensor) -> Tensor:
-        """What the rule makes of a bucket's matrices; replicas and slices call this for the same buckets.
+        """Let the rule compute the updates of a bucket's matrices; replicas and slices do so together.
 
         Args:
             bucket: holds parameters made of matrices.
-            prepared: what the matrices are made of, fp32, flat over the layout's `state_range`.
+            prepared: the rule's prepared tensors, fp32, flat over the layout's `state_range`.
 
         Returns:
             The updates, flat over the same range; zero where there is only padding.
@@ -44,6 +44,7 @@ class WholeMatrices:
             if where.start == where.stop:
                 continue
             spec = matrix_spec(spec, place)
+            assert spec.matrices is not None, f"{spec.name} is not made of matrices"
             matrices = spec.unshard(slices, self.context.groups)
             changed = spec.matrices.change(matrices, self.rule.change, split=self.rule.split_joined)
             first = max(0, layout.state_range.start - span[0])

@@ -17,10 +17,11 @@ from megazero.zero.bucket import Bucket
 class ParameterNorms:
     """Sums squares of each parameter's tensors over the ranks that hold parts of it, each element once.
 
-    Those are the ranks along the axes that may slice it, and its replicas where they shard state. However
-    many parameters there are, this takes one call over each of these groups for dense parameters, and one for
-    experts. A tied copy is measured on its own stage, where it has the same values as the original. The two
-    agree on the mean: their sums may be taken in different orders, but they must move alike, bit for bit.
+    These ranks are the ones along the axes that may slice it, and its replicas where they shard state.
+    However many parameters there are, this takes one call over each of these groups for dense parameters, and
+    one for experts. A tied copy is measured on its own stage, where it has the same values as the original.
+    The two agree on the mean: their sums may be taken in different orders, but they must move alike, bit for
+    bit.
 
     Usage: `add` each piece, `reduce`, then read each norm with `of`.
 
@@ -102,7 +103,7 @@ class ParameterNorms:
 def reduce_over_slices(
     bucket: Bucket, context: ParallelContext, measured: Tensor, operation: Reduction
 ) -> None:
-    """Reduce what each rank measured of its slices of a bucket's parameters, in place, each element once.
+    """Reduce each rank's measurements of its slices of a bucket's parameters in place, each element once.
 
     Every rank of the model calls this. Tied copies agree on the mean, as in `ParameterNorms`.
 

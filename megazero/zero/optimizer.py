@@ -12,7 +12,9 @@ from torch import Tensor
 
 from megazero.mpu import ParallelContext, ParamSpec, Work, gather_values, on_device, read_values
 from megazero.optim import SERVER_ERROR, WORKER_ERROR, UpdateRule, clip_coefficient, local_square_sum
+from megazero.optim.rule import is_matrix_rule
 from megazero.zero.bucket import Bucket, whole_state
+from megazero.zero.comm_hooks import ExactCommHook
 from megazero.zero.delayed import DelayedUpdates
 from megazero.zero.fitting import check_matrices, check_reduction
 from megazero.zero.layout import counted_parts, present_parts
@@ -24,7 +26,7 @@ from megazero.zero.update import PerGroup, Update, UpdateFacts, in_use, sums_exa
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one optimizer step did.
+    """The outcome of one optimizer step.
 
     Attributes:
         grad_norm: global L2 norm before clipping, each parameter counted once; inf or nan when skipped, and
@@ -51,7 +53,7 @@ class Optimizer:
         delayed: makes updates beside the next step; None makes each at once.
 
     Raises:
-        ConfigError: `rule` sums gradients itself, but the store's buckets leave it nothing to sum.
+        ConfigError: `rule` sums gradients itself, but the store's hooks sum them already.
     """
 
     def __init__(
@@ -71,8 +73,8 @@ class Optimizer:
         self._counted = {bucket: counted_parts(bucket.layout) for bucket in self._trained}
         check_reduction(rule, store, self._trained)
         check_matrices(rule, self._trained)
-        for each, buckets in self._parts():
-            store.make_moments(partial(self._initial_state, each), buckets)
+        for part, buckets in self._parts():
+            store.make_moments(partial(self._initial_state, part), buckets)
         self.updates = 0
 
     @property
@@ -82,9 +84,10 @@ class Optimizer:
 
     @updates.setter
     def updates(self, made: int) -> None:
-        """Say how many there were, as after a resume; the hooks then do what the next one needs."""
+        """Set how many there were, as after a resume; the hooks then sum as the next update needs it."""
         self._updates = made
         for bucket in self._trained if self.rule.needs.reduces else ():
+            assert isinstance(bucket.comm_hook, ExactCommHook), "stage 0 sends sums as they are"
             bucket.comm_hook.leave_sums = not self._sums_exactly
 
     @property
@@ -105,7 +108,7 @@ class Optimizer:
 
     def _parts(self) -> list[tuple[UpdateRule, list[Bucket]]]:
         """The rules and the trained buckets that each of them updates."""
-        if not self.rule.needs.matrices:
+        if not is_matrix_rule(self.rule):
             return [(self.rule, self._trained)]
         matrices = [bucket for bucket in self._trained if bucket.key.matrices]
         rest = [bucket for bucket in self._trained if not bucket.key.matrices]
@@ -119,7 +122,7 @@ class Optimizer:
         grad_scale: float = 1.0,
         norm: float | None = None,
     ) -> StepReport:
-        """Update the model from the gradient sums, which become what the update used.
+        """Update the model from the gradient sums, and leave the sums as the update used them.
 
         On the meta device the norm is unknown, and the step runs as if nothing had to be clipped.
 
@@ -127,7 +130,7 @@ class Optimizer:
             lr: learning rate; one, or one per parameter group.
             weight_decay: weight decay of the parameters that decay; one, or one per parameter group.
             grad_scale: factor applied to the sums first (loss unscaling and averaging).
-            norm: what `grad_norm` said of the sums, if it has been asked; NaN lets nothing change.
+            norm: the result of `grad_norm`, if it is known already; NaN lets nothing change.
 
         Returns:
             The report, the same on all ranks.
@@ -153,7 +156,7 @@ class Optimizer:
         """Update these buckets by a rule and start to bring the masters to the weights."""
         needs, moments = rule.needs, (*rule.state_names, *self._beside(rule))
         norms = ParameterNorms(buckets, self.context, len(needs.norms)) if needs.norms else None
-        matrices = WholeMatrices(rule, self.context) if needs.matrices else None
+        matrices = WholeMatrices(rule, self.context) if is_matrix_rule(rule) else None
         update = Update(rule, facts, self.context, norms, matrices)
         everything = (WEIGHT, GRADIENT, *moments)
         changed = moments if needs.one_pass else (GRADIENT, *moments)
@@ -165,7 +168,7 @@ class Optimizer:
         for visited in self.store.stream(everything, buckets, changes=(WEIGHT, *changed)):
             loaded_buckets = [replace(r, weights=self.store.open_weights(r.bucket)) for r in visited]
             update.apply(loaded_buckets)
-            works += [each.bucket.publish(each.weights) for each in loaded_buckets]
+            works += [loaded.bucket.publish(loaded.weights) for loaded in loaded_buckets]
         return works
 
     def _publish(self, loaded: LoadedBucket) -> Work:
@@ -181,7 +184,7 @@ class Optimizer:
         works = []
         kinds = (WEIGHT, *self._moments) if self.rule.needs.in_use else (WEIGHT,)
         for loaded_buckets in self.store.stream(kinds, self.store.buckets):
-            works += [self._publish(each) for each in loaded_buckets]
+            works += [self._publish(loaded) for loaded in loaded_buckets]
         for work in works:
             work.wait()
 
@@ -199,9 +202,9 @@ class Optimizer:
         """L2 norm of the gradient sums of each trained parameter of this stage, by its global name."""
         norms = ParameterNorms(self._trained, self.context, 1)
         for loaded_buckets in self.store.stream((GRADIENT,), self._trained):
-            for each in loaded_buckets:
-                for number, _, piece in each.bucket.layout.member_pieces(each.flats[GRADIENT]):
-                    norms.add(each.bucket, number, [_as_used(each.bucket, piece)])
+            for loaded in loaded_buckets:
+                for number, _, piece in loaded.bucket.layout.member_pieces(loaded.flats[GRADIENT]):
+                    norms.add(loaded.bucket, number, [_as_used(loaded.bucket, piece)])
         norms.reduce()
         members = [(b, i, spec.name) for b in self._trained for i, spec in enumerate(b.layout.specs)]
         values = torch.cat([norms.of(bucket, number) for bucket, number, _ in members]).tolist()
@@ -212,7 +215,7 @@ class Optimizer:
         return math.sqrt(self._total(WEIGHT, self._square_sum))
 
     def count_zero_grads(self) -> int:
-        """How many gradient elements of the whole model are exactly zero; padding is no part of the model."""
+        """Count the gradient elements of the whole model that are exactly zero; padding does not count."""
 
         def zeros(pieces: Iterable[Tensor]) -> Tensor:
             counts = [piece.numel() - piece.count_nonzero() for piece in pieces]
@@ -225,11 +228,11 @@ class Optimizer:
     def full_state(self, kinds: Sequence[str] | None = None) -> Iterator[tuple[ParamSpec, dict[str, Tensor]]]:
         """Each parameter's master weight and moments, whole over the data-parallel ranks.
 
-        All ranks iterate to the end. One bucket at a time is whole; tensors may be views of live state. Of
-        what differs between replicas, each gets its own.
+        All ranks iterate to the end. One bucket at a time is whole; tensors may be views of live state. Where
+        replicas have state of their own, each gets its own.
 
         Args:
-            kinds: of ``weight`` and `state_names`, which alone are gathered; None for all.
+            kinds: the kinds to gather, out of ``weight`` and `state_names`; None for all.
 
         Yields:
             ``spec, {"weight": ..., "exp_avg": ...}``, tensors in the shape of this tensor-parallel slice;
@@ -237,11 +240,9 @@ class Optimizer:
         """
         kinds = (WEIGHT, *self.state_names) if kinds is None else kinds
         for loaded_buckets in self.store.stream(kinds, self.store.buckets):
-            for each in loaded_buckets:
-                layout = each.bucket.layout
-                views = {
-                    kind: layout.views(whole_state(each.bucket, flat)) for kind, flat in each.flats.items()
-                }
+            for loaded in loaded_buckets:
+                bucket, layout = loaded.bucket, loaded.bucket.layout
+                views = {kind: layout.views(whole_state(bucket, flat)) for kind, flat in loaded.flats.items()}
                 for i, spec in enumerate(layout.specs):
                     yield spec, {kind: parts[i] for kind, parts in views.items()}
 
@@ -249,9 +250,9 @@ class Optimizer:
     def full_gradients(self) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Each trained parameter's gradient sum, as `full_state` does; until the next step starts."""
         for loaded_buckets in self.store.stream((GRADIENT,), self._trained):
-            for each in loaded_buckets:
-                layout = each.bucket.layout
-                whole = _as_used(each.bucket, whole_state(each.bucket, each.flats[GRADIENT]))
+            for loaded in loaded_buckets:
+                layout = loaded.bucket.layout
+                whole = _as_used(loaded.bucket, whole_state(loaded.bucket, loaded.flats[GRADIENT]))
                 yield from zip(layout.specs, layout.views(whole), strict=True)
 
     @torch.no_grad()
@@ -261,7 +262,7 @@ class Optimizer:
         Args:
             tensor_of: the whole tensor of a parameter (of this tensor-parallel slice) by kind; asked only
                 for parameters of which this rank holds a part.
-            kinds: of ``weight`` and `state_names`; parameters that are not trained have no moments.
+            kinds: the kinds to load, out of ``weight`` and `state_names`; frozen parameters have no moments.
         """
         for bucket in self.store.buckets:
             mine = self.store.at_rest(bucket)
@@ -301,15 +302,15 @@ class Optimizer:
     ) -> float:
         """The sum of a measure of a kind over the elements of the whole model, each counted once.
 
-        One sum over the world serves all: what several ranks hold whole counts as that much less on each.
+        One sum over the world is enough: elements that n ranks hold whole count as one n-th on each.
 
         Args:
-            kind: of state.
-            measure: of the pieces of some buckets, one after another.
+            kind: the kind of state.
+            measure: takes the pieces of some buckets, one after another.
             parts: where this rank's pieces of each bucket are; by default, with padding, which is zero.
-            degree: power of the factor of gradients by which the measure grows.
-            estimates: each replica's gradients stand for a fraction of the whole, so that their squares count
-                as that much more.
+            degree: the power of the factor of gradients by which the measure grows.
+            estimates: whether each replica's own gradients, a fraction of the whole, are measured as an
+                estimate: their squares then count n times, not one n-th.
         """
         parts = self._counted if parts is None else parts
         alike: dict[tuple[int, float], list[Bucket]] = {}
@@ -322,14 +323,14 @@ class Optimizer:
         total = torch.zeros((), dtype=torch.float64, device=self.context.device)
         for (copies, factor), buckets in alike.items():
             pieces = (
-                each.flats[kind][where]
+                loaded.flats[kind][where]
                 for loaded_buckets in self.store.stream((kind,), buckets)
-                for each in loaded_buckets
-                for where in parts[each.bucket]
+                for loaded in loaded_buckets
+                for where in parts[loaded.bucket]
             )
-            # What is moved here for a visit is gone after it.
-            found = factor * measure(pieces if self.store.tiers else list(pieces))
-            total += on_device(found * copies if estimates else found / copies, total.device)
+            # A visit's tensors are gone after it, if they come from other memory.
+            measured = factor * measure(pieces if self.store.tiers else list(pieces))
+            total += on_device(measured * copies if estimates else measured / copies, total.device)
         self.context.world.all_reduce(total).wait()
         (value,) = read_values(total) or (math.nan,)
         return value
@@ -343,12 +344,12 @@ class Optimizer:
     def _bad_parameters(self) -> Iterator[str]:
         """Names of parameters with gradients here that are not finite."""
         for loaded_buckets in self.store.stream((GRADIENT,), self._trained):
-            for each in loaded_buckets:
-                for number, _, piece in each.bucket.layout.member_pieces(each.flats[GRADIENT]):
+            for loaded in loaded_buckets:
+                for number, _, piece in loaded.bucket.layout.member_pieces(loaded.flats[GRADIENT]):
                     if not piece.isfinite().all():
-                        yield each.bucket.layout.specs[number].name
+                        yield loaded.bucket.layout.specs[number].name
 
 
 def _as_used(bucket: Bucket, sums: Tensor) -> Tensor:
-    """Gradient sums as the update used them that left them as they are, or as they are before it."""
+    """Multiply gradient sums by the factor of the update that read them, if it left them as they were."""
     return sums if bucket.sums_scale == 1.0 else sums * bucket.sums_scale

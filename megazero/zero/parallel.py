@@ -26,7 +26,7 @@ class DataParallel:
 
     Args:
         units: the units in the order in which forward uses them.
-        store: what `build_store` made of these units.
+        store: the store that `build_store` made of these units.
         policy: the policy given to `build_store`.
         context: the process groups.
     """
@@ -63,7 +63,7 @@ class DataParallel:
         self._gatherer.hint(chunk, backward=backward)
 
     def release(self, chunk: int) -> None:
-        """Free what the policy does not keep, because the chunk does not compute for now."""
+        """Free the weights that the policy does not keep, because the chunk does not compute for now."""
         self._gatherer.release(chunk)
 
     def begin_backward(self, chunk: int, *, reduce: bool, ends: bool = True) -> None:
@@ -113,7 +113,7 @@ class DataParallel:
 
         Args:
             params: the parameters to gather; None for all.
-            write_back: keep what is written to them, which must be the same on every rank.
+            write_back: keep changes to them, which must be the same on every rank.
         """
         wanted = None if params is None else {id(p) for p in params}
         chosen = [b for b in self.store.buckets if wanted is None or any(id(p) in wanted for p in b.params)]
@@ -135,7 +135,7 @@ class DataParallel:
                 self._gatherer.reshard(bucket)
 
     def _show_masters(self, buckets: Sequence[Bucket]) -> None:
-        """Where gathers round weights, gather exact ones: what is not overwritten must stay what it was."""
+        """Where gathers round weights, gather exact ones: those that are not overwritten must not change."""
         for loaded_buckets in self.store.stream((WEIGHT,), [b for b in buckets if b.comm_hook.rounds]):
-            for each in loaded_buckets:
-                each.bucket.show_masters(each.flats[WEIGHT])
+            for loaded in loaded_buckets:
+                loaded.bucket.show_masters(loaded.flats[WEIGHT])

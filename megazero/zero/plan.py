@@ -1,4 +1,4 @@
-"""Which parameters share a bucket: a pure function of a few facts about each."""
+"""`plan_buckets`: which parameters share a bucket, a pure function of a few facts about each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megazero.zero.table import STAGES
 
 @dataclass(frozen=True)
 class BucketMember:
-    """What planning and layout need to know about one parameter.
+    """The facts about one parameter that planning and layout need.
 
     Attributes:
         spec: the parameter's spec.
@@ -43,14 +43,14 @@ class BucketMember:
         return math.prod(self.shape)
 
     @property
-    def kind(self) -> tuple:
-        """What the norm and the update distinguish within a bucket; the same on every rank."""
+    def kind(self) -> tuple[object, ...]:
+        """The traits by which the norm and the update tell members apart; the same on every rank."""
         return (self.group, *self.spec.traits)
 
 
 @dataclass(frozen=True)
 class BucketKey:
-    """What the parameters of one bucket have in common.
+    """The properties that the parameters of one bucket have in common.
 
     Attributes:
         chunk: model chunk whose backward fills the bucket.
@@ -86,7 +86,7 @@ def plan_buckets(
         group_size: number of ranks of a communicator, by its name.
     """
     done: list[tuple[BucketKey, list[int]]] = []
-    open_: dict[tuple, list[int]] = {}
+    open_: dict[tuple[BucketKey, int | None], list[int]] = {}
     for i in reversed(range(len(params))):
         param = params[i]
         row = _row(param, policy, group_size(param.spec.replicas))
@@ -125,8 +125,9 @@ def _row(param: BucketMember, policy: ZeroPolicy, replicas: int) -> int:
 def _compressed(param: BucketMember, policy: ZeroPolicy, group_size: Callable[[str], int]) -> bool:
     """Whether a parameter may travel as codes.
 
-    Vectors, and biases of any shape (what weight decay leaves out), may not: they are few, and sensitive. Nor
-    may what a model holds copies of: beside other neighbours in a block, each would be rounded to other bits.
+    Vectors, and biases of any shape (all that weight decay leaves out), may not: they are few, and sensitive.
+    Nor may parameters that a model holds copies of: beside other neighbours in a block, each copy would be
+    rounded to other bits.
     """
     if policy.weight_codes is None and policy.gradient_codes is None:
         return False

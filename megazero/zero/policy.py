@@ -30,11 +30,11 @@ class ZeroPolicy:
         accumulation_dtype: dtype of gradient sums over micro-batches.
         main_dtype: dtype of the optimizer's copy of the weights.
         hpz: number of ranks of one node that hold a second partition (ZeRO++); 1 turns it off.
-        shard_alone: whether a single replica has shards too, which are all of it; where they sleep elsewhere,
-            only what is in use is on the device.
+        shard_alone: whether a single replica has shards too, which are all of it; where they are offloaded,
+            only the parameters in use are on the device.
         weight_codes: the codes as which weights are gathered (ZeRO++); None gathers them as they are.
         gradient_codes: the codes as which gradients are sent to be summed (ZeRO++); None for `reduce_dtype`.
-        rounding_seed: of stochastic rounding to these; None rounds to the nearest.
+        rounding_seed: the seed of stochastic rounding to these codes; None rounds to the nearest.
         rule_reduces: whether the update rule sums gradients over the replicas itself, see `optim.Needs`.
         own_masters: whether fp32 weights have masters beside them, as they are not always equal.
         matrices_apart: whether parameters made of matrices have buckets of their own, see `optim.Needs`.
@@ -62,7 +62,7 @@ class ZeroPolicy:
     def of(
         cls, config: ZeroConfig, offload: OffloadConfig, needs: Needs = NOTHING, seed: int = 0
     ) -> ZeroPolicy:
-        """The policy of a configuration, of what an update rule needs, and of the training's seed."""
+        """The policy that follows from a configuration, an update rule's needs, and the training's seed."""
         return cls(
             stage=config.stage,
             bucket_size=config.bucket_size,

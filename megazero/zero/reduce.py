@@ -105,6 +105,7 @@ class GradientReducer:
         name = progress.bucket.layout.specs[slot].name
         assert self._current is not None, f"{name}: a gradient outside a backward"
         grad, param.grad = param.grad, None
+        assert grad is not None, f"{name}: no gradient to take"
         if progress.fill is None and progress.needs_buffer and not self._has_turn(progress):
             progress.wait(slot, grad, self.policy.reduce_dtype)
         else:
@@ -128,14 +129,14 @@ class GradientReducer:
         self._current = None
 
     def reduce(self, chunk: int) -> None:
-        """Start reducing everything that has arrived for the chunk and has not been reduced yet."""
+        """Start reducing all gradients of the chunk that have arrived and have not been reduced yet."""
         assert self._current is None, f"the backward of chunk {self._current} has not ended"
         # Even if everything has been reduced, a gradient may have arrived late from another chunk's backward.
         self._next = 0 if chunk in self._owed else len(self._of(chunk))
         self._launch_all(chunk)
 
     def finish(self) -> None:
-        """Wait until the step's sums are complete, after reducing whatever has not been reduced yet."""
+        """Reduce everything that has not been reduced yet, and wait until the step's sums are complete."""
         for chunk in self._chunks:
             self.reduce(chunk)
         while self._flights:
@@ -152,6 +153,7 @@ class GradientReducer:
 
     def _has_turn(self, progress: _BucketSums) -> bool:
         """Whether the bucket is the next one that the current backward reduces."""
+        assert self._current is not None, "no backward has begun"
         chunk = self._of(self._current)
         return self._reduce and self._next < len(chunk) and chunk[self._next] is progress
 
@@ -167,6 +169,7 @@ class GradientReducer:
         return progress.fill
 
     def _launch_complete(self) -> None:
+        assert self._current is not None, "no backward has begun"
         chunk = self._of(self._current)
         while self._next < len(chunk) and not chunk[self._next].missing:
             self._launch(chunk[self._next])
@@ -183,7 +186,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _launch(self, progress: _BucketSums) -> None:
-        """Start reducing what the bucket's buffer holds, with zeros where no gradient has arrived."""
+        """Start reducing the bucket's buffer, with zeros where no gradient has arrived."""
         bucket, fill = progress.bucket, self._open(progress)
         fill.complete()
         if self.observer is not None:
@@ -215,13 +218,13 @@ class GradientReducer:
             return
         partial = [b for b in self._buckets() if any(s.partial_grad for s in b.layout.segments)]
         for loaded_buckets in self.store.stream((GRADIENT,), partial, changes=(GRADIENT,)):
-            found = [
-                each.flats[GRADIENT][each.bucket.layout.overlap(segment.start, segment.stop)]
-                for each in loaded_buckets
-                for segment in each.bucket.layout.segments
+            pieces = [
+                loaded.flats[GRADIENT][loaded.bucket.layout.overlap(segment.start, segment.stop)]
+                for loaded in loaded_buckets
+                for segment in loaded.bucket.layout.segments
                 if segment.partial_grad
             ]
-            if parts := [part for part in found if part.numel()]:
+            if parts := [piece for piece in pieces if piece.numel()]:
                 together = on_device(torch.cat(parts), self.context.device)  # groups send from there
                 self.context.tp.all_reduce(together).wait()
                 for part, total in zip(parts, together.split([p.numel() for p in parts]), strict=True):
@@ -233,11 +236,11 @@ class GradientReducer:
             return
         shared = [bucket for bucket in self._buckets() if bucket.layout.specs[0].shared]
         for loaded_buckets in self.store.stream((GRADIENT,), shared, changes=(GRADIENT,)):
-            for each in loaded_buckets:
-                sums = on_device(each.flats[GRADIENT], self.context.device)
+            for loaded in loaded_buckets:
+                sums = on_device(loaded.flats[GRADIENT], self.context.device)
                 self.context.ends.all_reduce(sums).wait()
-                if sums is not each.flats[GRADIENT]:
-                    each.flats[GRADIENT].copy_(sums)
+                if sums is not loaded.flats[GRADIENT]:
+                    loaded.flats[GRADIENT].copy_(sums)
 
     def _buckets(self) -> list[Bucket]:
         return [progress.bucket for progress in self._progress]
@@ -322,7 +325,7 @@ class _Flight:
     Attributes:
         bucket: the bucket that is reduced.
         fill: the buffer that the gradients arrived in.
-        reduction: the sum on the wire.
+        reduction: the sum in flight.
         first: whether it is the bucket's first of the step, which replaces the previous step's sums.
         heavy: whether it holds memory besides the sums.
     """
@@ -342,7 +345,7 @@ class _BufferPool:
     once.
 
     Attributes:
-        most_bytes: what the buffers have held at most at a time.
+        most_bytes: the most bytes that the buffers have held at a time.
     """
 
     def __init__(self, buckets: Sequence[Bucket], policy: ZeroPolicy):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StageRow:
-    """What is sharded over the replicas; each of them holds everything else whole.
+    """The state that is sharded over the replicas; each of them holds everything else whole.
 
     Attributes:
         shard_state: master weights and moments. Each rank then updates only its shard of the weights.

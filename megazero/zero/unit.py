@@ -13,8 +13,8 @@ from megazero.mpu import InitialValues, ParamSpec
 class Unit:
     """Parameters and the module whose forward uses them.
 
-    What a forward computes from the parameters must leave it through its outputs (tensors in tuples, lists,
-    dicts and dataclasses): their gradients announce the unit's backward.
+    All results that a forward computes from the parameters must leave it through its outputs (tensors in
+    tuples, lists, dicts and dataclasses): their gradients announce the unit's backward.
 
     Attributes:
         chunk: model chunk (virtual pipeline stage on this rank); 0 if there is only one.

@@ -1,16 +1,18 @@
-"""`Update`: one update of resident buckets by a rule, in one phase or two."""
+"""`Update`: one update of loaded buckets by a rule, in one phase or two."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megazero.mpu import ParallelContext, on_device
 from megazero.optim import SERVER_ERROR, WORKER_ERROR, PassEnds, Replicas, UpdateRule
+from megazero.optim.rule import is_local_rule, is_norm_rule, is_reducing_rule
 from megazero.zero.matrices import WholeMatrices
 from megazero.zero.norms import ParameterNorms, reduce_over_slices
 from megazero.zero.store import GRADIENT, WEIGHT, LoadedBucket
@@ -23,13 +25,13 @@ Phase = Callable[[Sequence[LoadedBucket]], None]
 
 @dataclass(frozen=True)
 class UpdateFacts:
-    """What an update depends on besides the buckets.
+    """The values that an update depends on besides the buckets.
 
     Attributes:
         number: number of the update, from 1.
         lr: learning rate.
         weight_decay: weight decay of the parameters that decay.
-        factor: what the gradient sums are multiplied by first.
+        factor: the factor by which the gradient sums are multiplied first.
     """
 
     number: int
@@ -40,7 +42,7 @@ class UpdateFacts:
 
 @dataclass(frozen=True)
 class _RulePiece:
-    """What a rule is given for one segment, or for one member."""
+    """One segment or one member of a loaded bucket, as a rule gets it."""
 
     weights: Tensor
     gradient: Tensor
@@ -54,7 +56,7 @@ class _RulePiece:
 
     @property
     def out(self) -> Tensor | None:
-        """Where the rule writes the new weights besides the masters."""
+        """The tensor for the new weights, if the rule writes them besides the masters."""
         return None if self.loaded.weights is None else self.loaded.weights[self.where]
 
 
@@ -62,7 +64,7 @@ class Update:
     """Scales gradients, lets the rule sum them if it does that itself, moves the masters, writes the weights.
 
     A rule that works in one pass does all that itself and leaves gradients as they are. For others, gradients
-    become what is used, and sums of a narrower dtype than fp32 are widened and rounded afterwards, as masters
+    are scaled in place, and sums of a narrower dtype than fp32 are widened and rounded afterwards, as masters
     are for all rules. If a rule asks for norms, call `prepare` for all buckets before `apply` for any.
 
     Args:
@@ -96,83 +98,86 @@ class Update:
 
     def apply(self, loaded_buckets: Sequence[LoadedBucket]) -> None:
         """Update these buckets and write their `weights`, if they have any."""
-        written = [self._rule_writes(each) for each in loaded_buckets]
+        written = [self._rule_writes(loaded) for loaded in loaded_buckets]
         mine = [
-            each if writes else replace(each, weights=None)
-            for each, writes in zip(loaded_buckets, written, strict=True)
+            loaded if writes else replace(loaded, weights=None)
+            for loaded, writes in zip(loaded_buckets, written, strict=True)
         ]
         self._in_fp32(mine, self._move, first=self.norms is None, last=True)
-        for each, writes in zip(loaded_buckets, written, strict=True):
+        for loaded, writes in zip(loaded_buckets, written, strict=True):
             if self.rule.needs.one_pass:
-                each.bucket.sums_scale *= self.facts.factor
-            if each.weights is not None:
-                layout = each.bucket.layout
+                loaded.bucket.sums_scale *= self.facts.factor
+            if loaded.weights is not None:
+                layout = loaded.bucket.layout
                 rest = layout.overlap(layout.numel, layout.padded) if writes else slice(None)
-                each.weights[rest].copy_(in_use(self.rule, each)[rest])
+                loaded.weights[rest].copy_(in_use(self.rule, loaded)[rest])
 
-    def _rule_writes(self, each: LoadedBucket) -> bool:
+    def _rule_writes(self, loaded: LoadedBucket) -> bool:
         """Whether the rule writes the weights while it moves the masters."""
-        master, weights = each.flats[WEIGHT], each.weights
+        master, weights = loaded.flats[WEIGHT], loaded.weights
         fits = weights is not None and weights.device == master.device and master.dtype == torch.float32
         return self.rule.needs.one_pass and fits
 
     def _in_fp32(
         self, loaded_buckets: Sequence[LoadedBucket], phase: Phase, *, first: bool, last: bool
     ) -> None:
-        """Run a phase on the residents in fp32: one by one on those of narrower dtypes, together on the rest.
+        """Run a phase on buckets in fp32: one by one on those of narrower dtypes, together on the others.
 
         Args:
-            residents: the residents of a visit.
+            loaded_buckets: the buckets of a visit.
             phase: the work to do on gradients that are ready for use.
             first: whether it is the first phase, in which fp32 gradients are made ready in place.
             last: whether it is the last phase, after which narrower dtypes are rounded.
         """
         together = []
-        for each in loaded_buckets:
+        for loaded in loaded_buckets:
             kinds = (WEIGHT,) if self.rule.needs.one_pass else (WEIGHT, GRADIENT)
-            if all(each.flats[kind].dtype == torch.float32 for kind in kinds):
+            if all(loaded.flats[kind].dtype == torch.float32 for kind in kinds):
                 if first and not self.rule.needs.one_pass:
-                    self._make_ready(each)
-                together.append(each)
+                    self._make_ready(loaded)
+                together.append(loaded)
             else:
-                self._widened(each, phase, last=last)
+                self._widened(loaded, phase, last=last)
         if together:
             phase(together)
 
-    def _widened(self, each: LoadedBucket, phase: Phase, *, last: bool) -> None:
-        grads, master = each.flats[GRADIENT], each.flats[WEIGHT]
+    def _widened(self, loaded: LoadedBucket, phase: Phase, *, last: bool) -> None:
+        grads, master = loaded.flats[GRADIENT], loaded.flats[WEIGHT]
         wide, wide_grads = master.to(torch.float32), grads
         if not self.rule.needs.one_pass:
             wide_grads = grads.to(torch.float32, copy=True).mul_(self.facts.factor)
-        phase([replace(each, flats={**each.flats, WEIGHT: wide, GRADIENT: wide_grads})])
+        phase([replace(loaded, flats={**loaded.flats, WEIGHT: wide, GRADIENT: wide_grads})])
         if last:
             if wide_grads is not grads:
                 grads.copy_(wide_grads)
             if wide is not master:
                 master.copy_(wide)
 
-    def _make_ready(self, each: LoadedBucket) -> None:
+    def _make_ready(self, loaded: LoadedBucket) -> None:
         """Scale the gradients, and let the rule sum them over the replicas if it does that itself."""
-        grads = each.flats[GRADIENT]
+        grads = loaded.flats[GRADIENT]
         if self.facts.factor != 1.0:
             grads.mul_(self.facts.factor)
-        if not sums_exactly(self.rule, self.facts.number):
+        if is_reducing_rule(self.rule) and not self.rule.sums_exactly(self.facts.number):
             replicas = Replicas(
-                each.bucket.comm_hook.group,
-                each.bucket.layout.spans,
-                each.flats[WORKER_ERROR],
-                each.flats[SERVER_ERROR],
-                partial(reduce_over_slices, each.bucket, self.context),
-                [_of_group(self.facts.lr, member.group) for member in each.bucket.layout.members],
+                loaded.bucket.comm_hook.group,
+                loaded.bucket.layout.spans,
+                loaded.flats[WORKER_ERROR],
+                loaded.flats[SERVER_ERROR],
+                partial(reduce_over_slices, loaded.bucket, self.context),
+                [_of_group(self.facts.lr, member.group) for member in loaded.bucket.layout.members],
             )
-            self.rule.reduce(grads, state_of(self.rule, each), replicas=replicas, step=self.facts.number)
+            self.rule.reduce(grads, state_of(self.rule, loaded), replicas=replicas, step=self.facts.number)
 
     def _measure(self, loaded_buckets: Sequence[LoadedBucket]) -> None:
+        rule, norms = self.rule, self.norms
+        assert norms is not None
+        assert is_norm_rule(rule), "norms are measured for a rule that asks for them"
         calls: dict[float, list[_RulePiece]] = {}
         for piece in self._pieces(loaded_buckets):
             calls.setdefault(self._scale(piece), []).append(piece)
         for scale, pieces in calls.items():
-            asked = self.rule.prepare(
+            tensors_of_pieces = rule.prepare(
                 [piece.weights for piece in pieces],
                 [piece.gradient for piece in pieces],
                 [piece.state for piece in pieces],
@@ -180,11 +185,11 @@ class Update:
                 weight_decays=[piece.decay for piece in pieces],
                 **self._ends(scale, [None] * len(pieces)),
             )
-            for piece, tensors in zip(pieces, asked, strict=True):
-                self.norms.add(piece.loaded.bucket, piece.member, tensors)
+            for piece, tensors in zip(pieces, tensors_of_pieces, strict=True):
+                norms.add(piece.loaded.bucket, piece.member, tensors)
 
     def _scale(self, piece: _RulePiece) -> float:
-        """What a rule that works in one pass multiplies a piece's gradient by."""
+        """The factor of a piece's gradient in a rule that works in one pass."""
         return self.facts.factor * piece.loaded.bucket.sums_scale
 
     def _ends(self, scale: float, outs: Sequence[Tensor | None]) -> dict[str, PassEnds]:
@@ -194,34 +199,34 @@ class Update:
         if self.matrices is None:
             self._step(list(self._pieces(loaded_buckets)), None)
             return
-        for each in loaded_buckets:  # one bucket's matrices at a time are whole
-            pieces = list(self._pieces([each]))
-            self._step(pieces, self._updates(each, pieces))
+        for loaded in loaded_buckets:  # one bucket's matrices at a time are whole
+            pieces = list(self._pieces([loaded]))
+            self._step(pieces, self._updates(self.matrices, loaded, pieces))
 
-    def _updates(self, each: LoadedBucket, pieces: Sequence[_RulePiece]) -> Tensor:
-        """What a rule for whole matrices makes of a bucket, flat over its `state_range`."""
-        prepared = torch.zeros_like(each.flats[WEIGHT])
-        found = self.rule.prepare(
+    def _updates(self, matrices: WholeMatrices, loaded: LoadedBucket, pieces: Sequence[_RulePiece]) -> Tensor:
+        """The updates of a bucket by a rule for whole matrices, flat over its `state_range`."""
+        prepared = torch.zeros_like(loaded.flats[WEIGHT])
+        tensors = matrices.rule.prepare(
             [piece.weights for piece in pieces],
             [piece.gradient for piece in pieces],
             [piece.state for piece in pieces],
             step=self.facts.number,
             weight_decays=[piece.decay for piece in pieces],
         )
-        for piece, tensor in zip(pieces, found, strict=True):
+        for piece, tensor in zip(pieces, tensors, strict=True):
             prepared[piece.where] = tensor
-        return self.matrices.updates(each.bucket, prepared)
+        return matrices.updates(loaded.bucket, prepared)
 
     def _step(self, pieces: Sequence[_RulePiece], updates: Tensor | None) -> None:
-        """Give pieces to the rule, those of one learning rate together, with what it has asked for."""
+        """Give pieces to the rule, those of one learning rate together, with the arguments that it needs."""
         calls: dict[tuple[float, float], list[_RulePiece]] = {}
         for piece in pieces:
             calls.setdefault((piece.lr, self._scale(piece)), []).append(piece)
         for (lr, scale), pieces in calls.items():
-            asked = self._ends(scale, [piece.out for piece in pieces])
+            asked: dict[str, Any] = {**self._ends(scale, [piece.out for piece in pieces])}
             if self.norms is not None:
-                found = ((self.norms.of(p.loaded.bucket, p.member), p.weights.device) for p in pieces)
-                asked["norms"] = [on_device(norms, device) for norms, device in found]
+                norms = ((self.norms.of(p.loaded.bucket, p.member), p.weights.device) for p in pieces)
+                asked["norms"] = [on_device(norm, device) for norm, device in norms]
                 asked["exempt"] = [piece.exempt for piece in pieces]
             if updates is not None:
                 asked["updates"] = [updates[piece.where] for piece in pieces]
@@ -236,7 +241,7 @@ class Update:
             )
 
     def _group_is_exempt(self, group: int) -> bool:
-        """Where each group has its own weight decay, a group with none is what users exempt parameters by."""
+        """Whether groups have weight decays of their own, and this one's is 0: its parameters are exempt."""
         decay = self.facts.weight_decay
         return not isinstance(decay, (int, float)) and decay[group] == 0.0
 
@@ -244,21 +249,21 @@ class Update:
         """One piece per segment, or per member if the rule looks at individual parameters."""
         scalars = () if self.norms is None else self.rule.needs.scalars
         whole = self.norms is not None or self.matrices is not None
-        for each in loaded_buckets:
-            layout, flats = each.bucket.layout, each.flats
+        for loaded in loaded_buckets:
+            layout, flats = loaded.bucket.layout, loaded.flats
             ranges = layout.member_segments if whole else layout.segments
             for number, segment in enumerate(ranges):
                 where = layout.overlap(segment.start, segment.stop)
                 if where.start < where.stop:
                     yield _RulePiece(
-                        each.flats[WEIGHT][where],
-                        each.flats[GRADIENT][where],
+                        loaded.flats[WEIGHT][where],
+                        loaded.flats[GRADIENT][where],
                         {kind: flats[kind][where] for kind in self.rule.state_names}
                         | {kind: flats[kind][number : number + 1] for kind in scalars},
                         _of_group(self.facts.lr, segment.group),
                         _of_group(self.facts.weight_decay, segment.group) if segment.weight_decay else 0.0,
                         not segment.weight_decay or self._group_is_exempt(segment.group),
-                        each,
+                        loaded,
                         number,
                         where,
                     )
@@ -266,13 +271,13 @@ class Update:
 
 def sums_exactly(rule: UpdateRule, step: int) -> bool:
     """Whether gradients are summed by the hook, exactly, for update number `step`."""
-    return not rule.needs.reduces or rule.sums_exactly(step)
+    return not is_reducing_rule(rule) or rule.sums_exactly(step)
 
 
 def in_use(rule: UpdateRule, loaded: LoadedBucket) -> Tensor:
     """The weights that the model is to use, from the masters of a visit."""
     master = loaded.flats[WEIGHT]
-    if not rule.needs.in_use or not loaded.bucket.key.trainable:
+    if not is_local_rule(rule) or not loaded.bucket.key.trainable:
         return master
     return rule.in_use(master, state_of(rule, loaded))
 

@@ -657,3 +657,9 @@ def test_evaluation_and_batches_of_other_sizes_on_each_rank():
     tokens, labels = batch(0, 0, 0)
     expected = [model(tokens[:1, :rows], labels[:1, :rows]).item() for rows in (1, 2)]
     assert on_experts(2, 2, work) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_model_with_experts_can_be_converted():
+    """`Module.to` once called the layer's own `_apply`, which ran the experts, and so failed."""
+    model = nn.Sequential(MoE(WIDTH, mlp(), 2)).to(torch.float64)
+    assert {param.dtype for param in model.parameters()} == {torch.float64}

@@ -109,7 +109,7 @@ def test_groups_say_which_they_are():
     weight, bias = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
     with pytest.raises(ConfigError, match="`use_muon` of parameter group 0 must be true or false"):
         MuonWithAuxAdam([{"params": [weight]}])
-    with pytest.raises(ConfigError, match="`use_muon` must be false for parameters that are no matrices"):
+    with pytest.raises(ConfigError, match="`use_muon` must be false for parameters that are not matrices"):
         MuonWithAuxAdam([{"params": [bias], "use_muon": True}])
     with pytest.raises(ConfigError, match="`step` must be called on the optimizer"):
         MuonWithAuxAdam([{"params": [weight], "use_muon": True}]).step()

@@ -1,4 +1,4 @@
-"""The mean over the replicas, sent as one bit per element, with feedback of what that leaves out."""
+"""The mean over the replicas, sent as one bit per element, with feedback of the error."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def compressed_mean(numbers: Tensor, live: Tensor, replicas: Replicas, units: Te
     for theirs, bits in zip(everyones / group.size, unpack_signs(received, size), strict=True):
         server.add_(_signed(bits, theirs, replicas.spans, own_units, own.start))
     server.mul_(mine)
-    measured = _measured(replicas.spans, server if units is None else server / own_units, mine, own.start)
+    measured = _measured(replicas.spans, server if own_units is None else server / own_units, mine, own.start)
     group.all_reduce(measured).wait()
     replicas.over_slices(measured, "sum")
     scales = _scales(measured)
@@ -83,14 +83,14 @@ def _measured(spans: Sequence[tuple[int, int]], part: Tensor, live: Tensor, firs
     Args:
         spans: where each parameter lies in the bucket.
         part: the bucket's elements from `first` on; 0 where not live.
-        live: of these elements.
+        live: the same elements' part of `compressed_mean`'s `live`.
         first: the first element of the part.
     """
-    found = part.new_zeros(len(spans), 2, dtype=torch.float64)
-    for row, (start, stop) in zip(found, spans, strict=True):
+    measured = part.new_zeros(len(spans), 2, dtype=torch.float64)
+    for row, (start, stop) in zip(measured, spans, strict=True):
         where = slice(max(start - first, 0), max(stop - first, 0))
         row[0], row[1] = local_square_sum([part[where]], part.device), live[where].sum()
-    return found
+    return measured
 
 
 def _scales(measured: Tensor) -> Tensor:
@@ -109,9 +109,9 @@ def _signed(
     """Plus or minus its parameter's scale, in `units`, for a bucket's elements from `first` on; 0 in the
     padding.
     """
-    found = torch.zeros_like(positive, dtype=scales.dtype)
+    signed = torch.zeros_like(positive, dtype=scales.dtype)
     for scale, (start, stop) in zip(scales, spans, strict=True):
         where = slice(max(start - first, 0), max(stop - first, 0))
         # Exact, and several times as fast on a CPU as choosing between two numbers.
-        found[where].copy_(positive[where]).mul_(2.0 * scale).sub_(scale)
-    return found if units is None else found.mul_(units)
+        signed[where].copy_(positive[where]).mul_(2.0 * scale).sub_(scale)
+    return signed if units is None else signed.mul_(units)

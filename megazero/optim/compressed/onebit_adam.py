@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,11 +13,11 @@ from torch import Tensor
 from megazero.errors import ConfigError
 from megazero.ops.adam import adam_step
 from megazero.optim.compressed.mean import compressed_mean
-from megazero.optim.rule import Needs, Replicas, check_pieces, zeros_like
+from megazero.optim.rule import Needs, ReducingRule, Replicas, check_pieces, zeros_like
 
 
 @dataclass(frozen=True)
-class OnebitAdam:
+class OnebitAdam(ReducingRule):
     """1-bit Adam (Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training").
 
     For `freeze_step` updates it is `Adam`, bit for bit. From then on v stays as it is, gradients are not
@@ -37,7 +38,7 @@ class OnebitAdam:
     Attributes:
         beta1, beta2, eps: as Adam's.
         freeze_step: number of exact updates.
-        precondition: choose the scale of what is sent by the update.
+        precondition: choose the scale of a message by its effect on the update.
 
     Raises:
         ConfigError: `freeze_step` is below 1.
@@ -69,7 +70,7 @@ class OnebitAdam:
         return step <= self.freeze_step
 
     @torch.no_grad()
-    def reduce(self, grads, state, *, replicas: Replicas, step) -> None:
+    def reduce(self, grads: Tensor, state: dict[str, Tensor], *, replicas: Replicas, step: int) -> None:
         """Bring the first moment up to date on all replicas; the gradients are used up."""
         momentum = state["exp_avg"]
         # The mean of the replicas' gradients times their number is the whole gradient.
@@ -78,7 +79,16 @@ class OnebitAdam:
         compressed_mean(momentum, state["exp_avg_sq"] > 0, replicas, units)
 
     @torch.no_grad()
-    def step(self, params, grads, states, *, step, lr, weight_decays) -> None:
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        *,
+        step: int,
+        lr: float,
+        weight_decays: Sequence[float],
+    ) -> None:
         check_pieces(self.state_names, params, grads, states, step, weight_decays)
         exact = self.sums_exactly(step)
         first = 1.0 - self.beta1**step
@@ -86,15 +96,22 @@ class OnebitAdam:
             if not param.numel():
                 continue
             if exact:
-                moments = [state["exp_avg"]], [state["exp_avg_sq"]]
-                betas = {"beta1": self.beta1, "beta2": self.beta2}
                 adam_step(
-                    [param], [grad], *moments, step=step, lr=lr, **betas, eps=self.eps, weight_decay=decay
+                    [param],
+                    [grad],
+                    [state["exp_avg"]],
+                    [state["exp_avg_sq"]],
+                    step=step,
+                    lr=lr,
+                    beta1=self.beta1,
+                    beta2=self.beta2,
+                    eps=self.eps,
+                    weight_decay=decay,
                 )
                 continue
             param.mul_(1.0 - lr * decay)
             param.addcdiv_(state["exp_avg"], self._roots(state["exp_avg_sq"]), value=-lr / first)
 
     def _roots(self, variance: Tensor) -> Tensor:
-        """What updates after the freeze divide by."""
+        """The divisor of updates after the freeze: ``sqrt(v') + eps``."""
         return variance.sqrt().div_(math.sqrt(1.0 - self.beta2**self.freeze_step)).add_(self.eps)

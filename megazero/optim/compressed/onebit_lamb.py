@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from megazero.errors import ConfigError
 from megazero.optim.compressed.mean import compressed_mean
 from megazero.optim.lamb import Lamb
-from megazero.optim.rule import Needs, Replicas, check_pieces, zeros_like
+from megazero.optim.rule import Needs, NormRule, ReducingRule, Replicas, check_pieces, zeros_like
 
 
 @dataclass(frozen=True)
-class OnebitLamb:
+class OnebitLamb(NormRule, ReducingRule):
     """1-bit LAMB (Li et al. 2021, "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training").
 
     For `freeze_step` updates it is `Lamb`, and c' is a running average of each parameter's trust ratio. From
@@ -32,8 +32,8 @@ class OnebitLamb:
 
     Attributes:
         freeze_step: number of exact updates.
-        lamb: what is done until then; its moments' decays, epsilon and corrections hold throughout, where
-            the correction of v stays that of `freeze_step`.
+        lamb: the rule until then; its moments' decays, epsilon and corrections hold throughout, and the
+            correction of v stays as it was at `freeze_step`.
         coeff_beta: decay of the running average.
         factor_min, factor_max: bounds of f.
         factor_threshold: the largest change of f from one step to the next, as a share of it.
@@ -78,7 +78,7 @@ class OnebitLamb:
         return step <= self.freeze_step
 
     @torch.no_grad()
-    def reduce(self, grads, state, *, replicas: Replicas, step) -> None:
+    def reduce(self, grads: Tensor, state: dict[str, Tensor], *, replicas: Replicas, step: int) -> None:
         """Bring the first moment, the fresh second moment and its ratio up to date on all replicas.
 
         `grads` becomes the gradient that the first moment stands for.
@@ -102,12 +102,20 @@ class OnebitLamb:
         replicas.over_slices(largest, "max")
         state["variance_ratio"].copy_(largest.view(-1))
 
-    def prepare(self, params, grads, states, *, step, weight_decays) -> Iterator[tuple[Tensor, ...]]:
+    def prepare(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        *,
+        step: int,
+        weight_decays: Sequence[float],
+    ) -> Iterator[tuple[Tensor, ...]]:
         if self.sums_exactly(step):
-            found = self.lamb.prepare(
+            norms = self.lamb.prepare(
                 params, grads, self._moments(states), step=step, weight_decays=weight_decays
             )
-            for weight, update in found:
+            for weight, update in norms:
                 yield weight, update, torch.zeros_like(update)
             return
         check_pieces(self.state_names, params, grads, self._tensors(states), step, weight_decays)
@@ -116,16 +124,34 @@ class OnebitLamb:
             yield torch.zeros_like(undecayed[:0]), undecayed.add(param, alpha=decay), undecayed
 
     @torch.no_grad()
-    def step(self, params, grads, states, *, step, lr, weight_decays, norms, exempt) -> None:
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        *,
+        step: int,
+        lr: float,
+        weight_decays: Sequence[float],
+        norms: Sequence[Tensor],
+        exempt: Sequence[bool],
+    ) -> None:
         check_pieces(self.state_names, params, grads, self._tensors(states), step, weight_decays)
         if not params:
             return
         if self.sums_exactly(step):
-            asked = {"norms": [norm[:2] for norm in norms], "exempt": exempt}
+            decayed = [norm[:2] for norm in norms]
             self.lamb.step(
-                params, grads, self._moments(states), step=step, lr=lr, weight_decays=weight_decays, **asked
+                params,
+                grads,
+                self._moments(states),
+                step=step,
+                lr=lr,
+                weight_decays=weight_decays,
+                norms=decayed,
+                exempt=exempt,
             )
-            for state, ratio in zip(states, self.lamb.ratios(**asked), strict=True):
+            for state, ratio in zip(states, self.lamb.ratios(decayed, exempt), strict=True):
                 begun = 1.0 - self.coeff_beta if step > 1 else 1.0
                 state["coefficient"].lerp_(ratio.to(torch.float32), begun)
             return
@@ -153,11 +179,11 @@ class OnebitLamb:
         return torch.div(state["exp_avg"], root, out=root).div_(first)
 
     def _corrections(self, step: int) -> tuple[float, float]:
-        """What the moments lack."""
+        """The divisors that correct the bias of the two moments."""
         return 1.0 - self.lamb.beta1**step, 1.0 - self.lamb.beta2 ** min(step, self.freeze_step)
 
-    def _moments(self, states) -> list[dict[str, Tensor]]:
+    def _moments(self, states: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         return [{name: state[name] for name in self.lamb.state_names} for state in states]
 
-    def _tensors(self, states) -> list[dict[str, Tensor]]:
+    def _tensors(self, states: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         return [{name: state[name] for name in self.state_names} for state in states]

@@ -33,7 +33,7 @@ def pack_signs(numbers: Tensor) -> Tensor:
 
 
 def unpack_signs(packed: Tensor, numel: int) -> Tensor:
-    """What `pack_signs` packed: bool [rows, numel], whether each number was at least 0."""
+    """Whether each number that `pack_signs` packed was at least 0: bool [rows, numel]."""
     places = torch.arange(_BITS, dtype=torch.uint8, device=packed.device)
     bits = (packed.unsqueeze(-1) >> places) & 1
     return bits.view(packed.shape[0], -1)[:, :numel].bool()

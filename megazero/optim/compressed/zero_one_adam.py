@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megazero.errors import ConfigError
 from megazero.optim.compressed.mean import compressed_mean
-from megazero.optim.rule import Needs, Replicas, check_pieces, zeros_like
+from megazero.optim.rule import LocalRule, Needs, Replicas, check_pieces, zeros_like
 
 
 @dataclass(frozen=True)
-class ZeroOneAdam:
+class ZeroOneAdam(LocalRule):
     """0/1 Adam (Lu et al. 2022, "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam").
 
     For `var_freeze_step` updates, gradients are summed exactly in those that `updates_variance` names, and
@@ -35,7 +35,7 @@ class ZeroOneAdam:
         local_step_scaler: the number of updates after which the distance of exchanges doubles.
         local_step_clipper: the largest distance of exchanges; 1 lets the replicas always exchange.
         beta1, beta2, eps: as Adam's; m is divided by 1 - b1^t, and v by 1 - b2^k if it was updated k times.
-        precondition: choose the scale of what is sent by the update, as in `OnebitAdam`.
+        precondition: choose the scale of a message by its effect on the update, as in `OnebitAdam`.
 
     Raises:
         ConfigError: one of the first four is below 1.
@@ -78,21 +78,21 @@ class ZeroOneAdam:
         """Whether update number `step` of those after the freeze ends with an exchange."""
         alone = step - self.var_freeze_step
         doublings = min((alone - 1) // self.local_step_scaler, self.local_step_clipper.bit_length())
-        return alone % min(2**doublings, self.local_step_clipper) == 0
+        return alone % min(1 << doublings, self.local_step_clipper) == 0
 
     def sums_exactly(self, step: int) -> bool:
         return self.updates_variance(step)
 
     @torch.no_grad()
-    def reduce(self, grads, state, *, replicas: Replicas, step) -> None:
-        """Bring the gradients to all replicas, or the first moments, or nothing, as the step is."""
+    def reduce(self, grads: Tensor, state: dict[str, Tensor], *, replicas: Replicas, step: int) -> None:
+        """Bring the gradients to all replicas, or the first moments, or nothing, depending on the step."""
         live = state["exp_avg_sq"] > 0
         grads.mul_(replicas.group.size)  # the mean of these is the whole gradient
         units = self._roots(state["exp_avg_sq"], step) if self.precondition else None
         if step <= self.var_freeze_step:
             compressed_mean(grads, live, replicas, units)
             return
-        if step == self.var_freeze_step + 1:  # what was left out of gradients is none of what comes now
+        if step == self.var_freeze_step + 1:  # errors of gradients must not be added to moments
             replicas.worker_error.zero_()
             replicas.server_error.zero_()
         momentum, update, lr_sum = state["exp_avg"], state["local_update"], state["lr_sum"]
@@ -106,7 +106,16 @@ class ZeroOneAdam:
             _share(momentum, update, lr_sum, replicas.spans)
 
     @torch.no_grad()
-    def step(self, params, grads, states, *, step, lr, weight_decays) -> None:
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        *,
+        step: int,
+        lr: float,
+        weight_decays: Sequence[float],
+    ) -> None:
         check_pieces(self.state_names, params, grads, states, step, weight_decays)
         alone = step > self.var_freeze_step
         if alone and not self.exchanges(step):
@@ -134,7 +143,7 @@ class ZeroOneAdam:
         return variance.sqrt().div_(math.sqrt(self._corrections(step)[1])).add_(self.eps)
 
     def _corrections(self, step: int) -> tuple[float, float]:
-        """What the moments are divided by."""
+        """The divisors of the two moments."""
         updates = self._variance_updates(min(step, self.var_freeze_step))
         return 1.0 - self.beta1**step, 1.0 - self.beta2**updates
 
@@ -145,12 +154,12 @@ class ZeroOneAdam:
         scaler = self.var_update_scaler
         # After `scaler` updates at each of the distances 1, 2, ..., 2^(d - 1), the next is at distance 2^d.
         doublings = ((step - 1) // scaler + 1).bit_length() - 1
-        since = step - 1 - scaler * (2**doublings - 1)
-        return scaler * doublings + since // 2**doublings + 1
+        since = step - 1 - scaler * ((1 << doublings) - 1)
+        return scaler * doublings + (since >> doublings) + 1
 
 
 def _share(momentum: Tensor, update: Tensor, lr_sum: Tensor, spans: Sequence[tuple[int, int]]) -> None:
-    """``m = u / sum lr``, where anything was moved by; the sums begin anew."""
+    """``m = u / sum lr`` where the sum is above 0; the sums begin anew."""
     for total, (start, stop) in zip(lr_sum, spans, strict=True):
         piece = momentum[start:stop]
         piece.copy_(torch.where(total > 0, update[start:stop] / total, piece))

@@ -1,8 +1,7 @@
-"""`choose_comm_hook`: which bucket travels how, as a table."""
+"""`choose_comm_hook`: the hook of each bucket, as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from megazero.mpu import Group, ParallelContext
@@ -21,7 +20,7 @@ class _BucketTraffic:
     """The bucket that needs a hook.
 
     Attributes:
-        key: what its parameters have in common.
+        key: the properties that its parameters have in common.
         layout: its layout.
         policy: the settings.
         context: the groups.
@@ -46,36 +45,30 @@ class _BucketTraffic:
         return (context.groups[self.key.replicas],)
 
 
-def _sends_gradient_codes(bucket: _BucketTraffic) -> bool:
-    sharded = bucket.key.trainable and bucket.layout.row.shard_state
-    return bucket.policy.gradient_codes is not None and bucket.key.compressed and sharded and bucket.travels
+def _with_gradient_codes(comm_hook: CommHook, bucket: _BucketTraffic) -> CommHook:
+    codes, sharded = bucket.policy.gradient_codes, bucket.key.trainable and bucket.layout.row.shard_state
+    if codes is None or not (bucket.key.compressed and sharded and bucket.travels):
+        return comm_hook
+    rounding = Rounding(codes, bucket.policy.rounding_seed)
+    return QuantizedGradients(comm_hook, bucket.layout, bucket.hops, rounding)
 
 
-def _sends_weight_codes(bucket: _BucketTraffic) -> bool:
-    """Gathered weights must not be masters, which they are if weights are whole and of the masters' dtype."""
+def _with_weight_codes(comm_hook: CommHook, bucket: _BucketTraffic) -> CommHook:
+    """Gather codes, unless the gathered weights are masters: whole weights of the masters' dtype."""
     row, key, policy = bucket.layout.row, bucket.key, bucket.policy
     apart = row.shard_params or (key.trainable and row.shard_state and key.dtype != policy.main_dtype)
-    return policy.weight_codes is not None and key.compressed and apart and bucket.travels
+    if policy.weight_codes is None or not (key.compressed and apart and bucket.travels):
+        return comm_hook
+    return QuantizedWeights(comm_hook, bucket.layout, policy.weight_codes)
 
 
-def _has_second_partition(bucket: _BucketTraffic) -> bool:
-    return bucket.policy.hpz > 1 and bucket.layout.row.shard_params and bucket.key.replicas == "replica"
+def _with_second_partition(comm_hook: CommHook, bucket: _BucketTraffic) -> CommHook:
+    sharded = bucket.layout.row.shard_params and bucket.key.replicas == "replica"
+    return NodeCommHook(comm_hook, bucket.context.node) if bucket.policy.hpz > 1 and sharded else comm_hook
 
 
-_Predicate = Callable[[_BucketTraffic], bool]
-_Wrap = Callable[[CommHook, _BucketTraffic], CommHook]
-
-# From the inside out: what is put around the exact hook of a bucket, if the predicate holds.
-_AROUND: tuple[tuple[_Predicate, _Wrap], ...] = (
-    (
-        _sends_gradient_codes,
-        lambda comm_hook, b: QuantizedGradients(
-            comm_hook, b.layout, b.hops, Rounding(b.policy.gradient_codes, b.policy.rounding_seed)
-        ),
-    ),
-    (_sends_weight_codes, lambda comm_hook, b: QuantizedWeights(comm_hook, b.layout, b.policy.weight_codes)),
-    (_has_second_partition, lambda comm_hook, b: NodeCommHook(comm_hook, b.context.node)),
-)
+# Each puts another hook around the one given, if the bucket has use for it; from the inside out.
+_AROUND = (_with_gradient_codes, _with_weight_codes, _with_second_partition)
 
 
 def choose_comm_hook(
@@ -84,7 +77,7 @@ def choose_comm_hook(
     """The hook of a bucket.
 
     Args:
-        key: what its parameters have in common.
+        key: the properties that its parameters have in common.
         layout: its layout.
         policy: the settings.
         context: the groups.
@@ -92,7 +85,6 @@ def choose_comm_hook(
     bucket = _BucketTraffic(key, layout, policy, context)
     group = context.groups[key.replicas]
     comm_hook: CommHook = ExactCommHook(group, layout, policy.reduce_dtype, leave_sums=policy.rule_reduces)
-    for holds, wrap in _AROUND:
-        if holds(bucket):
-            comm_hook = wrap(comm_hook, bucket)
+    for wrap in _AROUND:
+        comm_hook = wrap(comm_hook, bucket)
     return comm_hook

@@ -1,4 +1,4 @@
-"""`CommHook`: what a bucket asks of its connection to the replicas."""
+"""`CommHook`: the calls that a bucket makes to its connection to the replicas."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megazero.mpu import Group, Work
 
 @dataclass(frozen=True)
 class Reduction:
-    """Gradient sums in flight; keeps alive what the hook needs until they have landed.
+    """Gradient sums in flight; keeps the hook's buffers alive until they have landed.
 
     Attributes:
         result: the sums over the bucket's `state_range`, valid once `work` has been waited for.
-        work: completes `result`; a hook that must process what arrived does so in `wait`.
+        work: completes `result`; a hook that must process the data that arrived does so in `wait`.
     """
 
     result: Tensor
@@ -24,7 +24,7 @@ class Reduction:
 
 
 class CommHook(Protocol):
-    """One bucket's connection between the replicas. It may have state, such as what compression left out."""
+    """One bucket's connection between the replicas. It may have state, such as the errors of compression."""
 
     group: Group  # the replicas
 
@@ -37,7 +37,7 @@ class CommHook(Protocol):
 
     @property
     def rounds(self) -> bool:
-        """Whether gathered weights differ from what was sent."""
+        """Whether gathered weights differ from the weights that were sent."""
 
     def begin(self, step: int) -> None:
         """Note that the gradients reduced from now on are those of this step, or of another attempt at it."""
@@ -49,10 +49,10 @@ class CommHook(Protocol):
         """
 
     def round_weights(self, weights: Tensor) -> None:
-        """Round whole shards of weights, [n * shard_size], in place to what a gather makes of them."""
+        """Round whole shards of weights, [n * shard_size], in place, exactly as a gather does."""
 
     def weights_changed(self) -> None:
-        """Forget anything kept of weights gathered earlier."""
+        """Forget any copies of weights that were gathered earlier."""
 
     def extra_bytes(self, sums: Tensor) -> int:
         """Bytes of memory that `reduce` takes in addition to `sums`, until the result has landed."""
@@ -61,11 +61,11 @@ class CommHook(Protocol):
         """Start to sum `sums` [padded] over the group; they may be overwritten."""
 
 
-class WrappedCommHook:
-    """A hook that does as another one does; subclasses change a part.
+class WrappedCommHook(CommHook):
+    """A hook that passes each call on to another hook; subclasses change a part.
 
     Args:
-        comm_hook: the other one.
+        comm_hook: the other hook.
     """
 
     def __init__(self, comm_hook: CommHook):

@@ -1,4 +1,4 @@
-"""`ExactCommHook`: weights as they are, gradients in a dtype."""
+"""`ExactCommHook`: sends weights as they are, and gradients in a given dtype."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from megazero.mpu import Group, Work
-from megazero.zero.comm_hooks.comm_hook import Reduction
+from megazero.zero.comm_hooks.comm_hook import CommHook, Reduction
 from megazero.zero.layout import BucketLayout
 
 
-class ExactCommHook:
+class ExactCommHook(CommHook):
     """Sends weights as they are and gradients in `dtype`, in which they are also added.
 
     Args:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megazero.mpu import Group, Work, derive_key
+from megazero.mpu import DONE, Group, Work, derive_key
 from megazero.ops.quantize import Quantization, dequantize, quantize
 from megazero.zero.comm_hooks.comm_hook import CommHook, Reduction, WrappedCommHook
 from megazero.zero.layout import BucketLayout
@@ -16,11 +16,11 @@ from megazero.zero.layout import BucketLayout
 
 @dataclass(frozen=True)
 class Rounding:
-    """How gradients are rounded.
+    """The way in which gradients are rounded.
 
     Attributes:
-        how: kind of codes, and elements per scale.
-        seed: of stochastic rounding; None rounds to the nearest code.
+        how: the kind of codes, and the elements per scale.
+        seed: the seed of stochastic rounding; None rounds to the nearest code.
     """
 
     how: Quantization
@@ -39,8 +39,8 @@ class QuantizedGradients(WrappedCommHook):
     between the nodes. A value is rounded once per hop, not once per rank as on a ring. All sums are in fp32,
     in the order of the ranks.
 
-    What `Quantization.step` says of the values bounds the error of a sum: half a step (with stochastic
-    rounding a whole one) of each replica's own value, and of each node's sum if there are two hops.
+    The error of a sum is at most half a step (`Quantization.step`; with stochastic rounding a whole one) of
+    each replica's own value, and of each node's sum if there are two hops.
 
     Args:
         comm_hook: the hook for the weights.
@@ -63,7 +63,7 @@ class QuantizedGradients(WrappedCommHook):
         self._step, self._calls = step, 0
 
     def extra_bytes(self, sums: Tensor) -> int:
-        # What the first hop sends and receives, and the sums of what it brings.
+        # The codes that the first hop sends and receives, and the sums of those it receives.
         size, slices = self._layout.shard_size, self._layout.ranks
         return 2 * slices * self._rounding.how.row_bytes(size) + 4 * size * slices // self._hops[0].size
 
@@ -75,11 +75,11 @@ class QuantizedGradients(WrappedCommHook):
         return Reduction(result, works)
 
     def _path(self) -> tuple[str | int, ...]:
-        """What this reduction is, on this rank; the same on tensor-parallel ranks that hold copies."""
+        """The name of this reduction on this rank; the same on tensor-parallel ranks that hold copies."""
         return (self._layout.specs[0].name, self._step, self._calls, self._layout.rank)
 
 
-class _Hops:
+class _Hops(Work):
     """A sum on its way, hop after hop; the first is started, the others run when the result is waited for."""
 
     def __init__(
@@ -91,7 +91,7 @@ class _Hops:
         self._result = result
         self._sent: Tensor | None = None  # kept alive until it has arrived
         self._received: Tensor | None = None
-        self._work: Work | None = None
+        self._work: Work = DONE
 
     @torch.no_grad()
     def start(self, slices: Tensor) -> None:
@@ -109,14 +109,15 @@ class _Hops:
             self.start(self._summed())
             self._work.wait()
         self._result.copy_(self._summed().view(-1))
-        self._sent = self._received = self._work = None
+        self._sent = self._received = None
 
     @torch.no_grad()
     def _summed(self) -> Tensor:
-        """fp32 [owners, shard_size], over the ranks of the hop."""
+        """The sums over the ranks of the hop, fp32 [owners, shard_size]."""
+        assert self._received is not None, "a sum is waited for once, after its start"
         size, how = self._result.numel(), self._rounding.how
-        total, *others = self._received
-        total = dequantize(total, size, how, torch.float32)
+        first, *others = self._received
+        total = dequantize(first, size, how, torch.float32)
         for other in others:
             total += dequantize(other, size, how, torch.float32)
         return total

@@ -19,7 +19,7 @@ class NodeCommHook(WrappedCommHook):
 
     Args:
         comm_hook: the hook between all replicas.
-        node: the replicas on this node; their number divides that of all replicas.
+        node: the replicas on this node; their number divides the number of all replicas.
     """
 
     def __init__(self, comm_hook: CommHook, node: Group):
@@ -43,8 +43,8 @@ class NodeCommHook(WrappedCommHook):
 
 
 @dataclass(frozen=True)
-class _Keeping:
-    """A gather whose result the hook keeps a slice of."""
+class _Keeping(Work):
+    """A gather; once it has arrived, the hook keeps a slice of its result."""
 
     comm_hook: NodeCommHook
     whole: Tensor

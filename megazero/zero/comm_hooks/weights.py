@@ -50,8 +50,8 @@ class QuantizedWeights(WrappedCommHook):
 
 
 @dataclass(frozen=True)
-class _Arriving:
-    """Codes of all shards on their way to where the weights belong; keeps what is sent alive."""
+class _Arriving(Work):
+    """Codes of all shards on their way to the buffer of the weights; keeps those that are sent alive."""
 
     sent: Tensor
     received: Tensor

@@ -1,4 +1,4 @@
-"""Which store a configuration asks for."""
+"""`store_kind`: the store that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from megazero.zero.store.tier import Tier
 
 
 def store_kind(config: OffloadConfig, device: torch.device) -> Callable[[ZeroPolicy], Store]:
-    """What makes the configured store; tiers of one kind are one, and on the meta device on paper.
+    """A function that makes the configured store; places of one kind share a tier.
+
+    On the meta device, tiers only count bytes.
 
     Args:
         config: what is offloaded, and where to.
-        device: where everything else is.
+        device: the device of everything else.
 
     Raises:
         OffloadError: no file can be made in the folder to offload to.
@@ -43,4 +45,5 @@ def _tier(name: str, config: OffloadConfig, device: torch.device) -> Tier | None
         return MetaTier(name)
     if name == "cpu":
         return HostTier(pin=config.pin_memory and device.type == "cuda")
+    assert config.path is not None, "a rule demands a folder for nvme"
     return DiskTier(Path(config.path), DiskSettings(config.block_size, config.queue_depth, config.direct_io))

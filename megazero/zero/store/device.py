@@ -11,13 +11,13 @@ from torch import Tensor
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
-from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket, Sizes, add_up, held_as
+from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket, Sizes, Store, add_up, held_as
 from megazero.zero.store.tier import Tier
 
 
 @dataclass(frozen=True)
 class _Held:
-    """What a device store holds for a bucket.
+    """The tensors that a device store holds for a bucket.
 
     Attributes:
         shard: this rank's slice of the weights.
@@ -34,7 +34,7 @@ class _Held:
     own_sums: Mapping[str, Tensor]
 
 
-class DeviceStore:
+class DeviceStore(Store):
     """Keeps everything on the device, so a visit moves nothing and yields all buckets at once.
 
     Weights of the master dtype are their own masters.

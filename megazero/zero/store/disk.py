@@ -13,16 +13,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from megazero.errors import OffloadError
-from megazero.zero.store.tier import TierSlot, Traffic
+from megazero.zero.store.tier import Tier, TierSlot, Traffic
 
 PAGE = 4096
 """Bytes to whose multiples unbuffered reads and writes must keep, in memory and in the file."""
 
+_Result = TypeVar("_Result")
 _WRITES = 4  # slots that may be written at a time, however few are worked on
 _NO_DIRECT = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -42,7 +44,7 @@ class DiskSettings:
     direct: bool = True
 
 
-class DiskTier:
+class DiskTier(Tier):
     """Keeps tensors in a file without a name, so that nothing is left of it however the process ends.
 
     Content is worked on in buffers, which are used again: one for each slot that is fetched or read ahead,
@@ -113,7 +115,7 @@ class DiskTier:
         self._give_back(slot)
 
     def at_rest(self, slot: TierSlot) -> Tensor:
-        if slot in self._reading:  # what was read ahead for nothing must not outlive what is written here
+        if slot in self._reading:  # content read ahead for nothing must not outlive changes made here
             self.drop(slot, self.fetch(slot))
         self._settle(slot)
         if self._mapped is None:
@@ -144,7 +146,7 @@ class DiskTier:
             self._settle(slot)
 
     def _settle(self, slot: TierSlot) -> None:
-        """Wait until what was put is written."""
+        """Wait until the content that was put is written."""
         transfer = self._writing.pop(slot, None)
         if transfer is not None:
             self._wait(transfer)
@@ -156,10 +158,10 @@ class DiskTier:
         self._waited += time.perf_counter() - began
 
     def _take(self, slot: TierSlot) -> mmap.mmap:
-        """A buffer for a slot: an idle one if it is large enough, else a new one for an idle one."""
+        """A buffer for a slot: one that is idle and large enough, or a new one that replaces an idle one."""
         while len(self._writing) > max(_WRITES, len(self._buffers) - len(self._writing)):
             self._settle(next(iter(self._writing)))
-        for other in [each for each, transfer in self._writing.items() if transfer.done()]:
+        for other in [written for written, transfer in self._writing.items() if transfer.done()]:
             self._settle(other)
         size = _room(slot)
         fitting = [buffer for buffer in self._idle if len(buffer) >= size]
@@ -182,13 +184,13 @@ class DiskTier:
         return torch.frombuffer(self._buffers[slot], dtype=slot.dtype, count=slot.numel, offset=slot.lead)
 
     def _unmap(self) -> None:
-        """Let go of the pages that `at_rest` was read and written through; the file has what was written."""
+        """Let go of the pages of `at_rest`; the file has everything that was written to them."""
         if self._mapped is not None:
             self._mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def _buffer(size: int) -> mmap.mmap:
-    """Memory of this process's own that begins at a page."""
+    """Private memory of this process, which begins at a page."""
     return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
@@ -223,7 +225,8 @@ class _OpenFile:
         self._file = self._checked(partial(_open_nameless, folder), "be made in")
         self._direct = _reopened(self._file) if settings.direct else None
         self._threads = ThreadPoolExecutor(settings.depth, "offload")
-        weakref.finalize(self, _close, {self._file, self._direct} - {None})
+        files = {file for file in (self._file, self._direct) if file is not None}
+        weakref.finalize(self, _close, files)
 
     def reserve(self, start: int, size: int) -> None:
         """Set room aside, of zeros."""
@@ -256,7 +259,7 @@ class _OpenFile:
                 raise OSError(errno.EIO, "the file is shorter than what was written")
             part, start = part[done:], start + done
 
-    def _checked(self, work: Callable, what: str):
+    def _checked(self, work: Callable[[], _Result], what: str) -> _Result:
         try:
             return work()
         except OSError as error:

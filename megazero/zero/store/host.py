@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.errors import OffloadError
-from megazero.zero.store.tier import ALIGNMENT, TierSlot, Traffic
+from megazero.zero.store.tier import ALIGNMENT, Tier, TierSlot, Traffic
 
 _GROUPS = Path("/sys/fs/cgroup")
 _CGROUPS = (
@@ -19,7 +19,7 @@ _CGROUPS = (
 )
 
 
-class HostTier:
+class HostTier(Tier):
     """Keeps tensors in the host's memory, where they are worked on too, so nothing is moved.
 
     Args:
@@ -80,12 +80,12 @@ class HostTier:
 
 
 def available_memory() -> int:
-    """Bytes of memory that this process can still get: what the host has, within its control group."""
-    found = [_from_meminfo()]
+    """Bytes of memory that this process can still get, on the host and in its control group."""
+    limits = [_from_meminfo()]
     for limit, used in _CGROUPS:
         with contextlib.suppress(OSError, ValueError):  # such as "max", or none of that version
-            found.append(int(limit.read_text()) - int(used.read_text()))
-    return min(found)
+            limits.append(int(limit.read_text()) - int(used.read_text()))
+    return min(limits)
 
 
 def _from_meminfo() -> int:

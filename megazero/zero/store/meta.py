@@ -1,28 +1,27 @@
-"""`MetaTier`: memory that only exists on paper."""
+"""`MetaTier`: memory that only exists in a plan."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from megazero.zero.store.tier import TierSlot, Traffic
+from megazero.zero.store.tier import Tier, TierSlot, Traffic
 
 
-class MetaTier:
+class MetaTier(Tier):
     """Keeps sizes alone, for a model on the meta device, so that a launch can be planned on a small machine.
 
     Args:
-        name: of the tier that it stands for.
+        name: the name of the tier that it stands for.
     """
 
     in_place = True
-
     pin = False
+    nbytes = 0
+    buffer_bytes = 0
 
     def __init__(self, name: str):
         self.name = name
-        self.nbytes = 0
-        self.buffer_bytes = 0
 
     def make(self, numel: int, dtype: torch.dtype, lead: int = 0) -> TierSlot:
         slot = TierSlot(numel, dtype, lead)

@@ -1,4 +1,4 @@
-"""`OffloadStore`: state that sleeps in the host's memory or on disk, and is updated on the host."""
+"""`OffloadStore`: keeps state in the host's memory or on disk, and has it updated on the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
-from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket, Sizes, add_up, held_as
+from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket, Sizes, Store, add_up, held_as
 from megazero.zero.store.tier import ALIGNMENT, Tier, TierSlot
 
 _HOST = torch.device("cpu")
@@ -22,14 +22,14 @@ _AHEAD = 1  # buckets whose state is read while one is worked on
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """What is kept where; None is the device.
+    """The places of a store's state; None is the device.
 
     Attributes:
         state: the tier of masters and moments.
         gradients: the tier of gradient sums, of buckets whose masters and moments are in a tier too.
         parameters: the tier of the slices of weights that ZeRO stage 3 shards.
-        fraction: the share of the elements whose masters and moments are in `state`; those of the others stay
-            on the device, whole buckets each (twin-flow of ZeRO-Offload++).
+        fraction: the share of the elements whose masters and moments are in `state`; the rest stays on the
+            device, in whole buckets (twin-flow of ZeRO-Offload++).
     """
 
     state: Tier | None = None
@@ -51,7 +51,7 @@ class StatePlacement:
 
 @dataclass
 class _Kept:
-    """What the store holds for a bucket: tensors on the device, and slots of tiers, by kind.
+    """The state that the store holds for a bucket: tensors on the device, and slots of tiers, by kind.
 
     Attributes:
         shard: this rank's slice of the weights, or its slot.
@@ -66,13 +66,13 @@ class _Kept:
     state: dict[str, Tensor | TierSlot] = field(default_factory=dict)
 
 
-class OffloadStore:
-    """Keeps what a placement says in its tiers, and brings it to the host bucket by bucket.
+class OffloadStore(Store):
+    """Keeps state in the tiers that a placement names, and brings it to the host bucket by bucket.
 
     State that is in a tier is updated on the host (ZeRO-Offload, Ren et al. 2021); while one bucket is
-    worked on, the next one is read and the last one written (ZeRO-Infinity, Rajbhandari et al. 2021). What
-    the update begins with is read beside the backward before it, into buffers that the last update left.
-    Sums and norms round as those of `DeviceStore` do.
+    worked on, the next one is read and the last one written (ZeRO-Infinity, Rajbhandari et al. 2021). The
+    first buckets of an update are read during the backward before it, into buffers that the last one left.
+    Sums and norms round exactly as in `DeviceStore`.
 
     Args:
         policy: the dtypes of masters and sums.
@@ -97,19 +97,18 @@ class OffloadStore:
         layout, full = bucket.layout, bucket.full
         own = full[layout.own]
         if layout.row.shard_params and self.placement.parameters is not None:
-            shard = self._put_away(self.placement.parameters, own, 0)
-            weights, source = None, own
+            kept, source = _Kept(self._put_away(self.placement.parameters, own, 0), None), own
         else:
             shard = own.clone() if layout.row.shard_params else own
-            weights = source = shard if layout.row.shard_state else full
-        kept = _Kept(shard, weights)
+            source = shard if layout.row.shard_state else full
+            kept = _Kept(shard, source)
         if bucket.key.trainable:
             self._admit_state(bucket, kept, source)
         else:
-            kept.state[WEIGHT] = shard if weights is None else weights
+            kept.state[WEIGHT] = kept.shard if kept.weights is None else kept.weights
         self.buckets.append(bucket)
         self._kept[bucket] = kept
-        self._note_asleep(bucket)
+        self._note_offloaded(bucket)
 
     def make_moments(
         self, init_state: Callable[[Bucket, Tensor], dict[str, Tensor]], buckets: Sequence[Bucket]
@@ -119,12 +118,16 @@ class OffloadStore:
             for loaded_buckets in self.stream((WEIGHT,), [bucket]):
                 made = init_state(bucket, loaded_buckets[0].flats[WEIGHT].float())
             if isinstance(state[WEIGHT], TierSlot):
-                made = {kind: self._put_away(self.placement.state, flat, 0) for kind, flat in made.items()}
-            state.update(made)
-            self._note_asleep(bucket)
+                tier = _of_slot(self.placement.state)
+                state.update({kind: self._put_away(tier, flat, 0) for kind, flat in made.items()})
+            else:
+                state.update(made)
+            self._note_offloaded(bucket)
 
     def read_ahead(self, buckets: Sequence[Bucket]) -> None:
         tier, slots = self.placement.parameters, [self._kept[bucket].shard for bucket in buckets]
+        if tier is None:
+            return
         wanted = dict.fromkeys(slot for slot in slots if isinstance(slot, TierSlot))
         for slot in self._ahead - wanted.keys():
             tier.drop(slot, tier.fetch(slot))
@@ -136,12 +139,12 @@ class OffloadStore:
         shard = self._kept[bucket].shard
         if not isinstance(shard, TierSlot):
             return shard
-        tier = self.placement.parameters
-        found = tier.fetch(shard)
+        tier = _of_slot(self.placement.parameters)
+        content = tier.fetch(shard)
         self._ahead.discard(shard)
-        there = found.to(bucket.full.device, copy=not tier.in_place)
-        tier.drop(shard, found)
-        return there
+        on_device = content.to(bucket.full.device, copy=not tier.in_place)
+        tier.drop(shard, content)
+        return on_device
 
     def open_weights(self, bucket: Bucket) -> Tensor | None:
         kept = self._kept[bucket]
@@ -149,15 +152,16 @@ class OffloadStore:
         if master is kept.shard or master is weights:
             return None
         if weights is None:
-            return self.placement.parameters.blank(kept.shard)
+            return _of_slot(self.placement.parameters).blank(_slot(kept.shard))
         if isinstance(master, TierSlot) and weights.device.type not in ("cpu", "meta"):
-            return torch.empty(weights.shape, dtype=weights.dtype, pin_memory=self.placement.state.pin)
+            pin = _of_slot(self.placement.state).pin
+            return torch.empty(weights.shape, dtype=weights.dtype, pin_memory=pin)
         return weights
 
     def close_weights(self, bucket: Bucket, weights: Tensor) -> None:
         kept = self._kept[bucket]
         if kept.weights is None:
-            self.placement.parameters.put(kept.shard, weights)
+            _of_slot(self.placement.parameters).put(_slot(kept.shard), weights)
         elif weights is not kept.weights:
             kept.weights.copy_(weights, non_blocking=True)
 
@@ -166,14 +170,14 @@ class OffloadStore:
         kept, layout = self._kept[bucket], bucket.layout
         own = bucket.full[layout.own]
         if isinstance(kept.shard, TierSlot):
-            self._fill(self.placement.parameters, kept.shard, own)
+            self._fill(_of_slot(self.placement.parameters), kept.shard, own)
         elif layout.row.shard_params:
             kept.shard.copy_(own)
         master, weights = kept.state[WEIGHT], own if kept.weights is None else kept.weights
         if master is kept.shard:
             return
         if isinstance(master, TierSlot):
-            self._fill(self.placement.state, master, weights)
+            self._fill(_of_slot(self.placement.state), master, weights)
         elif master is not weights:
             master.copy_(weights)
 
@@ -191,7 +195,7 @@ class OffloadStore:
             if result.data_ptr() != sums.data_ptr():  # otherwise they were reduced in place
                 sums.copy_(result) if first else sums.add_(result)
             return
-        tier = self.placement.gradients
+        tier = _of_slot(self.placement.gradients)
         if first:
             self._fill(tier, sums, result)
             return
@@ -220,11 +224,11 @@ class OffloadStore:
             for other in buckets[number : number + 1 + _AHEAD]:
                 self._prefetch(other, kinds)
             self._finish(bucket)
-            visited = self._wake(bucket, kinds)
+            visited = self._fetch(bucket, kinds)
             try:
                 yield [LoadedBucket(bucket, visited)]
             finally:  # a visitor may have seen enough
-                self._to_sleep(bucket, visited, changes)
+                self._put_back(bucket, visited, changes)
 
     def sizes(self) -> Sizes:
         items = [item for bucket in self.buckets for item in self._items(bucket)]
@@ -232,7 +236,7 @@ class OffloadStore:
         return add_up([*items, *(item for item in buffers if item[2])])
 
     def _read_for_update(self) -> None:
-        """Start to read the masters and moments that the step's update begins with, if they are elsewhere."""
+        """Start to read the offloaded masters and moments of the buckets that the step updates first."""
         updated = (bucket for bucket in self.buckets if bucket.key.trainable and self.offloaded[bucket])
         for bucket in islice(updated, 1 + _AHEAD):
             self._prefetch(bucket, self.offloaded[bucket])
@@ -243,7 +247,7 @@ class OffloadStore:
         if update is not None:
             update.result()
 
-    def _note_asleep(self, bucket: Bucket) -> None:
+    def _note_offloaded(self, bucket: Bucket) -> None:
         state = self._kept[bucket].state
         self.offloaded[bucket] = {
             k for k, held in state.items() if isinstance(held, TierSlot) and k != GRADIENT
@@ -252,7 +256,7 @@ class OffloadStore:
     def _items(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         kept = self._kept[bucket]
         weights = kept.shard if bucket.layout.row.shard_params else bucket.full
-        place = self.placement.parameters.name if isinstance(weights, TierSlot) else "device"
+        place = _of_slot(self.placement.parameters).name if isinstance(weights, TierSlot) else "device"
         yield place, "weights", weights.nbytes
         for kind, held in kept.state.items():
             if isinstance(held, TierSlot):
@@ -272,28 +276,35 @@ class OffloadStore:
             lead = 0
             if not layout.row.shard_params and policy.main_dtype == bucket.key.dtype:
                 lead = _lead(layout.state_range.start, policy.main_dtype)
-            state[WEIGHT] = self._put_away(self.placement.state, weights.to(policy.main_dtype), lead)
+            tier = _of_slot(self.placement.state)
+            state[WEIGHT] = self._put_away(tier, weights.to(policy.main_dtype), lead)
         elif kept.weights is None:
             state[WEIGHT] = weights.to(policy.main_dtype, copy=True)
         else:
             state[WEIGHT] = kept.weights.to(policy.main_dtype, copy=policy.own_masters)
-        dtype, sharded = policy.accumulation_dtype, layout.row.shard_grads
-        tier = self.placement.gradients if isinstance(state[WEIGHT], TierSlot) else None
-        if tier is None or not sharded:
+        self._admit_sums(bucket, kept, weights.numel())
+
+    def _admit_sums(self, bucket: Bucket, kept: _Kept, numel: int) -> None:
+        """Give a trained bucket, which has its masters, gradient sums; `state_range` has `numel` elements."""
+        layout, state = bucket.layout, kept.state
+        dtype, sharded = self.policy.accumulation_dtype, layout.row.shard_grads
+        if self.placement.gradients is None or not isinstance(state[WEIGHT], TierSlot):
             size = layout.shard_size if sharded else layout.padded
             kept.sums = bucket.full.new_zeros(size, dtype=dtype)
-        if tier is None:
             state[GRADIENT] = own_sums(layout, kept.sums)
-        else:
-            lead = 0 if sharded else _lead(layout.state_range.start, dtype)
-            state[GRADIENT] = tier.make(weights.numel(), dtype, lead)
+            return
+        lead = 0
+        if not sharded:
+            kept.sums = bucket.full.new_zeros(layout.padded, dtype=dtype)
+            lead = _lead(layout.state_range.start, dtype)
+        state[GRADIENT] = self.placement.gradients.make(numel, dtype, lead)
 
     def _offloads(self, bucket: Bucket) -> bool:
         """Whether the masters and moments of a bucket, counted in `_elements` already, go to the tier.
 
         All ranks that hold copies of a parameter must answer alike. Replicas and slices have the same buckets
-        in the same order. Pipeline stages do not, so what two of them hold goes by the fraction alone, and
-        the buckets around it make up for it.
+        in the same order. Pipeline stages do not, so the fraction alone decides for parameters that two of
+        them hold, and the other buckets make up for it.
         """
         fraction = self.placement.fraction
         if self.placement.state is None:
@@ -315,8 +326,9 @@ class OffloadStore:
 
     def _tier_of(self, kept: _Kept, kind: str) -> Tier:
         if kind == GRADIENT:
-            return self.placement.gradients
-        return self.placement.parameters if kept.state[kind] is kept.shard else self.placement.state
+            return _of_slot(self.placement.gradients)
+        whole_shard = kept.state[kind] is kept.shard
+        return _of_slot(self.placement.parameters if whole_shard else self.placement.state)
 
     def _slots(self, bucket: Bucket, kinds: Collection[str]) -> dict[str, tuple[Tier, TierSlot]]:
         kept = self._kept[bucket]
@@ -327,26 +339,37 @@ class OffloadStore:
         for tier, slot in self._slots(bucket, kinds).values():
             tier.prefetch(slot)
 
-    def _wake(self, bucket: Bucket, kinds: Collection[str]) -> dict[str, Tensor]:
-        """All kinds of a bucket on one device: on the host if any of its state sleeps there."""
-        state, slots = self._kept[bucket].state, self._slots(bucket, kinds)
+    def _fetch(self, bucket: Bucket, kinds: Collection[str]) -> dict[str, Tensor]:
+        """All kinds of a bucket on one device: on the host if any of them is kept there."""
+        kept, slots = self._kept[bucket], self._slots(bucket, kinds)
         flats = {}
-        for kind in (kind for kind in kinds if kind in state):
-            if kind in slots:
-                tier, slot = slots[kind]
-                flats[kind] = tier.fetch(slot)
+        for kind in (kind for kind in kinds if kind in kept.state):
+            held = kept.state[kind]
+            if isinstance(held, TierSlot):
+                flats[kind] = self._tier_of(kept, kind).fetch(held)
             else:
-                flats[kind] = _on_host(state[kind]) if slots else state[kind]
+                flats[kind] = _on_host(held) if slots else held
         return flats
 
-    def _to_sleep(self, bucket: Bucket, flats: Mapping[str, Tensor], changes: Collection[str]) -> None:
-        state, slots = self._kept[bucket].state, self._slots(bucket, flats)
+    def _put_back(self, bucket: Bucket, flats: Mapping[str, Tensor], changes: Collection[str]) -> None:
+        kept = self._kept[bucket]
         for kind, flat in flats.items():
-            if kind in slots:
-                tier, slot = slots[kind]
-                tier.put(slot, flat) if kind in changes else tier.drop(slot, flat)
-            elif kind in changes and flat is not state[kind]:
-                state[kind].copy_(flat)
+            held = kept.state[kind]
+            if isinstance(held, TierSlot):
+                tier = self._tier_of(kept, kind)
+                tier.put(held, flat) if kind in changes else tier.drop(held, flat)
+            elif kind in changes and flat is not held:
+                held.copy_(flat)
+
+
+def _of_slot(tier: Tier | None) -> Tier:
+    assert tier is not None, "a slot belongs to a tier"
+    return tier
+
+
+def _slot(shard: Tensor | TierSlot) -> TierSlot:
+    assert isinstance(shard, TierSlot), "without weights on the device, their slice is in a slot"
+    return shard
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -354,5 +377,5 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _lead(first: int, dtype: torch.dtype) -> int:
-    """Bytes behind an aligned address of a part of an aligned buffer."""
+    """Bytes from an aligned address to element `first` of an aligned buffer."""
     return first * dtype.itemsize % ALIGNMENT

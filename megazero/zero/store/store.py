@@ -1,4 +1,4 @@
-"""`Store`: what holds a rank's weights, masters, moments and gradient sums, and how a step visits them."""
+"""`Store`: holds a rank's weights, masters, moments and gradient sums, and lets a step visit them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Sizes = Mapping[str, Mapping[str, int]]
 """Bytes by place (``device``, or the name of a tier) and by what they hold, one of `HELD`."""
 
 HELD = ("weights", "masters", "moments", "gradients", "buffers")
-"""What is held between steps. Weights that are their own masters are weights; whatever else a rule remembers
-of a parameter is a moment. Buffers of the host are what state moves through on its way to and from a disk."""
+"""The state that is held between steps. Weights that are their own masters are weights; whatever else a rule
+remembers of a parameter is a moment. State moves through the host's buffers to and from a disk."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class LoadedBucket:
         bucket: the bucket visited.
         flats: its state by kind: flat tensors over the layout's `state_range`, all on one device, which may
             be the host where the weights are on another.
-        weights: where the model's weights go in a visit that moves their masters, see `Keeper.open_weights`.
+        weights: a tensor for the model's weights in a visit that moves their masters, see
+            `Keeper.open_weights`.
     """
 
     bucket: Bucket
@@ -43,15 +44,14 @@ class LoadedBucket:
 
 def add_up(held: Iterable[tuple[str, str, int]]) -> Sizes:
     """The sizes of items (place, what they hold, bytes)."""
-    found: dict[str, dict[str, int]] = {}
+    sizes: dict[str, dict[str, int]] = {}
     for place, what, size in held:
-        there = found.setdefault(place, dict.fromkeys(HELD, 0))
-        there[what] += size
-    return found
+        sizes.setdefault(place, dict.fromkeys(HELD, 0))[what] += size
+    return sizes
 
 
 def traffic(store: Store) -> Traffic:
-    """What a store has moved to and from other memory so far."""
+    """The traffic of a store to and from other memory so far."""
     return sum((tier.traffic() for tier in store.tiers), Traffic())
 
 
@@ -65,7 +65,7 @@ def offloaded_bytes(store: Store) -> Mapping[str, int]:
 
 
 def held_as(kind: str) -> str:
-    """What of `HELD` a kind of state is."""
+    """The entry of `HELD` that a kind of state belongs to."""
     return {WEIGHT: "masters", GRADIENT: "gradients"}.get(kind, "moments")
 
 
@@ -74,8 +74,9 @@ class Store(Keeper, Protocol):
 
     Attributes:
         buckets: in the order in which backward completes them.
-        tiers: other memory that state is moved to and from; with any, what a visit yields is gone after it.
-        asleep: by bucket, the kinds whose `at_rest` is memory of a tier, which is too large to be copied.
+        tiers: other memory that state is moved to and from; if there is any, the tensors that a visit yields
+            are gone after it.
+        offloaded: by bucket, the kinds whose `at_rest` is memory of a tier, which is too large to be copied.
     """
 
     buckets: list[Bucket]
@@ -83,14 +84,14 @@ class Store(Keeper, Protocol):
     offloaded: Mapping[Bucket, Collection[str]]
 
     def read_ahead(self, buckets: Sequence[Bucket]) -> None:
-        """Start to read what `shard` will be asked for next, and let go of what was read ahead of others."""
+        """Start to read the slices that `shard` will be asked for next, and drop others read ahead before."""
 
     def make_moments(
         self, init_state: Callable[[Bucket, Tensor], dict[str, Tensor]], buckets: Sequence[Bucket]
     ) -> None:
         """Give each of these trained buckets the flat tensors that `init_state` makes of it and its masters.
 
-        One that a rule's messages to other replicas leave may be of another size than the masters.
+        The errors of a rule's messages to other replicas may be of another size than the masters.
         """
 
     def sums(self, bucket: Bucket) -> Tensor:
@@ -111,13 +112,13 @@ class Store(Keeper, Protocol):
     def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:
         """Master weights and moments where they are kept between visits, for saving and loading.
 
-        Flat tensors over `state_range` by kind, on any device. The next visit sees what is written to them.
+        They are flat tensors over `state_range` by kind, on any device. The next visit sees changes to them.
         """
 
     def stream(
         self, kinds: Collection[str], buckets: Sequence[Bucket], changes: Collection[str] = ()
     ) -> Iterator[Sequence[LoadedBucket]]:
-        """Bring state to where it is worked on, some buckets at a time, and put it back.
+        """Load state onto the device that works on it, some buckets at a time, and put it back.
 
         Args:
             kinds: the kinds that are needed; each bucket gives those that it has.

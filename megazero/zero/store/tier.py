@@ -1,4 +1,4 @@
-"""`Tier`: memory beyond the device's, in which flat tensors sleep between visits."""
+"""`Tier`: memory beyond the device's, which keeps flat tensors between visits."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class TierSlot:
     Attributes:
         numel: number of elements.
         dtype: their type.
-        lead: bytes from a multiple of `ALIGNMENT` to the first one; how a sum rounds depends on it.
-        start: where the tier keeps it, in bytes; each tier counts its own way.
+        lead: bytes from a multiple of `ALIGNMENT` to the first element; how a sum rounds depends on it.
+        start: its place in the tier, in bytes; each tier counts its own way.
     """
 
     numel: int
@@ -35,7 +35,7 @@ class TierSlot:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a tier has moved since it was made.
+    """The bytes that a tier has moved since it was made, and the time that took.
 
     Attributes:
         read, written: bytes.
@@ -60,7 +60,7 @@ class Tier(Protocol):
     """
 
     name: str
-    """What it is called in messages and reports: ``cpu`` or ``nvme``."""
+    """Its name in messages and reports: ``cpu`` or ``nvme``."""
 
     in_place: bool
     """Whether content is worked on where it is kept."""
@@ -76,13 +76,13 @@ class Tier(Protocol):
         """
 
     def prefetch(self, slot: TierSlot) -> None:
-        """Start what the next `fetch` of the slot waits for."""
+        """Start to read the slot, so that the next `fetch` waits less."""
 
     def fetch(self, slot: TierSlot) -> Tensor:
         """The slot's content to work on: flat, on the host.
 
         Raises:
-            OffloadError: it cannot be read, or what was put before could not be written.
+            OffloadError: it cannot be read, or the content put before could not be written.
         """
 
     def blank(self, slot: TierSlot) -> Tensor:
@@ -98,7 +98,7 @@ class Tier(Protocol):
         """The slot where it is kept, for reading and writing while nothing is fetched or put."""
 
     def traffic(self) -> Traffic:
-        """What has been moved so far."""
+        """The traffic so far."""
 
     @property
     def nbytes(self) -> int:
