@@ -8,26 +8,28 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from megazero.config.option import Probability, Section, option
 
+OptimizerName = Literal[
+    "adam",
+    "sgd",
+    "lamb",
+    "lion",
+    "adagrad",
+    "adadelta",
+    "adamax",
+    "nadam",
+    "radam",
+    "rmsprop",
+    "muon",
+    "onebit-adam",
+    "zero-one-adam",
+    "onebit-lamb",
+]
+
 
 class OptimizerConfig(Section):
     """Optimizer"""
 
-    optimizer: Literal[
-        "adam",
-        "sgd",
-        "lamb",
-        "lion",
-        "adagrad",
-        "adadelta",
-        "adamax",
-        "nadam",
-        "radam",
-        "rmsprop",
-        "muon",
-        "onebit-adam",
-        "zero-one-adam",
-        "onebit-lamb",
-    ] = option(
+    optimizer: OptimizerName = option(
         "adam",
         "adam is AdamW (decoupled weight decay); lamb is AdamW's update, made as long as a set fraction of "
         "each tensor's weights (You et al. 2020); lion moves each weight by the learning rate (Chen et al. "
