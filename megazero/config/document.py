@@ -14,12 +14,13 @@ from typing import Any
 import yaml
 
 from megazero.config.bounded import bounded_text, expansion_fault
-from megazero.config.coerce import Unreadable, coerce, nearest
+from megazero.config.coerce import coerce
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec, Kind
 from megazero.config.flags import Setting
-from megazero.config.lists import plain_text
+from megazero.config.lists import Unreadable, plain_text
 from megazero.config.metric_text import as_mapping, repeated_key
 from megazero.config.tree import Config
+from megazero.config.words import nearest
 from megazero.regular_file import why_unreadable
 
 BASE = "base"
@@ -172,7 +173,9 @@ def _read_value(
 
 
 def _shown(node: yaml.Node) -> str:
-    return f"`{node.value[:80]}`" if isinstance(node, yaml.ScalarNode) else f"a {node.id}"
+    if isinstance(node, yaml.ScalarNode):
+        return f"`{node.value[:80]}`"
+    return "a mapping" if isinstance(node, yaml.MappingNode) else "a sequence"
 
 
 def _construct(loader: yaml.SafeLoader, spec: FieldSpec, node: yaml.Node) -> Any:
