@@ -1,4 +1,4 @@
-"""What a run checks about itself while it trains, and what it does about what it finds."""
+"""The section of the tree about the checks that a run makes on itself, and its answers to what they find."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from megazero.config.option import Section, option
 
 Window = Annotated[int, Field(ge=20, le=10_000)]
-"""Updates that a running estimate is made of: enough for a median, few enough to be saved."""
+"""The number of updates in a running estimate: enough for a median, few enough to be saved."""
 
 
 class GuardsConfig(Section):
