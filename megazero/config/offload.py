@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from megazero.config.option import Section, option
 
 Share = Annotated[float, Field(ge=0, le=1)]
-"""A part of a whole, none and all included."""
+"""A share of a whole, from none to all."""
 
 
 class OffloadConfig(Section):
@@ -75,6 +75,6 @@ class OffloadConfig(Section):
 
     @property
     def places(self) -> tuple[str, str, str]:
-        """Where masters and moments, gradient sums, and slices of weights are kept."""
+        """The places of masters and moments, of gradient sums, and of slices of weights."""
         gradients = self.optimizer if self.gradients == "auto" else self.gradients
         return self.optimizer, gradients, self.parameters
