@@ -249,7 +249,7 @@ class PrecisionConfig(Section):
     )
 
     def layers_in_16_bits(self, layers: int) -> frozenset[int]:
-        """Of a model of so many layers, those whose products are not of 8-bit floats; all without them."""
+        """The layers, of `layers` in a model, whose products are in 16 bits; all of them without fp8."""
         if self.fp8_format == "none":
             return frozenset(range(layers))
         if not self.first_last_layers_bf16:
