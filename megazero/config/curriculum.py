@@ -33,7 +33,7 @@ class CurriculumConfig(Section):
         None, "length at the end; default: the sequence length", unit="tokens"
     )
     seqlen_total_curriculum_step: PositiveInt | None = option(
-        None, "fixed_linear, fixed_root: where the length gets to its end, in steps or tokens"
+        None, "fixed_linear, fixed_root: steps or tokens until the length reaches its end"
     )
     seqlen_difficulty_step: PositiveInt = option(
         8, "lengths are rounded down to multiples of this", unit="tokens"

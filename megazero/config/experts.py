@@ -134,7 +134,7 @@ class ModelConfig(TransformerConfig):
     )
     moe_expert_capacity_factor: Capacity = option(
         None,
-        "tokens that an expert takes at most, in multiples of its share of them; what is above is dropped; "
+        "the most tokens that an expert takes, as a multiple of an even share; the rest are dropped; "
         "default, and with a negative number: no limit",
         aliases=("--moe-train-capacity-factor",),
         switches={"--disable-moe-token-dropping": None},

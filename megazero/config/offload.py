@@ -42,8 +42,8 @@ class OffloadConfig(Section):
     )
     delayed_param_update: bool = option(
         False,
-        "update on the host while the next step computes, which does not know of it yet: weights are a step "
-        "stale, and the training is another one than without (DPU of ZeRO-Offload)",
+        "update on the host while the next step computes with the weights of the step before, which changes "
+        "the numbers of the training (DPU of ZeRO-Offload)",
         flag="--delayed-param-update",
     )
     delayed_param_update_start: NonNegativeInt = option(

@@ -51,7 +51,7 @@ class SkippingConfig(Section):
         0.5, "in the end, layer l of L, from 0, runs in 1 - l / L x (1 - theta) of the steps"
     )
     pld_gamma: PositiveFloat = option(
-        0.001, "how fast they come to that: 1 stands for theta at first, and falls by exp(-gamma x steps)"
+        0.001, "how fast theta is reached: after t steps it is theta + (1 - theta) x exp(-gamma x t)"
     )
 
     def dropping_layers(self, layers: int) -> tuple[int, ...] | range:
