@@ -34,7 +34,7 @@ def scaled(given: Mapping[str, Any], share: float) -> dict[str, Any]:
     Schedules of a user's own function stay: nothing here knows what they count.
 
     Args:
-        given: what a file sets, by path.
+        given: the settings of a file, by path.
         share: greater than 0. Counts are rounded, to 1 at least.
     """
     changed = {path: _times(given[path], share) for path in _LENGTHS if given.get(path)}

@@ -25,11 +25,11 @@ class State(Enum):
 
 
 class ProgressTable:
-    """Shows each run's state, steps and latest validation loss; a context, in which the table is live.
+    """A table of each run's state, steps and latest validation loss; a context, in which it is live.
 
     Args:
         trials: all runs, in the order of the table.
-        console: where to print; standard output by default.
+        console: the console to print to; standard output by default.
     """
 
     def __init__(self, trials: Sequence[Trial], console: Console | None = None) -> None:

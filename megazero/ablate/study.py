@@ -48,7 +48,7 @@ class Member:
         file: the name of its file, without ``.yaml``.
         name: the same, or ``FILE@SHARE`` if its training is shorter or longer.
         title: the first comment of its file; empty without one.
-        config: its settings, complete but for what tells its runs apart.
+        config: its settings, complete except for those that tell its runs apart.
         takes_corpus: whether it names no data, so that it is trained on the prepared corpus.
         teacher: the name of the member that it learns from; None if it has no teacher, or one from elsewhere.
         analyzed: names of its curriculum's metrics that name no index, so that the corpus is analyzed.

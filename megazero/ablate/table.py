@@ -44,7 +44,7 @@ def si(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds with three digits or more: ``1.25 s``, ``20.0 s``, ``5,400 s``."""
+    """A duration with three digits or more: ``1.25 s``, ``20.0 s``, ``5,400 s``."""
     digits = 2 if seconds < 9.995 else 1 if seconds < 99.95 else 0
     return f"{seconds:,.{digits}f} s"
 

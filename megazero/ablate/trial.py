@@ -38,7 +38,7 @@ class Trial:
         seed: the seed that it is trained with.
         ranks: the processes that train it.
         fingerprint: hexadecimal digits that stand for all that decides the result but the seed.
-        folder: where its files lie; named after the fingerprint, so another configuration has another folder.
+        folder: the folder of its files; its name has the fingerprint, so another configuration has another.
         teacher: the run of the member that it learns from, with the same seed; None without one.
         corpus: the corpus that it is trained on if its member names no data.
     """

@@ -54,7 +54,7 @@ def _sees_no_gpu(env: Environment) -> Iterator[Trouble]:
 
 
 def _driver_too_old(env: Environment) -> Iterator[Trouble]:
-    """A driver runs what is built for its CUDA's major version or an older one."""
+    """The problems of builds for a newer CUDA: a driver runs its CUDA's major version or an older one."""
     driver = env.versions.driver
     for name, what, version in (
         ("torch_newer_than_driver", "torch's CUDA", env.versions.cuda),
@@ -133,7 +133,7 @@ def _apex(env: Environment) -> Iterator[Trouble]:
 
 
 def _shared_memory(env: Environment) -> Iterator[Trouble]:
-    """Ranks without GPUs pass tensors through /dev/shm."""
+    """The problem of a small /dev/shm, through which ranks without GPUs pass tensors."""
     needed, size = SHARED_BYTES * env.ranks, env.memory.shared_free
     if env.ranks > 1 and not env.gpus and size is not None and size < needed:
         yield Trouble(

@@ -210,11 +210,11 @@ class Layout:
         optimizer, overlap, bucket_size, hpz, backend: as in the configuration.
         experts: the kind of experts, a name in `EXPERTS`.
         ep, etp: ranks that share the experts of a layer, and each of them; 0 is `tp`.
-        dispatcher: how tokens reach their experts.
-        method: how steps get cheaper, a name in `METHODS`.
-        store: where state is kept between its uses, a name in `STORES`.
+        dispatcher: the way in which tokens reach their experts.
+        method: the way in which steps get cheaper, a name in `METHODS`.
+        store: the place of state between its uses, a name in `STORES`.
         compiled: the compiler's backend; by default nothing is compiled.
-        fp8: where the scales of 8-bit products come from; by default there are none.
+        fp8: the source of the scales of 8-bit products, a name in `FP8`; by default there are none.
     """
 
     tp: int = 1

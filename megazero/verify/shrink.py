@@ -37,7 +37,7 @@ class Shrunk:
     Attributes:
         config: the small configuration, in fp32.
         grid: the ranks that it runs on.
-        notes: which parts of the layout had to be made smaller.
+        notes: the parts of the configuration that had to be made smaller or different.
     """
 
     config: Config
@@ -87,18 +87,18 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
     }
     if "lion" in (config.optimizer.optimizer, config.optimizer.muon_scalar_optimizer):
         changes["model"] |= {"add_bias_linear": False, "add_qkv_bias": False}
-        notes.append("no biases: that of keys has no gradient but rounding, and Lion takes its sign")
+        notes.append("no biases: the gradient of the keys' bias is rounding alone, and Lion takes its sign")
     if config.optimizer.optimizer in _ALL_EXACT:
-        notes.append(f"{config.optimizer.optimizer} sums exactly: compressed, sums depend on the replicas")
+        notes.append(f"{config.optimizer.optimizer} sums exactly: compressed sums depend on the replicas")
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
     if ep != parallel.expert_model_parallel_size:
         notes.append(f"expert parallel size {parallel.expert_model_parallel_size} -> {ep}")
     if {config.zero.quantized_weights, config.zero.quantized_gradients} != {"none"}:
-        notes.append("weights and gradients travel exactly, not as codes")
+        notes.append("weights and gradients are sent as they are, not as codes")
     if config.data_sampling.curriculum_metrics:
         notes.append(f"samples are drawn by difficulty from {SAMPLES} random ones, with made-up indexes")
     if config.distillation.kd:
-        notes.append("the teacher is a new one, of twice the student's layers")
+        notes.append("the teacher is a new one with twice the student's layers")
     grid = ProcessGrid(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp)
     return Shrunk(config.model_copy(update=sections), grid, tuple(notes))
 
@@ -118,7 +118,7 @@ def _zero(config: Config, dp: int) -> dict[str, Any]:
         "grad_reduce_dtype": "fp32",
         "grad_accumulation_dtype": "fp32",
         "main_params_dtype": "fp32",
-        # Codes, as narrow types, have another law than to equal one process.
+        # Codes and narrow types do not promise to equal one process.
         "quantized_weights": "none",
         "quantized_gradients": "none",
         "quantization_block_size": 256,

@@ -25,7 +25,7 @@ class RankMemory:
     """The contents of the memory of one rank, or of each of several alike.
 
     Attributes:
-        ranks: their numbers.
+        ranks: numbers of the ranks.
         places: bytes by place and kind.
     """
 
