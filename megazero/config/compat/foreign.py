@@ -83,7 +83,7 @@ class Ignored:
 
 
 def contradiction(ignored: Ignored, value_of: Callable[[str], Any]) -> str | None:
-    """Why the flag is refused after all, now that fields have values; None if it is not refused."""
+    """The reason for refusing a flag after all, now that fields have values; None if it is not refused."""
     foreign = ignored.foreign
     if not foreign.where or any(each.holds(value_of(each.path)) for each in foreign.where):
         return None
