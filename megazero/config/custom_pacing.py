@@ -19,7 +19,7 @@ class Custom:
     """The pacing by a user's function, limited to `hardest`.
 
     Args:
-        name: what messages call the function.
+        name: name of the function in messages.
         function: the difficulty, a positive whole number, for every count from 1 on. It must depend on
             nothing else, as every rank asks its own, and must never fall.
         hardest: the difficulty at the end.
