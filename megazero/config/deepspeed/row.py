@@ -98,7 +98,7 @@ class Only:
 
 
 def only(*values: Any) -> Only:
-    """Accepts these values; strings match in any case."""
+    """Accept these values alone; strings match in any case."""
     spelled = {_plain(value) for value in values}
     says = " or ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values)
     return Only(says, lambda value: _plain(value) in spelled)
