@@ -194,7 +194,7 @@ def _construct(loader: yaml.SafeLoader, spec: FieldSpec, node: yaml.Node) -> Any
 
 
 def _unknown_key(entry: _YamlKey, name: str, section: str | None = None) -> str:
-    """Names the nearest key: within the section, or wherever in the tree that key belongs."""
+    """The problem of an unknown key, with the nearest key of its section, or the section where it belongs."""
     path = f"{section}.{entry.key}" if section else str(entry.key)
     home = next((spec.path for spec in FIELDS if spec.name == entry.key), None)
     own = [spec.name for spec in FIELDS if spec.section == section] if section else [*SECTIONS, BASE]
@@ -227,7 +227,7 @@ def _plain(spec: FieldSpec, value: Any) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the line breaks of Unicode, which PyYAML would write plainly and read back as blanks."""
+    """A dumper that quotes Unicode's line breaks, which PyYAML writes plainly and reads back as blanks."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         style = '"' if set(data) & set("\x85\u2028\u2029\ufeff") else None
