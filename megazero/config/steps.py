@@ -249,9 +249,9 @@ class Steps:
     """The endless sequence of a training's steps, from `start` on.
 
     Attributes:
-        ramp: their batch sizes.
+        ramp: batch sizes of the steps.
         unit: samples in one micro-batch on every replica.
-        lengths: their sequence lengths.
+        lengths: sequence lengths of the steps.
         start: the progress before the first of them. A run resumed with other batch sizes may
             start between two of the steps that it would have taken with them from the beginning.
         kept: the number of tokens that layers with random-LTD see; None without random-LTD.
