@@ -20,7 +20,7 @@ _INTERRUPTED = 130
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command's own flags."""
+    """Build a parser of the command's own flags."""
     parser = argparse.ArgumentParser(
         prog="megazero ablate",
         description="Train every configuration (*.yaml) of a folder, except those named base*.yaml, which "
@@ -70,7 +70,7 @@ def main(argv: Sequence[str], command: Command = training_command) -> int:
 
     Args:
         argv: the command's flags; after ``--``, those of the training.
-        command: what trains one run.
+        command: gives the words of the command line that trains a run.
     """
     own, passed = split_training_flags(argv)
     flags = build_parser().parse_args(own)
@@ -112,12 +112,12 @@ def _ablate(flags: argparse.Namespace, passed: tuple[str, ...], command: Command
 
 def _analyze(trials: Sequence[Trial]) -> None:
     """Measure the samples for these trials' curricula, once where they share them."""
-    done = set()
+    done: set[tuple[Path, str]] = set()
     for trial in trials:
-        metrics, config = trial.to_analyze, trial.config()
-        wanted = {(trial.corpus.analysis(config), metric.name) for metric in metrics}
+        metrics, config, corpus = trial.to_analyze, trial.config(), trial.corpus
+        wanted = {(corpus.analysis(config), metric.name) for metric in metrics}
         if not wanted <= done:
-            trial.corpus.analyze(metrics, config)
+            corpus.analyze(metrics, config)
             done |= wanted
 
 
@@ -137,7 +137,7 @@ def _check(flags: argparse.Namespace) -> None:
 
 
 def _report(members: Sequence[Member], trials: Sequence[Trial], baseline: Member, out: Path) -> None:
-    """Write what all finished runs of these configurations found, and print the table."""
+    """Write the results of all finished runs of these configurations, and print the table."""
     from megazero.ablate.picture import draw
     from megazero.ablate.results import grouped, outcome_of, write_lines
     from megazero.ablate.sizes import size_of
@@ -150,7 +150,7 @@ def _report(members: Sequence[Member], trials: Sequence[Trial], baseline: Member
     sizes = {member.name: size_of(member.config) for member in members if member.name in names}
     outcomes = [outcome_of(trial, sizes[trial.member.name]) for trial in done]
     order = {member.name: number for number, member in enumerate(members)}
-    findings = sorted(grouped(outcomes), key=lambda found: order[found.name])
+    findings = sorted(grouped(outcomes), key=lambda finding: order[finding.name])
     write_lines(outcomes, out / "results.jsonl")
     table = markdown(findings, baseline.name)
     (out / "results.md").write_text(table, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The quickstart's corpora: text, a tokenizer trained on it, token ids, and what curricula need to know.
+"""The quickstart's corpora: text, a tokenizer trained on it, token ids, and indexes for curricula.
 
 A GPT learns from the standard library's sources, a BERT from the King James Bible.
 
@@ -25,7 +25,7 @@ _TOOLS = Path(__file__).resolve().parents[2] / "data_tools"
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What the corpus of a family is made with; files are relative to the corpus's folder.
+    """The tools and settings that make the corpus of a family; files are relative to the corpus's folder.
 
     Attributes:
         tool: makes the text.
@@ -85,11 +85,11 @@ class Corpus:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flags of a training that name it."""
+        """The flags by which a training names the corpus."""
         return "--data-path", str(self._prefix), *self._tokenizer_flags
 
     def prepare(self) -> None:
-        """Make what is missing or older than what it is made from.
+        """Make each file that is missing or older than the file that it is made from.
 
         Raises:
             DataError: a tool failed; it has said why.
@@ -109,8 +109,8 @@ class Corpus:
     def indexed(self, metric: CurriculumMetric, config: Config) -> CurriculumMetric:
         """The metric with the index files that `analyze` makes for this configuration's samples."""
         prefix = self.analysis(config) / metric.name / metric.name
-        found = {f"index_to_{what}_path": f"{prefix}_index_to_{what}" for what in ("sample", "metric")}
-        return metric.model_copy(update=found)
+        paths = {f"index_to_{what}_path": f"{prefix}_index_to_{what}" for what in ("sample", "metric")}
+        return metric.model_copy(update=paths)
 
     def analyze(self, metrics: Sequence[CurriculumMetric], config: Config) -> None:
         """Measure the samples that this configuration is trained on, unless that was done before.
@@ -131,7 +131,7 @@ class Corpus:
         )
 
     def analysis(self, config: Config) -> Path:
-        """A folder for each dataset, since numbers of samples mean nothing in another one."""
+        """The folder of the analysis: one per dataset, since samples' numbers differ between datasets."""
         epochs, split = config.data.train_data_exact_num_epochs or 1, config.data.split.replace(",", "-")
         seed, length = config.training.seed, config.model.seq_length
         kind = "".join(_bert_flags(config)).replace("--", "-")
@@ -156,7 +156,7 @@ class Corpus:
 
 
 def _bert_flags(config: Config) -> tuple[str, ...]:
-    """What a BERT's samples depend on besides."""
+    """The flags that a BERT's samples depend on besides those of every family; none for other families."""
     if config.model.family != "bert":
         return ()
     alone = () if config.model.bert_binary_head else ("--bert-no-binary-head",)

@@ -12,7 +12,7 @@ from megazero.config.metric_text import as_mapping
 from megazero.config.steps import UNITS
 
 METRICS = "data_sampling.curriculum_metrics"
-"""The setting that has schedules of its own within."""
+"""The setting whose values hold schedules of their own."""
 
 _LENGTHS = (
     *(f"training.train_{unit}" for unit in UNITS),
@@ -29,26 +29,26 @@ _OF_METRICS = ("total_curriculum_step", "max_step")
 
 
 def scaled(given: Mapping[str, Any], share: float) -> dict[str, Any]:
-    """The settings of a training `share` times as long, in which everything happens at the same places.
+    """The settings of a training `share` times as long, with every event at the same fraction of it.
 
     Schedules of a user's own function stay: nothing here knows what they count.
 
     Args:
-        given: what a file sets, by path.
+        given: the settings of a file, by path.
         share: greater than 0. Counts are rounded, to 1 at least.
     """
-    found = {path: _times(given[path], share) for path in _LENGTHS if given.get(path)}
-    found |= {path: given[path] / share for path in _RATES if given.get(path)}
+    changed = {path: _times(given[path], share) for path in _LENGTHS if given.get(path)}
+    changed |= {path: given[path] / share for path in _RATES if given.get(path)}
     if given.get(_RAMP):
         *sizes, samples = given[_RAMP]
-        found[_RAMP] = (*sizes, _times(samples, share))
+        changed[_RAMP] = (*sizes, _times(samples, share))
     if given.get(METRICS):
-        found[METRICS] = tuple(_metric(metric, share) for metric in given[METRICS])
-    return found
+        changed[METRICS] = tuple(_metric(metric, share) for metric in given[METRICS])
+    return changed
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
-    """The flags that set this."""
+    """The flags that give `settings`, a mapping of path to value."""
     words = []
     for path, value in settings.items():
         texts = [json.dumps(as_mapping(value))] if path == METRICS else _texts(value)
@@ -57,7 +57,7 @@ def as_flags(settings: Mapping[str, Any]) -> list[str]:
 
 
 def share_of(given: Mapping[str, Any], steps: int) -> float | None:
-    """What part of the training so many steps are; None if its length is not given in steps."""
+    """The part of the training that `steps` are; None if its length is not given in steps."""
     whole = given.get("training.train_iters")
     return steps / whole if whole else None
 

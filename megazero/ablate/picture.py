@@ -14,6 +14,7 @@ from megazero.pictures import new_figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.typing import ColorType
 
 _PANELS = MappingProxyType({"tokens": "tokens", "flops": "training FLOPs", "seconds": "seconds of training"})
 _STYLES = ("-", "--", ":", "-.")
@@ -39,23 +40,23 @@ def figure_of(findings: Sequence[Findings], baseline: str) -> Figure:
         ConfigError: matplotlib is not installed.
     """
     figure = new_figure(15, 5.5)
-    from matplotlib import colormaps
+    import matplotlib
 
     panels = figure.subplots(1, len(_PANELS), sharey=True)
-    colours = cycle(colormaps["tab10"].colors)
-    files: dict[str, tuple[float, float, float]] = {}
+    colours = cycle(matplotlib.color_sequences["tab10"])
+    files: dict[str, ColorType] = {}
     lengths: dict[str, str] = {}
-    for found in findings:
-        if found.file not in files:
-            files[found.file] = next(colours)
-        colour, length = files[found.file], found.name.removeprefix(found.file)
+    for finding in findings:
+        if finding.file not in files:
+            files[finding.file] = next(colours)
+        colour, length = files[finding.file], finding.name.removeprefix(finding.file)
         style = lengths.setdefault(length, _STYLES[len(lengths) % len(_STYLES)])
         for axes, quantity in zip(panels, _PANELS, strict=True):
-            _draw_curve(axes, found, quantity, colour, style)
+            _draw_curve(axes, finding, quantity, colour, style)
     for axes, label in zip(panels, _PANELS.values(), strict=True):
-        for found in findings:
-            if found.name == baseline:
-                axes.axhline(found.curve[-1].loss, color="black", linestyle="--", linewidth=0.8)
+        for finding in findings:
+            if finding.name == baseline:
+                axes.axhline(finding.curve[-1].loss, color="black", linestyle="--", linewidth=0.8)
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("validation loss (nats per token)")
@@ -66,29 +67,27 @@ def figure_of(findings: Sequence[Findings], baseline: str) -> Figure:
     return figure
 
 
-def _draw_curve(
-    axes: Axes, found: Findings, quantity: str, colour: tuple[float, float, float], style: str
-) -> None:
-    curve = found.curve
+def _draw_curve(axes: Axes, finding: Findings, quantity: str, colour: ColorType, style: str) -> None:
+    curve = finding.curve
     spent, losses = [getattr(m, quantity) for m in curve], [m.loss for m in curve]
     axes.plot(
-        spent, losses, "o", linestyle=style, color=colour, markersize=3, linewidth=1.2, label=found.name
+        spent, losses, "o", linestyle=style, color=colour, markersize=3, linewidth=1.2, label=finding.name
     )
-    if len(found.outcomes) > 1:
-        low, high = zip(*found.band(), strict=True)
+    if len(finding.outcomes) > 1:
+        low, high = zip(*finding.band(), strict=True)
         axes.fill_between(spent, low, high, color=colour, alpha=0.2, linewidth=0)
 
 
 def _highest(findings: Sequence[Findings]) -> float | None:
     """The top of the picture; None leaves it to the losses."""
-    longest = max(found.curve[-1].tokens for found in findings)
+    longest = max(finding.curve[-1].tokens for finding in findings)
     later = [
         high
-        for found in findings
-        for milestone, (_, high) in zip(found.curve, found.band(), strict=True)
+        for finding in findings
+        for milestone, (_, high) in zip(finding.curve, finding.band(), strict=True)
         if milestone.tokens > _START * longest and high == high
     ]
-    lowest = min((milestone.loss for found in findings for milestone in found.curve), default=0.0)
+    lowest = min((milestone.loss for finding in findings for milestone in finding.curve), default=0.0)
     if not later or not max(later) > lowest:
         return None
     return max(later) + 0.05 * (max(later) - lowest)

@@ -1,4 +1,4 @@
-"""How far the runs are: a live table on a terminal, a line per change of state everywhere else."""
+"""The progress of the runs: a live table on a terminal, a line per change of state everywhere else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megazero.ablate.trial import Trial
 
 
 class State(Enum):
-    """Where a run is; the value is the word that is shown."""
+    """The state of a run; the value is the word that is shown."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -25,11 +25,11 @@ class State(Enum):
 
 
 class ProgressTable:
-    """Shows each run's state, steps and latest validation loss; a context, in which the table is live.
+    """A table of each run's state, steps and latest validation loss; a context, in which it is live.
 
     Args:
         trials: all runs, in the order of the table.
-        console: where to print; standard output by default.
+        console: the console to print to; standard output by default.
     """
 
     def __init__(self, trials: Sequence[Trial], console: Console | None = None) -> None:
@@ -51,7 +51,7 @@ class ProgressTable:
             self._live = None
 
     def show(self, trial: Trial, state: State) -> None:
-        """Take note of where a run is now; its numbers are read from its metrics."""
+        """Show a run's state; its step and its loss are read from its metrics."""
         before = self._rows[trial.name][0]
         losses = [record["lm_loss"] for record in trial.evaluations()]
         loss = "" if not losses or losses[-1] is None else f"{float(losses[-1]):.4f}"
@@ -59,10 +59,10 @@ class ProgressTable:
         if self._live is not None:
             self._live.update(self._table())
         elif state.value != before:
-            told = f", validation loss {loss}" if loss else ""
+            validation = f", validation loss {loss}" if loss else ""
             steps = self._rows[trial.name][1]
             self._console.print(
-                f"{trial.name}: {state.value}, step {steps}{told}", markup=False, soft_wrap=True
+                f"{trial.name}: {state.value}, step {steps}{validation}", markup=False, soft_wrap=True
             )
 
     def _table(self) -> Table:

@@ -1,4 +1,4 @@
-"""What the finished runs found: losses on validation data beside what had been spent by then."""
+"""The results of finished runs: losses on validation data, and the tokens, FLOPs and time spent by then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megazero.train.monitors.jsonl import to_json
 
 @dataclass(frozen=True)
 class EvaluationPoint:
-    """One evaluation: the loss, and what the training before it took.
+    """One evaluation: the loss, and the cost of the training before it.
 
     Attributes:
         iteration: optimizer steps.
@@ -36,7 +36,7 @@ class EvaluationPoint:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one finished run found.
+    """The result of one finished run.
 
     Attributes:
         configuration, title: name and title of the member.
@@ -63,12 +63,13 @@ class Outcome:
         facts = asdict(self)
         curve, size = facts.pop("curve"), facts.pop("size")
         end = {"validation_loss": self.end.loss, **{n: curve[-1][n] for n in ("tokens", "flops", "seconds")}}
-        return to_json({**facts, **size, **end, "curve": [to_json(milestone) for milestone in curve]})
+        record: dict[str, Any] = to_json({**facts, **size, **end, "curve": curve})
+        return record
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What the runs of one member found together, seed by seed.
+    """The results of all runs of one member, seed by seed.
 
     Attributes:
         outcomes: the member's finished runs, by seed; at least one.
@@ -93,7 +94,7 @@ class Findings:
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation of these losses over the seeds; None with one seed."""
+        """The standard deviation of the final losses over the seeds; None with one seed."""
         return statistics.stdev(self.losses) if len(self.losses) > 1 else None
 
     @property
@@ -103,7 +104,7 @@ class Findings:
             EvaluationPoint(
                 together[0].iteration,
                 *(
-                    statistics.fmean(getattr(milestone, name) for milestone in together)
+                    statistics.fmean(getattr(point, name) for point in together)
                     for name in ("tokens", "flops", "seconds", "loss")
                 ),
             )
@@ -113,11 +114,11 @@ class Findings:
     def band(self) -> list[tuple[float, float]]:
         """The lowest and the highest loss of each evaluation."""
         together = zip(*(outcome.curve for outcome in self.outcomes), strict=True)
-        return [(min(losses), max(losses)) for losses in ([m.loss for m in each] for each in together)]
+        return [(min(losses), max(losses)) for losses in ([m.loss for m in points] for points in together)]
 
 
 def outcome_of(trial: Trial, size: ModelSize) -> Outcome:
-    """What a finished trial found, from its metrics."""
+    """The result of a finished trial, read from its metrics."""
     steps = sorted(records(trial.metrics), key=lambda record: record["iteration"])
     curve = []
     for evaluation in {record["iteration"]: record for record in trial.evaluations()}.values():
@@ -143,13 +144,13 @@ def grouped(outcomes: Iterable[Outcome]) -> tuple[Findings, ...]:
     groups: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault(outcome.configuration, []).append(outcome)
-    return tuple(Findings(tuple(sorted(each, key=lambda o: o.seed))) for each in groups.values())
+    return tuple(Findings(tuple(sorted(runs, key=lambda run: run.seed))) for runs in groups.values())
 
 
 def reaching(curve: Sequence[EvaluationPoint], loss: float) -> EvaluationPoint | None:
-    """Where a curve gets down to `loss` for good, on straight lines between evaluations.
+    """The point at which a curve gets down to `loss` for good, on straight lines between evaluations.
 
-    None if its end is above. A curve that never is above got there by its first evaluation.
+    None if the curve ends above `loss`. A curve that is never above it gets there at its first evaluation.
     """
     if not curve[-1].loss <= loss:
         return None
@@ -165,5 +166,5 @@ def reaching(curve: Sequence[EvaluationPoint], loss: float) -> EvaluationPoint |
 
 
 def write_lines(outcomes: Iterable[Outcome], path: Path) -> None:
-    """Write an object per run."""
-    path.write_text("".join(json.dumps(each.record()) + "\n" for each in outcomes), encoding="utf-8")
+    """Write one JSON object per run, a line each."""
+    path.write_text("".join(json.dumps(outcome.record()) + "\n" for outcome in outcomes), encoding="utf-8")

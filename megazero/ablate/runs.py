@@ -1,4 +1,4 @@
-"""Trains what is not trained yet, one run after another, each in processes of its own."""
+"""Train the runs that are not finished, one after another, each in processes of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PATIENCE = 120.0  # seconds for a run to save when it is told to stop
 _TAIL = 12  # lines of a failed run's log
 
 Command = Callable[[Trial], list[str]]
-"""The words of the command line that trains a trial, as its `settings` say."""
+"""A function that gives the words of the command line that trains a trial as its `settings` say."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Failure:
 
 
 def training_command(trial: Trial) -> list[str]:
-    """Runs pretrain_gpt.py or pretrain_bert.py, under torchrun if there are several ranks.
+    """The command line that runs pretrain_gpt.py or pretrain_bert.py, under torchrun for several ranks.
 
     Raises:
         ConfigError: the script is not where a checkout has it.
@@ -67,9 +67,9 @@ def run_all(
     save first and then end the call with KeyboardInterrupt.
 
     Args:
-        trials: what to train, in this order.
-        board: shows how far they are.
-        command: what trains one of them.
+        trials: the runs to train, in this order.
+        board: shows their progress.
+        command: gives the command line of a run.
 
     Returns:
         The runs that did not get to their end.
@@ -125,8 +125,8 @@ def _run(trial: Trial, board: ProgressTable, command: Command) -> Failure | None
     return Failure(trial, _reason(trial, status), _last_lines(trial.log, start))
 
 
-def _watched(process: subprocess.Popen, trial: Trial, board: ProgressTable) -> int:
-    """Show how far a run is until it ends; returns its status."""
+def _watched(process: subprocess.Popen[bytes], trial: Trial, board: ProgressTable) -> int:
+    """Show a run's progress until it ends; returns its status."""
     while True:
         try:
             return process.wait(timeout=_GLANCE)
@@ -134,7 +134,7 @@ def _watched(process: subprocess.Popen, trial: Trial, board: ProgressTable) -> i
             board.show(trial, State.RUNNING)
 
 
-def _stop(process: subprocess.Popen) -> None:
+def _stop(process: subprocess.Popen[bytes]) -> None:
     """Ask a run to save and end; end it if it does not."""
     process.terminate()
     try:

@@ -1,4 +1,4 @@
-"""What a model of a configuration consists of, in numbers: counted from specs on the meta device."""
+"""The size of a configuration's model, counted from specs on the meta device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ModelSize:
 
     Attributes:
         parameters: elements of all its parameters, without padding; a tied one counts once.
-        active_parameters: those of them that one token uses: of parameters that are stacked over experts, the
+        active_parameters: the elements that one token uses; of parameters that are stacked over experts, the
             share of the experts that a token goes to.
         flops_per_token: FLOPs of training on one token, forward and backward (`models/flops.py`).
     """
@@ -30,10 +30,10 @@ class ModelSize:
 
 
 def size_of(config: Config) -> ModelSize:
-    """The size of the model that a configuration trains; no memory is taken for it.
+    """The size of the model that a configuration trains, found without taking memory for the model.
 
     Raises:
-        ConfigError, DataError: its vocabulary is unknown or cannot be read.
+        ConfigError, DataError: the vocabulary is unknown or cannot be read.
     """
     vocabulary = build_vocabulary(config)
     whole = {"parallel": ParallelConfig(), "zero": ZeroConfig(), "recompute": RecomputeConfig()}
@@ -47,6 +47,6 @@ def size_of(config: Config) -> ModelSize:
 
 
 def used(spec: ParamSpec, experts_per_token: int) -> int:
-    """How many elements of a parameter one token uses, if it goes to so many of the experts of a layer."""
+    """The number of elements of a parameter that a token uses if it goes to `experts_per_token` experts."""
     stacked = next((spec.shape[cut.dim] for cut in spec.cuts if cut.axis == "ep"), 1)
     return math.prod(spec.shape) // stacked * min(experts_per_token, stacked)

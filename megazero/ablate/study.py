@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megazero.ablate.lengths import METRICS, as_flags, scaled, share_of
-from megazero.config.coerce import nearest
 from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.document import BASE, read_file
 from megazero.config.flags import scan
 from megazero.config.resolve import parse_config
 from megazero.config.tree import Config
+from megazero.config.words import nearest
 from megazero.errors import ConfigError
 from megazero.regular_file import read_regular_text
 
@@ -23,7 +23,7 @@ _SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path",
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """What the command line asks of every member.
+    """The settings that the command line gives every member.
 
     Attributes:
         ranks: processes of each run.
@@ -48,7 +48,7 @@ class Member:
         file: the name of its file, without ``.yaml``.
         name: the same, or ``FILE@SHARE`` if its training is shorter or longer.
         title: the first comment of its file; empty without one.
-        config: its settings, complete but for what tells its runs apart.
+        config: its settings, complete except for those that tell its runs apart.
         takes_corpus: whether it names no data, so that it is trained on the prepared corpus.
         teacher: the name of the member that it learns from; None if it has no teacher, or one from elsewhere.
         analyzed: names of its curriculum's metrics that name no index, so that the corpus is analyzed.
@@ -65,14 +65,14 @@ class Member:
 
 @dataclass(frozen=True)
 class Study:
-    """The members of a folder, by name, and what the configuration warns of."""
+    """The members of a folder, by name, and the warnings about their configurations."""
 
     members: tuple[Member, ...]
     warnings: tuple[str, ...]
 
 
 def read_study(folder: Path, options: StudyOptions) -> Study:
-    """Read a folder. Every ``*.yaml`` is a member but those whose names begin with ``base``.
+    """Read a folder, in which every ``*.yaml`` is a member unless its name begins with ``base``.
 
     Raises:
         ConfigError: there is no member, or rules refuse some of them. Every reason is listed, with the names
@@ -101,8 +101,8 @@ def read_study(folder: Path, options: StudyOptions) -> Study:
         else:
             teacher = resolved.config.distillation.load_teacher
             inside = _named(teacher, share) if teacher in named else None
-            told = (_title(path), resolved.config, takes_corpus, inside, analyzed)
-            members.append(Member(path.stem, name, *told))
+            title = _title(path)
+            members.append(Member(path.stem, name, title, resolved.config, takes_corpus, inside, analyzed))
             warnings |= dict.fromkeys(resolved.warnings)
             reasons = _unfit(members[-1])
         for reason in reasons:
@@ -117,32 +117,32 @@ def read_study(folder: Path, options: StudyOptions) -> Study:
 
 
 def with_teachers(wanted: Sequence[Member], members: Sequence[Member]) -> tuple[Member, ...]:
-    """The `wanted` members and those that they learn from: each after its teacher, else in their order."""
+    """The `wanted` members and their teachers, each member after its teacher and else in their order."""
     by_name = {member.name: member for member in members}
-    found: dict[str, Member] = {}
+    ordered: dict[str, Member] = {}
 
     def add(member: Member) -> None:
         if member.teacher is not None:
             add(by_name[member.teacher])
-        found.setdefault(member.name, member)
+        ordered.setdefault(member.name, member)
 
     for member in wanted:
         add(member)
-    return tuple(found.values())
+    return tuple(ordered.values())
 
 
 def _circle(members: Sequence[Member]) -> list[str]:
-    """The names of members that learn from themselves, by way of others or not."""
+    """The names of members that learn from themselves, directly or by way of others."""
     teacher = {member.name: member.teacher for member in members}
-    found = []
+    circular = []
     for name in teacher:
         at = teacher[name]
         for _ in members:
             if at == name:
-                found.append(name)
+                circular.append(name)
                 break
-            at = teacher.get(at)
-    return found
+            at = None if at is None else teacher.get(at)
+    return circular
 
 
 def chosen(members: Sequence[Member], names: Sequence[str], flag: str) -> tuple[Member, ...]:
@@ -166,18 +166,22 @@ def chosen(members: Sequence[Member], names: Sequence[str], flag: str) -> tuple[
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of the members."""
+    """The files of the members, by name.
+
+    Raises:
+        ConfigError: the folder does not exist, or holds none.
+    """
     if not folder.is_dir():
         raise ConfigError(
             f"the folder of configurations must exist, but {folder} does not; correct the path."
         )
-    found = [path for path in sorted(folder.glob("*.yaml")) if not path.name.startswith(BASE)]
-    if not found:
+    files = [path for path in sorted(folder.glob("*.yaml")) if not path.name.startswith(BASE)]
+    if not files:
         raise ConfigError(
             f"{folder} must hold a configuration (*.yaml) whose name does not begin with `{BASE}`, but has "
             "none; add one."
         )
-    return found
+    return files
 
 
 def _named(stem: str, share: float) -> str:
@@ -185,7 +189,7 @@ def _named(stem: str, share: float) -> str:
 
 
 def _length(given: Mapping[str, Any], steps: int | None, share: float) -> dict[str, Any]:
-    """The settings of a training of so many steps, times `share`."""
+    """The settings that make a training `steps` steps long, times `share`; None keeps the file's length."""
     if steps is None:
         return {} if share == 1 else scaled(given, share)
     whole = share_of(given, steps)
@@ -199,7 +203,7 @@ def _unindexed(given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _indexed_later(metrics: Sequence[CurriculumMetric], names: Sequence[str]) -> tuple[CurriculumMetric, ...]:
-    """The metrics, where those of these names will have an index."""
+    """The metrics, with stand-ins for the index of those that are named: the analyzer makes it later."""
     later = dict.fromkeys(("index_to_sample_path", "index_to_metric_path"), "made by the analyzer")
     return tuple(m.model_copy(update=later) if m.name in names else m for m in metrics)
 
@@ -215,7 +219,7 @@ def _title(path: Path) -> str:
 
 
 def _unfit(member: Member) -> list[str]:
-    """Why an accepted configuration cannot be a member."""
+    """The reasons why an accepted configuration cannot be a member."""
     config, reasons = member.config, []
     for section, name in (("checkpoint", "save"), ("checkpoint", "load"), ("logging", "metrics_jsonl")):
         path = getattr(getattr(config, section), name)

@@ -11,27 +11,27 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 
 
 def markdown(findings: Sequence[Findings], baseline: str) -> str:
-    """A row per member, what its numbers mean, and the members' titles.
+    """The table with a row per member, a legend, and the members' titles.
 
     Args:
-        findings: what the members found.
-        baseline: name of the member whose final loss the others are to reach. If it has found nothing, its
-            columns are left out.
+        findings: the results of each member.
+        baseline: name of the member whose final loss the others are to reach. If it has no finished run, the
+            columns about it are left out.
     """
-    base = next((each for each in findings if each.name == baseline), None)
+    base = next((finding for finding in findings if finding.name == baseline), None)
     columns = ["configuration", "validation loss", "parameters", "active", "tokens", "training FLOPs", "time"]
     if base is not None:
         columns += [f"FLOPs to reach {baseline}", f"time to reach {baseline}"]
     lines = [_row(columns), "|---" + "|---:" * (len(columns) - 1) + "|"]
-    lines += [_row(_cells(each, base)) for each in findings]
+    lines += [_row(_cells(finding, base)) for finding in findings]
     lines += ["", *_legend(findings, base), ""]
-    titles = {each.file: each.outcomes[0].title for each in findings}
+    titles = {finding.file: finding.outcomes[0].title for finding in findings}
     lines += [f"- `{file}`: {title}" for file, title in titles.items() if title]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def si(number: float) -> str:
-    """Three digits and a prefix of the SI: ``23.1 M``, ``840``, ``3.42 T``."""
+    """A number with three digits and a prefix of the SI: ``23.1 M``, ``840``, ``3.42 T``."""
     if not math.isfinite(number):
         return str(number)
     step = 0
@@ -44,7 +44,7 @@ def si(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds with three digits or more: ``1.25 s``, ``20.0 s``, ``5,400 s``."""
+    """A duration with three digits or more: ``1.25 s``, ``20.0 s``, ``5,400 s``."""
     digits = 2 if seconds < 9.995 else 1 if seconds < 99.95 else 0
     return f"{seconds:,.{digits}f} s"
 
@@ -53,11 +53,11 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _cells(found: Findings, base: Findings | None) -> list[str]:
-    end, size = found.curve[-1], found.outcomes[0].size
-    spread = "" if found.spread is None else f" ± {found.spread:.4f}"
+def _cells(finding: Findings, base: Findings | None) -> list[str]:
+    end, size = finding.curve[-1], finding.outcomes[0].size
+    spread = "" if finding.spread is None else f" ± {finding.spread:.4f}"
     cells = [
-        found.name,
+        finding.name,
         f"{end.loss:.4f}{spread}",
         si(size.parameters),
         si(size.active_parameters),
@@ -66,8 +66,8 @@ def _cells(found: Findings, base: Findings | None) -> list[str]:
         duration(end.seconds),
     ]
     if base is not None:
-        there, whole = reaching(found.curve, base.curve[-1].loss), base.curve[-1]
-        if found.name == base.name:
+        there, whole = reaching(finding.curve, base.curve[-1].loss), base.curve[-1]
+        if finding.name == base.name:
             cells += ["1", "1"]
         elif there is None:
             cells += ["not reached"] * 2
@@ -77,12 +77,12 @@ def _cells(found: Findings, base: Findings | None) -> list[str]:
 
 
 def _legend(findings: Sequence[Findings], base: Findings | None) -> list[str]:
-    seeds = sorted({outcome.seed for each in findings for outcome in each.outcomes})
-    ranks = sorted({outcome.ranks for each in findings for outcome in each.outcomes})
-    several = any(each.spread is not None for each in findings)
-    told = f"Seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"Seed {seeds[0]}"
+    seeds = sorted({outcome.seed for finding in findings for outcome in finding.outcomes})
+    ranks = sorted({outcome.ranks for finding in findings for outcome in finding.outcomes})
+    several = any(finding.spread is not None for finding in findings)
+    numbers = f"Seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"Seed {seeds[0]}"
     lines = [
-        f"{told}; ranks: {', '.join(map(str, ranks))}. The loss is in nats per token"
+        f"{numbers}; ranks: {', '.join(map(str, ranks))}. The loss is in nats per token"
         + (", ± is its standard deviation over the seeds;" if several else ";"),
         "active parameters are those that one token uses; time is that of the training steps alone.",
     ]

@@ -1,4 +1,4 @@
-"""One configuration with one seed: where it is trained, and how far it is."""
+"""One configuration with one seed: the files of its run, and its progress."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Trial:
         member: the configuration.
         seed: the seed that it is trained with.
         ranks: the processes that train it.
-        fingerprint: of everything that decides the result but for the seed, as hexadecimal digits.
-        folder: where its files lie; named after the fingerprint, so another configuration has another folder.
+        fingerprint: hexadecimal digits that stand for all that decides the result but the seed.
+        folder: the folder of its files; its name has the fingerprint, so another configuration has another.
         teacher: the run of the member that it learns from, with the same seed; None without one.
-        corpus: what it is trained on if its member names no data.
+        corpus: the corpus that it is trained on if its member names no data.
     """
 
     member: Member
@@ -48,12 +48,12 @@ class Trial:
     ranks: int
     fingerprint: str
     folder: Path
+    corpus: Corpus
     teacher: Trial | None = None
-    corpus: Corpus | None = None
 
     @property
     def name(self) -> str:
-        """What a person calls it."""
+        """The name that people read."""
         return f"{self.member.name}, seed {self.seed}"
 
     @property
@@ -63,12 +63,12 @@ class Trial:
 
     @property
     def metrics(self) -> Path:
-        """The file with a JSON object per step; that of the evaluations lies beside it."""
+        """The file with a JSON object per step; the file of the evaluations lies beside it."""
         return self.folder / "metrics.jsonl"
 
     @property
     def log(self) -> Path:
-        """What its processes print."""
+        """The file with the output of its processes."""
         return self.folder / "log.txt"
 
     @property
@@ -92,7 +92,7 @@ class Trial:
             for name in _CHARTS
             if (folder := getattr(config.logging, name)) is not None
         }
-        changes = {
+        changes: dict[str, dict[str, Any]] = {
             "training": {"seed": self.seed},
             "checkpoint": {"save": saved, "load": saved, "save_interval": interval, "keep_last": last},
             "logging": {"metrics_jsonl": str(self.metrics), **charts},
@@ -113,13 +113,13 @@ class Trial:
         return tuple(metric for metric in metrics if metric.name in self.member.analyzed)
 
     def steps_done(self) -> int:
-        """How many steps its metrics tell of."""
+        """The number of steps in its metrics."""
         return max((record["iteration"] for record in records(self.metrics)), default=0)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The records of its evaluations on validation data, in order."""
-        found = records(self.metrics.with_name("metrics.eval.jsonl"))
-        return [record for record in found if record["split"] == "validation"]
+        evaluated = records(self.metrics.with_name("metrics.eval.jsonl"))
+        return [record for record in evaluated if record["split"] == "validation"]
 
     def finished(self) -> bool:
         """Whether it has been trained to the end and evaluated there."""
@@ -128,39 +128,39 @@ class Trial:
 
 
 def trials_of(members: Sequence[Member], seeds: int, ranks: int, out: Path) -> tuple[Trial, ...]:
-    """Every member with its own seed and those that follow it.
+    """The trials of every member, with its own seed and those that follow it.
 
-    Seed by seed, so that an early look compares all members, and each after the one that it learns from.
+    They go seed by seed, so that an early look compares all members; a student follows its teacher.
     """
-    trials = []
+    trials: list[Trial] = []
     for number in range(seeds):
-        found: dict[str, Trial] = {}
+        by_name: dict[str, Trial] = {}
         for member in with_teachers(members, members):
-            teacher = None if member.teacher is None else found[member.teacher]
+            teacher = None if member.teacher is None else by_name[member.teacher]
             digits = fingerprint(member.config, ranks, "" if teacher is None else teacher.fingerprint)
             seed = member.config.training.seed + number
             folder = out / "runs" / f"{member.name}-{digits}" / f"seed-{seed}"
-            where = (folder, teacher, Corpus(out / "corpus", member.config.model.family))
-            found[member.name] = Trial(member, seed, ranks, digits, *where)
-        trials += found.values()
+            corpus = Corpus(out / "corpus", member.config.model.family)
+            by_name[member.name] = Trial(member, seed, ranks, digits, folder, corpus, teacher)
+        trials += by_name.values()
     return tuple(trials)
 
 
 def fingerprint(config: Config, ranks: int, teacher: str = "") -> str:
-    """Eight hexadecimal digits that change with whatever decides a result, but for the seed and the code.
+    """The eight hexadecimal digits that stand for all that decides a result but the seed and the code.
 
     Args:
         config: the member's configuration.
         ranks: the processes that train it.
         teacher: the fingerprint of the member that it learns from.
 
-    Files of data and of the tokenizer count by name and size, so that a folder of results can be moved. What
-    is saved and logged does not count.
+    Files of data and of the tokenizer count by name and size, so that a folder of results can be moved. The
+    settings of checkpoints and logging do not count.
     """
     neutral: dict[str, dict[str, Any]] = {"training": {"seed": 0}, "data": {"data_cache_path": None}}
     for section, names in _PATHS.items():
         values = {name: getattr(getattr(config, section), name) for name in names}
-        neutral.setdefault(section, {}).update({name: _told(value) for name, value in values.items()})
+        neutral.setdefault(section, {}).update({name: _described(value) for name, value in values.items()})
     plain = config.model_copy(update={"checkpoint": CheckpointConfig(), "logging": LoggingConfig()})
     distilled = f"teacher: {teacher}\n" if teacher else ""
     text = f"{to_yaml(_changed(plain, neutral))}ranks: {ranks}\n{distilled}"
@@ -181,10 +181,10 @@ def _changed(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
     return config.model_copy(update=sections)
 
 
-def _told(value: Any) -> Any:
-    """A path as its name and size; several of them one by one; anything else as it is."""
+def _described(value: Any) -> Any:
+    """The name and size of the file at a path, or of each in a tuple; any other value unchanged."""
     if isinstance(value, tuple):
-        return tuple(map(_told, value))
+        return tuple(map(_described, value))
     if value is None:
         return None
     for path in (Path(value), Path(f"{value}.bin")):

@@ -1,4 +1,4 @@
-"""Bounds of what a document of settings may be, so that a hostile one is refused before it takes memory.
+"""The bounds of a document of settings, so that a hostile one is refused before it takes memory.
 
 A YAML document may name a part of itself again and again (`*alias`). Where parts name parts, a few lines
 stand for more than any memory holds, once something writes them out or copies them.
@@ -15,15 +15,15 @@ import yaml
 from megazero.regular_file import open_regular
 
 MOST_CHARACTERS = 1 << 20
-"""Of a file, and of a YAML document whose aliases are written out."""
+"""The most characters of a file, and of a YAML document whose aliases are written out."""
 
 
 def bounded_text(path: str | Path) -> str:
-    """The text of a file of settings.
+    """Read the text of a file of settings.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or has more than `MOST_CHARACTERS`.
-        UnicodeDecodeError: it is not UTF-8.
+        OSError: the file cannot be read, is no regular file, or has more than `MOST_CHARACTERS`.
+        UnicodeDecodeError: the file is not UTF-8.
     """
     with io.TextIOWrapper(open_regular(path), encoding="utf-8") as file:
         text = file.read(MOST_CHARACTERS + 1)
@@ -33,9 +33,9 @@ def bounded_text(path: str | Path) -> str:
 
 
 def expansion_fault(root: yaml.Node) -> str | None:
-    """Why a document cannot be written out without aliases, as a clause after "must"; None if it can.
+    """The reason why a document cannot be written out without aliases, after "must"; None if it can.
 
-    Counts each node once, in time that is proportional to the document as it stands.
+    Each node is counted once, in time that is proportional to the document as it stands.
     """
     sizes: dict[int, int] = {}
     above: set[int] = set()

@@ -1,4 +1,4 @@
-"""Turns what a user wrote (a flag's text, a value in a YAML file) into a value of the field's type.
+"""Turn the values that users write (a flag's text, a value in a YAML file) into values of the field's type.
 
 Stricter than pydantic's lax mode where that would guess: `true` is not a number, `1.5` is not an integer, and
 an integer may be written as 1e6 or 300_000 only because that is exact.
@@ -19,7 +19,7 @@ from megazero.config.words import nearest
 
 
 def coerce(spec: FieldSpec, value: Any) -> Any:
-    """`value` as the field's type; ranges are checked later, by the tree. Raises Unreadable."""
+    """Convert `value` to the field's type; ranges are checked later, by the tree. Raises Unreadable."""
     if value is None:
         if not spec.optional:
             raise Unreadable("must not be null; leave the key out for the default")
@@ -52,7 +52,7 @@ def _read_choice(spec: FieldSpec, value: Any) -> Any:
 
 
 def _why_not(spec: FieldSpec, value: Any) -> str:
-    """Why this choice is not offered, or the nearest one that is."""
+    """The reason why a choice is not offered, or the nearest one that is; empty without either."""
     if not isinstance(value, str):
         return ""
     reasons = {name.lower(): f" ({name} {reason})" for name, reason in spec.refused.items()}
@@ -61,12 +61,12 @@ def _why_not(spec: FieldSpec, value: Any) -> str:
 
 
 def _read_numbered_choice(spec: FieldSpec, value: Any) -> int:
-    """One of a few integers; Megatron-DeepSpeed writes its default stage as 1.0, which is exact."""
+    """Read one of a few integers; Megatron-DeepSpeed writes its default stage as 1.0, which is exact."""
     try:
         number = _read_int(spec, value)
     except Unreadable:
         number = None
-    if number not in spec.choices:
+    if number is None or number not in spec.choices:
         raise Unreadable(f"must be one of {', '.join(map(str, spec.choices))}")
     return number
 
@@ -105,7 +105,7 @@ def _read_choices(spec: FieldSpec, value: Any) -> tuple[Any, ...]:
 
 
 def _read_texts(spec: FieldSpec, value: Any) -> tuple[str, ...]:
-    """A list is kept as it is; a single string is split at blanks, as a shell splits a flag's values."""
+    """Read texts: those of a list as they are, those of one string by blanks, as a shell splits them."""
     items = _items(value)
     if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
         raise Unreadable("must be a list of texts")
@@ -113,7 +113,7 @@ def _read_texts(spec: FieldSpec, value: Any) -> tuple[str, ...]:
 
 
 def _read_metrics(spec: FieldSpec, value: Any) -> tuple[CurriculumMetric, ...]:
-    """A mapping of names to settings, its JSON, or the name of a file that holds it."""
+    """Read metrics from a mapping of names to settings, its JSON, or the name of a file that holds it."""
     return read_metrics(value)
 
 

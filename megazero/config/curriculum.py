@@ -33,7 +33,7 @@ class CurriculumConfig(Section):
         None, "length at the end; default: the sequence length", unit="tokens"
     )
     seqlen_total_curriculum_step: PositiveInt | None = option(
-        None, "fixed_linear, fixed_root: where the length gets to its end, in steps or tokens"
+        None, "fixed_linear, fixed_root: steps or tokens until the length reaches its end"
     )
     seqlen_difficulty_step: PositiveInt = option(
         8, "lengths are rounded down to multiples of this", unit="tokens"
@@ -59,8 +59,8 @@ class CurriculumConfig(Section):
         """
         last = self.seqlen_max_difficulty or sequence_length
         if self.seqlen_schedule == "custom":
-            found = self._custom(last)
-            return None if isinstance(found, str) else found
+            pacing = self._custom(last)
+            return None if isinstance(pacing, str) else pacing
         if self.seqlen_schedule == "fixed_discrete":
             return levels_of(self.seqlen_difficulty, self.seqlen_max_step)
         if self.too_many_changes(sequence_length):
@@ -75,20 +75,20 @@ class CurriculumConfig(Section):
         )
 
     def too_many_changes(self, sequence_length: int) -> bool:
-        """Whether a ramp's length changes more often than can be looked at one by one."""
+        """Whether the length of a ramp changes more often than `MOST_CHANGES`."""
         grown = (self.seqlen_max_difficulty or sequence_length) - (self.seqlen_min_difficulty or 1)
         ramp = self.seqlen_schedule in ("fixed_linear", "fixed_root")
         return ramp and grown // self.seqlen_difficulty_step > MOST_CHANGES
 
     def fault_of_custom(self, sequence_length: int) -> str | None:
-        """What is wrong with the user's function, in a sentence; None if nothing is, or there is none."""
+        """A sentence about the fault of the user's function; None if it is sound, or there is none."""
         if self.seqlen_schedule != "custom":
             return None
-        found = self._custom(self.seqlen_max_difficulty or sequence_length)
-        return found if isinstance(found, str) else None
+        pacing = self._custom(self.seqlen_max_difficulty or sequence_length)
+        return pacing if isinstance(pacing, str) else None
 
     def _custom(self, last: int) -> Pacing | str | None:
-        """The user's pacing up to `last`, or what is wrong with it; None if there is none."""
+        """The user's pacing up to `last`, or a sentence about its fault; None if there is none."""
         if self.seqlen_custom_schedule is None:
             return None
         try:

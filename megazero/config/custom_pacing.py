@@ -12,17 +12,17 @@ from megazero.errors import ConfigError
 
 _FLAG = "seqlen_custom_schedule"
 _LOOKS = 1000
-"""At so many counts more than its changes need, a function is asked whether it falls."""
+"""The number of further counts at which a function is asked, to see whether it falls."""
 
 
 class Custom:
-    """What `function` says, and never more than `hardest`; once that is reached, it stays.
+    """The pacing by a user's function, limited to `hardest`.
 
     Args:
-        name: what messages call the function.
+        name: name of the function in messages.
         function: the difficulty, a positive whole number, for every count from 1 on. It must depend on
             nothing else, as every rank asks its own, and must never fall.
-        hardest: the end.
+        hardest: the difficulty at the end.
     """
 
     def __init__(self, name: str, function: Callable[[int], int], hardest: int):
@@ -50,21 +50,21 @@ class Custom:
         return min(value, self.hardest)
 
     def ask(self, count: int) -> int:
-        """What the function itself says."""
+        """The answer of the function itself at `count`, not limited."""
         try:
-            found = self._function(count)
+            answer = self._function(count)
         except Exception as error:
             raise ConfigError(
                 f"`{_FLAG}` must take every count from 1 on, but {self.name} fails at {count} with "
                 f"{type(error).__name__}: {error}; correct it"
             ) from error
         try:
-            value = operator.index(found)
+            value = operator.index(answer)
         except TypeError:
             value = 0
-        if value < 1 or isinstance(found, bool):
+        if value < 1 or isinstance(answer, bool):
             raise ConfigError(
-                f"`{_FLAG}` must give positive whole numbers, but {self.name} gives {found!r} at {count}; "
+                f"`{_FLAG}` must give positive whole numbers, but {self.name} gives {answer!r} at {count}; "
                 f"round it"
             )
         return value

@@ -17,17 +17,17 @@ class CurriculumMetric(Section):
     `schedule_config`; the names are DeepSpeed's.
 
     Attributes:
-        name: what the metric is called.
+        name: name of the metric.
         index_to_sample_path, index_to_metric_path: the analyzer's files, without .bin or .idx.
         difficulty_type: whether difficulties are values of the metric, or shares of the samples in its order.
         clustering_type: schedule_based; a single_cluster is not sampled by the metric.
-        min_difficulty, max_difficulty: where it begins and ends. With percentile, `max_difficulty` is all
-            samples, and 100 by default.
-        schedule_type: how it gets from one to the other.
-        total_curriculum_step: where a ramp gets to its end, in steps or tokens.
+        min_difficulty, max_difficulty: the first and the last difficulty. With percentile,
+            `max_difficulty` is all samples, and 100 by default.
+        schedule_type: how the difficulty grows from the first to the last.
+        total_curriculum_step: the length of a ramp, in steps or tokens.
         difficulty_step: difficulties are rounded down to multiples of this.
-        root_degree: of fixed_root.
-        difficulty, max_step: of fixed_discrete: the difficulties, and the last step of each but the last.
+        root_degree: fixed_root: the degree of the root.
+        difficulty, max_step: fixed_discrete: the difficulties, and the last step of each but the last.
     """
 
     name: str

@@ -16,9 +16,9 @@ class Decision:
 
     Attributes:
         path: the setting.
-        here: what an unset setting means, in words.
-        megatron_lm: its default there, in words.
-        megatron_deepspeed: its default there, in words.
+        here: the meaning of an unset setting, in words.
+        megatron_lm: the default of Megatron-LM, in words.
+        megatron_deepspeed: the default of Megatron-DeepSpeed, in words.
         why: the reason, as a clause.
     """
 

@@ -1,4 +1,4 @@
-"""What follows from the configuration about the model and its layout: ranks, pipeline chunks, padding."""
+"""Facts that follow from the configuration about the model and its layout: ranks, chunks, padding."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ FREE_EXPERT_FIELDS = frozenset(
         "moe_pad_expert_input_to_capacity",
     }
 )
-"""Those of them that change how a model is trained or run, but not which parameters it has."""
+"""The settings about experts that change how a model is trained or run, but not which parameters it has."""
 
 DEFAULT_TOKENIZERS = MappingProxyType({"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"})
 """Family -> the kind of tokenizer that a launch takes if it names none."""
 
 
 def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> list[tuple[str, Any, Any]]:
-    """(field, value in a, value in b) for each of these fields that differs once defaults are filled in.
+    """The fields that differ once defaults are filled in: (field, value in a, value in b).
 
     Fields that begin with the name of another family than theirs say nothing about them, and those about
     experts say nothing where one model has none. Which layers have how many experts is one difference,
@@ -69,16 +69,16 @@ def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> 
     others = tuple(f"{family}_" for family in families if family not in (a.family, b.family))
     dense = not (a.num_experts and b.num_experts)
     fields = list(fields)
-    found = []
+    differences = []
     if "num_experts" in fields and a.experts_by_layer != b.experts_by_layer:
-        found.append(("num_experts", a.experts_by_layer, b.experts_by_layer))
+        differences.append(("num_experts", a.experts_by_layer, b.experts_by_layer))
     for field in fields:
         if field.startswith(others) or field in _PLACEMENT or (dense and field in EXPERT_FIELDS):
             continue
         ours, theirs = (getattr(model, _resolved(model).get(field, field)) for model in (a, b))
         if ours != theirs:
-            found.append((field, ours, theirs))
-    return found
+            differences.append((field, ours, theirs))
+    return differences
 
 
 def _resolved(model: ModelConfig) -> Mapping[str, str]:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from megazero.config.data_sampling import CurriculumMetric, DataSamplingConfig
-from megazero.config.pacing import pieces
+from megazero.config.pacing import Pacing, pieces
 from megazero.config.steps import Progress, Steps, Unit
 
 
@@ -15,10 +15,10 @@ class Difficulties:
     """The difficulties of all metrics as a function of the steps done, or of the tokens.
 
     Attributes:
-        metrics: what is measured.
+        metrics: the metrics of the curriculum.
         starts: counts at which pieces of constant difficulty begin, ascending from 0.
         levels: the difficulty of every metric in each piece.
-        unit: what is counted.
+        unit: the unit of the counts.
     """
 
     metrics: tuple[CurriculumMetric, ...]
@@ -28,11 +28,11 @@ class Difficulties:
 
     @classmethod
     def of(cls, settings: DataSamplingConfig) -> Difficulties | None:
-        """Those of a run; None without a curriculum. Its metrics must keep the rules of `rules/`."""
+        """The difficulties of a run whose metrics keep the rules of `rules/`; None without a curriculum."""
         metrics = settings.curriculum_metrics
         if not metrics:
             return None
-        ramps = [pieces(metric.pacing) for metric in metrics]
+        ramps = [pieces(_sound_pacing(metric)) for metric in metrics]
         starts = sorted({count for ramp in ramps for count, _ in ramp})
         columns = []
         for ramp in ramps:
@@ -45,7 +45,7 @@ class Difficulties:
         return bisect_right(self.starts, progress.count(self.unit)) - 1
 
     def at(self, progress: Progress) -> dict[str, int]:
-        """Name of each metric -> its difficulty in the step after `progress`."""
+        """The difficulties in the step after `progress`: the name of each metric -> its difficulty."""
         levels = self.levels[self.piece(progress)]
         return {metric.name: level for metric, level in zip(self.metrics, levels, strict=True)}
 
@@ -57,6 +57,12 @@ class Difficulties:
         return tuple(self._before(start, steps).samples for start in self.starts)
 
     def _before(self, start: int, steps: Steps) -> Progress:
-        """What is consumed before the first step of the piece that begins at the count `start`."""
+        """The progress before the first step of the piece that begins at the count `start`."""
         reached = start if self.unit == "iters" else steps.reaching(start)
         return steps.before(max(reached, steps.start.iteration))
+
+
+def _sound_pacing(metric: CurriculumMetric) -> Pacing:
+    pacing = metric.pacing
+    assert pacing is not None, f"{metric} keeps the rules"
+    return pacing

@@ -27,7 +27,7 @@ class DistillationConfig(Section):
     kd_temp: PositiveFloat = option(1.0, "temperature: divides the logits of both before the softmax")
     kd_train_iters: PositiveInt | None = option(
         None,
-        "learn from the teacher in the first so many steps, as it can hurt to the end; default: in all",
+        "learn from the teacher in this many first steps, since it can hurt towards the end; default: in all",
         unit="iterations",
     )
     num_layers_teacher: PositiveInt | None = option(

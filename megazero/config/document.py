@@ -14,12 +14,13 @@ from typing import Any
 import yaml
 
 from megazero.config.bounded import bounded_text, expansion_fault
-from megazero.config.coerce import Unreadable, coerce, nearest
+from megazero.config.coerce import coerce
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec, Kind
 from megazero.config.flags import Setting
-from megazero.config.lists import plain_text
+from megazero.config.lists import Unreadable, plain_text
 from megazero.config.metric_text import as_mapping, repeated_key
 from megazero.config.tree import Config
+from megazero.config.words import nearest
 from megazero.regular_file import why_unreadable
 
 BASE = "base"
@@ -172,7 +173,9 @@ def _read_value(
 
 
 def _shown(node: yaml.Node) -> str:
-    return f"`{node.value[:80]}`" if isinstance(node, yaml.ScalarNode) else f"a {node.id}"
+    if isinstance(node, yaml.ScalarNode):
+        return f"`{node.value[:80]}`"
+    return "a mapping" if isinstance(node, yaml.MappingNode) else "a sequence"
 
 
 def _construct(loader: yaml.SafeLoader, spec: FieldSpec, node: yaml.Node) -> Any:
@@ -191,7 +194,7 @@ def _construct(loader: yaml.SafeLoader, spec: FieldSpec, node: yaml.Node) -> Any
 
 
 def _unknown_key(entry: _YamlKey, name: str, section: str | None = None) -> str:
-    """Names the nearest key: within the section, or wherever in the tree that key belongs."""
+    """The problem of an unknown key, with the nearest key of its section, or the section where it belongs."""
     path = f"{section}.{entry.key}" if section else str(entry.key)
     home = next((spec.path for spec in FIELDS if spec.name == entry.key), None)
     own = [spec.name for spec in FIELDS if spec.section == section] if section else [*SECTIONS, BASE]
@@ -224,7 +227,7 @@ def _plain(spec: FieldSpec, value: Any) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the line breaks of Unicode, which PyYAML would write plainly and read back as blanks."""
+    """A dumper that quotes Unicode's line breaks, which PyYAML writes plainly and reads back as blanks."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         style = '"' if set(data) & set("\x85\u2028\u2029\ufeff") else None

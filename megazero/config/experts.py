@@ -41,13 +41,13 @@ Counts = Annotated[tuple[PositiveInt, ...], BeforeValidator(_listed), AfterValid
 """Numbers of experts; ``()`` if no layer has any."""
 
 Pattern = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_listed), Field(min_length=1)]
-"""Every how many layers, as one number, or a 0 or 1 for each layer."""
+"""The interval between layers with experts, as one number, or a 0 or 1 for each layer."""
 
 Capacity = Annotated[PositiveFloat | None, BeforeValidator(_none_if_negative)]
 """A capacity factor; None if an expert takes all that is sent to it."""
 
 Balance = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
-"""Over what a load-balancing loss counts: a micro-batch, a sequence, a global batch."""
+"""The part of the data that a load-balancing loss counts over: a micro-batch, a sequence, a global batch."""
 
 
 class ModelConfig(TransformerConfig):
@@ -134,7 +134,7 @@ class ModelConfig(TransformerConfig):
     )
     moe_expert_capacity_factor: Capacity = option(
         None,
-        "tokens that an expert takes at most, in multiples of its share of them; what is above is dropped; "
+        "the most tokens that an expert takes, as a multiple of an even share; the rest are dropped; "
         "default, and with a negative number: no limit",
         aliases=("--moe-train-capacity-factor",),
         switches={"--disable-moe-token-dropping": None},
@@ -177,16 +177,16 @@ class ModelConfig(TransformerConfig):
 
     @property
     def expert_places(self) -> int:
-        """Number of layers that experts are placed in; also without experts, when they would be."""
+        """Number of layers that experts are placed in, or would be if the model had some."""
         if self.expert_interval is not None:
             return self.num_layers // self.expert_interval
         pattern = self.moe_layer_freq or (1,)
         if is_frequency(pattern):
             return -(-self.num_layers // pattern[0])
-        return sum(each == 1 for each in pattern)
+        return sum(flag == 1 for flag in pattern)
 
     def expert_place(self, layer: int) -> int | None:
-        """Which of these layers `layer` is, from 0; None if it is not one of them."""
+        """The number of `layer` among the layers for experts, from 0; None if it is not one of them."""
         if self.expert_interval is not None:
             number, rest = divmod(layer + 1, self.expert_interval)
             return None if rest else number - 1
@@ -194,7 +194,7 @@ class ModelConfig(TransformerConfig):
         if is_frequency(pattern):
             number, rest = divmod(layer, pattern[0])
             return None if rest else number
-        return sum(each == 1 for each in pattern[:layer]) if pattern[layer] == 1 else None
+        return sum(flag == 1 for flag in pattern[:layer]) if pattern[layer] == 1 else None
 
     @property
     def experts_by_layer(self) -> tuple[int, ...]:
@@ -213,5 +213,5 @@ class ModelConfig(TransformerConfig):
 
 
 def is_frequency(pattern: tuple[int, ...]) -> bool:
-    """Whether a pattern of layers says every how many, rather than whether for each of them."""
+    """Whether a pattern of layers is an interval, rather than a 0 or 1 for each layer."""
     return len(pattern) == 1 and pattern[0] > 0

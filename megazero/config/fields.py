@@ -1,4 +1,4 @@
-"""The fields of the tree as a flat table of facts: what flags, YAML, docs and rules are made from."""
+"""The fields of the tree as a flat table of facts, from which flags, YAML, docs and rules are made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megazero.config.tree import Config, Section
 
 
 class Kind(Enum):
-    """How the text of a field is read."""
+    """The type of a field, by which its text is read."""
 
     INT = "int"
     FLOAT = "float"
@@ -33,7 +33,7 @@ class Kind(Enum):
 class FieldSpec:
     """One field: where it sits in the tree, how it is read, and how the command line spells it.
 
-    `length` is how many items a list has, and None for a list of any length and for what is no list.
+    `length` is the number of items of a list, and None for a list of any length or for anything else.
     """
 
     section: str
@@ -62,7 +62,7 @@ class FieldSpec:
 
     @property
     def flag_value(self) -> bool:
-        """What the presence of a boolean's flag sets: the opposite of its default."""
+        """The value that the presence of a boolean's flag sets: the opposite of its default."""
         return not self.default
 
     @property
@@ -136,7 +136,7 @@ def _kind(annotation: Any) -> tuple[Kind, tuple[str, ...], int | None]:
 def _field_spec(section: str, name: str, annotation: Any, info: FieldInfo) -> FieldSpec:
     bare, optional = _unwrap(annotation)
     kind, choices, length = _kind(bare)
-    extra = info.json_schema_extra
+    extra: Any = info.json_schema_extra
     assert isinstance(extra, dict), f"{section}.{name} must be declared with option()"
     return FieldSpec(
         section=section,
@@ -166,7 +166,7 @@ def _section_fields(section: str, model: type[Section]) -> list[FieldSpec]:
 
 
 SECTIONS: Mapping[str, type[Section]] = types.MappingProxyType(
-    {name: info.annotation for name, info in Config.model_fields.items()}
+    {name: hint for name, hint in get_type_hints(Config).items() if name in Config.model_fields}
 )
 """Section name -> its class, in the tree's order."""
 

@@ -1,4 +1,4 @@
-"""Section of the tree about fine-tuning on labelled samples."""
+"""The section of the tree about fine-tuning on labelled samples."""
 
 from __future__ import annotations
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from megazero.config.coerce import Unreadable, coerce, nearest
+from megazero.config.coerce import coerce
 from megazero.config.compat import FOREIGN_FLAGS, Ignored, verdict
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, FieldSpec, Kind, spoken
+from megazero.config.lists import Unreadable
+from megazero.config.words import nearest
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def scan(argv: Sequence[str]) -> Scan:
 
 
 def _deepspeed_pair(result: Scan) -> list[str]:
-    """`--deepspeed` and `--deepspeed_config` go together: either one alone is half a request."""
+    """The problem of a `--deepspeed` without `--deepspeed_config`, or the other way round."""
     if result.deepspeed and result.deepspeed_config is None:
         return [
             "`--deepspeed` must go with `--deepspeed_config FILE`, but no file is given; name it, or leave "
@@ -128,18 +130,18 @@ def _deepspeed_pair(result: Scan) -> list[str]:
 
 
 def _missing_companions(result: Scan, argv: Sequence[str]) -> list[str]:
-    """Flags that Megatron reads only beside another one: alone, they are no settings there."""
+    """The problems of flags that Megatron reads only beside another one, which is missing."""
     given = {token.split("=")[0] for token in argv}
-    found = []
+    problems = []
     for setting in result.settings:
         companion, otherwise = setting.spec.beside.get(setting.source, (None, ""))
         if companion is not None and companion not in given:
-            found.append(
+            problems.append(
                 f"`{setting.source}` must go with `{companion}`, without which {otherwise}, but is "
                 f"{setting.value}; add it, or leave `{setting.source}` out."
             )
             result.broken.add(setting.spec.path)
-    return found
+    return problems
 
 
 def _is_flag(token: str) -> bool:
@@ -225,7 +227,7 @@ def _read_field(result: Scan, flag: Flag, inline: list[str], following: list[str
 
 
 def _read_switch(result: Scan, flag: Flag, inline: list[str]) -> None:
-    """Set what a switch sets. `--switch=false` sets a boolean the other way, to override a YAML file."""
+    """Set the field of a switch. `--switch=false` sets a boolean the other way, to override a YAML file."""
     text = inline[0].lower() if inline else "true"
     if not inline or (flag.spec.kind is Kind.BOOL and text in ("true", "false")):
         value = flag.constant if text == "true" else not flag.constant
@@ -237,7 +239,7 @@ def _read_switch(result: Scan, flag: Flag, inline: list[str]) -> None:
 
 
 def _settle(result: Scan) -> list[Setting]:
-    """One setting per field: yielding flags give way, a repeated flag's last value counts, rivals clash."""
+    """Settle on one setting per field: yielding flags give way, a repeated flag's last value counts."""
     by_path: dict[str, list[Setting]] = {}
     for setting in result.settings:
         by_path.setdefault(setting.spec.path, []).append(setting)

@@ -1,4 +1,4 @@
-"""What a run checks about itself while it trains, and what it does about what it finds."""
+"""The section of the tree about the checks that a run makes on itself, and its answers to what they find."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from megazero.config.option import Section, option
 
 Window = Annotated[int, Field(ge=20, le=10_000)]
-"""Updates that a running estimate is made of: enough for a median, few enough to be saved."""
+"""The number of updates in a running estimate: enough for a median, few enough to be saved."""
 
 
 class GuardsConfig(Section):
@@ -17,12 +17,12 @@ class GuardsConfig(Section):
 
     max_skipped_updates: PositiveInt | None = option(
         None,
-        "end with an error after so many updates in a row that were skipped because a gradient was inf or "
-        "NaN; default: 5 in fp32 and bf16, and in fp16 as many as its loss scale has use for",
+        "end with an error once this many updates in a row are skipped because a gradient is inf or NaN; "
+        "default: 5 in fp32 and bf16, and in fp16 as many as its loss scale has use for",
     )
     check_weights_interval: NonNegativeInt = option(
         500,
-        "steps between comparisons of what several ranks hold copies of: weights, masters and moments; "
+        "steps between comparisons of the copies that ranks hold of weights, masters and moments; they are "
         "also compared before each checkpoint; 0 turns it off",
         aliases=("--check-weight-hash-across-dp-replicas-interval",),
         unit="iterations",
@@ -44,11 +44,11 @@ class GuardsConfig(Section):
     spike_steps: PositiveInt = option(
         2, "steps whose samples `--on-spike rollback` sets aside: the spike's and those before it"
     )
-    max_rollbacks: PositiveInt = option(3, "end with an error after so many rollbacks to one checkpoint")
+    max_rollbacks: PositiveInt = option(3, "end with an error after this many rollbacks to one checkpoint")
     rerun_on_fault: bool = option(
         False,
-        "compute a step with a spike, inf or NaN again, on the same and on another rank: what does not "
-        "come out the same is a fault of a machine, which is named",
+        "compute a step with a spike, inf or NaN again, on the same and on another rank: a result "
+        "that differs is the fault of a machine, which is named",
     )
     check_host_waits: Literal["off", "warn", "error"] = option(
         "off",

@@ -9,7 +9,7 @@ from megazero.config.flags import COMMANDS
 
 
 def format_help(program: str = "pretrain_gpt.py", width: int = 100) -> str:
-    """All flags by section, each with its values, meaning, unit, default and other spellings."""
+    """The text of `--help`: all flags by section, with values, meanings, units, defaults and aliases."""
     lines = [
         f"usage: {program} [--config FILE] [flags]",
         "",

@@ -14,30 +14,31 @@ class Unreadable(ValueError):
 
 
 def plain_text(text: str) -> str:
-    """The text. Raises Unreadable if it has half a surrogate pair, which no file and no name can have, but
-    for those that stand for bytes of a name that is not UTF-8 (PEP 383)."""
+    """Return the text. Raises Unreadable if it has half a surrogate pair, which no file and no name can have,
+    except those that stand for bytes of a name that is not UTF-8 (PEP 383).
+    """
     if any("\ud800" <= c <= "\udfff" and not "\udc80" <= c <= "\udcff" for c in text):
         raise Unreadable("must be text that can be written, without half a surrogate pair")
     return text
 
 
 def read_list(text: str) -> list[int]:
-    """The list that an expression of lists, integers, `+`, `*` and parentheses stands for, as in Python.
+    """Read an expression of lists, integers, `+`, `*` and parentheses, as in Python, and return its list.
 
     Raises:
-        Unreadable: it is not such an expression, or the list would be too long.
+        Unreadable: `text` is not such an expression, or the list would be too long.
     """
     if len(text) > _LONGEST_TEXT:
         raise Unreadable(f"must be written in at most {_LONGEST_TEXT} characters")
     try:
-        found = _value(ast.parse(text.strip(), mode="eval").body)
+        items = _value(ast.parse(text.strip(), mode="eval").body)
     except Unreadable:
         raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise Unreadable(_FORM) from error
-    if not isinstance(found, list):
+    if not isinstance(items, list):
         raise Unreadable(_FORM)
-    return found
+    return items
 
 
 def _value(node: ast.expr) -> list[int] | int:

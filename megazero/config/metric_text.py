@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
@@ -24,10 +24,10 @@ _SHOWN = 80  # characters of a value in a message
 
 
 def read_metrics(given: Any) -> tuple[CurriculumMetric, ...]:
-    """The metrics of a mapping, of its JSON, or of a JSON or YAML file that is named.
+    """Read the metrics of a mapping, of its JSON, or of a JSON or YAML file that is named.
 
     Raises:
-        Unreadable: names everything that is wrong with them.
+        Unreadable: some are not sound; the message names every fault.
     """
     mapping = _load(given) if isinstance(given, str) else given
     if not isinstance(mapping, Mapping):
@@ -39,9 +39,9 @@ def read_metrics(given: Any) -> tuple[CurriculumMetric, ...]:
 
 
 def metrics_of(given: Mapping[Any, Any], where: str = "") -> tuple[tuple[CurriculumMetric, ...], list[str]]:
-    """The metrics of a mapping that are sound, and what is wrong with the others, as clauses.
+    """The sound metrics of a mapping, and the faults of the others, as clauses.
 
-    where: what stands before a metric's name in these, such as ``a.b.``.
+    In these, `where` stands before a metric's name, such as ``a.b.``.
     """
     metrics, problems = [], []
     for name, settings in given.items():
@@ -63,13 +63,13 @@ def metrics_of(given: Mapping[Any, Any], where: str = "") -> tuple[tuple[Curricu
 
 def as_mapping(metrics: tuple[CurriculumMetric, ...]) -> dict[str, dict[str, Any]]:
     """The inverse of `metrics_of`; settings that are not given are left out."""
-    found = {}
+    mapping = {}
     for metric in metrics:
         plain = {key: list(v) if isinstance(v, tuple) else v for key, v in metric if v not in (None, (), "")}
         schedule = {key: plain.pop(key) for key in _SCHEDULE_READERS if key in plain}
         del plain["name"]
-        found[metric.name] = {**plain, _SCHEDULE: schedule}
-    return found
+        mapping[metric.name] = {**plain, _SCHEDULE: schedule}
+    return mapping
 
 
 def repeated_key(node: yaml.Node) -> str | None:
@@ -82,7 +82,7 @@ def repeated_key(node: yaml.Node) -> str | None:
         seen.add(id(node))
         if isinstance(node, yaml.MappingNode):
             keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-            again = next((key for key, count in keys.items() if count > 1), None)
+            again: str | None = next((key for key, count in keys.items() if count > 1), None)
             if again is not None:
                 return again
             waiting += [value for _, value in node.value]
@@ -135,23 +135,23 @@ def _yaml(text: str) -> Any:
 def _values(
     given: Any, path: str, readers: Mapping[str, Callable[[Any], Any]], faults: list[str]
 ) -> dict[str, Any]:
-    """The settings of a mapping, read; what is wrong with them is added to `faults`."""
+    """Read the settings of a mapping; their faults are added to `faults`."""
     if not isinstance(given, Mapping):
         faults.append(f"`{path}` must be a mapping of names to values, but is {_shown(given)}")
         return {}
-    found = {}
+    settings = {}
     for key, value in given.items():
         where = f"{path}.{key}"
         if key == _SCHEDULE and key in readers:
-            found[key] = _values({} if value is None else value, where, _SCHEDULE_READERS, faults)
+            settings[key] = _values({} if value is None else value, where, _SCHEDULE_READERS, faults)
         elif key not in readers:
             faults.append(_unknown(where, str(key), readers))
         elif value is not None:
             try:
-                found[key] = readers[key](value)
+                settings[key] = readers[key](value)
             except Unreadable as error:
                 faults.append(f"`{where}` {error}, but is {_shown(value)}")
-    return found
+    return settings
 
 
 def _unknown(where: str, key: str, readers: Mapping[str, Any]) -> str:
@@ -177,11 +177,11 @@ def _text(value: Any) -> str:
 
 
 def _choice(field: str, refused: Mapping[str, str] = MappingProxyType({})) -> Callable[[Any], str]:
-    """Reads one of a metric's choices; those that are refused are told why."""
-    choices = CurriculumMetric.model_fields[field].annotation.__args__
+    """A reader of one of a metric's choices; a message about a refused one gives its reason."""
+    choices: tuple[str, ...] = get_args(CurriculumMetric.model_fields[field].annotation)
 
     def read(value: Any) -> str:
-        if value in choices:
+        if isinstance(value, str) and value in choices:
             return value
         why = f" ({value} {refused[value]})" if isinstance(value, str) and value in refused else ""
         raise Unreadable(f"must be one of {', '.join(choices)}{why}")
@@ -207,7 +207,7 @@ def _each(read: Callable[[Any], int]) -> Callable[[Any], tuple[int, ...]]:
     def items(value: Any) -> tuple[int, ...]:
         if not isinstance(value, list | tuple):
             raise Unreadable("must be a list of integers")
-        return tuple(read(each) for each in value)
+        return tuple(read(item) for item in value)
 
     return items
 

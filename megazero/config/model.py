@@ -103,7 +103,7 @@ class TransformerConfig(Section):
     )
 
     num_classes: PositiveInt | None = option(
-        None, "fine-tuning: classes of the task, or 1 if it is to choose; default: the number of labels"
+        None, "fine-tuning: classes of the task, or 1 for multiple choice; default: the number of labels"
     )
 
     @model_validator(mode="before")

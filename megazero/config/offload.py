@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from megazero.config.option import Section, option
 
 Share = Annotated[float, Field(ge=0, le=1)]
-"""A part of a whole, none and all included."""
+"""A share of a whole, from none to all."""
 
 
 class OffloadConfig(Section):
@@ -42,8 +42,8 @@ class OffloadConfig(Section):
     )
     delayed_param_update: bool = option(
         False,
-        "update on the host while the next step computes, which does not know of it yet: weights are a step "
-        "stale, and the training is another one than without (DPU of ZeRO-Offload)",
+        "update on the host while the next step computes with the weights of the step before, which changes "
+        "the numbers of the training (DPU of ZeRO-Offload)",
         flag="--delayed-param-update",
     )
     delayed_param_update_start: NonNegativeInt = option(
@@ -75,6 +75,6 @@ class OffloadConfig(Section):
 
     @property
     def places(self) -> tuple[str, str, str]:
-        """Where masters and moments, gradient sums, and slices of weights are kept."""
+        """The places of masters and moments, of gradient sums, and of slices of weights."""
         gradients = self.optimizer if self.gradients == "auto" else self.gradients
         return self.optimizer, gradients, self.parameters

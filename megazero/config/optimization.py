@@ -8,26 +8,28 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from megazero.config.option import Probability, Section, option
 
+OptimizerName = Literal[
+    "adam",
+    "sgd",
+    "lamb",
+    "lion",
+    "adagrad",
+    "adadelta",
+    "adamax",
+    "nadam",
+    "radam",
+    "rmsprop",
+    "muon",
+    "onebit-adam",
+    "zero-one-adam",
+    "onebit-lamb",
+]
+
 
 class OptimizerConfig(Section):
     """Optimizer"""
 
-    optimizer: Literal[
-        "adam",
-        "sgd",
-        "lamb",
-        "lion",
-        "adagrad",
-        "adadelta",
-        "adamax",
-        "nadam",
-        "radam",
-        "rmsprop",
-        "muon",
-        "onebit-adam",
-        "zero-one-adam",
-        "onebit-lamb",
-    ] = option(
+    optimizer: OptimizerName = option(
         "adam",
         "adam is AdamW (decoupled weight decay); lamb is AdamW's update, made as long as a set fraction of "
         "each tensor's weights (You et al. 2020); lion moves each weight by the learning rate (Chen et al. "
@@ -35,7 +37,7 @@ class OptimizerConfig(Section):
         "torch.optim's, whose weight decay is a part of the gradient; muon makes the updates of matrices "
         "between hidden vectors orthogonal (Jordan et al. 2024, decoupled weight decay) and leaves the rest "
         "to `--muon-scalar-optimizer`; onebit-adam (Tang et al. 2021), zero-one-adam (Lu et al. 2022) and "
-        "onebit-lamb (Li et al. 2021) come to send one bit per element between data-parallel ranks",
+        "onebit-lamb (Li et al. 2021) end up sending one bit per element between data-parallel ranks",
         refused={
             "adafactor": "keeps the rows and columns of whole matrices, which pieces of them have not",
             "asgd": "trains as SGD does, and averages weights that no checkpoint would take",
@@ -86,7 +88,7 @@ class OptimizerConfig(Section):
         True,
         "1-bit and 0/1 Adam: let a bit stand for the same amount of the first moment in all of a "
         "parameter, as in the papers; it then moves an element by the more the smaller its second moment is, "
-        "which blows up elements that have no gradient but rounding. By default a bit stands for the same "
+        "which blows up elements whose gradient is rounding alone. By default a bit stands for the same "
         "share of the update",
         flag="--no-onebit-precondition",
         switches={"--onebit-precondition": True, "--onebit-adam-precondition": True},

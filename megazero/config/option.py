@@ -1,4 +1,4 @@
-"""How a field of the tree is declared, and the field types that the tree needs beyond pydantic's."""
+"""`option`, which declares a field of the tree, and the field types that the tree needs beyond pydantic's."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def option(
         beside: flags that count only beside another one, flag -> (the other one, what it means without that).
         synonyms: other words for a choice, word -> choice.
         refused: choices of other trainers that are not offered, choice -> the reason.
-        unit: what the number counts.
+        unit: the unit of the number.
     """
-    extra = {
+    extra: dict[str, Any] = {
         "flag": flag,
         "aliases": list(aliases),
         "switches": dict(switches or {}),

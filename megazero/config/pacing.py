@@ -1,4 +1,4 @@
-"""Pacing: how the difficulty of what is trained on grows with the training (DeepSpeed's schedules).
+"""Pacing: the growth of the difficulty of the data with the training (DeepSpeed's schedules).
 
 Pure functions of a count of steps or of tokens, with difficulties as whole numbers. Source of the method: the
 Stability-Efficiency Dilemma (Li et al. 2022) and DeepSpeed Data Efficiency (Li et al. 2024).
@@ -13,10 +13,10 @@ from itertools import pairwise
 from typing import Protocol
 
 MOST_CHANGES = 100_000
-"""Of a difficulty: each begins a stretch of the training that is looked at by itself."""
+"""The most changes that a difficulty may make: each begins a segment of the training, held in a table."""
 
 _LAST = 2**62
-"""Beyond any training: where the search for the end of a ramp gives up."""
+"""A count beyond any training, at which the search for the end of a ramp gives up."""
 
 
 class Pacing(Protocol):
@@ -24,7 +24,7 @@ class Pacing(Protocol):
 
     @property
     def hardest(self) -> int:
-        """What it grows to."""
+        """The difficulty that it grows to."""
 
     def at(self, count: int) -> int:
         """The difficulty when `count` have been reached, counted from 1."""
@@ -32,10 +32,11 @@ class Pacing(Protocol):
 
 @dataclass(frozen=True)
 class Root:
-    """From `easiest` to `hardest` by the `degree`-th root of the share of `total` that is done; 1 is linear.
+    """The growth from `easiest` to `hardest` by the `degree`-th root of the share of `total` that is done.
 
-    The difficulty is rounded down to a multiple of `step`, but not below the first one that reaches
-    `easiest`. The share is not cut off at 1: a `hardest` that is no multiple is reached after `total`.
+    A `degree` of 1 is linear. The difficulty is rounded down to a multiple of `step`, but not below the first
+    one that reaches `easiest`. The share is not cut off at 1: a `hardest` that is no multiple is reached
+    after `total`.
     """
 
     easiest: int
@@ -46,7 +47,7 @@ class Root:
 
     def at(self, count: int) -> int:
         """The difficulty at `count`."""
-        share = (count / self.total) ** (1.0 / self.degree)
+        share: float = (count / self.total) ** (1.0 / self.degree)
         grown = math.floor(share * (self.hardest - self.easiest) + self.easiest)
         least = -(-self.easiest // self.step) * self.step
         return min(max(grown - grown % self.step, least), self.hardest)
@@ -71,13 +72,13 @@ class Discrete:
 
 @dataclass(frozen=True)
 class FromZero:
-    """The same pacing, counted from 0: what it says of the first step is what `pacing` says of none."""
+    """A pacing counted from 0: its difficulty at a count is that of `pacing` at the count before."""
 
     pacing: Pacing
 
     @property
     def hardest(self) -> int:
-        """What it grows to."""
+        """The difficulty that it grows to."""
         return self.pacing.hardest
 
     def at(self, count: int) -> int:
@@ -89,7 +90,7 @@ def root_of(
     first: int | None, last: int | None, total: int | None, step: int, degree: float | None
 ) -> Root | None:
     """The ramp of settings that may be missing; None if one is, or if it would not grow."""
-    if None in (first, last, total, degree) or first > last:
+    if first is None or last is None or total is None or degree is None or first > last:
         return None
     return Root(first, last, total, step, degree)
 
@@ -101,9 +102,9 @@ def levels_of(levels: tuple[int, ...], ends: tuple[int, ...]) -> Discrete | None
 
 
 def reached(pacing: Pacing) -> int:
-    """The count after which the difficulty is at its hardest: 0 if from the beginning.
+    """The count after which the difficulty is at its hardest; 0 if it is so from the beginning.
 
-    The same as where the last of `pieces` begins, without looking at those before.
+    The last of `pieces` begins there; the pieces before it are not computed.
     """
     if pacing.at(1) >= pacing.hardest:
         return 0
@@ -111,9 +112,9 @@ def reached(pacing: Pacing) -> int:
 
 
 def pieces(pacing: Pacing) -> tuple[tuple[int, int], ...]:
-    """(count done before, difficulty from there on), ascending, the first with a count of 0.
+    """The pieces of constant difficulty: (count done before, difficulty from there on), ascending from 0.
 
-    What follows when `count` are done is the `count + 1`-th, so it has the difficulty at `count + 1`.
+    The step that follows when `count` are done is the `count + 1`-th, and has the difficulty at that.
     """
     return tuple(_changes(pacing))
 
@@ -130,7 +131,7 @@ def _changes(pacing: Pacing) -> Iterator[tuple[int, int]]:
 
 
 def _first_above(pacing: Pacing, difficulty: int, done: int) -> int:
-    """The least count after which the difficulty is above this one, as it is not yet after `done`."""
+    """The least count after which the difficulty is above `difficulty`; after `done` it is not yet."""
     reach = 1
     while done + reach < _LAST and pacing.at(done + reach + 1) <= difficulty:
         reach *= 2

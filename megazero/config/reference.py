@@ -1,4 +1,4 @@
-"""Writes the reference pages from the tree, the compatibility tables and the rules.
+"""Write the reference pages from the tree, the compatibility tables and the rules.
 
 `python -m megazero.config.reference docs` writes configuration.md, compatibility.md and deepspeed_json.md.
 """
@@ -43,7 +43,7 @@ determine the third, and one alone implies one accumulation step."""
 
 
 def configuration_page() -> str:
-    """docs/configuration.md: every flag and key by section, then the flags of other trainers."""
+    """The page docs/configuration.md: every flag and key by section, then the flags of other trainers."""
     lines = [
         "# Configuration",
         "",
@@ -77,7 +77,7 @@ def configuration_page() -> str:
 
 
 def compatibility_page() -> str:
-    """docs/compatibility.md: every rule that spans settings."""
+    """The page docs/compatibility.md: every rule that spans settings."""
     lines = [
         "# Compatibility",
         "",
@@ -99,7 +99,7 @@ def compatibility_page() -> str:
 
 
 def deepspeed_page() -> str:
-    """docs/deepspeed_json.md: what happens to every key of a DeepSpeed JSON."""
+    """The page docs/deepspeed_json.md: the effect of every key of a DeepSpeed JSON."""
     lines = [
         "# DeepSpeed JSON",
         "",
@@ -180,8 +180,8 @@ def _rule_row(rule: Rule) -> tuple[str, ...]:
 def _default_lines() -> list[str]:
     heads = ("Setting", "Here", "Megatron-LM", "Megatron-DeepSpeed", "Why")
     rows = (
-        (f"`{each.path}`", each.here, each.megatron_lm, each.megatron_deepspeed, each.why)
-        for each in DECISIONS
+        (f"`{decision.path}`", decision.here, decision.megatron_lm, decision.megatron_deepspeed, decision.why)
+        for decision in DECISIONS
     )
     return [
         "",
@@ -226,7 +226,7 @@ def _foreign_lines() -> list[str]:
 
 def _conditional_row(row: Foreign) -> tuple[str, ...]:
     if row.where:
-        when = f"where {' or '.join(each.says for each in row.where)}"
+        when = f"where {' or '.join(condition.says for condition in row.where)}"
     else:
         when = f"beside `{row.beside}`" if row.beside else f"with {' or '.join(row.values)}"
     return (f"`{row.name}`", when, row.accepted or "", row.refused or "")

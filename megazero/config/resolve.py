@@ -61,17 +61,17 @@ def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resol
     settings = {setting.spec.path: setting for layer in layers for setting in layer}
     broken = flags.broken | ((document.broken | deepspeed.broken) - {s.spec.path for s in flags.settings})
     config = _with_default_tokenizer(_build(settings, broken, problems), broken)
-    problems += [line for each in flags.ignored if (line := _contradiction(each, config, broken))]
+    problems += [line for flag in flags.ignored if (line := _contradiction(flag, config, broken))]
     problems += check(config, ranks, broken)
     if problems:
         raise ConfigError(problems)
-    said = [_overruled(each, deepspeed, config) for each in overruled]
+    said = [_overruled(flag, deepspeed, config) for flag in overruled]
     said += _left_out(flags, config, settings)
     return Resolved(config, (*_warnings(flags, deepspeed), *said, *notes_on(config)), flags.check_only)
 
 
 def _with_default_tokenizer(config: Config, broken: set[str]) -> Config:
-    """Without a tokenizer's name a launch takes its family's, as the scripts of both Megatrons do.
+    """Name the tokenizer of the model's family if none is named, as the scripts of both Megatrons do.
 
     Here `--vocab-size` alone is enough for data that are token ids already: then there is no tokenizer.
     """
@@ -86,7 +86,7 @@ def _with_default_tokenizer(config: Config, broken: set[str]) -> Config:
 
 
 def _left_out(flags: Scan, config: Config, settings: dict[str, Setting]) -> list[str]:
-    names = {setting.source for setting in flags.settings} | {each.name for each in flags.ignored}
+    names = {setting.source for setting in flags.settings} | {flag.name for flag in flags.ignored}
     given = {path: setting.value for path, setting in settings.items()}
     line = left_out(names, given) if config.model.num_experts else None
     return [] if line is None else [line]
@@ -115,13 +115,13 @@ def _read_deepspeed(flags: Scan, given: list[Setting], ranks: int | None) -> Dee
 
 
 def _contradiction(ignored: Ignored, config: Config, broken: set[str]) -> str | None:
-    if any(each.path in broken for each in ignored.foreign.where):
+    if any(condition.path in broken for condition in ignored.foreign.where):
         return None
     return contradiction(ignored, lambda path: value_at(config, path))
 
 
 def resolve_or_exit(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Config:
-    """What a script calls: returns the configuration, or ends the process.
+    """Resolve a script's command line; returns the configuration, or ends the process.
 
     Answers `--help` and `--version`; prints the tree for `--check-config` (status 0); prints every
     violation on the error stream (status 2). On each node only the first rank prints.
@@ -143,7 +143,9 @@ def resolve_or_exit(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Co
     for warning in resolved.warnings:
         _say(f"{program}: {warning}", speaks, sys.stderr)
     if resolved.check_only:
-        _say(shown_config(resolved.config, world_size_of_environment([])).rstrip(), speaks, sys.stdout)
+        ranks = world_size_of_environment([])
+        assert ranks is not None, "`parse_config` refuses an unreadable WORLD_SIZE"
+        _say(shown_config(resolved.config, ranks).rstrip(), speaks, sys.stdout)
         raise SystemExit(0)
     return resolved.config
 
@@ -172,7 +174,7 @@ def world_size_of_environment(problems: list[str]) -> int | None:
 def _build(settings: dict[str, Setting], broken: set[str], problems: list[str]) -> Config:
     """The tree from the settings. Fields that fail are added to `broken` and keep their default."""
     sections = {name: _build_section(name, settings, broken, problems) for name in SECTIONS}
-    return Config.model_construct(**sections)
+    return Config.model_construct(None, **sections)
 
 
 def build_section(section: str, settings: Iterable[Setting]) -> Section:
@@ -203,7 +205,7 @@ def _build_section(
 
 
 def _problem(spec: FieldSpec, setting: Setting | None, detail: Any) -> str:
-    """pydantic's complaint about one field in our sentence form."""
+    """The complaint of pydantic about one field, in the form of this project's sentences."""
     if setting is None:
         return f"`{spec.flag}` must be set ({spec.help}), but is missing."
     reason = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
@@ -214,11 +216,11 @@ def _problem(spec: FieldSpec, setting: Setting | None, detail: Any) -> str:
 
 
 def _warnings(flags: Scan, deepspeed: DeepSpeedSettings) -> tuple[str, ...]:
-    """At most one line on ignored flags and one on ignored keys, then the rest."""
+    """The warnings: at most one line on ignored flags and one on ignored keys, then the rest."""
     keys = [*deepspeed.ignored, *deepspeed.script_ignored]
     return (
-        *_without_effect("flags", [(each.name, each.reason) for each in flags.ignored]),
-        *_without_effect(f"keys of {deepspeed.name}", [(each.key, each.reason) for each in keys]),
+        *_without_effect("flags", [(flag.name, flag.reason) for flag in flags.ignored]),
+        *_without_effect(f"keys of {deepspeed.name}", [(key.key, key.reason) for key in keys]),
         *flags.warnings,
     )
 

@@ -17,7 +17,7 @@ from megazero.config.tree import Config
 
 
 def shown_config(config: Config, world_size: int) -> str:
-    """A YAML document that means the same on this number of ranks, with what has no key as comments.
+    """A YAML document that means the same on `world_size` ranks, with facts that have no key as comments.
 
     Settings that are still null are off, or nothing in the configuration determines them.
     """
@@ -45,7 +45,7 @@ def _filled(config: Config, global_batch_size: int) -> Config:
         "batch": {"global_batch_size": global_batch_size},
         "checkpoint": {"keep_last": config.checkpoint.kept_last},
     }
-    sections = {name: getattr(config, name).model_copy(update=each) for name, each in changes.items()}
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
     return config.model_copy(update={"model": filled_model(config.model), **sections})
 
 
@@ -70,7 +70,7 @@ def _lengths(training_plan: TrainingPlan) -> list[str]:
         f"the training: {training_plan.end.iteration} iterations, {training_plan.end.samples} samples, "
         f"{training_plan.end.tokens} tokens",
     ]
-    if ramp.rungs:
+    if ramp.increments:
         lines[0] += f"; a ramp starts at {ramp.start} samples"
     lengths = training_plan.lr
     warmup = lengths.warmup_as_given or WarmupLength(lengths.warmup, lengths.unit)

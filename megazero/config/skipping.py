@@ -10,7 +10,7 @@ from megazero.config.option import Section, option
 from megazero.config.pacing import MOST_CHANGES, FromZero, Pacing, root_of
 
 Share = Annotated[float, Field(gt=0, le=1)]
-"""Above 0, up to 1."""
+"""A share above 0, up to 1."""
 
 
 class SkippingConfig(Section):
@@ -51,17 +51,17 @@ class SkippingConfig(Section):
         0.5, "in the end, layer l of L, from 0, runs in 1 - l / L x (1 - theta) of the steps"
     )
     pld_gamma: PositiveFloat = option(
-        0.001, "how fast they come to that: 1 stands for theta at first, and falls by exp(-gamma x steps)"
+        0.001, "how fast theta is reached: after t steps it is theta + (1 - theta) x exp(-gamma x t)"
     )
 
     def dropping_layers(self, layers: int) -> tuple[int, ...] | range:
-        """The layers that drop tokens, in a model of so many."""
+        """The layers that drop tokens, in a model of `layers` layers."""
         return self.random_ltd_layer_id or range(1, layers - 1)
 
     def kept_tokens(self, sequence_length: int) -> Pacing | None:
-        """How many tokens they see, as a function of steps.
+        """The number of tokens that these layers see, as a function of steps.
 
-        None if it is all, or if the settings contradict each other, which rules refuse.
+        None if they see all, or if the settings contradict each other, which rules refuse.
         """
         first, total = self.random_ltd_min_value, self.random_ltd_require_steps
         last = self.random_ltd_max_value or sequence_length
@@ -71,6 +71,6 @@ class SkippingConfig(Section):
         return FromZero(ramp)
 
     def too_many_changes(self, sequence_length: int) -> bool:
-        """Whether the number changes more often than can be looked at one by one."""
+        """Whether the number of tokens changes more often than `MOST_CHANGES`."""
         grown = (self.random_ltd_max_value or sequence_length) - (self.random_ltd_min_value or 1)
         return self.random_ltd and grown // self.random_ltd_seq_per_step > MOST_CHANGES

@@ -1,8 +1,8 @@
-"""What each step of a training consumes: a pure function of what was consumed before it.
+"""The consumption of each step of a training: a pure function of what was consumed before it.
 
 The batch size follows the samples consumed so far (a ramp), the sequence length the steps done or the tokens
-(a curriculum), and what layers see of a sequence the steps done (random-LTD). Counts of a whole training are
-sums over stretches of equal steps, found by bisection, in integers.
+(a curriculum), and the tokens that layers see the steps done (random-LTD). Counts of a whole training are
+sums over segments of equal steps, found by bisection, in integers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNITS: tuple[Unit, ...] = ("iters", "samples", "tokens")
 
 @dataclass(frozen=True)
 class Progress:
-    """How much training has been consumed, counted in all three units at once.
+    """The amount of training that has been consumed, counted in all three units at once.
 
     A step that was skipped because of non-finite gradients consumed its data, so it counts as well.
 
@@ -51,13 +51,13 @@ class Step:
     """One optimizer step.
 
     Attributes:
-        before: what the steps before it consumed.
+        before: the progress before it.
         batch_size: samples in the global batch.
         micro_batches: micro-batches that each replica accumulates.
         sequence_length: tokens per row.
-        rows: rows that each sample is cut into; what does not fill one is dropped.
-        kept_tokens: those of a row that layers with random-LTD see; None if these see all.
-        layer_tokens: those that a layer sees, the mean over the layers, rounded down; None for all.
+        rows: rows that each sample is cut into; a rest that does not fill one is dropped.
+        kept_tokens: tokens of a row that layers with random-LTD see; None if they see all.
+        layer_tokens: tokens of a row that a layer sees, the mean over the layers, rounded down; None for all.
     """
 
     before: Progress
@@ -70,12 +70,12 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """What the global batch consumes: its positions, before any mask, that a layer sees on average.
+        """The tokens that the step counts: positions of the batch, before any mask, that a mean layer sees.
 
         Layers with random-LTD see fewer. This is what Megatron-DeepSpeed counts.
         """
-        each = self.sequence_length if self.layer_tokens is None else self.layer_tokens
-        return self.batch_size * self.rows * each
+        seen = self.sequence_length if self.layer_tokens is None else self.layer_tokens
+        return self.batch_size * self.rows * seen
 
     @property
     def positions(self) -> int:
@@ -84,11 +84,11 @@ class Step:
 
     @property
     def after(self) -> Progress:
-        """What has been consumed when this step is done."""
+        """The progress when this step is done."""
         return self.repeated(1)
 
     def repeated(self, times: int) -> Progress:
-        """What has been consumed after `times` steps like this one, itself included."""
+        """The progress after `times` steps like this one, itself included."""
         return Progress(
             self.before.iteration + times,
             self.before.samples + times * self.batch_size,
@@ -111,7 +111,7 @@ class BatchRamp:
 
     @classmethod
     def constant(cls, size: int) -> BatchRamp:
-        """No ramp."""
+        """A batch of the same size at every step."""
         return cls(start=size, increment=1, ramp_samples=1, final=size)
 
     @classmethod
@@ -127,25 +127,25 @@ class BatchRamp:
         return cls(*batch.rampup_batch_size, final)
 
     @property
-    def rungs(self) -> int:
-        """How many times the batch grows."""
+    def increments(self) -> int:
+        """The number of times that the batch grows."""
         return max(0, (self.final - self.start) // self.increment)
 
     def at(self, consumed_samples: int) -> int:
         """The global batch size of the step that starts after `consumed_samples`."""
-        rung = self._rung(consumed_samples)
-        return self.final if rung == self.rungs else self.start + rung * self.increment
+        done = self._increments_done(consumed_samples)
+        return self.final if done == self.increments else self.start + done * self.increment
 
     def steps_held(self, consumed_samples: int) -> int | None:
-        """For how many steps after `consumed_samples` the size stays what it is; None if for good."""
-        rung = self._rung(consumed_samples)
-        if rung == self.rungs:
+        """The number of steps after `consumed_samples` for which the size stays; None if for good."""
+        done = self._increments_done(consumed_samples)
+        if done == self.increments:
             return None
-        grows_at = -(-(rung + 1) * self.ramp_samples // self.rungs)
+        grows_at = -(-(done + 1) * self.ramp_samples // self.increments)
         return -(-(grows_at - consumed_samples) // self.at(consumed_samples))
 
-    def _rung(self, consumed_samples: int) -> int:
-        return min(self.rungs, consumed_samples * self.rungs // self.ramp_samples)
+    def _increments_done(self, consumed_samples: int) -> int:
+        return min(self.increments, consumed_samples * self.increments // self.ramp_samples)
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class SequenceLengths:
     Attributes:
         pieces: (count at which it begins, tokens per sample from there on), in ascending order and starting
             at 0. A curriculum has several pieces; without one there is a single piece.
-        unit: what is counted.
+        unit: the unit of the counts.
         reshaped: tokens of a whole sample, if it is cut into as many rows as it fills; None if a sample is
             one row.
     """
@@ -182,7 +182,7 @@ class SequenceLengths:
 
     @property
     def grow(self) -> bool:
-        """Whether there is more than one."""
+        """Whether there is more than one length."""
         return len(self.pieces) > 1
 
     def at(self, progress: Progress) -> int:
@@ -194,7 +194,7 @@ class SequenceLengths:
         return 1 if self.reshaped is None else self.reshaped // length
 
     def steps_held(self, progress: Progress, tokens: int) -> int | None:
-        """For how many steps after `progress` the length stays what it is; None if for good.
+        """The number of steps after `progress` for which the length stays the same; None if for good.
 
         `tokens` is the number in each of these steps.
         """
@@ -210,12 +210,12 @@ class SequenceLengths:
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """How many tokens of each row the layers with random-LTD see, as a function of the steps done.
+    """The number of tokens of each row that layers with random-LTD see, as a function of the steps done.
 
     Attributes:
-        lengths: that number.
-        dropping: how many layers these are.
-        layers: how many the model has.
+        lengths: the number of tokens.
+        dropping: the number of layers with random-LTD.
+        layers: the number of all layers of the model.
     """
 
     lengths: SequenceLengths
@@ -224,7 +224,7 @@ class KeptTokens:
 
     @classmethod
     def of(cls, config: Config) -> KeptTokens | None:
-        """Those of a run; None without random-LTD."""
+        """The kept tokens of a run; None without random-LTD."""
         model, settings = config.model, config.skipping
         pacing = settings.kept_tokens(model.seq_length)
         if pacing is None:
@@ -233,7 +233,7 @@ class KeptTokens:
         return cls(SequenceLengths(pieces(pacing)), dropping, model.num_layers)
 
     def at(self, progress: Progress, length: int) -> tuple[int, int] | tuple[None, None]:
-        """Of rows of `length` tokens: what these layers see, and the mean over all layers, rounded down.
+        """The tokens of a row of `length` that these layers see, and the mean over all layers, rounded down.
 
         None for both where no layer drops any.
         """
@@ -249,12 +249,12 @@ class Steps:
     """The endless sequence of a training's steps, from `start` on.
 
     Attributes:
-        ramp: their batch sizes.
+        ramp: batch sizes of the steps.
         unit: samples in one micro-batch on every replica.
-        lengths: their sequence lengths.
-        start: what has been consumed before the first of them. A run resumed with other batch sizes may
+        lengths: sequence lengths of the steps.
+        start: the progress before the first of them. A run resumed with other batch sizes may
             start between two of the steps that it would have taken with them from the beginning.
-        kept: how many tokens layers with random-LTD see; None without.
+        kept: the number of tokens that layers with random-LTD see; None without random-LTD.
     """
 
     ramp: BatchRamp
@@ -265,7 +265,7 @@ class Steps:
 
     @classmethod
     def of(cls, config: Config, data_parallel_size: int, start: Progress = BEGINNING) -> Steps:
-        """The steps of a run from `start` on, on so many replicas of the model."""
+        """The steps of a run from `start` on, on `data_parallel_size` replicas of the model."""
         return cls(
             BatchRamp.of(config, data_parallel_size),
             config.batch.micro_batch_size * data_parallel_size,
@@ -286,10 +286,10 @@ class Steps:
         return Step(progress, size, size // self.unit, length, self.lengths.rows(length), *seen)
 
     def before(self, iteration: int) -> Progress:
-        """What has been consumed when `iteration` steps are done, counted from the beginning of the training.
+        """The progress when `iteration` steps are done, counted from the beginning of the training.
 
         Raises:
-            ValueError: `start` is later than that.
+            ValueError: `start` is later than `iteration`.
         """
         if iteration < self.start.iteration:
             raise ValueError(f"`iteration` must be at least {self.start.iteration}, but is {iteration}")
@@ -306,9 +306,9 @@ class Steps:
         return first.before.iteration + (samples - first.before.samples) // first.batch_size
 
     def convert(self, length: float, unit: Unit, into: Unit) -> float:
-        """How much of `into` is consumed when `length` of `unit` is, as if a step could be divided.
+        """The amount of `into` that is consumed when `length` of `unit` is, as if a step could be divided.
 
-        Steps before `start` that were others than these are taken to be alike.
+        Steps before `start` that were others than these are taken to be all alike.
         """
         whole = self.from_beginning
         if self.start != BEGINNING and whole.before(self.start.iteration) == self.start:
@@ -330,7 +330,7 @@ class Steps:
 
     @cached_property
     def _segments(self) -> tuple[Step, ...]:
-        """The first step of each stretch of steps that are alike."""
+        """The first step of each segment of steps that are alike."""
         return tuple(self._walk())
 
     def _walk(self) -> Iterator[Step]:

@@ -16,7 +16,7 @@ from megazero.config.finetuning import FinetuneConfig
 
 @dataclass(frozen=True)
 class Task:
-    """What a task's files hold.
+    """The columns and the labels of a task's files.
 
     Attributes:
         texts: columns of the texts; of the passage and the question for multiple choice.
@@ -25,7 +25,7 @@ class Task:
         choices: columns of the choices; empty for classification.
         multiple_choice: whether a sample is a question with choices.
         identity: column that names a sample; None numbers them.
-        unlabelled: what stands in the label's column of samples that have none.
+        unlabelled: values of the label's column of samples that have no label.
         headless: columns of files that do not name them.
     """
 
@@ -71,7 +71,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
 
 def task_of(section: FinetuneConfig) -> Task:
     """The task that a section describes: a published one, with whatever the section says differently."""
-    published = TASKS.get(section.task)
+    published = None if section.task is None else TASKS.get(section.task)
     choosing = section.task == "multiple-choice" if published is None else published.multiple_choice
     base = published or Task((), multiple_choice=choosing)
     return Task(

@@ -1,4 +1,4 @@
-"""How far a training goes, and in which steps: worked out once, handed to whatever needs a length."""
+"""The steps and the end of a training: worked out once, and handed to whatever needs a length."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megazero.errors import ConfigError
 
 @dataclass(frozen=True)
 class Limits:
-    """Where a training stops: at the first limit that is reached; None sets no limit.
+    """The limits of a training, which stops at the first that is reached; None sets no limit.
 
     Attributes:
         iterations: the number of steps.
-        samples: the most samples consumed, in whole steps; what does not fill another step is left over.
+        samples: the most samples consumed, in whole steps; a rest that does not fill a step is left over.
         tokens: the number of tokens that the last step reaches or passes, as in Megatron-DeepSpeed.
     """
 
@@ -31,7 +31,7 @@ class Limits:
         return cls(training.train_iters, training.train_samples, training.train_tokens)
 
     def end(self, steps: Steps) -> Progress:
-        """What has been consumed when these steps stop; their start, if a limit lies before it.
+        """The progress when these steps stop; their start, if a limit lies before it.
 
         Raises:
             ConfigError: there is no limit.
@@ -64,12 +64,12 @@ class LrLengths:
     """Lengths of the learning rate schedule, all counted in `unit`.
 
     Attributes:
-        unit: what the schedule counts in.
-        warmup: where the warmup ends; not a whole number if it is set as a fraction.
-        decay: where the decay ends.
+        unit: the unit that the schedule counts in.
+        warmup: the count at which the warmup ends; not a whole number if it is set as a fraction.
+        decay: the count at which the decay ends.
         wsd_decay: the length of the final decay of WSD; None without it.
         warmup_as_given: the warmup in the unit that it was given in, if that is another. Megatron-DeepSpeed
-            warms up over iterations or samples and then decays over tokens, from those consumed by then.
+            warms up over iterations or samples, and then decays over tokens from those consumed by then.
     """
 
     unit: Unit
@@ -97,8 +97,10 @@ class LrLengths:
 
 
 def _warmup_length(config: Config, unit: Unit, decay: int) -> WarmupLength:
-    """The warmup as it is given. A fraction is one of the decay, but beside a decay in tokens, as in
-    Megatron-DeepSpeed, of the training's iterations or samples.
+    """The warmup in the unit that it is given in.
+
+    A fraction is one of the decay. Beside a decay in tokens it is one of the training's iterations or
+    samples, as in Megatron-DeepSpeed.
     """
     values, training = config.optimizer, config.training
     if values.lr_warmup_fraction is None:
@@ -113,7 +115,7 @@ def _warmup_length(config: Config, unit: Unit, decay: int) -> WarmupLength:
 
 @dataclass(frozen=True)
 class Evaluations:
-    """What evaluations read; each uses the batch size at the end of a ramp.
+    """The data that evaluations read; each uses the batch size at the end of a ramp.
 
     Attributes:
         interval: training steps from one to the next.
@@ -164,10 +166,10 @@ class TrainingPlan:
     """A training's steps, its end, and the lengths that follow from both.
 
     Attributes:
-        steps: what each step consumes.
-        limits: where they stop.
+        steps: the steps and the consumption of each.
+        limits: the limits at which they stop.
         lr: lengths of the learning rate schedule of the whole training.
-        evaluations: what evaluations read between the steps.
+        evaluations: the data that evaluations read between the steps.
     """
 
     steps: Steps
@@ -177,7 +179,7 @@ class TrainingPlan:
 
     @cached_property
     def end(self) -> Progress:
-        """What has been consumed when training stops, in whole steps: its length in every unit."""
+        """The progress when training stops, in whole steps: the length of the training in every unit."""
         return self.limits.end(self.steps)
 
     def at(self, progress: Progress) -> Step:
@@ -185,19 +187,18 @@ class TrainingPlan:
         return self.steps.at(progress)
 
     def before(self, iteration: int) -> Progress:
-        """What has been consumed when `iteration` steps are done."""
+        """The progress when `iteration` steps are done."""
         return self.steps.before(iteration)
 
 
 def training_plan_of(config: Config, data_parallel_size: int, start: Progress = BEGINNING) -> TrainingPlan:
-    """The horizon of a run on so many replicas of the model.
+    """Make the training plan of a run on `data_parallel_size` replicas of the model.
 
     Args:
         config: the run's configuration.
         data_parallel_size: replicas of the model.
-        start: what had been consumed according to a checkpoint. If these same steps led there, the horizon
-            is the one from the beginning; if the batch size has changed since, limits and schedule span both
-            parts.
+        start: the progress that a checkpoint records. If these same steps led there, the plan is the one from
+            the beginning; if the batch size has changed since, limits and schedule span both parts.
 
     Raises:
         ConfigError: no limit is set.
@@ -208,7 +209,7 @@ def training_plan_of(config: Config, data_parallel_size: int, start: Progress = 
 
 
 def _lr_unit(config: Config) -> Unit:
-    """What the learning rate schedule counts in: the unit of its own lengths, else the training's."""
+    """The unit that the learning rate schedule counts in: that of its own lengths, else the training's."""
     values = config.optimizer
     for stem in ("lr_decay", "lr_wsd_decay", "lr_warmup"):
         for unit in UNITS:

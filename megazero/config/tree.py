@@ -85,7 +85,7 @@ class ParallelConfig(Section):
     distributed_timeout_minutes: Patience = option(10.0, "longest wait in one collective", unit="minutes")
     heartbeat_timeout_minutes: Patience | None = option(
         1.0,
-        "how long a rank may give no sign of life, once all have made a step; none does not listen for them",
+        "longest time without a sign of life from a rank, once all have made a step; null turns this off",
         unit="minutes",
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to train; auto is CUDA where present")
@@ -146,12 +146,12 @@ class ZeroConfig(Section):
     )
     quantized_weights: Literal["none", "int8", "int4", "fp8"] = option(
         "none",
-        "codes as which weights of two and more dims are gathered (qwZ of ZeRO++); masters stay exact",
+        "codes in which weights of two or more dims are gathered (qwZ of ZeRO++); masters stay exact",
         flag="--zero-quantized-weights",
     )
     quantized_gradients: Literal["none", "int8", "int4", "fp8"] = option(
         "none",
-        "codes as which gradients of such weights are sent to be summed in fp32 (qgZ of ZeRO++)",
+        "codes in which gradients of such weights are sent, to be summed in fp32 (qgZ of ZeRO++)",
         flag="--zero-quantized-gradients",
     )
     quantization_block_size: PositiveInt = option(
@@ -249,7 +249,7 @@ class PrecisionConfig(Section):
     )
 
     def layers_in_16_bits(self, layers: int) -> frozenset[int]:
-        """Of a model of so many layers, those whose products are not of 8-bit floats; all without them."""
+        """The layers, of `layers` in a model, whose products are in 16 bits; all of them without fp8."""
         if self.fp8_format == "none":
             return frozenset(range(layers))
         if not self.first_last_layers_bf16:
@@ -317,7 +317,9 @@ class TrainingConfig(Section):
         "steps and runs compare; default: each reads the next ones",
     )
     exit_interval: PositiveInt | None = option(None, "save and exit at multiples of this", unit="iterations")
-    exit_duration_in_mins: PositiveFloat | None = option(None, "save and exit after so long", unit="minutes")
+    exit_duration_in_mins: PositiveFloat | None = option(
+        None, "save and exit after this time", unit="minutes"
+    )
     skip_train: bool = option(False, "evaluate and test only")
     deterministic_mode: bool = option(False, "use only kernels that give the same bits each time")
 

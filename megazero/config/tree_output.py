@@ -60,7 +60,7 @@ class CheckpointConfig(Section):
 
     @property
     def kept_last(self) -> int | None:
-        """How many of the newest checkpoints are kept; None keeps all."""
+        """The number of newest checkpoints that are kept; None keeps all."""
         return self.keep_last or (1 if self.save_retain_interval else None)
 
 

@@ -15,12 +15,12 @@ from megazero.regular_file import read_regular
 
 
 def user_function(spec: str, what: str, error: type[MegazeroError]) -> Callable[..., Any]:
-    """The function that `spec` names.
+    """Import the function that `spec` names.
 
     Args:
         spec: ``module:function`` or ``path.py:function``.
         what: the setting that names it, for messages.
-        error: what to raise.
+        error: the type of error to raise.
 
     Raises:
         error: `spec` has another form, its module cannot be imported, or there is no such function in it.
@@ -35,14 +35,14 @@ def user_function(spec: str, what: str, error: type[MegazeroError]) -> Callable[
             f"`{what}` must name a module that can be imported, but {place} cannot: {type(fault).__name__}: "
             f"{fault}; correct the path or the module"
         ) from fault
-    function = getattr(module, name, None)
+    function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         raise error(f"`{what}` must name a function, but {place} has no function {name}; define it")
     return function
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    """The module of a file with what stands there now, made once: Python's own cache misses a quick edit."""
+    """The module of a file's present text, made once per text: Python's own cache misses a quick edit."""
     text, where = read_regular(path), str(path.resolve())
     name = f"megazero_user_{hashlib.blake2b(where.encode() + text, digest_size=8).hexdigest()}"
     if name not in sys.modules:

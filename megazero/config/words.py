@@ -1,4 +1,4 @@
-"""Words of a command line: whose they are, and which known word a user may have meant."""
+"""Words of a command line: the flags of a training among them, and the known word that a user meant."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def split_training_flags(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """A command's own words, and those after ``--``, which are flags of a training; None without a ``--``."""
+    """Split a command's own words from those after ``--``, flags of a training; None without a ``--``."""
     own = list(argv)
     if "--" not in own:
         return own, None
@@ -22,10 +22,14 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     """
     given = _plain(word)
     words = list(known)
-    longer = sorted((len(each), each) for each in words if len(given) > 3 and _plain(each).startswith(given))
+    longer = sorted(
+        (len(other), other) for other in words if len(given) > 3 and _plain(other).startswith(given)
+    )
     if longer:
         return longer[0][1]
-    near = sorted((distance, each) for each in words if (distance := _edits(given, _plain(each))) is not None)
+    near = sorted(
+        (distance, other) for other in words if (distance := _edits(given, _plain(other))) is not None
+    )
     return near[0][1] if near else None
 
 
@@ -34,7 +38,7 @@ def _plain(word: str) -> str:
 
 
 def _edits(word: str, other: str) -> int | None:
-    """How many letters must be changed, added, left out or swapped; None if too many."""
+    """The number of letters to change, add, leave out or swap; None if it is too many."""
     most = max(1, len(word) // 4)
     if abs(len(word) - len(other)) > most:
         return None

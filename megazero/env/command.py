@@ -1,4 +1,4 @@
-"""The command `megazero env`: reports on the machine, and on what is in the way there."""
+"""The command `megazero env`: reports on the machine and its problems."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import json
 from collections.abc import Sequence
 
 from megazero.env.gather import gather
-from megazero.env.problems import troubles
+from megazero.env.problems import Trouble, troubles
 from megazero.env.report import document, report
 from megazero.errors import ConfigError, exit_status
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
+    """Build a parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="megazero env",
         description="Show versions, devices, memory, threads, network, which implementation each operator "
@@ -30,14 +30,14 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run the command with its flags; returns the exit status."""
     flags = build_parser().parse_args(argv)
-    found = []
+    problems: list[Trouble] = []
 
     def show() -> None:
         if flags.nproc is not None and flags.nproc < 1:
             raise ConfigError(f"`--nproc` must be at least 1, but is {flags.nproc}; correct it")
         env = gather(flags.nproc)
-        found.extend(troubles(env))
+        problems.extend(troubles(env))
         print(json.dumps(document(env)) if flags.json else report(env))
 
     status = exit_status(show)
-    return status or int(flags.check and bool(found))
+    return status or int(flags.check and bool(problems))

@@ -1,4 +1,4 @@
-"""What is known about a machine, as a value."""
+"""The facts about a machine, as values."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megazero.ops import Operator
 
 @dataclass(frozen=True)
 class Versions:
-    """Versions of what megazero runs on; None for what is absent.
+    """The versions of the software that megazero runs on; None for what is absent.
 
     Attributes:
-        cuda: that torch is built for.
+        cuda: CUDA version that torch is built for.
         driver: the newest CUDA version that the installed driver runs.
         nvcc: CUDA version of the toolkit.
-        packages: of optional packages, by name.
+        packages: versions of optional packages, by name.
     """
 
     megazero: str
@@ -49,7 +49,7 @@ class AcceleratorFacts:
 
 @dataclass(frozen=True)
 class CompiledModule:
-    """An extension module or library; `trouble` is why it cannot be used, None if it can."""
+    """An extension module or library; `trouble` is the reason why it cannot be used, None if it can."""
 
     name: str
     trouble: str | None = None
@@ -58,12 +58,12 @@ class CompiledModule:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes; None where the system does not say.
+    """The memory and disk of a host in bytes; None where the system does not say.
 
     Attributes:
-        limit: the control group's, None if it sets none.
-        shared, shared_free: size of /dev/shm, and what is free of it.
-        disk_free: where the command runs.
+        limit: the control group's limit, None if it sets none.
+        shared, shared_free: size of /dev/shm, and the free part of it.
+        disk_free: free bytes of the disk with the current folder.
     """
 
     total: int | None
@@ -76,13 +76,13 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Processors:
-    """Cores and threads.
+    """The cores and threads of a host.
 
     Attributes:
-        cores: of the machine.
-        usable: that this process may run on.
+        cores: cores of the machine.
+        usable: cores that this process may run on.
         quota: cores' worth of time that the control group grants; None if it sets no limit.
-        threads: of torch's operators.
+        threads: threads of torch's operators.
         omp_threads: the value of OMP_NUM_THREADS, None if it is not set.
         load: processes that wanted to run in the last minute, on average; None where the system does not say.
         rates: FLOP/s of matrix products by precision.
@@ -99,13 +99,14 @@ class Processors:
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """Which implementation computes an operator for calls of one kind.
+    """The implementation that computes an operator for calls of one kind.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
-        kind: the call's further facts where they change the choice, such as ``dropout=True``; may be empty.
-        dtypes: all dtypes for which everything else here is the same.
-        passed_over: the implementations above it, each with the reason why it does not run.
+        kind: further facts of the call that change the choice, such as ``dropout=True``; may be empty.
+        dtypes: all dtypes for which the rest of the row is the same.
+        passed_over: the implementations that come before the chosen one, each with the reason why it does not
+            run.
     """
 
     operator: str
@@ -118,17 +119,17 @@ class OperatorRow:
 
 @dataclass(frozen=True)
 class Environment:
-    """All of it.
+    """All facts about a machine.
 
     Attributes:
         ranks: processes that are to run on this host.
-        gpus: those that torch sees.
-        driver_gpus: names of those that the driver lists.
+        gpus: the GPUs that torch sees.
+        driver_gpus: names of the GPUs that the driver lists.
         torch_targets: compute capabilities that torch is built for.
-        apex: what is installed under that name: ``absent``, ``nvidia`` or ``other``.
+        apex: the package that is installed under that name: ``absent``, ``nvidia`` or ``other``.
         writes_bytecode: whether Python keeps the modules that it compiles.
-        interfaces: of the network, by name, each with its state and speed.
-        topology: what ``nvidia-smi topo -m`` prints, where it is.
+        interfaces: network interfaces by name, each with its state and speed.
+        topology: the output of ``nvidia-smi topo -m``; None if there is none.
         variables: environment variables that bear on a training.
     """
 
@@ -149,8 +150,8 @@ class Environment:
 
 
 def operator_rows(operator: Operator) -> tuple[OperatorRow, ...]:
-    """What runs for which calls and why nothing faster does, calls that are treated alike in one row."""
-    groups: dict[tuple, list[str]] = {}
+    """The implementation for each kind of call, and why no faster one runs; like calls share a row."""
+    groups: dict[tuple[str, str, str, tuple[tuple[str, str], ...]], list[str]] = {}
     for call, kind in operator.kinds().items():
         chosen = operator.choose(call).name
         key = (call.device, kind, chosen, operator.passed_over(call))

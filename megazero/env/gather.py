@@ -1,4 +1,4 @@
-"""Finds the facts of the machine that this process runs on."""
+"""Find the facts of the machine that this process runs on."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def gather(ranks: int | None = None) -> Environment:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints; None if there is no such command or it fails."""
+    """The output of a command; None if there is no such command or it fails."""
     if shutil.which(command[0]) is None:
         return None
     try:
@@ -125,8 +125,8 @@ def _versions(driver_text: str) -> Versions:
 
 def _gpus() -> Iterator[AcceleratorFacts]:
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        yield AcceleratorFacts(found.name, (found.major, found.minor), found.total_memory)
+        gpu = torch.cuda.get_device_properties(index)
+        yield AcceleratorFacts(gpu.name, (gpu.major, gpu.minor), gpu.total_memory)
 
 
 def _torch_targets() -> Iterator[tuple[int, int]]:
@@ -148,7 +148,7 @@ def _module(name: str) -> CompiledModule:
 
 
 def _cuda_kernels(gpus: Sequence[AcceleratorFacts]) -> Iterator[CompiledModule]:
-    """The kernels for the first GPU, built if they are not there yet; nothing if they are not wanted."""
+    """The kernels for the first GPU, built if they are not there yet; nothing if none is wanted."""
     if not gpus or os.environ.get("MEGAZERO_CUDA") == "0":
         return
     trouble = None
@@ -161,7 +161,7 @@ def _cuda_kernels(gpus: Sequence[AcceleratorFacts]) -> Iterator[CompiledModule]:
 
 
 def _apex() -> str:
-    """NVIDIA's apex has a folder of that name in its package; the one of PyPI is about something else."""
+    """The package called apex: NVIDIA's has a folder `multi_tensor_apply`; PyPI's is about something else."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return "absent"
@@ -170,7 +170,7 @@ def _apex() -> str:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None where there is no file, or a word such as ``max``."""
+    """The number in a file; None if there is no file, or if it holds a word such as ``max``."""
     with suppress(OSError, ValueError):
         return int(path.read_text().split()[0])
     return None
@@ -184,8 +184,8 @@ def _memory() -> HostMemory:
         limit = None  # version 1 writes a huge number where there is none
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     return HostMemory(
-        total=total and int(total) << 10,
-        available=available and int(available) << 10,
+        total=None if total is None else int(total) << 10,
+        available=None if available is None else int(available) << 10,
         limit=limit,
         shared=shared and shared.total,
         shared_free=shared and shared.free,
@@ -209,16 +209,16 @@ def _processors() -> Processors:
 
 def _interfaces() -> Mapping[str, str]:
     """Network interfaces and InfiniBand devices, each with its state and, where it says so, its speed."""
-    found = {}
+    interfaces = {}
     for folder in sorted(Path("/sys/class/net").glob("*")):
         with suppress(OSError):
             state = (folder / "operstate").read_text().strip()
             speed = None
             with suppress(OSError):
                 speed = _number(folder / "speed")
-            found[folder.name] = f"{state}, {speed} Mb/s" if speed and speed > 0 else state
+            interfaces[folder.name] = f"{state}, {speed} Mb/s" if speed and speed > 0 else state
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
         with suppress(OSError):
             state, rate = ((port / name).read_text().strip() for name in ("state", "rate"))
-            found[f"{port.parent.parent.name} port {port.name}"] = f"{state}, {rate}"
-    return found
+            interfaces[f"{port.parent.parent.name} port {port.name}"] = f"{state}, {rate}"
+    return interfaces

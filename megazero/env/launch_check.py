@@ -1,4 +1,4 @@
-"""What one node can check before it waits for the others: flags, files, GPUs, addresses.
+"""The checks that one node can make before it waits for the others: flags, files, GPUs, addresses.
 
     python -m megazero.env.launch_check --gpus-per-node 8 --nnodes 128 --node-rank 0 \\
         --master-addr HOST --master-port 6000 --script pretrain_gpt_175b.sh -- FLAGS
@@ -48,11 +48,11 @@ class NodeLaunch:
 
     @property
     def world_size(self) -> int:
-        """Ranks on all nodes."""
+        """The number of ranks on all nodes."""
         return self.gpus_per_node * self.nodes
 
     def announcement(self) -> str:
-        """What the node does next, with what it will wait for."""
+        """A line that says what the node does next, and what it will wait for."""
         if self.nodes == 1:
             return f"{self.script}: starting {self.gpus_per_node} ranks on this node"
         where = f"{self.address}:{self.port}"
@@ -65,10 +65,10 @@ class NodeLaunch:
 
 
 def node_problems(launch: NodeLaunch, device: str, gpus: int) -> Iterator[str]:
-    """Reasons against starting this node.
+    """The reasons against starting this node.
 
     Args:
-        launch: what is to be started.
+        launch: the node's share of the launch.
         device: the setting `--device`: auto, cpu or cuda.
         gpus: GPUs that this node has.
     """
@@ -90,7 +90,7 @@ def node_problems(launch: NodeLaunch, device: str, gpus: int) -> Iterator[str]:
 
 
 def file_problems(config: Config) -> Iterator[str]:
-    """Files of the data and of the tokenizer that are not there."""
+    """The complaints about files of the data and of the tokenizer that are missing."""
     data, tokenizer = config.data, config.tokenizer
     for paths in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):
         if paths:

@@ -1,4 +1,4 @@
-"""What is wrong with an environment: one function per problem, each a pure function of the facts."""
+"""The problems of an environment: one function per problem, each a pure function of the facts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megazero.ops.cuda import OLDEST_CAPABILITY
 from megazero.train.host_check import BUSY, SLOWER
 
 SHARED_BYTES = 8 << 20
-"""Of /dev/shm that a rank takes for collectives: two slots of 1 MiB in each of about four groups."""
+"""Bytes of /dev/shm that a rank takes for collectives: two slots of 1 MiB in each of about four groups."""
 
 DISK_BYTES = 1 << 30
 
@@ -34,8 +34,8 @@ class Trouble:
 
 
 def troubles(env: Environment) -> tuple[Trouble, ...]:
-    """All that is found."""
-    return tuple(found for look in _LOOKS for found in look(env))
+    """The problems of an environment, in a fixed order."""
+    return tuple(trouble for look in _LOOKS for trouble in look(env))
 
 
 def _release(text: str) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ def _sees_no_gpu(env: Environment) -> Iterator[Trouble]:
 
 
 def _driver_too_old(env: Environment) -> Iterator[Trouble]:
-    """A driver runs what is built for its CUDA's major version or an older one."""
+    """The problems of builds for a newer CUDA: a driver runs its CUDA's major version or an older one."""
     driver = env.versions.driver
     for name, what, version in (
         ("torch_newer_than_driver", "torch's CUDA", env.versions.cuda),
@@ -103,13 +103,13 @@ def _backends(env: Environment) -> Iterator[Trouble]:
         yield Trouble(
             "nccl_absent",
             "torch must be built with NCCL where there are GPUs, but is not",
-            "install a torch that is, or set --distributed-backend gloo",
+            "install a torch built with it, or set --distributed-backend gloo",
         )
     if not env.versions.gloo and not env.gpus:
         yield Trouble(
             "gloo_absent",
             "torch must be built with Gloo where there is no GPU, but is not",
-            "install a torch that is; until then run one rank",
+            "install a torch built with it; until then run one rank",
         )
 
 
@@ -133,7 +133,7 @@ def _apex(env: Environment) -> Iterator[Trouble]:
 
 
 def _shared_memory(env: Environment) -> Iterator[Trouble]:
-    """Ranks without GPUs pass tensors through /dev/shm."""
+    """The problem of a small /dev/shm, through which ranks without GPUs pass tensors."""
     needed, size = SHARED_BYTES * env.ranks, env.memory.shared_free
     if env.ranks > 1 and not env.gpus and size is not None and size < needed:
         yield Trouble(

@@ -11,12 +11,12 @@ from megazero.env.problems import troubles
 
 
 def document(env: Environment) -> dict[str, Any]:
-    """All facts and problems, of values that JSON has."""
-    return {**asdict(env), "problems": [asdict(each) for each in troubles(env)]}
+    """All facts and problems as an object of JSON's types."""
+    return {**asdict(env), "problems": [asdict(trouble) for trouble in troubles(env)]}
 
 
 def report(env: Environment) -> str:
-    """What people read.
+    """The report for people.
 
     Of the implementations that an operator passes over, those for another device are left out.
     """
@@ -26,16 +26,16 @@ def report(env: Environment) -> str:
         ("memory and disk", _memory(env)),
         ("cores and threads", _processors(env)),
         ("network", _network(env)),
-        ("compiled modules", ((each.name, each.trouble or "built") for each in env.modules)),
+        ("compiled modules", ((module.name, module.trouble or "built") for module in env.modules)),
         *((f"operators on {device}", _operators(env, device)) for device in ("cpu", "cuda")),
         ("environment variables", env.variables.items()),
     )
     lines: list[str] = []
     for title, rows in sections:
         lines += [title, *_table(rows), ""]
-    found = troubles(env)
-    lines.append(f"problems: {len(found) or 'none found'}")
-    lines += [f"  {each}" for each in found]
+    problems = troubles(env)
+    lines.append(f"problems: {len(problems) or 'none found'}")
+    lines += [f"  {problem}" for problem in problems]
     return "\n".join(lines)
 
 

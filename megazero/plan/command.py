@@ -15,7 +15,7 @@ from megazero.pipeline.render import chrome_trace, draw, render_text
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags of `megazero plan` and its subjects."""
+    """Build a parser of the flags of `megazero plan` and its subjects."""
     parser = argparse.ArgumentParser(prog="megazero plan", description="Say what a launch would do.")
     subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     schedule = subjects.add_parser(
@@ -75,10 +75,10 @@ def _plan_schedule(flags: argparse.Namespace, training: Sequence[str] | None) ->
 
 
 def _check_sizes(flags: argparse.Namespace, configured: bool) -> None:
-    """Sizes are given by flags or by a training, each in its own way."""
-    needed, excluded = ("kind", "stages", "microbatches"), ("nproc",)
+    """Check that the sizes are given either by flags or by a training."""
+    needed, excluded = ["kind", "stages", "microbatches"], ["nproc"]
     if configured:
-        needed, excluded = excluded, (*needed, "virtual")
+        needed, excluded = excluded, [*needed, "virtual"]
     where = f"{'with' if configured else 'without'} flags of a training after `--`"
     given = {name: getattr(flags, name) for name in (*needed, *excluded)}
     violations = [f"`--{name}` must be given {where}; add it" for name in needed if given[name] is None]
@@ -107,7 +107,7 @@ def _costs(flags: argparse.Namespace) -> Costs:
 
 
 def report(timeline: Timeline) -> str:
-    """The grid, followed by makespan, bubble, and peak activations per stage."""
+    """The timeline as text: the grid, then makespan, bubble, and peak activations per stage."""
     schedule = timeline.schedule
     unit = "micro-batches" if schedule.chunks_per_stage == 1 else "chunks of micro-batches"
     return "\n".join(

@@ -1,4 +1,4 @@
-"""The pipeline of a configuration on paper: its schedule, and what each chunk takes by its FLOPs."""
+"""The pipeline of a configuration on paper: its schedule, and the share of the FLOPs of each chunk."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megazero.train.vocabulary import Vocabulary, build_vocabulary
 
 @dataclass(frozen=True)
 class PlannedPipeline:
-    """What the stages of a configured training do.
+    """The work of the pipeline stages of a configured training.
 
     Attributes:
-        schedule: of a step, at the end of a batch ramp.
-        layers: those of each chunk, in model order.
-        loads: FLOPs of each chunk as multiples of what a stage has on average. Layers with experts count the
+        schedule: the schedule of a step at the end of a batch ramp.
+        layers: the layers of each chunk, in model order.
+        loads: FLOPs of each chunk as multiples of the mean stage's. Layers with experts count the
             experts that a token goes to.
     """
 
@@ -32,10 +32,10 @@ class PlannedPipeline:
 
     @classmethod
     def of(cls, config: Config, ranks: int) -> PlannedPipeline:
-        """That of a configuration on so many ranks.
+        """Plan the pipeline of a configuration on `ranks` ranks.
 
         Raises:
-            ConfigError: its layers cannot be dealt out without the ranks, or the vocabulary is unknown.
+            ConfigError: the layers cannot be assigned without running anything, or the vocabulary is unknown.
         """
         if config.parallel.pipeline_partition == "measured":
             raise ConfigError(
@@ -44,25 +44,25 @@ class PlannedPipeline:
             )
         vocabulary, context = _vocabulary(config), solo_context()
         steps = Steps.of(config, data_parallel_size(config, ranks))
-        dealt = assign_layers(config, vocabulary, context)
+        assigned = assign_layers(config, vocabulary, context)
         embedding, *layers, head = estimated_costs(config, vocabulary, context)
-        costs = [sum(layers[number] for number in each) for each in dealt]
+        costs = [sum(layers[number] for number in numbers) for numbers in assigned]
         costs[0] += embedding
         costs[-1] += head
         schedule = schedule_of(config, steps.ramp.final // steps.unit)
         stage = sum(costs) / schedule.stages
-        return cls(schedule, tuple(dealt), tuple(cost / stage for cost in costs))
+        return cls(schedule, tuple(assigned), tuple(cost / stage for cost in costs))
 
     def costs(self, of_a_stage: Costs) -> Costs:
-        """The times of each chunk, where `of_a_stage` are those of an average stage."""
-        found = {
-            name: tuple(getattr(of_a_stage, name) * load for load in self.loads)
+        """The times of each chunk, where `of_a_stage` has the times of a mean stage, each a number."""
+        forward, backward, input_, weight = (
+            tuple(getattr(of_a_stage, name) * load for load in self.loads)
             for name in ("forward", "backward", "input", "weight")
-        }
-        return Costs(**found, transfer=of_a_stage.transfer)
+        )
+        return Costs(forward, backward, input_, weight, of_a_stage.transfer)
 
     def report(self) -> str:
-        """A line per chunk: where it is, what it holds, and how much that is."""
+        """A line per chunk: its stage, its layers, and its load."""
         last = len(self.layers) - 1
         lines = []
         for chunk, (stage, layers, load) in enumerate(
@@ -80,7 +80,7 @@ def _names(layers: range) -> list[str]:
 
 
 def _vocabulary(config: Config) -> Vocabulary:
-    """That of `--vocab-size`, for which no files are needed, or else of the tokenizer's."""
+    """The vocabulary of `--vocab-size`, which needs no files, or else the tokenizer's."""
     if config.model.vocab_size is not None:
         config = config.model_copy(update={"tokenizer": TokenizerConfig()})
     return build_vocabulary(config)

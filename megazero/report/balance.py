@@ -32,7 +32,7 @@ def dead_experts(record: LoadRecord, threshold: float) -> list[DeadExpert]:
 
 
 def bars(load: LayerLoad, threshold: float) -> str:
-    """A character per expert: half a bar is an even share, a whole one twice that or more, a dot is dead."""
+    """A character per expert: half a bar is an even share, a whole bar twice that or more, a dot is dead."""
     highest = len(_BARS) - 1
     return "".join(
         _DEAD if share < threshold else _BARS[min(highest, int(share / 2 * highest + 0.5))]
@@ -41,44 +41,44 @@ def bars(load: LayerLoad, threshold: float) -> str:
 
 
 def rows(record: LoadRecord, threshold: float) -> list[tuple[object, ...]]:
-    """A row per layer, of the cells that `COLUMNS` names."""
+    """The table with a row per layer, of the cells that `COLUMNS` names."""
     dead = dead_experts(record, threshold)
-    found = []
+    table: list[tuple[object, ...]] = []
     for load in record.layers:
         shares = load.shares
         busiest, idlest = (shares.index(extreme(shares)) for extreme in (max, min))
-        found.append(
+        table.append(
             (
                 load.layer,
                 bars(load, threshold),
                 len(shares),
                 f"{busiest} ({shares[busiest]:.2f})",
                 f"{idlest} ({shares[idlest]:.2f})",
-                sum(each.layer == load.layer for each in dead),
+                sum(expert.layer == load.layer for expert in dead),
             )
         )
-    return found
+    return table
 
 
 def verdict(record: LoadRecord, threshold: float) -> str:
-    """How many experts are dead, and a line for each layer that has some, with their numbers."""
+    """The number of dead experts, and a line for each layer that has some, with their numbers."""
     dead, count = dead_experts(record, threshold), sum(len(load.tokens) for load in record.layers)
     if not dead:
         return f"none of the {count} experts gets less than {threshold:g} of an even share"
     by_layer: dict[int, list[int]] = {}
-    for each in dead:
-        by_layer.setdefault(each.layer, []).append(each.expert)
+    for expert in dead:
+        by_layer.setdefault(expert.layer, []).append(expert.expert)
     named = (f"  layers.{layer}.mlp.experts {spans(numbers)}" for layer, numbers in by_layer.items())
     head = f"{len(dead)} of the {count} experts get less than {threshold:g} of an even share:"
     return "\n".join([head, *named])
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Ascending numbers, with runs of neighbours as their ends: ``0, 2-5, 9``."""
+    """Ascending numbers as text, with each run of neighbours as its two ends: ``0, 2-5, 9``."""
     ends: list[list[int]] = []
     for number in numbers:
         if ends and ends[-1][-1] == number - 1:
             ends[-1] = [ends[-1][0], number]
         else:
             ends.append([number])
-    return ", ".join("-".join(map(str, each)) for each in ends)
+    return ", ".join("-".join(map(str, run)) for run in ends)

@@ -13,7 +13,7 @@ from megazero.report.picture import draw, idlest_layer
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
+    """Build a parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="megazero moe-report",
         description="Show how many tokens each expert of each layer gets, against an even share, and name "

@@ -21,7 +21,7 @@ _WIDEST = 90  # characters of a summary in the list
 
 
 def build_incidents_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
+    """Build a parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="megazero incidents",
         description="List what the guards of a run found: spikes, numbers that are not finite, copies that "
@@ -46,24 +46,24 @@ def main(argv: Sequence[str]) -> int:
 def _report(flags: argparse.Namespace) -> None:
     from megazero.checkpoint.command.show import print_table
 
-    found = read_incidents(flags.folder)
+    incidents = read_incidents(flags.folder)
     if flags.metrics is not None and flags.output is None:
         raise ConfigError("`--output` must be set to draw `--metrics`, but is not; name a picture")
     if flags.show is not None:
-        if not 0 <= flags.show < len(found):
-            raise ConfigError(f"`--show` must be the number of an incident, of {len(found)}; correct it")
-        print(page(found[flags.show]), end="")
+        if not 0 <= flags.show < len(incidents):
+            raise ConfigError(f"`--show` must be the number of an incident, of {len(incidents)}; correct it")
+        print(page(incidents[flags.show]), end="")
     elif flags.json:
-        for facts in found:
+        for facts in incidents:
             print(json.dumps(facts))
-    elif not found:
+    elif not incidents:
         print(f"no incidents in {flags.folder}")
     else:
-        print_table(_COLUMNS, [_row(number, facts) for number, facts in enumerate(found)], left=7)
+        print_table(_COLUMNS, [_row(number, facts) for number, facts in enumerate(incidents)], left=7)
     if flags.output is not None:
         steps = [] if flags.metrics is None else read_steps(flags.metrics)
         try:
-            draw_incidents(found, steps, flags.output)
+            draw_incidents(incidents, steps, flags.output)
         except OSError as error:
             raise ConfigError(f"`--output` must be a file that can be written, but: {error}") from error
         print(f"drawn into {flags.output}")
@@ -78,10 +78,10 @@ def _row(number: int, facts: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_steps(path: Path) -> list[tuple[int, float, float]]:
-    """(iteration, loss, gradient norm) of each step in a file of metrics that has a loss.
+    """Read (iteration, loss, gradient norm) of each step in a file of metrics that has a loss.
 
     Raises:
-        ConfigError: it cannot be read, or is no file of metrics.
+        ConfigError: the file cannot be read, or is no file of metrics.
     """
     needs = "an `iteration`, a loss and a `grad_norm`"
     steps = read_metrics(path, "--metrics", needs, _step, refusal=ConfigError)
@@ -101,7 +101,7 @@ def draw_incidents(
     """Draw loss, gradient norm and incidents over the iterations. Needs matplotlib.
 
     Args:
-        incidents: what `read_incidents` read.
+        incidents: the incidents that `read_incidents` read.
         steps: (iteration, loss, gradient norm); none draws the incidents alone.
         path: the file, in the format of its suffix.
 
@@ -113,9 +113,9 @@ def draw_incidents(
     kinds = list(dict.fromkeys(facts["kind"] for facts in incidents))
     loss, norm, events = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1 + 0.3 * len(kinds)))
     iterations = [iteration for iteration, _, _ in steps]
-    loss.plot(iterations, [each for _, each, _ in steps], linewidth=1)
+    loss.plot(iterations, [value for _, value, _ in steps], linewidth=1)
     loss.set_ylabel("loss (nats)")
-    norm.plot(iterations, [each for _, _, each in steps], linewidth=1, color="tab:green")
+    norm.plot(iterations, [value for _, _, value in steps], linewidth=1, color="tab:green")
     norm.set_ylabel("gradient norm")
     if steps:
         norm.set_yscale("log")

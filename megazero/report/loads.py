@@ -1,4 +1,4 @@
-"""How many tokens each expert got: from a file of metrics, or from a checkpoint."""
+"""The number of tokens that each expert got: from a file of metrics, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LayerLoad:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Each expert's count over that of an even share: 1 is even, and the mean is 1."""
+        """The count of each expert as a multiple of an even share; the mean is 1."""
         even = sum(self.tokens) / len(self.tokens)
         return tuple(count / even for count in self.tokens)
 
@@ -45,15 +45,15 @@ class LoadRecord:
 
 
 def read_loads(where: Path) -> tuple[LoadRecord, ...]:
-    """All loads that a file of metrics holds, in order, or the one that a checkpoint holds.
+    """Read all loads that a file of metrics holds, in order, or the one that a checkpoint holds.
 
     Args:
-        where: a file of JSON lines as `--metrics-jsonl` writes them, the folder of a checkpoint, or that of a
-            run, whose newest whole checkpoint is read.
+        where: a file of JSON lines as `--metrics-jsonl` writes them, a checkpoint's folder, or a run's, of
+            which the newest whole checkpoint is read.
 
     Raises:
-        DataError: it is neither, or holds no loads.
-        CheckpointError: it is the folder of something else, or of a damaged checkpoint.
+        DataError: `where` is neither, or holds no loads.
+        CheckpointError: `where` is the folder of something else, or of a damaged checkpoint.
     """
     if where.is_dir():
         return (_of_checkpoint(where),)
@@ -63,7 +63,7 @@ def read_loads(where: Path) -> tuple[LoadRecord, ...]:
 def together(records: Sequence[LoadRecord]) -> LoadRecord:
     """The loads of several records of the same layers, added up."""
     layers = zip(*(record.layers for record in records), strict=True)
-    summed = (LayerLoad(each[0].layer, _sum(load.tokens for load in each)) for each in layers)
+    summed = (LayerLoad(loads[0].layer, _sum(load.tokens for load in loads)) for loads in layers)
     return LoadRecord(records[-1].iteration, tuple(summed))
 
 
@@ -74,17 +74,17 @@ def _sum(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
 def _of_metrics(where: Path) -> tuple[LoadRecord, ...]:
     needs = f"an `iteration` and, if any, `{KEY}` per layer"
     steps = read_metrics(where, "WHERE", needs, _record)
-    found = [step for step in steps if step.layers and all(sum(load.tokens) > 0 for load in step.layers)]
-    if not found:
+    loaded = [step for step in steps if step.layers and all(sum(load.tokens) > 0 for load in step.layers)]
+    if not loaded:
         raise DataError(
             f"{where} must have a step with `{KEY}`, but has none; take the metrics of a model with experts"
         )
-    shapes = [[(load.layer, len(load.tokens)) for load in record.layers] for record in found]
+    shapes = [[(load.layer, len(load.tokens)) for load in record.layers] for record in loaded]
     if any(shape != shapes[0] for shape in shapes):
         raise DataError(
-            f"`{KEY}` must be of the same layers in every step, but in {where} is not; split the file"
+            f"`{KEY}` must be of the same layers in every step, but in {where} it is not; split the file"
         )
-    return tuple(found)
+    return tuple(loaded)
 
 
 def _record(step: dict[str, Any]) -> LoadRecord:
@@ -92,7 +92,7 @@ def _record(step: dict[str, Any]) -> LoadRecord:
 
 
 def _layers(entries: Any) -> tuple[LayerLoad, ...]:
-    """Raises ValueError, KeyError or TypeError for what is no list of loads."""
+    """Read a list of loads. Raises ValueError, KeyError or TypeError if `entries` is not one."""
     loads = [LayerLoad(int(entry["layer"]), tuple(map(float, entry["tokens"]))) for entry in entries]
     if any(not load.tokens or not min(load.tokens) >= 0 for load in loads):
         raise ValueError("counts must not be negative")

@@ -1,4 +1,4 @@
-"""Reading what `--metrics-jsonl` wrote."""
+"""Read the files that `--metrics-jsonl` writes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ def read_metrics(
     read: Callable[[dict[str, Any]], T],
     refusal: type[MegazeroError] = DataError,
 ) -> list[T]:
-    """What `read` makes of each step in a file of metrics, without a last one that is still being written.
+    """Read each step in a file of metrics by `read`, leaving out a last one that is still being written.
 
     Args:
         path: the file.
         name: the argument that names it, for messages.
         needs: what each step must have, for messages.
-        read: makes something of a step; raises a ValueError, KeyError, TypeError or AttributeError if it
-            is none.
+        read: converts a step; raises a ValueError, KeyError, TypeError or AttributeError if it is no step.
         refusal: the error that is raised.
 
     Raises:
-        refusal: it cannot be read, or `read` refuses a line.
+        refusal: the file cannot be read, or `read` refuses a line.
     """
     try:
         text = read_regular_text(path)
@@ -43,14 +42,14 @@ def read_metrics(
         raise refusal(
             f"`{name}` must be a file of metrics, but {path} is not text; check the path"
         ) from error
-    found = []
+    parsed = []
     # What follows the last line end is the part of a line that a run is writing, or that a crash cut short.
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
-            found.append(read(json.loads(line)))
+            parsed.append(read(json.loads(line)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise refusal(
                 f"`{name}` must be a file of metrics, but line {number} of {path} is not an object with "
                 f"{needs}; check the path"
             ) from error
-    return found
+    return parsed

@@ -68,7 +68,7 @@ def _draw_layers(axes: Axes, record: LoadRecord, threshold: float) -> QuadMesh:
     mesh = _heat_map(axes, list(range(widest)), grid)
     rows = {load.layer: row for row, load in enumerate(record.layers)}
     dead = dead_experts(record, threshold)
-    axes.plot([each.expert for each in dead], [rows[each.layer] for each in dead], "x", color="black")
+    axes.plot([expert.expert for expert in dead], [rows[expert.layer] for expert in dead], "x", color="black")
     axes.set_yticks(range(len(record.layers)), [str(load.layer) for load in record.layers])
     axes.invert_yaxis()
     axes.set(xlabel="expert", ylabel="layer", title=f"iteration {record.iteration} (× gets next to nothing)")
@@ -84,10 +84,11 @@ def _draw_history(axes: Axes, records: Sequence[LoadRecord], layer: int) -> None
 
 def _heat_map(axes: Axes, columns: Sequence[int], grid: Sequence[Sequence[float]]) -> QuadMesh:
     axes.set_facecolor("#dddddd")  # where a layer has fewer experts
-    limits = {"vmin": -_FURTHEST, "vmax": _FURTHEST}
-    return axes.pcolormesh(columns, range(len(grid)), grid, cmap="RdBu_r", shading="nearest", **limits)
+    return axes.pcolormesh(
+        columns, range(len(grid)), grid, cmap="RdBu_r", shading="nearest", vmin=-_FURTHEST, vmax=_FURTHEST
+    )
 
 
 def _colours(load: LayerLoad) -> list[float]:
-    """The logarithm to base 2 of each share, within what the colours tell apart."""
+    """The logarithm to base 2 of each share, limited to the range of the colours."""
     return [max(-_FURTHEST, math.log2(share)) if share > 0 else -_FURTHEST for share in load.shares]

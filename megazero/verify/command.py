@@ -29,7 +29,7 @@ DATA_SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_pa
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command's own flags; all others are passed on as flags of pretrain_gpt.py."""
+    """Build a parser of the command's own flags; all others are passed on as flags of pretrain_gpt.py."""
     parser = argparse.ArgumentParser(
         prog="megazero verify",
         description="Train a few steps of your configuration, shrunk, on its own layout and in one process, "
@@ -99,7 +99,7 @@ def resolve(argv: Sequence[str], world_size: int | None) -> tuple[Config, int]:
 
 
 def _without_files(config: Config) -> Config:
-    """A fine-tuning's configuration with what it otherwise reads from its files: classes and a length."""
+    """The configuration; a fine-tuning's has the classes and the length that it would read from its files."""
     if config.finetune.task is None:
         return config
     task = task_of(config.finetune)
@@ -196,9 +196,9 @@ def _sweep(flags: argparse.Namespace, rest: list[str]) -> int:
     alone: dict[Layout, Record] = {}
     bad = 0
     for i, layout in enumerate(layouts, 1):
-        expected = alone.setdefault(layout.serial, None) or run_alone(layout.serial.config(), flags.steps)
-        alone[layout.serial] = expected
-        deviations = compare(run(layout.config(), layout.grid, flags.steps), expected)
+        if layout.serial not in alone:
+            alone[layout.serial] = run_alone(layout.serial.config(), flags.steps)
+        deviations = compare(run(layout.config(), layout.grid, flags.steps), alone[layout.serial])
         worst = max(deviations, key=lambda d: d.share)
         bad += worst.share > 1
         print(

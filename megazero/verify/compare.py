@@ -1,4 +1,4 @@
-"""How far apart two trainings are, in units of what rounding can explain."""
+"""The distance between two trainings, in units of what rounding can explain."""
 
 from __future__ import annotations
 
@@ -62,15 +62,16 @@ def _worst_loss(records: Sequence[Record], expected: Record, relative: float) ->
     worst = Deviation("loss", 0.0, "step 0")
     everything = [losses for record in (expected, *records) for losses in record.losses]
     for label in dict.fromkeys(label for losses in everything for label in losses):
-        got, want = ([[x.get(label) for x in r.losses] for r in each] for each in (records, [expected]))
-        found = _worst_number(label, got, want[0], relative)
-        if not found.share <= worst.share:
-            worst = found
+        got = [[losses.get(label) for losses in record.losses] for record in records]
+        want = [losses.get(label) for losses in expected.losses]
+        deviation = _worst_number(label, got, want, relative)
+        if not deviation.share <= worst.share:
+            worst = deviation
     return worst
 
 
 def _worst_number(
-    kind: str, got: list[list[float | None]], want: list[float | None], relative: float
+    kind: str, got: Sequence[Sequence[float | None]], want: Sequence[float | None], relative: float
 ) -> Deviation:
     worst = Deviation(kind, 0.0, "step 0")
     for values in got:

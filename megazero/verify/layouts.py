@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any, Literal
 
 from megazero.config.acceleration import AccelerationConfig
 from megazero.config.curriculum import CurriculumConfig
 from megazero.config.offload import OffloadConfig
+from megazero.config.optimization import OptimizerName
 from megazero.config.rules import broken_rules
 from megazero.config.skipping import SkippingConfig
 from megazero.config.tree import (
@@ -29,7 +32,13 @@ GLOBAL_BATCH = 8
 SEQUENCE = 16
 VOCABULARY = 61  # a prime, so that it must be padded on every layout
 
-_ENCODER = MappingProxyType(
+_Settings = Mapping[str, Any]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+Stage = Literal[0, 1, 2, 3]
+Recompute = Literal["none", "full", "selective"]
+Dispatcher = Literal["alltoall", "allgather"]
+
+_ENCODER: _Settings = MappingProxyType(
     {
         "family": "bert",
         "num_attention_heads": 8,
@@ -38,7 +47,7 @@ _ENCODER = MappingProxyType(
         "add_bias_linear": True,
     }
 )
-SHAPES = MappingProxyType(
+SHAPES: Mapping[str, _Settings] = MappingProxyType(
     {
         "gpt2": {
             "num_attention_heads": 8,
@@ -63,14 +72,20 @@ SHAPES = MappingProxyType(
         },
     }
 )
-FP8 = MappingProxyType(
-    {"": {}, **{each: {"fp8_format": "hybrid", "fp8_recipe": each} for each in ("tensorwise", "delayed")}}
+FP8: Mapping[str, _Settings] = MappingProxyType(
+    {
+        "": {},
+        "tensorwise": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
+        "delayed": {"fp8_format": "hybrid", "fp8_recipe": "delayed"},
+    }
 )
 DECODERS, ENCODERS = ("gpt2", "llama"), ("bert", "bert-original")
 
-_EVEN = MappingProxyType({"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (0.02,)})
-_FIRST = MappingProxyType({"moe_router_topk": 1, "moe_router_pre_softmax": True})
-EXPERTS = MappingProxyType(
+_EVEN: _Settings = MappingProxyType(
+    {"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (0.02,)}
+)
+_FIRST: _Settings = MappingProxyType({"moe_router_topk": 1, "moe_router_pre_softmax": True})
+EXPERTS: Mapping[str, _Settings] = MappingProxyType(
     {
         "": {},
         "top2": {"num_experts": (4,), "moe_z_loss_coeff": 0.01, **_EVEN},
@@ -137,7 +152,7 @@ _GROWING = CurriculumConfig(
     seqlen_total_curriculum_step=3,
     seqlen_difficulty_step=8,
 )
-_DROPPING = MappingProxyType(
+_DROPPING: _Settings = MappingProxyType(
     {
         "random_ltd": True,
         "random_ltd_layer_id": (1,),
@@ -145,7 +160,7 @@ _DROPPING = MappingProxyType(
         "random_ltd_seq_per_step": 8,
     }
 )
-METHODS = MappingProxyType(
+METHODS: Mapping[str, _Settings] = MappingProxyType(
     {
         "": {},
         "curriculum": {"curriculum": _GROWING},
@@ -159,10 +174,10 @@ METHODS = MappingProxyType(
 )
 """Ways to spend less on a step by name, as sections of the configuration; the empty name is none of them.
 
-What they change, they change within five steps.
+Each takes effect within five steps.
 """
 
-STORES = MappingProxyType(
+STORES: Mapping[str, _Settings] = MappingProxyType(
     {
         "": {},
         "cpu": {"optimizer": "cpu", "parameters": "cpu"},
@@ -170,7 +185,9 @@ STORES = MappingProxyType(
         "apart": {"optimizer": "nvme", "gradients": "cpu", "fraction": 0.5},
     }
 )
-"""Where state sleeps by name, as settings of the offload; the empty name keeps it on the device."""
+"""Places to keep state in between its uses by name, as settings of the offload; the empty name keeps it on
+the device.
+"""
 
 
 @dataclass(frozen=True)
@@ -193,43 +210,43 @@ class Layout:
         optimizer, overlap, bucket_size, hpz, backend: as in the configuration.
         experts: the kind of experts, a name in `EXPERTS`.
         ep, etp: ranks that share the experts of a layer, and each of them; 0 is `tp`.
-        dispatcher: how tokens reach their experts.
-        method: how steps get cheaper, a name in `METHODS`.
-        store: where state sleeps, a name in `STORES`.
+        dispatcher: the way in which tokens reach their experts.
+        method: the way in which steps get cheaper, a name in `METHODS`.
+        store: the place of state between its uses, a name in `STORES`.
         compiled: the compiler's backend; by default nothing is compiled.
-        fp8: where the scales of 8-bit products come from; by default there are none.
+        fp8: the source of the scales of 8-bit products, a name in `FP8`; by default there are none.
     """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
-    schedule: str = "1f1b"
+    schedule: Schedule = "1f1b"
     virtual: int = 1
-    zero: int = 0
+    zero: Stage = 0
     sequence_parallel: bool = False
-    recompute: str = "none"
+    recompute: Recompute = "none"
     micro_batch: int = 1
     keep: bool = False
     shape: str = "gpt2"
     untied: bool = False
     layers: int = 2
     dropout: float = 0.0
-    dtype: str = "fp32"
+    dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     binary_head: bool = True
     packed: bool = False
-    optimizer: str = "adam"
+    optimizer: OptimizerName = "adam"
     overlap: bool = True
     bucket_size: int = 3000  # gives several buckets, even for this small model
     hpz: int = 1
-    backend: str = "auto"
+    backend: Literal["auto", "gloo"] = "auto"
     experts: str = ""
     ep: int = 1
     etp: int = 0
-    dispatcher: str = "alltoall"
+    dispatcher: Dispatcher = "alltoall"
     samples: int = GLOBAL_BATCH
     method: str = ""
     store: str = ""
-    compiled: str = ""
+    compiled: Literal["", "inductor", "aot_eager", "eager"] = ""
     fp8: str = ""
 
     @property
@@ -239,7 +256,7 @@ class Layout:
 
     @property
     def grid(self) -> ProcessGrid:
-        """The ranks' places."""
+        """The grid of the ranks."""
         return ProcessGrid(pp=self.pp, dp=self.dp, tp=self.tp, ep=self.ep, etp=self.etp)
 
     @property
@@ -265,7 +282,7 @@ class Layout:
 
     @property
     def brief(self) -> Layout:
-        """The same with no more micro-batches than it takes to accumulate, and to fill the pipeline twice."""
+        """The same layout with just enough micro-batches to accumulate and to fill the pipeline twice."""
         replicas = self.dp * self.micro_batch
         enough = 2 if self.pp == 1 else 2 * self.pp
         return replace(self, samples=replicas * min(self.samples // replicas, enough))
@@ -273,7 +290,7 @@ class Layout:
     @property
     def name(self) -> str:
         """A one-word name that shows what differs from the defaults."""
-        parts = [self.optimizer] if self.optimizer != "adam" else []
+        parts: list[str] = [self.optimizer] if self.optimizer != "adam" else []
         parts += [self.shape, f"T{self.tp}P{self.pp}D{self.dp}", f"Z{self.zero}"]
         if self.pp > 1 or self.schedule != "1f1b":
             parts.append(self.schedule + (f"x{self.virtual}" if self.virtual > 1 else ""))
@@ -299,6 +316,7 @@ class Layout:
 
     def config(self, steps: int = 5) -> Config:
         """The configuration for `steps` steps."""
+        own: _Settings = {"adagrad_eps": 1e-4} if self.optimizer == "adagrad" else {}
         return Config(
             model=ModelConfig(
                 num_layers=self.layers,
@@ -347,7 +365,7 @@ class Layout:
                 lr_warmup_iters=2,
                 weight_decay=0.1,
                 adam_eps=1e-4,
-                **({"adagrad_eps": 1e-4} if self.optimizer == "adagrad" else {}),
+                **own,
             ),
             recompute=RecomputeConfig(granularity=self.recompute),
             acceleration=AccelerationConfig(
@@ -359,11 +377,11 @@ class Layout:
         )
 
     def _offload(self) -> OffloadConfig:
-        settings = {"path": tempfile.gettempdir(), **STORES[self.store]}
+        settings: dict[str, Any] = {"path": tempfile.gettempdir(), **STORES[self.store]}
         if self.zero < 3:
             settings.pop("parameters", None)
         return OffloadConfig(**settings)
 
     def broken_rules(self) -> list[str]:
-        """Names of the rules that it breaks."""
+        """The names of the rules that the layout breaks."""
         return [rule.name for rule in broken_rules(self.config(), self.world_size)]

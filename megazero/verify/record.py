@@ -1,4 +1,4 @@
-"""Trains a few steps under a configuration and records everything that law 1 is about.
+"""Train a few steps under a configuration and record everything that law 1 is about.
 
 Law 1: any layout gives the single process's loss, gradient norm, every gathered gradient and every weight
 after each step.
@@ -17,16 +17,16 @@ from megazero.config.derive import padded_vocab_size
 from megazero.config.steps import Step
 from megazero.config.training_plan import TrainingPlan, training_plan_of
 from megazero.config.tree import Config
-from megazero.models import MicroBatch
+from megazero.models import Collate, MicroBatch
 from megazero.mpu import ParallelContext, ParamSpec
 from megazero.train.assemble import build_model
 from megazero.train.engine import Engine
 from megazero.train.families import family_of
-from megazero.train.feed import Collate, cut
+from megazero.train.feed import cut
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
 from megazero.train.vocabulary import Vocabulary
-from megazero.verify.sampling import drawn_micro_batches, made_up_sampler
+from megazero.verify.sampling import drawn_micro_batches, made_up_sampler, vocabulary_size
 
 STEPS = 5
 _STREAM_SEED = 3
@@ -34,7 +34,7 @@ _STREAM_SEED = 3
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank saw in each step of a training: whole tensors, by the names of its stage's parameters.
+    """The results of each step on one rank: whole tensors by the names of its stage's parameters.
 
     Losses are by label, such as ``lm loss``. A copy of a tied parameter on another stage is listed as
     ``copy of NAME``.
@@ -47,7 +47,7 @@ class Record:
 
 
 def record_training(config: Config, context: ParallelContext, steps: int = STEPS) -> Record:
-    """Train `steps` steps on this rank, on random tokens with uneven loss masks."""
+    """Record `steps` steps on this rank, on random tokens with uneven loss masks."""
     training_plan = training_plan_of(config, context.data.size)
     engine = verification_engine(config, training_plan, context)
     sampler = made_up_sampler(config, training_plan.steps, context)
@@ -79,8 +79,8 @@ def record_steps(
 
 
 def verification_engine(config: Config, training_plan: TrainingPlan, context: ParallelContext) -> Engine:
-    """The engine for a configuration that gives the vocabulary size."""
-    size = config.model.vocab_size
+    """Build the engine of a configuration that gives the vocabulary size."""
+    size = vocabulary_size(config)
     padded = padded_vocab_size(size, config.model.make_vocab_size_divisible_by, context.tp.size)
     vocabulary = Vocabulary(size, padded, None, None)
     return build_model(vocabulary, context, config, training_plan)
@@ -92,11 +92,11 @@ def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[
     About 1 / (1 + i) of the positions of sample i count.
     """
     number, total, size = step.before.iteration, step.batch_size, config.batch.micro_batch_size
-    family, vocab_size = family_of(config.model), config.model.vocab_size
+    family = family_of(config.model)
     rng = np.random.default_rng(100 + number)
     # A step with several rows per sample cuts them from whole samples, as in a training.
     length = step.sequence_length if step.rows == 1 else config.model.seq_length
-    arrays = family.random_arrays(rng, total, length, vocab_size)
+    arrays = family.random_arrays(rng, total, length, vocabulary_size(config))
     collate = collate_of(config, context)
     batches = []
     for first in range(context.data.rank * size, total, context.data.size * size):
@@ -107,9 +107,9 @@ def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[
     return batches
 
 
-def collate_of(config: Config, context: ParallelContext) -> Collate:
-    """What makes micro-batches of arrays."""
-    return family_of(config.model).collate(config, config.model.vocab_size, context.device, _STREAM_SEED)
+def collate_of(config: Config, context: ParallelContext) -> Collate[MicroBatch]:
+    """The function that makes a micro-batch of arrays."""
+    return family_of(config.model).collate(config, vocabulary_size(config), context.device, _STREAM_SEED)
 
 
 def _whole(

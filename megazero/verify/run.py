@@ -1,4 +1,4 @@
-"""Runs a configuration on the ranks of a layout: as threads of this process, or as Gloo processes."""
+"""Run a configuration on the ranks of a layout: as threads of this process, or as Gloo processes."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def _serve(
     torch.set_num_threads(1)
     try:
         join_file_world(store, rank, grid.world_size, timedelta(seconds=_SECONDS))
-        connection.send(("record", run_in_world(rank, grid.world_size, config, grid, steps)))
+        connection.send(run_in_world(rank, grid.world_size, config, grid, steps))
     except Exception:
-        connection.send(("failure", traceback.format_exc()))
+        connection.send(traceback.format_exc())
     finally:
         leave_world()
         # Tensors are passed through this process's memory, so it stays alive until the other end is closed.
@@ -97,7 +97,7 @@ def _serve(
 def _receive(rank: int, connection: Connection) -> Record:
     if not connection.poll(_SECONDS):
         raise CommunicationError(f"rank {rank} did not answer within {_SECONDS:.0f} s")
-    kind, value = connection.recv()
-    if kind == "failure":
-        raise CommunicationError(f"rank {rank} failed:\n{value}")
-    return value
+    answer = connection.recv()
+    if not isinstance(answer, Record):
+        raise CommunicationError(f"rank {rank} failed:\n{answer}")
+    return answer

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from megazero.config.data_sampling import CurriculumMetric
@@ -14,7 +12,7 @@ from megazero.data import SamplerKind, SamplerSpec
 from megazero.data_efficiency.eligibility import EligibilityOrder
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.data_efficiency.sampler import CurriculumSampler
-from megazero.models import MicroBatch
+from megazero.models import Collate, MicroBatch
 from megazero.mpu import ParallelContext
 from megazero.train.families import family_of
 from megazero.train.feed import cut
@@ -23,7 +21,7 @@ SAMPLES = 97  # a prime, so that no batch fills an epoch
 
 
 def shrunk_metric(metric: CurriculumMetric) -> CurriculumMetric:
-    """Another one of its name: seven tenths of the samples for two steps, and then all."""
+    """Another metric of the same name: seven tenths of the samples for two steps, and then all."""
     return CurriculumMetric(
         name=metric.name,
         difficulty_type="percentile",
@@ -52,17 +50,23 @@ def made_up_sampler(config: Config, steps: Steps, context: ParallelContext) -> C
     return CurriculumSampler.of(spec, EligibilityOrder.of(difficulties, indexes), difficulties, steps)
 
 
+def vocabulary_size(config: Config) -> int:
+    """The vocabulary size that a shrunk configuration gives."""
+    assert config.model.vocab_size is not None, "a verification reads no tokenizer"
+    return config.model.vocab_size
+
+
 def drawn_micro_batches(
-    config: Config, sampler: CurriculumSampler, collate: Callable, step: Step
+    config: Config, sampler: CurriculumSampler, collate: Collate[MicroBatch], step: Step
 ) -> list[MicroBatch]:
     """This rank's micro-batches for a step, of random samples that follow from their numbers alone."""
-    family, spec = family_of(config.model), sampler.spec
+    family, spec, vocab_size = family_of(config.model), sampler.spec, vocabulary_size(config)
     # A step with several rows per sample cuts them from whole samples, as in a training.
     length = step.sequence_length if step.rows == 1 else config.model.seq_length
     batches = []
     for begin in range(step.before.samples, step.after.samples, spec.stride):
         drawn = [
-            family.random_arrays(np.random.default_rng(number), 1, length, config.model.vocab_size)
+            family.random_arrays(np.random.default_rng(number), 1, length, vocab_size)
             for number in sampler.at(begin).tolist()
         ]
         arrays = {name: np.concatenate([sample[name] for sample in drawn]) for name in drawn[0]}

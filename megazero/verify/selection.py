@@ -8,7 +8,33 @@ from dataclasses import fields, replace
 from functools import cache
 from itertools import combinations, cycle, islice, product
 
-from megazero.verify.layouts import DECODERS, ENCODERS, EXPERTS, GLOBAL_BATCH, METHODS, STORES, Layout
+from megazero.config.optimization import OptimizerName
+from megazero.verify.layouts import (
+    DECODERS,
+    ENCODERS,
+    EXPERTS,
+    GLOBAL_BATCH,
+    METHODS,
+    STORES,
+    Dispatcher,
+    Layout,
+    Recompute,
+    Schedule,
+    Stage,
+)
+
+_SCHEDULES: tuple[tuple[Schedule, int], ...] = (
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("zb-h1", 1),
+    ("zb-v", 1),
+)
+_STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
+_RECOMPUTES: tuple[Recompute, ...] = ("none", "full", "selective")
+_OPTIMIZERS: tuple[OptimizerName, ...] = ("adam", "lamb")
+_Pair = tuple[tuple[str, object], tuple[str, object]]
+_DISPATCHERS: tuple[Dispatcher, ...] = ("alltoall", "alltoall", "allgather")
 
 
 def all_layouts(most_ranks: int = 8) -> Iterator[Layout]:
@@ -17,7 +43,7 @@ def all_layouts(most_ranks: int = 8) -> Iterator[Layout]:
 
 
 def allowed(layout: Layout) -> bool:
-    """Whether it breaks no rule."""
+    """Whether a layout breaks no rule."""
     return not layout.broken_rules()
 
 
@@ -28,14 +54,11 @@ def candidates(most_ranks: int = 8) -> Iterator[Layout]:
         for tp, pp, dp in product((1, 2, 4, 8), repeat=3)
         if pp < 8 and tp * pp * dp <= most_ranks
     ]
-    schedules = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 1)]
-    for (tp, pp, dp), (schedule, virtual), zero in product(sizes, schedules, range(4)):
+    for (tp, pp, dp), (schedule, virtual), zero in product(sizes, _SCHEDULES, _STAGES):
         if pp == 1 and schedule in ("gpipe", "interleaved"):
             continue
         chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
-        for rest in product(
-            (False, True), ("none", "full", "selective"), (1, 2), (False, True), DECODERS, (False, True)
-        ):
+        for rest in product((False, True), _RECOMPUTES, (1, 2), (False, True), DECODERS, (False, True)):
             sequence_parallel, recompute, micro_batch, keep, shape, untied = rest
             if (sequence_parallel and tp == 1) or (keep and zero < 3):
                 continue
@@ -61,10 +84,9 @@ def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> li
 
     There are too many to list.
     """
-    dice, found = random.Random(seed), {}
-    schedules = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 1))
-    while len(found) < count:
-        schedule, virtual = dice.choice(schedules)
+    dice, drawn = random.Random(seed), dict[Layout, None]()
+    while len(drawn) < count:
+        schedule, virtual = dice.choice(_SCHEDULES)
         pp = dice.choice((1, 2, 4))
         chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
         dropout, packed = dice.choice(((0.0, False), (0.1, False), (0.0, True), (0.1, True)))
@@ -74,14 +96,14 @@ def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> li
             dp=dice.choice((1, 2)),
             schedule=schedule,
             virtual=virtual,
-            zero=dice.choice(range(4)),
+            zero=dice.choice(_STAGES),
             sequence_parallel=dice.choice((False, True)),
-            recompute=dice.choice(("none", "full", "selective")),
+            recompute=dice.choice(_RECOMPUTES),
             micro_batch=dice.choice((1, 2, 4)),
             shape=dice.choice(ENCODERS),
             untied=dice.choice((False, True)),
             binary_head=dice.choice((False, True)),
-            optimizer=dice.choice(("adam", "lamb")),
+            optimizer=dice.choice(_OPTIMIZERS),
             layers=max(2, chunks),
             dropout=dropout,
             packed=packed,
@@ -94,16 +116,15 @@ def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> li
         needed = GLOBAL_BATCH if layout.world_size <= 2 else pp if schedule == "interleaved" else 2
         quick = layout.dp * layout.micro_batch * needed >= GLOBAL_BATCH
         if layout.world_size <= most_ranks and quick and allowed(layout):
-            found[layout] = None
-    return list(found)
+            drawn[layout] = None
+    return list(drawn)
 
 
 def expert_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> list[Layout]:
     """`count` distinct layouts with experts on at most `most_ranks` ranks, drawn from all allowed ones."""
-    dice, found = random.Random(seed), {}
-    schedules = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 1))
-    while len(found) < count:
-        schedule, virtual = dice.choice(schedules)
+    dice, drawn = random.Random(seed), dict[Layout, None]()
+    while len(drawn) < count:
+        schedule, virtual = dice.choice(_SCHEDULES)
         experts = dice.choice(tuple(EXPERTS)[1:])
         pp = dice.choice((1, 1, 2)) if experts == "pyramid" else dice.choice((1, 1, 2, 4))
         chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
@@ -114,16 +135,16 @@ def expert_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> lis
             dp=dice.choice((1, 2, 4)),
             schedule=schedule,
             virtual=virtual,
-            zero=dice.choice(range(4)),
+            zero=dice.choice(_STAGES),
             sequence_parallel=dice.choice((False, True)),
-            recompute=dice.choice(("none", "full", "selective")),
+            recompute=dice.choice(_RECOMPUTES),
             micro_batch=dice.choice((1, 2)),
             shape=dice.choice((*DECODERS, *DECODERS, *ENCODERS)),
             layers=4 if experts == "pyramid" else max(2, chunks),
             experts=experts,
             ep=dice.choice((1, 2, 4)),
             etp=dice.choice((0, 1, 2)),
-            dispatcher=dice.choice(("alltoall", "alltoall", "allgather")),
+            dispatcher=dice.choice(_DISPATCHERS),
         )
         if pp == 1 and schedule in ("gpipe", "interleaved"):
             continue
@@ -134,29 +155,30 @@ def expert_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> lis
         needed = GLOBAL_BATCH if layout.world_size <= 2 else pp if schedule == "interleaved" else 2
         quick = layout.dp * layout.micro_batch * needed >= GLOBAL_BATCH
         if layout.world_size <= most_ranks and quick and allowed(layout):
-            found[layout] = None
-    return list(found)
+            drawn[layout] = None
+    return list(drawn)
 
 
 def with_methods(layouts: Sequence[Layout], every: int = 4) -> list[Layout]:
-    """The layouts, of which one in `every` also trains by one of the methods that the rules allow it: the one
-    that has met the fewest of its settings so far.
+    """The layouts; one in `every` also trains by a method, of those that the rules allow it the one that has
+    met the fewest of its settings so far.
     """
-    found, met = list(layouts), {name: set() for name in METHODS if name}
-    for place in range(0, len(found), every):
-        settings = set(vars(found[place]).items())
+    chosen = list(layouts)
+    met: dict[str, set[tuple[str, object]]] = {name: set() for name in METHODS if name}
+    for place in range(0, len(chosen), every):
+        settings = set(vars(chosen[place]).items())
         for method in sorted(met, key=lambda name: len(met[name] & settings)):
-            layout = replace(found[place], method=method)
+            layout = replace(chosen[place], method=method)
             if not layout.broken_rules():
-                found[place] = layout
+                chosen[place] = layout
                 met[method] |= settings
                 break
-    return found
+    return chosen
 
 
 def with_stores(layouts: Sequence[Layout]) -> list[Layout]:
-    """The layouts, of which half keep their state elsewhere, in the stores by turns; half of those with a
-    method (every third or fourth) are among them.
+    """The layouts; half of them keep their state elsewhere, in the stores by turns, and so does half of those
+    with a method (every third or fourth).
     """
     stores = cycle(name for name in STORES if name)
     return [
@@ -185,19 +207,20 @@ def covering(
     allowed = cache(allowed)
 
     @cache
-    def pairs(layout: Layout) -> frozenset:
+    def pairs(layout: Layout) -> frozenset[_Pair]:
         return frozenset(combinations([(name, getattr(layout, name)) for name in names], 2))
 
     first = list(islice(filter(allowed, shuffled), 1200))
-    wanted = set().union(*map(pairs, shuffled))
+    wanted: set[_Pair] = set().union(*map(pairs, shuffled))
     chosen: list[Layout] = []
     while wanted:
         best = max(first, key=lambda x: len(pairs(x) & wanted) / (4 + x.world_size))
         if not pairs(best) & wanted:
             # Only rare pairs are left: take any layout that has one.
-            best = next((x for x in shuffled if pairs(x) & wanted and allowed(x)), None)
-            if best is None:
+            rare = next((x for x in shuffled if pairs(x) & wanted and allowed(x)), None)
+            if rare is None:
                 break  # what is left is in no layout that is allowed
+            best = rare
         chosen.append(best)
         wanted -= pairs(best)
     taken = set(chosen)

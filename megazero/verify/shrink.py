@@ -1,4 +1,4 @@
-"""Makes a user's configuration small enough for this machine, keeping what law 1 is about."""
+"""Make a user's configuration small enough for this machine, keeping what law 1 is about."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from megazero.config.derive import chunks_per_stage, schedule_kind
 from megazero.config.steps import Progress
@@ -17,7 +18,7 @@ from megazero.verify.sampling import SAMPLES, shrunk_metric
 
 _WIDTH_OF_HEAD = 4
 # With these, no optimizer compresses anything in the few steps of a verification.
-_LATE = MappingProxyType({"onebit_freeze_step": 1_000_000})
+_LATE: Mapping[str, int] = MappingProxyType({"onebit_freeze_step": 1_000_000})
 _ALL_EXACT: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
         "onebit-adam": _LATE,
@@ -36,7 +37,7 @@ class Shrunk:
     Attributes:
         config: the small configuration, in fp32.
         grid: the ranks that it runs on.
-        notes: which parts of the layout had to be made smaller.
+        notes: the parts of the configuration that had to be made smaller or different.
     """
 
     config: Config
@@ -67,7 +68,7 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
     notes = [f"{words[a]} parallel size {wanted[a]} -> {sizes[a]}" for a in sizes if sizes[a] != wanted[a]]
     tp, pp, dp = sizes["tp"], sizes["pp"], sizes["dp"]
     ep, etp = _expert_sizes(config, tp, dp)
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "model": {**_model(config, tp, pp), **_experts(config, tp, ep, etp)},
         "parallel": _parallel(config, tp, pp) | _shared_experts(config, ep, etp),
         "zero": _zero(config, dp),
@@ -86,29 +87,29 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
     }
     if "lion" in (config.optimizer.optimizer, config.optimizer.muon_scalar_optimizer):
         changes["model"] |= {"add_bias_linear": False, "add_qkv_bias": False}
-        notes.append("no biases: that of keys has no gradient but rounding, and Lion takes its sign")
+        notes.append("no biases: the gradient of the keys' bias is rounding alone, and Lion takes its sign")
     if config.optimizer.optimizer in _ALL_EXACT:
-        notes.append(f"{config.optimizer.optimizer} sums exactly: compressed, sums depend on the replicas")
+        notes.append(f"{config.optimizer.optimizer} sums exactly: compressed sums depend on the replicas")
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
     if ep != parallel.expert_model_parallel_size:
         notes.append(f"expert parallel size {parallel.expert_model_parallel_size} -> {ep}")
     if {config.zero.quantized_weights, config.zero.quantized_gradients} != {"none"}:
-        notes.append("weights and gradients travel exactly, not as codes")
+        notes.append("weights and gradients are sent as they are, not as codes")
     if config.data_sampling.curriculum_metrics:
         notes.append(f"samples are drawn by difficulty from {SAMPLES} random ones, with made-up indexes")
     if config.distillation.kd:
-        notes.append("the teacher is a new one, of twice the student's layers")
+        notes.append("the teacher is a new one with twice the student's layers")
     grid = ProcessGrid(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp)
     return Shrunk(config.model_copy(update=sections), grid, tuple(notes))
 
 
-def _offload(config: Config) -> dict:
+def _offload(config: Config) -> dict[str, Any]:
     soon = {"delayed_param_update_start": min(config.offload.delayed_param_update_start, 1)}
     path = {"path": config.offload.path and tempfile.gettempdir()}
     return path | (soon if config.offload.delayed_param_update else {})
 
 
-def _zero(config: Config, dp: int) -> dict:
+def _zero(config: Config, dp: int) -> dict[str, Any]:
     return {
         "bucket_size": 3000,
         "prefetch_size": 6000,
@@ -117,7 +118,7 @@ def _zero(config: Config, dp: int) -> dict:
         "grad_reduce_dtype": "fp32",
         "grad_accumulation_dtype": "fp32",
         "main_params_dtype": "fp32",
-        # Codes, as narrow types, have another law than to equal one process.
+        # Codes and narrow types do not promise to equal one process.
         "quantized_weights": "none",
         "quantized_gradients": "none",
         "quantization_block_size": 256,
@@ -126,8 +127,8 @@ def _zero(config: Config, dp: int) -> dict:
     }
 
 
-def _optimizer(config: Config) -> dict:
-    changes = {"lr": 1e-2, "adam_eps": 1e-4, "clip_grad": 0.5, "lr_decay_style": "constant"}
+def _optimizer(config: Config) -> dict[str, Any]:
+    changes: dict[str, Any] = {"lr": 1e-2, "adam_eps": 1e-4, "clip_grad": 0.5, "lr_decay_style": "constant"}
     if config.optimizer.optimizer == "adagrad":
         changes["adagrad_eps"] = 1e-4
     # Lengths of the learning rate schedule are removed in every unit: the run is only a few steps long.
@@ -137,11 +138,11 @@ def _optimizer(config: Config) -> dict:
         if name.startswith(("lr_decay_", "lr_warmup_", "lr_wsd_decay_"))
         and name not in ("lr_decay_style", "lr_wsd_decay_style", "lr_warmup_init")
     }
-    return changes | _ALL_EXACT.get(config.optimizer.optimizer, {})
+    return {**changes, **_ALL_EXACT.get(config.optimizer.optimizer, {})}
 
 
-def _curriculum(config: Config, tp: int) -> dict:
-    """Half of the sequence for two steps, if it is to grow at all."""
+def _curriculum(config: Config, tp: int) -> dict[str, Any]:
+    """A curriculum of half of the sequence for two steps, if it is to grow at all."""
     if config.curriculum.seqlen_schedule == "none":
         return {}
     return {
@@ -153,10 +154,14 @@ def _curriculum(config: Config, tp: int) -> dict:
     }
 
 
-def _skipping(config: Config, tp: int) -> dict:
-    """The second layer sees half of the tokens for three steps, and layers are left out soon, if at all."""
+def _skipping(config: Config, tp: int) -> dict[str, Any]:
+    """The settings of methods that skip layers or their tokens, made to take effect within a few steps.
+
+    The second layer sees half of the tokens for three steps; layers are left out soon. Methods that the
+    configuration does not use stay off.
+    """
     settings = config.skipping
-    changes = {}
+    changes: dict[str, Any] = {}
     if settings.random_ltd:
         changes |= {
             "random_ltd_layer_id": (1,),
@@ -173,7 +178,7 @@ def _skipping(config: Config, tp: int) -> dict:
 
 
 def _expert_sizes(config: Config, tp: int, dp: int) -> tuple[int, int]:
-    """Ranks that share the experts, and each of them: halved until they divide the ranks of a stage."""
+    """The ranks that share a layer's experts and those that share each expert, lowered to fit a stage."""
     parallel = config.parallel
     etp = min(parallel.expert_tensor_parallel_size or tp, tp * dp)
     while tp * dp % etp:
@@ -184,13 +189,13 @@ def _expert_sizes(config: Config, tp: int, dp: int) -> tuple[int, int]:
     return ep, etp
 
 
-def _shared_experts(config: Config, ep: int, etp: int) -> dict:
+def _shared_experts(config: Config, ep: int, etp: int) -> dict[str, Any]:
     given = config.parallel.expert_tensor_parallel_size
     sizes = {"expert_model_parallel_size": ep}
     return sizes if given is None else {**sizes, "expert_tensor_parallel_size": etp}
 
 
-def _experts(config: Config, tp: int, ep: int, etp: int) -> dict:
+def _experts(config: Config, tp: int, ep: int, etp: int) -> dict[str, Any]:
     """Few and narrow experts of the same kind, in all layers that have them or in every N-th."""
     model = config.model
     if not model.num_experts:
@@ -212,7 +217,7 @@ def _experts(config: Config, tp: int, ep: int, etp: int) -> dict:
     }
 
 
-def _model(config: Config, tp: int, pp: int) -> dict:
+def _model(config: Config, tp: int, pp: int) -> dict[str, Any]:
     model = config.model
     grouped = model.kv_heads < model.num_attention_heads
     heads = 2 * tp if grouped else tp * (1 if tp > 1 else 2)
@@ -231,7 +236,7 @@ def _model(config: Config, tp: int, pp: int) -> dict:
     }
 
 
-def _parallel(config: Config, tp: int, pp: int) -> dict:
+def _parallel(config: Config, tp: int, pp: int) -> dict[str, Any]:
     virtual = chunks_per_stage(config) if schedule_kind(config) == "interleaved" else 1
     partition = config.parallel.pipeline_partition
     return {
@@ -243,7 +248,7 @@ def _parallel(config: Config, tp: int, pp: int) -> dict:
     }
 
 
-def _batch(config: Config, data_parallel: int, pp: int, dp: int) -> dict:
+def _batch(config: Config, data_parallel: int, pp: int, dp: int) -> dict[str, Any]:
     micro_batch = min(2, config.batch.micro_batch_size)
     accumulated = training_plan_of(config, data_parallel).at(Progress()).micro_batches
     count = 2 * pp if pp > 1 else min(4, accumulated)

@@ -12,13 +12,14 @@ from megazero.mpu import solo_context
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.verify.record import verification_engine
+from megazero.verify.sampling import vocabulary_size
 
 
 def with_teacher(config: Config, folder: str) -> Config:
-    """The configuration of a student with a teacher that is saved in `folder` for it.
+    """Save a teacher in `folder`; returns the student's configuration with that teacher.
 
     Raises:
-        CheckpointError: it cannot be saved there.
+        CheckpointError: the teacher cannot be saved there.
     """
     model = config.model.model_copy(update={"num_layers": 2 * config.model.num_layers})
     changes = {
@@ -35,7 +36,9 @@ def with_teacher(config: Config, folder: str) -> Config:
     teacher, context = config.model_copy(update=changes), solo_context()
     training_plan = training_plan_of(teacher, 1)
     engine = verification_engine(teacher, training_plan, context)
-    snapshots = Snapshots(teacher, training_plan, engine, context, model.vocab_size, teacher.training.seed)
+    snapshots = Snapshots(
+        teacher, training_plan, engine, context, vocabulary_size(teacher), teacher.training.seed
+    )
     try:
         snapshots.save(TrainState(iteration=1))
     finally:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.config.coerce import Unreadable, coerce, nearest
+from megazero.config.coerce import coerce
 from megazero.config.fields import FIELD_BY_PATH
+from megazero.config.lists import Unreadable
+from megazero.config.words import nearest
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,8 @@ def test_progress_counts_in_each_unit() -> None:
 def made_up(seed: int) -> Steps:
     """Some ramp (or none) with a sequence length that changes a few times."""
     draw = Random(seed).randint
-    start, increment, rungs = draw(1, 9), draw(1, 9), draw(0, 6)
-    ramp = BatchRamp(start, increment, draw(1, 200), start + rungs * increment)
+    start, increment, count = draw(1, 9), draw(1, 9), draw(0, 6)
+    ramp = BatchRamp(start, increment, draw(1, 200), start + count * increment)
     at = sorted({0, *(draw(1, 30) for _ in range(draw(0, 5)))})
     return Steps(ramp, draw(1, 3), SequenceLengths(tuple((first, draw(1, 40)) for first in at)))
 

@@ -86,13 +86,13 @@ PROBLEMS = {
     ),
     "nccl_absent": (
         versions(nccl=None),
-        "torch must be built with NCCL where there are GPUs, but is not; install a torch that is, or set "
-        "--distributed-backend gloo [nccl_absent]",
+        "torch must be built with NCCL where there are GPUs, but is not; install a torch built with it, or "
+        "set --distributed-backend gloo [nccl_absent]",
     ),
     "gloo_absent": (
         replace(ON_CPU, versions=replace(ON_CPU.versions, gloo=False)),
-        "torch must be built with Gloo where there is no GPU, but is not; install a torch that is; until "
-        "then run one rank [gloo_absent]",
+        "torch must be built with Gloo where there is no GPU, but is not; install a torch built with it; "
+        "until then run one rank [gloo_absent]",
     ),
     "module_not_built": (
         replace(SOUND, modules=(CompiledModule("megazero.ops._native", "no such file"),)),

@@ -41,8 +41,8 @@ def batch_size(flags: Flags, consumed: int) -> int:
     if "rampup-batch-size" not in flags:
         return flags["global-batch-size"]
     start, increment, ramp = flags["rampup-batch-size"]
-    rungs = (flags["global-batch-size"] - start) // increment
-    return min(flags["global-batch-size"], start + increment * (consumed * rungs // ramp))
+    count = (flags["global-batch-size"] - start) // increment
+    return min(flags["global-batch-size"], start + increment * (consumed * count // ramp))
 
 
 def learning_rate(flags: Flags, done: tuple[int, int], total: tuple[int, int]) -> float:

@@ -52,7 +52,7 @@ def test_compressed_optimizers_are_verified_where_they_sum_exactly(flags, capsys
     argv = [*BASE, "--optimizer", *flags.split(), "--tensor-model-parallel-size", "2", "--world-size", "4"]
     assert main([*argv, "--steps", "3"]) == 0
     out = capsys.readouterr().out
-    assert f"{flags.split()[0]} sums exactly: compressed, sums depend on the replicas" in out
+    assert f"{flags.split()[0]} sums exactly: compressed sums depend on the replicas" in out
     assert out.endswith("the same training as one process\n")
 
 
@@ -113,7 +113,7 @@ def test_a_student_gets_a_teacher_of_its_own_and_the_lessons_end(capsys):
     ]
     assert main([*BASE, *distillation, "--pipeline-model-parallel-size", "2", "--steps", "4"]) == 0
     out = capsys.readouterr().out
-    assert "shrunk     the teacher is a new one, of twice the student's layers" in out
+    assert "shrunk     the teacher is a new one with twice the student's layers" in out
     (line,) = [line for line in out.splitlines() if line.startswith("kd loss")]
     values = line.removeprefix("kd loss").split()
     assert values[3] == "-"
@@ -244,7 +244,7 @@ def test_codes_are_left_out_and_that_is_said():
     codes = "--zero-quantized-weights int8 --zero-quantized-gradients int4"
     config = parse_config([*GROUPED.split(), *codes.split()], world_size=16).config
     small = shrink(config, 4)
-    assert small.notes[-1] == "weights and gradients travel exactly, not as codes"
+    assert small.notes[-1] == "weights and gradients are sent as they are, not as codes"
     assert check(small.config, small.grid.world_size) == []
     assert check(serial_of(small.config), 1) == []
 

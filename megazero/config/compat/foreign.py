@@ -23,7 +23,7 @@ _ARITIES = MappingProxyType({"": (0, 0), "=": (1, 1), "=?": (0, 1), "=*": (0, _U
 
 @dataclass(frozen=True)
 class Condition:
-    """That a field of the tree, at `path`, has the value that `text` writes; or, if not `equal`, another."""
+    """The condition that the field at `path` has the value that `text` writes or, if not `equal`, another."""
 
     path: str
     text: str
@@ -31,12 +31,12 @@ class Condition:
 
     @classmethod
     def read(cls, text: str) -> Condition:
-        """Of ``section.field=value`` or ``section.field!=value``."""
+        """Read ``section.field=value`` or ``section.field!=value``."""
         path, _, value = text.partition("=")
         return cls(path.removesuffix("!"), value, not path.endswith("!"))
 
     def holds(self, value: Any) -> bool:
-        """Whether it does for this value of the field."""
+        """Whether the condition holds for this value of the field."""
         return (str(value) == self.text) is self.equal
 
     @property
@@ -83,7 +83,7 @@ class Ignored:
 
 
 def contradiction(ignored: Ignored, value_of: Callable[[str], Any]) -> str | None:
-    """Why the flag is refused after all, now that fields have values; None if it is not refused."""
+    """The reason for refusing a flag after all, now that fields have values; None if it is not refused."""
     foreign = ignored.foreign
     if not foreign.where or any(each.holds(value_of(each.path)) for each in foreign.where):
         return None
@@ -91,7 +91,7 @@ def contradiction(ignored: Ignored, value_of: Callable[[str], Any]) -> str | Non
 
 
 def verdict(foreign: Foreign, values: Sequence[str], argv: Sequence[str]) -> Ignored | str:
-    """What becomes of a foreign flag that was given `values`: Ignored, or the reason for refusing it."""
+    """Judge a foreign flag that was given `values`: Ignored, or the reason for refusing it."""
     given = " ".join([foreign.name, *values])
     if foreign.accepted is None:
         return f"`{given}` is not accepted: {foreign.refused}."
@@ -104,24 +104,30 @@ def verdict(foreign: Foreign, values: Sequence[str], argv: Sequence[str]) -> Ign
     return Ignored(foreign.name, foreign.accepted, foreign)
 
 
-def _arity(marked: str) -> tuple[str, dict[str, int]]:
-    """A flag's name without its mark, and how many values it takes."""
+def _arity(marked: str) -> tuple[str, int, int]:
+    """A flag's name without its mark, and the least and the most values that it takes."""
     name, equals, many = marked.partition("=")
     least, most = _ARITIES[equals + many]
-    return name, {"least_values": least, "most_values": most}
+    return name, least, most
 
 
 def _accepted() -> Iterable[Foreign]:
     for reason, flags in (*ACCEPTED.items(), *DEPENDENT.items()):
-        for name, arity in map(_arity, flags.split()):
-            yield Foreign(name, accepted=reason, **arity)
+        for name, least, most in map(_arity, flags.split()):
+            yield Foreign(name, accepted=reason, least_values=least, most_values=most)
 
 
 def _conditional() -> Iterable[Foreign]:
     for marked, (when, accepted, refused) in CONDITIONAL.items():
-        name, arity = _arity(marked)
+        name, least, most = _arity(marked)
         row = partial(
-            Foreign, name, accepted=accepted, refused=refused, feature=ABSENT_VALUES.get(name), **arity
+            Foreign,
+            name,
+            accepted=accepted,
+            refused=refused,
+            feature=ABSENT_VALUES.get(name),
+            least_values=least,
+            most_values=most,
         )
         if when.startswith("--"):
             yield row(beside=when)
@@ -133,11 +139,11 @@ def _conditional() -> Iterable[Foreign]:
 
 def _refused() -> Iterable[Foreign]:
     for reason, flags in REFUSED.items():
-        for name, arity in map(_arity, flags.split()):
-            yield Foreign(name, refused=reason, **arity)
+        for name, least, most in map(_arity, flags.split()):
+            yield Foreign(name, refused=reason, least_values=least, most_values=most)
     for feature, (reason, flags) in ABSENT.items():
-        for name, arity in map(_arity, flags.split()):
-            yield Foreign(name, refused=reason, feature=feature, **arity)
+        for name, least, most in map(_arity, flags.split()):
+            yield Foreign(name, refused=reason, feature=feature, least_values=least, most_values=most)
 
 
 def _table() -> dict[str, Foreign]:

@@ -1,4 +1,4 @@
-"""What a script for Megatron-DeepSpeed means by the settings of experts that it leaves out.
+"""The meaning of the settings of experts that a script for Megatron-DeepSpeed leaves out.
 
 The defaults here are Megatron-LM's. Such a script runs with them, and one line of warning says which of its
 own defaults they replace.
@@ -34,11 +34,11 @@ _MEANT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--moe-loss-coeff 0.1": ("model.moe_aux_loss_coeff",),
     }
 )
-"""What it means, as flags -> the settings that are then left out."""
+"""The meaning of what is left out: flags -> the settings that are then missing."""
 
 
 def left_out(flags: Set[str], settings: Mapping[str, Any]) -> str | None:
-    """What to say of a model with experts; None if there is nothing to say.
+    """The line for a script that leaves out settings of experts; None if it leaves out none.
 
     Args:
         flags: names of the flags that were given.

@@ -19,7 +19,7 @@ class BatchTriangle:
 def resolve_batch(
     train: int | None, micro: int | None, accumulation: int | None, data_parallel: int
 ) -> BatchTriangle:
-    """Completes the triangle from the sizes that are known, by the rules of DeepSpeed's documentation.
+    """Complete the triangle from the sizes that are known, by the rules of DeepSpeed's documentation.
 
     Two sizes determine the third. One alone, `train` or `micro`, implies one accumulation step.
 

@@ -1,4 +1,4 @@
-"""What a DeepSpeed JSON tells an engine that is given its model; `megazero.initialize` reads it.
+"""The settings of a DeepSpeed JSON for an engine that is given its model; `megazero.initialize` reads it.
 
 The settings of training itself are fields of the tree; these are the rest. Defaults are DeepSpeed's. None
 means that the value is left to the caller, because the key is "auto" or missing.
@@ -96,9 +96,9 @@ class Extras:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Extras:
-        """Builds it from attribute paths such as `optimizer.lr`; a group without a `type` is left out."""
+        """Build it from attribute paths such as `optimizer.lr`; a group without a `type` is left out."""
         groups: dict[str, dict[str, Any]] = {"optimizer": {}, "scheduler": {}}
-        plain = {}
+        plain: dict[str, Any] = {}
         for path, value in values.items():
             group, _, name = path.rpartition(".")
             (groups[group] if group else plain)[name] = value

@@ -1,4 +1,4 @@
-"""Reads a DeepSpeed JSON into settings of the same tree that flags and YAML give.
+"""Read a DeepSpeed JSON into settings of the same tree that flags and YAML give.
 
 `rows/` says what happens to each key. Nothing is guessed and nothing is raised: problems with the
 file are collected, to be reported together with all others.
@@ -127,14 +127,14 @@ def left_to_json(flags: Sequence[Setting], read: DeepSpeedSettings) -> list[Sett
 
 
 def conflicts(flags: Sequence[Setting], settings: Sequence[Setting]) -> list[str]:
-    """Every field that a flag and the JSON set differently, as sentences."""
+    """The fields that a flag and the JSON set differently, as sentences."""
     by_path = {setting.spec.path: setting for setting in flags}
-    rivals = [(by_path[each.spec.path], each) for each in settings if each.spec.path in by_path]
+    rivals = [(by_path[setting.spec.path], setting) for setting in settings if setting.spec.path in by_path]
     return [
-        f"`{each.spec.path}` must be set one way, but `{flag.source}` says {say(flag.value)} and "
-        f"{each.source} says {say(each.value)}; change one of them."
-        for flag, each in rivals
-        if flag.value != each.value
+        f"`{setting.spec.path}` must be set one way, but `{flag.source}` says {say(flag.value)} and "
+        f"{setting.source} says {say(setting.value)}; change one of them."
+        for flag, setting in rivals
+        if flag.value != setting.value
     ]
 
 
@@ -173,8 +173,8 @@ def _load(result: DeepSpeedSettings, path: Path) -> Mapping[str, Any]:
 def _nested_deeply(document: Mapping[str, Any]) -> bool:
     level: list[Any] = [document]
     for _ in range(_DEEPEST):
-        holders = [each for each in level if isinstance(each, Mapping | list | tuple)]
-        level = [child for each in holders for child in _children(each)]
+        holders = [holder for holder in level if isinstance(holder, Mapping | list | tuple)]
+        level = [child for holder in holders for child in _children(holder)]
     return bool(level)
 
 
@@ -195,8 +195,8 @@ def _read_keys(
         elif value is None:
             continue  # null is how JSON leaves a key out
         elif value == AUTO and row.auto is not None:
-            found = row.auto(given)
-            values[path] = AUTO if found is NOTHING else found
+            automatic = row.auto(given)
+            values[path] = AUTO if automatic is NOTHING else automatic
             resolved.add(path)
         else:
             _read_value(result, row, value, values)
@@ -220,16 +220,16 @@ def _leaves(
 
 
 def _read_value(result: DeepSpeedSettings, row: KeyRow, value: Any, values: dict[str, Any]) -> None:
-    found = row.shape.read(value)
-    if found is NOTHING:
+    readable = row.shape.read(value)
+    if readable is NOTHING:
         must = f"{row.shape.says}{_limit(row, value)}" + (' or "auto"' if row.auto else "")
         result.problems.append(f"{result.name}: `{row.key}` must be {must}, but is {_shown(value)}.")
         result.broken.update(row.fields)
         return
-    if not row.takes(found) and not row.is_of_another:
+    if not row.takes(readable) and not row.is_of_another:
         _refuse(result, row, value)
         return
-    values[row.key] = found
+    values[row.key] = readable
 
 
 def _refuse(result: DeepSpeedSettings, row: KeyRow, value: Any) -> None:
@@ -239,7 +239,7 @@ def _refuse(result: DeepSpeedSettings, row: KeyRow, value: Any) -> None:
 
 
 def _limit(row: KeyRow, value: Any) -> str:
-    """What a number must be besides: small enough."""
+    """The clause that asks for a number that fits 64 bits; empty where the value does."""
     if not isinstance(value, int | float) or abs(value) <= LARGEST:
         return ""
     return " of at most 64 bits" if "integer" in row.shape.says else ", that a float can hold"
@@ -262,7 +262,7 @@ def _apply(
     resolved: Set[str],
     extras: dict[str, Any],
 ) -> None:
-    """Note what one row's value, or its absence, means."""
+    """Apply the meaning of one row's value, or of its absence, to the result."""
     off = _off(row, values)
     if off is not None:
         if row.key in values:
@@ -278,18 +278,18 @@ def _apply(
         _refuse(result, row, value)
         return
     if row.faults is not None and (faults := row.faults(value, values)):
-        result.problems += [f"{result.name}: {each}{'' if each.endswith('?') else '.'}" for each in faults]
+        result.problems += [f"{result.name}: {fault}{'' if fault.endswith('?') else '.'}" for fault in faults]
         result.broken.update(row.fields)
         return
     if value == AUTO and row.key in resolved:
         if row.extra:
             extras[row.extra] = None
         return
-    found = _set_fields(
+    converted = _set_fields(
         row, value, values, source, result.defaults if row.key in resolved else result.settings
     )
-    if row.extra and found is not NOTHING:
-        extras[row.extra] = value if len(row.fields) > 1 else found
+    if row.extra and converted is not NOTHING:
+        extras[row.extra] = value if len(row.fields) > 1 else converted
     if row.script_refused:
         result.script_problems.append(f"{source} is not accepted: {row.script_refused}.")
     elif row.accepted:
@@ -298,7 +298,7 @@ def _apply(
 
 
 def _off(row: KeyRow, values: Mapping[str, Any]) -> str | None:
-    """Why a key does not count because of others; None if it counts."""
+    """The reason why a key does not count beside others; None if it counts."""
     key = row.when
     while key is not None:
         if key not in values:
@@ -313,12 +313,12 @@ def _set_fields(row: KeyRow, value: Any, values: Mapping[str, Any], source: str,
     """Set the fields of a row; returns its converted value."""
     if row.convert is None:
         return value
-    found = row.convert(value, values)
-    if found is not NOTHING:
-        each = found if len(row.fields) > 1 else (found,)
-        pairs = zip(row.fields, each, strict=True)
+    converted = row.convert(value, values)
+    if converted is not NOTHING:
+        items = converted if len(row.fields) > 1 else (converted,)
+        pairs = zip(row.fields, items, strict=True)
         into += [Setting(FIELD_BY_PATH[path], v, source) for path, v in pairs if v is not NOTHING]
-    return found
+    return converted
 
 
 def _set_batch(
@@ -335,7 +335,8 @@ def _set_batch(
         sizes = [stated.get(key) for key in keys[:2]]
     else:
         try:
-            batch = resolve_batch(*(known.get(key) for key in keys), data_parallel)
+            train, micro, accumulation = (known.get(key) for key in keys)
+            batch = resolve_batch(train, micro, accumulation, data_parallel)
         except ConfigError as error:
             result.problems += [f"{result.name}: {line}" for line in error.violations]
             result.broken.update(paths)
@@ -348,7 +349,7 @@ def _set_batch(
 
 
 def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
-    """Keys that are sound by themselves but not together."""
+    """The problems of keys that are sound by themselves but not together."""
     yield from optimizer_faults(values)
     kind = values.get("scheduler.type")
     if kind is not None:

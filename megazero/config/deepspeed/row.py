@@ -1,4 +1,4 @@
-"""What a row of the DeepSpeed table is: one JSON key, what it must hold, and what happens to it."""
+"""The row of the DeepSpeed table: one JSON key, the values that it may have, and its effect."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 AUTO = "auto"
 LARGEST = 2**63 - 1
-"""What an integer of 64 bits holds."""
+"""The largest integer of 64 bits."""
 
 
 class Nothing(Enum):
-    """What a converter returns if the value leaves a field as it is."""
+    """The result of a converter whose value leaves a field as it is."""
 
     NOTHING = 0
 
@@ -52,8 +52,8 @@ def _integer(value: Any) -> Any:
 
 def _at_least(least: int, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def within(value: Any) -> Any:
-        found = read(value)
-        return found if found is not NOTHING and found >= least else NOTHING
+        number = read(value)
+        return number if number is not NOTHING and number >= least else NOTHING
 
     return within
 
@@ -64,11 +64,11 @@ def _numbers(value: Any) -> Any:
 
 
 def _list_of(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def each(value: Any) -> Any:
+    def list_of_values(value: Any) -> Any:
         items = [read(item) for item in value] if isinstance(value, list | tuple) else [NOTHING]
         return NOTHING if NOTHING in items else tuple(items)
 
-    return each
+    return list_of_values
 
 
 def _of(*types: type) -> Callable[[Any], Any]:
@@ -98,7 +98,7 @@ class Only:
 
 
 def only(*values: Any) -> Only:
-    """Accepts these values; strings match in any case."""
+    """Accept these values alone; strings match in any case."""
     spelled = {_plain(value) for value in values}
     says = " or ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values)
     return Only(says, lambda value: _plain(value) in spelled)
@@ -192,7 +192,9 @@ def of_hidden_size(formula: Callable[[int], int]) -> Callable[[Mapping[str, Any]
     return resolve
 
 
-def sets(key: str, shape: ValueShape, *fields: str, convert=plainly, **rest: Any) -> KeyRow:
+def sets(
+    key: str, shape: ValueShape, *fields: str, convert: Callable[[Any, Values], Any] = plainly, **rest: Any
+) -> KeyRow:
     """A row that sets fields of the tree."""
     return KeyRow(key, shape, fields, convert, **rest)
 

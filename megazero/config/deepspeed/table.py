@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megazero.config.coerce import nearest
 from megazero.config.deepspeed.row import KeyRow
 from megazero.config.deepspeed.rows.curriculum import CURRICULUM_ROWS
 from megazero.config.deepspeed.rows.data_efficiency import DATA_EFFICIENCY_ROWS
@@ -15,6 +14,7 @@ from megazero.config.deepspeed.rows.skipping import SKIPPING_ROWS
 from megazero.config.deepspeed.rows.tools import FEATURE_ROWS, LOGGING_ROWS
 from megazero.config.deepspeed.rows.train import BATCH_ROWS, PRECISION_ROWS, SCHEDULER_ROWS
 from megazero.config.deepspeed.rows.zero import ACTIVATION_ROWS, PIPELINE_ROWS, ZERO_ROWS
+from megazero.config.words import nearest
 
 GROUPS: Mapping[str, tuple[KeyRow, ...]] = MappingProxyType(
     {

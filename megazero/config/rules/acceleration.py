@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.rules.rule import Case, Rule, value_at
+from megazero.config.tree import Config
 
 _COMPILE = "acceleration.compile"
 _SKIPS = ("skipping.random_ltd", "skipping.progressive_layer_drop")
@@ -121,7 +124,9 @@ def _without_graphs(case: Case) -> bool:
     return not case.config.acceleration.cuda_graph
 
 
-def _graph_rule(name: str, fields: tuple[str, ...], message: str, remedy: str, holds) -> Rule:
+def _graph_rule(
+    name: str, fields: tuple[str, ...], message: str, remedy: str, holds: Callable[[Config], bool]
+) -> Rule:
     return Rule(
         f"cuda_graph_{name}",
         (_GRAPH, *fields),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megazero.config.data_sampling import CurriculumMetric
-from megazero.config.pacing import MOST_CHANGES, reached
+from megazero.config.pacing import MOST_CHANGES, Root, reached
 from megazero.config.rules.rule import END_FIELDS, Case, Rule
 
 _METRICS = "data_sampling.curriculum_metrics"
@@ -34,7 +34,7 @@ def _levels_fit(metric: CurriculumMetric) -> bool:
 
 
 def _grows(metric: CurriculumMetric) -> bool:
-    """Its difficulties lie from the first to the last, where these are given."""
+    """Whether the difficulties lie from the first to the last, where these are given."""
     found = [each for each in (metric.min_difficulty, *metric.difficulty, metric.end) if each is not None]
     return found == sorted(found)
 
@@ -48,15 +48,12 @@ def _within_hundred(metric: CurriculumMetric) -> bool:
 
 def _changes_rarely(metric: CurriculumMetric) -> bool:
     pacing = metric.pacing
-    if pacing is None or metric.schedule_type == "fixed_discrete":
-        return True
-    return (metric.end - metric.min_difficulty) // metric.difficulty_step <= MOST_CHANGES
+    return not isinstance(pacing, Root) or (pacing.hardest - pacing.easiest) // pacing.step <= MOST_CHANGES
 
 
 def _last_change(case: Case) -> dict[str, int]:
     """Name -> the count at which it changes for the last time, of metrics that change within reason."""
-    sound = [m for m in _metrics(case) if m.pacing is not None]
-    return {metric.name: reached(metric.pacing) for metric in sound}
+    return {m.name: reached(pacing) for m in _metrics(case) if (pacing := m.pacing) is not None}
 
 
 def _end(case: Case) -> int | None:

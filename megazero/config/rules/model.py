@@ -192,7 +192,7 @@ def _increments(case: Case) -> int:
     batch = case.config.batch
     if batch.rampup_batch_size is None or batch.global_batch_size is None:
         return 0
-    return BatchRamp(*batch.rampup_batch_size, batch.global_batch_size).rungs
+    return BatchRamp(*batch.rampup_batch_size, batch.global_batch_size).increments
 
 
 def _ramp_whole_increments(case: Case) -> bool:

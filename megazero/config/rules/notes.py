@@ -63,7 +63,7 @@ class Note:
         return cls(fields, f"`{display_name(path)}`", lambda config: bool(value_at(config, path)), effect)
 
     def sentence(self, config: Config) -> str | None:
-        """What a run says; None if none of the settings is given or they have their effect."""
+        """The note of a run; None if none of the settings is given or they have their effect."""
         given = [path for path in self.fields if value_at(config, path) != FIELD_BY_PATH[path].default]
         if not given or self.met(config):
             return None
@@ -113,5 +113,5 @@ NOTES: tuple[Note, ...] = (
 
 
 def notes_on(config: Config) -> list[str]:
-    """What a run says about its settings without effect."""
+    """The notes of a run on its settings without effect."""
     return [line for each in NOTES if (line := each.sentence(config))]

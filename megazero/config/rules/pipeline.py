@@ -41,7 +41,7 @@ def _chunk_clause(case: Case) -> str:
 
 
 def micro_batch_counts(case: Case) -> list[int]:
-    """Micro-batches per step at each rung of the batch ramp, in order (evaluation uses the last one's).
+    """The micro-batches per step at each size of the batch ramp, in order (evaluation uses the last).
 
     Empty if the number of ranks is unknown or a rule about batch sizes is broken.
     """
@@ -51,7 +51,7 @@ def micro_batch_counts(case: Case) -> list[int]:
     unit = batch.micro_batch_size * case.data_parallel
     ramp = BatchRamp.of(case.config, case.data_parallel)
     uneven = ramp.start > ramp.final or (ramp.final - ramp.start) % ramp.increment
-    if uneven or ramp.rungs > MOST_INCREMENTS:
+    if uneven or ramp.increments > MOST_INCREMENTS:
         return []
     sizes = range(ramp.start, ramp.final + 1, ramp.increment)
     return [] if any(size % unit for size in sizes) else [size // unit for size in sizes]
@@ -65,7 +65,7 @@ def _interleaved_rounds(case: Case) -> bool:
 
 
 def _partition_fault(case: Case) -> str | None:
-    """What is wrong with `pipeline_partition`; None if nothing is."""
+    """The fault of `pipeline_partition`; None if it is sound."""
     method = case.config.parallel.pipeline_partition
     if method in PARTITION_METHODS:
         return None

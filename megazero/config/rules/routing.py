@@ -25,7 +25,7 @@ _OF_CAPACITY = (
 
 
 def with_experts(holds: Callable[[ModelConfig], bool]) -> Callable[[Case], bool]:
-    """What a rule says about models with experts, as a predicate on any."""
+    """Make a predicate on any case of one on models with experts; it holds for all others."""
     return lambda case: not case.config.model.num_experts or holds(case.config.model)
 
 
@@ -44,7 +44,8 @@ def _groups_divide(model: ModelConfig) -> bool:
 
 
 def _group_choice_fits(model: ModelConfig) -> bool:
-    return not _groups_set(model) or model.moe_router_group_topk <= model.moe_router_num_groups
+    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
+    return groups is None or chosen is None or chosen <= groups
 
 
 def _chosen_groups_suffice(model: ModelConfig) -> bool:

@@ -1,4 +1,4 @@
-"""What a cross-field rule is: a row of facts, a predicate, and how a violation reads."""
+"""The parts of a cross-field rule: a row of facts, a predicate, and the sentence of a violation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megazero.config.training_plan import Limits
 from megazero.config.tree import Config
 
 MOST_INCREMENTS = 100_000
-"""Of a batch-size ramp: each is a stretch of the training that is looked at by itself."""
+"""The most increments of a batch-size ramp: each is a segment of the training that is judged by itself."""
 
 _NAME_COUNTS = MappingProxyType(Counter(spec.name for spec in FIELDS))
 
@@ -52,7 +52,7 @@ END_FIELDS = (*STEP_FIELDS, "training.train_iters", "training.train_samples", "t
 
 @dataclass(frozen=True)
 class Case:
-    """What a rule judges: the configuration and, where known, the number of ranks it is to run on."""
+    """The configuration that a rule judges and, where known, the number of ranks that it is to run on."""
 
     config: Config
     world_size: int | None = None
@@ -71,13 +71,13 @@ class Case:
         batch = self.config.batch
         if self.data_parallel is None or (batch.rampup_batch_size and batch.global_batch_size is None):
             return None
-        if BatchRamp.of(self.config, self.data_parallel).rungs > MOST_INCREMENTS:
+        if BatchRamp.of(self.config, self.data_parallel).increments > MOST_INCREMENTS:
             return None
         return Steps.of(self.config, self.data_parallel)
 
     @property
     def end(self) -> Progress | None:
-        """What has been consumed when the training stops; None while its steps or its length are unknown."""
+        """The progress when the training stops; None while its steps or its length are unknown."""
         limits = Limits.of(self.config)
         return None if self.steps is None or limits == Limits() else limits.end(self.steps)
 

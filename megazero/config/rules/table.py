@@ -61,11 +61,11 @@ RULES: tuple[Rule, ...] = (
 
 
 def check(config: Config, world_size: int | None, unknown_fields: Set[str] = frozenset()) -> list[str]:
-    """All violations, as sentences; empty if the configuration may run.
+    """Judge a configuration; returns all violations, as sentences.
 
     Args:
-        config: what to judge.
-        world_size: number of ranks, or None to leave out what depends on it.
+        config: the configuration.
+        world_size: number of ranks, or None to leave out the rules that depend on it.
         unknown_fields: paths whose values are not to be trusted; rules that read one are left out.
     """
     return [
@@ -75,7 +75,7 @@ def check(config: Config, world_size: int | None, unknown_fields: Set[str] = fro
 
 def check_sections(sections: Mapping[str, Section]) -> list[str]:
     """The violations of the rules that read nothing but these sections, a part of a configuration."""
-    case = Case(Config.model_construct(**sections))
+    case = Case(Config.model_construct(None, **sections))
     return [
         rule.violation(case)
         for rule in RULES

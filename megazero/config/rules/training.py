@@ -48,6 +48,11 @@ def _decay_has_a_unit(case: Case) -> bool:
     )
 
 
+def _weight_decay_grows(case: Case) -> bool:
+    start, end = case.config.optimizer.start_weight_decay, case.config.optimizer.end_weight_decay
+    return start is None or end is None or start <= end
+
+
 def _lr(case: Case) -> LrLengths | None:
     """The schedule's lengths; None if another rule is broken, without which they mean nothing."""
     steps = case.steps
@@ -224,10 +229,7 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         _WEIGHT_DECAY_RANGE,
         "`end_weight_decay` must be at least `start_weight_decay`",
         "swap them",
-        lambda c: (
-            any(value_at(c.config, path) is None for path in _WEIGHT_DECAY_RANGE)
-            or c.config.optimizer.start_weight_decay <= c.config.optimizer.end_weight_decay
-        ),
+        _weight_decay_grows,
     ),
 )
 

@@ -13,7 +13,7 @@ _TOPK = "model.moe_router_topk"
 
 
 def _upcycling(holds: Callable[[Config], bool]) -> Callable[[Case], bool]:
-    """What a rule says about runs that upcycle, as a predicate on any."""
+    """Make a predicate on any case of one on runs that upcycle; it holds for all others."""
     return lambda case: not case.config.checkpoint.moe_use_upcycling or holds(case.config)
 
 

@@ -1,1 +1,1 @@
-"""What the CUDA kernels do and need: measured on the CPU, beside what the compiler for GPUs says of them."""
+"""The work and the needs of the CUDA kernels: measured on the CPU, and reported by the compiler for GPUs."""

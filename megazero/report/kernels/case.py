@@ -13,7 +13,7 @@ class KernelCase:
     """A call of an operator by its kernels, forward and backward.
 
     Attributes:
-        name: what is called, with its dtype: `rms_norm bf16`.
+        name: name of the operator, with its dtype: `rms_norm bf16`.
         run: makes the tensors and the call, by the library that it is given.
         must_move: kernel -> the bytes that any implementation reads and writes, each once: inputs, outputs
             and what is saved for backward.

@@ -14,7 +14,7 @@ BEGIN, END = "<!-- kernels: begin -->", "<!-- kernels: end -->"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
+    """Build a parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="megazero kernels", description="Build the CUDA kernels, or show what they do and need."
     )
@@ -71,7 +71,7 @@ def _report(flags: argparse.Namespace) -> None:
 
 
 def _page(path: Path) -> tuple[str, str]:
-    """What stands before and after the table's place. Raises ConfigError if the page has none."""
+    """The text before and after the table's place in a page. Raises ConfigError if the page has no place."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if BEGIN not in text or END not in text:
         raise ConfigError(f"`--update` must be a page with the lines `{BEGIN}` and `{END}`, but is {path}.")

@@ -1,4 +1,4 @@
-"""What the compiler for GPUs says of the kernels, and how many of their threads fit on a device at a time."""
+"""The kernels' registers, as the compiler for GPUs reports them, and the share of a device that they fill."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _RESERVED_SHARED = 1024  # bytes of each block
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """One kernel for one architecture; of its template's instances, the one that needs most.
+    """The needs of one kernel on one architecture; the most that any instance of its template needs.
 
     Attributes:
-        registers: of a thread.
+        registers: registers of a thread.
         spilled: bytes of registers that a thread keeps in memory.
-        instances: how many there are.
+        instances: number of the template's instances.
     """
 
     registers: int
@@ -36,21 +36,21 @@ class CompiledKernel:
 
 
 def read_compiled(log: str) -> dict[tuple[str, str], CompiledKernel]:
-    """(kernel, architecture) -> what `ptxas -v` said of it in the build's log."""
-    found: dict[tuple[str, str], CompiledKernel] = {}
+    """Read the output of `ptxas -v` in the build's log: (kernel, architecture) -> its registers."""
+    kernels: dict[tuple[str, str], CompiledKernel] = {}
     for entry in _ENTRY.finditer(log):
         key = (_kernel_name(entry["name"]), entry["arch"])
-        before = found.get(key, CompiledKernel(0, 0, 0))
-        found[key] = CompiledKernel(
+        before = kernels.get(key, CompiledKernel(0, 0, 0))
+        kernels[key] = CompiledKernel(
             max(before.registers, int(entry["registers"])),
             max(before.spilled, int(entry["spilled"])),
             before.instances + 1,
         )
-    return found
+    return kernels
 
 
 def _kernel_name(mangled: str) -> str:
-    """The last of the names in `_ZN8megazero4nameI...`, which stand there with their lengths."""
+    """The last name in a symbol such as `_ZN8megazero4nameI...`, where each name follows its length."""
     names, rest = [], mangled.removeprefix("_ZN").removeprefix("_Z")
     while (length := re.match(r"\d+", rest)) is not None:
         begin, size = length.end(), int(length[0])

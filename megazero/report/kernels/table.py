@@ -14,14 +14,14 @@ from megazero.report.kernels.compiled import CompiledKernel, occupancy, read_com
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A kernel in a case.
+    """The measurements of a kernel in a case.
 
     Attributes:
         kernel, case: their names.
-        counts: what it did.
-        must_move: the bytes that it must move, None if the case does not say.
-        scattered: why its sectors are not ideal; empty if they are to be.
-        compiled: by architecture; empty without nvcc.
+        counts: the bytes, sectors and conflicts of the kernel.
+        must_move: the bytes that the kernel must move, None if the case does not say.
+        scattered: the reason why its sectors are not ideal; empty if they must be.
+        compiled: the needs of the kernel by architecture; empty without nvcc.
     """
 
     kernel: str
@@ -47,26 +47,26 @@ class KernelRow:
         return occupancy(architecture, registers, self.counts.threads_per_block, self.counts.shared_bytes)
 
     def problems(self) -> list[str]:
-        """The bounds that every kernel keeps in its case and this one does not: a sentence each."""
+        """The bounds on every kernel that this one breaks in its case: a sentence each."""
         counts, where = self.counts, f"`{self.kernel}` in {self.case}"
-        found = []
+        sentences = []
         if counts.mistakes:
-            found.append(f"{where} must make no mistake, but makes {counts.mistakes}")
+            sentences.append(f"{where} must make no mistake, but makes {counts.mistakes}")
         if counts.bank_conflicts:
-            found.append(f"{where} must have no bank conflict, but has {counts.bank_conflicts}")
+            sentences.append(f"{where} must have no bank conflict, but has {counts.bank_conflicts}")
         # Fewer bytes than it must move would mean that the case is wrong.
         if self.bytes_ratio is None or not 0.99 <= self.bytes_ratio <= 1.05:
-            found.append(
+            sentences.append(
                 f"{where} must move at most 1.05 of the bytes that it must, but moves {self.bytes_ratio}"
             )
         if not self.scattered and self.sectors_ratio > 1.1:
-            found.append(
+            sentences.append(
                 f"{where} must touch at most 1.1 of the sectors, but touches {self.sectors_ratio:.3f}"
             )
-        return found
+        return sentences
 
     def as_json(self) -> dict[str, object]:
-        """All of it, for machines."""
+        """The whole row as a JSON object."""
         return {
             "kernel": self.kernel,
             "case": self.case,
@@ -76,17 +76,17 @@ class KernelRow:
             "scattered": self.scattered,
             **asdict(self.counts),
             **{
-                architecture: {**asdict(each), "occupancy": self.occupancy(architecture)}
-                for architecture, each in self.compiled.items()
+                architecture: {**asdict(kernel), "occupancy": self.occupancy(architecture)}
+                for architecture, kernel in self.compiled.items()
             },
         }
 
 
 def kernel_rows(cases: Iterable[KernelCase], compiled_by_nvcc: bool) -> list[KernelRow]:
-    """Run the cases and gather what they did, in their order.
+    """Run the cases and return the rows of their kernels, in order.
 
-    Builds the library for the CPU, and with `compiled_by_nvcc` the one for GPUs, if they are not there yet.
-    Raises BuildError if they cannot be built.
+    The library for the CPU, and with `compiled_by_nvcc` the one for GPUs, is built if it is not there yet.
+    Raises BuildError if one cannot be built.
     """
     library = WatchedLibrary(build(on_cpu_recipe()))
     compiled = read_compiled(_cuda_log()) if compiled_by_nvcc else {}
@@ -115,7 +115,7 @@ def _cuda_log() -> str:
 
 def markdown(rows: Iterable[KernelRow]) -> str:
     """The rows as a Markdown table, with notes below it."""
-    numbers = " / ".join(each.removeprefix("sm_") for each in ARCHITECTURES)
+    numbers = " / ".join(name.removeprefix("sm_") for name in ARCHITECTURES)
     lines = [
         "| kernel | case | bytes / must | sectors / ideal | conflicts | threads | shared B "
         f"| registers {numbers} | spilled B {numbers} | occupancy {numbers} |",
@@ -128,16 +128,13 @@ def markdown(rows: Iterable[KernelRow]) -> str:
             if row.scattered not in notes:
                 notes.append(row.scattered)
             mark = f" [{notes.index(row.scattered) + 1}]"
-        each = [row.compiled.get(a) for a in ARCHITECTURES]
-        registers = " / ".join("-" if one is None else str(one.registers) for one in each)
-        spilled = " / ".join("-" if one is None else str(one.spilled) for one in each)
-        shares = " / ".join(
-            "-" if one is None else f"{row.occupancy(a):.0%}"
-            for a, one in zip(ARCHITECTURES, each, strict=True)
-        )
+        kernels = [row.compiled.get(a) for a in ARCHITECTURES]
+        registers = " / ".join("-" if kernel is None else str(kernel.registers) for kernel in kernels)
+        spilled = " / ".join("-" if kernel is None else str(kernel.spilled) for kernel in kernels)
+        shares = " / ".join(f"{row.occupancy(a):.0%}" if a in row.compiled else "-" for a in ARCHITECTURES)
         ratio = "-" if row.bytes_ratio is None else f"{row.bytes_ratio:.3f}"
         counts = row.counts
-        cells = (f"`{row.kernel}`", row.case, ratio, f"{row.sectors_ratio:.3f}{mark}", counts.bank_conflicts)
-        cells = (*cells, counts.threads_per_block, counts.shared_bytes, registers, spilled, shares)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        work = (f"`{row.kernel}`", row.case, ratio, f"{row.sectors_ratio:.3f}{mark}", counts.bank_conflicts)
+        needs = (counts.threads_per_block, counts.shared_bytes, registers, spilled, shares)
+        lines.append(f"| {' | '.join(map(str, (*work, *needs)))} |")
     return "\n".join([*lines, "", *(f"[{i}] {note}" for i, note in enumerate(notes, 1))]).rstrip() + "\n"

@@ -14,7 +14,7 @@ from megazero.report.memory.table import COLUMNS, merge_alike, read_memory, rows
 
 
 def build_memory_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
+    """Build a parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="megazero memory-report",
         description="Show what the memory of each rank holds: weights, masters, moments, gradient sums, "
@@ -40,17 +40,17 @@ def _report(flags: argparse.Namespace, training: Sequence[str] | None) -> None:
 
     _check(flags, training)
     if training is None:
-        found = merge_alike(read_memory(flags.metrics))
+        memories = merge_alike(read_memory(flags.metrics))
     else:
         from megazero.report.memory.planned import planned_memory
 
         config = parse_config(training, world_size=flags.nproc).config
-        found = merge_alike(planned_memory(config, flags.nproc))
-    print_table(COLUMNS, rows(found), left=2)
-    print(verdict(found))
+        memories = merge_alike(planned_memory(config, flags.nproc))
+    print_table(COLUMNS, rows(memories), left=2)
+    print(verdict(memories))
     if flags.output is not None:
         try:
-            draw_memory(found, flags.output)
+            draw_memory(memories, flags.output)
         except OSError as error:
             raise ConfigError(f"`--output` must be a file that can be written, but: {error}") from error
 

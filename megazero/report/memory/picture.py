@@ -1,4 +1,4 @@
-"""What memory holds as a picture: a stacked bar per rank and place."""
+"""The contents of memory as a picture: a stacked bar per rank and place."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ def draw_memory(memories: Sequence[RankMemory], path: Path) -> None:
 
 def memory_figure(memories: Sequence[RankMemory]) -> Figure:
     """The picture that `draw_memory` writes: a panel per place with all ranks, over the same axis."""
-    places = [place for place in PLACES if any(each.places.get(place) for each in memories)]
+    places = [place for place in PLACES if any(memory.places.get(place) for memory in memories)]
     height = 1.6 + len(places) * (0.55 + 0.36 * len(memories))
     figure = new_figure(10, min(40.0, height))
     panels = figure.subplots(len(places), 1, squeeze=False, sharex=True)[:, 0]
-    longest = max(each.total(place) for each in memories for place in places)
+    longest = max(memory.total(place) for memory in memories for place in places)
     scale, unit = _unit_of(longest)
     for place, panel in zip(places, panels, strict=True):
         _draw_place(panel, memories, place, longest, scale)
         panel.set_title(_TITLES[place], loc="left", fontsize=10, fontweight="bold")
     panels[-1].set_xlabel(unit)
-    present = [k for k in KINDS if any(k in held for each in memories for held in each.places.values())]
+    present = [k for k in KINDS if any(k in held for memory in memories for held in memory.places.values())]
     boxes = [panels[0].barh([0], [0], color=_COLOURS[kind]) for kind in present]
     figure.legend(boxes, present, loc="outside upper center", ncols=len(present), frameon=False)
     return figure
 
 
 def _draw_place(panel: Axes, memories: Sequence[RankMemory], place: str, longest: int, scale: float) -> None:
-    for row, each in enumerate(memories):
+    for row, memory in enumerate(memories):
         left = 0
         for kind in KINDS:
-            size = each.places.get(place, {}).get(kind, 0)
+            size = memory.places.get(place, {}).get(kind, 0)
             panel.barh(row, size / scale, left=left / scale, height=0.7, color=_COLOURS[kind])
             if size > _LABELLED * longest:
                 middle = (left + size / 2) / scale
                 panel.text(middle, row, shown(size), ha="center", va="center", fontsize=8, color="white")
             left += size
         panel.text((left + 0.01 * longest) / scale, row, shown(left), va="center", fontsize=8)
-    names = [f"rank{'s' * (len(each.ranks) > 1)} {each.name}" for each in memories]
+    names = [f"rank{'s' * (len(memory.ranks) > 1)} {memory.name}" for memory in memories]
     panel.set_yticks(range(len(memories)), names, fontsize=8)
     panel.set_ylim(len(memories) - 0.4, -0.6)
     panel.set_xlim(0, 1.12 * longest / scale)
@@ -72,6 +72,6 @@ def _draw_place(panel: Axes, memories: Sequence[RankMemory], place: str, longest
 
 
 def _unit_of(longest: int) -> tuple[float, str]:
-    """What one unit of the axis is in bytes, and its name."""
+    """The size of the axis's unit in bytes, and its name."""
     name = shown(longest).split()[1]
     return 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB").index(name), name

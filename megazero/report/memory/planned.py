@@ -1,4 +1,4 @@
-"""What memory would hold in a training that is not run: a rank of each pipeline stage, on the meta device."""
+"""The memory of a training that is not run: a rank of each pipeline stage, on the meta device."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from megazero.train.vocabulary import Vocabulary, build_vocabulary
 
 
 def planned_memory(config: Config, ranks: int) -> list[RankMemory]:
-    """What the first rank of each stage would hold, with the ranks of that stage, which hold as much.
+    """The memory of the first rank of each stage, which stands for all ranks of its stage.
 
-    What is held between steps is exact, but for experts that are spread unevenly. Activations are those of a
-    first step that runs on tensors without content, by the reference of each operator: fused kernels take
-    less.
+    Sizes between steps are exact, unless experts are spread unevenly. Activations are those of a first step
+    that runs on tensors without content, by the reference of each operator: fused kernels take less.
 
     Args:
-        config: of the training.
-        ranks: the size of its world.
+        config: the training's configuration.
+        ranks: the number of its ranks.
 
     Raises:
         ConfigError: the model cannot be built on so many ranks.
@@ -41,8 +40,8 @@ def planned_memory(config: Config, ranks: int) -> list[RankMemory]:
     for rank in range(ranks):
         stages.setdefault(grid.place(rank).index("pp"), []).append(rank)
     return [
-        RankMemory(tuple(of), _of_rank(config, training_plan, vocabulary, grid, of[0]))
-        for of in stages.values()
+        RankMemory(tuple(members), _of_rank(config, training_plan, vocabulary, grid, members[0]))
+        for members in stages.values()
     ]
 
 

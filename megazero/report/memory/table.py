@@ -1,4 +1,4 @@
-"""What memory holds, by rank, place and kind: from a file of metrics, as a table and as sentences."""
+"""The contents of memory by rank, place and kind: read from a file of metrics, as a table and in words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megazero.report.metrics_file import read_metrics
 from megazero.train.memory import KINDS
 
 KEY = "memory"
-"""The key of a step's metrics that holds it: a mapping place -> kind -> bytes per rank."""
+"""The key of a step's metrics that holds the contents of memory: place -> kind -> bytes, per rank."""
 
 PLACES = ("device", "cpu", "nvme")
 COLUMNS = ("rank", "where", *KINDS, "sum")
@@ -22,10 +22,10 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one rank, or several that are alike, hold.
+    """The contents of the memory of one rank, or of each of several alike.
 
     Attributes:
-        ranks: their numbers.
+        ranks: numbers of the ranks.
         places: bytes by place and kind.
     """
 
@@ -44,24 +44,24 @@ class RankMemory:
         return ", ".join("-".join(map(str, run)) for run in runs)
 
     def total(self, place: str) -> int:
-        """All bytes of a place."""
+        """The bytes held in a place."""
         return sum(self.places.get(place, {}).values())
 
 
 def read_memory(path: Path) -> list[RankMemory]:
-    """The latest measurement in a file of metrics, a rank each.
+    """Read the latest measurement in a file of metrics, one entry per rank.
 
     Raises:
-        DataError: it cannot be read, is no file of metrics, or has none.
+        DataError: the file cannot be read, is no file of metrics, or has no measurement.
     """
-    found = read_metrics(path, "METRICS", "an `iteration`", _measured)
-    found = [record for record in found if record is not None]
-    if not found:
+    steps = read_metrics(path, "METRICS", "an `iteration`", _measured)
+    latest = next((ranks for ranks in reversed(steps) if ranks is not None), None)
+    if latest is None:
         raise DataError(
             f"`METRICS` must have a step with `{KEY}`, but {path} has none; train with a version that writes "
             "it, from the first step on"
         )
-    return [RankMemory((number,), places) for number, places in enumerate(found[-1])]
+    return [RankMemory((number,), places) for number, places in enumerate(latest)]
 
 
 def _measured(record: Mapping[str, Any]) -> list[dict[str, dict[str, int]]] | None:
@@ -79,29 +79,29 @@ def _measured(record: Mapping[str, Any]) -> list[dict[str, dict[str, int]]] | No
 
 
 def merge_alike(memories: Sequence[RankMemory]) -> list[RankMemory]:
-    """Those of ranks that hold the same, as one."""
-    found: dict[str, RankMemory] = {}
-    for each in memories:
-        key = repr([(p, sorted(k.items())) for p, k in sorted(each.places.items())])
-        known = found.get(key)
-        found[key] = RankMemory((*(known.ranks if known else ()), *each.ranks), each.places)
-    return list(found.values())
+    """Merge the memories of ranks that hold the same into one entry."""
+    merged: dict[str, RankMemory] = {}
+    for memory in memories:
+        key = repr([(p, sorted(k.items())) for p, k in sorted(memory.places.items())])
+        known = merged.get(key)
+        merged[key] = RankMemory((*(known.ranks if known else ()), *memory.ranks), memory.places)
+    return list(merged.values())
 
 
 def rows(memories: Sequence[RankMemory]) -> list[tuple[str, ...]]:
-    """A row per rank and place, of the cells that `COLUMNS` names."""
-    found = []
-    for each in memories:
-        for number, place in enumerate(place for place in PLACES if each.places.get(place)):
-            kinds = each.places[place]
+    """The table with a row per rank and place, of the cells that `COLUMNS` names."""
+    table = []
+    for memory in memories:
+        for number, place in enumerate(place for place in PLACES if memory.places.get(place)):
+            kinds = memory.places[place]
             cells = (shown(kinds[kind]) if kind in kinds else "-" for kind in KINDS)
-            found.append((each.name if number == 0 else "", place, *cells, shown(each.total(place))))
-    return found
+            table.append((memory.name if number == 0 else "", place, *cells, shown(memory.total(place))))
+    return table
 
 
 def verdict(memories: Sequence[RankMemory]) -> str:
-    """A line that names the fullest device and what most of it is."""
-    fullest = max(memories, key=lambda each: each.total("device"))
+    """A line that names the fullest device, and the kind that takes most of it."""
+    fullest = max(memories, key=lambda memory: memory.total("device"))
     kinds = fullest.places.get("device", {})
     if not kinds:
         return "no rank holds anything on the device"

@@ -13,6 +13,7 @@ from megazero.config.deepspeed.row import (
     TEXT,
     KeyRow,
     Values,
+    ValueShape,
     only,
     refuses,
     sets,
@@ -24,7 +25,7 @@ _RAMPS = ("fixed_linear", "fixed_root")
 
 
 def _with(*schedules: str) -> Callable[[Any, Values], Any]:
-    """Takes the value with these schedules; the others do not read the key."""
+    """Make a converter that takes the value with these schedules; the others do not read the key."""
 
     def convert(value: Any, values: Values) -> Any:
         return value if values.get(f"{_SECTION}.schedule_type") in schedules else NOTHING
@@ -32,7 +33,7 @@ def _with(*schedules: str) -> Callable[[Any, Values], Any]:
     return convert
 
 
-def _row(key: str, field: str, shape=COUNT, **rest: Any) -> KeyRow:
+def _row(key: str, field: str, shape: ValueShape = COUNT, **rest: Any) -> KeyRow:
     return sets(f"{_SECTION}.{key}", shape, f"curriculum.{field}", when=f"{_SECTION}.enabled", **rest)
 
 

@@ -52,7 +52,7 @@ def _cuts(metric: CurriculumMetric) -> bool:
 
 
 def _convert(given: Mapping[str, Any], values: Values) -> tuple[Any, ...]:
-    """The metrics to sample by, and what the one that cuts says of lengths; NOTHING for what is not said."""
+    """The metrics to sample by, and the lengths of the one that cuts; NOTHING for what is not given."""
     metrics, _ = metrics_of(given)
     sampled = tuple(metric for metric in metrics if not _cuts(metric))
     cut = next((metric for metric in metrics if _cuts(metric)), None)
@@ -67,7 +67,7 @@ def _length(metric: CurriculumMetric, name: str) -> Any:
 
 
 def _faults(given: Mapping[str, Any], values: Values) -> list[str]:
-    """What is wrong with metrics, as sentences without an end."""
+    """The faults of metrics, as sentences without an end."""
     metrics, faults = metrics_of(given, f"{_METRICS}.")
     cuts = [metric.name for metric in metrics if _cuts(metric)]
     if len(cuts) > 1:

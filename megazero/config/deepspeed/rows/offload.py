@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megazero.config.deepspeed.row import (
@@ -37,8 +38,8 @@ def _switched(on: bool, values: Values) -> Any:
     return "cpu" if on else NOTHING
 
 
-def _unless_the_optimizer_says(name: str):
-    """The parameters' value sets a setting that both share unless the optimizer's does."""
+def _unless_the_optimizer_says(name: str) -> Callable[[Any, Values], Any]:
+    """Make a converter by which the parameters' value sets a shared setting unless the optimizer's does."""
 
     def convert(value: Any, values: Values) -> Any:
         return NOTHING if _OPTIMIZER + name in values else value
@@ -46,7 +47,7 @@ def _unless_the_optimizer_says(name: str):
     return convert
 
 
-def _as_the_optimizers(name: str):
+def _as_the_optimizers(name: str) -> Callable[[Any, Values], list[str]]:
     def faults(value: Any, values: Values) -> list[str]:
         other = values.get(_OPTIMIZER + name, value)
         if other == value:

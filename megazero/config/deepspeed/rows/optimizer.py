@@ -1,4 +1,4 @@
-"""What happens to the keys of a DeepSpeed JSON's optimizer."""
+"""The rows of the keys of a DeepSpeed JSON's optimizer."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ _OWNERS: Mapping[str, tuple[tuple[str, ...], Any]] = MappingProxyType(
 
 
 def optimizer_faults(values: Values) -> Iterator[str]:
-    """What is wrong with keys of the optimizer that are sound by themselves, as sentences."""
+    """The faults of the optimizer's keys together, each sound by itself, as sentences."""
     given, chosen = values.get("optimizer.type"), optimizer_of(values)
     for name, (owners, harmless) in _OWNERS.items() if chosen is not None else ():
         key = f"optimizer.params.{name}"
         if chosen not in owners and values.get(key, harmless) != harmless:
             yield f"`{key}` must not be {say(values[key])} with {given}; leave it out."
     if chosen == "rmsprop" and values.get("optimizer.params.momentum"):
-        yield "`optimizer.params.momentum` must be 0 with RMSprop, which has none here; leave it out."
+        yield "`optimizer.params.momentum` must be 0 with RMSprop, which has no momentum here; leave it out."
     for low, high, usual in (
         ("min_coeff", "max_coeff", (0.01, 10.0)),
         ("factor_min", "factor_max", (0.5, 4.0)),
@@ -101,45 +101,45 @@ def is_lamb(values: Values) -> bool:
     return optimizer_of(values) in ("lamb", "onebit-lamb")
 
 
-def _of_lamb(told: Callable[[Any], Any]) -> Callable[[Any, Values], Any]:
-    """What a key of LAMB says; with another optimizer, where only its default is accepted, nothing."""
-    return lambda value, values: told(value) if is_lamb(values) else NOTHING
+def _of_lamb(read: Callable[[Any], Any]) -> Callable[[Any, Values], Any]:
+    """Make a converter of a key of LAMB; with another optimizer, it sets nothing."""
+    return lambda value, values: read(value) if is_lamb(values) else NOTHING
 
 
 def _betas(pair: tuple[float, float] | None, values: Values) -> Any:
-    """Those of the optimizer; left out, Lion's are (0.9, 0.99), as in DeepSpeed and the paper."""
+    """The betas of the optimizer; left out, Lion's are (0.9, 0.99), as in DeepSpeed and the paper."""
     if optimizer_of(values) == "lion":
         return (NOTHING, NOTHING, *(pair or (0.9, 0.99)))
     return NOTHING if pair is None else (*pair, NOTHING, NOTHING)
 
 
-def _eps(value: float, values: Values) -> tuple:
+def _eps(value: float, values: Values) -> tuple[Any, ...]:
     chosen = optimizer_of(values)
-    own = [value if chosen == each else NOTHING for each in ("adagrad", "adadelta")]
+    own = [value if chosen == name else NOTHING for name in ("adagrad", "adadelta")]
     return (value if own == [NOTHING, NOTHING] else NOTHING, *own)
 
 
-def _momentum(value: float | None, values: Values) -> tuple:
-    """SGD's, which is 0 if it is left out, or Muon's, which is 0.95 then."""
+def _momentum(value: float | None, values: Values) -> tuple[Any, ...]:
+    """The momentum of SGD, 0 if it is left out, or of Muon, 0.95 if it is left out."""
     if optimizer_of(values) == "muon":
         return (NOTHING, 0.95 if value is None else value)
     return (value or 0.0, NOTHING)
 
 
 def _nesterov(value: bool | None, values: Values) -> Any:
-    """Muon's, which is on if it is left out, with the rest of what DeepSpeed's Muon is: Jordan et al.'s."""
+    """The Nesterov setting of Muon, on if left out, with the other settings of DeepSpeed's Muon."""
     if optimizer_of(values) != "muon":
         return NOTHING
     return (value is not False, "simple", "shape_scaling")
 
 
 def _rate(value: float, values: Values) -> Any:
-    """`lr`, or Muon's own, beside which `lr` is that of the rest."""
+    """The learning rate `lr` or, for Muon, its own one; `lr` is then that of the other weights."""
     own = values.get("optimizer.params.muon_lr")
     return own if optimizer_of(values) == "muon" and isinstance(own, float | int) else value
 
 
-def _rates(value: float, values: Values) -> tuple:
+def _rates(value: float, values: Values) -> tuple[Any, ...]:
     rest = values.get("optimizer.params.lr")
     return (value, rest if isinstance(rest, float | int) else NOTHING)
 

@@ -13,6 +13,7 @@ from megazero.config.deepspeed.row import (
     TEXT,
     KeyRow,
     Values,
+    ValueShape,
     ignores,
     only,
     refuses,
@@ -35,7 +36,7 @@ def _if_on(value: Any, values: Values) -> Any:
     return value if _on(values) else NOTHING
 
 
-def _row(key: str, field: str, shape=COUNT) -> KeyRow:
+def _row(key: str, field: str, shape: ValueShape = COUNT) -> KeyRow:
     return sets(f"{_LTD}.{key}", shape, f"skipping.{field}", convert=_if_on)
 
 

@@ -32,10 +32,12 @@ def _cut(flat: Tensor) -> list[Tensor]:
 def _lamb(kernels: KernelLibrary) -> None:
     p, m, v = (_cut(torch.rand(_ELEMENTS)) for _ in range(3))
     grads, weights = (_cut(torch.rand(_ELEMENTS).bfloat16()) for _ in range(2))
-    terms = {"factor": 1.0, "eps": 1e-6, "weight_decay": 0.1}
     rates = torch.full((len(SIZES),), 1e-3).unbind()
-    lamb_norms_of_pieces(p, grads, m, v, beta1=0.9, beta2=0.95, **terms, kernels=kernels)
-    lamb_move_pieces(p, m, v, rates, weights, **terms, kernels=kernels)
+    factor, eps, decay = 1.0, 1e-6, 0.1
+    lamb_norms_of_pieces(
+        p, grads, m, v, beta1=0.9, beta2=0.95, factor=factor, eps=eps, weight_decay=decay, kernels=kernels
+    )
+    lamb_move_pieces(p, m, v, rates, weights, factor=factor, eps=eps, weight_decay=decay, kernels=kernels)
 
 
 CASES = (

@@ -25,9 +25,21 @@ def _tensors() -> tuple[Tensor, ...]:
 
 
 def _adam(kernels: KernelLibrary) -> None:
-    *four, weights = ([each] for each in _tensors())
-    settings = {"step": 1, "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-    adam_cuda(*four, weights, **settings, kernels=kernels)
+    p, g, m, v, weights = ([tensor] for tensor in _tensors())
+    adam_cuda(
+        p,
+        g,
+        m,
+        v,
+        weights,
+        step=1,
+        lr=1e-3,
+        beta1=0.9,
+        beta2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+        kernels=kernels,
+    )
 
 
 def _sgd(kernels: KernelLibrary) -> None:
