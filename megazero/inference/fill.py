@@ -13,7 +13,7 @@ from torch import Tensor
 from megazero.data.tokenizers import Tokenizer
 from megazero.errors import ConfigError, DataError
 from megazero.inference.staged import StagedModel
-from megazero.models import BertBatch, Collate
+from megazero.models import BertBatch, Collate, MicroBatch
 
 _ROLES = ("cls", "sep", "mask", "pad")
 
@@ -55,7 +55,7 @@ class MaskFiller:
         self,
         model: StagedModel[BertBatch],
         tokenizer: Tokenizer,
-        collate: Collate[BertBatch],
+        collate: Collate[MicroBatch],
     ):
         missing = [f"[{role.upper()}]" for role in _ROLES if role not in tokenizer.special_ids]
         if missing:
@@ -88,9 +88,10 @@ class MaskFiller:
         found: list[list[list[Candidate]]] = []
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
-            arrays = self._arrays(batch)
+            inputs = self.collate(self._arrays(batch), tuple(range(len(batch))))
+            assert isinstance(inputs, BertBatch), "a model that restores tokens takes such batches"
             with torch.inference_mode():
-                logits = self.model.masked_logits(self.collate(arrays, tuple(range(len(batch)))))
+                logits = self.model.masked_logits(inputs)
             candidates = iter(self._best(logits, top_k))
             found += [list(islice(candidates, row.tokens.count(self._ids["mask"]))) for row in batch]
         return found

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from megazero.errors import ConfigError, DataError, exit_status
 from megazero.inference.fill import Candidate, MaskFiller
 from megazero.inference.job import add_sizes, check_texts, decode_lines, loaded_model
+from megazero.models import MaskedLanguageModel
 from megazero.mpu import Launch
 
 VERB = "fill-mask"
@@ -46,7 +47,7 @@ def _run(flags: argparse.Namespace) -> None:
     for name in ("top_k", "batch_size"):
         if getattr(flags, name) < 1:
             raise ConfigError(f"`{name}` must be at least 1, but is {getattr(flags, name)}; ask for one")
-    with loaded_model(flags, launch, VERB) as (loaded, model):
+    with loaded_model(flags, launch, VERB, MaskedLanguageModel.of) as (loaded, model):
         filler = MaskFiller(model, loaded.tokenizer, loaded.collate)
         found = filler.fill(texts, top_k=flags.top_k, batch_size=flags.batch_size)
         if loaded.context.rank == 0:

@@ -20,7 +20,7 @@ from megazero.models.classifier import (
 from megazero.models.classifier_batch import ClassifierCollate, LabelledBatch, random_labelled
 from megazero.models.distilled import DistilledChunk
 from megazero.models.gpt import GPT, gpt_blocks
-from megazero.models.language_model import LanguageModel, MeasuredModel
+from megazero.models.language_model import LanguageModel, MaskedLanguageModel, MeasuredModel
 from megazero.models.sample_losses import NumberedBatch, SampleLosses
 from megazero.models.trunk import Trunk
 
@@ -42,6 +42,7 @@ __all__ = [
     "LabelledBatch",
     "LanguageModel",
     "LastTokenClassifier",
+    "MaskedLanguageModel",
     "MeasuredModel",
     "MicroBatch",
     "ModelChunk",

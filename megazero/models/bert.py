@@ -31,7 +31,7 @@ from megazero.models.bert_batch import BertBatch
 from megazero.models.chunk import Block, ChunkSpan
 from megazero.models.flops import attention_flops, dense_flops, layer_mlp_flops, logits_flops
 from megazero.models.hits import vocab_parallel_hits
-from megazero.models.language_model import MeasuredModel
+from megazero.models.language_model import MaskedLanguageModel
 from megazero.mpu import Cut, Group, InitialValues, ParamSpec
 from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
@@ -112,7 +112,7 @@ def bert_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
     )
 
 
-class BERT(MeasuredModel[BertBatch]):
+class BERT(MaskedLanguageModel):
     """A bidirectional transformer (Devlin et al. 2019; Shoeybi et al. 2019), or a part of it.
 
     It learns to restore masked tokens (term ``lm``) and, with the binary head, to tell whether two segments

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypedDict
 
 import numpy as np
 
@@ -30,6 +30,14 @@ if TYPE_CHECKING:
     from megazero.data_efficiency.sampler import CurriculumSampler
 
     _: tuple[type[Sampler], ...] = (BatchSampler, CurriculumSampler)
+
+
+class SampleFacts(TypedDict):
+    """Where a sample is: its place in the training order, its number, and where its text is in which file."""
+
+    place: int
+    sample: int
+    text: str
 
 
 @dataclass(frozen=True)
@@ -63,8 +71,8 @@ class Feed(Generic[M_co]):
         sampler.spec = replace(self.spec, data_parallel_rank=number)
         return Feed(self.dataset, sampler, self.collate)
 
-    def samples_of(self, step: Step) -> list[dict[str, Any]]:
-        """This rank's samples of a step: their places in the training order, numbers and texts' places."""
+    def samples_of(self, step: Step) -> list[SampleFacts]:
+        """This rank's samples of a step."""
         starts = [step.before.samples + i * self.spec.stride for i in range(step.micro_batches)]
         return [
             {"place": place, "sample": int(number), "text": whereabouts(self.dataset, int(number))}

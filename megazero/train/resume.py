@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -46,7 +45,7 @@ from megazero.train.random_state import random_state, set_random_state
 from megazero.train.router_state import router_parts_to_read
 from megazero.train.same_sums import changed_sums
 from megazero.train.state import TrainState
-from megazero.train.state_json import DataFacts, RunFacts, SavedModel, saved_model, saved_run
+from megazero.train.state_json import DataFacts, RunFacts, SavedConfig, SavedModel, saved_model, saved_run
 from megazero.zero import IN_USE, Optimizer
 
 # What determines learning rate and weight decay after a resume; a silent change would distort the schedule.
@@ -370,7 +369,7 @@ def check_model(
         raise CheckpointError(f"`{folder}` must be of this model, but has {', '.join(wrong)}")
 
 
-def _check_schedule(config: Config, saved: Mapping[str, Any], folder: Path) -> None:
+def _check_schedule(config: Config, saved: SavedConfig, folder: Path) -> None:
     if config.checkpoint.override_opt_param_scheduler:
         return
     now, then = config.optimizer.model_dump(mode="json"), saved.get("optimizer") or {}
@@ -384,7 +383,7 @@ def _check_schedule(config: Config, saved: Mapping[str, Any], folder: Path) -> N
         )
 
 
-def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def _differences(saved: SavedConfig, now: SavedConfig) -> list[tuple[str, object, object]]:
     """(setting, saved value, value now) for every setting that differs and matters to the training."""
     found = []
     for section in sorted({*saved, *now}):

@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -68,7 +67,7 @@ class Snapshots:
             Retention(section.kept_last, section.save_retain_interval),
             section.async_save_limit if section.async_save else 0,
         )
-        self._fixed = {
+        self._fixed: dict[str, object] = {
             "kind": PRETRAINING,
             "vocab_size": vocab_size,
             "stream_seed": stream_seed,
@@ -83,11 +82,11 @@ class Snapshots:
             },
         }
 
-    def note(self, facts: Mapping[str, Any]) -> None:
+    def note(self, facts: Mapping[str, object]) -> None:
         """Say this too, as JSON, in all checkpoints from now on."""
         self._fixed |= facts
 
-    def save(self, state: TrainState, found: Mapping[str, Any] | None = None) -> list[int]:
+    def save(self, state: TrainState, found: Mapping[str, object] | None = None) -> list[int]:
         """Save a checkpoint of `state` and the engine, or start saving it; every rank calls this.
 
         Args:

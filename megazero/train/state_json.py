@@ -178,7 +178,7 @@ class SavedModel:
     """
 
     vocab_size: int
-    sections: Mapping[str, dict[str, Any]]
+    sections: Mapping[str, Mapping[str, Any]]
     place: Path
     shapes: Mapping[Key, tuple[int, ...]] | None = None
 
@@ -209,7 +209,7 @@ class SavedModel:
         if self.shapes is not None:
             check_saved_model(model, self.vocab_size, self.shapes, self.place)
 
-    def _validated(self, model: type[_Section], content: Mapping[str, Any]) -> _Section:
+    def _validated(self, model: type[_Section], content: Mapping[str, object]) -> _Section:
         try:
             return model.model_validate(content)
         except ValidationError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from megazero.config.guards import GuardsConfig
 from megazero.config.steps import Step
@@ -41,7 +40,7 @@ class _Seen:
     spikes: Sequence[Spike] = ()
     finite: bool = True
     ruling: Ruling | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def told(self) -> str:

@@ -40,7 +40,7 @@ class Incident:
     summary: str
     action: Action
     ranks: tuple[int, ...] = ()
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, object] = field(default_factory=dict)
 
 
 class IncidentLog:
@@ -99,7 +99,7 @@ def page(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(value: Any) -> str:
+def _row(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_row(each)}" for name, each in value.items())
     if isinstance(value, list | tuple):

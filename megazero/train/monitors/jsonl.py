@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from megazero.errors import ConfigError
 from megazero.train.metrics import EvalMetrics, StepMetrics
@@ -69,7 +69,7 @@ class JsonlMonitor(Monitor):
             self._evaluations.close()
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: object) -> object:
     """`value` with each non-finite float as the string that `float()` reads back."""
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
@@ -82,7 +82,7 @@ def to_json(value: Any) -> Any:
     return "Infinity" if value > 0 else "-Infinity"
 
 
-def _append(file: IO[str], path: Path, record: dict[str, Any]) -> None:
+def _append(file: IO[str], path: Path, record: Mapping[str, object]) -> None:
     line = json.dumps(to_json(record), allow_nan=False) + "\n"
     try:
         file.write(line)
