@@ -37,5 +37,5 @@ def try_lock(descriptor: int) -> bool:
 
 
 def this_process() -> str:
-    """What the holder of a lock writes into the file, for those who find it locked."""
+    """The text that the holder of a lock writes into the file, for those who find it locked."""
     return f"process {os.getpid()} on {platform.node()}"

@@ -1,4 +1,4 @@
-"""What training minimizes and reports: named loss terms."""
+"""Named loss terms, which training minimizes and reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all commands that run a trained model share: the flags of its sizes, its texts, the job itself."""
+"""The parts that all commands with a trained model share: flags for its sizes, texts, and the job itself."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def loaded_model(
 ) -> Iterator[tuple[Loaded, StagedModel[M]]]:
     """The checkpoint in the folder `flags.load`, on this rank of a job that lasts as long as the context.
 
-    The first rank prints the remarks. `verb` is the command that the model is for, and `part`
-    takes a chunk as one of such a model.
+    The first rank prints the remarks. `verb` is the command that the model is for, and `part` returns a
+    chunk as one of the models that the command can run.
 
     Raises:
         MegazeroError: the checkpoint cannot be loaded on this job, or its model is not for this command.

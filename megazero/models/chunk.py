@@ -1,4 +1,4 @@
-"""What the trainer needs from a model: a list of blocks that a pipeline cuts into chunks."""
+"""The trainer's view of a model: a list of blocks that a pipeline cuts into chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often the likeliest token is the right one, when the vocabulary is sliced over ranks."""
+"""The number of right answers, when the vocabulary is sliced over ranks."""
 
 from __future__ import annotations
 

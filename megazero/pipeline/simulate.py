@@ -92,7 +92,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What happens when.
+    """When each action of a schedule runs.
 
     Attributes:
         schedule: what was simulated.

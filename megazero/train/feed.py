@@ -117,11 +117,11 @@ class Feed(Generic[M_co]):
 def cut(
     arrays: dict[str, np.ndarray], samples: tuple[int, ...], length: int | None, rows: int = 1
 ) -> tuple[dict[str, np.ndarray], tuple[RowPlace, ...]]:
-    """Arrays of b samples as those of b x `rows` rows of `length` tokens, and the places of these rows.
+    """Cut arrays of b samples into b x `rows` rows of `length` tokens, and give the places of these rows.
 
     Row j of a sample has its columns from j x `length` on; the rows of one sample follow each other. Arrays
-    [b, s] are cut, and what there is once per sample is there once per row. In a row that begins within a
-    document, positions count from the row's beginning, as in a sample that does.
+    [b, s] are cut, and values that a sample has once are repeated for each row. In a row that begins within a
+    document, positions count from the beginning of the row.
 
     Args:
         arrays: [b, s] or [b], a dataset's.
@@ -138,8 +138,8 @@ def cut(
     def of(name: str, array: np.ndarray) -> np.ndarray:
         if array.ndim != 2:
             return np.repeat(array, rows, axis=0)
-        found = np.ascontiguousarray(array[:, : rows * length]).reshape(-1, length)
-        return np.minimum(found, np.arange(length, dtype=found.dtype)) if name == "position_ids" else found
+        flat = np.ascontiguousarray(array[:, : rows * length]).reshape(-1, length)
+        return np.minimum(flat, np.arange(length, dtype=flat.dtype)) if name == "position_ids" else flat
 
     places: list[RowPlace] = [
         sample if row == 0 else (sample, row) for sample in samples for row in range(rows)

@@ -58,8 +58,8 @@ class TaskReport:
     @property
     def macro_f1(self) -> float | None:
         """The mean of F1 over the classes that occur among the labels or the answers."""
-        found = [f1 for f1, given in zip(self.f1, self._given, strict=True) if given]
-        return sum(found) / len(found) if found else None
+        occurring = [f1 for f1, given in zip(self.f1, self._given, strict=True) if given]
+        return sum(occurring) / len(occurring) if occurring else None
 
     @property
     def _given(self) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What an incident tells of a step: gradient norms by layer, losses by replica, and the samples."""
+"""Facts of a step for the report of an incident: gradient norms by layer, losses by replica, samples."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def step_facts(
     batches: Sequence[MicroBatch],
     context: ParallelContext,
 ) -> dict[str, object]:
-    """Facts of a step whose gradients are there, as JSON; every rank calls this, and all get the same.
+    """Gather the facts of a step, as JSON, before its update; every rank calls this, and all get the same.
 
     Args:
-        engine: computed the step.
+        engine: computed the step, and holds its gradients.
         feed: gave its samples.
-        step: which one.
-        attempt: what came out.
+        step: the step.
+        attempt: its losses and norms.
         batches: this rank's micro-batches.
         context: all ranks.
     """
@@ -84,7 +84,7 @@ def _by_replica(everyone: Sequence[_RankFacts]) -> list[dict[str, object]]:
 
 
 def _by_layer(norms: Mapping[str, float]) -> dict[str, float]:
-    """Norms of parameters as those of layers; what belongs to none goes by its name."""
+    """Gradient norms by layer, from those by parameter; a parameter outside of layers keeps its name."""
     squares: dict[str, float] = defaultdict(float)
     for name, norm in norms.items():
         layer = _LAYER.search(name)

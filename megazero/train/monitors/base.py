@@ -1,4 +1,4 @@
-"""What a monitor is, and a composite that survives its members' failures."""
+"""The base class of monitors, and a composite that survives its members' failures."""
 
 from __future__ import annotations
 

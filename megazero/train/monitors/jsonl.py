@@ -39,13 +39,13 @@ class JsonlMonitor(Monitor):
         self.eval_path = self.path.with_name(self.path.name.removesuffix(".jsonl") + ".eval.jsonl")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            for each in (self.path, self.eval_path):
-                _rewind(each, resume_iteration)
+            for destination in (self.path, self.eval_path):
+                _rewind(destination, resume_iteration)
             self._steps = self.path.open("a", encoding="utf-8")
             self._evaluations: IO[str] | None = None
         except OSError as error:
             raise ConfigError(
-                f"`metrics_jsonl` must be a file that can be written, but is {self.path}: "
+                f"`metrics_jsonl` must be a destination that can be written, but is {self.path}: "
                 f"{error.strerror or error}; choose another path."
             ) from error
 
@@ -59,8 +59,8 @@ class JsonlMonitor(Monitor):
 
     def rewound(self, iteration: int) -> None:
         self.close()
-        for each in (self.path, self.eval_path):
-            _rewind(each, iteration)
+        for destination in (self.path, self.eval_path):
+            _rewind(destination, iteration)
         self._steps, self._evaluations = self.path.open("a", encoding="utf-8"), None
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ def _read(path: Path) -> Iterator[tuple[bytes, int]]:
         for number, line in enumerate(file, start=1):
             try:
                 record = json.loads(line)
-                found = line, int(record["iteration"])
+                numbered = line, int(record["iteration"])
             except (ValueError, KeyError, TypeError) as error:
                 if number > 1 and not line.endswith(b"\n"):
                     return
@@ -127,7 +127,7 @@ def _read(path: Path) -> Iterator[tuple[bytes, int]]:
                     f"is not an object with an `iteration`; choose another path."
                 ) from error
             if line.endswith(b"\n"):
-                yield found
+                yield numbered
 
 
 def _free_name(path: Path) -> Path:
