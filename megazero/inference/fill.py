@@ -60,8 +60,8 @@ class MaskFiller:
         missing = [f"[{role.upper()}]" for role in _ROLES if role not in tokenizer.special_ids]
         if missing:
             raise DataError(
-                f"`tokenizer` must have [CLS], [SEP], [MASK] and [PAD], but lacks {', '.join(missing)}; use the "
-                "one that the model was trained with"
+                f"`tokenizer` must have [CLS], [SEP], [MASK] and [PAD], but lacks {', '.join(missing)}; use "
+                "the one that the model was trained with"
             )
         self.model = model
         self.tokenizer = tokenizer

@@ -314,15 +314,12 @@ class Loop:
     def _report(self, stragglers: list[Straggler], state: TrainState) -> None:
         """Report the ranks that have become slow, and those that no longer are."""
         for straggler in stragglers:
-            if (
-                straggler.recovered or straggler.stage is not None
-            ):  # a stage of its own may simply have more to do
+            # A stage of its own may simply have more to do.
+            if straggler.recovered or straggler.stage is not None:
                 self.monitor.message(str(straggler))
                 continue
-            slow = Incident(
-                "slow rank", state.iteration, str(straggler), "none", (straggler.rank,), asdict(straggler)
-            )
-            self.incidents.add(slow)
+            ranks, details = (straggler.rank,), asdict(straggler)
+            self.incidents.add(Incident("slow rank", state.iteration, str(straggler), "none", ranks, details))
 
     def _due(self, interval: int | None, state: TrainState) -> bool:
         return interval is not None and state.iteration % interval == 0

@@ -243,7 +243,7 @@ class StepGuard:
         return replace(state, recent=replace(recent, spike=iteration))
 
     def _roll_back(self, state: TrainState, step: Step, seen: _Seen, kind: str) -> TrainState | None:
-        """Return the earlier state, with the samples around this step set aside; None without a checkpoint."""
+        """Go back, set aside the samples around the step, and return the state; None without a checkpoint."""
         earlier = self.restore() if self.restore is not None else None
         if earlier is None:
             return None

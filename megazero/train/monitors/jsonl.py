@@ -45,7 +45,7 @@ class JsonlMonitor(Monitor):
             self._evaluations: IO[str] | None = None
         except OSError as error:
             raise ConfigError(
-                f"`metrics_jsonl` must be a destination that can be written, but is {self.path}: "
+                f"`metrics_jsonl` must be a file that can be written, but is {self.path}: "
                 f"{error.strerror or error}; choose another path."
             ) from error
 
