@@ -21,8 +21,8 @@ from megazero.data_efficiency.analyzed import AnalyzedDataset
 from megazero.data_efficiency.disk import disk
 from megazero.data_efficiency.metrics import Metric
 from megazero.data_efficiency.samples import Samples
-from megazero.data_efficiency.user_metric import added, measured
 from megazero.data_efficiency.tasks import run_tasks
+from megazero.data_efficiency.user_metric import added, measured
 from megazero.errors import DataError
 from megazero.regular_file import open_regular
 
