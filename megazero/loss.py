@@ -49,5 +49,5 @@ class LossTerm:
 
     @property
     def label(self) -> str:
-        """Its name in logs and charts: ``lm loss``, or the bare name if the term is only reported."""
+        """The name in logs and charts: ``lm loss``, or the bare name if the term is only reported."""
         return f"{self.name} loss" if self.trained else self.name

@@ -72,7 +72,7 @@ class MaskFiller:
     def fill(
         self, texts: Sequence[str], *, top_k: int = 5, batch_size: int = 16
     ) -> list[list[list[Candidate]]]:
-        """For each text and each of its masks, the `top_k` likeliest tokens, the likeliest first.
+        """Return the `top_k` likeliest tokens of each mask of each text, the likeliest first.
 
         Every rank of the model calls this with the same arguments and returns the same. A text may be a pair
         of segments with a [SEP] between them. Probabilities are over the whole vocabulary of the model.
@@ -97,7 +97,7 @@ class MaskFiller:
         return filled
 
     def encode(self, number: int, text: str) -> MaskedText:
-        """The ids of a text, which errors call by its number.
+        """Encode a text; errors refer to it by its number.
 
         Raises:
             DataError: see `fill`.

@@ -50,12 +50,12 @@ class StagedModel(Generic[M]):
 
     @property
     def placement(self) -> Placement:
-        """Where the layers live."""
+        """The placement of the layers."""
         return self.any_part.placement
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return next(self.any_part.parameters()).device
 
     @property

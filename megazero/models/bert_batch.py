@@ -59,7 +59,7 @@ class BertBatch(MicroBatch):
 
     @property
     def counts(self) -> dict[str, float]:
-        """How much counts for each loss term: masked tokens, samples, or positions.
+        """The count of each loss term: masked tokens, samples, or positions.
 
         The share of padding is that of the data, whatever is left out or packed here: it does not depend on
         which samples share a micro-batch.

@@ -26,7 +26,7 @@ class Block:
 
 @dataclass(frozen=True)
 class ChunkSpan:
-    """Which blocks of the model one pipeline chunk holds.
+    """The blocks of the model that one pipeline chunk holds.
 
     Attributes:
         layers: the layers, by their numbers along the model.

@@ -60,7 +60,7 @@ class SampleLosses(Chunk[NumberedBatch[M]]):
         return self.chunk.hidden_dtype
 
     def hidden_shape(self, batch: NumberedBatch[M]) -> tuple[int, int, int]:
-        """As `Trunk.hidden_shape`."""
+        """The shape of the hidden states between chunks, as `Trunk.hidden_shape` says."""
         return self.chunk.hidden_shape(batch.batch)
 
     def run(

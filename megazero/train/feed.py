@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class SampleFacts(TypedDict):
-    """Where a sample is: its place in the training order, its number, and where its text is in which file."""
+    """A sample: its place in the training order, its number, and the place of its text in a file."""
 
     place: int
     sample: int
@@ -72,7 +72,7 @@ class Feed(Generic[M_co]):
         return Feed(self.dataset, sampler, self.collate)
 
     def samples_of(self, step: Step) -> list[SampleFacts]:
-        """This rank's samples of a step."""
+        """Describe this rank's samples of a step."""
         starts = [step.before.samples + i * self.spec.stride for i in range(step.micro_batches)]
         return [
             {"place": place, "sample": int(number), "text": whereabouts(self.dataset, int(number))}

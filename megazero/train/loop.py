@@ -230,7 +230,7 @@ class Loop:
         return state
 
     def _stability(self, state: TrainState, result: StepResult) -> Stability | None:
-        """How steady the training is after this step; every rank knows the same."""
+        """The stability of the training after this step, the same on every rank."""
         if self.plan.stability is None:
             return None
         known = state.stability or Stability()
@@ -272,7 +272,7 @@ class Loop:
 
     @contextmanager
     def _keeping_checkpoints(self) -> Iterator[None]:
-        """If the block ends the run, first make the checkpoints visible that are still being written."""
+        """Make the checkpoints visible that are still being written, if the block ends the run."""
         try:
             yield
         except NumericsError:

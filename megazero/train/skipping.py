@@ -38,13 +38,13 @@ class LayerDrop:
         return (1.0 - self.theta) * math.exp(-self.gamma * iteration) + self.theta
 
     def scales(self, iteration: int) -> tuple[float, ...]:
-        """For each layer, 1 / p if the step runs it, and 0 if not."""
+        """The scale of each layer: 1 / p if the step runs it, and 0 if not."""
         drop = (1.0 - self.keep(iteration)) / self.layers
         shares = [1.0 - layer * drop for layer in range(self.layers)]
         return tuple(1.0 / p if self._drawn(iteration, i) < p else 0.0 for i, p in enumerate(shares))
 
     def _drawn(self, iteration: int, layer: int) -> float:
-        """Uniform in [0, 1)."""
+        """A random number, uniform in [0, 1)."""
         return derive_key(self.seed, "layer drop", iteration, layer) / 2.0**63
 
 

@@ -37,8 +37,8 @@ class Straggler:
         rank: the world rank.
         iteration: the iteration at the end of which this was noticed.
         own, data: its times, in seconds per step, as in `RankTimes`.
-        peers_own, peers_data: the medians of its peers.
-        waited: what the other ranks wait in a step, in seconds; their median.
+        peers_own, peers_data: the medians over its peers.
+        waited: the median over the other ranks of the time that they wait in a step, in seconds.
         stage: its pipeline stage if it is alone there, so that its work may be another than its peers'.
         recovered: whether it is no longer slow.
     """
@@ -55,12 +55,12 @@ class Straggler:
 
     @property
     def ratio(self) -> float:
-        """Its own time as a multiple of its peers'."""
+        """The rank's own time as a multiple of its peers'."""
         return self.own / max(self.peers_own, 1e-9)
 
     @property
     def reads_slowly(self) -> bool:
-        """Whether reading data takes at least half of what it takes longer than its peers."""
+        """Whether reading data takes at least half of the rank's delay behind its peers."""
         return self.data - self.peers_data >= 0.5 * (self.own - self.peers_own)
 
     def __str__(self) -> str:

@@ -23,7 +23,7 @@ from megazero.train.vocabulary import Vocabulary, build_vocabulary
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many ranks each axis has; None takes the size used in training, or 1 in a single process."""
+    """The number of ranks of each axis; None takes the size used in training, or 1 in a single process."""
 
     tensor: int | None = None
     pipeline: int | None = None

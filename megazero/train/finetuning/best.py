@@ -21,7 +21,7 @@ FOLDER = "best"
 
 @dataclass(frozen=True)
 class Mark:
-    """How good the model was after an iteration."""
+    """The accuracy of the model after an iteration."""
 
     iteration: int
     accuracy: float

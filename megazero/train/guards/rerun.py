@@ -22,7 +22,7 @@ _SHOWN = 4  # names of tensors in a message
 
 
 class Cause(Enum):
-    """Where a suspicious result comes from."""
+    """The kind of fault behind a suspicious result."""
 
     REPEATABLE = "repeatable"
     TRANSIENT = "transient"
