@@ -64,7 +64,8 @@ def test_the_function_at_step_0_is_the_dense_model_s(shape, routing, tmp_path):
     found = evaluated(tmp_path / "c.jsonl", shape, EXPERTS, routing, "--load", dense)
     assert len(expected) == 2
     assert found == pytest.approx(expected, rel=1e-6)
-    fresh = evaluated(tmp_path / "d.jsonl", shape, EXPERTS, routing, "--load", tmp_path / "nothing")
+    seeded = EXPERTS.replace("--moe-use-upcycling", "")
+    fresh = evaluated(tmp_path / "d.jsonl", shape, seeded, routing, "--load", tmp_path / "nothing")
     assert fresh != pytest.approx(expected, rel=1e-3)  # the weights matter
 
 
