@@ -57,7 +57,7 @@ class CheckpointError(MegazeroError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """What is stored is not what was written: files are missing, cut, changed or from another checkpoint."""
+    """A checkpoint does not hold what was written: files are missing, cut, changed or from another one."""
 
 
 class LostFolderError(CheckpointError):
@@ -81,10 +81,10 @@ class NumericsError(MegazeroError):
 
 
 def exit_status(work: Callable[[], object]) -> int:
-    """Do `work`, and print the message of an error; returns the process's status.
+    """Do `work`, print the message of an error, and return the process's status.
 
-    If whoever reads the output stops reading, as `head` does, that is no fault of the work: it ends with the
-    status of a process that a closed pipe ended, and says nothing.
+    It is no fault of the work if the reader of its output stops reading, as `head` does: the status is then
+    that of a process that a closed pipe has ended, and nothing is printed.
     """
     try:
         work()

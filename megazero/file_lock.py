@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import sys
 
-try:
+if sys.platform != "win32":
     import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
@@ -24,7 +23,7 @@ def try_lock(descriptor: int) -> bool:
         BlockingIOError: another process holds the lock.
         OSError: the system refuses.
     """
-    if fcntl is None:
+    if sys.platform == "win32":
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -38,5 +37,5 @@ def try_lock(descriptor: int) -> bool:
 
 
 def this_process() -> str:
-    """What the holder of a lock writes into the file, for those who find it locked."""
+    """The text that the holder of a lock writes into the file, for those who find it locked."""
     return f"process {os.getpid()} on {platform.node()}"

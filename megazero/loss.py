@@ -1,4 +1,4 @@
-"""What training minimizes and reports: named loss terms."""
+"""Named loss terms, which training minimizes and reports."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ class LossTerm:
 
     @property
     def label(self) -> str:
-        """Its name in logs and charts: ``lm loss``, or the bare name if the term is only reported."""
+        """The name in logs and charts: ``lm loss``, or the bare name if the term is only reported."""
         return f"{self.name} loss" if self.trained else self.name

@@ -18,10 +18,10 @@ from megazero.data.blended import SampleDataset
 from megazero.data.cache import cache_key
 from megazero.data.files import whole_file
 from megazero.data_efficiency.analyzed import AnalyzedDataset
-from megazero.data_efficiency.crew import run_tasks
 from megazero.data_efficiency.disk import disk
 from megazero.data_efficiency.metrics import Metric
 from megazero.data_efficiency.samples import Samples
+from megazero.data_efficiency.tasks import run_tasks
 from megazero.data_efficiency.user_metric import added, measured
 from megazero.errors import DataError
 from megazero.regular_file import open_regular

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megazero.data_efficiency.crew import run_tasks
 from megazero.data_efficiency.map import ChunkGrid
 from megazero.data_efficiency.row_writer import neutral_dtype
+from megazero.data_efficiency.tasks import run_tasks
 
 _RANGE = 1 << 20  # samples of a range of values, about; each takes some 50 bytes while it is sorted
 _THIN = 1 << 18  # values of all runs together that boundaries are chosen from

@@ -10,6 +10,7 @@ from megazero.errors import ConfigError, DataError, exit_status
 from megazero.inference.job import add_sizes, check_texts, decode_lines, loaded_model
 from megazero.inference.sampling import Sampling
 from megazero.inference.text import TextGenerator
+from megazero.models import LanguageModel
 from megazero.mpu import Launch
 
 
@@ -49,7 +50,7 @@ def _run(flags: argparse.Namespace) -> None:
     if flags.num_samples < 1:
         raise ConfigError(f"`num_samples` must be at least 1, but is {flags.num_samples}; ask for one")
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.greedy, flags.seed)
-    with loaded_model(flags, Launch.from_environment(), "generate") as (loaded, model):
+    with loaded_model(flags, Launch.from_environment(), "generate", LanguageModel.of) as (loaded, model):
         repeated = [prompt for prompt in prompts for _ in range(flags.num_samples)]
         texts = TextGenerator(model, loaded.tokenizer).complete(
             repeated, max_new_tokens=flags.max_new_tokens, sampling=sampling, batch_size=flags.batch_size

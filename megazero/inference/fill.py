@@ -13,7 +13,7 @@ from torch import Tensor
 from megazero.data.tokenizers import Tokenizer
 from megazero.errors import ConfigError, DataError
 from megazero.inference.staged import StagedModel
-from megazero.models import BertBatch, Collate
+from megazero.models import BertBatch, Collate, MicroBatch
 
 _ROLES = ("cls", "sep", "mask", "pad")
 
@@ -55,13 +55,13 @@ class MaskFiller:
         self,
         model: StagedModel[BertBatch],
         tokenizer: Tokenizer,
-        collate: Collate[BertBatch],
+        collate: Collate[MicroBatch],
     ):
         missing = [f"[{role.upper()}]" for role in _ROLES if role not in tokenizer.special_ids]
         if missing:
             raise DataError(
-                f"`tokenizer` must have {', '.join(missing)}, but has not; use the one that the model was "
-                "trained with"
+                f"`tokenizer` must have [CLS], [SEP], [MASK] and [PAD], but lacks {', '.join(missing)}; use "
+                "the one that the model was trained with"
             )
         self.model = model
         self.tokenizer = tokenizer
@@ -72,7 +72,7 @@ class MaskFiller:
     def fill(
         self, texts: Sequence[str], *, top_k: int = 5, batch_size: int = 16
     ) -> list[list[list[Candidate]]]:
-        """For each text and each of its masks, the `top_k` likeliest tokens, the likeliest first.
+        """Return the `top_k` likeliest tokens of each mask of each text, the likeliest first.
 
         Every rank of the model calls this with the same arguments and returns the same. A text may be a pair
         of segments with a [SEP] between them. Probabilities are over the whole vocabulary of the model.
@@ -85,18 +85,19 @@ class MaskFiller:
             if value < 1:
                 raise ConfigError(f"`{name}` must be at least 1, but is {value}; set a positive number")
         rows = [self.encode(number, text) for number, text in enumerate(texts, 1)]
-        found: list[list[list[Candidate]]] = []
+        filled: list[list[list[Candidate]]] = []
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
-            arrays = self._arrays(batch)
+            inputs = self.collate(self._arrays(batch), tuple(range(len(batch))))
+            assert isinstance(inputs, BertBatch), "a model that restores tokens takes such batches"
             with torch.inference_mode():
-                logits = self.model.masked_logits(self.collate(arrays, tuple(range(len(batch)))))
+                logits = self.model.masked_logits(inputs)
             candidates = iter(self._best(logits, top_k))
-            found += [list(islice(candidates, row.tokens.count(self._ids["mask"]))) for row in batch]
-        return found
+            filled += [list(islice(candidates, row.tokens.count(self._ids["mask"]))) for row in batch]
+        return filled
 
     def encode(self, number: int, text: str) -> MaskedText:
-        """The ids of a text, which errors call by its number.
+        """Encode a text; errors refer to it by its number.
 
         Raises:
             DataError: see `fill`.
@@ -128,10 +129,10 @@ class MaskFiller:
     def _encode_around_masks(self, segment: str) -> list[int]:
         # A tokenizer takes documents as plain text, in which these letters mean themselves.
         first, *others = (self.tokenizer.encode(part) for part in segment.split(self._names["mask"]))
-        return [*first, *(each for part in others for each in (self._ids["mask"], *part))]
+        return [*first, *(token for part in others for token in (self._ids["mask"], *part))]
 
     def _arrays(self, rows: Sequence[MaskedText]) -> dict[str, np.ndarray]:
-        """As a dataset gives them; labels are not known, and any will do."""
+        """Arrays as a dataset gives them; the labels are not known, so they are 0."""
         lengths = np.array([len(row.tokens) for row in rows])
         shape = (len(rows), int(lengths.max()))
         tokens, types = np.full(shape, self._ids["pad"]), np.zeros(shape, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The command `megazero fill-mask`: what a model expects at masked places. The first rank prints."""
+"""The command `megazero fill-mask`: the tokens that a model expects at masked places."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from megazero.errors import ConfigError, DataError, exit_status
 from megazero.inference.fill import Candidate, MaskFiller
 from megazero.inference.job import add_sizes, check_texts, decode_lines, loaded_model
+from megazero.models import MaskedLanguageModel
 from megazero.mpu import Launch
 
 VERB = "fill-mask"
@@ -46,21 +47,21 @@ def _run(flags: argparse.Namespace) -> None:
     for name in ("top_k", "batch_size"):
         if getattr(flags, name) < 1:
             raise ConfigError(f"`{name}` must be at least 1, but is {getattr(flags, name)}; ask for one")
-    with loaded_model(flags, launch, VERB) as (loaded, model):
+    with loaded_model(flags, launch, VERB, MaskedLanguageModel.of) as (loaded, model):
         filler = MaskFiller(model, loaded.tokenizer, loaded.collate)
-        found = filler.fill(texts, top_k=flags.top_k, batch_size=flags.batch_size)
+        filled = filler.fill(texts, top_k=flags.top_k, batch_size=flags.batch_size)
         if loaded.context.rank == 0:
-            print(format_candidates(texts, found))
+            print(format_candidates(texts, filled))
 
 
-def format_candidates(texts: Sequence[str], found: Sequence[Sequence[Sequence[Candidate]]]) -> str:
-    """Each text with its candidates below; if it has several masks, a line above each says which it is."""
+def format_candidates(texts: Sequence[str], filled: Sequence[Sequence[Sequence[Candidate]]]) -> str:
+    """Return each text with its candidates below; with several masks, a line above each says which it is."""
     blocks = []
-    for text, masks in zip(texts, found, strict=True):
+    for text, masks in zip(texts, filled, strict=True):
         lines = [text]
         for number, candidates in enumerate(masks, 1):
             lines += [f"  mask {number}"] if len(masks) > 1 else []
-            lines += [f"  {each.probability:.4f}  {each.token}" for each in candidates]
+            lines += [f"  {candidate.probability:.4f}  {candidate.token}" for candidate in candidates]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 

@@ -1,15 +1,17 @@
-"""What all commands that run a trained model share: the flags of its sizes, its texts, the job itself."""
+"""The parts that all commands with a trained model share: flags for its sizes, texts, and the job itself."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megazero.errors import DataError
 from megazero.inference.staged import StagedModel
+from megazero.models import MicroBatch, ModelChunk, Trunk
+from megazero.models.batch import M
 from megazero.mpu import Launch, leave, reporting
 
 if TYPE_CHECKING:
@@ -28,11 +30,12 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def loaded_model(
-    flags: argparse.Namespace, launch: Launch, verb: str
-) -> Iterator[tuple[Loaded, StagedModel]]:
+    flags: argparse.Namespace, launch: Launch, verb: str, part: Callable[[ModelChunk[MicroBatch]], Trunk[M]]
+) -> Iterator[tuple[Loaded, StagedModel[M]]]:
     """The checkpoint in the folder `flags.load`, on this rank of a job that lasts as long as the context.
 
-    The first rank prints what there is to remark. `verb` is the command that the model is for.
+    The first rank prints the remarks. `verb` is the command that the model is for, and `part` returns a
+    chunk as one of the models that the command can run.
 
     Raises:
         MegazeroError: the checkpoint cannot be loaded on this job, or its model is not for this command.
@@ -46,7 +49,8 @@ def loaded_model(
         if loaded.context.rank == 0:
             for remark in loaded.remarks:
                 print(f"warning: {remark}", file=sys.stderr)
-        yield loaded, StagedModel(loaded.chunks, loaded.stage_of, loaded.context.pp)
+        parts = {number: part(chunk) for number, chunk in loaded.chunks.items()}
+        yield loaded, StagedModel(parts, loaded.stage_of, loaded.context.pp)
     leave(loaded.context)
 
 

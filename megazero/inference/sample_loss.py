@@ -38,7 +38,7 @@ from megazero.train.trained import load_chunks
 from megazero.train.vocabulary import Vocabulary, build_vocabulary
 
 SCALE = 1000
-"""A value is so many times the mean loss in nats, rounded."""
+"""A value in the index is the mean loss in nats times this, rounded."""
 
 METRIC = "loss"
 _CHUNK = 1024  # samples between two saves
@@ -66,7 +66,7 @@ class LossMeter(Generic[M]):
 
     @property
     def samples_per_step(self) -> int:
-        """Of all replicas together."""
+        """The number of samples that all replicas together take in a step."""
         return self.shape[0] * self.shape[1] * self.context.data.size
 
     def losses(self, samples: range) -> np.ndarray:
@@ -74,8 +74,8 @@ class LossMeter(Generic[M]):
 
         The mean is over the positions that count; a sample of which none does has 0.
         """
-        found = [self._step(samples[i : i + self.samples_per_step]) for i in self._starts(samples)]
-        return np.concatenate(found)
+        steps = [self._step(samples[i : i + self.samples_per_step]) for i in self._starts(samples)]
+        return np.concatenate(steps)
 
     def _starts(self, samples: range) -> range:
         return range(0, len(samples), self.samples_per_step)
@@ -86,15 +86,15 @@ class LossMeter(Generic[M]):
         slots = self._own_slots()
         arrays = [self.dataset.batch(numbers[slot]) for slot in slots]
         batches = [
-            NumberedBatch(i, self.collate(each, tuple(numbers[slot].tolist())))
-            for i, (each, slot) in enumerate(zip(arrays, slots, strict=True))
+            NumberedBatch(i, self.collate(rows, tuple(numbers[slot].tolist())))
+            for i, (rows, slot) in enumerate(zip(arrays, slots, strict=True))
         ]
         tallies = self.evaluator.evaluate(self.program(len(batches)), batches).tallies
         totals = torch.zeros(2, self.samples_per_step, dtype=torch.float64, device=self.context.device)
-        for each, slot, batch in zip(arrays, slots, batches, strict=True):
+        for rows, slot, batch in zip(arrays, slots, batches, strict=True):
             if batch.tally in tallies:  # on the last stage
                 totals[0, slot] = tallies[batch.tally].double()
-                totals[1, slot] = torch.from_numpy(each["loss_mask"].sum(1, dtype=np.float64)).to(totals)
+                totals[1, slot] = torch.from_numpy(rows["loss_mask"].sum(1, dtype=np.float64)).to(totals)
         self.context.pp.all_reduce(totals).wait()
         self.context.batch.all_reduce(totals).wait()
         sums, counts = totals.cpu().numpy()
@@ -102,7 +102,7 @@ class LossMeter(Generic[M]):
         return means[: len(samples)]
 
     def _own_slots(self) -> list[slice]:
-        """Where in a step this replica's micro-batches are."""
+        """The places of this replica's micro-batches in a step."""
         count, size = self.shape
         first = self.context.data.rank * count * size
         return [slice(first + i * size, first + (i + 1) * size) for i in range(count)]
@@ -111,8 +111,8 @@ class LossMeter(Generic[M]):
 def measure_loss(config: Config, context: ParallelContext, output: Path) -> Iterator[tuple[int, int]]:
     """Measure the training samples of a configured run under its `--load`, and write the index files.
 
-    Every rank calls this. Yields (samples done, all samples) after every piece, of which the first is what an
-    earlier run did. Files are those of `reduce_metric`, in ``output/loss``.
+    Every rank calls this. Yields (samples done, all samples): first with the samples that an earlier run
+    measured, then after every chunk. The files are those of `reduce_metric`, in ``output/loss``.
 
     Args:
         config: the run's configuration.
@@ -135,8 +135,8 @@ def measure_loss(config: Config, context: ParallelContext, output: Path) -> Iter
     identity = {"dataset": facts.key, "samples": facts.samples, "chunk": grid.size, "model": model, **masks}
     folder = MetricFolder(output, METRIC, False, grid, {"metric": METRIC, "scale": SCALE, **identity})
     first = context.rank == 0
-    found = (is_reduced(folder), folder.missing(range(len(grid)))) if first else None
-    finished, missing = gather_values(context.world, found, context.device)[0]
+    progress = (is_reduced(folder), folder.missing(range(len(grid)))) if first else None
+    finished, missing = gather_values(context.world, progress, context.device)[0]
     if finished:
         yield len(dataset), len(dataset)
         return
@@ -155,7 +155,11 @@ def measure_loss(config: Config, context: ParallelContext, output: Path) -> Iter
 
 
 def whole_numbers(losses: np.ndarray, samples: range) -> np.ndarray:
-    """round(SCALE x loss) of each sample, int64. Raises NumericsError for losses that are not finite."""
+    """Return round(SCALE x loss) of each sample, int64.
+
+    Raises:
+        NumericsError: a loss is not finite.
+    """
     if not np.isfinite(losses).all():
         sample = samples[int(np.argmin(np.isfinite(losses)))]
         raise NumericsError(
@@ -177,7 +181,7 @@ def _training_samples(config: Config, vocabulary: Vocabulary, context: ParallelC
 def _loss_meter(
     config: Config, vocabulary: Vocabulary, context: ParallelContext, dataset: SampleDataset
 ) -> tuple[LossMeter[MicroBatch], str]:
-    """What measures, and a hash of the checkpoint."""
+    """A meter for the dataset, and a hash of the checkpoint."""
     family = family_of(config.model)
     section = config.checkpoint
     if section.load is None:

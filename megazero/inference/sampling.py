@@ -1,4 +1,4 @@
-"""Which token comes next: pure functions of the logits and of a counter-based random number.
+"""The choice of the next token: pure functions of the logits and of a counter-based random number.
 
 A token's random number is a function of (seed, its sequence's number, its position), and the choice inverts
 the cumulative distribution in the order of the ids, not of the probabilities. So what is drawn depends on
@@ -22,7 +22,7 @@ from megazero.ops.counter_random import hash_uniform
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: temperature, then top-k, then top-p among the tokens that top-k left.
+    """Settings for drawing tokens: temperature, then top-k, then top-p among the tokens that top-k left.
 
     Attributes:
         temperature: logits are divided by it; as it approaches 0, the most likely token always wins.

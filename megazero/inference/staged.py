@@ -40,7 +40,7 @@ class StagedModel(Generic[M]):
 
     @property
     def any_part(self) -> Trunk[M]:
-        """Any of the parts, for what they have in common."""
+        """One of the parts, for properties that all of them share."""
         return next(iter(self.chunks.values()))
 
     @property
@@ -50,12 +50,12 @@ class StagedModel(Generic[M]):
 
     @property
     def placement(self) -> Placement:
-        """Where the layers live."""
+        """The placement of the layers."""
         return self.any_part.placement
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return next(self.any_part.parameters()).device
 
     @property
@@ -88,7 +88,7 @@ class StagedModel(Generic[M]):
         ask: Callable[[nn.Module, Tensor], Tensor],
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """What `ask(head, hidden states)` gives on the last stage, [rows, v/tp], whole and on every stage."""
+        """The result of `ask(head, hidden states)` on the last stage, gathered: [rows, v] on every stage."""
         hidden = None
         for number, stage in enumerate(self.stage_of):
             if stage != self.pp.rank:

@@ -39,7 +39,7 @@ class TextGenerator:
         sampling: Sampling | None = None,
         batch_size: int = 16,
     ) -> list[str]:
-        """What follows each prompt, up to the end of the document or `max_new_tokens`.
+        """Return the continuation of each prompt, up to the end of the document or `max_new_tokens`.
 
         An empty prompt begins a new document. Only ids that the tokenizer knows are drawn. `batch_size`
         prompts are continued at a time, which limits memory and changes nothing else.

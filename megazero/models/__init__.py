@@ -1,9 +1,9 @@
 """models: each of them short enough to read in one go. `gpt.py` is GPT in all its shapes, `bert.py` BERT.
 
 `classifier.py` puts a classifier on either, `distilled.py` a teacher beside a GPT, and `sample_losses.py`
-tells a GPT's losses sample by sample. `trunk.py` is what all share: embedding and layers. `chunk.py` says
-what the trainer needs from a model, `language_model.py` what inference needs, `batch.py`, `bert_batch.py`
-and `classifier_batch.py` what a micro-batch is, and `flops.py` what blocks cost.
+computes the loss of each sample. `trunk.py` has the embedding and the layers, which all models share.
+`chunk.py` says what the trainer needs from a model, `language_model.py` what inference needs. `batch.py`,
+`bert_batch.py` and `classifier_batch.py` define micro-batches, and `flops.py` counts what blocks cost.
 """
 
 from megazero.models.batch import Batch, Collate, MicroBatch, RowPlace, TextCollate, random_text
@@ -20,7 +20,7 @@ from megazero.models.classifier import (
 from megazero.models.classifier_batch import ClassifierCollate, LabelledBatch, random_labelled
 from megazero.models.distilled import DistilledChunk
 from megazero.models.gpt import GPT, gpt_blocks
-from megazero.models.language_model import LanguageModel, MeasuredModel
+from megazero.models.language_model import LanguageModel, MaskedLanguageModel, MeasuredModel
 from megazero.models.sample_losses import NumberedBatch, SampleLosses
 from megazero.models.trunk import Trunk
 
@@ -42,6 +42,7 @@ __all__ = [
     "LabelledBatch",
     "LanguageModel",
     "LastTokenClassifier",
+    "MaskedLanguageModel",
     "MeasuredModel",
     "MicroBatch",
     "ModelChunk",

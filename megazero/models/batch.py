@@ -1,4 +1,4 @@
-"""What a micro-batch is, and one of text: arrays of a dataset as tensors on the device."""
+"""Micro-batches in general, and those of text: arrays of a dataset as tensors on the device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MicroBatch(ABC):
             so that what is dropped of a sample does not depend on what is beside it; None turns dropout off.
         positions: positions of the columns in their sequences: a range, or int64 [s] or [b, s]; None means
             from 0.
-        skipping: what the step leaves out of its layers.
+        skipping: the tokens and layers that the step leaves out.
     """
 
     tokens: Tensor
@@ -54,7 +54,7 @@ class MicroBatch(ABC):
     @property
     @abstractmethod
     def counts(self) -> Mapping[str, float]:
-        """What sums over the micro-batch may be divided by, by the names in `LossTerm.over`.
+        """The numbers that sums over the micro-batch may be divided by, by the names in `LossTerm.over`.
 
         They are known on the host.
         """

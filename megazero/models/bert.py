@@ -31,7 +31,7 @@ from megazero.models.bert_batch import BertBatch
 from megazero.models.chunk import Block, ChunkSpan
 from megazero.models.flops import attention_flops, dense_flops, layer_mlp_flops, logits_flops
 from megazero.models.hits import vocab_parallel_hits
-from megazero.models.language_model import MeasuredModel
+from megazero.models.language_model import MaskedLanguageModel
 from megazero.mpu import Cut, Group, InitialValues, ParamSpec
 from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
@@ -112,7 +112,7 @@ def bert_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
     )
 
 
-class BERT(MeasuredModel[BertBatch]):
+class BERT(MaskedLanguageModel):
     """A bidirectional transformer (Devlin et al. 2019; Shoeybi et al. 2019), or a part of it.
 
     It learns to restore masked tokens (term ``lm``) and, with the binary head, to tell whether two segments
@@ -148,8 +148,8 @@ class BERT(MeasuredModel[BertBatch]):
     def own_terms(self) -> tuple[LossTerm, ...]:
         """The loss terms, the accuracies that are reported beside them, and the share of padding."""
         names = ("lm", "sop") if self.config.bert_binary_head else ("lm",)
-        told = (*(f"{name}_accuracy" for name in names), PADDING)
-        return (*(LossTerm(name) for name in names), *(LossTerm(name, 0.0) for name in told))
+        reported = (*(f"{name}_accuracy" for name in names), PADDING)
+        return (*(LossTerm(name) for name in names), *(LossTerm(name, 0.0) for name in reported))
 
     def forward(
         self, batch: BertBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
@@ -161,7 +161,7 @@ class BERT(MeasuredModel[BertBatch]):
     def run(
         self, batch: BertBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """What this chunk passes on and adds to the loss terms, as `pipeline.chunk.Chunk` specifies.
+        """The hidden states for the next chunk, and the sums for the loss terms (see `pipeline.chunk.Chunk`).
 
         The one with the head adds sums of cross-entropies in nats to ``lm`` and ``sop``, the numbers of
         correct answers to their accuracies, and the positions that the samples leave empty to ``padding``;
@@ -187,7 +187,7 @@ class BERT(MeasuredModel[BertBatch]):
     def sample_losses(self, batch: BertBatch, hidden: Tensor | None = None) -> Tensor:
         """The summed masked-LM loss of each sample, in nats, float32 [b]; samples must not share rows.
 
-        Of the chunk with the head, from the hidden states of the previous one.
+        Only the chunk with the head has it, from the hidden states of the previous chunk.
         """
         logits: Tensor = self(batch, hidden)[0]
         losses = vocab_parallel_cross_entropy(logits, batch.labels.unsqueeze(1), *self._slice_of(logits))
@@ -202,5 +202,5 @@ class BERT(MeasuredModel[BertBatch]):
         return logits
 
     def _slice_of(self, logits: Tensor) -> tuple[Group, int, int]:
-        """Which of the vocabulary's logits these are: who has the others, the first one, and all."""
+        """The slice of the vocabulary: the ranks that share it, the first id here, the number of all ids."""
         return self.placement.tp, self.placement.tp.rank * logits.shape[-1], self.vocab_size

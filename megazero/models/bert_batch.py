@@ -59,7 +59,7 @@ class BertBatch(MicroBatch):
 
     @property
     def counts(self) -> dict[str, float]:
-        """How much counts for each loss term: masked tokens, samples, or positions.
+        """The count of each loss term: masked tokens, samples, or positions.
 
         The share of padding is that of the data, whatever is left out or packed here: it does not depend on
         which samples share a micro-batch.
@@ -87,7 +87,7 @@ class BertCollate:
     Attributes:
         vocab_size: number of ids that tokens and labels may have.
         device: the device of the tensors.
-        multiple: what the number of columns must be a multiple of.
+        multiple: the number of columns is a multiple of this.
         packed: whether samples share rows.
         seed: seed of the dropout streams; None for evaluation, which drops nothing.
         whole: whether all columns stay in training, since random-LTD chooses among them, and what it chooses
@@ -179,8 +179,11 @@ class BertCollate:
 
 
 def _wanted(shape: tuple[int, int], *read: tuple[np.ndarray, np.ndarray]) -> np.ndarray | None:
-    """int64 [r, b]: the columns of each of b rows that are `read` (rows, columns), r a multiple of 8; None if
-    that is all.
+    """The columns of each of the b rows that something reads, int64 [r, b]; None if these are all columns.
+
+    Args:
+        shape: (b, number of columns).
+        read: places that are read, as (rows, columns); r is the most of a row, rounded up to a multiple of 8.
     """
     unread = np.ones(shape, dtype=bool)
     for places in read:

@@ -1,4 +1,4 @@
-"""What the trainer needs from a model: a list of blocks that a pipeline cuts into chunks."""
+"""The trainer's view of a model: a list of blocks that a pipeline cuts into chunks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Block:
 
 @dataclass(frozen=True)
 class ChunkSpan:
-    """Which blocks of the model one pipeline chunk holds.
+    """The blocks of the model that one pipeline chunk holds.
 
     Attributes:
         layers: the layers, by their numbers along the model.

@@ -31,9 +31,9 @@ from megazero.ops.counter_random import derive
 from megazero.ops.dropout import Dropout, dropout_mask_hidden
 
 OWN = ("pooler.", "classifier.")
-"""What the names of the parameters begin with that a pretrained model need not have."""
+"""The beginnings of the names of parameters that a pretrained model need not have."""
 PRETRAINING_ONLY = ("head.", "binary_head.", "pooler.")
-"""What the names of those begin with that a classifier has no use for."""
+"""The beginnings of the names of parameters that a classifier does not use."""
 
 
 class ClassifierHead(nn.Module):
@@ -131,7 +131,7 @@ class Classifier(Trunk[LabelledBatch]):
     def run(
         self, batch: LabelledBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """What this chunk passes on and adds to the loss terms, as `pipeline.chunk.Chunk` specifies.
+        """The hidden states for the next chunk, and the sums for the loss terms (see `pipeline.chunk.Chunk`).
 
         The one with the head adds the sum of the cross-entropies in nats to ``task``, and the number of right
         answers to ``accuracy``; both are float32 scalars. It keeps its scores if the batch wants them.

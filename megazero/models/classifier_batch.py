@@ -42,7 +42,7 @@ class LabelledBatch(MicroBatch):
 
     @property
     def counts(self) -> dict[str, float]:
-        """How much counts: the samples with a label, and what there is to route."""
+        """The samples with a label, and the tokens and sequences to route."""
         return {
             "task": float(self.known),
             "accuracy": float(self.known),
@@ -61,7 +61,7 @@ class ClassifierCollate:
         device: the device of the tensors.
         causal: whether attention is, so that the last token of a row speaks for it; otherwise the first does.
         marked: whether padding must be told from tokens; causal attention need not know, but experts must.
-        multiple: what the number of columns must be a multiple of.
+        multiple: the number of columns is a multiple of this.
         seed: seed of the dropout streams; None for evaluation, which drops nothing and keeps the scores.
     """
 

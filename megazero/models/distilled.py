@@ -30,9 +30,9 @@ class DistilledChunk(Chunk[Batch]):
 
     Attributes:
         student: the chunk that is trained.
-        teacher: the other one; None once the lessons are over.
+        teacher: the other chunk; None once distillation has ended.
         beta: weight of the divergence.
-        temperature: by which the logits of both are divided.
+        temperature: divides the logits of both.
     """
 
     student: GPT
@@ -42,8 +42,8 @@ class DistilledChunk(Chunk[Batch]):
 
     @classmethod
     def of(cls, student: nn.Module, teacher: nn.Module, beta: float, temperature: float) -> DistilledChunk:
-        """A chunk and its teacher's, both of language models: rules refuse lessons for others."""
-        assert isinstance(student, GPT), "only language models have lessons"
+        """Put a chunk beside its teacher's; both are of language models, as rules refuse all others."""
+        assert isinstance(student, GPT), "only language models are distilled"
         assert isinstance(teacher, GPT), "only language models teach"
         return cls(student, teacher, beta, temperature)
 
@@ -72,7 +72,7 @@ class DistilledChunk(Chunk[Batch]):
     def run(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """As `GPT.run`, with the teacher's part beside it."""
+        """Do what `GPT.run` does, with the teacher's part beside it."""
         teacher = self._teaching()
         if teacher is None:
             return self.student.run(batch, hidden, deferred=deferred)
@@ -82,7 +82,7 @@ class DistilledChunk(Chunk[Batch]):
             mine = hidden[..., :width].to(self.student.hidden_dtype)
             its = hidden.detach()[..., width:].to(teacher.hidden_dtype)
         mine, sums = self.student.through(batch, mine, deferred=deferred)
-        its = _lesson(teacher, batch, its)
+        its = _teacher_output(teacher, batch, its)
         if self.student.head is None:
             return torch.cat([mine.to(self.hidden_dtype), its.to(self.hidden_dtype)], -1), sums
         logits: Tensor = self.student.head(mine, deferred)
@@ -92,7 +92,7 @@ class DistilledChunk(Chunk[Batch]):
     def _divergence(self, logits: Tensor, wanted: Tensor, batch: Batch) -> Tensor:
         """The sum over the positions that count, in nats."""
         student = self.student
-        each = vocab_parallel_kl_divergence(
+        divergences = vocab_parallel_kl_divergence(
             logits,
             wanted,
             student.placement.tp,
@@ -100,16 +100,16 @@ class DistilledChunk(Chunk[Batch]):
             student.vocab_size,
             self.temperature,
         )
-        return batch.total(each)
+        return batch.total(divergences)
 
     def _teaching(self) -> GPT | None:
         return self.teacher if torch.is_grad_enabled() else None
 
 
 @torch.no_grad()
-def _lesson(teacher: GPT, batch: Batch, hidden: Tensor | None) -> Tensor:
+def _teacher_output(teacher: GPT, batch: Batch, hidden: Tensor | None) -> Tensor:
     """The teacher's hidden states after its part here, or its logits."""
     # Without keys of random streams, nothing is dropped.
     quiet = replace(batch, sample_keys=None, skipping=NOTHING_SKIPPED)
-    lesson: Tensor = teacher.hidden(quiet, hidden) if teacher.head is None else teacher(quiet, hidden)
-    return lesson
+    output: Tensor = teacher.hidden(quiet, hidden) if teacher.head is None else teacher(quiet, hidden)
+    return output

@@ -111,7 +111,7 @@ class GPT(LanguageModel):
     def run(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """What this chunk passes on and adds to the loss terms, as `pipeline.chunk.Chunk` specifies.
+        """The hidden states for the next chunk, and the sums for the loss terms (see `pipeline.chunk.Chunk`).
 
         The one with the head adds the sum of the masked cross-entropies in nats to ``lm``, a float32 scalar.
         """
@@ -123,9 +123,9 @@ class GPT(LanguageModel):
         return None, {**sums, **self.losses(self.head(hidden, deferred), batch, overwrite=True)}
 
     def losses(self, logits: Tensor, batch: Batch, *, overwrite: bool = False) -> dict[str, Tensor]:
-        """What the head adds to the loss terms, from its logits [s, b, v/tp].
+        """The sums that the head adds to the loss terms, from its logits [s, b, v/tp].
 
-        overwrite: backward may write over the logits, which nothing else reads then.
+        overwrite: whether backward may write over the logits, which nothing else may then read.
         """
         assert batch.labels is not None, "a batch to learn from has labels"
         return {"lm": batch.total(self.token_losses(logits, batch.labels, overwrite=overwrite))}
@@ -144,7 +144,7 @@ class GPT(LanguageModel):
     def sample_losses(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """The summed loss of each sample over the positions that count, in nats, float32 [b].
 
-        Of the chunk with the head, from the hidden states of the previous one.
+        Only the chunk with the head has it, from the hidden states of the previous chunk.
         """
         assert batch.labels is not None, "a batch to measure has labels"
         losses = self.token_losses(self._logits(self.hidden(batch, hidden)), batch.labels)

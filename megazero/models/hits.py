@@ -1,4 +1,4 @@
-"""How often the likeliest token is the right one, when the vocabulary is sliced over ranks."""
+"""The number of right answers, when the vocabulary is sliced over ranks."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def vocab_parallel_argmax(logits: Tensor, group: Group, vocab_start: int, vocab_
 def vocab_parallel_hits(
     logits: Tensor, target: Tensor, group: Group, vocab_start: int, vocab_size: int
 ) -> Tensor:
-    """How many targets, int64 [...], have the highest logit: a float32 scalar, equal on all ranks."""
+    """The number of targets, int64 [...], with the highest logit: a float32 scalar, equal on all ranks."""
     return (vocab_parallel_argmax(logits, group, vocab_start, vocab_size) == target).sum().float()

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.models.batch import Batch, M_contra
+from megazero.models.bert_batch import BertBatch
 from megazero.models.trunk import Trunk
 
 
 class MeasuredModel(Trunk[M_contra]):
-    """A chunk of a model that can tell the loss of each sample."""
+    """A chunk of a model that can compute the loss of each sample."""
 
     @abstractmethod
     def sample_losses(self, batch: M_contra, hidden: Tensor | None = None) -> Tensor:
-        """Of the chunk with the head: the summed loss of each sample over the positions that count, in nats,
-        float32 [b], from the hidden states of the previous chunk.
+        """The loss of each sample, summed over the positions that count, in nats, float32 [b].
+
+        Only the chunk with the head has it, from the hidden states of the previous chunk.
         """
 
 
@@ -26,9 +28,28 @@ class LanguageModel(MeasuredModel[Batch]):
     Its head gives logits [s, b, v/tp] of hidden states [s, b, h].
     """
 
+    @staticmethod
+    def of(chunk: nn.Module) -> LanguageModel:
+        """Return the chunk, which must be one of such a model."""
+        assert isinstance(chunk, LanguageModel), "this family's models continue text"
+        return chunk
+
     @abstractmethod
     def without_sequence_parallelism(self) -> LanguageModel:
         """The same weights, in the same memory, in a model that holds all positions on every rank.
 
         During generation a sequence is one token long and cannot be split over the tensor-parallel ranks.
         """
+
+
+class MaskedLanguageModel(MeasuredModel[BertBatch]):
+    """A chunk of a model that can restore masked tokens.
+
+    Its head gives logits [m, 1, v/tp] of the batch's masked places, and those of the samples' order.
+    """
+
+    @staticmethod
+    def of(chunk: nn.Module) -> MaskedLanguageModel:
+        """Return the chunk, which must be one of such a model."""
+        assert isinstance(chunk, MaskedLanguageModel), "this family's models restore masked tokens"
+        return chunk

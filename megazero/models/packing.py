@@ -1,4 +1,4 @@
-"""Where each of several sequences goes so that they fill few rows."""
+"""Packing: places for sequences of several lengths, so that they fill few rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`SampleLosses`: a chunk of a model that tells the loss of each sample instead of the sum over all."""
+"""`SampleLosses`: a chunk of a model that gives the loss of each sample instead of the sum over all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megazero.pipeline.chunk import Chunk
 
 @dataclass(frozen=True)
 class NumberedBatch(Generic[M]):
-    """A micro-batch, and which one of its step it is."""
+    """A micro-batch, and its number in the step."""
 
     number: int
     batch: M
@@ -34,7 +34,7 @@ class NumberedBatch(Generic[M]):
 class SampleLosses(Chunk[NumberedBatch[M]]):
     """A chunk of a model, for evaluation; its batches are `NumberedBatch`, with a sample in each row.
 
-    The last chunk adds to the tally of each micro-batch what `sample_losses` gives. It adds to no loss term.
+    The last chunk adds the result of `sample_losses` to the tally of each micro-batch, and to no loss term.
     """
 
     chunk: MeasuredModel[M]
@@ -42,10 +42,10 @@ class SampleLosses(Chunk[NumberedBatch[M]]):
 
     @classmethod
     def of(cls, chunk: ModelChunk[M]) -> SampleLosses[M]:
-        """The losses of such a chunk.
+        """Wrap a chunk.
 
         Raises:
-            ConfigError: its model has none sample by sample, as with classifiers.
+            ConfigError: its model, such as a classifier, has no losses of single samples.
         """
         if not isinstance(chunk, MeasuredModel):
             raise ConfigError(
@@ -60,13 +60,13 @@ class SampleLosses(Chunk[NumberedBatch[M]]):
         return self.chunk.hidden_dtype
 
     def hidden_shape(self, batch: NumberedBatch[M]) -> tuple[int, int, int]:
-        """As `Trunk.hidden_shape`."""
+        """The shape of the hidden states between chunks, as `Trunk.hidden_shape` says."""
         return self.chunk.hidden_shape(batch.batch)
 
     def run(
         self, batch: NumberedBatch[M], hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Hidden states for the next chunk; or, of the last one, the losses."""
+        """The hidden states for the next chunk; the last chunk gives the losses instead."""
         if self.chunk.head is None:
             return self.chunk.hidden(batch.batch, hidden), {}
         return None, {batch.tally: self.chunk.sample_losses(batch.batch, hidden)}

@@ -73,7 +73,7 @@ class Trunk(ModelChunk[M_contra]):
         self.vocab_size = vocab[0]
         self.embedding = Embedding(config, *vocab, placement, token_types) if span.embedding else None
         if self.embedding is not None and span.shared:
-            self.embedding.word.spec = replace(spec_of(self.embedding.word), shared=True)
+            vars(self.embedding.word)["spec"] = replace(spec_of(self.embedding.word), shared=True)
         self.layers = nn.ModuleList(self._layer(i) for i in span.layers)
         self.units = recompute_units(len(span.layers), recompute)
         self.head: nn.Module | None = None

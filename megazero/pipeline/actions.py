@@ -1,4 +1,4 @@
-"""What pipeline stages do, as values: actions, the schedule that orders them, the program that adds messages.
+"""The work of pipeline stages, as values: actions, the schedule that orders them, the program with messages.
 
 The model is cut into chunks, numbered along the model; `Schedule.stage_of` says which stage holds each chunk.
 A stage of the pipeline (a rank of axis pp) runs its list from first to last, one instruction after another.
@@ -20,7 +20,7 @@ class ScheduleError(MegazeroError):
 
 
 class Op(Enum):
-    """What is done to a chunk. The values are the letters of printed schedules.
+    """An operation on a chunk. The values are the letters of printed schedules.
 
     Backward is either one action (`BACKWARD`) or split in two (`INPUT`, later `WEIGHT`; Qi et al. 2023,
     "Zero Bubble Pipeline Parallelism"), never both for one micro-batch and chunk.

@@ -18,9 +18,9 @@ def check(program: Program) -> None:
             and every reduction has something to reduce; both ends of every message exist, in the same order
             on both stages of each pair; no stages wait for each other in a circle.
     """
-    everything = {each.op for list_ in program.stages for each in list_ if isinstance(each, Action)}
+    everything = {action.op for list_ in program.stages for action in list_ if isinstance(action, Action)}
     for stage, instructions in enumerate(program.stages):
-        actions = [each for each in instructions if isinstance(each, Action)]
+        actions = [action for action in instructions if isinstance(action, Action)]
         _check_complete(program.schedule, stage, [action for action in actions if action.op.computes])
         faults = [
             *_out_of_order(program.schedule, stage, instructions),
@@ -140,7 +140,10 @@ def _due(schedule: Schedule, message: Message) -> Message | None:
 
 def _check_rendezvous(program: Program) -> None:
     """Run with every exchange waiting until its partners have reached theirs; computing takes no time."""
-    exchanges = [[each for each in list_ if isinstance(each, Exchange)] for list_ in program.stages]
+    exchanges = [
+        [instruction for instruction in list_ if isinstance(instruction, Exchange)]
+        for list_ in program.stages
+    ]
     place = {
         (stage, message): number
         for stage, list_ in enumerate(exchanges)

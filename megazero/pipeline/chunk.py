@@ -1,4 +1,4 @@
-"""`Chunk`: what the executor needs from a part of the model."""
+"""`Chunk`: the executor's view of a part of the model."""
 
 from __future__ import annotations
 

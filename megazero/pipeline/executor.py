@@ -29,11 +29,11 @@ Observer = Callable[[Action, float], None]
 
 @dataclass(frozen=True)
 class StepSums:
-    """What one stage's chunks added up on this rank.
+    """The sums of one stage's chunks on this rank.
 
     Attributes:
-        terms: float64 [terms], to each loss term.
-        tallies: to each tally, by name.
+        terms: the sum for each loss term, float64 [terms].
+        tallies: the sum for each tally, by name.
     """
 
     terms: Tensor
@@ -74,7 +74,7 @@ class Evaluator(Generic[B]):
 
     @torch.no_grad()
     def evaluate(self, program: Program, batches: Sequence[B]) -> StepSums:
-        """What this stage's chunks add to each term and to tallies in a forward-only program.
+        """Run a forward-only program, and return the sums of this stage's chunks for terms and tallies.
 
         Args:
             program: a program for this number of micro-batches.
@@ -117,7 +117,7 @@ class Executor(Evaluator[B]):
             step: number of the step, for what is random in its sums.
 
         Returns:
-            What this stage's chunks added to each term, before any factor is applied, and to tallies.
+            The sums of this stage's chunks: for each term, before any factor is applied, and for tallies.
         """
         run = _Training(self, program, batches, self.sharding, factors.unbind())
         self.sharding.start(step)
@@ -140,7 +140,7 @@ class _Sent:
 
 @dataclass
 class _Live:
-    """What a forward leaves for its backward."""
+    """The values that a forward leaves for its backward."""
 
     hidden: Tensor | None  # the leaf that the chunk started from
     results: list[GradientEdge]  # the chunk's hidden states, except in the last one, and its weighted terms
@@ -186,7 +186,7 @@ class _Forwards(Generic[B]):
         assert not left, f"the program left {left} undone"
 
     def undone(self) -> list[object]:
-        """What instructions have begun and none has ended."""
+        """The work that instructions have begun and none has ended."""
         return [*self.inbox, *self.outbox]
 
     def act(self, action: Action) -> None:
@@ -218,7 +218,7 @@ class _Forwards(Generic[B]):
         return result
 
     def add_up(self, sums: Mapping[str, Tensor]) -> None:
-        """Add to terms and tallies what a chunk gives."""
+        """Add a chunk's sums to terms and tallies."""
         for name, value in sums.items():
             if name in self.places:
                 self.totals[self.places[name]].add_(value.detach())
@@ -286,7 +286,7 @@ class _Training(_Forwards[B]):
         self.ended: set[Key] = set()
 
     def undone(self) -> list[object]:
-        """What instructions have begun and none has ended."""
+        """The work that instructions have begun and none has ended."""
         return [*self.live, *super().undone(), *self.announced]
 
     def act(self, action: Action) -> None:

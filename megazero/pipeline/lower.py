@@ -91,7 +91,7 @@ def add_reductions(program: Program, *, every_microbatch: bool, overlap: bool = 
 
 def _reduced(list_: tuple[Instruction, ...], every_microbatch: bool) -> dict[Instruction, Action]:
     """The reduction for each action whose gradients complete a sum."""
-    ends = [each for each in list_ if isinstance(each, Action) and each.op.ends_backward]
+    ends = [action for action in list_ if isinstance(action, Action) and action.op.ends_backward]
     last_of_chunk = {action.chunk: action for action in ends}
     chosen = ends if every_microbatch else last_of_chunk.values()
     return {action: Action(Op.REDUCE, action.chunk, action.microbatch) for action in chosen}
@@ -131,7 +131,7 @@ def add_gathers(program: Program) -> Program:
 
 
 def _with_gathers(list_: tuple[Instruction, ...]) -> Iterator[Instruction]:
-    uses = [each for each in list_ if isinstance(each, Action) and each.op.uses_weights]
+    uses = [action for action in list_ if isinstance(action, Action) and action.op.uses_weights]
     turns = [
         (before, after)
         for before, after in zip([None, *uses], [*uses, None], strict=True)

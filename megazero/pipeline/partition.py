@@ -1,4 +1,4 @@
-"""Which layers each chunk of the pipeline holds: contiguous ranges, as even as the method's weights allow."""
+"""The layers of each chunk of the pipeline: contiguous ranges, as even as the method's weights allow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Gathering` and `Sharding`: what the executor needs from who keeps the parameters."""
+"""`Gathering` and `Sharding`: the executor's view of the object that keeps the parameters."""
 
 from __future__ import annotations
 

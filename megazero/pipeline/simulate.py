@@ -1,4 +1,4 @@
-"""How long a schedule takes and how many activations it keeps, found by running it on paper.
+"""The time that a schedule takes and the activations that it keeps, found by running it on paper.
 
 This works for a bare `Schedule`, where an output is sent as soon as it exists, and for a lowered `Program`,
 where it is sent once both ends have started its `Exchange`. Communication is asynchronous: only the action
@@ -92,7 +92,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What happens when.
+    """The times at which the actions of a schedule run.
 
     Attributes:
         schedule: what was simulated.
@@ -144,7 +144,7 @@ def simulate(what: Schedule | Program, costs: Costs | None = None) -> Timeline:
 
 
 class _Stage:
-    """Where one stage has got to: its instruction, its clocks, and what it has done."""
+    """The progress of one stage: its instruction, its clocks, and its actions so far."""
 
     def __init__(self, instructions: Sequence[Instruction]):
         self.instructions = instructions

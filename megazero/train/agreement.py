@@ -1,4 +1,4 @@
-"""What all ranks of a training must agree on: settings, code, tokenizer, data, and where they stand."""
+"""The facts that all ranks of a training must agree on: settings, code, tokenizer, data, and progress."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MAY_DIFFER = frozenset(
 
 
 def settings_and_code(config: Config) -> dict[str, str]:
-    """What is known before the ranks meet: settings by their names, and the code that runs."""
+    """The facts known before the ranks meet: settings by their names, and the code that runs."""
     settings = {
         display_name(spec.path): str(value_at(config, spec.path))
         for spec in FIELDS
@@ -68,7 +68,7 @@ def settings_and_code(config: Config) -> dict[str, str]:
 
 
 def tokenizer_and_place(config: Config, vocabulary: Vocabulary, state: TrainState) -> dict[str, str]:
-    """The content of the tokenizer, and where a checkpoint says that the training stands."""
+    """The content of the tokenizer, and the progress of the training according to the checkpoint."""
     section = config.tokenizer
     files = (section.vocab_file, section.merge_file, section.tokenizer_model)
     return {
@@ -100,15 +100,15 @@ def labelled_samples(config: Config) -> dict[str, str]:
 
 
 def _content(named: Iterable[str | None]) -> str:
-    """A digest of the files that are named, and of those in folders that are."""
-    found: list[Path] = []
+    """A digest of the named files, and of all files in the named folders."""
+    files: list[Path] = []
     for path in (Path(name) for name in named if name is not None):
-        found += sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
-    return _digest_of(found)
+        files += sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    return _digest_of(files)
 
 
 def _digest_of(files: Iterable[Path]) -> str:
-    """Of the names and the content of files; one that cannot be read counts as such."""
+    """A digest of the names and the content of files; a file that cannot be read counts by its error."""
     digest = hashlib.blake2b(digest_size=8)
     for path in files:
         digest.update(path.name.encode())

@@ -186,7 +186,7 @@ def build_feeds(
 def build_plan(
     config: Config, training_plan: TrainingPlan, vocabulary: Vocabulary, context: ParallelContext
 ) -> RunPlan:
-    """What the loop will do."""
+    """The plan of the run: everything that the loop will do."""
     training, logging = config.training, config.logging
     minutes = training.exit_duration_in_mins
     return RunPlan(
@@ -289,7 +289,7 @@ def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
             snapshots = Snapshots(
                 config, training_plan, engine, context, vocabulary.size, resumed.stream_seed, disk
             )
-            snapshots.note({"data": [each.model_dump() for each in trained or ()]})
+            snapshots.note({"data": [record.model_dump() for record in trained or ()]})
         loop = Loop(engine, plan, feeds, monitor, snapshots, context)
         if config.training.skip_train:
             for split in ("validation", "test"):

@@ -1,4 +1,4 @@
-"""What a model learns from a teacher, and when the lessons end."""
+"""Distillation: a model that learns from a teacher, and the step at which that ends."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Teacher:
 
 @dataclass
 class Distillation:
-    """What a step's chunks learn from a teacher, until the lessons end.
+    """The chunks that learn from a teacher, until distillation ends.
 
     Attributes:
-        taught: the chunks that learn, by number; empty without a teacher or once the lessons are over.
-        until: the step before which they end; None for never.
+        distilled: the chunks that learn, by number; empty without a teacher or once distillation has ended.
+        until: the number of steps after which it ends; None for never.
         flops_per_token: FLOPs that the teacher adds to the training on one token.
-        remarks: what a person should know about it.
+        remarks: lines for a person.
     """
 
     distilled: dict[int, DistilledChunk] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Distillation:
         chunks: Mapping[int, ModelChunk[MicroBatch]],
         teacher: Teacher | None,
     ) -> Distillation:
-        """The lessons of these chunks; none without a teacher."""
+        """Put the chunks beside their teacher's, if there is one."""
         if teacher is None:
             return cls()
         beta, temperature, until = settings.kd_beta_ce, settings.kd_temp, settings.kd_train_iters
@@ -63,14 +63,14 @@ class Distillation:
         return cls(distilled, until, teacher.flops_per_token, (f"learns from {teacher.folder}{end}",))
 
     def before(self, progress: Progress) -> None:
-        """End the lessons if the step that follows is past them, and let go of the teacher's memory."""
+        """End distillation if the next step is past its end, and free the teacher's memory."""
         if self.distilled and self.until is not None and progress.iteration >= self.until:
             for chunk in self.distilled.values():
                 chunk.teacher = None
             self.distilled, self.flops_per_token = {}, 0.0
 
     def beside(self, chunks: Mapping[int, ModelChunk[MicroBatch]]) -> Mapping[int, Chunk[MicroBatch]]:
-        """What the executor runs: the chunks that learn, or these if there is no teacher."""
+        """The chunks that the executor runs: those that learn, or `chunks` if there is no teacher."""
         # A student takes the batches that its own chunk would take.
         distilled: dict[int, Chunk[Any]] = {**self.distilled}
         return distilled or chunks

@@ -25,7 +25,7 @@ from megazero.zero import Bucket, DataParallel, Fingerprints, Optimizer
 
 @dataclass(frozen=True)
 class Programs:
-    """What this rank's stage does in a step of so many micro-batches: (their number) -> program."""
+    """The programs of this rank's stage: (number of micro-batches in a step) -> program."""
 
     train: Callable[[int], Program]
     evaluate: Callable[[int], Program]
@@ -33,11 +33,11 @@ class Programs:
 
 @dataclass(frozen=True)
 class Schedules:
-    """What follows from where the training stands.
+    """The settings that change as the training progresses.
 
     Attributes:
-        learning_rate, weight_decay: of each update.
-        skipping: what each step leaves out of the model's layers.
+        learning_rate, weight_decay: the schedules of each.
+        skipping: the tokens and layers that each step leaves out.
     """
 
     learning_rate: LearningRate
@@ -47,17 +47,17 @@ class Schedules:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one training step did; the same on all ranks.
+    """The result of one training step, the same on all ranks.
 
     Attributes:
-        losses: of the global batch, by term.
+        losses: the losses of the global batch, by term.
         grad_norm: global norm before clipping; 0 where there was nothing to train on.
-        learning_rate: of the schedule at this step.
-        loss_scale: that backward used.
+        learning_rate: the schedule's learning rate at this step.
+        loss_scale: the loss scale that backward used.
         skipped: whether the update was left out: a gradient was not finite, or nothing in the global batch
             counted for a trained term, so that `losses.total` is None.
-        first_bad_parameter: the first with a gradient that is not finite.
-        skipping: what it left out.
+        first_bad_parameter: the first parameter with a gradient that is not finite.
+        skipping: the tokens and layers that the step left out.
         tokens: how many choices fell on each expert of this stage, by the names of the routers' tallies, on
             the device.
         held: whether a judge held the update back.
@@ -84,9 +84,9 @@ class Attempt:
     """One pass over a global batch: the gradient sums are there, and nothing has been changed yet.
 
     Attributes:
-        losses: of the global batch.
-        sums_norm: global norm of the gradient sums as they are.
-        grad_norm: the same of the gradient, before clipping.
+        losses: the losses of the global batch.
+        sums_norm: global norm of the gradient sums, which contain the loss scale.
+        grad_norm: global norm of the gradient, before clipping.
         local: this rank's own sums of the loss terms, float64 [terms], on the device.
         prints: fingerprints of this rank's own gradients, by the first parameter of each bucket, on the
             device; in the order of their reductions, and empty unless `Engine.witness` has been called.
@@ -103,11 +103,11 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What becomes of an attempt.
+    """The verdict on an attempt.
 
     Attributes:
-        attempt: the latest one, whose gradients there are.
-        hold: whether to leave the update out.
+        attempt: the latest attempt, whose gradients the optimizer holds.
+        hold: whether to skip the update.
     """
 
     attempt: Attempt
@@ -115,13 +115,13 @@ class Judgement:
 
 
 Replay = Callable[[Sequence[MicroBatch]], Attempt]
-"""Makes another attempt, with these micro-batches on this rank; every rank calls it.
+"""Make another attempt, with these micro-batches on this rank; every rank calls it.
 
 Its gradients replace those of the attempt before.
 """
 
 Judge = Callable[[Attempt, Replay], Judgement]
-"""Decides, alike on all ranks, whether the update is made."""
+"""Decide whether the update is made; all ranks decide the same."""
 
 
 class Engine:
@@ -129,14 +129,14 @@ class Engine:
 
     Args:
         executor: runs this rank's stage of the model.
-        programs: what it runs.
+        programs: the programs that the executor runs.
         optimizer: updates the weights.
         scaler: decides the loss scale.
-        schedules: learning rate, weight decay and what is skipped, over the training.
-        loads: what routers learn from a step besides gradients.
-        context: for averaging over the ranks that hold other positions.
-        lessons: what the model learns from a teacher; by default, it has none.
-        fp8: what its 8-bit products remember; by default, it has none.
+        schedules: learning rate, weight decay and skipping over the training.
+        loads: the routers' loads and biases, which steps update without gradients.
+        context: this rank's place and groups, over which sums run.
+        distillation: the chunks that learn from a teacher; by default, none.
+        fp8: the scales and histories of 8-bit products; by default, none.
     """
 
     def __init__(
@@ -164,14 +164,14 @@ class Engine:
         self._prints: list[tuple[str, Tensor]] = []
 
     def nothing(self, progress: Progress) -> StepResult:
-        """The result of a step that is passed over."""
+        """The result of a step that is passed over: no losses and no update."""
         terms = self.executor.terms
         losses = Losses.of(terms, [0.0] * len(terms), [0.0] * len(terms))
         lr = self.schedules.learning_rate.at(progress)
         return StepResult(losses, 0.0, lr, self.scaler_state.scale, skipped=True)
 
     def witness(self, sharding: DataParallel) -> None:
-        """From now on, take the fingerprints of gradients before `sharding` sums them over ranks."""
+        """Take the fingerprints of gradients from now on, before `sharding` sums them over ranks."""
         fingerprints = Fingerprints(self.context.device)
 
         def note(bucket: Bucket, gradients: Tensor) -> None:
@@ -187,7 +187,7 @@ class Engine:
         before_update: Callable[[], None] | None = None,
         judge: Judge | None = None,
     ) -> StepResult:
-        """Train on one global batch. Where nothing in it counts, nothing changes, the loss scale neither.
+        """Train on one global batch. If nothing in it counts, nothing changes, not even the loss scale.
 
         Args:
             batches: this rank's micro-batches, whole.
@@ -205,28 +205,28 @@ class Engine:
         def attempt(these: Sequence[MicroBatch]) -> Attempt:
             return self._attempt(these, skipping, scale, timers)
 
-        found = attempt(batches)
+        latest = attempt(batches)
         with timers("optimizer"):
             self.fp8.advance()
-            if found.losses.total is None:
-                tokens = self.loads.update(found.tallies)
-                return StepResult(found.losses, 0.0, lr, scale, True, skipping=skipping, tokens=tokens)
+            if latest.losses.total is None:
+                tokens = self.loads.update(latest.tallies)
+                return StepResult(latest.losses, 0.0, lr, scale, True, skipping=skipping, tokens=tokens)
             if judge is not None:
-                judgement = judge(found, attempt)
-                found = judgement.attempt
+                judgement = judge(latest, attempt)
+                latest = judgement.attempt
                 if judgement.hold:
-                    norm = found.grad_norm
-                    return StepResult(found.losses, norm, lr, scale, True, skipping=skipping, held=True)
-            tokens = self.loads.update(found.tallies)
+                    norm = latest.grad_norm
+                    return StepResult(latest.losses, norm, lr, scale, True, skipping=skipping, held=True)
+            tokens = self.loads.update(latest.tallies)
             if before_update is not None:
                 before_update()
-            sound = math.isfinite(found.losses.trained_total) or self.context.device.type == "meta"
-            norm = found.sums_norm if sound else math.nan
+            sound = math.isfinite(latest.losses.trained_total) or self.context.device.type == "meta"
+            norm = latest.sums_norm if sound else math.nan
             decay = self.schedules.weight_decay.at(progress)
             report = self.optimizer.step(lr, decay, 1.0 / scale, norm)
             self.scaler_state = self.scaler.update(self.scaler_state, not report.applied)
         return StepResult(
-            found.losses,
+            latest.losses,
             report.grad_norm,
             lr,
             scale,
@@ -257,7 +257,7 @@ class Engine:
         return Attempt(losses, norm, norm * (1.0 / scale), local, tuple(self._prints), sums.tallies)
 
     def evaluate(self, global_batches: Iterable[Sequence[MicroBatch]]) -> tuple[Losses, int]:
-        """The losses of all batches of all ranks, and how much counts for the first term.
+        """The losses over the batches of all ranks, and the first term's count.
 
         Args:
             global_batches: this rank's micro-batches of each.
@@ -272,7 +272,9 @@ class Engine:
         return losses.evaluated(), counted
 
     def _losses(self, sums: Tensor, counts: Tensor) -> tuple[Losses, int]:
-        """From this rank's sums and everyone's counts, both float64 [terms]. Waits for the device.
+        """The losses and the first term's count, from this rank's sums and all counts, both float64 [terms].
+
+        Waits for the device.
 
         On the meta device the losses are NaN, and something counts.
         """

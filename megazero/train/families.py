@@ -91,7 +91,7 @@ class Family(Generic[M]):
         architectures: the architectures in transformers that its models can be converted from and to, those
             of its classifiers included.
         verb: the command of `megazero` that shows what a pretrained model has learnt.
-        classifier: what a pretrained model of the family becomes when it is fine-tuned.
+        classifier: the class of the family's fine-tuned models.
     """
 
     name: str
@@ -148,7 +148,7 @@ FAMILIES = MappingProxyType({row.name: row for row in _ROWS})
 
 
 def family_of(model: ModelConfig) -> Family[MicroBatch]:
-    """The family of a model of this shape: that of its name, or the classifiers made of that."""
+    """The family of a model of this shape: that of its name, or the classifiers derived from it."""
     if model.num_classes is None:
         return FAMILIES[model.family]
     classifiers: Family[Any] = classifiers_of(model.family, model.num_classes)
@@ -170,7 +170,7 @@ def classifiers_of(name: str, num_classes: int) -> Family[LabelledBatch]:
         collate=partial(ClassifierCollate.of, classifier.causal),
         datasets=family.datasets,
         random_arrays=partial(random_labelled, num_classes),
-        architectures=tuple(each for each in family.architectures if each.classifies),
+        architectures=tuple(architecture for architecture in family.architectures if architecture.classifies),
         verb=family.verb,
         classifier=classifier,
     )

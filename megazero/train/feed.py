@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypedDict
 
 import numpy as np
 
@@ -30,6 +30,14 @@ if TYPE_CHECKING:
     from megazero.data_efficiency.sampler import CurriculumSampler
 
     _: tuple[type[Sampler], ...] = (BatchSampler, CurriculumSampler)
+
+
+class SampleFacts(TypedDict):
+    """A sample: its place in the training order, its number, and the place of its text in a file."""
+
+    place: int
+    sample: int
+    text: str
 
 
 @dataclass(frozen=True)
@@ -63,8 +71,8 @@ class Feed(Generic[M_co]):
         sampler.spec = replace(self.spec, data_parallel_rank=number)
         return Feed(self.dataset, sampler, self.collate)
 
-    def samples_of(self, step: Step) -> list[dict[str, Any]]:
-        """This rank's samples of a step: their places in the training order, numbers and texts' places."""
+    def samples_of(self, step: Step) -> list[SampleFacts]:
+        """Describe this rank's samples of a step."""
         starts = [step.before.samples + i * self.spec.stride for i in range(step.micro_batches)]
         return [
             {"place": place, "sample": int(number), "text": whereabouts(self.dataset, int(number))}
@@ -109,11 +117,11 @@ class Feed(Generic[M_co]):
 def cut(
     arrays: dict[str, np.ndarray], samples: tuple[int, ...], length: int | None, rows: int = 1
 ) -> tuple[dict[str, np.ndarray], tuple[RowPlace, ...]]:
-    """Arrays of b samples as those of b x `rows` rows of `length` tokens, and the places of these rows.
+    """Cut arrays of b samples into b x `rows` rows of `length` tokens, and give the places of these rows.
 
     Row j of a sample has its columns from j x `length` on; the rows of one sample follow each other. Arrays
-    [b, s] are cut, and what there is once per sample is there once per row. In a row that begins within a
-    document, positions count from the row's beginning, as in a sample that does.
+    [b, s] are cut, and values that a sample has once are repeated for each row. In a row that begins within a
+    document, positions count from the beginning of the row.
 
     Args:
         arrays: [b, s] or [b], a dataset's.
@@ -130,8 +138,8 @@ def cut(
     def of(name: str, array: np.ndarray) -> np.ndarray:
         if array.ndim != 2:
             return np.repeat(array, rows, axis=0)
-        found = np.ascontiguousarray(array[:, : rows * length]).reshape(-1, length)
-        return np.minimum(found, np.arange(length, dtype=found.dtype)) if name == "position_ids" else found
+        flat = np.ascontiguousarray(array[:, : rows * length]).reshape(-1, length)
+        return np.minimum(flat, np.arange(length, dtype=flat.dtype)) if name == "position_ids" else flat
 
     places: list[RowPlace] = [
         sample if row == 0 else (sample, row) for sample in samples for row in range(rows)

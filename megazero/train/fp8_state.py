@@ -1,4 +1,4 @@
-"""What linear layers with 8-bit products remember from step to step, as parts of a checkpoint."""
+"""The state of linear layers with 8-bit products, as parts of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def fp8_parts_to_write(fp8: Fp8State, context: ParallelContext) -> list[Part]:
 
 
 def fp8_parts_to_read(fp8: Fp8State, source: Source) -> list[Part]:
-    """Those of them that the source has in the same shape; a history of another length begins anew."""
-    found = {Key(name, FP8): tensor for name, tensor in fp8.state().items()}
+    """The histories and scales that the source has in the same shape; one of another length begins anew."""
+    tensors = {Key(name, FP8): tensor for name, tensor in fp8.state().items()}
     return [
-        Part.whole(key, tensor) for key, tensor in found.items() if source.shapes.get(key) == tensor.shape
+        Part.whole(key, tensor) for key, tensor in tensors.items() if source.shapes.get(key) == tensor.shape
     ]

@@ -1,4 +1,4 @@
-"""What slows a training down on its host: a precision that costs time, too many threads, other jobs."""
+"""Checks for what slows a training down on its host: a slow precision, too many threads, other jobs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def crowding_remarks(ranks: int, threads: int, cores: int, load: float | None) -
 
     Args:
         ranks: processes of this job on this host.
-        threads: of each.
-        cores: that they may use.
+        threads: threads of each process.
+        cores: cores that they may use.
         load: processes that wanted to run before the job began; None if unknown.
     """
     if ranks * threads > max(cores, ranks):
@@ -51,7 +51,7 @@ def crowding_remarks(ranks: int, threads: int, cores: int, load: float | None) -
 
 
 def host_remarks(dtype: torch.dtype, rate: float, device: torch.device, load: float | None) -> list[str]:
-    """All of that for this process; `rate` is what `measure_matmul_rate` found for `dtype`."""
+    """All remarks for this process; `rate` is the result of `measure_matmul_rate` for `dtype`."""
     if device.type != "cpu":
         return []
     slow = None

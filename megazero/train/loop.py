@@ -90,12 +90,12 @@ class Loop:
         """Train from `state` on and return the state at the end. SIGTERM saves and ends the training early.
 
         A checkpoint that cannot be written along the way is reported, and training continues. None is written
-        in a row of steps whose gradients were not finite: one that is due waits for the end of the row.
+        while steps are skipped because gradients are not finite: one that is due waits for the next update.
 
         Raises:
             CheckpointError: on every rank, if the last checkpoint cannot be written.
             LostFolderError: on every rank, if another job has taken the folder in the meantime.
-            NumericsError: on every rank: too many updates in a row were left out, copies differ, a machine
+            NumericsError: on every rank: too many updates in a row were skipped, copies differ, a machine
                 computes wrongly, or a checkpoint would hold a number that is not finite. Earlier checkpoints
                 stay.
             DataError: on every rank: a file of the data is not what it was when the run began. This is looked
@@ -199,7 +199,7 @@ class Loop:
         return self._guarded(state, step, result)
 
     def _guarded(self, state: TrainState, step: Step, result: StepResult) -> TrainState:
-        """The state to go on with after a step, which is an earlier one if the run goes back to it."""
+        """Return the state to go on with after a step, which is an earlier one if the run goes back."""
         with self._keeping_checkpoints():
             reached = self.guard.after(state, step, result)
             if reached.iteration == state.iteration:
@@ -209,7 +209,7 @@ class Loop:
         return reached
 
     def _compared(self, state: TrainState, *, due: bool) -> TrainState:
-        """Compare copies where it is time to: before a checkpoint, and every so many steps."""
+        """Compare copies if that is due: before a checkpoint, and every `check_weights_interval` steps."""
         interval = self.plan.guards.check_weights_interval
         if not interval or self.guard.failing(state) or not (due or self._due(interval, state)):
             return state
@@ -222,7 +222,7 @@ class Loop:
         return reached
 
     def _pass_over(self, state: TrainState, step: Step, began: float) -> TrainState:
-        """A step that is not trained on: it consumes its samples, and nothing else changes."""
+        """Pass over a step: its samples are consumed, and nothing else changes."""
         state = state.after(step, True, state.stability)
         result = self.engine.nothing(step.before)
         self.monitor.step(self._metrics(state, result, step, time.perf_counter() - began, {}))
@@ -230,7 +230,7 @@ class Loop:
         return state
 
     def _stability(self, state: TrainState, result: StepResult) -> Stability | None:
-        """How steady the training is after this step; every rank knows the same."""
+        """The stability of the training after this step, the same on every rank."""
         if self.plan.stability is None:
             return None
         known = state.stability or Stability()
@@ -241,9 +241,9 @@ class Loop:
     def _metrics(
         self, state: TrainState, result: StepResult, step: Step, seconds: float, extras: StepExtras
     ) -> StepMetrics:
-        each = self.plan.flops_per_token(step.sequence_length, result.skipping)
-        each += self.engine.distillation.flops_per_token
-        flops = each / self.context.world_size
+        flops_per_token = self.plan.flops_per_token(step.sequence_length, result.skipping)
+        flops_per_token += self.engine.distillation.flops_per_token
+        flops = flops_per_token / self.context.world_size
         extras = {**extras, "phase_seconds": self.timers.collect()}
         return step_metrics(self.plan, state, result, step, seconds, flops, extras)
 
@@ -272,7 +272,7 @@ class Loop:
 
     @contextmanager
     def _keeping_checkpoints(self) -> Iterator[None]:
-        """If the block ends the run, make the checkpoints visible that are being written first."""
+        """Make the checkpoints visible that are still being written, if the block ends the run."""
         try:
             yield
         except NumericsError:
@@ -306,19 +306,20 @@ class Loop:
             self.monitor.message(f"saved a checkpoint at iteration {iteration}")
 
     def _note_failure(self, failure: JobFailure) -> None:
-        """Write down why the job has failed, which has been told; whichever rank knows it."""
+        """Write an incident about the failure of the job. The rank that has the diagnosis calls this."""
         details = {"diagnosis": failure.page.splitlines()}
         log = IncidentLog(CompositeMonitor(), self._folder)
         log.add(Incident("job failed", self._reached, failure.summary, "stopped", failure.ranks, details))
 
     def _report(self, stragglers: list[Straggler], state: TrainState) -> None:
-        """Name the ranks that have become slow, or are no longer."""
-        for each in stragglers:
-            if each.recovered or each.stage is not None:  # a stage of its own may simply have more to do
-                self.monitor.message(str(each))
+        """Report the ranks that have become slow, and those that no longer are."""
+        for straggler in stragglers:
+            # A stage of its own may simply have more to do.
+            if straggler.recovered or straggler.stage is not None:
+                self.monitor.message(str(straggler))
                 continue
-            slow = Incident("slow rank", state.iteration, str(each), "none", (each.rank,), asdict(each))
-            self.incidents.add(slow)
+            ranks, details = (straggler.rank,), asdict(straggler)
+            self.incidents.add(Incident("slow rank", state.iteration, str(straggler), "none", ranks, details))
 
     def _due(self, interval: int | None, state: TrainState) -> bool:
         return interval is not None and state.iteration % interval == 0
@@ -345,7 +346,7 @@ class Loop:
         asked = [float(stop.requested), float(late), float(writes), float(bool(changed))]
         flags = torch.tensor([*asked, *self.stragglers.slots(state.iteration)], device=self.context.device)
         self.context.world.all_reduce(flags, "max").wait()
-        told, late, writes, changed_somewhere, *times = flags.tolist()
+        stopping, late, writes, changed_somewhere, *times = flags.tolist()
         self._report(self.stragglers.after(state.iteration, times), state)
         if changed_somewhere:
             self._end_for(changed, state)
@@ -353,7 +354,7 @@ class Loop:
             return None
         if unsettled is not None and not writes:
             self._on_the_way(lambda: self._tell(unsettled.advance()))
-        if told:
+        if stopping:
             return stop.reason or "another rank was asked to stop"
         if late and limit is not None:  # no other rank has another limit
             return f"--exit-duration-in-mins {limit / 60:g} is over"
@@ -362,13 +363,13 @@ class Loop:
         return None
 
     def _end_for(self, changed: list[str], state: TrainState) -> NoReturn:
-        """Raises DataError with what the first rank that sees a change sees; what was saved before stays."""
+        """Raise DataError with the changes that the first rank to see any reports; checkpoints are kept."""
         self._settle()
         everyone = gather_values(self.context.world, changed, self.context.device)
-        rank, found = next((rank, each) for rank, each in enumerate(everyone) if each)
-        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        rank, clauses = next((rank, files) for rank, files in enumerate(everyone) if files)
+        more = f"; and {len(clauses) - _SHOWN} more" if len(clauses) > _SHOWN else ""
         raise DataError(
-            f"`data` must stay what they were when the run began, but after iteration {state.iteration} rank "
-            f"{rank} sees: {'; '.join(found[:_SHOWN])}{more}; what was saved before is kept: put the files "
-            "back and resume, or set --no-verify-data"
+            f"`data` must not change during a run, but after iteration {state.iteration} rank {rank} sees: "
+            f"{'; '.join(clauses[:_SHOWN])}{more}; earlier checkpoints are kept: put the files back and "
+            "resume, or set --no-verify-data"
         )

@@ -13,14 +13,14 @@ from megazero.models import MicroBatch
 
 
 def local_counts(terms: Sequence[LossTerm], batches: Iterable[MicroBatch], device: torch.device) -> Tensor:
-    """How much these micro-batches count for each term: float64 [terms], on `device`, without a wait."""
-    each = [batch.counts for batch in batches]
-    counts = [sum(counts[term.over] for counts in each) for term in terms]
+    """The count of each term in these micro-batches, float64 [terms], on `device`, without waiting for it."""
+    by_batch = [batch.counts for batch in batches]
+    counts = [sum(counts[term.over] for counts in by_batch) for term in terms]
     return torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True)
 
 
 def loss_factors(terms: Sequence[LossTerm], counts: Tensor, scale: float) -> Tensor:
-    """What backward multiplies each term's sums by: float32 [terms], on the device of `counts`.
+    """The factor of each term's sums in backward, float32 [terms], on the device of `counts`.
 
     Args:
         terms: the model's loss terms.
@@ -56,7 +56,7 @@ class Losses:
         return {term.name: mean for term, mean in zip(self.terms, self.means, strict=True)}[name]
 
     def evaluated(self) -> Losses:
-        """Without the terms that evaluations leave out."""
+        """The losses without the terms that evaluations leave out."""
         kept = [(term, mean) for term, mean in zip(self.terms, self.means, strict=True) if term.evaluated]
         return Losses(tuple(term for term, _ in kept), tuple(mean for _, mean in kept))
 
@@ -67,13 +67,13 @@ class Losses:
 
     @property
     def total(self) -> float | None:
-        """What training minimizes: the sum of the trained terms' means, each times its coefficient.
+        """The loss that training minimizes: the sum of the trained terms' means, each times its coefficient.
 
         None if nothing counts for any of them, so that there is nothing to train on.
         """
         pairs = zip(self.terms, self.means, strict=True)
-        found = [term.coefficient * mean for term, mean in pairs if term.trained and mean is not None]
-        return sum(found) if found else None
+        weighted = [term.coefficient * mean for term, mean in pairs if term.trained and mean is not None]
+        return sum(weighted) if weighted else None
 
     @property
     def trained_total(self) -> float:
@@ -89,11 +89,11 @@ class Losses:
 
     def labelled(self) -> dict[str, float | None]:
         """Label -> mean of each term, followed by the total if several terms are trained."""
-        found = {term.label: mean for term, mean in zip(self.terms, self.means, strict=True)}
+        means = {term.label: mean for term, mean in zip(self.terms, self.means, strict=True)}
         if sum(term.trained for term in self.terms) > 1:
-            found["total loss"] = self.total
-        return found
+            means["total loss"] = self.total
+        return means
 
     def record(self) -> dict[str, float | None]:
-        """The same, but with keys as in metrics, such as ``lm_loss``."""
+        """Key -> mean, like `labelled`, with keys as in metrics, such as ``lm_loss``."""
         return {label.replace(" ", "_"): mean for label, mean in self.labelled().items()}

@@ -1,4 +1,4 @@
-"""How many floating-point operations per second this machine achieves in matrix products."""
+"""The rate of this machine in matrix products, in floating-point operations per second."""
 
 from __future__ import annotations
 

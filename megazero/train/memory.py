@@ -1,4 +1,4 @@
-"""Where a rank's memory goes: what is held between steps, to the byte, and what a step takes beyond it."""
+"""A rank's use of memory: the bytes held between steps, and those that a step takes beyond them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megazero.train.engine import Engine
 from megazero.zero import HELD, Sizes, Store
 
 KINDS = (*HELD, "activations")
-"""What memory is told apart by: what a store holds, buffers of gathers and reductions, and activations."""
+"""The kinds of memory: those of a store, buffers of gathers and reductions, and activations."""
 
 
 class MemoryMeter:
@@ -44,16 +44,16 @@ class MemoryMeter:
 
     @classmethod
     def of(cls, engine: Engine) -> MemoryMeter:
-        """That of an engine."""
+        """A meter for an engine's store and sharding."""
         return cls(engine.optimizer.store, engine.executor.sharding, engine.context.device)
 
     @contextmanager
     def over_a_step(self) -> Iterator[None]:
-        """Measure what the block takes."""
+        """Measure the memory that the block takes."""
         if self.device.type != "cuda":
-            with _PeakOfOutputs() as found:
+            with _PeakOfOutputs() as outputs:
                 yield
-            self._peak = found.most
+            self._peak = outputs.most
             return
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -108,7 +108,7 @@ class _PeakOfOutputs(TorchDispatchMode):
                 continue
             if given is None:
                 leaves = tree_leaves((args, kwargs))
-                given = {each.untyped_storage()._cdata for each in leaves if _is_strided(each)}
+                given = {leaf.untyped_storage()._cdata for leaf in leaves if _is_strided(leaf)}
             if storage._cdata not in given:
                 self._add(storage)
         return out

@@ -1,4 +1,4 @@
-"""What one step and one evaluation report: plain values, the same on every rank."""
+"""The metrics of one step and of one evaluation: plain values, the same on every rank."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StepMetrics:
         sequence_length: tokens of a sequence in this iteration; None without a curriculum.
         difficulties: for each metric of a curriculum over samples, how difficult those of this iteration
             may be; None without one.
-        kept_tokens: those of them that layers with random-LTD saw; None where they saw all.
+        kept_tokens: tokens of a sequence that layers with random-LTD saw; None where they saw all.
         layers_run: how many layers ran; None without progressive layer dropping.
         loss_ratio: the total loss as a multiple of the lowest of the updates before (`stability.py`); like
             the next two, None unless asked for, and in a skipped step.
@@ -106,22 +106,22 @@ class StepMetrics:
         """The loads of the idlest and the busiest expert of all, as multiples of an even share."""
         if not self.tokens_per_expert:
             return None
-        each = [layer["tokens"] for layer in self.tokens_per_expert]
-        loads = [count * len(tokens) / max(1, sum(tokens)) for tokens in each for count in tokens]
+        layers = [layer["tokens"] for layer in self.tokens_per_expert]
+        loads = [count * len(tokens) / max(1, sum(tokens)) for tokens in layers for count in tokens]
         return min(loads), max(loads)
 
     def record(self) -> dict[str, object]:
         """Name -> value of every field, with every loss term in place of `losses`.
 
-        What each expert got, what was moved to offloaded state, what memory holds and how steady the training
-        is are there only where they are known, the sequence length only where it changes, difficulties only
-        with a curriculum, and what was skipped only where something was or could be.
+        Some fields are left out where they are None: tokens per expert, traffic of offloaded state, memory
+        and stability where they are not known, the sequence length where it does not change, difficulties
+        without a curriculum, and skipping where nothing can be skipped.
         """
-        found = _record(self)
+        values = _record(self)
         for name in _WHERE_KNOWN:
-            if found[name] is None:
-                del found[name]
-        return found
+            if values[name] is None:
+                del values[name]
+        return values
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,10 @@ class EvalMetrics:
 
 
 def _record(metrics: StepMetrics | EvalMetrics) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for each in fields(metrics):
-        value = getattr(metrics, each.name)
-        new = value.record() if isinstance(value, Losses) else {each.name: value}
-        assert not found.keys() & new.keys(), f"a loss term has the name of a metric: {sorted(new)}"
-        found |= new
-    return found
+    values: dict[str, object] = {}
+    for attribute in fields(metrics):
+        value = getattr(metrics, attribute.name)
+        new = value.record() if isinstance(value, Losses) else {attribute.name: value}
+        assert not values.keys() & new.keys(), f"a loss term has the name of a metric: {sorted(new)}"
+        values |= new
+    return values

@@ -1,4 +1,4 @@
-"""A checkpoint that a setting names, which all ranks open alike."""
+"""Checkpoints that a setting names, which all ranks open alike."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megazero.train.state_json import SavedModel, saved_model
 
 
 def checkpoint_at(given: str, context: ParallelContext, step: int | None = None) -> Path:
-    """The one checkpoint that a path means, as the first rank sees it; every rank calls this.
+    """Find the checkpoint that a path means, as the first rank sees it; every rank calls this.
 
-    `step` asks for that of one step of a run.
+    `step` asks for the checkpoint of one step of a run.
 
     Raises:
         CheckpointError: on every rank: there is none.
@@ -23,7 +23,7 @@ def checkpoint_at(given: str, context: ParallelContext, step: int | None = None)
 
 
 def opened(folder: Path, verify: Verify, context: ParallelContext) -> CheckpointReader:
-    """A checkpoint that all ranks could open; every rank calls this.
+    """Open a checkpoint on all ranks; every rank calls this.
 
     Raises:
         CheckpointError: on every rank: it cannot be read.
@@ -34,11 +34,11 @@ def opened(folder: Path, verify: Verify, context: ParallelContext) -> Checkpoint
 
 
 def model_at(folder: Path, context: ParallelContext) -> SavedModel:
-    """What a checkpoint says about its model; every rank calls this.
+    """Read a checkpoint's description of its model; every rank calls this.
 
     Raises:
-        CheckpointError: on every rank: it cannot be read, or does not say.
+        CheckpointError: on every rank: it cannot be read, or has no description.
     """
-    reader, found = opened(folder, Verify.SIZE, context), []
-    together(context, lambda: found.append(saved_model(reader)), f"open {folder}")
-    return found[0]
+    reader, models = opened(folder, Verify.SIZE, context), []
+    together(context, lambda: models.append(saved_model(reader)), f"open {folder}")
+    return models[0]

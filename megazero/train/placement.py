@@ -1,4 +1,4 @@
-"""Where this rank's layers live, and in which dtype."""
+"""The placement of this rank's layers: their ranks, device and dtype."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16":
 
 
 def placement_of(config: Config, context: ParallelContext, device: torch.device) -> Placement:
-    """Where this rank's layers live."""
+    """The placement of this rank's layers on a device."""
     dtype = DTYPES[config.precision.dtype]
     placement = Placement.of(
         context,

@@ -1,4 +1,4 @@
-"""What the pipeline's stages do in a step: the configured schedule, lowered for the ZeRO stage."""
+"""Programs of the pipeline's stages for a step: the configured schedule, lowered for the ZeRO stage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def schedule_of(config: Config, microbatches: int | None = None, *, forward_only
 
 
 def train_program(config: Config, microbatches: int) -> Program:
-    """What the stages do in a training step with this many micro-batches per replica."""
+    """The program of a training step with this many micro-batches per replica."""
     row = STAGES[config.zero.stage]
     schedule = schedule_of(config, microbatches)
     return lower(
@@ -31,7 +31,7 @@ def train_program(config: Config, microbatches: int) -> Program:
 
 
 def evaluation_program(config: Config, microbatches: int) -> Program:
-    """What the stages do to evaluate this many micro-batches per replica."""
+    """The program of an evaluation of this many micro-batches per replica."""
     row = STAGES[config.zero.stage]
     schedule = schedule_of(config, microbatches, forward_only=True)
     return lower(schedule, gather=row.shard_params, reduce_every_microbatch=False)

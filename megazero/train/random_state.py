@@ -23,7 +23,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     assert isinstance(state, tuple), "of the legacy generator"
     name, keys, position, has_gauss, cached = state
     assert name == "MT19937", name
-    found = {
+    states = {
         "python": torch.tensor([*words, gauss is not None], dtype=torch.int64),
         "python_gauss": torch.tensor([gauss or 0.0], dtype=torch.float64),
         "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
@@ -31,8 +31,8 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
         "torch": torch.get_rng_state(),
     }
     if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
-    return found
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
 
 
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:

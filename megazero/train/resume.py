@@ -1,4 +1,4 @@
-"""Resuming a run: which checkpoint to use, whether it fits, and what is taken from it."""
+"""Resuming a run: choosing a checkpoint, checking that it fits, and loading its state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -46,7 +45,7 @@ from megazero.train.random_state import random_state, set_random_state
 from megazero.train.router_state import router_parts_to_read
 from megazero.train.same_sums import changed_sums
 from megazero.train.state import TrainState
-from megazero.train.state_json import DataFacts, RunFacts, SavedModel, saved_model, saved_run
+from megazero.train.state_json import DataFacts, RunFacts, SavedConfig, SavedModel, saved_model, saved_run
 from megazero.zero import IN_USE, Optimizer
 
 # What determines learning rate and weight decay after a resume; a silent change would distort the schedule.
@@ -89,12 +88,12 @@ class Resumed:
 
     Attributes:
         engine: the engine, new or with the checkpoint's state.
-        state: how far training has got.
+        state: the progress of the training.
         stream_seed: seed of the dropout streams.
         config: the run's configuration; its global batch is the checkpoint's if none was asked for.
-        horizon: the run's horizon, from `state` on.
-        remarks: what a person should know about the resume.
-        data: what the steps so far were trained on; None if there were none or the checkpoint does not say.
+        training_plan: the run's plan, from `state` on.
+        remarks: lines about the resume for a person.
+        data: the data of the steps so far; None if there were none or the checkpoint does not say.
     """
 
     engine: Engine
@@ -121,7 +120,7 @@ def resume(
         config: the run's configuration.
         context: all ranks.
         vocab_size: number of vocabulary entries, without padding.
-        build: makes an engine with new weights, given the configuration to continue with and its horizon.
+        build: makes an engine with new weights, given the configuration to continue with and its plan.
         begin: gives a new engine the weights that training begins with, and says so; None leaves the seed's.
 
     Raises:
@@ -132,8 +131,8 @@ def resume(
             without one was not allowed.
     """
     section = config.checkpoint
-    found = _candidates(section.load, section.ckpt_step, context) if section.load else None
-    if found is None or not (found.folders or found.remarks):
+    checkpoints = _candidates(section.load, section.ckpt_step, context) if section.load else None
+    if checkpoints is None or not (checkpoints.folders or checkpoints.remarks):
         if section.load:
             _may_start_without(config)
         training_plan = training_plan_of(config, context.data.size)
@@ -142,8 +141,8 @@ def resume(
         if section.load and not begun:
             begun = (f"warning: {section.load} holds no checkpoint; training starts from random weights",)
         return Resumed(new, TrainState(), config.training.seed, config, training_plan, begun)
-    remarks = list(found.remarks)
-    for folder in found.folders:
+    remarks = list(checkpoints.remarks)
+    for folder in checkpoints.folders:
         engine: Engine | None = None
         try:
             reader = opened(folder, Verify(section.verify_checkpoint), context)
@@ -188,13 +187,11 @@ def _may_start_without(config: Config) -> None:
 
 
 def _candidates(load: str, step: int | None, context: ParallelContext) -> Candidates:
-    """The first rank's candidates, so that all ranks try the same: on a shared file system, others may still
-    see an older state.
-    """
+    """The first rank's candidates; on a shared file system, other ranks may still see an older state."""
 
     def look() -> dict[str, list[str]]:
-        found = candidates(load, step)
-        return {"folders": [str(folder) for folder in found.folders], "remarks": list(found.remarks)}
+        listed = candidates(load, step)
+        return {"folders": [str(folder) for folder in listed.folders], "remarks": list(listed.remarks)}
 
     first = together(context, look if context.rank == 0 else None, f"look into {load}")[0]
     return Candidates(tuple(map(Path, first["folders"])), tuple(first["remarks"]))
@@ -267,7 +264,8 @@ def load_state(
     if progress is not None and not section.no_load_optim:
         if progress.updates is None or progress.scaler is None:
             raise CheckpointError(
-                f"`{reader.folder}` was saved without optimizer state; set --no-load-optim or --finetune"
+                f"`{reader.folder}` must hold optimizer state, but has none; set --no-load-optim "
+                "or --finetune"
             )
         counted = progress.updates, ScalerState(**dict(progress.scaler))
     moments = counted is not None
@@ -332,7 +330,7 @@ def _random_rows(
 
 
 def _unused(source: Source, optimizer: Optimizer, context: ParallelContext, moments: bool) -> list[str]:
-    """What the checkpoint holds that no rank has a place for; moments count only if they are to be loaded."""
+    """The tensors of the checkpoint that no rank has a place for; moments count only if they are loaded."""
     mine = sorted(str(key) for key in state_keys(optimizer))
     asked = {name for names in gather_values(context.model, mine, context.device) for name in names}
     # Without delay, the weights in use are those of the masters.
@@ -356,7 +354,7 @@ def check_model(
     """Refuse a checkpoint of another model, naming what differs; `free` are the settings that may.
 
     Raises:
-        CheckpointError: it is one.
+        CheckpointError: the model is another.
     """
     # Only fields that both versions of the code have are compared; for others, the tensors' names decide.
     fields = [name for name in ModelConfig.model_fields if name in saved.sections["model"]]
@@ -367,10 +365,10 @@ def check_model(
     if saved.vocab_size != vocab_size:
         wrong.append(f"vocab_size {saved.vocab_size} (now {vocab_size})")
     if wrong:
-        raise CheckpointError(f"`{folder}` must be of this model, but has {', '.join(wrong)}")
+        raise CheckpointError(f"`{folder}` must hold this model, but has {', '.join(wrong)}")
 
 
-def _check_schedule(config: Config, saved: Mapping[str, Any], folder: Path) -> None:
+def _check_schedule(config: Config, saved: SavedConfig, folder: Path) -> None:
     if config.checkpoint.override_opt_param_scheduler:
         return
     now, then = config.optimizer.model_dump(mode="json"), saved.get("optimizer") or {}
@@ -384,16 +382,16 @@ def _check_schedule(config: Config, saved: Mapping[str, Any], folder: Path) -> N
         )
 
 
-def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def _differences(saved: SavedConfig, now: SavedConfig) -> list[tuple[str, object, object]]:
     """(setting, saved value, value now) for every setting that differs and matters to the training."""
-    found = []
+    differences = []
     for section in sorted({*saved, *now}):
         if section in _SILENT_SECTIONS:
             continue
         before, after = saved.get(section) or {}, now.get(section) or {}
-        found += [
+        differences += [
             (f"{section}.{name}", before.get(name), after.get(name))
             for name in sorted({*before, *after})
             if before.get(name) != after.get(name)
         ]
-    return found
+    return differences

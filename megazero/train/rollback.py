@@ -1,4 +1,4 @@
-"""Going back: the state of the last healthy checkpoint, taken over by a run that goes on."""
+"""Rollback: a run continues from the state of its last healthy checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megazero.train.state_json import saved_run
 
 
 def go_back(snapshots: Snapshots) -> TrainState | None:
-    """Load the newest healthy checkpoint that a run has saved, and say where it stood; every rank calls this.
+    """Load the newest healthy checkpoint that a run has saved, and return its state; every rank calls this.
 
     Damaged ones are passed over.
 

@@ -1,4 +1,4 @@
-"""What routers remember from step to step, as parts of a checkpoint."""
+"""The state of routers, as parts of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def router_parts_to_write(loads: RouterLoads, context: ParallelContext) -> list[
 
 
 def router_parts_to_read(loads: RouterLoads, source: Source) -> list[Part]:
-    """Those of them that the source has; converted models have none, and their routers begin evenly."""
-    found = {Key(name, ROUTER): tensor for name, tensor in loads.state().items()}
-    return [Part.whole(key, tensor) for key, tensor in found.items() if key in source.shapes]
+    """The loads and biases that the source has. Converted models have none: their routers begin evenly."""
+    tensors = {Key(name, ROUTER): tensor for name, tensor in loads.state().items()}
+    return [Part.whole(key, tensor) for key, tensor in tensors.items() if key in source.shapes]

@@ -1,4 +1,4 @@
-"""What a run will do: its steps, what happens between them, and where its samples come from."""
+"""The plan of a run: its steps, what happens between them, and where its samples come from."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megazero.train.feed import Feed
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run will do, in numbers.
+    """The plan of a run, in numbers.
 
     Attributes:
-        horizon: where training stops, the size of each step, and what evaluations read.
+        training_plan: where training stops, the size of each step, and what evaluations read.
         flops_per_token: (tokens of a sequence, what the step skips) -> FLOPs of forward and backward for one
             of them, without a teacher's.
         matmul_rate: this rank's measured matmul rate, FLOP/s.
         save_interval: iterations between checkpoints, or None.
         exit_interval: stop at multiples of this many iterations, or None.
         exit_seconds: stop after this many seconds, or None.
-        guards: what is looked for while training, and what is done about it.
-        stability: updates over which it is reported how steady the training is, or None.
+        guards: the faults to look for while training, and what to do about each.
+        stability: number of updates over which stability is reported, or None.
         log_params_norm, log_num_zeros: whether steps report these.
         exact_timers: whether to wait for the device at both ends of each timed phase.
         log_interval: iterations between reports of what each expert got.
@@ -62,6 +62,6 @@ class Feeds:
     test: Feed[MicroBatch] | None
 
     def changed_files(self) -> list[str]:
-        """What this rank sees of the files of all splits that are not what they were."""
+        """Clauses about the files of all splits that have changed, as this rank sees them."""
         feeds = [feed for feed in (self.train, self.valid, self.test) if feed is not None]
         return list(dict.fromkeys(clause for feed in feeds for clause in changed_files(feed.dataset)))

@@ -1,4 +1,4 @@
-"""Whether a run that continues adds up as the run before did: otherwise its last bits may differ."""
+"""Remarks on sums that a resumed run adds up in another order, so that last bits may differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def changed_sums(run: RunFacts, config: ParallelConfig, now: Mapping[str, str], 
     On another layout sums are made of other parts anyway, and nothing is said.
 
     Args:
-        run: what the checkpoint says.
+        run: the checkpoint's facts.
         config: the parallelism now.
         now: the `transports` now.
         world_size: the number of ranks now.

@@ -1,4 +1,4 @@
-"""What each step leaves out of the model's layers: a function of where the training stands."""
+"""The tokens and layers that each step skips: a function of the training's progress."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class LayerDrop:
 
     Attributes:
         layers: L.
-        theta: what `keep` falls to.
-        gamma: how fast it does.
-        seed: of the draws.
+        theta: the limit that `keep` falls to.
+        gamma: the rate at which it falls.
+        seed: seed of the draws.
     """
 
     layers: int
@@ -34,27 +34,27 @@ class LayerDrop:
     seed: int
 
     def keep(self, iteration: int) -> float:
-        """The share of steps that would run a layer L, at this step."""
+        """The probability with which a layer L would run at this step."""
         return (1.0 - self.theta) * math.exp(-self.gamma * iteration) + self.theta
 
     def scales(self, iteration: int) -> tuple[float, ...]:
-        """For each layer, 1 / p if the step runs it, and 0 if not."""
+        """The scale of each layer: 1 / p if the step runs it, and 0 if not."""
         drop = (1.0 - self.keep(iteration)) / self.layers
         shares = [1.0 - layer * drop for layer in range(self.layers)]
         return tuple(1.0 / p if self._drawn(iteration, i) < p else 0.0 for i, p in enumerate(shares))
 
     def _drawn(self, iteration: int, layer: int) -> float:
-        """Uniform in [0, 1)."""
+        """A random number, uniform in [0, 1)."""
         return derive_key(self.seed, "layer drop", iteration, layer) / 2.0**63
 
 
 @dataclass(frozen=True)
 class SkippingPlan:
-    """What the steps of a training leave out.
+    """The tokens and layers that the steps of a training skip.
 
     Attributes:
-        horizon: says how many tokens layers with random-LTD see.
-        dropping: these layers.
+        training_plan: says how many tokens layers with random-LTD see.
+        dropping: the layers with random-LTD.
         drop: progressive layer dropping; None without it.
     """
 
@@ -64,7 +64,7 @@ class SkippingPlan:
 
     @classmethod
     def of(cls, config: Config, training_plan: TrainingPlan) -> SkippingPlan:
-        """That of a run."""
+        """The plan of a run with this configuration."""
         settings, layers = config.skipping, config.model.num_layers
         drop = None
         if settings.progressive_layer_drop:
@@ -72,7 +72,7 @@ class SkippingPlan:
         return cls(training_plan, settings.dropping_layers(layers), drop)
 
     def at(self, progress: Progress) -> Skipping:
-        """What the step that follows `progress` leaves out."""
+        """The tokens and layers that the step after `progress` skips."""
         kept = self.training_plan.at(progress).kept_tokens
         if kept is None and self.drop is None:
             return NOTHING_SKIPPED

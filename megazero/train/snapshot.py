@@ -1,4 +1,4 @@
-"""Saves a run: what goes into its checkpoints, and when they become visible."""
+"""Saves a run: the content of its checkpoints, and when they become visible."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,7 +31,7 @@ class Snapshots:
 
     Args:
         config: the run's configuration.
-        horizon: the run's horizon.
+        training_plan: the run's plan.
         engine: the engine whose state is saved.
         context: all ranks.
         vocab_size: number of vocabulary entries, without padding.
@@ -68,7 +67,7 @@ class Snapshots:
             Retention(section.kept_last, section.save_retain_interval),
             section.async_save_limit if section.async_save else 0,
         )
-        self._fixed = {
+        self._fixed: dict[str, object] = {
             "kind": PRETRAINING,
             "vocab_size": vocab_size,
             "stream_seed": stream_seed,
@@ -83,16 +82,16 @@ class Snapshots:
             },
         }
 
-    def note(self, facts: Mapping[str, Any]) -> None:
-        """Say this too, as JSON, in all checkpoints from now on."""
+    def note(self, facts: Mapping[str, object]) -> None:
+        """Add these facts, as JSON, to all checkpoints from now on."""
         self._fixed |= facts
 
-    def save(self, state: TrainState, found: Mapping[str, Any] | None = None) -> list[int]:
+    def save(self, state: TrainState, extras: Mapping[str, object] | None = None) -> list[int]:
         """Save a checkpoint of `state` and the engine, or start saving it; every rank calls this.
 
         Args:
-            state: how far the run has got.
-            found: what else the checkpoint says, as JSON, such as how good its model is.
+            state: the progress of the run.
+            extras: further facts for the checkpoint, as JSON, such as the accuracy of its model.
 
         Returns:
             The iterations of the checkpoints that became visible.
@@ -116,7 +115,7 @@ class Snapshots:
             "state": asdict(state),
             "scaler": asdict(engine.scaler_state) if moments else None,
             "updates": engine.optimizer.updates if moments else None,
-            **(found or {}),
+            **(extras or {}),
         }
         return self.saver.save(state.iteration, parts, facts)
 
@@ -128,8 +127,8 @@ class Snapshots:
         sound = torch.stack(sums).isfinite().tolist() if sums else []
         doubtful = [part for part, well in zip(numbers, sound, strict=True) if not well]
         bad = next((str(part.key) for part in doubtful if not part.tensor.isfinite().all()), None)
-        found = gather_values(self.context.world, bad, self.context.device)
-        for rank, key in enumerate(found):
+        by_rank = gather_values(self.context.world, bad, self.context.device)
+        for rank, key in enumerate(by_rank):
             if key is not None:
                 raise NumericsError(
                     f"`{key}` must be finite to be saved, but rank {rank} holds inf or NaN after iteration "
@@ -152,7 +151,7 @@ def git_revision() -> str | None:
     folder = Path(sys.argv[0]).resolve().parent if sys.argv and sys.argv[0] else Path.cwd()
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        described = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip() or None
+    return described.stdout.strip() or None

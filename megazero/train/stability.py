@@ -1,4 +1,4 @@
-"""How steadily a training runs: the spread of loss and gradient norm over recent updates, and loss spikes.
+"""The stability of a training: the spread of loss and gradient norm over recent updates, and loss spikes.
 
 Long sequences early in a training, large batches and high learning rates make both vary, before or without a
 divergence; sequences that grow are the remedy (Li et al. 2022, the Stability-Efficiency Dilemma, whose loss
@@ -23,7 +23,7 @@ class Spread:
     variance: float = 0.0
 
     def after(self, value: float, weight: float) -> Spread:
-        """With one more value, which weighs `weight` of all; 1 is the first one."""
+        """Add a value that has the share `weight` of all weights; the first value has weight 1."""
         away = value - self.mean
         return Spread(self.mean + weight * away, (1.0 - weight) * (self.variance + weight * away * away))
 
@@ -35,7 +35,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Stability:
-    """What is known of the updates so far. All of it is saved, so that a resumed run reports the same.
+    """Statistics of the updates so far. All of them are saved, so that a resumed run reports the same.
 
     Attributes:
         updates: how many were made; skipped steps make none.
@@ -51,17 +51,17 @@ class Stability:
     grad_norm: Spread = Spread()
 
     def after(self, loss: float, grad_norm: float, window: int) -> Stability:
-        """After one more update; one whose loss is not finite changes nothing.
+        """Add an update; one whose loss or norm is not finite changes nothing.
 
         Args:
             loss: the total loss.
             grad_norm: the global gradient norm, before clipping.
-            window: over how many updates spreads are taken.
+            window: number of updates over which spreads are taken.
         """
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return self
         weight = 1.0 / min(self.updates + 1, window)
-        known = [each for each in (self.lowest, self.last) if each is not None]
+        known = [loss_before for loss_before in (self.lowest, self.last) if loss_before is not None]
         return Stability(
             self.updates + 1,
             min(known) if known else None,

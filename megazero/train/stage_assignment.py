@@ -1,4 +1,4 @@
-"""Which layers each chunk of the pipeline holds, and what each block of the model costs."""
+"""The assignment of layers to chunks of the pipeline, and the cost of each block of the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Costs = Sequence[float]
 
 
 def assign_layers(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> list[range]:
-    """Which layers each chunk holds, according to `--pipeline-partition`.
+    """The layers of each chunk, according to `--pipeline-partition`.
 
     Raises:
         ConfigError: there are fewer layers than chunks, or the method's numbers do not fit.
@@ -67,7 +67,7 @@ def measured_costs(config: Config, vocabulary: Vocabulary, context: ParallelCont
     batch = family.collate(config, vocabulary.size, context.device, None)(arrays, tuple(range(shape[0])))
     blocks = family.blocks(config, vocabulary.padded)
     alike = list(zip(blocks, parameter_counts(config, vocabulary, context), strict=True))
-    firsts = [alike.index(each) for each in alike]
+    firsts = [alike.index(kind) for kind in alike]
     seconds = torch.zeros(len(blocks), dtype=torch.float64, device=context.device)
     build = _piece_builder(config, vocabulary, context, context.device)
     for i in sorted(set(firsts)):
@@ -96,7 +96,7 @@ def _seconds(chunk: ModelChunk[MicroBatch], batch: MicroBatch, hidden: torch.Ten
 def _piece_builder(
     config: Config, vocabulary: Vocabulary, context: ParallelContext, device: torch.device
 ) -> Callable[[int], ModelChunk[MicroBatch]]:
-    """Builds a block of the model, given its number, as a chunk of its own.
+    """Return a function that builds a block of the model, given its number, as a chunk of its own.
 
     A tied head gets its own weight, because its stage holds a copy.
     """

@@ -1,4 +1,4 @@
-"""How far a run has got."""
+"""The progress of a run, as checkpoints keep it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megazero.train.stability import Stability
 
 @dataclass(frozen=True)
 class TrainState:
-    """How far a run has got.
+    """The progress of a run.
 
     Attributes:
         iteration: number of steps done, including skipped ones.
@@ -19,9 +19,9 @@ class TrainState:
         consumed_tokens: number of tokens trained on.
         skipped: number of steps without an update, because a gradient was not finite or nothing in the global
             batch counted.
-        stability: how steady the updates were; None unless it is to be known.
-        bad_in_a_row: of the latest steps, how many were left out because numbers were not finite, or because
-            a guard held their updates.
+        stability: statistics of the updates; None unless they are asked for.
+        bad_in_a_row: number of latest steps that were skipped because numbers were not finite, or because a
+            guard held their updates.
         recent: the latest updates and the latest spike; None unless spikes are looked for.
         set_aside: samples that are not trained on, as ranges of places in the training order, from and to.
     """
@@ -38,15 +38,15 @@ class TrainState:
     def after(
         self, step: Step, skipped: bool, stability: Stability | None = None, *, bad: bool = False
     ) -> TrainState:
-        """The state after one more step, the one that follows `progress`.
+        """The state after `step`.
 
-        A step that was skipped because nothing counted neither ends a row of bad ones nor adds to it.
+        A step that was skipped because nothing counted leaves `bad_in_a_row` as it is.
 
         Args:
-            step: what it consumed.
+            step: the step that was done.
             skipped: whether it made no update.
-            stability: how steady the updates were, this one included.
-            bad: whether it was skipped for its numbers.
+            stability: statistics of the updates, this one included.
+            bad: whether it was skipped because a number was not finite or a guard held it.
         """
         done, row = step.after, self.bad_in_a_row
         return replace(
@@ -61,5 +61,5 @@ class TrainState:
 
     @property
     def progress(self) -> Progress:
-        """What has been consumed, as the schedules and the horizon count it."""
+        """The samples and tokens consumed, as schedules and the training plan count them."""
         return Progress(self.iteration, self.consumed_samples, self.consumed_tokens)

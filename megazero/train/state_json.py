@@ -90,9 +90,9 @@ class StateFacts(_FactsModel):
         facts, stability = dict(self), None
         recent = None if self.recent is None else Recent(**dict(self.recent))
         if self.stability is not None:
-            found = dict(self.stability)
-            spreads = {name: Spread(**dict(found[name])) for name in ("loss", "grad_norm")}
-            stability = Stability(**{**found, **spreads})
+            saved = dict(self.stability)
+            spreads = {name: Spread(**dict(saved[name])) for name in ("loss", "grad_norm")}
+            stability = Stability(**{**saved, **spreads})
         return TrainState(**{**facts, "stability": stability, "recent": recent})
 
 
@@ -115,26 +115,26 @@ class DataFacts(_FactsModel):
 
 
 class WriterFacts(_FactsModel):
-    """What wrote a checkpoint: how many ranks, and what their groups went over; earlier versions say less."""
+    """The writer of a checkpoint: the number of ranks and their transports; earlier versions say less."""
 
     world_size: NonNegativeInt = 0
     transports: dict[str, str] = Field(default_factory=dict)
 
 
 class RunFacts(_FactsModel):
-    """What a checkpoint says about a run that can be resumed.
+    """A checkpoint's facts about a run that can be resumed.
 
     Attributes:
         config: sections of the configuration, in the form used by the version that saved them.
-        state: how far training had got.
+        state: the progress of the training.
         scaler: state of the loss scaler; None if optimizer state was not saved.
         updates: number of updates made by the optimizer; None if its state was not saved.
         stream_seed: seed of the dropout streams.
         global_batch_size: in samples, at the end of a ramp.
         healthy: whether nothing was wrong with the run when it was saved; versions that did not ask are
             believed.
-        data: what it was trained on; None if it does not say.
-        written_by: what wrote it.
+        data: the datasets that it was trained on; None if it does not say.
+        written_by: the ranks that wrote it.
     """
 
     config: SavedConfig
@@ -158,7 +158,7 @@ class _ModelFacts(_FactsModel):
 
 
 def saved_run(reader: CheckpointReader) -> RunFacts | None:
-    """What a checkpoint says about the run that saved it; None if no run did, as with converted weights.
+    """Read a checkpoint's facts about the run that saved it; None if no run did, as with converted weights.
 
     Raises:
         DamagedCheckpointError: something is missing or has the wrong type.
@@ -168,17 +168,17 @@ def saved_run(reader: CheckpointReader) -> RunFacts | None:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What a checkpoint says about its model.
+    """A checkpoint's description of its model.
 
     Attributes:
         vocab_size: number of vocabulary entries, without padding.
         sections: sections of the configuration that it was saved with, including `model`.
         place: the file that this was read from.
-        shapes: those of the tensors that it describes; None if unknown.
+        shapes: the shapes of the checkpoint's tensors; None if unknown.
     """
 
     vocab_size: int
-    sections: Mapping[str, dict[str, Any]]
+    sections: Mapping[str, Mapping[str, Any]]
     place: Path
     shapes: Mapping[Key, tuple[int, ...]] | None = None
 
@@ -209,7 +209,7 @@ class SavedModel:
         if self.shapes is not None:
             check_saved_model(model, self.vocab_size, self.shapes, self.place)
 
-    def _validated(self, model: type[_Section], content: Mapping[str, Any]) -> _Section:
+    def _validated(self, model: type[_Section], content: Mapping[str, object]) -> _Section:
         try:
             return model.model_validate(content)
         except ValidationError as error:
@@ -222,23 +222,23 @@ class SavedModel:
 
 
 def saved_model(reader: CheckpointReader) -> SavedModel:
-    """What a checkpoint says about its model.
+    """Read a checkpoint's description of its model.
 
     Raises:
         DamagedCheckpointError: something has the wrong type.
         CheckpointError: the checkpoint does not say which model it holds.
     """
-    found = _read(_ModelFacts, reader)
-    parts = {"model": found.model, "tokenizer": found.tokenizer, "finetune": found.finetune}
-    sections = found.config or parts
-    if sections.get("model") is None or found.vocab_size is None:
+    facts = _read(_ModelFacts, reader)
+    parts = {"model": facts.model, "tokenizer": facts.tokenizer, "finetune": facts.finetune}
+    sections = facts.config or parts
+    if sections.get("model") is None or facts.vocab_size is None:
         raise CheckpointError(
-            f"`{reader.folder}` must say which model it holds, but does not (kind {found.kind!r}); "
+            f"`{reader.folder}` must say which model it holds, but does not (kind {facts.kind!r}); "
             f"convert it again"
         )
     place = reader.folder / STATE
     given = {name: section for name, section in sections.items() if section is not None}
-    return SavedModel(found.vocab_size, given, place, reader.shapes)
+    return SavedModel(facts.vocab_size, given, place, reader.shapes)
 
 
 def _read(model: type[_Facts], reader: CheckpointReader) -> _Facts:

@@ -1,4 +1,4 @@
-"""From what a step did to what monitors see of it."""
+"""From the result of a step to its metrics for monitors."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def step_metrics(
     """The metrics of one training step.
 
     Args:
-        plan: what the run does.
-        state: how far it has got, this step included.
-        result: what the step did.
-        step: what it consumed.
+        plan: the plan of the run.
+        state: the progress of the run, this step included.
+        result: the result of the step.
+        step: the samples that it consumed.
         seconds: its wall time.
         flops_per_token: this rank's share of the FLOPs for a token.
         extras: further fields.
@@ -70,12 +70,12 @@ def step_metrics(
         layers_run=result.skipping.layers_run,
         **extras,
     )
-    found = state.stability
-    if found is None or result.skipped or not found.updates:
+    stability = state.stability
+    if stability is None or result.skipped or not stability.updates:
         return metrics
     return replace(
         metrics,
-        loss_ratio=found.loss_ratio,
-        loss_deviation=found.loss.deviation,
-        grad_norm_deviation=found.grad_norm.deviation,
+        loss_ratio=stability.loss_ratio,
+        loss_deviation=stability.loss.deviation,
+        grad_norm_deviation=stability.grad_norm.deviation,
     )

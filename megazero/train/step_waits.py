@@ -1,4 +1,4 @@
-"""Looks for what makes the host wait for the device in a training's steps, and reports each place once."""
+"""Looks for calls that make the host wait for the device during steps, and reports each place once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StepWaits:
 
     Args:
         mode: what to do about a wait that a step must not make.
-        device: of the training.
+        device: the device of the training.
         message: takes a line for each place.
     """
 
@@ -30,7 +30,7 @@ class StepWaits:
         self.device = device
         self.message = message
         self._began = False
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -43,9 +43,9 @@ class StepWaits:
             self._began = True
             yield
             return
-        with host_waits(self.device, refuses=self.mode == "error") as found:
+        with host_waits(self.device, refuses=self.mode == "error") as waits:
             yield
-        for where, what in found:
-            if (where, what) not in self._told:
-                self._told.add((where, what))
+        for where, what in waits:
+            if (where, what) not in self._reported:
+                self._reported.add((where, what))
                 self.message(f"host waits | {where} {what}")

@@ -1,4 +1,4 @@
-"""Slow ranks: which of them the others wait for, step after step, and for how long."""
+"""Slow ranks: those that the others wait for step after step, and for how long."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class RankTimes:
     """Means of one rank over the steps of an interval, in seconds per step.
 
     Attributes:
-        own: of the step without what it waited.
-        waited: in calls of its groups: for the other ranks, and for data to move.
-        data: for its micro-batches; a part of `own`.
+        own: time of a step, without waiting.
+        waited: time waited in calls of its groups, for the other ranks and for data to move.
+        data: time until its micro-batches are there; a part of `own`.
     """
 
     own: float
@@ -31,14 +31,14 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that has become slow, or that is no longer.
+    """A rank that has become slow, or no longer is.
 
     Attributes:
-        rank: in the world.
-        iteration: at whose end it was found.
+        rank: the world rank.
+        iteration: the iteration at the end of which this was noticed.
         own, data: its times, in seconds per step, as in `RankTimes`.
-        peers_own, peers_data: the medians of its peers.
-        waited: what the other ranks wait in a step, in seconds; their median.
+        peers_own, peers_data: the medians over its peers.
+        waited: the median over the other ranks of the time that they wait in a step, in seconds.
         stage: its pipeline stage if it is alone there, so that its work may be another than its peers'.
         recovered: whether it is no longer slow.
     """
@@ -55,12 +55,12 @@ class Straggler:
 
     @property
     def ratio(self) -> float:
-        """Its own time as a multiple of its peers'."""
+        """The rank's own time as a multiple of its peers'."""
         return self.own / max(self.peers_own, 1e-9)
 
     @property
     def reads_slowly(self) -> bool:
-        """Whether reading data takes at least half of what it takes longer than its peers."""
+        """Whether reading data takes at least half of the rank's delay behind its peers."""
         return self.data - self.peers_data >= 0.5 * (self.own - self.peers_own)
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Straggler:
 
 @dataclass
 class _Sums:
-    """Over steps that were measured, in seconds."""
+    """Sums over the steps that were measured, in seconds."""
 
     steps: int = 0
     whole: float = 0.0
@@ -96,7 +96,7 @@ class _Sums:
 
 @dataclass(frozen=True)
 class SlowRanks:
-    """For each rank, how many gatherings in a row found it otherwise than it is known, and who is slow."""
+    """The ranks known to be slow, and for each rank how many gatherings in a row contradicted that."""
 
     changed: Mapping[int, int] = field(default_factory=dict)
     slow: frozenset[int] = frozenset()
@@ -104,15 +104,15 @@ class SlowRanks:
     def after(
         self, iteration: int, times: Sequence[RankTimes], stages: Sequence[int]
     ) -> tuple[SlowRanks, list[Straggler]]:
-        """After one more gathering: what is known then, and whose state it changed.
+        """Take one more gathering into account, and return the new state and the ranks that changed.
 
         Args:
-            iteration: at whose end it was.
-            times: of each rank.
+            iteration: the iteration at the end of which it was made.
+            times: the times of each rank.
             stages: each rank's pipeline stage. Ranks of one stage do the same work, so they are compared; a
                 rank that is alone in its stage is compared with all.
         """
-        changed, slow, found = {}, set(self.slow), []
+        changed, slow, stragglers = {}, set(self.slow), []
         for rank, mine in enumerate(times):
             others = [other for other in range(len(times)) if other != rank]
             peers = [other for other in others if stages[other] == stages[rank]]
@@ -125,7 +125,7 @@ class SlowRanks:
                 continue
             del changed[rank]
             slow ^= {rank}
-            found.append(
+            stragglers.append(
                 Straggler(
                     rank=rank,
                     iteration=iteration,
@@ -138,7 +138,7 @@ class SlowRanks:
                     recovered=not is_slow,
                 )
             )
-        return SlowRanks(changed, frozenset(slow)), found
+        return SlowRanks(changed, frozenset(slow)), stragglers
 
 
 class Stragglers:
@@ -167,45 +167,45 @@ class Stragglers:
             self._steps.append((seconds, data_seconds, waited))
 
     def slots(self, iteration: int) -> list[float]:
-        """What this rank brings to the reduction after `iteration`: nothing, unless it ends an interval."""
+        """This rank's values for the reduction after `iteration`; empty unless it ends an interval."""
         if self.interval is None or iteration % self.interval:
             return []
         mine, size = self._take().means, self._context.world_size
-        found = [0.0] * (_TIMES * size)
+        values = [0.0] * (_TIMES * size)
         at = _TIMES * self._context.rank
-        found[at : at + _TIMES] = mine.own, mine.waited, mine.data
-        return found
+        values[at : at + _TIMES] = mine.own, mine.waited, mine.data
+        return values
 
     def after(self, iteration: int, slots: Sequence[float]) -> list[Straggler]:
-        """The ranks that have become slow or are no longer; the same on all ranks.
+        """The ranks that have become slow or no longer are; the same on all ranks.
 
-        Of what was gathered, `summary` then has the minimum, the median and the maximum over ranks. The first
-        interval, in which memory is allocated and kernels are compiled, is not judged.
+        `summary` then holds the minimum, the median and the maximum over ranks. The first interval, in which
+        memory is allocated and kernels are compiled, is not judged.
 
         Args:
             iteration: as for `slots`.
-            slots: the maximum of those of all ranks.
+            slots: the maximum over the ranks' slots.
         """
         if not slots:
             return []
         times = [RankTimes(*slots[at : at + _TIMES]) for at in range(0, len(slots), _TIMES)]
         self.summary = {
-            "own": _spread([each.own for each in times]),
-            "waited": _spread([each.waited for each in times]),
+            "own": _spread([rank_times.own for rank_times in times]),
+            "waited": _spread([rank_times.waited for rank_times in times]),
         }
-        if not self._warm or not all(each.own for each in times):  # of a rank nothing is known yet
+        if not self._warm or not all(rank_times.own for rank_times in times):  # nothing is known of some rank
             self._warm = True
             return []
-        self._known, found = self._known.after(iteration, times, self._stages)
-        return found
+        self._known, stragglers = self._known.after(iteration, times, self._stages)
+        return stragglers
 
     def take_summary(self) -> dict[str, list[float]] | None:
-        """`summary` if there is a new one."""
-        found, self.summary = self.summary, None
-        return found
+        """Return `summary` if there is a new one, and forget it."""
+        summary, self.summary = self.summary, None
+        return summary
 
     def _take(self) -> _Sums:
-        """The sums of all steps of which all is known, which are then forgotten."""
+        """Return the sums over the steps whose waits are known, and forget these steps."""
         sums, pending = _Sums(), []
         for step in self._steps:
             whole, data, waited = step

@@ -1,7 +1,7 @@
-"""Opens a teacher: which checkpoint it is, whether it fits, and this rank's parts of it.
+"""Opens a teacher: finds its checkpoint, checks that it fits, and loads this rank's parts.
 
-The teacher is cut over tensor-parallel ranks, pipeline stages and expert ranks as the student is, from any
-checkpoint. It is never trained or saved, and ZeRO does not shard it: every rank holds its own part whole.
+The teacher is sharded over tensor-parallel ranks, pipeline stages and expert ranks as the student is, from
+any checkpoint. It is never trained or saved, and ZeRO does not shard it: every rank holds its own part whole.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _CHECKED = MappingProxyType(
 def load_teacher(
     config: Config, training_plan: TrainingPlan, vocabulary: Vocabulary, context: ParallelContext
 ) -> Teacher | None:
-    """This rank's parts of the teacher; None if the training that follows has none. Every rank calls this.
+    """Load this rank's parts of the teacher, or None if no further step needs it; every rank calls this.
 
     Raises:
         CheckpointError: on every rank: its checkpoint cannot be read, or holds another kind of model, another
             vocabulary, or another shape than was asked for.
-        ConfigError: the teacher cannot be cut as the student is.
+        ConfigError: the teacher cannot be sharded as the student is.
     """
     settings = config.distillation
     over = (
@@ -54,7 +54,7 @@ def load_teacher(
     try:
         return _opened(config, vocabulary, context)
     except DamagedCheckpointError as error:
-        # A resume would take it for the student's, and look for an older one.
+        # A resume would take this for damage to the student's checkpoint, and look for an older one.
         raise CheckpointError(str(error)) from error
 
 
@@ -78,7 +78,7 @@ def _opened(config: Config, vocabulary: Vocabulary, context: ParallelContext) ->
 
 
 def _unfit(config: Config, model: ModelConfig, saved: SavedModel, vocabulary: Vocabulary) -> Sequence[str]:
-    """What keeps a model from being the teacher, as `NAME VALUE (what was expected)`."""
+    """The reasons why a model cannot be the teacher, as `NAME VALUE (expected value)`."""
     wrong = []
     if saved.vocab_size != vocabulary.size:
         wrong.append(f"vocab_size {saved.vocab_size} (the student's is {vocabulary.size})")
@@ -86,9 +86,9 @@ def _unfit(config: Config, model: ModelConfig, saved: SavedModel, vocabulary: Vo
         kind = "a classifier" if model.num_classes is not None else f"family {model.family}"
         wrong.append(f"{kind} (the student is a {config.model.family} for pretraining)")
     for name, setting in _CHECKED.items():
-        asked, found = getattr(config.distillation, setting), getattr(model, name)
-        if asked not in (None, (), found):
-            wrong.append(f"{name} {_told(found)} (asked for: {_told(asked)})")
+        asked, actual = getattr(config.distillation, setting), getattr(model, name)
+        if asked not in (None, (), actual):
+            wrong.append(f"{name} {_shown(actual)} (asked for: {_shown(asked)})")
     return wrong
 
 
@@ -122,5 +122,5 @@ def _beside(config: Config, model: ModelConfig) -> Config:
     return config.model_copy(update=sections)
 
 
-def _told(value: object) -> str:
+def _shown(value: object) -> str:
     return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)

@@ -1,4 +1,4 @@
-"""What a token costs: FLOPs of training on it, without what a step leaves out."""
+"""The cost of a token: FLOPs of training on it, without what a step skips."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TokenFlops:
 
     Args:
         config: the run's configuration.
-        vocabulary: what the model's head predicts.
+        vocabulary: the vocabulary that the model's head predicts.
     """
 
     def __init__(self, config: Config, vocabulary: Vocabulary):

@@ -23,7 +23,7 @@ from megazero.train.vocabulary import Vocabulary, build_vocabulary
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many ranks each axis has; None takes the size used in training, or 1 in a single process."""
+    """The number of ranks of each axis; None takes the size used in training, or 1 in a single process."""
 
     tensor: int | None = None
     pipeline: int | None = None
@@ -53,7 +53,7 @@ class Loaded:
 def load_for_inference(
     directory: str, launch: Launch, sizes: Sizes | None = None, *, verb: str = "generate"
 ) -> Loaded:
-    """The newest intact model in a run's folder, ready for use, on this rank of the job.
+    """Load the newest intact model in a run's folder, ready for use, on this rank of the job.
 
     Args:
         directory: the run's folder.
@@ -66,12 +66,12 @@ def load_for_inference(
         ConfigError: the model is for another command, it was trained without a tokenizer, or the sizes do not
             fit.
     """
-    found = candidates(directory)
-    if not found.folders:
+    checkpoints = candidates(directory)
+    if not checkpoints.folders:
         raise CheckpointError(f"`load` must hold a checkpoint, but {directory} has none; check the path")
-    remarks = list(found.remarks)
+    remarks = list(checkpoints.remarks)
     context = None
-    for folder in found.folders:
+    for folder in checkpoints.folders:
         try:
             reader = CheckpointReader(folder)
             config = _config_of(saved_model(reader), launch, sizes or Sizes(), str(folder), verb)
@@ -99,7 +99,7 @@ def load_for_inference(
 def load_chunks(
     config: Config, vocabulary: Vocabulary, context: ParallelContext, reader: CheckpointReader
 ) -> Chunks:
-    """This rank's parts of the configured model with a checkpoint's weights; every rank calls this.
+    """Load this rank's parts of the configured model with a checkpoint's weights; every rank calls this.
 
     Raises:
         CheckpointError: on every rank: tensors are missing or have another shape.

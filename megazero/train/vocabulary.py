@@ -1,4 +1,4 @@
-"""What the model and the data need to know about the tokenizer."""
+"""The vocabulary: facts about the tokenizer that the model and the data need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megazero.errors import ConfigError
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the model and the data need to know about the tokenizer.
+    """Facts about the tokenizer that the model and the data need.
 
     `padded` is `size` rounded up so that it divides evenly over the tensor-parallel ranks.
     """

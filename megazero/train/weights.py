@@ -25,7 +25,7 @@ def take_foreign_weights(
     With `--moe-use-upcycling` it is a dense model, whose MLPs the experts are copies of.
 
     Returns:
-        What a person should know about it.
+        Remarks for a person.
 
     Raises:
         CheckpointError: on every rank: it is another model, or cannot be read.
@@ -64,9 +64,9 @@ def take_weights(
         context: all ranks.
         path: the source's name for messages.
         opener: opens the source.
-        own: what the names of weights begin with that may be missing there; these keep the seed's.
-        spare: what the names of weights begin with that may be left over; None: all of them.
-        without: what the names of weights begin with that are left over although there is a place for them.
+        own: prefixes of the names of weights that may be missing there; these keep the seed's values.
+        spare: prefixes of the names of weights that may be left over; None: all of them.
+        without: prefixes of the names of weights that are left over although there is a place for them.
 
     Returns:
         The names of the weights that kept the seed's, and of those left over, sorted.

@@ -127,5 +127,5 @@ def test_without_the_binary_head_there_are_no_types(tokenizer):
 
 def test_a_tokenizer_without_special_tokens_is_refused():
     tokenizer = build_tokenizer(TokenizerSpec("ByteLevelTokenizer"))
-    with pytest.raises(DataError, match=r"must have \[CLS\], \[SEP\], \[MASK\], \[PAD\], but has not"):
+    with pytest.raises(DataError, match=r"but lacks \[CLS\], \[SEP\], \[MASK\], \[PAD\];"):
         MaskFiller(None, tokenizer, None)

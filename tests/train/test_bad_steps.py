@@ -37,7 +37,8 @@ def saved(folder: Path) -> list[int]:
 @pytest.mark.parametrize(("extra", "row"), [("", 5), ("--max-skipped-updates 3", 3)])
 def test_a_row_of_bad_steps_ends_the_run(tmp_path, capsys, extra, row):
     with pytest.raises(
-        NumericsError, match=rf"`max_skipped_updates` in a row, {row}, .* iteration {row + 1},"
+        NumericsError,
+        match=rf"`max_skipped_updates` is reached: {row} updates in a row .* iteration {row + 1},",
     ):
         pretrain(parse_config(flags(tmp_path, f"{EXPLODES} {extra}")).config)
     assert saved(tmp_path) == [2]  # one bad step may be a chance; none is saved after the second

@@ -94,7 +94,7 @@ def test_a_change_under_a_run_ends_it_before_it_is_saved(tmp_path, monkeypatch, 
         run(prefix, folder=tmp_path / "run", extra=extra)
     message = str(caught.value)
     assert message.startswith(
-        f"`data` must stay what they were when the run began, but after iteration {late} rank 0 sees: "
+        f"`data` must not change during a run, but after iteration {late} rank 0 sees: "
         f"{prefix}.bin was written to at 1970-01-01T00:00:01.000000Z, and before that at "
     )
     assert message.count(".bin") == 1
@@ -206,7 +206,7 @@ def test_other_paths_are_remarked(tmp_path, capsys):
     assert f"{other} is trained on from here, and was not before the checkpoint" in out
     assert "holds the data" not in out
     run(other, folder=folder, iterations=5)
-    assert f"{copy} was trained on before the checkpoint, and is no more" in capsys.readouterr().out
+    assert f"{copy} was trained on before the checkpoint, and is no longer" in capsys.readouterr().out
 
 
 def test_a_checkpoint_without_a_record_passes(tmp_path):

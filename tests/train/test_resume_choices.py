@@ -167,7 +167,7 @@ def test_the_random_state_is_taken_over_unless_it_is_not_to_be(tmp_path):
 
 def test_a_checkpoint_without_optimizer_state(tmp_path):
     weights = of_kind(train(tmp_path, no_save_optim=True), "")
-    message = "saved without optimizer state; set --no-load-optim or --finetune"
+    message = "must hold optimizer state, but has none; set --no-load-optim or --finetune"
     with pytest.raises(CheckpointError, match=message):
         again(config_of(tmp_path))
     for choice in ("no_load_optim", "finetune"):
@@ -207,7 +207,7 @@ def test_every_field_of_another_model_is_named(run):
 
 def test_another_vocabulary_is_refused_even_if_its_padding_is_as_large(run):
     config = config_of(run.folder)
-    assert f"must be of this model, but has vocab_size {VOCABULARY} (now 62)" in refused(config, 62)
+    assert f"must hold this model, but has vocab_size {VOCABULARY} (now 62)" in refused(config, 62)
     assert again(config, VOCABULARY).state.iteration == STEPS
 
 
@@ -419,6 +419,6 @@ def test_experts_may_be_balanced_in_another_way_but_not_be_in_other_layers():
     with pytest.raises(CheckpointError) as caught:
         check_model(other, VOCABULARY, saved, Path("run"))
     assert str(caught.value) == (
-        "`run` must be of this model, but has num_experts (8, 0, 8, 0) (now (0, 8, 0, 8)), moe_router_topk 2 "
+        "`run` must hold this model, but has num_experts (8, 0, 8, 0) (now (0, 8, 0, 8)), moe_router_topk 2 "
         "(now 1)"
     )

@@ -64,7 +64,8 @@ def test_the_function_at_step_0_is_the_dense_model_s(shape, routing, tmp_path):
     found = evaluated(tmp_path / "c.jsonl", shape, EXPERTS, routing, "--load", dense)
     assert len(expected) == 2
     assert found == pytest.approx(expected, rel=1e-6)
-    fresh = evaluated(tmp_path / "d.jsonl", shape, EXPERTS, routing, "--load", tmp_path / "nothing")
+    seeded = EXPERTS.replace("--moe-use-upcycling", "")
+    fresh = evaluated(tmp_path / "d.jsonl", shape, seeded, routing, "--load", tmp_path / "nothing")
     assert fresh != pytest.approx(expected, rel=1e-3)  # the weights matter
 
 
@@ -84,9 +85,9 @@ def test_the_run_goes_on_from_its_own_checkpoints_once_it_has_some(tmp_path, cap
 def test_a_dense_checkpoint_is_not_taken_without_the_switch(tmp_path):
     run(tmp_path / "a.jsonl", "--save", tmp_path / "dense")
     load = ("--load", tmp_path / "dense")
-    with pytest.raises(CheckpointError, match="must be of this model, but has num_experts"):
+    with pytest.raises(CheckpointError, match="must hold this model, but has num_experts"):
         run(tmp_path / "b.jsonl", "--num-experts 3", *load, "--finetune")
-    with pytest.raises(CheckpointError, match="must be of this model, but has hidden_size 32"):
+    with pytest.raises(CheckpointError, match="must hold this model, but has hidden_size 32"):
         run(tmp_path / "b.jsonl", EXPERTS, *load, "--hidden-size 64")
 
 

@@ -18,11 +18,11 @@ from megazero.train.losses import Losses
 
 @dataclass(frozen=True)
 class Answers:
-    """What an evaluation found.
+    """The answers of an evaluation.
 
     Attributes:
-        losses: by term, over the samples with a label.
-        counted: how many these are.
+        losses: the losses over the samples with a label, by term.
+        counted: number of samples with a label.
         scores: float32 [samples, classes].
     """
 
@@ -41,12 +41,12 @@ def answer(engine: Engine, feed: Feed[LabelledBatch], count: int, batch_size: in
 
     def batches() -> Iterator[list[LabelledBatch]]:
         for start in range(0, count, batch_size):
-            found = feed.micro_batches(start, batch_size // stride)
-            for i, batch in enumerate(found):
+            micro_batches = feed.micro_batches(start, batch_size // stride)
+            for i, batch in enumerate(micro_batches):
                 first = start + i * stride + feed.spec.data_parallel_rank * feed.spec.micro_batch_size
                 assert batch.answers is not None, "batches without dropout keep the answers"
                 places.append((first, batch.answers))
-            yield found
+            yield micro_batches
 
     losses, counted = engine.evaluate(batches())
     scores = _gathered(places, (-(-count // batch_size) * batch_size, classes), context)
@@ -56,11 +56,11 @@ def answer(engine: Engine, feed: Feed[LabelledBatch], count: int, batch_size: in
 def _gathered(
     places: list[tuple[int, list[Tensor]]], shape: tuple[int, int], context: ParallelContext
 ) -> np.ndarray:
-    """Everyone's scores: one rank of the last stage has those of a micro-batch, so that the sum is exact."""
+    """The scores of all ranks: only one rank has those of a micro-batch, so that their sum is exact."""
     scores = torch.zeros(shape, dtype=torch.float32, device=context.device)
     if context.tp.rank == 0:
-        for first, found in places:
-            for each in found:
-                scores[first : first + len(each)] = each
+        for first, parts in places:
+            for part in parts:
+                scores[first : first + len(part)] = part
     context.world.all_reduce(scores).wait()
     return scores.cpu().numpy()

@@ -21,7 +21,7 @@ FOLDER = "best"
 
 @dataclass(frozen=True)
 class Mark:
-    """How good the model was after an iteration."""
+    """The accuracy of the model after an iteration."""
 
     iteration: int
     accuracy: float
@@ -31,12 +31,12 @@ class BestModel:
     """Keeps the model with the highest accuracy; of equal ones the first.
 
     Args:
-        folder: where it is kept.
+        folder: the folder of the model.
         snapshots: saves the weights there.
-        engine: whose weights they are.
+        engine: the engine with the weights.
         context: all ranks.
-        iteration: how far the run had got when it began; a later mark is of a run that this one replaces.
-        disk: removes the model before.
+        iteration: progress of the run when it began; a later mark belongs to a run that this one replaces.
+        disk: removes the previous model.
 
     Raises:
         CheckpointError: on every rank, if the folder cannot be read.
@@ -93,10 +93,10 @@ class BestModel:
         return cls(folder, snapshots, engine, engine.context, iteration, disk)
 
     def offer(self, state: TrainState, accuracy: float) -> bool:
-        """Keep the engine's weights if none were better; every rank calls this. Returns whether it did.
+        """Keep the engine's weights if they are the best so far, and return whether; every rank calls this.
 
         Raises:
-            CheckpointError: on every rank, if they cannot be saved; the best before stays.
+            CheckpointError: on every rank, if they cannot be saved; the previous best stays.
         """
         if self.mark is not None and accuracy <= self.mark.accuracy:
             return False
@@ -131,9 +131,9 @@ class BestModel:
 
 def _marked(folder: Path) -> tuple[int, float] | None:
     """Iteration and accuracy of the model in a folder."""
-    found = candidates(folder).folders
-    if not found:
+    folders = candidates(folder).folders
+    if not folders:
         return None
-    reader = CheckpointReader(found[0])
+    reader = CheckpointReader(folders[0])
     accuracy = reader.facts.get("accuracy")
     return None if accuracy is None else (reader.manifest.iteration, float(accuracy))

@@ -39,21 +39,21 @@ class TaskMetrics(EvalMetrics):
 
     def record(self) -> dict[str, object]:
         """Name -> value, with the reports as JSON and without a perplexity."""
-        names = [each.name for each in fields(EvalMetrics)]
-        found = EvalMetrics(**{name: getattr(self, name) for name in names}).record()
-        del found["perplexity"]
+        names = [field.name for field in fields(EvalMetrics)]
+        metrics = EvalMetrics(**{name: getattr(self, name) for name in names}).record()
+        del metrics["perplexity"]
         files = {path: report.record() for path, report in self.files.items()}
-        return {**found, **self.report.record(), "files": files}
+        return {**metrics, **self.report.record(), "files": files}
 
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """What evaluations need.
+    """The inputs of evaluations.
 
     Attributes:
         data: the labelled splits.
-        classes: scores of a sample.
-        valid, test: their samples, without end; None for a split that there is not.
+        classes: number of scores of a sample.
+        valid, test: feeds that go on without end; None for a split without samples.
         best: keeps the best model; None if nothing is saved.
     """
 
@@ -68,9 +68,9 @@ class TaskLoop(Loop):
     """Trains on labelled samples.
 
     Args:
-        engine, plan, feeds, monitor, checkpoints, context: as for `Loop`; of the feeds only that for
-            training is read, and `valid` says whether there is something to evaluate.
-        examination: what evaluations need.
+        engine, plan, feeds, monitor, checkpoints, context: as for `Loop`; only the feed for training is
+            read, and `valid` says whether there is anything to evaluate.
+        inputs: the inputs of evaluations.
     """
 
     def __init__(
@@ -81,24 +81,24 @@ class TaskLoop(Loop):
         monitor: Monitor,
         checkpoints: Snapshots | None,
         context: ParallelContext,
-        examination: EvaluationData,
+        inputs: EvaluationData,
     ):
         super().__init__(engine, plan, feeds, monitor, checkpoints, context)
-        self.examination = examination
+        self.inputs = inputs
 
     def answers(self, split: str) -> Answers:
         """The model's answers to a split, without a report; every rank calls this."""
         labelled, feed = self._split(split)
         batch = self.plan.training_plan.evaluations.batch_size
         with self.timers("evaluation"):
-            return answer(self.engine, feed, len(labelled), batch, self.examination.classes)
+            return answer(self.engine, feed, len(labelled), batch, self.inputs.classes)
 
     def evaluate(self, split: str, state: TrainState) -> None:
         """Report the loss, accuracy, F1 and confusions on a split, as `examine` does."""
         self.examine(split, state)
 
     def examine(self, split: str, state: TrainState) -> Answers:
-        """Report the loss, accuracy, F1 and confusions on a split; returns the answers.
+        """Report the loss, accuracy, F1 and confusions on a split, and return the answers.
 
         Validation is also a chance for the model to become the best so far. Every rank calls this.
         """
@@ -124,14 +124,14 @@ class TaskLoop(Loop):
         return answers
 
     def _split(self, split: str) -> tuple[LabelledSplit, Feed[LabelledBatch]]:
-        found, validates = self.examination, split == "validation"
-        labelled, feed = (found.data.valid, found.valid) if validates else (found.data.test, found.test)
+        inputs, validates = self.inputs, split == "validation"
+        labelled, feed = (inputs.data.valid, inputs.valid) if validates else (inputs.data.test, inputs.test)
         assert labelled is not None, f"there are no samples for {split}"
         assert feed is not None, f"there are no samples for {split}"
         return labelled, feed
 
     def _reports(self, labelled: LabelledSplit, answers: Answers) -> tuple[TaskReport, dict[str, TaskReport]]:
-        labels, truth = self.examination.data.labels, labelled.samples.labels
+        labels, truth = self.inputs.data.labels, labelled.samples.labels
         files, start = {}, 0
         for file in labelled.files:
             rows = slice(start, start + len(file.samples))
@@ -143,11 +143,11 @@ class TaskLoop(Loop):
         if not report.count:
             self.monitor.message(f"{split}: no sample has a label")
             return
-        for path, each in files.items() if len(files) > 1 else ():
-            if each.count:
+        for path, file_report in files.items() if len(files) > 1 else ():
+            if file_report.count:
                 self.monitor.message(
-                    f"{split}: {path}: accuracy {each.accuracy:.4f} of {each.count}, macro F1 "
-                    f"{each.macro_f1:.4f}"
+                    f"{split}: {path}: accuracy {file_report.accuracy:.4f} of {file_report.count}, macro F1 "
+                    f"{file_report.macro_f1:.4f}"
                 )
         self.monitor.message(
             f"{split}: accuracy {report.accuracy:.4f} of {report.count}, macro F1 {report.macro_f1:.4f}"
@@ -156,7 +156,7 @@ class TaskLoop(Loop):
             self.monitor.message(line)
 
     def _offer(self, state: TrainState, report: TaskReport) -> None:
-        best = self.examination.best
+        best = self.inputs.best
         if best is None or report.accuracy is None or not state.iteration:
             return
         if best.offer(state, report.accuracy):

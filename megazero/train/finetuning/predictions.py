@@ -55,7 +55,7 @@ def check_writable(path: str) -> None:
     """Refuse a path at the start of a run that its end could not write to.
 
     Raises:
-        DataError: it is one.
+        DataError: it is such a path.
     """
     folder = Path(path).resolve()
     problem = "it is a folder" if folder.is_dir() else None
@@ -79,14 +79,14 @@ def _rows(
 
 def _json_lines(files: Sequence[LabelledFile], labels: Sequence[str], scores: np.ndarray) -> Iterator[str]:
     for path, identity, label, predicted, shares in _rows(files, labels, scores):
-        found = {
+        prediction = {
             "file": path,
             "id": identity,
             "label": label,
             "predicted": predicted,
             "probabilities": dict(zip(labels, shares, strict=True)),
         }
-        yield json.dumps(found, ensure_ascii=False)
+        yield json.dumps(prediction, ensure_ascii=False)
 
 
 def _tsv_lines(files: Sequence[LabelledFile], labels: Sequence[str], scores: np.ndarray) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The weights that fine-tuning begins with: what a classifier can use of a pretrained model."""
+"""The weights that fine-tuning begins with: those of a pretrained model that a classifier can use."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def take_pretrained(
 ) -> tuple[str, ...]:
     """Take the weights of `--pretrained-checkpoint` or of the model of `--load-hf`; every rank calls this.
 
-    What only pretraining needs is left over, and what only a classifier has keeps the seed's weights. A
-    classifier for the same labels is taken; one for others is not, since its rows mean something else.
+    Weights that only pretraining needs are left over, and those that only a classifier has keep the seed's
+    values. A classifier for the same labels is taken; one for other labels is not, since its rows mean
+    something else.
 
     Returns:
-        What a person should know about it.
+        Remarks for a person.
 
     Raises:
         CheckpointError: on every rank: it is another model or cannot be read, or nothing is to be trained and
@@ -74,9 +75,9 @@ def take_pretrained(
 
 
 def _described(path: str, context: ParallelContext) -> Description:
-    found: list[Description] = []
-    together(context, lambda: found.append(Description.read(Path(path))), f"open {path}")
-    return found[0]
+    descriptions: list[Description] = []
+    together(context, lambda: descriptions.append(Description.read(Path(path))), f"open {path}")
+    return descriptions[0]
 
 
 def _same_classes(classes: int | None, labels: tuple[str, ...], config: Config) -> bool:

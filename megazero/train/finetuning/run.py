@@ -1,4 +1,4 @@
-"""Fine-tuning: from a configuration to a trained and examined classifier."""
+"""Fine-tuning: from a configuration to a trained and evaluated classifier."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def finetune_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
 def _examined(
     resumed: Resumed, data: TaskData, vocabulary: Vocabulary, monitor: Monitor, disk: Disk | None
 ) -> TrainState:
-    """Train from where the run stands, then examine what came of it."""
+    """Train from where the run stands, then evaluate the model."""
     config, training_plan, engine, state = (
         resumed.config,
         resumed.training_plan,
@@ -102,13 +102,9 @@ def _examined(
             snapshots = Snapshots(config, training_plan, engine, context, *sizes, disk)
             if data.valid is not None:
                 best = BestModel.of(config, training_plan, engine, sizes, state.iteration, disk)
-        examination = EvaluationData(
-            data, len(data.labels), feed(data.valid, None), feed(data.test, None), best
-        )
+        inputs = EvaluationData(data, len(data.labels), feed(data.valid, None), feed(data.test, None), best)
         plan = build_plan(config, training_plan, vocabulary, context)
-        loop = TaskLoop(
-            engine, plan, Feeds(train, examination.valid, None), monitor, snapshots, context, examination
-        )
+        loop = TaskLoop(engine, plan, Feeds(train, inputs.valid, None), monitor, snapshots, context, inputs)
         if trains:
             state = loop.fit(state)
             if state.iteration < training_plan.end.iteration:
@@ -117,30 +113,30 @@ def _examined(
             loop.evaluate("validation", state)
         _conclude(loop, config, state)
     finally:
-        for each in (snapshots.saver if snapshots else None, best, monitor, train):
-            if each is not None:
-                each.close()
+        for resource in (snapshots.saver if snapshots else None, best, monitor, train):
+            if resource is not None:
+                resource.close()
     return state
 
 
 def _conclude(loop: TaskLoop, config: Config, state: TrainState) -> None:
     """Evaluate the test files with the best model, and write the predictions."""
-    found, path = loop.examination, config.finetune.predictions
-    if found.test is None and path is None:
+    inputs, path = loop.inputs, config.finetune.predictions
+    if inputs.test is None and path is None:
         return
-    mark = None if found.best is None else found.best.mark
-    if found.best is not None and mark is not None and mark.iteration != state.iteration:
-        found.best.take()
+    mark = None if inputs.best is None else inputs.best.mark
+    if inputs.best is not None and mark is not None and mark.iteration != state.iteration:
+        inputs.best.take()
         loop.monitor.message(
             f"the best model is that of iteration {mark.iteration}, with accuracy {mark.accuracy:.4f}"
         )
-    split = "validation" if found.test is None else "test"
-    answers = loop.answers(split) if found.test is None else loop.examine(split, state)
-    labelled = found.data.valid if found.test is None else found.data.test
+    split = "validation" if inputs.test is None else "test"
+    answers = loop.answers(split) if inputs.test is None else loop.examine(split, state)
+    labelled = inputs.data.valid if inputs.test is None else inputs.data.test
     if path is not None and labelled is not None:
         _on_first(
             loop.context,
-            partial(write_predictions, path, labelled.files, found.data.labels, answers.scores),
+            partial(write_predictions, path, labelled.files, inputs.data.labels, answers.scores),
         )
         loop.monitor.message(f"wrote the predictions for {len(labelled)} samples to {path}")
 
@@ -152,8 +148,9 @@ def _feed(
     split: LabelledSplit | None,
     stream_seed: int | None,
 ) -> Feed[LabelledBatch] | None:
-    """The samples of a split: all epochs, each in an order of its own, if there is a stream seed; else in the
-    order of the files.
+    """The samples of a split.
+
+    With a stream seed, these are all epochs, each in an order of its own; without, one in the files' order.
     """
     if split is None:
         return None
@@ -179,7 +176,7 @@ def _feed(
 
 
 def _check_epochs(resumed: Resumed, config: Config) -> None:
-    """A step is a place in an epoch only if all steps before were of the same size."""
+    """Refuse a run whose earlier steps had another size: its iteration would not be a place in an epoch."""
     state, batch = resumed.state, config.batch.global_batch_size
     assert batch is not None, "`completed` sets it"
     if state.consumed_samples != state.iteration * batch:

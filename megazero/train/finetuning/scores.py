@@ -15,7 +15,7 @@ _CONFUSIONS = 10
 
 @dataclass(frozen=True)
 class TaskReport:
-    """How good the answers to labelled samples are.
+    """The quality of the answers to labelled samples.
 
     Attributes:
         labels: the names of the classes.
@@ -51,24 +51,24 @@ class TaskReport:
 
     @property
     def f1(self) -> tuple[float, ...]:
-        """For each class, 2 x hits / (samples + answers): 0 for one that is neither asked for nor given."""
+        """The F1 of each class, 2 x hits / (samples + answers); 0 for a class without either."""
         pairs = zip(self.confusion.diagonal(), self._given, strict=True)
         return tuple(float(2 * hits / given) if given else 0.0 for hits, given in pairs)
 
     @property
     def macro_f1(self) -> float | None:
         """The mean of F1 over the classes that occur among the labels or the answers."""
-        found = [f1 for f1, given in zip(self.f1, self._given, strict=True) if given]
-        return sum(found) / len(found) if found else None
+        occurring = [f1 for f1, given in zip(self.f1, self._given, strict=True) if given]
+        return sum(occurring) / len(occurring) if occurring else None
 
     @property
     def _given(self) -> np.ndarray:
-        """How often each class occurs among labels and answers together."""
+        """The number of times that each class occurs among labels and answers together."""
         given: np.ndarray = self.confusion.sum(0) + self.confusion.sum(1)
         return given
 
     def record(self) -> dict[str, object]:
-        """The same as JSON."""
+        """The report as JSON."""
         return {
             "samples": self.count,
             "accuracy": self.accuracy,

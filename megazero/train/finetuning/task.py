@@ -1,4 +1,4 @@
-"""From a configuration and its files to labelled samples, and to a configuration that says all."""
+"""From a configuration and its files to labelled samples, and to the completed configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megazero.train.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class LabelledSplit:
-    """Some files and their encoded samples, which stand in the files' order."""
+    """Some files and their encoded samples, in the files' order."""
 
     files: tuple[LabelledFile, ...]
     samples: LabelledSamples
@@ -40,11 +40,11 @@ class LabelledSplit:
 
 @dataclass(frozen=True)
 class TaskData:
-    """All that is labelled.
+    """The labelled samples of a run.
 
     Attributes:
         labels: the names of the classes.
-        train, valid, test: the splits that there are.
+        train, valid, test: the splits; None for one without files.
     """
 
     labels: tuple[str, ...]
@@ -54,7 +54,7 @@ class TaskData:
 
     @property
     def remarks(self) -> list[str]:
-        """What was left out of the files."""
+        """Remarks on samples that were left out of the files."""
         splits = (self.train, self.valid, self.test)
         return [line for split in splits if split for file in split.files for line in file.remarks]
 
@@ -75,8 +75,8 @@ def read_task(config: Config, vocabulary: Vocabulary) -> TaskData:
     encoder = SampleEncoder.of(vocabulary.tokenizer, config.model.seq_length, causal=causal)
     paths = (section.train_data if section.epochs else (), section.valid_data, section.test_data)
     read = [
-        tuple(read_labelled(path, task, labels_needed=needed) for path in each)
-        for each, needed in zip(paths, (True, True, False), strict=True)
+        tuple(read_labelled(path, task, labels_needed=needed) for path in listed)
+        for listed, needed in zip(paths, (True, True, False), strict=True)
     ]
     labels = _labels(config, task, read[0])
     splits = [
@@ -89,10 +89,10 @@ def read_task(config: Config, vocabulary: Vocabulary) -> TaskData:
 
 
 def completed(config: Config, data: TaskData, context: ParallelContext) -> Config:
-    """The configuration with what follows from the data: labels, classes, batch and length.
+    """Complete the configuration with what follows from the data: labels, classes, batch and length.
 
     Raises:
-        ConfigError: what is given contradicts that.
+        ConfigError: a given setting contradicts the data.
     """
     batch = config.batch.global_batch_size or config.batch.micro_batch_size * context.data.size
     classes = 1 if task_of(config.finetune).multiple_choice else len(data.labels)
@@ -107,7 +107,7 @@ def completed(config: Config, data: TaskData, context: ParallelContext) -> Confi
         "eval_interval": steps,
         "skip_train": data.train is None,
     }
-    found = config.model_copy(
+    complete = config.model_copy(
         update={
             "model": config.model.model_copy(update={"num_classes": classes}),
             "batch": config.batch.model_copy(update={"global_batch_size": batch}),
@@ -115,11 +115,11 @@ def completed(config: Config, data: TaskData, context: ParallelContext) -> Confi
             "finetune": config.finetune.model_copy(update={"labels": data.labels}),
         }
     )
-    # Those that read the task are about what the user gave, and have been judged.
-    case, judged = Case(found, context.world_size), {"finetune.task"}
-    if broken := broken_rules(found, context.world_size, judged):
+    # The rules about the task concern the user's own settings, and have been checked.
+    case, judged = Case(complete, context.world_size), {"finetune.task"}
+    if broken := broken_rules(complete, context.world_size, judged):
         raise ConfigError([rule.violation(case) for rule in broken])
-    return found
+    return complete
 
 
 def _labels(config: Config, task: Task, train: Sequence[LabelledFile]) -> tuple[str, ...]:
@@ -148,5 +148,5 @@ def _labels(config: Config, task: Task, train: Sequence[LabelledFile]) -> tuple[
 
 def _checkpoints(config: Config) -> list[Path]:
     section, pretrained = config.checkpoint, config.finetune.pretrained_checkpoint
-    found = list(candidates(section.load, section.ckpt_step).folders[:1]) if section.load else []
-    return [*found, *([one_checkpoint(Path(pretrained))] if pretrained else [])]
+    loaded = list(candidates(section.load, section.ckpt_step).folders[:1]) if section.load else []
+    return [*loaded, *([one_checkpoint(Path(pretrained))] if pretrained else [])]

@@ -1,5 +1,5 @@
-"""guards: what a run checks about itself at each step, and what it does about what it finds.
+"""guards: checks of each step of a run, and the actions that follow from them.
 
-`guard.py` is what the loop calls. `spikes.py` says what is far above the usual, `rerun.py` computes a step
-again, `facts.py` gathers what a report tells of a step, and `incidents.py` writes reports and reads them.
+The loop calls `guard.py`. `spikes.py` finds values far above the usual, `rerun.py` computes a step again,
+`facts.py` gathers the facts of a step for a report, and `incidents.py` writes reports and reads them.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from megazero.config.guards import GuardsConfig
 from megazero.config.steps import Step
@@ -21,31 +20,31 @@ from megazero.train.guards.spikes import Recent, Spike
 from megazero.train.state import TrainState
 from megazero.zero import CopyCheck
 
-_MOST_BAD = 5  # updates left out in a row
+_MOST_BAD = 5  # updates skipped in a row
 
 Restore = Callable[[], TrainState | None]
-"""Goes back to the last healthy checkpoint: the state then, or None if there is none. Every rank calls it."""
+"""Go back to the last healthy checkpoint and return its state, or None without one; every rank calls it."""
 
 
 @dataclass
 class _Seen:
-    """What a judge saw of one step.
+    """The findings of a judge about one step.
 
     Attributes:
-        spikes: what was far above the latest updates.
+        spikes: values far above those of the latest updates.
         finite: whether loss and gradient norm were finite.
-        ruling: what repetition has shown; None if nothing was repeated.
-        facts: of the step, for the report.
+        ruling: the result of repeating the step; None if it was not repeated.
+        facts: facts of the step, for the report.
     """
 
     spikes: Sequence[Spike] = ()
     finite: bool = True
     ruling: Ruling | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)
 
     @property
-    def told(self) -> str:
-        """What was wrong, as text."""
+    def description(self) -> str:
+        """The fault, as text."""
         wrong = "; ".join(map(str, self.spikes)) if self.finite else "a number is inf or NaN"
         return wrong if self.ruling is None else f"{wrong}; {self.ruling.text}"
 
@@ -54,7 +53,7 @@ class StepGuard:
     """Judges each step before its update, and acts on what it finds. Every rank makes the same calls.
 
     Args:
-        config: what is looked for, and what is done about it.
+        config: the faults to look for, and what to do about each.
         engine: makes the steps.
         feed: gives their samples; None where nothing is trained on.
         context: all ranks.
@@ -79,16 +78,16 @@ class StepGuard:
         self.restore = restore
         self._copies = CopyCheck(engine.optimizer, context)
         self._seen = _Seen()
-        self._returns = 0  # to checkpoints, since copies were last found equal
+        self._returns = 0  # to checkpoints, since copies last were equal
 
     def passes_over(self, state: TrainState, step: Step) -> bool:
-        """Whether the step is not trained on: it was to be skipped, or any of its samples is set aside."""
+        """Whether to pass over the step: its iteration is to be skipped, or a sample of it is set aside."""
         first, end = step.before.samples, step.after.samples
         aside = any(start < end and first < stop for start, stop in state.set_aside)
         return aside or step.after.iteration in self.config.iterations_to_skip
 
     def judge(self, state: TrainState, step: Step, batches: Sequence[MicroBatch]) -> Judge:
-        """Looks at the step after `state` when its gradients are there."""
+        """Return the judge of the step after `state`, which looks at its losses and gradient norm."""
         self._seen = _Seen()
         feed = self.feed
         assert feed is not None, "a step is made of samples"
@@ -115,7 +114,7 @@ class StepGuard:
         return look
 
     def after(self, state: TrainState, step: Step, result: StepResult) -> TrainState:
-        """The state to go on with after a step: reports it, counts it, or goes back to a checkpoint.
+        """Report and count a step, or go back to a checkpoint, and return the state to go on with.
 
         Raises:
             NumericsError: on every rank: a machine computes wrongly, or going back has not helped.
@@ -130,32 +129,32 @@ class StepGuard:
         self._seen = _Seen()
         if seen.ruling is not None and seen.ruling.cause is Cause.PERSISTENT:
             self._add("fault", iteration, seen, "stopped")
-            raise NumericsError(f"iteration {iteration}: {seen.told}; replace it, and resume")
+            raise NumericsError(f"iteration {iteration}: {seen.description}; replace it, and resume")
         if seen.ruling is not None and seen.ruling.cause is Cause.TRANSIENT and not result.skipped:
             self._add("fault", iteration, seen, "went on")
             return state
         return self._act(state, step, result, seen)
 
     def check_copies(self, state: TrainState) -> TrainState:
-        """Compare copies; the state to go on with, which is earlier if the run goes back to a checkpoint.
+        """Compare copies, and return the state to go on with, which is earlier if the run goes back.
 
         Raises:
-            NumericsError: on every rank: copies differ, and that is not to be or cannot be repaired.
+            NumericsError: on every rank: copies differ, and are not or cannot be repaired.
         """
-        found = self._copies.compare()
-        if not found.differences:
+        comparison = self._copies.compare()
+        if not comparison.differences:
             self._returns = 0
             return state
-        told, choice = found.told(), self.config.on_weights_differ
-        ranks = tuple(sorted({rank for each in found.differences for rank in each.accused}))
-        facts = {"copies that differ": [str(each) for each in found.differences]}
+        summary, choice = comparison.told(), self.config.on_weights_differ
+        ranks = tuple(sorted({rank for difference in comparison.differences for rank in difference.accused}))
+        facts = {"copies that differ": [str(difference) for difference in comparison.differences]}
 
         def add(action: Action) -> None:
-            incident = Incident("weights differ", state.iteration, told, action, ranks, facts)
+            incident = Incident("weights differ", state.iteration, summary, action, ranks, facts)
             self.log.add(incident)
 
-        if choice == "majority" and any(each.others for each in found.differences):
-            self._copies.repair(found.take_overs)
+        if choice == "majority" and any(difference.others for difference in comparison.differences):
+            self._copies.repair(comparison.take_overs)
             if not self._copies.compare().differences:
                 add("repaired")
                 return state
@@ -168,12 +167,12 @@ class StepGuard:
         add("stopped")
         raise NumericsError(
             f"copies must be equal on all ranks that hold them, but after iteration {state.iteration} "
-            f"{told}; earlier checkpoints are kept: resume from the last one, without the machine of these "
-            "ranks if it happens again"
+            f"{summary}; earlier checkpoints are kept: resume from the last one, without the machine of "
+            "these ranks if it happens again"
         )
 
     def check_row(self, state: TrainState, result: StepResult) -> None:
-        """Raises NumericsError, on every rank, if too many updates in a row were left out."""
+        """Raise NumericsError, on every rank, if too many updates in a row were skipped."""
         limit: float | None = self.config.max_skipped_updates
         if limit is None:
             limit = math.inf if self.engine.scaler.searches and not result.held else _MOST_BAD
@@ -183,23 +182,24 @@ class StepGuard:
             why, remedy = "loss or gradient norm was far above the latest ones", ""
         else:
             why, remedy = "a gradient was inf or NaN", ", or change the precision"
-        told = f"{state.bad_in_a_row}, were skipped up to iteration {state.iteration}, because {why}"
-        self.log.add(Incident("row of skipped updates", state.iteration, f"these, {told}", "stopped"))
+        count, iteration = state.bad_in_a_row, state.iteration
+        skipped = f"{count} updates in a row were skipped up to iteration {iteration}, because {why}"
+        self.log.add(Incident("row of skipped updates", iteration, skipped, "stopped"))
         raise NumericsError(
-            f"`max_skipped_updates` in a row, {told}; checkpoints before them are kept: lower the learning "
+            f"`max_skipped_updates` is reached: {skipped}; earlier checkpoints are kept: lower the learning "
             f"rate, look at the data of these steps{remedy}"
         )
 
     def failing(self, state: TrainState) -> bool:
-        """Whether steps keep being bad, other than in the search for a loss scale: nothing is to be saved."""
-        scaler, found = self.engine.scaler, self.engine.scaler_state
-        return (found.overflows_at_floor if scaler.searches else state.bad_in_a_row) > 1
+        """Whether steps keep being bad, apart from the search for a loss scale; nothing is saved then."""
+        scaler, scaling = self.engine.scaler, self.engine.scaler_state
+        return (scaling.overflows_at_floor if scaler.searches else state.bad_in_a_row) > 1
 
     def healthy(self, state: TrainState) -> bool:
-        """Whether nothing is wrong with a run in this state, as far as the guards know."""
+        """Whether the guards know of nothing that is wrong with a run in this state."""
         calm = state.recent is None or state.recent.calm(state.iteration)
-        searches, found = self.engine.scaler.searches, self.engine.scaler_state
-        return calm and not (found.overflows_at_floor if searches else state.bad_in_a_row)
+        searches, scaling = self.engine.scaler.searches, self.engine.scaler_state
+        return calm and not (scaling.overflows_at_floor if searches else state.bad_in_a_row)
 
     def _look(self, state: TrainState, attempt: Attempt) -> _Seen:
         loss, norm = attempt.losses.trained_total, attempt.grad_norm
@@ -226,7 +226,7 @@ class StepGuard:
         return neighbour.of_step(step)
 
     def _act(self, state: TrainState, step: Step, result: StepResult, seen: _Seen) -> TrainState:
-        """Do what was asked for about a spike, or about numbers that are not finite."""
+        """Do what the settings ask for about a spike, or about numbers that are not finite."""
         iteration, kind = state.iteration, "spike" if seen.finite else "not finite"
         recent = state.recent or Recent()
         calm = recent.calm(iteration) and state.bad_in_a_row <= 1
@@ -236,14 +236,14 @@ class StepGuard:
                 return earlier
         if result.first_bad_parameter is not None:
             seen.facts = {**seen.facts, "first gradient that is not finite": result.first_bad_parameter}
-        if calm:  # of a row of them, only the first is reported
+        if calm:  # of several in a row, only the first is reported
             self._add(kind, iteration, seen, "skipped" if result.skipped else "none")
         if not seen.finite:
             return state
         return replace(state, recent=replace(recent, spike=iteration))
 
     def _roll_back(self, state: TrainState, step: Step, seen: _Seen, kind: str) -> TrainState | None:
-        """The earlier state, with the samples around this step set aside; None without a checkpoint."""
+        """Go back, set aside the samples around the step, and return the state; None without a checkpoint."""
         earlier = self.restore() if self.restore is not None else None
         if earlier is None:
             return None
@@ -254,13 +254,13 @@ class StepGuard:
         if times > self.config.max_rollbacks:
             self._add(kind, state.iteration, seen, "stopped")
             raise NumericsError(
-                f"`max_rollbacks` to the checkpoint of iteration {earlier.iteration}, "
-                f"{self.config.max_rollbacks}, did not help: at iteration {state.iteration} {seen.told}; "
-                "lower the learning rate, or look at the data"
+                f"`max_rollbacks` is reached: {self.config.max_rollbacks} rollbacks to the checkpoint of "
+                f"iteration {earlier.iteration} did not help (iteration {state.iteration}: "
+                f"{seen.description}); lower the learning rate, or look at the data"
             )
         self._add(kind, state.iteration, seen, "rolled back")
         return replace(earlier, set_aside=aside)
 
     def _add(self, kind: str, iteration: int, seen: _Seen, action: Action) -> None:
         ranks = seen.ruling.ranks if seen.ruling is not None else ()
-        self.log.add(Incident(kind, iteration, seen.told, action, ranks, seen.facts))
+        self.log.add(Incident(kind, iteration, seen.description, action, ranks, seen.facts))

@@ -1,4 +1,4 @@
-"""Incidents: what a run's guards found, one JSON and one page of text each, in the run's folder."""
+"""Incidents: findings of a run's guards, each with one JSON file and one page of text in the run's folder."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Incident:
     summary: str
     action: Action
     ranks: tuple[int, ...] = ()
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, object] = field(default_factory=dict)
 
 
 class IncidentLog:
-    """Tells of incidents, and writes them down on the rank that has a folder to write to.
+    """Shows incidents, and writes them to files on the rank that has a folder to write to.
 
-    An incident that cannot be written is told all the same: a full disk must not end a training.
+    An incident that cannot be written is shown all the same: a full disk must not end a training.
 
     Args:
         monitor: shows the line.
@@ -58,7 +58,7 @@ class IncidentLog:
         self.folder = folder
 
     def add(self, incident: Incident) -> None:
-        """Tell and write one."""
+        """Show and write an incident."""
         where = ""
         if self.folder is not None:
             try:
@@ -99,9 +99,9 @@ def page(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(value: Any) -> str:
+def _row(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_row(each)}" for name, each in value.items())
+        return ", ".join(f"{name} {_row(item)}" for name, item in value.items())
     if isinstance(value, list | tuple):
         return " ".join(map(_row, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
@@ -115,20 +115,20 @@ def read_incidents(folder: Path) -> list[dict[str, Any]]:
     """
     if not folder.is_dir():
         raise CheckpointError(f"`{folder}` must be a run's folder, but is none; check the path")
-    found = []
+    incidents = []
     for path in sorted((folder / FOLDER).glob("*.json")):
         try:
             facts = json.loads(path.read_bytes())
-            found.append({name: facts[name] for name in _FIELDS})
+            incidents.append({name: facts[name] for name in _FIELDS})
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"`{path}` must hold an incident, but does not: {type(error).__name__}: {error}; "
                 "move it out of the way"
             ) from error
-    return found
+    return incidents
 
 
-_FIELDS = ("time", *(each.name for each in fields(Incident)))
+_FIELDS = ("time", *(attribute.name for attribute in fields(Incident)))
 _DONE: Mapping[Action, str] = MappingProxyType(
     {
         "none": "nothing was changed",

@@ -22,7 +22,7 @@ _SHOWN = 4  # names of tensors in a message
 
 
 class Cause(Enum):
-    """Where a suspicious result comes from."""
+    """The kind of fault behind a suspicious result."""
 
     REPEATABLE = "repeatable"
     TRANSIENT = "transient"
@@ -31,12 +31,12 @@ class Cause(Enum):
 
 @dataclass(frozen=True)
 class Ruling:
-    """What repetition has shown.
+    """The conclusion from repeating a step.
 
     Attributes:
         cause: the kind of fault.
-        ranks: the world ranks that are to blame, or between which the blame lies; none if repeatable.
-        text: the same for a person.
+        ranks: the world ranks at fault, or those of which one is; none if repeatable.
+        text: the conclusion for a person.
     """
 
     cause: Cause
@@ -46,13 +46,13 @@ class Ruling:
 
 @dataclass(frozen=True)
 class Passes:
-    """What one rank computed by itself, as integers: sums of the losses, then fingerprints of gradients.
+    """The results of one rank by itself, as integers: sums of the losses, then fingerprints of gradients.
 
     Attributes:
-        names: what each number is of.
-        first, again: with the rank's own micro-batches.
+        names: the name of each number.
+        first, again: the results with the rank's own micro-batches.
         sums: the loss and the gradient norm over all ranks, in both of these passes.
-        lent: with those of `neighbour`; None where no other rank can do the same work.
+        lent: the results with those of `neighbour`; None where no other rank can do the same work.
         neighbour: the world rank whose micro-batches they were.
     """
 
@@ -65,23 +65,23 @@ class Passes:
 
 
 def rule(passes: Sequence[Passes]) -> Ruling:
-    """What the passes of all ranks, in rank order, show."""
-    changed = {rank: _unlike(each.first, each.again) for rank, each in enumerate(passes)}
+    """Conclude from the passes of all ranks, in rank order, what the fault is."""
+    changed = {rank: _unlike(result.first, result.again) for rank, result in enumerate(passes)}
     if ranks := tuple(rank for rank, numbers in changed.items() if numbers):
         what = dict.fromkeys(passes[rank].names[number] for rank in ranks for number in changed[rank])
         shown = ", ".join(list(what)[:_SHOWN]) + (f" and {len(what) - _SHOWN} more" * (len(what) > _SHOWN))
         text = f"{name_ranks(ranks)} computed something else the second time ({shown}): a machine failed once"
         return Ruling(Cause.TRANSIENT, ranks, text)
-    if any(before != after for before, after in (each.sums for each in passes)):
+    if any(before != after for before, after in (result.sums for result in passes)):
         text = (
             "each rank by itself computed the same again, but the sums over the ranks came out differently: "
             "the network or a buffer failed once"
         )
         return Ruling(Cause.TRANSIENT, (), text)
     lent = {
-        (rank, each.neighbour): each.lent
-        for rank, each in enumerate(passes)
-        if each.lent is not None and each.neighbour is not None
+        (rank, result.neighbour): result.lent
+        for rank, result in enumerate(passes)
+        if result.lent is not None and result.neighbour is not None
     }
     blame = Counter(
         rank for pair, bits in lent.items() if _unlike(bits, passes[pair[1]].again) for rank in pair
@@ -109,11 +109,11 @@ def repeat(
         first: the suspicious attempt.
         replay: makes another one.
         own: this rank's micro-batches.
-        borrowed: those of the next replica; None leaves this question out.
+        borrowed: the next replica's micro-batches; None leaves this question out.
         context: all ranks.
 
     Returns:
-        The attempt with this rank's own micro-batches, whose gradients there are, and what this shows.
+        The latest attempt, with this rank's own micro-batches, and the conclusion.
     """
     mine, lent, neighbour = _bits(first), None, None
     if borrowed is not None:
@@ -121,9 +121,9 @@ def repeat(
         data = context.data
         neighbour = data.ranks[(data.rank + 1) % data.size]
     latest = replay(own)
-    told = [_names(latest), mine, _bits(latest), (_sums(first), _sums(latest)), lent, neighbour]
-    everyone = gather_values(context.world, told, context.device)
-    return latest, rule([Passes(*each) for each in everyone])
+    passes = [_names(latest), mine, _bits(latest), (_sums(first), _sums(latest)), lent, neighbour]
+    everyone = gather_values(context.world, passes, context.device)
+    return latest, rule([Passes(*fields) for fields in everyone])
 
 
 def _names(attempt: Attempt) -> list[str]:
@@ -134,7 +134,7 @@ def _names(attempt: Attempt) -> list[str]:
 
 
 def _bits(attempt: Attempt) -> list[int]:
-    prints = [found for _, found in attempt.prints]
+    prints = [fingerprint for _, fingerprint in attempt.prints]
     return [*attempt.local.view(torch.int64).tolist(), *(torch.stack(prints).tolist() if prints else ())]
 
 

@@ -27,7 +27,7 @@ class Spike:
 
     Attributes:
         what: ``loss`` or ``gradient norm``.
-        value: of the step.
+        value: the step's value.
         usual: the median of the latest updates.
         limit: the highest value that is no spike.
     """
@@ -56,13 +56,13 @@ class Recent:
     spike: int | None = None
 
     def after(self, loss: float, norm: float, window: int) -> Recent:
-        """After one more update; one whose loss or norm is not finite, or whose norm is 0, is left out."""
+        """Add an update; one whose loss or norm is not finite, or whose norm is 0, is left out."""
         if not (math.isfinite(loss) and math.isfinite(norm) and norm > 0):
             return self
         return Recent((*self.losses, loss)[-window:], (*self.norms, norm)[-window:], self.spike)
 
     def spikes(self, loss: float, norm: float, threshold: float) -> list[Spike]:
-        """What of a step's loss and norm is a spike; none before there are enough updates to compare with.
+        """The spikes among a step's loss and norm; none before there are enough updates to compare with.
 
         Args:
             loss: the total loss.
@@ -71,19 +71,19 @@ class Recent:
         """
         if len(self.losses) < _FEWEST:
             return []
-        found = []
+        spikes = []
         usual, spread = _centre(self.losses)
         limit = usual + max(threshold * spread, _LEAST_LOSS * abs(usual))
         if loss > limit:
-            found.append(Spike("loss", loss, usual, limit))
-        usual, spread = _centre([math.log(each) for each in self.norms])
+            spikes.append(Spike("loss", loss, usual, limit))
+        usual, spread = _centre([math.log(norm_before) for norm_before in self.norms])
         limit = usual + max(threshold * spread, _LEAST_NORM)
         if norm > 0 and math.log(norm) > limit:
-            found.append(Spike("gradient norm", norm, math.exp(usual), math.exp(limit)))
-        return found
+            spikes.append(Spike("gradient norm", norm, math.exp(usual), math.exp(limit)))
+        return spikes
 
     def calm(self, iteration: int) -> bool:
-        """Whether the latest spike, if there was one, is so many steps ago that training got over it."""
+        """Whether training has recovered from the latest spike: it is long enough ago, or there was none."""
         return self.spike is None or iteration - self.spike >= _CALM
 
 

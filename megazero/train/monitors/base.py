@@ -1,4 +1,4 @@
-"""What a monitor is, and a composite that survives its members' failures."""
+"""The base class of monitors, and a composite that survives its members' failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megazero.train.metrics import EvalMetrics, StepMetrics
 
 
 class Monitor:
-    """Something that shows or records how training is going.
+    """An object that shows or records the progress of a training.
 
     All methods do nothing unless overridden, so a monitor that derives from this class defines only those it
     needs. A method that cannot write raises OSError with the path.

@@ -1,4 +1,4 @@
-"""What a person sees: a progress bar on a terminal, plain lines everywhere."""
+"""Output for a person: a progress bar on a terminal, plain lines everywhere."""
 
 from __future__ import annotations
 
@@ -151,12 +151,12 @@ def interval_line(interval: list[StepMetrics], total: int | None) -> str:
 
 def _interval_means(made: list[Losses]) -> dict[str, float]:
     """Label -> mean over the iterations in which anything counted for the term."""
-    found: dict[str, list[float]] = {}
+    by_label: dict[str, list[float]] = {}
     for losses in made:
         for label, mean in losses.labelled().items():
             if mean is not None:
-                found.setdefault(label, []).append(mean)
-    return {label: sum(means) / len(means) for label, means in found.items()}
+                by_label.setdefault(label, []).append(mean)
+    return {label: sum(means) / len(means) for label, means in by_label.items()}
 
 
 def _shown(value: float | None) -> str:
@@ -164,9 +164,11 @@ def _shown(value: float | None) -> str:
 
 
 def _offload_text(interval: list[StepMetrics], seconds: float) -> str:
-    """What was moved to and from offloaded state, per second of all the time."""
+    """The traffic to and from offloaded state, per second of the interval."""
     moved = [metrics.offload for metrics in interval if metrics.offload is not None]
-    read, written, waited = (sum(each[name] for each in moved) for name in ("read", "written", "waited"))
+    read, written, waited = (
+        sum(traffic[name] for traffic in moved) for name in ("read", "written", "waited")
+    )
     rates = f"{read / seconds / 1e6:.1f} MB/s read, {written / seconds / 1e6:.1f} MB/s written"
     return f"offload: {rates}, waited for {100 * waited / seconds:.1f}% of the time"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from megazero.errors import ConfigError
 from megazero.train.metrics import EvalMetrics, StepMetrics
@@ -39,8 +39,8 @@ class JsonlMonitor(Monitor):
         self.eval_path = self.path.with_name(self.path.name.removesuffix(".jsonl") + ".eval.jsonl")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            for each in (self.path, self.eval_path):
-                _rewind(each, resume_iteration)
+            for destination in (self.path, self.eval_path):
+                _rewind(destination, resume_iteration)
             self._steps = self.path.open("a", encoding="utf-8")
             self._evaluations: IO[str] | None = None
         except OSError as error:
@@ -59,8 +59,8 @@ class JsonlMonitor(Monitor):
 
     def rewound(self, iteration: int) -> None:
         self.close()
-        for each in (self.path, self.eval_path):
-            _rewind(each, iteration)
+        for destination in (self.path, self.eval_path):
+            _rewind(destination, iteration)
         self._steps, self._evaluations = self.path.open("a", encoding="utf-8"), None
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class JsonlMonitor(Monitor):
             self._evaluations.close()
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: object) -> object:
     """`value` with each non-finite float as the string that `float()` reads back."""
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
@@ -82,7 +82,7 @@ def to_json(value: Any) -> Any:
     return "Infinity" if value > 0 else "-Infinity"
 
 
-def _append(file: IO[str], path: Path, record: dict[str, Any]) -> None:
+def _append(file: IO[str], path: Path, record: Mapping[str, object]) -> None:
     line = json.dumps(to_json(record), allow_nan=False) + "\n"
     try:
         file.write(line)
@@ -118,7 +118,7 @@ def _read(path: Path) -> Iterator[tuple[bytes, int]]:
         for number, line in enumerate(file, start=1):
             try:
                 record = json.loads(line)
-                found = line, int(record["iteration"])
+                numbered = line, int(record["iteration"])
             except (ValueError, KeyError, TypeError) as error:
                 if number > 1 and not line.endswith(b"\n"):
                     return
@@ -127,7 +127,7 @@ def _read(path: Path) -> Iterator[tuple[bytes, int]]:
                     f"is not an object with an `iteration`; choose another path."
                 ) from error
             if line.endswith(b"\n"):
-                yield found
+                yield numbered
 
 
 def _free_name(path: Path) -> Path:

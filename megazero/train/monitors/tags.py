@@ -61,5 +61,5 @@ def evaluation_values(metrics: EvalMetrics, *, with_perplexity: bool) -> dict[st
 
 
 def _known(values: dict[str, float | None]) -> dict[str, float]:
-    """The values without those for which nothing counted."""
+    """The values that are known: where nothing counted, there is none."""
     return {tag: value for tag, value in values.items() if value is not None}

@@ -222,7 +222,7 @@ def test_bad_input_gets_a_sentence_and_writes_nothing(files, error, flags, says)
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--hidden-size 64", "must be of this model, but has hidden_size 32 .now 64."),
+        ("--hidden-size 64", "must hold this model, but has hidden_size 32 .now 64."),
         ("--num-layers 1", "num_layers 2 .now 1."),
         ("--bert-no-binary-head", "bert_binary_head True .now False."),
         ("--epochs 0 --labels low mid high", "must hold a classifier for these labels to be evaluated"),
