@@ -43,8 +43,8 @@ class KernelLibrary:
         arguments that the function does not take.
         """
         tensors = list(tensors_among(arguments))
-        assert all(each.is_contiguous() for each in tensors), f"{name} takes contiguous tensors"
-        assert len({each.device for each in tensors}) == 1, f"{name} takes tensors of one device"
+        assert all(tensor.is_contiguous() for tensor in tensors), f"{name} takes contiguous tensors"
+        assert len({tensor.device for tensor in tensors}) == 1, f"{name} takes tensors of one device"
         with self._on(tensors) as stream:
             code = self._function(name)(*map(_as_c, arguments), stream)
         if code != 0:
@@ -53,14 +53,16 @@ class KernelLibrary:
 
     def column_groups(self, count: int, width: int) -> int:
         """Rows of the fp32 workspace [groups, width] in which kernels add up columns of `count` rows."""
-        return self._function("column_groups")(count, width)
+        groups: int = self._function("column_groups")(count, width)
+        return groups
 
     def _on(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[int]:
         """A context in which the tensors' device is current; gives the stream to launch on."""
         return _device_and_stream(tensors[0].device)
 
     def _error_text(self, code: int) -> str:
-        return self._library.megazero_cuda_error_text(code).decode()
+        text: bytes = self._library.megazero_cuda_error_text(code)
+        return text.decode()
 
     def _function(self, name: str) -> Any:
         function = getattr(self._library, f"megazero_cuda_{name}")
@@ -72,18 +74,18 @@ class KernelLibrary:
 
 
 @contextlib.contextmanager
-def _device_and_stream(device: torch.device):
+def _device_and_stream(device: torch.device) -> Iterator[int]:
     with torch.cuda.device(device):
         yield torch.cuda.current_stream(device).cuda_stream
 
 
 def tensors_among(arguments: Sequence[Any]) -> Iterator[Tensor]:
     """The tensors among a launch's arguments, those in sequences too."""
-    for each in arguments:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, (list, tuple)):
-            yield from tensors_among(each)
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from tensors_among(argument)
 
 
 def _as_c(argument: Any) -> Any:
@@ -92,6 +94,6 @@ def _as_c(argument: Any) -> Any:
     if isinstance(argument, torch.dtype):
         return DTYPE_CODES[argument]
     if isinstance(argument, (list, tuple)):
-        values = [_as_c(each) for each in argument]
-        return (ctypes.c_int64 * len(values))(*(value or 0 for value in values))
+        values = [_as_c(member) or 0 for member in argument]
+        return (ctypes.c_int64 * len(values))(*values)
     return argument

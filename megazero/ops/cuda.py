@@ -61,13 +61,26 @@ def cuda_library(capability: tuple[int, int]) -> KernelLibrary:
     return library
 
 
-CUDA_KERNELS = load_cuda_kernels()
+class _NoKernels(KernelLibrary):
+    """Takes the library's place where there is none, so that no operator chooses its kernels."""
+
+    def __init__(self) -> None:
+        """Load nothing."""
+
+    def launch(self, name: str, *arguments: Any) -> None:
+        """Raise RuntimeError."""
+        raise RuntimeError(
+            f"the kernel `{name}` must be built to be launched, but is not; see `megazero env`."
+        )
+
+
+CUDA_KERNELS: KernelLibrary = load_cuda_kernels() or _NoKernels()
 CUDA_DTYPES = frozenset(DTYPE_CODES)
 
 
 def cuda_built() -> bool:
     """Whether the kernels are there."""
-    return CUDA_KERNELS is not None
+    return not isinstance(CUDA_KERNELS, _NoKernels)
 
 
 def on_cuda_kernels(dtypes: frozenset[torch.dtype] = CUDA_DTYPES, **own: Any) -> Callable[[CallFacts], bool]:

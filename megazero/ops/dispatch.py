@@ -12,7 +12,7 @@ import enum
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ DEVICES = ("cpu", "cuda")
 CPU, CUDA = frozenset({"cpu"}), frozenset({"cuda"})
 FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 TRAINING_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+_Facts = TypeVar("_Facts", bound="CallFacts")
+_Fn = TypeVar("_Fn", bound=Callable[..., Any])  # the signature that all implementations of an operator share
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class CallFacts:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor, **own: Any):
+    def of(cls: type[_Facts], tensor: Tensor, **own: Any) -> _Facts:
         """The facts of a call whose first tensor is `tensor`; `own` holds the subclass's fields."""
         return cls(tensor.device.type, tensor.dtype, **own)
 
@@ -64,7 +67,7 @@ def everything(facts: CallFacts) -> bool:
 class Requirement:
     """One thing that a call must meet, and the words for why not: "serves cpu only", "is not built"."""
 
-    met: Callable[[CallFacts], bool]
+    met: Callable[[Any], bool]  # of the operator's own kind of facts
     otherwise: str
 
 
@@ -72,18 +75,19 @@ class Requirement:
 class Requirements:
     """A predicate over calls that can tell which of its requirements a call fails."""
 
-    each: tuple[Requirement, ...]
+    requirements: tuple[Requirement, ...]
 
     def __call__(self, facts: CallFacts) -> bool:
-        return all(one.met(facts) for one in self.each)
+        return all(requirement.met(facts) for requirement in self.requirements)
 
     def unmet(self, facts: CallFacts) -> str | None:
         """Why a call is not served, or None if it is."""
-        return next((one.otherwise for one in self.each if not one.met(facts)), None)
+        unmet = (one.otherwise for one in self.requirements if not one.met(facts))
+        return next(unmet, None)
 
-    def needing(self, met: Callable[[CallFacts], bool], otherwise: str) -> Requirements:
+    def needing(self, met: Callable[[Any], bool], otherwise: str) -> Requirements:
         """These and one more; `otherwise` says why a call that does not meet it is not served."""
-        return Requirements((*self.each, Requirement(met, otherwise)))
+        return Requirements((*self.requirements, Requirement(met, otherwise)))
 
 
 def where(
@@ -93,16 +97,18 @@ def where(
     **own: Any,
 ) -> Requirements:
     """Calls on these devices, in these dtypes (None: any), with the values in `own`, if it is built."""
-    each = []
+    requirements = []
     if devices is not None:
-        each.append(Requirement(lambda facts: facts.device in devices, f"serves {_names(devices)} only"))
+        requirements.append(
+            Requirement(lambda facts: facts.device in devices, f"serves {_names(devices)} only")
+        )
     if dtypes is not None:
-        each.append(Requirement(lambda facts: facts.dtype in dtypes, f"serves {_names(dtypes)} only"))
+        requirements.append(Requirement(lambda facts: facts.dtype in dtypes, f"serves {_names(dtypes)} only"))
     for name, value in own.items():
-        each.append(Requirement(_has(name, value), f"serves {name}={_text(value)} only"))
+        requirements.append(Requirement(_has(name, value), f"serves {name}={_text(value)} only"))
     if built is not always:
-        each.append(Requirement(lambda facts: built(), "is not built"))
-    return Requirements(tuple(each))
+        requirements.append(Requirement(lambda facts: built(), "is not built"))
+    return Requirements(tuple(requirements))
 
 
 def _has(name: str, value: Any) -> Callable[[CallFacts], bool]:
@@ -110,11 +116,11 @@ def _has(name: str, value: Any) -> Callable[[CallFacts], bool]:
 
 
 def _names(choices: Iterable[Any]) -> str:
-    return ", ".join(sorted(_text(each) for each in choices))
+    return ", ".join(sorted(map(_text, choices)))
 
 
 @dataclass(frozen=True)
-class Implementation:
+class Implementation(Generic[_Fn]):
     """One way to compute an operator, and a predicate that says which calls it handles.
 
     Attributes:
@@ -124,7 +130,7 @@ class Implementation:
     """
 
     name: str
-    fn: Callable[..., Any]
+    fn: _Fn
     serves: Callable[[CallFacts], bool] = everything
     traceable: bool = False
     of_lists: Callable[..., Any] | None = None
@@ -137,7 +143,7 @@ class Implementation:
 
 
 @dataclass(frozen=True)
-class Operator:
+class Operator(Generic[_Fn]):
     """The table behind a public function; the last implementation is the reference, which defines the result.
 
     Attributes:
@@ -147,7 +153,7 @@ class Operator:
     """
 
     name: str
-    implementations: tuple[Implementation, ...]
+    implementations: tuple[Implementation[_Fn], ...]
     calls: tuple[CallFacts, ...] = kinds_of_calls()
 
     def __post_init__(self) -> None:
@@ -156,25 +162,25 @@ class Operator:
         assert last.serves is everything, f"{self.name}: the reference must handle every call"
 
     @property
-    def reference(self) -> Callable[..., Any]:
+    def reference(self) -> _Fn:
         """The formula in plain torch."""
         return self.implementations[-1].fn
 
-    def choose(self, facts: CallFacts) -> Implementation:
+    def choose(self, facts: CallFacts) -> Implementation[_Fn]:
         """The implementation that runs for such a call: the first that handles it.
 
         Within what torch.compile traces, the first that it can look into and fuse with its neighbours.
         """
         candidates = self.implementations
         if torch.compiler.is_compiling():
-            candidates = (*(each for each in candidates if each.traceable), candidates[-1])
-        return next(each for each in candidates if each.serves(facts))
+            candidates = (*(row for row in candidates if row.traceable), candidates[-1])
+        return next(row for row in candidates if row.serves(facts))
 
     def passed_over(self, facts: CallFacts) -> tuple[tuple[str, str], ...]:
         """The implementations above the chosen one, with the reason why each does not run for such a call."""
         chosen = self.choose(facts)
-        above = itertools.takewhile(lambda each: each is not chosen, self.implementations)
-        return tuple((each.name, each.unmet(facts)) for each in above)
+        above = itertools.takewhile(lambda row: row is not chosen, self.implementations)
+        return tuple((row.name, row.unmet(facts) or "is not traceable") for row in above)
 
     def kinds(self) -> dict[CallFacts, str]:
         """Each of `calls`, with those of its own facts that change the choice on its device.
@@ -184,13 +190,13 @@ class Operator:
         kinds = {}
         for device in DEVICES:
             chosen = {call: self.choose(call).name for call in self.calls if call.device == device}
-            told = [name for name in _own_fields(self.calls[0]) if _changes_the_choice(name, chosen)]
+            deciding = [name for name in _own_fields(self.calls[0]) if _changes_the_choice(name, chosen)]
             for call in chosen:
-                kinds[call] = ", ".join(f"{field}={_text(getattr(call, field))}" for field in told)
+                kinds[call] = ", ".join(f"{field}={_text(getattr(call, field))}" for field in deciding)
         return kinds
 
 
-def explain(operator: Operator) -> str:
+def explain(operator: Operator[Any]) -> str:
     """Which implementation runs for which call: one line per device type, with dtypes grouped.
 
     If the operator's own facts change the choice, a device has one line per combination, which names them.
@@ -216,9 +222,10 @@ def _own_fields(facts: CallFacts) -> list[str]:
 def _changes_the_choice(field: str, chosen: dict[CallFacts, str]) -> bool:
     """Whether two calls that differ in this field alone are computed by different implementations."""
     names: dict[CallFacts, set[str]] = {}
+    unset: dict[str, Any] = {field: None}
     for call, name in chosen.items():
-        names.setdefault(replace(call, **{field: None}), set()).add(name)
-    return any(len(each) > 1 for each in names.values())
+        names.setdefault(replace(call, **unset), set()).add(name)
+    return any(len(alternatives) > 1 for alternatives in names.values())
 
 
 def _text(value: Any) -> str:

@@ -56,19 +56,20 @@ def launch_update(
     """
     outs = [None] * len(params) if weights is None else weights
     grads = [readable(grad) for grad in grads]
+    beside: Sequence[Sequence[Tensor | None] | None] = (grads, outs, *moments)
     groups: dict[tuple[torch.dtype, torch.dtype | None], list[int]] = {}
     for index, (grad, out) in enumerate(zip(grads, outs, strict=True)):
         groups.setdefault((grad.dtype, None if out is None else out.dtype), []).append(index)
     for (grad_dtype, weight_dtype), chosen in groups.items():
-        lists = [
-            None if each is None else [each[i] for i in chosen] for each in (params, grads, outs, *moments)
-        ]
+        masters = [params[i] for i in chosen]
+        lists = [None if tensors is None else [tensors[i] for i in chosen] for tensors in beside]
         kernels.launch(
             name,
             grad_dtype,
             _NO_WEIGHTS if weight_dtype is None else weight_dtype,
             len(chosen),
-            lengths_of(*lists),
+            lengths_of(masters, *lists),
+            masters,
             *lists,
             scale,
             signals.scale,
@@ -84,10 +85,9 @@ def readable(tensor: Tensor) -> Tensor:
 
 def lengths_of(first: Sequence[Tensor], *others: Sequence[Tensor | None] | None) -> list[int]:
     """The number of elements of each tensor, which those beside it in other lists share."""
-    lengths = [each.numel() for each in first]
+    lengths = [tensor.numel() for tensor in first]
     for other in others:
         if other is not None:
-            assert all(e is None or e.numel() == n for e, n in zip(other, lengths, strict=True)), (
-                "other sizes"
-            )
+            pairs = zip(other, lengths, strict=True)
+            assert all(x is None or x.numel() == length for x, length in pairs), "other sizes"
     return lengths

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.bias_dropout_add.cuda import bias_dropout_add_cuda
 from megazero.ops.bias_dropout_add.reference import bias_dropout_add_reference
 from megazero.ops.chunks import compute_dtype, row_chunks
@@ -44,7 +47,9 @@ class _BiasDropoutAdd(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor | None, residual: Tensor, row_keys: Tensor, p: float):
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor, row_keys: Tensor, p: float
+    ) -> Tensor:
         ctx.p, ctx.x_dtype, ctx.bias_dtype = p, x.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(row_keys)
         x_rows, residual_rows = _rows(x), _rows(residual)
@@ -61,7 +66,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
         return out.view(residual.shape)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         (row_keys,) = ctx.saved_tensors
         grad_rows = _rows(grad)
         wide_type = compute_dtype(ctx.x_dtype)
@@ -74,15 +79,17 @@ class _BiasDropoutAdd(torch.autograd.Function):
             grad_x[chunk] = multiplier
             if ctx.bias_dtype is not None:
                 grad_bias += multiplier.sum(0)
-        grad_bias = None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype)
-        return grad_x.view(grad.shape), grad_bias, grad, None, None
+        of_bias = None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype)
+        return grad_x.view(grad.shape), of_bias, grad, None, None
 
 
 class _NativeBiasDropoutAdd(torch.autograd.Function):
     """The compiled kernels of csrc/bias_dropout_add: one pass each way, which makes the mask as it goes."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor | None, residual: Tensor, row_keys: Tensor, p: float):
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor, row_keys: Tensor, p: float
+    ) -> Tensor:
         ctx.p, ctx.x_dtype, ctx.bias_dtype = p, x.dtype, None if bias is None else bias.dtype
         x, residual = x.contiguous(), residual.contiguous()
         wide_bias = None if bias is None else bias.float().contiguous()
@@ -95,7 +102,7 @@ class _NativeBiasDropoutAdd(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         (row_keys,) = ctx.saved_tensors
         width = grad.shape[-1]
         own = grad.contiguous()
@@ -111,16 +118,18 @@ def bias_dropout_add_native_cpu(
     x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None
 ) -> Tensor:
     """residual + dropout(x + bias) for x and residual [s, b, h] of one dtype, fp32 or bf16, on CPU."""
+    assert dropout is not None
     row_keys = hidden_row_keys(dropout).view(-1, 1)
-    return _NativeBiasDropoutAdd.apply(x, bias, residual, row_keys, dropout.p)
+    return apply(_NativeBiasDropoutAdd, x, bias, residual, row_keys, dropout.p)
 
 
 def bias_dropout_add_chunked(
     x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None
 ) -> Tensor:
     """residual + dropout(x + bias), chunk by chunk; shapes [s, b, h]."""
+    assert dropout is not None
     row_keys = hidden_row_keys(dropout).view(-1, 1)
-    return _BiasDropoutAdd.apply(x, bias, residual, row_keys, dropout.p)
+    return apply(_BiasDropoutAdd, x, bias, residual, row_keys, dropout.p)
 
 
 def bias_add_torch(x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None) -> Tensor:
@@ -129,7 +138,7 @@ def bias_add_torch(x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dr
     return residual + (x if bias is None else x + bias)
 
 
-BIAS_DROPOUT_ADD = Operator(
+BIAS_DROPOUT_ADD: Operator[Callable[[Tensor, Tensor | None, Tensor, Dropout | None], Tensor]] = Operator(
     "bias_dropout_add",
     (
         Implementation("cuda", bias_dropout_add_cuda, on_cuda_kernels()),

@@ -35,7 +35,7 @@ class KeepRows:
         row = mix_64_(keys + GOLDEN_GAMMA)
         return cls(row.to(torch.int32), (row >> 32).to(torch.int32).bitwise_or_(1))
 
-    def __getitem__(self, rows) -> KeepRows:
+    def __getitem__(self, rows: slice | tuple[slice, ...]) -> KeepRows:
         return KeepRows(self.low[rows], self.odd_high[rows])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ class GateFacts(CallFacts):
     small: bool
 
 
-GATE = Operator(
+GATE: Operator[Callable[[Tensor, Tensor, Gating], tuple[Tensor, Tensor]]] = Operator(
     "gate",
     (
         Implementation("cuda", gate_cuda, where(CUDA, frozenset({torch.float32}), cuda_built, small=True)),

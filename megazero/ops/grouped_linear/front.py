@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -46,7 +46,7 @@ def _grouped_mm_outer(grad: Tensor, x: Tensor, sizes: Sequence[int]) -> Tensor:
 # On CPU, torch's own grouped product is a loop too; other dtypes on CUDA take its slow path.
 _ON_CUDA = where(CUDA, frozenset({torch.bfloat16}), lambda: hasattr(F, "grouped_mm"), aligned=True)
 _CALLS = kinds_of_calls(GroupedFacts, aligned=(False, True))
-GROUPED_LINEAR = Operator(
+GROUPED_LINEAR: Operator[Callable[[Tensor, Tensor, Sequence[int]], Tensor]] = Operator(
     "grouped_linear",
     (
         Implementation("torch", _grouped_mm, _ON_CUDA),
@@ -54,7 +54,7 @@ GROUPED_LINEAR = Operator(
     ),
     _CALLS,
 )
-GROUPED_OUTER = Operator(
+GROUPED_OUTER: Operator[Callable[[Tensor, Tensor, Sequence[int]], Tensor]] = Operator(
     "grouped_outer",
     (
         Implementation("torch", _grouped_mm_outer, _ON_CUDA),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,7 @@ class KeptFacts(CallFacts):
     short: bool
 
 
-KEPT_COLUMNS = Operator(
+KEPT_COLUMNS: Operator[Callable[[Tensor, int, int], Tensor]] = Operator(
     "kept_columns",
     (
         Implementation("cuda", kept_columns_cuda, where(CUDA, frozenset({_KEYS}), cuda_built, short=True)),

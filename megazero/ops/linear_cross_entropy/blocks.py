@@ -11,14 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megazero.ops.autograd import Gradients
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.cross_entropy.sliced import SlicePasses
+from megazero.ops.reduce_group import ReduceGroup
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class VocabularySlice:
     group: the ranks that hold the other slices. start: the first id here. size: ids of the whole vocabulary.
     """
 
-    group: object
+    group: ReduceGroup
     start: int
     size: int
     block: int
@@ -56,7 +59,7 @@ class BlockwiseLoss(torch.autograd.Function):
     """Loss of each token of x [..., h] by weight [v/tp, h], and back; saves both and one number per token."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, target: Tensor, part: VocabularySlice):
+    def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, part: VocabularySlice) -> Tensor:
         """The loss, shaped as target; see `linear_cross_entropy`."""
         rows, padded = x.reshape(-1, x.shape[-1]), weight.shape[0]
         held = (target >= part.start) & (target < part.start + part.held(padded))
@@ -66,10 +69,10 @@ class BlockwiseLoss(torch.autograd.Function):
         total, picked = torch.zeros_like(maximum), torch.zeros_like(maximum)
         for columns, counted in part.blocks(padded):
             logits = F.linear(rows, weight[columns])
-            highest, summed, found = part.passes.statistics(logits, counted, _within(local, columns))
+            highest, summed, logit = part.passes.statistics(logits, counted, _within(local, columns))
             before, maximum = maximum, torch.maximum(maximum, highest)
             total = total * torch.exp(before - maximum) + summed * torch.exp(highest - maximum)
-            picked += found
+            picked += logit
         of_slice = maximum.clone()
         part.group.all_reduce(maximum, op="max")
         sums = torch.stack((total * torch.exp(of_slice - maximum), picked))
@@ -82,7 +85,7 @@ class BlockwiseLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         """The gradients of x, this slice's part of the sum, and of the weight."""
         x, weight, local, normalizer = ctx.saved_tensors
         rows, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1).to(normalizer.dtype)

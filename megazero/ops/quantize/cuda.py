@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megazero.kernels import DTYPE_CODES, KernelLibrary
-from megazero.ops.counter_random.reference import mix_64
-from megazero.ops.counter_random.splitmix import MASK_64, signed_64
+from megazero.ops.counter_random.reference import MASK_64, mix_64
+from megazero.ops.counter_random.splitmix import signed_64
 from megazero.ops.cuda import CUDA_KERNELS
 from megazero.ops.quantize.scheme import Quantization
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,7 @@ def dequantize_native_cpu(packed: Tensor, numel: int, how: Quantization, dtype: 
 
 _SERVED = where(CPU, TRAINING_FLOATS, available)
 
-QUANTIZE = Operator(
+QUANTIZE: Operator[Callable[[Tensor, Quantization, int | None, int], Tensor]] = Operator(
     "quantize",
     (
         Implementation("native_cpu", quantize_native_cpu, _SERVED),
@@ -53,7 +55,7 @@ QUANTIZE = Operator(
     ),
 )
 
-DEQUANTIZE = Operator(
+DEQUANTIZE: Operator[Callable[[Tensor, int, Quantization, torch.dtype], Tensor]] = Operator(
     "dequantize",
     (
         Implementation("native_cpu", dequantize_native_cpu, _SERVED),

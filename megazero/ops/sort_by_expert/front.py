@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +41,9 @@ def sort_by_expert_native_cpu(
     return choice, slots, counts
 
 
-SORT_BY_EXPERT = Operator(
+SORT_BY_EXPERT: Operator[
+    Callable[[Tensor, Tensor | None, int, int | None], tuple[Tensor, Tensor, Tensor]]
+] = Operator(
     "sort_by_expert",
     (
         Implementation("native_cpu", sort_by_expert_native_cpu, where(CPU, frozenset({_CHOICES}), available)),

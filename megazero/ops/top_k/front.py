@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,7 +24,7 @@ class TopKFacts(CallFacts):
     small: bool
 
 
-TOP_K = Operator(
+TOP_K: Operator[Callable[[Tensor, int], Tensor]] = Operator(
     "top_k",
     (
         Implementation("cuda", top_k_cuda, on_cuda_kernels(small=True)),
