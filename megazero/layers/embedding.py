@@ -82,6 +82,7 @@ class Embedding(nn.Module):
             positions = positions.t() if positions.dim() == 2 else positions.unsqueeze(1)
             x = x + _every_row(self._own(positions), self.position)
         if self.token_type is not None:
+            assert token_types is not None, "a table of token types needs the tokens' types"
             x = x + _every_row(self._own(token_types.t()), self.token_type)
         if self.config.fp32_residual_connection:
             x = x.float()

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from megazero.layers.inputs import Deferred
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.transformer import TransformerLayer
 from megazero.mpu import Group, SoloGroup, spec_of
+from megazero.ops.autograd import Gradients, apply
 
 LARGEST = MappingProxyType({torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0})
 """The largest number of each format."""
@@ -99,7 +101,8 @@ class Fp8Scaling:
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The scales of the input and the weight, or of parts of them."""
         amaxes = torch.stack([_amax(x), _amax(weight)])
-        return self._of(amaxes, slice(_INPUT, _GRADIENT), self.group).unbind()
+        scale_x, scale_w = self._of(amaxes, slice(_INPUT, _GRADIENT), self.group).unbind()
+        return scale_x, scale_w
 
     def backward(self, grad: Tensor) -> Tensor:
         """The scale of the gradient, or of a part of it."""
@@ -124,7 +127,8 @@ class Fp8Scaling:
 
 
 def _amax(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x.detach(), torch.inf).float()
+    largest: Tensor = torch.linalg.vector_norm(x.detach(), torch.inf)
+    return largest.float()
 
 
 def to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -138,8 +142,8 @@ def to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def fp8_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
     """a b^T / (scale_a scale_b) for 8-bit floats a [m, k] and b [n, k], summed in fp32: [m, n]."""
     if a.is_cuda:
-        inverses = {"scale_a": scale_a.reciprocal(), "scale_b": scale_b.reciprocal()}
-        product = torch._scaled_mm(_padded(a), _padded(b).t(), **inverses, out_dtype=dtype)
+        inverses = (scale_a.reciprocal(), scale_b.reciprocal())
+        product = torch._scaled_mm(_padded(a), _padded(b).t(), *inverses, out_dtype=dtype)
         return product[: len(a), : len(b)]
     return ((a.float() @ b.float().t()) * (scale_a.reciprocal() * scale_b.reciprocal())).to(dtype)
 
@@ -159,8 +163,16 @@ class _Fp8Linear(Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, scaling):
-        scale_x, scale_w = (each.clone() for each in scaling.forward(x, weight))
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: Group,
+        sequence_parallel: bool,
+        scaling: Fp8Scaling,
+    ) -> Tensor:
+        scale_x, scale_w = (scale.clone() for scale in scaling.forward(x, weight))
         shard = to_fp8(x, scale_x, torch.float8_e4m3fn)
         ctx.save_for_backward(shard, weight, scale_x, scale_w)
         ctx.group, ctx.sequence_parallel, ctx.scaling = group, sequence_parallel, scaling
@@ -169,10 +181,11 @@ class _Fp8Linear(Function):
         codes = to_fp8(weight, scale_w, torch.float8_e4m3fn)
         y = fp8_product(whole.flatten(0, -2), codes, scale_x, scale_w, x.dtype)
         y = y if bias is None else y + bias
-        return y.unflatten(0, whole.shape[:-1])
+        out: Tensor = y.unflatten(0, whole.shape[:-1])
+        return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         shard, weight, scale_x, scale_w = ctx.saved_tensors
         group: Group = ctx.group
         scale_g = ctx.scaling.backward(grad)
@@ -210,9 +223,9 @@ def fp8_linear(
     assert deferred is None, "rules refuse a split backward in 8-bit products"
     matrix, vector = weight.flatten(0, -2), None if bias is None else bias.flatten()
     if torch.is_grad_enabled():
-        return _Fp8Linear.apply(x, matrix, vector, group, sequence_parallel, scaling)
+        return apply(_Fp8Linear, x, matrix, vector, group, sequence_parallel, scaling)
     kept = scaling.amax.clone()
-    y = _Fp8Linear.apply(x, matrix, vector, group, sequence_parallel, scaling)
+    y = apply(_Fp8Linear, x, matrix, vector, group, sequence_parallel, scaling)
     scaling.amax.copy_(kept)
     return y
 
@@ -226,29 +239,29 @@ class Fp8State:
     """
 
     def __init__(self, scalings: Iterable[Fp8Scaling], stage: Group):
-        self.scalings = tuple(each for each in scalings if each.recipe.delayed)
+        self.scalings = tuple(scaling for scaling in scalings if scaling.recipe.delayed)
         self.stage = stage
 
     def advance(self) -> None:
         """End a step: the amax of a tensor is that of all micro-batches and all ranks that hold parts."""
         if not self.scalings:
             return
-        amaxes = torch.stack([each.amax for each in self.scalings])
+        amaxes = torch.stack([scaling.amax for scaling in self.scalings])
         self.stage.all_reduce(amaxes, "max").wait()
-        for each, amax in zip(self.scalings, amaxes, strict=True):
-            each.amax.copy_(amax)
-            each.advance()
+        for scaling, amax in zip(self.scalings, amaxes, strict=True):
+            scaling.amax.copy_(amax)
+            scaling.advance()
 
     def state(self) -> Mapping[str, Tensor]:
         """What a checkpoint keeps, by global name: [steps, 3] histories, and the scales [3] in use.
 
         The same on all ranks of the stage.
         """
-        found = {}
-        for each in self.scalings:
-            found[f"{each.name}.amax_history"] = each.history
-            found[f"{each.name}.scale"] = each.scale
-        return found
+        tensors = {}
+        for scaling in self.scalings:
+            tensors[f"{scaling.name}.amax_history"] = scaling.history
+            tensors[f"{scaling.name}.scale"] = scaling.scale
+        return tensors
 
 
 def use_fp8(
@@ -266,7 +279,7 @@ def use_fp8(
         The scales, which an `Fp8State` keeps.
     """
     recipe, left_out = Fp8Recipe.of(config), config.layers_in_16_bits(layers)
-    found = []
+    scalings = []
     for block in blocks:
         if not isinstance(block, TransformerLayer) or block.layer in left_out:
             continue
@@ -276,5 +289,5 @@ def use_fp8(
                 name = spec_of(module.weight).name.removesuffix(".weight")
                 scaling = Fp8Scaling(name, recipe, module.placement.tp, sliced_gradient, device)
                 module.product = partial(fp8_linear, scaling)
-                found.append(scaling)
-    return found
+                scalings.append(scaling)
+    return scalings

@@ -116,6 +116,7 @@ class LayerInputs:
         if self.site_keys is not None:
             return self.site_keys[place]
         site = ("attention", layer) if place == "attention" else ("hidden", layer, place)
+        assert self.sample_keys is not None, "without keys nothing is drawn"
         return derive(site_key(*site), self.sample_keys)
 
     def narrow(self, x: Tensor) -> Tensor:

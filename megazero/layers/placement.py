@@ -55,5 +55,5 @@ class Placement:
         """An uninitialized parameter that holds this rank's slice and carries `spec`."""
         shape = spec.local_shape(self.place)
         parameter = nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device))
-        parameter.spec = spec
+        vars(parameter)["spec"] = spec
         return parameter

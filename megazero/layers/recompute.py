@@ -61,7 +61,7 @@ class InputKeeping:
         assert not (wanted and placement.sequence_parallel), "sequence parallelism already partitions them"
         return cls(placement.tp if wanted else None, config.offload)
 
-    def hooks(self) -> AbstractContextManager:
+    def hooks(self) -> AbstractContextManager[object]:
         """A context manager in which autograd keeps the tensors it saves in this way."""
         if self.partition is None and not self.offload:
             return nullcontext()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megazero.layers.collectives import gather_for_parts, own_rows
 from megazero.layers.inputs import LayerInputs
+from megazero.layers.placement import Placement
 from megazero.mpu import Group, site_key
 from megazero.ops.chosen_rows import chosen_rows
 from megazero.ops.counter_random import derive
@@ -48,22 +49,31 @@ def run_layer(
     """
     skipping = inputs.skipping
     if skipping.idle:
-        return layer(x, inputs)
-    scale = skipping.scale_of(layer.layer)
+        return _run(layer, x, inputs)
+    number, placement = layer.layer, layer.placement
+    assert isinstance(number, int), "a layer knows its number"
+    assert isinstance(placement, Placement), "a layer knows its placement"
+    scale = skipping.scale_of(number)
     if scale == 0.0:
         return inputs.narrow(x), {}
     inputs = replace(inputs, branch_scale=scale)
     length = len(inputs.positions)
-    kept = skipping.kept_by(layer.layer, length)
+    kept = skipping.kept_by(number, length)
     if kept == length:
-        return layer(x, inputs)
-    columns = kept_columns(inputs.sample_keys, layer.layer, length, kept)
-    group = layer.placement.tp if layer.placement.sequence_parallel else None
+        return _run(layer, x, inputs)
+    assert inputs.sample_keys is not None, "the choice is a function of the samples' keys"
+    columns = kept_columns(inputs.sample_keys, number, length, kept)
+    group = placement.tp if placement.sequence_parallel else None
     rows = KeptRows.of(columns, length, group)
-    out, sums = layer(rows.taken(x), inputs.of(columns))
+    out, sums = _run(layer, rows.taken(x), inputs.of(columns))
     x = rows.put_back(x, out.to(x.dtype))
     sums = {name: value * (length / kept) if name in per_token else value for name, value in sums.items()}
     return inputs.narrow(x), sums
+
+
+def _run(layer: nn.Module, x: Tensor, inputs: LayerInputs) -> Layers:
+    result: Layers = layer(x, inputs)
+    return result
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,9 @@ class KeptRows:
         if self.group is not None:
             x, numbers = gather_for_parts(x, self.group), own_rows(numbers, self.group)
             places = _within(places, self.group.rank * len(numbers), len(numbers))
-        return chosen_rows(x.flatten(0, 1), numbers, places).unflatten(0, (-1, self.columns))
+        rows = chosen_rows(x.flatten(0, 1), numbers, places)
+        taken: Tensor = rows.unflatten(0, (-1, self.columns))
+        return taken
 
     def put_back(self, x: Tensor, out: Tensor) -> Tensor:
         """x with what came of the kept rows."""

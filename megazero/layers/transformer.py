@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
@@ -12,6 +12,9 @@ from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
 from megazero.ops.bias_dropout_add import bias_dropout_add
 from megazero.ops.dropout import Dropout
+
+Forward = Callable[[Tensor, LayerInputs], tuple[Tensor, Mapping[str, Tensor]]]
+"""The `forward` of a layer."""
 
 
 class TransformerLayer(nn.Module):
@@ -59,6 +62,11 @@ class TransformerLayer(nn.Module):
 
     def _dropout(self, inputs: LayerInputs, site: str) -> Dropout | None:
         return inputs.layer_dropout(self.dropout, self.placement, self.layer, site)
+
+
+def use_forward(layer: nn.Module, forward: Forward) -> None:
+    """Let `forward` compute the layer from now on; the layer's hooks stay."""
+    layer.forward = forward
 
 
 def _scaled(out: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
