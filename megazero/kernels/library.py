@@ -30,7 +30,7 @@ class KernelLibrary:
         self._library.megazero_cuda_error_text.restype = ctypes.c_char_p
 
     def driver_error(self) -> str | None:
-        """Why this machine's driver cannot run the library, in CUDA's words; None if it can."""
+        """The reason, in CUDA's words, why this machine's driver cannot run the library; None if it can."""
         code = self._library.megazero_cuda_driver_error()
         return None if code == 0 else self._error_text(code)
 
@@ -52,12 +52,12 @@ class KernelLibrary:
             raise RuntimeError(f"the kernel `{name}` must start, but CUDA says: {text} ({code}).")
 
     def column_groups(self, count: int, width: int) -> int:
-        """Rows of the fp32 workspace [groups, width] in which kernels add up columns of `count` rows."""
+        """The number of groups in the fp32 workspace [groups, width] in which kernels sum `count` rows."""
         groups: int = self._function("column_groups")(count, width)
         return groups
 
     def _on(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[int]:
-        """A context in which the tensors' device is current; gives the stream to launch on."""
+        """A context in which the tensors' device is current, and which yields the stream to launch on."""
         return _device_and_stream(tensors[0].device)
 
     def _error_text(self, code: int) -> str:
@@ -80,7 +80,7 @@ def _device_and_stream(device: torch.device) -> Iterator[int]:
 
 
 def tensors_among(arguments: Sequence[Any]) -> Iterator[Tensor]:
-    """The tensors among a launch's arguments, those in sequences too."""
+    """The tensors among a launch's arguments, including those in sequences."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             yield argument

@@ -145,9 +145,9 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_sequence(x: Tensor, group: Group) -> Tensor:
-    """[s/tp, b, h] -> [s, b, h] for computations that every member repeats in full; backward takes own rows.
+    """[s/tp, b, h] -> [s, b, h] for computations that every member repeats in full.
 
-    The gradient of each member is then the whole gradient already.
+    Each member's gradient is then the whole gradient already, so backward takes the member's own rows.
     """
     return x if group.size == 1 else apply(_GatherSequence, x, group)
 
@@ -155,13 +155,13 @@ def gather_sequence(x: Tensor, group: Group) -> Tensor:
 def gather_for_parts(x: Tensor, group: Group) -> Tensor:
     """[n, ...] -> [size * n, ...] for a computation of which each member does a part.
 
-    Backward sums the members' gradients and takes own rows.
+    Backward sums the members' gradients and takes the member's own rows.
     """
     return x if group.size == 1 else apply(_GatherForParts, x, group)
 
 
 def share_for_parts(x: Tensor, group: Group) -> Tensor:
-    """x, equal on all members, for a computation of which each does a part; backward sums the gradients."""
+    """x, equal on all members, for a computation of which each does a part; backward sums their gradients."""
     return x if group.size == 1 else apply(_ShareForParts, x, group)
 
 

@@ -1,8 +1,8 @@
-"""Layers compiled by torch.compile, each for itself: what a step computes is not changed, only how.
+"""Layers compiled by torch.compile, one by one: a step computes the same values as without it.
 
 One layer is one region: a pipeline, recompute, ZeRO and the executor see the modules that they know, with
-their hooks, and all layers of a kind share what is compiled for the first. Within a region operators take
-their traceable implementations, which the compiler fuses (see `ops.dispatch`).
+their hooks, and all layers of a kind share the code that is compiled for the first. Within a region operators
+take their traceable implementations, which the compiler fuses (see `ops.dispatch`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
     products of 8-bit floats, a region ends before the linear layer and another begins behind it.
 
     Args:
-        blocks: of a chunk; embedding and head stay as they are.
-        backend: name of torch's compiler, such as ``inductor``.
+        blocks: the blocks of a chunk; embedding and head stay as they are.
+        backend: the name of torch's compiler, such as ``inductor``.
 
     Raises:
-        ConfigError: what the compiler itself needs is not installed.
+        ConfigError: a tool that the compiler needs is not installed.
     """
     layers = [block for block in blocks if isinstance(block, TransformerLayer)]
     if backend == "inductor" and layers:
@@ -48,7 +48,7 @@ def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
 
 
 def _check_tools(device: torch.device) -> None:
-    """Raise ConfigError unless there is what inductor needs for this device, which it would say obscurely."""
+    """Raise ConfigError unless the tools that inductor needs are installed; its own message is obscure."""
     if device.type == "cuda":
         installed, what = importlib.util.find_spec("triton") is not None, "Triton"
     else:

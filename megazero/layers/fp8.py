@@ -1,4 +1,4 @@
-"""Linear layers whose products are of 8-bit floats (Micikevicius et al. 2022).
+"""Linear layers that multiply 8-bit floats (Micikevicius et al. 2022).
 
 A tensor is multiplied by a scale that takes its largest magnitude, its amax, near the largest number of the
 format, rounded to e4m3 (the gradients of `hybrid` to e5m2), and multiplied with sums in fp32; the product
@@ -36,10 +36,10 @@ _INPUT, _WEIGHT, _GRADIENT = range(3)
 
 @dataclass(frozen=True)
 class Fp8Recipe:
-    """How tensors become 8-bit floats.
+    """The settings by which tensors become 8-bit floats.
 
     Attributes:
-        gradients: the format of gradients; all else is e4m3.
+        gradients: the format of gradients; all other tensors are e4m3.
         delayed: whether a scale comes from earlier steps.
         margin: powers of two that a scale stays below the largest one.
         history: steps whose amaxes are kept, with ``delayed``.
@@ -54,7 +54,7 @@ class Fp8Recipe:
 
     @classmethod
     def of(cls, config: PrecisionConfig) -> Fp8Recipe:
-        """The configured one."""
+        """The recipe that the configuration describes."""
         gradients = torch.float8_e5m2 if config.fp8_format == "hybrid" else torch.float8_e4m3fn
         return cls(
             gradients,
@@ -65,11 +65,11 @@ class Fp8Recipe:
         )
 
     def formats(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """Of input, weight and gradient."""
+        """The formats of input, weight and gradient."""
         return torch.float8_e4m3fn, torch.float8_e4m3fn, self.gradients
 
     def scales(self, amaxes: Tensor, largest: Tensor, before: Tensor | float = 1.0) -> Tensor:
-        """What takes amaxes near the largest numbers; `before` where an amax is 0 or not finite."""
+        """The scales that take amaxes near the largest numbers; `before` where an amax is 0 or not finite."""
         scales = largest / amaxes / 2.0**self.margin
         scales = scales.clamp(max=torch.finfo(torch.float32).max)
         return torch.where(amaxes.isfinite() & (amaxes > 0), scales, before)
@@ -80,10 +80,10 @@ class Fp8Scaling:
 
     Args:
         name: global name of the layer.
-        recipe: how they are made.
-        group: ranks that hold parts of the tensors, whose amax is that of all parts.
+        recipe: the settings of the scales.
+        group: the ranks that hold parts of the tensors; an amax is that of all parts.
         sliced_gradient: whether the gradient too is in parts.
-        device: of the scales.
+        device: the scales' device.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Fp8Scaling:
         return self.recipe.scales(amaxes, self.largest[which])
 
     def advance(self) -> None:
-        """Take the step's amaxes into the history, and make the next step's scales."""
+        """Add the step's amaxes to the history, and compute the next step's scales."""
         # In place, because a CUDA graph knows these tensors by their addresses.
         self.history.copy_(torch.cat([self.amax.unsqueeze(0), self.history[:-1]]))
         latest = self.history[0] if self.recipe.most_recent else self.history.amax(0)
@@ -132,7 +132,10 @@ def _amax(x: Tensor) -> Tensor:
 
 
 def to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x times `scale`, rounded to `dtype`. What is too large becomes its largest number, inf and NaN NaN."""
+    """x times `scale`, rounded to `dtype`.
+
+    A value that is too large becomes the largest number of `dtype`; inf and NaN become NaN.
+    """
     wide = x.float() * scale
     limit = LARGEST[dtype]
     # A difference of equals is 0, but NaN of infinities, which the limit would hide from the loss scaler.
@@ -149,7 +152,7 @@ def fp8_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: t
 
 
 def _padded(codes: Tensor) -> Tensor:
-    """The same, contiguous, with zeros to multiples of 16 rows and columns, which tensor cores want."""
+    """The codes, contiguous and padded with zeros to multiples of 16 rows and columns for tensor cores."""
     rows, columns = (-size % 16 for size in codes.shape)
     if not rows and not columns:
         return codes.contiguous()
@@ -159,7 +162,7 @@ def _padded(codes: Tensor) -> Tensor:
 class _Fp8Linear(Function):
     """`x @ weight.T + bias`, forward and backward in 8-bit products; keeps its input as 8-bit floats.
 
-    Between the ranks of a sequence-parallel group the input travels so too.
+    It travels as 8-bit floats between the ranks of a sequence-parallel group, too.
     """
 
     @staticmethod
@@ -216,9 +219,9 @@ def fp8_linear(
     sequence_parallel: bool,
     deferred: Deferred | None = None,
 ) -> Tensor:
-    """What `column_linear` computes, in 8-bit products: x [s, b, h] or [s/tp, b, h] -> [s, b, n/tp].
+    """`column_linear` in 8-bit products: x [s, b, h] or [s/tp, b, h] -> [s, b, n/tp].
 
-    A pass without gradients notes no amax, so an evaluation changes no later step.
+    A pass without gradients records no amax, so an evaluation changes no later step.
     """
     assert deferred is None, "rules refuse a split backward in 8-bit products"
     matrix, vector = weight.flatten(0, -2), None if bias is None else bias.flatten()
@@ -231,10 +234,10 @@ def fp8_linear(
 
 
 class Fp8State:
-    """The scales of all layers here, and what they remember from step to step.
+    """The scales of all layers of this stage, and the amaxes that they keep from step to step.
 
     Args:
-        scalings: of the linear layers of this stage.
+        scalings: the scalings of the stage's linear layers.
         stage: the ranks of the stage, which agree on amaxes.
     """
 
@@ -253,9 +256,9 @@ class Fp8State:
             scaling.advance()
 
     def state(self) -> Mapping[str, Tensor]:
-        """What a checkpoint keeps, by global name: [steps, 3] histories, and the scales [3] in use.
+        """The tensors of a checkpoint by global name: [steps, 3] histories, and the scales [3] in use.
 
-        The same on all ranks of the stage.
+        They are equal on all ranks of the stage.
         """
         tensors = {}
         for scaling in self.scalings:
@@ -267,13 +270,13 @@ class Fp8State:
 def use_fp8(
     blocks: Iterable[nn.Module], config: PrecisionConfig, layers: int, device: torch.device
 ) -> list[Fp8Scaling]:
-    """From now on the linear layers of the transformer layers among `blocks` multiply 8-bit floats.
+    """Make the linear layers of the transformer layers among `blocks` multiply 8-bit floats from now on.
 
     Args:
-        blocks: of a chunk; embedding and head stay as they are.
+        blocks: the blocks of a chunk; embedding and head stay as they are.
         config: the recipe, and which layers at both ends of the model are left out.
-        layers: of the whole model.
-        device: of the scales; parameters may still be on the meta device.
+        layers: the number of layers of the whole model.
+        device: the scales' device; parameters may still be on the meta device.
 
     Returns:
         The scales, which an `Fp8State` keeps.

@@ -26,14 +26,14 @@ WARM_CALLS = 3
 
 
 class Graphs(Protocol):
-    """What captures work."""
+    """A recorder of work, such as `CudaGraphs`."""
 
     def capture(self, work: Work) -> tuple[Sequence[Tensor | None], Callable[[], None]]:
-        """Run or record `work`; returns its results, and what computes them again in the same memory."""
+        """Run or record `work`; return its results, and a function that computes them again in place."""
 
 
 class CudaGraphs:
-    """CUDA's own, with one pool of memory for all graphs: they run in the order of their captures."""
+    """CUDA's graphs, with one pool of memory for all of them: they run in the order of their captures."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -53,9 +53,9 @@ def graph_layers(blocks: Iterable[nn.Module], graphs: Graphs, warm_calls: int = 
     Passes without gradients, with a cache, for some rows only or with documents run as before.
 
     Args:
-        blocks: of a chunk; embedding and head stay as they are.
-        graphs: what captures.
-        warm_calls: calls of a layer before its capture.
+        blocks: the blocks of a chunk; embedding and head stay as they are.
+        graphs: the recorder.
+        warm_calls: the number of calls of a layer before its capture.
     """
     for block in blocks:
         if isinstance(block, TransformerLayer):
@@ -83,7 +83,7 @@ class _Tensors:
         return cls(rest, tuple(tensors), tuple(tensors.values()))
 
     def inputs(self, values: Sequence[Tensor]) -> LayerInputs:
-        """The inputs with these values in the tensors' place."""
+        """The layer's inputs with `values` as their tensors."""
         tensors = dict(zip(self.names, values, strict=True))
         keys = {name.removeprefix("key "): x for name, x in tensors.items() if name.startswith("key ")}
         rotary = (tensors["cos"], tensors["sin"]) if "cos" in tensors else None
@@ -95,7 +95,7 @@ class _Tensors:
 
 
 class _GraphedForward:
-    """A layer's `forward`, which captures and replays."""
+    """A layer's `forward` that captures graphs and replays them."""
 
     def __init__(self, layer: TransformerLayer, graphs: Graphs, warm_calls: int):
         self.layer = layer
@@ -122,7 +122,7 @@ class _GraphedForward:
 
 
 class _LayerGraph:
-    """Forward and backward of a layer for inputs of these shapes."""
+    """The graphs of a layer's forward and backward for inputs of certain shapes."""
 
     def __init__(
         self, plain: Forward, x: Tensor, tensors: _Tensors, params: Sequence[nn.Parameter], graphs: Graphs

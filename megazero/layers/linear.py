@@ -59,7 +59,7 @@ class _ColumnLinear(Function):
 
 
 class _InputHalf(Function):
-    """`x @ weight.T + bias`, whose backward passes what the weight's gradient needs to `defer(x, grad)`.
+    """`x @ weight.T + bias`, whose backward leaves the weight's gradient to `defer(x, grad)`.
 
     `weight` must be detached, or autograd would call the hooks of a parameter that gets no gradient.
     """
@@ -90,7 +90,7 @@ class _InputHalf(Function):
 
 
 class _WeightHalf:
-    """Adds a weight's gradient to its `grad`, once, and releases the activations.
+    """A call that adds a weight's gradient to its `grad`, once, and releases the activations.
 
     Args:
         weight: the parameter, [..., h].
@@ -165,7 +165,7 @@ def column_linear(
 
 
 Product = Callable[[Tensor, nn.Parameter, nn.Parameter | None, Group, bool, Deferred | None], Tensor]
-"""What multiplies in a linear layer, with the arguments of `column_linear`."""
+"""The product of a linear layer, with the arguments of `column_linear`."""
 
 
 class ColumnParallelLinear(nn.Module):

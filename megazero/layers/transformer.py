@@ -19,7 +19,7 @@ Forward = Callable[[Tensor, LayerInputs], tuple[Tensor, Mapping[str, Tensor]]]
 
 class TransformerLayer(nn.Module):
     """[s, b, h] -> ([s, b, h], sums): [s/tp, b, h] under sequence parallelism, [r, b, h] if the inputs name
-    the wanted rows. The sums are what the layer adds to loss terms and tallies, by name.
+    the wanted rows. The sums are the layer's contributions to loss terms and tallies, by name.
 
     The model passes each layer its two halves, so the layers of a model may differ.
 
@@ -70,7 +70,7 @@ def use_forward(layer: nn.Module, forward: Forward) -> None:
 
 
 def _scaled(out: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
-    """What a half adds to the hidden states, times scale."""
+    """A half's contribution to the hidden states, and its bias, times `scale`."""
     if scale == 1.0:
         return out, bias
     return out * scale, None if bias is None else bias * scale

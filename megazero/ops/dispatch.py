@@ -28,10 +28,10 @@ _Fn = TypeVar("_Fn", bound=Callable[..., Any])  # the signature that all impleme
 
 @dataclass(frozen=True)
 class CallFacts:
-    """What the choice of an implementation may depend on; an operator's own facts are fields of a subclass.
+    """The facts that decide which implementation runs; an operator's own facts are fields of a subclass.
 
     Attributes:
-        device: type of the device that the tensors are on.
+        device: the type of the device that the tensors are on.
         dtype: the dtype of the operator's first tensor.
     """
 
@@ -65,7 +65,7 @@ def everything(facts: CallFacts) -> bool:
 
 @dataclass(frozen=True)
 class Requirement:
-    """One thing that a call must meet, and the words for why not: "serves cpu only", "is not built"."""
+    """One requirement of a call, and the reason if the call fails it: "serves cpu only", "is not built"."""
 
     met: Callable[[Any], bool]  # of the operator's own kind of facts
     otherwise: str
@@ -81,12 +81,12 @@ class Requirements:
         return all(requirement.met(facts) for requirement in self.requirements)
 
     def unmet(self, facts: CallFacts) -> str | None:
-        """Why a call is not served, or None if it is."""
+        """The reason why a call is not served, or None if it is."""
         unmet = (one.otherwise for one in self.requirements if not one.met(facts))
         return next(unmet, None)
 
     def needing(self, met: Callable[[Any], bool], otherwise: str) -> Requirements:
-        """These and one more; `otherwise` says why a call that does not meet it is not served."""
+        """Add a requirement; `otherwise` is the reason why a call that fails it is not served."""
         return Requirements((*self.requirements, Requirement(met, otherwise)))
 
 
@@ -96,7 +96,7 @@ def where(
     built: Callable[[], bool] = always,
     **own: Any,
 ) -> Requirements:
-    """Calls on these devices, in these dtypes (None: any), with the values in `own`, if it is built."""
+    """The requirements of an implementation: devices, dtypes (None: any), values of facts, being built."""
     requirements = []
     if devices is not None:
         requirements.append(
@@ -125,8 +125,8 @@ class Implementation(Generic[_Fn]):
 
     Attributes:
         traceable: whether torch.compile can look into it; a reference always is.
-        of_lists: the same for lists of such tensors, where a kernel takes many in one launch; None if they go
-            through `fn` one by one.
+        of_lists: the implementation for lists of such tensors, if a kernel takes many in one launch; None if
+            `fn` takes them one by one.
     """
 
     name: str
@@ -136,7 +136,7 @@ class Implementation(Generic[_Fn]):
     of_lists: Callable[..., Any] | None = None
 
     def unmet(self, facts: CallFacts) -> str | None:
-        """Why it does not serve such a call, or None if it does."""
+        """The reason why it does not serve such a call, or None if it does."""
         if isinstance(self.serves, Requirements):
             return self.serves.unmet(facts)
         return None if self.serves(facts) else "does not serve such calls"
@@ -183,7 +183,7 @@ class Operator(Generic[_Fn]):
         return tuple((row.name, row.unmet(facts) or "is not traceable") for row in above)
 
     def kinds(self) -> dict[CallFacts, str]:
-        """Each of `calls`, with those of its own facts that change the choice on its device.
+        """The facts of each of `calls` that change the choice on its device, in words.
 
         The text is like ``dropout=True, lse=False``; it is empty where device and dtype decide alone.
         """
@@ -197,7 +197,7 @@ class Operator(Generic[_Fn]):
 
 
 def explain(operator: Operator[Any]) -> str:
-    """Which implementation runs for which call: one line per device type, with dtypes grouped.
+    """The implementation that runs for each call: one line per device type, with dtypes grouped.
 
     If the operator's own facts change the choice, a device has one line per combination, which names them.
     Example: `attention on cpu, dropout=True: native_cpu (bfloat16, float32), composed (float16), ...`.

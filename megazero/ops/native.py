@@ -1,7 +1,6 @@
-"""The compiled CPU kernels, or None if they are not built: torch's then run instead, after one warning.
+"""The compiled CPU kernels; if they are not built, torch's run instead, after one warning.
 
-A kernel takes addresses. Its callers share what is here: a tensor's address, and a tensor's rows as a kernel
-sees them.
+A kernel takes addresses. This module makes its arguments: a tensor's address, and descriptions of its rows.
 """
 
 from __future__ import annotations
@@ -57,13 +56,13 @@ def rows_of(x: Tensor, width: int, count: int | None = None) -> _native.Rows:
 def update_pass(
     param: Tensor, grad: Tensor | None, scale: float, weights: Tensor | None
 ) -> _native.UpdatePass:
-    """What a pass of an optimizer over contiguous fp32 `param` reads and writes beside masters and moments.
+    """The tensors that a pass of an optimizer over contiguous fp32 `param` uses besides masters and moments.
 
     Args:
         param: the masters.
         grad: their gradient, fp32, bf16 or fp16; None if the pass reads none.
-        scale: what the gradient is multiplied by.
-        weights: where the new weights go, fp32, bf16 or fp16; None if they are the masters.
+        scale: the factor of the gradient.
+        weights: the tensor for the new weights, fp32, bf16 or fp16; None if they are the masters.
     """
     kinds = [0 if tensor is None else _KINDS[tensor.dtype] for tensor in (grad, weights)]
     threads = torch.get_num_threads()
@@ -78,7 +77,7 @@ def address(x: Tensor | None) -> int:
 
 
 def kept_by(rows: KeepRows, columns: Tensor, p: float) -> _native.Keep:
-    """Dropout as the kernels see it, from contiguous shares of the hash, which must live as long."""
+    """The kernels' description of dropout; its arguments, contiguous shares of the hash, must outlive it."""
     low, odd_high = address(rows.low), address(rows.odd_high)
     return NATIVE.Keep(low, odd_high, address(columns), keep_threshold(p), 1 / (1 - p))
 
@@ -89,5 +88,5 @@ def adjacent(x: Tensor) -> Tensor:
 
 
 def heads_of(x: Tensor) -> _native.HeadTensor:
-    """`adjacent` x [rows, samples, heads, size] as the kernels see it; it may have gaps between heads."""
+    """The kernels' description of `adjacent` x [rows, samples, heads, size], which may have gaps."""
     return NATIVE.HeadTensor(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))

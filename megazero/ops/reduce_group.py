@@ -14,7 +14,7 @@ class ReduceGroup(Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> object:
         """Reduce over the group's ranks in place, by "sum" or "max"."""

@@ -73,11 +73,11 @@ def adagrad_step(
         param: contiguous weights; all tensors have one shape and device.
         grad: their gradient, of any width.
         total: the sum s of squared gradients, changed in place.
-        weights: where the new weights also go, rounded to its dtype; None for nowhere.
+        weights: a tensor that also gets the new weights, rounded to its dtype; None for none.
         lr: learning rate.
         eps: added to the root.
         weight_decay: share of the weights in the gradient.
-        scale: what the gradient is multiplied by first.
+        scale: a factor that the gradient is first multiplied by.
     """
     ADAGRAD.choose(CallFacts.of(param)).fn(
         param,

@@ -41,7 +41,7 @@ def document_runs(document_ids: Tensor) -> list[list[int]] | None:
 def attention_by_document(
     q: Tensor, k: Tensor, v: Tensor, runs: list[list[int]], dropout: AttentionDropout | None, attend: Attend
 ) -> Tensor:
-    """[s, b, n d]: what `attend` makes of each run of each row.
+    """[s, b, n d]: the results of `attend` for each run of each row.
 
     q [s, b, n, d], k and v [s, b, g, d]. `attend` gets one run of one row, [l, 1, ...], and its dropout.
     """

@@ -194,7 +194,7 @@ def _dropped_forward(shape: _Shape, samples: Iterator[_Sample], v: Tensor, keeps
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Where the gradients of q [s, b, n, d], k and v [t, b, g, d] are written."""
+    """The tensors to write the gradients of q [s, b, n, d], k and v [t, b, g, d] to."""
 
     q: Tensor
     k: Tensor
@@ -204,7 +204,10 @@ class _Gradients:
 def _backward_sample(
     sample: _Sample, tensors: tuple[Tensor, ...], delta: Tensor, keep: _Keep | None, into: _Gradients
 ) -> None:
-    """Takes q, dO [s, n, d]; k, v [t, g, d]; and delta [n, s], the sum of dO * O."""
+    """Write the gradients of one sample to `into`.
+
+    tensors: q [s, n, d], k and v [t, g, d], dO [s, n, d]. delta: [n, s], the sum of dO * O.
+    """
     shape = sample.shape
     q, k, v, grad = (x.transpose(0, 1).contiguous() for x in tensors)
     wide = _wide(q.dtype)
@@ -266,7 +269,7 @@ class _FlashCPU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
-        """A score's probability is the log-sum-exp's derivative by it, so lse's gradient goes into delta."""
+        """The gradients; lse's goes into delta, as its derivative by a score is the score's probability."""
         q, k, v, out, lse, mask, row_keys, columns = ctx.saved_tensors
         wide = _wide(q.dtype)
         grad = torch.zeros_like(q) if grad is None else grad.reshape(q.shape)
@@ -283,7 +286,7 @@ class _FlashCPU(torch.autograd.Function):
 
 
 def _samples(shape: _Shape, q: Tensor, k: Tensor, lse: Tensor, mask: Tensor | None) -> Iterator[_Sample]:
-    """Each sample in turn, prepared only when its turn comes."""
+    """The samples, each prepared only when its turn comes."""
     b = q.shape[1]
     blocked = None if mask is None else (~mask).expand(b, -1, -1, -1)
     for i in range(b):

@@ -24,7 +24,7 @@ _FLASH_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16})
 
 
 class MaskKind(enum.Enum):
-    """What restricts the keys that a query may attend to: the most general kind that applies to a call."""
+    """The most general restriction of the keys that a query may attend to in a call."""
 
     NONE = "none"
     CAUSAL = "causal"
@@ -34,11 +34,13 @@ class MaskKind(enum.Enum):
 
 @dataclass(frozen=True)
 class AttentionFacts(CallFacts):
-    """Attributes:
-    mask: what restricts the keys that a query may attend to.
-    dropout: whether probabilities are dropped.
-    head_size: channels per head.
-    lse: whether the log-sum-exp is needed too.
+    """The facts that decide which implementation runs.
+
+    Attributes:
+        mask: the restriction of the keys that a query may attend to.
+        dropout: whether probabilities are dropped.
+        head_size: channels per head.
+        lse: whether the log-sum-exp is needed too.
     """
 
     mask: MaskKind
@@ -48,7 +50,7 @@ class AttentionFacts(CallFacts):
 
 
 def _flash_pays(facts: AttentionFacts) -> bool:
-    """In fp32 torch's own backward is faster, but lacks our dropout and does not return the log-sum-exp."""
+    """Whether the blocked backward pays: torch's is faster in fp32, but lacks our dropout and the lse."""
     return facts.dropout or facts.lse or facts.dtype == torch.bfloat16
 
 

@@ -22,7 +22,7 @@ from megazero.ops.native import NATIVE, address, adjacent, heads_of, kept_by
 def _shape(
     q: Tensor, k: Tensor, causal: bool, scale: float, **most: NATIVE.InstructionSet
 ) -> NATIVE.AttentionShape:
-    """The sizes as the kernels see them; `most` limits the instruction set, for tests."""
+    """The kernels' description of the sizes; `most` limits the instruction set, for tests."""
     (s, b, n, d), (t, _, g, _) = q.shape, k.shape
     narrow = q.dtype == torch.bfloat16
     return NATIVE.AttentionShape(s, t, b, n, g, d, torch.get_num_threads(), scale, causal, narrow, **most)
@@ -31,7 +31,7 @@ def _shape(
 def _limits(
     mask: Tensor | None, rows: KeepRows | None, columns: Tensor | None, p: float
 ) -> NATIVE.AttentionLimits:
-    """The mask and the dropout as the kernels see them; their tensors must live as long."""
+    """The kernels' description of mask and dropout; the tensors must outlive it."""
     limits = NATIVE.AttentionLimits()
     if mask is not None:
         limits.mask(mask.data_ptr(), *(mask.stride(dim) if mask.shape[dim] > 1 else 0 for dim in range(3)))

@@ -16,7 +16,7 @@ from megazero.ops.dropout import Dropout, hidden_row_keys
 
 
 class _CudaBiasDropoutAdd(torch.autograd.Function):
-    """Saves only the keys of the rows; backward makes the mask again."""
+    """The kernels' operator; it saves only the keys of the rows, and backward makes the mask again."""
 
     @staticmethod
     def forward(

@@ -23,9 +23,11 @@ from megazero.ops.native import NATIVE, address, kept_by, on_native_cpu, rows_of
 
 @dataclass(frozen=True)
 class DropoutFacts(CallFacts):
-    """Attributes:
-    dropout: whether there is dropout.
-    mixed: whether the residual has another dtype than x.
+    """The facts that decide which implementation runs.
+
+    Attributes:
+        dropout: whether there is dropout.
+        mixed: whether the residual has another dtype than x.
     """
 
     dropout: bool
@@ -41,7 +43,7 @@ def _keep_hash(row_keys: Tensor, width: int) -> tuple[KeepRows, Tensor]:
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
-    """Works in row chunks that stay in cache, and saves only the keys.
+    """The operator in row chunks that stay in cache; it saves only the keys.
 
     Making the mask again in backward costs less than saving and reading it.
     """

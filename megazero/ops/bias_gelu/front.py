@@ -21,9 +21,11 @@ from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
 
 @dataclass(frozen=True)
 class GeluFacts(CallFacts):
-    """Attributes:
-    exact: whether the erf form is used, rather than the tanh form.
-    mixed: whether the bias has a different dtype from x.
+    """The facts that decide which implementation runs.
+
+    Attributes:
+        exact: whether the erf form is used, rather than the tanh form.
+        mixed: whether the bias has a different dtype from x.
     """
 
     exact: bool

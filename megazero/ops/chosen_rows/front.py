@@ -23,7 +23,7 @@ _Copy = Callable[[Tensor | None, Tensor, Tensor | None, Tensor], Tensor]
 
 
 class _ChosenRows(torch.autograd.Function):
-    """Backward is two choices more: the inverse one for the source, and what was not chosen for the rest."""
+    """The choice; backward is two more: the inverse for the source, and the rest for `otherwise`."""
 
     @staticmethod
     def forward(
@@ -69,7 +69,7 @@ def _copied_by_index(
 def chosen_rows_native_cpu(
     source: Tensor, numbers: Tensor, inverse: Tensor, otherwise: Tensor | None
 ) -> Tensor:
-    """For rows in fp32 or bf16 on CPU."""
+    """The choice by csrc/chosen_rows, for rows in fp32 or bf16 on CPU."""
     return apply(_ChosenRows, source, numbers, inverse, otherwise, _copied_natively)
 
 
@@ -80,7 +80,7 @@ def chosen_rows_cuda(
     otherwise: Tensor | None,
     kernels: KernelLibrary = CUDA_KERNELS,
 ) -> Tensor:
-    """For rows in fp32, fp16 or bf16 on a GPU."""
+    """The choice by a kernel, for rows in fp32, fp16 or bf16 on a GPU."""
     copy = partial(copied_by_kernel, kernels=kernels)
     return apply(_ChosenRows, source, numbers, inverse, otherwise, copy)
 
@@ -88,7 +88,7 @@ def chosen_rows_cuda(
 def chosen_rows_by_index(
     source: Tensor, numbers: Tensor, inverse: Tensor, otherwise: Tensor | None
 ) -> Tensor:
-    """For any device and dtype."""
+    """The choice by torch, for any device and dtype."""
     return apply(_ChosenRows, source, numbers, inverse, otherwise, _copied_by_index)
 
 

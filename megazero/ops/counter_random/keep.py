@@ -45,7 +45,7 @@ def keep_columns(index: Tensor) -> Tensor:
 
 
 def keep_threshold(p: float) -> int:
-    """An element is kept if its hash, an int32, is not below this: for kernels that make the hash themselves.
+    """The least int32 hash of an element that is kept, for kernels that make the hash themselves.
 
     Raises ValueError unless 0 <= p < 1.
     """

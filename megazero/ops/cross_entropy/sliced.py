@@ -21,7 +21,7 @@ from megazero.ops.reduce_group import ReduceGroup
 
 @dataclass(frozen=True)
 class SlicePasses:
-    """How one rank reads its slice of the logits, [rows, width] of which the first `columns` count.
+    """The two passes of one rank over its slice of the logits, [rows, width] of which `columns` count.
 
     local: int64 [rows], the target's column here, or -1 where another rank holds it.
     statistics(logits, columns, local): each row's maximum (at least the lowest number of its type), its
@@ -77,7 +77,7 @@ class SlicedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        """d logits = grad * (softmax - one_hot(target)), in the logits' dtype and, if so wanted, place."""
+        """d logits = grad * (softmax - one_hot(target)), in their dtype, and over them if `overwrite`."""
         logits, local, normalizer = ctx.saved_tensors
         rows = logits.reshape(-1, logits.shape[-1]).contiguous()
         grad = grad.reshape(-1).to(normalizer.dtype)

@@ -14,7 +14,7 @@ from megazero.ops.embedding.reference import embedding_reference
 
 
 def embedding_torch(tokens: Tensor, weight: Tensor, first: int, vocab_size: int) -> Tensor:
-    """torch's kernel. A foreign id, which padding would answer, asks for a row that is nowhere."""
+    """The look-up by torch's kernel; an id outside the vocabulary becomes -1, as padding would answer it."""
     foreign = (tokens < 0) | (tokens >= vocab_size)
     if first == 0 and len(weight) >= vocab_size:
         return F.embedding(tokens.masked_fill(foreign, -1), weight)

@@ -18,7 +18,7 @@ MOST_CHOSEN = 32
 
 
 class _CudaGate(torch.autograd.Function):
-    """Saves logits and results; a result without a gradient costs nothing in backward."""
+    """The gate; it saves logits and results, and a result without a gradient costs backward nothing."""
 
     @staticmethod
     def forward(
@@ -47,5 +47,5 @@ class _CudaGate(torch.autograd.Function):
 def gate_cuda(
     logits: Tensor, chosen: Tensor, gating: Gating, kernels: KernelLibrary = CUDA_KERNELS
 ) -> tuple[Tensor, Tensor]:
-    """For fp32 logits [n, E] on a GPU and at most 32 chosen experts each."""
+    """The gate for fp32 logits [n, E] on a GPU and at most 32 chosen experts per token."""
     return apply(_CudaGate, logits, chosen, gating, kernels)

@@ -14,7 +14,7 @@ from megazero.ops.cuda import CUDA_KERNELS
 
 
 class _CudaGatheredSum(torch.autograd.Function):
-    """Saves its inputs; backward reads each sum's gradient once and adds nothing up in memory."""
+    """The sum, which saves its inputs; backward reads each sum's gradient once and adds nothing in memory."""
 
     @staticmethod
     def forward(
@@ -57,5 +57,5 @@ def gathered_sum_cuda(
     whole: bool,
     kernels: KernelLibrary = CUDA_KERNELS,
 ) -> Tensor:
-    """For rows [m, h] in fp32, fp16 or bf16 on a GPU; a number that no row has adds nothing."""
+    """The sum of rows [m, h] in fp32, fp16 or bf16 on a GPU; a number that no row has adds nothing."""
     return apply(_CudaGatheredSum, rows, slots, choice, weights, whole, kernels)

@@ -48,7 +48,7 @@ class _NativeSum(torch.autograd.Function):
 def gathered_sum_native_cpu(
     rows: Tensor, slots: Tensor, choice: Tensor, weights: Tensor | None, whole: bool
 ) -> Tensor:
-    """For rows [m, h] in fp32 or bf16 on CPU."""
+    """The sum of rows [m, h] in fp32 or bf16 on CPU."""
     return apply(_NativeSum, rows, slots, choice, weights)
 
 
@@ -106,7 +106,7 @@ def _selected(rows: Tensor, slot: Tensor, whole: bool) -> Tensor:
 def gathered_sum_selected(
     rows: Tensor, slots: Tensor, choice: Tensor, weights: Tensor | None, whole: bool
 ) -> Tensor:
-    """For any device and dtype."""
+    """The sum by torch, for any device and dtype."""
     return apply(_SelectedSum, rows, slots, choice, weights, whole)
 
 

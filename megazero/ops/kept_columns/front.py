@@ -18,10 +18,10 @@ _KEYS = torch.int64
 
 @dataclass(frozen=True)
 class KeptFacts(CallFacts):
-    """What the choice of an implementation depends on.
+    """The facts that decide which implementation runs.
 
     Attributes:
-        short: whether a block can see to a sequence by itself.
+        short: whether one block can handle a sequence.
     """
 
     short: bool

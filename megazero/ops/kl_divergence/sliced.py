@@ -74,7 +74,7 @@ class _SlicedDivergence(torch.autograd.Function):
 
 
 def _statistics(mine: Tensor, its: Tensor, columns: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """Of rows of logits [rows, width], the first `columns` of which count.
+    """Statistics of rows of logits [rows, width], of which the first `columns` count.
 
     Returns:
         The maxima of student and teacher, at least the lowest number of their type, [2, rows]; and the sums
@@ -98,5 +98,5 @@ def _statistics(mine: Tensor, its: Tensor, columns: int, temperature: float) -> 
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """A copy in which to compute."""
+    """The logits over the temperature, as a new tensor in the dtype to compute in."""
     return torch.div(logits.to(compute_dtype(logits.dtype)), temperature)

@@ -107,7 +107,7 @@ def lamb_move_pieces(
 def lamb_norms_cuda(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, **settings: Any
 ) -> Tensor:
-    """`lamb_norms_of_pieces` of one."""
+    """`lamb_norms_of_pieces` for one piece."""
     return lamb_norms_of_pieces([param], [grad], [exp_avg], [exp_avg_sq], **settings).view(2)
 
 
@@ -119,5 +119,5 @@ def lamb_move_cuda(
     weights: Tensor | None = None,
     **settings: Any,
 ) -> None:
-    """`lamb_move_pieces` of one."""
+    """`lamb_move_pieces` for one piece."""
     lamb_move_pieces([param], [exp_avg], [exp_avg_sq], [rate], [weights], **settings)

@@ -277,8 +277,8 @@ def _alike(
     """The numbers of the pieces that one call takes, with their decay; most models have two of these.
 
     Args:
-        params: the pieces' weights, which tell device and dtype.
-        beside: their gradients or what the model uses, of which a launch takes one dtype.
+        params: the pieces' weights; one call takes pieces of one device and dtype.
+        beside: their gradients or the model's weights, of which a launch takes one dtype.
         decays: their weight decays.
     """
     groups: dict[tuple[float, torch.device, torch.dtype, torch.dtype | None], list[int]] = {}

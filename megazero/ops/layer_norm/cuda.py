@@ -14,7 +14,7 @@ from megazero.ops.cuda import CUDA_KERNELS
 
 
 class _CudaLayerNorm(torch.autograd.Function):
-    """Saves the input and two numbers per row; sums over rows are taken in fp32, in a fixed order."""
+    """The norm; it saves the input and two numbers per row, and sums over rows in fp32, in a fixed order."""
 
     @staticmethod
     def forward(
@@ -29,7 +29,7 @@ class _CudaLayerNorm(torch.autograd.Function):
 
 
 class _CudaAddLayerNorm(torch.autograd.Function):
-    """As without the residual; the gradient that arrives for the total is added in the same pass."""
+    """The norm of a sum; backward adds the gradient that arrives for the sum in the same pass."""
 
     @staticmethod
     def forward(
@@ -59,7 +59,7 @@ def _normalize(
     eps: float,
     kernels: KernelLibrary,
 ) -> tuple[Tensor, Tensor]:
-    """y and what was normalized, which `ctx` keeps."""
+    """The result y and the normalized tensor, which `ctx` keeps."""
     x = x.contiguous()
     weight, bias = (parameter.float().contiguous() for parameter in parameters)
     width = x.shape[-1]
@@ -75,7 +75,7 @@ def _normalize(
 
 
 def _gradients(ctx: Any, grad: Tensor | None, grad_total: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of what was normalized, of the weight and of the bias."""
+    """The gradients of the normalized tensor, the weight and the bias."""
     x, weight, mean, scale = ctx.saved_tensors
     count, width = scale.numel(), x.shape[-1]
     grad = torch.zeros_like(x) if grad is None else grad.contiguous()

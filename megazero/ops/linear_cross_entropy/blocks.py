@@ -26,9 +26,10 @@ from megazero.ops.reduce_group import ReduceGroup
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """The columns of a rank: which ids they are, how many at once are projected to, and how they are read.
+    """A rank's slice of the vocabulary, and the way in which its logits are computed.
 
-    group: the ranks that hold the other slices. start: the first id here. size: ids of the whole vocabulary.
+    group: the ranks that hold the other slices. start: the first id here. size: the number of ids of the
+    whole vocabulary. block: the number of columns to project to at once. passes: the passes over logits.
     """
 
     group: ReduceGroup
@@ -38,11 +39,11 @@ class VocabularySlice:
     passes: SlicePasses
 
     def held(self, padded: int) -> int:
-        """How many of the `padded` columns are no padding."""
+        """The number of the `padded` columns that are no padding."""
         return min(max(self.size - self.start, 0), padded)
 
     def blocks(self, padded: int) -> Iterator[tuple[slice, int]]:
-        """Each block of columns and how many of it are no padding; blocks of padding alone are left out."""
+        """The blocks that are not padding alone, each with the number of its columns that are no padding."""
         held = self.held(padded)
         for first in range(0, held, self.block):
             columns = slice(first, min(first + self.block, padded))

@@ -81,12 +81,12 @@ def lion_step(
         param: contiguous weights; all tensors have one shape and device.
         grad: their gradient, of any width.
         exp_avg: the momentum m, changed in place.
-        weights: where the new weights also go, rounded to its dtype; None for nowhere.
+        weights: a tensor that also gets the new weights, rounded to its dtype; None for none.
         lr: learning rate.
         beta1: share of m in the sum whose sign is taken.
         beta2: decay of m.
         weight_decay: decoupled weight decay.
-        scale: what the gradient is multiplied by first.
+        scale: a factor that the gradient is first multiplied by.
     """
     LION.choose(CallFacts.of(param)).fn(
         param,

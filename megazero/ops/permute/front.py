@@ -27,7 +27,7 @@ _Add = Callable[[Tensor, Tensor, Tensor, None, bool], Tensor]
 
 
 class _Permute(torch.autograd.Function):
-    """Saves the places alone; backward adds up each token's rows and scatters none."""
+    """The permutation; it saves the places alone, and backward sums each token's rows and scatters none."""
 
     @staticmethod
     def forward(
@@ -64,21 +64,21 @@ def _permuted_by_index(x: Tensor, slots: Tensor, choice: Tensor, whole: bool) ->
 
 
 def permute_native_cpu(x: Tensor, slots: Tensor, choice: Tensor, whole: bool) -> Tensor:
-    """For x [n, h] in fp32 or bf16 on CPU."""
+    """The permutation of x [n, h] in fp32 or bf16 on CPU."""
     return apply(_Permute, x, slots, choice, whole, _permuted_natively, gathered_sum_native_cpu)
 
 
 def permute_cuda(
     x: Tensor, slots: Tensor, choice: Tensor, whole: bool, kernels: KernelLibrary = CUDA_KERNELS
 ) -> Tensor:
-    """For x [n, h] in fp32, fp16 or bf16 on a GPU; a number that no row has stands for none."""
+    """The permutation of x [n, h] in fp32, fp16 or bf16 on a GPU; a number that no row has means none."""
     copy = partial(permuted_by_kernel, kernels=kernels)
     add = partial(gathered_sum_cuda, kernels=kernels)
     return apply(_Permute, x, slots, choice, whole, copy, add)
 
 
 def permute_selected(x: Tensor, slots: Tensor, choice: Tensor, whole: bool) -> Tensor:
-    """For any device and dtype."""
+    """The permutation by torch, for any device and dtype."""
     return apply(_Permute, x, slots, choice, whole, _permuted_by_index, gathered_sum_selected)
 
 

@@ -77,7 +77,7 @@ def quantize(x: Tensor, how: Quantization, key: int | None = None, first: int = 
         how: the kind of codes, and the size of blocks.
         key: rounds stochastically with the random bits of this key (`counter_random.hash_uniform`), without
             bias; None rounds to the nearest code, ties to even.
-        first: number of the first element, counted over all rows; an element's random bits are a function
+        first: the number of the first element, counted over all rows; an element's random bits are a function
             of the key and its number, so a part of a tensor is rounded as within the whole.
 
     Returns:
@@ -87,13 +87,13 @@ def quantize(x: Tensor, how: Quantization, key: int | None = None, first: int = 
 
 
 def dequantize(packed: Tensor, numel: int, how: Quantization, dtype: torch.dtype) -> Tensor:
-    """What the codes stand for; how far it is from what was quantized, `Quantization.step` bounds.
+    """The numbers that the codes stand for; `Quantization.step` bounds their error.
 
     Args:
-        packed: what `quantize` returned, or rows of it.
-        numel: elements of a row.
-        how: as it was quantized.
-        dtype: of the result.
+        packed: the result of `quantize`, or rows of it.
+        numel: the number of elements of a row.
+        how: the quantization that made the codes.
+        dtype: the dtype of the result.
 
     Returns:
         [rows, numel] on the device of `packed`.

@@ -14,7 +14,7 @@ from megazero.ops.cuda import CUDA_KERNELS
 
 
 class _CudaRMSNorm(torch.autograd.Function):
-    """Saves the input and one number per row; the weight's gradient is added up in fp32, in a fixed order."""
+    """The norm; it saves the input and one number per row, and sums over rows in fp32, in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kernels: KernelLibrary) -> Tensor:
@@ -27,7 +27,7 @@ class _CudaRMSNorm(torch.autograd.Function):
 
 
 class _CudaAddRMSNorm(torch.autograd.Function):
-    """As without the residual; the gradient that arrives for the total is added in the same pass."""
+    """The norm of a sum; backward adds the gradient that arrives for the sum in the same pass."""
 
     @staticmethod
     def forward(
@@ -46,7 +46,7 @@ class _CudaAddRMSNorm(torch.autograd.Function):
 def _normalize(
     ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kernels: KernelLibrary
 ) -> tuple[Tensor, Tensor]:
-    """y and what was normalized, which `ctx` keeps."""
+    """The result y and the normalized tensor, which `ctx` keeps."""
     x, wide_weight = x.contiguous(), weight.float().contiguous()
     width = x.shape[-1]
     count = x.numel() // width if width else 0
@@ -60,7 +60,7 @@ def _normalize(
 
 
 def _gradients(ctx: Any, grad: Tensor | None, grad_total: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The gradients of what was normalized and of the weight."""
+    """The gradients of the normalized tensor and the weight."""
     x, weight, scale = ctx.saved_tensors
     count, width = scale.numel(), x.shape[-1]
     grad = torch.zeros_like(x) if grad is None else grad.contiguous()

@@ -48,7 +48,7 @@ def rms_norm_native_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _ChunkedRMSNorm(torch.autograd.Function):
-    """Works in row chunks that stay in cache; saves the input and one number per row."""
+    """The norm in row chunks that stay in cache; it saves the input and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

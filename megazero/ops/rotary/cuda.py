@@ -32,7 +32,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: float, kernels: Kernel
 
 
 class _CudaRotary(torch.autograd.Function):
-    """Saves only the table; backward turns by the negative angle."""
+    """The rotation, which saves only the table; backward turns by the negative angle."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, kernels: KernelLibrary) -> Tensor:

@@ -61,7 +61,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 
 class _Rotary(torch.autograd.Function):
-    """Saves only the table; backward rotates by the negative angle."""
+    """The rotation, which saves only the table; backward rotates by the negative angle."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def apply_rotary_fused(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _turn_natively(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """The same in one pass of csrc/rotary."""
+    """x rotated by direction * angle in one pass of csrc/rotary."""
     x = adjacent(x)
     s, b, n, d = x.shape
     out = torch.empty(s, b, n, d, dtype=x.dtype)
@@ -93,7 +93,7 @@ def _turn_natively(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tenso
 
 
 class _NativeRotary(torch.autograd.Function):
-    """Saves only the table; backward rotates by the negative angle."""
+    """The rotation, which saves only the table; backward rotates by the negative angle."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -114,8 +114,10 @@ def apply_rotary_native_cpu(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RotaryFacts(CallFacts):
-    """Attributes:
-    table: the dtype of cosines and sines.
+    """The facts that decide which implementation runs.
+
+    Attributes:
+        table: the dtype of cosines and sines.
     """
 
     table: torch.dtype

@@ -41,7 +41,7 @@ def _id_bytes(ids: Tensor | None) -> int:
 
 
 class _CudaScaledSoftmax(torch.autograd.Function):
-    """Saves its result, in the input's dtype, and the ids of documents."""
+    """The softmax; it saves its result, in the input's dtype, and the ids of documents."""
 
     @staticmethod
     def forward(

@@ -17,7 +17,7 @@ from megazero.ops.scaled_softmax.reference import may_attend, same_document, sca
 
 
 class _ScaledSoftmax(torch.autograd.Function):
-    """Saves only its result, in the input's dtype."""
+    """The softmax; it saves only its result, in the input's dtype."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
@@ -45,7 +45,7 @@ class _ScaledSoftmax(torch.autograd.Function):
 def scaled_softmax_fused(
     scores: Tensor, scale: float, causal: bool, mask: Tensor | None, *, document_ids: Tensor | None = None
 ) -> Tensor:
-    """Softmax of scale * scores [..., q, k] where the mask allows, of which documents are a part."""
+    """Softmax of scale * scores [..., q, k] where mask and documents allow."""
     if document_ids is not None:
         own = same_document(document_ids, scores.shape[-2])
         mask = own if mask is None else mask & own

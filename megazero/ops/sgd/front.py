@@ -78,11 +78,11 @@ def sgd_step(
         param: contiguous weights; all tensors have one shape and device.
         grad: their gradient, of any width.
         momentum_sum: the sum u, changed in place; None without momentum.
-        weights: where the new weights also go, rounded to its dtype; None for nowhere.
+        weights: a tensor that also gets the new weights, rounded to its dtype; None for none.
         lr: learning rate.
         momentum: decay of u.
         weight_decay: share of the weights in the gradient.
-        scale: what the gradient is multiplied by first.
+        scale: a factor that the gradient is first multiplied by.
     """
     SGD.choose(CallFacts.of(param)).fn(
         param,

@@ -20,9 +20,10 @@ _BLOCK = 1 << 16
 
 
 def square_sum_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """torch's norm of each: a GPU sums as a tree, which keeps fp32 accurate enough, and widens while reading.
+    """The sum by torch's norm of each tensor, in fp32 unless the tensors are fp64.
 
-    Asking for fp64 would first make an fp64 copy. Not finite also if a norm is above 1.8 x 10^19.
+    A GPU sums as a tree, which keeps fp32 accurate enough, and widens while reading; for fp64, torch would
+    first make an fp64 copy. The result is not finite if a norm is above 1.8 x 10^19.
     """
     wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
     norms: list[Tensor] = [torch.linalg.vector_norm(tensor, dtype=wide) for tensor in tensors]
@@ -30,7 +31,7 @@ def square_sum_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def square_sum_blocks(tensors: Sequence[Tensor]) -> Tensor:
-    """Partial sums are short and are added in fp64; those of fp32 are taken in fp32 if it holds them."""
+    """The sum of short partial sums in fp64; those of fp32 are themselves taken in fp32 if it holds them."""
     return reduce(torch.add, map(_in_blocks, tensors))
 
 

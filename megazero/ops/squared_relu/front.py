@@ -16,7 +16,7 @@ from megazero.ops.squared_relu.reference import squared_relu_reference
 
 
 class _SquaredReLU(torch.autograd.Function):
-    """Saves only max(x, 0): backward is 2 max(x, 0) grad, in two passes."""
+    """The activation; it saves only max(x, 0), as backward is 2 max(x, 0) grad, in two passes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

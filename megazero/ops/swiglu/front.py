@@ -46,7 +46,7 @@ def swiglu_native_cpu(gate_up: Tensor) -> Tensor:
 
 
 class _ChunkedSwiGLU(torch.autograd.Function):
-    """Works in row chunks that stay in cache; saves only its input."""
+    """The activation in row chunks that stay in cache; it saves only its input."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ from megazero.ops.top_k.reference import top_k_reference
 
 @dataclass(frozen=True)
 class TopKFacts(CallFacts):
-    """What the choice of an implementation depends on.
+    """The facts that decide which implementation runs.
 
     Attributes:
-        small: whether a warp can hold a row and what is chosen of it.
+        small: whether a warp can hold a row and its chosen columns.
     """
 
     small: bool
