@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from megazero.ops import Operator
 
@@ -149,7 +148,7 @@ class Environment:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def operator_rows(operator: Operator[Any]) -> tuple[OperatorRow, ...]:
+def operator_rows(operator: Operator) -> tuple[OperatorRow, ...]:
     """What runs for which calls and why nothing faster does, calls that are treated alike in one row."""
     groups: dict[tuple, list[str]] = {}
     for call, kind in operator.kinds().items():
