@@ -4,7 +4,7 @@ The kernels' sources are csrc/*/cuda.cu. nvcc makes the library that GPUs run. F
 compiler makes one that runs on the CPU and watches what each kernel does.
 """
 
-from megazero.kernels.library import DTYPE_CODES, KernelLibrary
+from megazero.kernels.library import DTYPE_CODES, Argument, KernelLibrary
 from megazero.kernels.on_cpu import KernelCounts, WatchedLibrary
 
-__all__ = ["DTYPE_CODES", "KernelCounts", "KernelLibrary", "WatchedLibrary"]
+__all__ = ["DTYPE_CODES", "Argument", "KernelCounts", "KernelLibrary", "WatchedLibrary"]

@@ -17,6 +17,10 @@ DTYPE_CODES = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat
 _C_TYPES = MappingProxyType({"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double})
 
 
+# An argument of a launch; `KernelLibrary.launch` says what the kernel gets.
+Argument = Tensor | torch.dtype | float | None | Sequence[Tensor | None] | Sequence[int]
+
+
 class KernelLibrary:
     """The functions `megazero_cuda_<name>` of a shared library.
 
@@ -34,7 +38,7 @@ class KernelLibrary:
         code = self._library.megazero_cuda_driver_error()
         return None if code == 0 else self._error_text(code)
 
-    def launch(self, name: str, *arguments: Any) -> None:
+    def launch(self, name: str, *arguments: Argument) -> None:
         """Run kernel `name` on the current stream of the device that its tensors are on.
 
         An argument is a tensor (its address is passed; it must be contiguous), None (address 0), a dtype (its
@@ -79,7 +83,7 @@ def _device_and_stream(device: torch.device) -> Iterator[int]:
         yield torch.cuda.current_stream(device).cuda_stream
 
 
-def tensors_among(arguments: Sequence[Any]) -> Iterator[Tensor]:
+def tensors_among(arguments: Sequence[Argument]) -> Iterator[Tensor]:
     """The tensors among a launch's arguments, including those in sequences."""
     for argument in arguments:
         if isinstance(argument, Tensor):
@@ -88,7 +92,7 @@ def tensors_among(arguments: Sequence[Any]) -> Iterator[Tensor]:
             yield from tensors_among(argument)
 
 
-def _as_c(argument: Any) -> Any:
+def _as_c(argument: Argument) -> Any:
     if isinstance(argument, Tensor):
         return argument.data_ptr()
     if isinstance(argument, torch.dtype):

@@ -11,11 +11,10 @@ import enum
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from megazero.kernels.library import KernelLibrary, tensors_among
+from megazero.kernels.library import Argument, KernelLibrary, tensors_among
 
 # A multiple of the rows that share a block (csrc/common/cuda_rows.hpp).
 MOST_GROUPS = 8
@@ -110,7 +109,7 @@ class WatchedLibrary(KernelLibrary):
         """The library's number, at most MOST_GROUPS, so that small inputs have several rows to a group."""
         return min(super().column_groups(count, width), MOST_GROUPS)
 
-    def launch(self, name: str, *arguments: Any) -> None:
+    def launch(self, name: str, *arguments: Argument) -> None:
         """Launch like `KernelLibrary.launch`, with the arguments' memory declared to the watch."""
         for tensor in tensors_among(arguments):
             if tensor.numel():

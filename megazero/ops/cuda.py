@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megazero.kernels import DTYPE_CODES, KernelLibrary
+from megazero.kernels import DTYPE_CODES, Argument, KernelLibrary
 from megazero.kernels.build import (
     ARCHITECTURES,
     BuildError,
@@ -70,7 +70,7 @@ class _NoKernels(KernelLibrary):
     def __init__(self) -> None:
         """Load nothing."""
 
-    def launch(self, name: str, *arguments: Any) -> None:
+    def launch(self, name: str, *arguments: Argument) -> None:
         """Raise RuntimeError."""
         raise RuntimeError(
             f"the kernel `{name}` must be built to be launched, but is not; see `megazero env`."

@@ -25,7 +25,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: float, kernels: Kernel
     by_sample = cos.shape[1] > 1
     kernels.launch(
         "rotary",
-        *(x.dtype, s, b, n, d, cos.shape[-1], memory, *x.stride()[:3]),
+        *(x.dtype, s, b, n, d, cos.shape[-1], memory),
+        *x.stride()[:3],
         *(cos, sin, int(by_sample), direction, y),
     )
     return y
