@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ def adam_cuda(
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
-    weights: list[Tensor | None] | None = None,
+    weights: Sequence[Tensor | None] | None = None,
     *,
     step: int,
     lr: float,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def adam_native_cpu(
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
-    weights: list[Tensor | None] | None = None,
+    weights: Sequence[Tensor | None] | None = None,
     *,
     step: int,
     lr: float,
@@ -53,7 +53,7 @@ def adam_fused(
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
-    weights: list[Tensor | None] | None = None,
+    weights: Sequence[Tensor | None] | None = None,
     *,
     step: int,
     lr: float,
@@ -101,7 +101,7 @@ def adam_foreach(
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
-    weights: list[Tensor | None] | None = None,
+    weights: Sequence[Tensor | None] | None = None,
     *,
     step: int,
     lr: float,
@@ -142,7 +142,7 @@ def adam_step(
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
-    weights: list[Tensor | None] | None = None,
+    weights: Sequence[Tensor | None] | None = None,
     *,
     step: int,
     lr: float,
