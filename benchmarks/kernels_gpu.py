@@ -36,7 +36,7 @@ from megazero.ops.bias_dropout_add.reference import bias_dropout_add_reference
 from megazero.ops.bias_gelu.cuda import bias_gelu_cuda
 from megazero.ops.bias_gelu.reference import bias_gelu_reference
 from megazero.ops.cross_entropy.cuda import vocab_parallel_cross_entropy_cuda
-from megazero.ops.cuda import CUDA_KERNELS
+from megazero.ops.cuda import CUDA_KERNELS, cuda_built
 from megazero.ops.dropout import Dropout
 from megazero.ops.embedding.cuda import embedding_cuda
 from megazero.ops.layer_norm.cuda import layer_norm_cuda
@@ -334,7 +334,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="also append the lines to this file")
     flags = parser.parse_args()
     tiny = flags.device == "cpu"
-    if not tiny and CUDA_KERNELS is None:
+    if not tiny and not cuda_built():
         print(
             "error: the CUDA kernels must be built and a device be there; see `megazero env`.",
             file=sys.stderr,

@@ -1,10 +1,10 @@
-"""Libraries of compiled kernels: how they are built, found, and called with tensors.
+"""Libraries of compiled kernels: building them, finding them, and calling them with tensors.
 
-The kernels' sources are csrc/*/cuda.cu. nvcc makes the library that GPUs run; a C++ compiler makes, of the
-same sources, one that runs on the CPU and watches what each kernel does.
+The kernels' sources are csrc/*/cuda.cu. nvcc makes the library that GPUs run. From the same sources, a C++
+compiler makes one that runs on the CPU and watches what each kernel does.
 """
 
-from megazero.kernels.library import DTYPE_CODES, KernelLibrary
+from megazero.kernels.library import DTYPE_CODES, Argument, KernelLibrary
 from megazero.kernels.on_cpu import KernelCounts, WatchedLibrary
 
-__all__ = ["DTYPE_CODES", "KernelCounts", "KernelLibrary", "WatchedLibrary"]
+__all__ = ["DTYPE_CODES", "Argument", "KernelCounts", "KernelLibrary", "WatchedLibrary"]

@@ -1,4 +1,4 @@
-"""Builds the libraries of kernels from csrc with ninja, once for each state of the sources.
+"""Build the libraries of kernels from csrc with ninja, once for each state of the sources.
 
 A library's name holds a hash of its sources and commands, and it appears under that name only when it is
 whole, so a build that was cut short is never taken for one that was not. The hash is of contents, not of
@@ -43,16 +43,16 @@ class BuildError(MegazeroError):
 
 @dataclass(frozen=True)
 class LibraryRecipe:
-    """How a library is made.
+    """The sources and commands that make a library.
 
     Attributes:
-        name: of the library.
-        sources: files to compile.
+        name: the library's name.
+        sources: the files to compile.
         compile: a command with `$in` and `$out`, as ninja has them, and `$compiler` and `$csrc`, which stand
             for places that differ from machine to machine.
-        link: likewise, from objects to the library.
-        compiler: what `$compiler` stands for.
-        codes: of a library for GPUs, the machine code (`sm_N`) and PTX (`compute_N`) in it.
+        link: likewise, the command that links the objects into the library.
+        compiler: the path that `$compiler` stands for.
+        codes: the machine code (`sm_N`) and PTX (`compute_N`) in a library for GPUs.
     """
 
     name: str
@@ -81,12 +81,12 @@ class LibraryRecipe:
 
 def kernel_sources() -> tuple[Path, ...]:
     """The sources of all kernels. Raises BuildError if this installation came without them."""
-    found = tuple(sorted(CSRC.glob("*/cuda.cu")))
-    if not found:
+    sources = tuple(sorted(CSRC.glob("*/cuda.cu")))
+    if not sources:
         raise BuildError(
             f"`{CSRC}` must hold the kernels' sources, but has none; install megazero from its repository."
         )
-    return found
+    return sources
 
 
 def find_nvcc() -> Path | None:
@@ -100,7 +100,7 @@ def find_nvcc() -> Path | None:
 
 
 def known_architectures() -> tuple[str, ...]:
-    """Those of ARCHITECTURES that nvcc compiles for: one before 12.8 has no sm_100.
+    """The members of ARCHITECTURES that nvcc compiles for: before 12.8 it has no sm_100.
 
     Raises BuildError without an nvcc that compiles for any of them.
     """
@@ -110,7 +110,7 @@ def known_architectures() -> tuple[str, ...]:
     except OSError as error:
         raise BuildError(f"`{nvcc}` must run, but does not: {error}.") from error
     listed = ended.stdout.split()
-    known = tuple(each for each in ARCHITECTURES if _virtual(each) in listed)
+    known = tuple(name for name in ARCHITECTURES if _virtual(name) in listed)
     if not known:
         raise BuildError(
             f"`{nvcc}` must compile for one of {', '.join(ARCHITECTURES)}, but lists "
@@ -120,18 +120,19 @@ def known_architectures() -> tuple[str, ...]:
 
 
 def code_for(capability: tuple[int, int], architectures: Sequence[str]) -> str:
-    """What a device of that compute capability runs: the newest that suits it of these, oldest first.
+    """The code that a device of that compute capability runs: the newest of `architectures` that suits it.
 
-    Machine code (`sm_90`) suits devices of the same major version and no older minor one. Others have the
-    newest of these as PTX (`compute_90`), which the driver compiles for any newer device (CUDA C++
-    Programming Guide, "Application Compatibility"). Raises BuildError if the device is older than all.
+    `architectures` go from the oldest to the newest. Machine code (`sm_90`) suits devices of the same major
+    version and no older minor one. Other devices take the newest of `architectures` as PTX (`compute_90`),
+    which the driver compiles for any newer device (CUDA C++ Programming Guide, "Application Compatibility").
+    Raises BuildError if the device is older than all of them.
     """
-    numbers = {each: int(each.removeprefix("sm_")) for each in architectures}
+    numbers = {name: int(name.removeprefix("sm_")) for name in architectures}
     own = 10 * capability[0] + capability[1]
-    suitable = [each for each, number in numbers.items() if number <= own]
+    suitable = [name for name, number in numbers.items() if number <= own]
     if not suitable:
-        oldest, found = (f"{number // 10}.{number % 10}" for number in (min(numbers.values()), own))
-        raise BuildError(f"The device must have compute capability {oldest} or more, but has {found}.")
+        oldest, present = (f"{number // 10}.{number % 10}" for number in (min(numbers.values()), own))
+        raise BuildError(f"The device must have compute capability {oldest} or more, but has {present}.")
     newest = suitable[-1]
     return newest if numbers[newest] // 10 == capability[0] else _virtual(newest)
 
@@ -147,9 +148,9 @@ def cuda_recipe(codes: Sequence[str] | None = None) -> LibraryRecipe:
 
 
 def _cuda_recipe(codes: Sequence[str], nvcc: str) -> LibraryRecipe:
-    newest = max((_virtual(each) for each in codes), key=lambda each: int(each.removeprefix("compute_")))
-    machine = [each for each in codes if each != newest]
-    generated = [f"-gencode=arch={_virtual(each)},code={each}" for each in (*machine, newest)]
+    newest = max(map(_virtual, codes), key=lambda code: int(code.removeprefix("compute_")))
+    machine = [code for code in codes if code != newest]
+    generated = [f"-gencode=arch={_virtual(code)},code={code}" for code in (*machine, newest)]
     flags = f"-std=c++17 -O3 -I $csrc {' '.join(generated)} -Xcompiler -fPIC {_NVCC_CHECKS}"
     return LibraryRecipe(
         CUDA_LIBRARY,
@@ -162,14 +163,15 @@ def _cuda_recipe(codes: Sequence[str], nvcc: str) -> LibraryRecipe:
 
 
 def built_cuda_library(capability: tuple[int, int], folders: Sequence[Path] | None = None) -> Path | None:
-    """The library of these sources that is there already for a device; no compiler is needed.
+    """The library of the present sources that has already been built for a device; None if there is none.
 
     Args:
         capability: the device's compute capability.
-        folders: where to look; by default, what came with the package, then what was built here.
+        folders: the folders to search; by default that of the package's own libraries, then
+            `library_folder()`.
 
     Raises:
-        BuildError: this installation came without sources, so that nothing says what would suit them.
+        BuildError: this installation came without sources, so nothing says which library belongs to them.
     """
     fingerprint = _cuda_recipe(ARCHITECTURES, "").fingerprint()
     for folder in folders if folders is not None else (PREBUILT, library_folder()):
@@ -184,7 +186,7 @@ def built_cuda_library(capability: tuple[int, int], folders: Sequence[Path] | No
 
 
 def _fit(capability: tuple[int, int], code: str) -> int:
-    """How well code suits a device: 0 not at all, 1 as PTX, more for machine code, the newer the better."""
+    """A score for how well code suits a device: 0 if it does not, 1 for PTX, more for newer machine code."""
     kind, _, number = code.partition("_")
     own, version = 10 * capability[0] + capability[1], int(number)
     if version > own:
@@ -195,7 +197,7 @@ def _fit(capability: tuple[int, int], code: str) -> int:
 
 
 def _virtual(architecture: str) -> str:
-    """compute_90 of sm_90: what PTX is for."""
+    """The architecture that PTX is for, such as compute_90 for sm_90."""
     return architecture.replace("sm_", "compute_")
 
 
@@ -210,12 +212,12 @@ def _nvcc() -> Path:
 
 
 def on_cpu_recipe(sources: Sequence[Path] | None = None) -> LibraryRecipe:
-    """The library that runs kernels on the CPU: those of csrc, or of `sources`.
+    """The library that runs kernels on the CPU: the kernels of csrc, or of `sources`.
 
     Raises BuildError without a C++ compiler or without sources.
     """
     names = (os.environ.get("CXX"), "g++", "c++", "clang++")
-    compiler = next((each for each in names if each and shutil.which(each)), None)
+    compiler = next((name for name in names if name and shutil.which(name)), None)
     if compiler is None:
         raise BuildError(
             "A C++17 compiler must be there to run kernels on the CPU, but none is on the PATH; "
@@ -230,21 +232,22 @@ def on_cpu_recipe(sources: Sequence[Path] | None = None) -> LibraryRecipe:
 
 
 def library_folder() -> Path:
-    """Where built libraries are kept: in a repository that can be written to, else in the user's cache."""
+    """The folder of built libraries: in the repository if it is writable, else in the user's cache."""
     if (ROOT / "csrc").is_dir() and os.access(ROOT, os.W_OK):
         return ROOT / "build" / "kernels"
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megazero" / "kernels"
 
 
 def path_of(recipe: LibraryRecipe, folder: Path | None = None) -> Path:
-    """Where the recipe's library is once it is built."""
+    """The path that the recipe's library has once it is built."""
     return (folder or library_folder()) / recipe.file_name()
 
 
 def build(recipe: LibraryRecipe, folder: Path | None = None) -> Path:
-    """The recipe's library, built if it is not there yet; of several processes, one builds, the others wait.
+    """Build the recipe's library unless it exists, and return its path.
 
-    Raises BuildError with the compiler's words if it fails.
+    Of several processes, one builds and the others wait. Raises BuildError with the compiler's output if the
+    build fails.
     """
     target = path_of(recipe, folder)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -276,22 +279,22 @@ def _run_ninja(recipe: LibraryRecipe, target: Path) -> None:
         ended = subprocess.run([*_ninja(), "-C", scratch], capture_output=True, text=True)
         if ended.returncode != 0:
             lines = ended.stdout.splitlines()
-            told = [line for line in lines if re.search("(error|warning) *:", line)] or lines
-            words = "\n".join(told)[-4000:]
+            complaints = [line for line in lines if re.search("(error|warning) *:", line)] or lines
+            words = "\n".join(complaints)[-4000:]
             raise BuildError(f"The library `{recipe.name}` must compile, but does not:\n{words}")
         target.with_suffix(".log").write_text(ended.stdout, encoding="utf-8")
         os.replace(Path(scratch) / "library.so", target)
 
 
 def _escaped(path: object) -> str:
-    """A path as ninja reads it."""
+    """A path, escaped for ninja."""
     return re.sub(r"([$ :])", r"$\1", str(path))
 
 
 def _ninja() -> list[str]:
     """The command of ninja: the Python package's, or one on the PATH."""
     beside = Path(sys.executable).with_name("ninja")
-    found = str(beside) if beside.is_file() else shutil.which("ninja")
-    if found is None:
+    ninja = str(beside) if beside.is_file() else shutil.which("ninja")
+    if ninja is None:
         raise BuildError("`ninja` must be there to build kernels, but is not; run `pip install ninja`.")
-    return [found]
+    return [ninja]

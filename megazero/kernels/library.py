@@ -17,6 +17,10 @@ DTYPE_CODES = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat
 _C_TYPES = MappingProxyType({"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double})
 
 
+# An argument of a launch; `KernelLibrary.launch` says what the kernel gets.
+Argument = Tensor | torch.dtype | float | None | Sequence[Tensor | None] | Sequence[int]
+
+
 class KernelLibrary:
     """The functions `megazero_cuda_<name>` of a shared library.
 
@@ -30,11 +34,11 @@ class KernelLibrary:
         self._library.megazero_cuda_error_text.restype = ctypes.c_char_p
 
     def driver_error(self) -> str | None:
-        """Why this machine's driver cannot run the library, in CUDA's words; None if it can."""
+        """The reason, in CUDA's words, why this machine's driver cannot run the library; None if it can."""
         code = self._library.megazero_cuda_driver_error()
         return None if code == 0 else self._error_text(code)
 
-    def launch(self, name: str, *arguments: Any) -> None:
+    def launch(self, name: str, *arguments: Argument) -> None:
         """Run kernel `name` on the current stream of the device that its tensors are on.
 
         An argument is a tensor (its address is passed; it must be contiguous), None (address 0), a dtype (its
@@ -43,8 +47,8 @@ class KernelLibrary:
         arguments that the function does not take.
         """
         tensors = list(tensors_among(arguments))
-        assert all(each.is_contiguous() for each in tensors), f"{name} takes contiguous tensors"
-        assert len({each.device for each in tensors}) == 1, f"{name} takes tensors of one device"
+        assert all(tensor.is_contiguous() for tensor in tensors), f"{name} takes contiguous tensors"
+        assert len({tensor.device for tensor in tensors}) == 1, f"{name} takes tensors of one device"
         with self._on(tensors) as stream:
             code = self._function(name)(*map(_as_c, arguments), stream)
         if code != 0:
@@ -52,15 +56,17 @@ class KernelLibrary:
             raise RuntimeError(f"the kernel `{name}` must start, but CUDA says: {text} ({code}).")
 
     def column_groups(self, count: int, width: int) -> int:
-        """Rows of the fp32 workspace [groups, width] in which kernels add up columns of `count` rows."""
-        return self._function("column_groups")(count, width)
+        """The number of groups in the fp32 workspace [groups, width] in which kernels sum `count` rows."""
+        groups: int = self._function("column_groups")(count, width)
+        return groups
 
     def _on(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[int]:
-        """A context in which the tensors' device is current; gives the stream to launch on."""
+        """A context in which the tensors' device is current, and which yields the stream to launch on."""
         return _device_and_stream(tensors[0].device)
 
     def _error_text(self, code: int) -> str:
-        return self._library.megazero_cuda_error_text(code).decode()
+        text: bytes = self._library.megazero_cuda_error_text(code)
+        return text.decode()
 
     def _function(self, name: str) -> Any:
         function = getattr(self._library, f"megazero_cuda_{name}")
@@ -72,26 +78,26 @@ class KernelLibrary:
 
 
 @contextlib.contextmanager
-def _device_and_stream(device: torch.device):
+def _device_and_stream(device: torch.device) -> Iterator[int]:
     with torch.cuda.device(device):
         yield torch.cuda.current_stream(device).cuda_stream
 
 
-def tensors_among(arguments: Sequence[Any]) -> Iterator[Tensor]:
-    """The tensors among a launch's arguments, those in sequences too."""
-    for each in arguments:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, (list, tuple)):
-            yield from tensors_among(each)
+def tensors_among(arguments: Sequence[Argument]) -> Iterator[Tensor]:
+    """The tensors among a launch's arguments, including those in sequences."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from tensors_among(argument)
 
 
-def _as_c(argument: Any) -> Any:
+def _as_c(argument: Argument) -> Any:
     if isinstance(argument, Tensor):
         return argument.data_ptr()
     if isinstance(argument, torch.dtype):
         return DTYPE_CODES[argument]
     if isinstance(argument, (list, tuple)):
-        values = [_as_c(each) for each in argument]
-        return (ctypes.c_int64 * len(values))(*(value or 0 for value in values))
+        values = [_as_c(member) or 0 for member in argument]
+        return (ctypes.c_int64 * len(values))(*values)
     return argument

@@ -1,6 +1,6 @@
 """The kernels on the CPU: the sources of csrc/*/cuda.cu, compiled by a C++ compiler, run and watched.
 
-See csrc/common/cuda_on_cpu.h for what is imitated, and csrc/common/on_cpu/watch.hpp for what is counted.
+csrc/common/cuda_on_cpu.h says what is imitated, and csrc/common/on_cpu/watch.hpp what is counted.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ import enum
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from megazero.kernels.library import KernelLibrary, tensors_among
+from megazero.kernels.library import Argument, KernelLibrary, tensors_among
 
 # A multiple of the rows that share a block (csrc/common/cuda_rows.hpp).
 MOST_GROUPS = 8
 
 
 class ThreadOrder(enum.Enum):
-    """In which order a block's threads take turns: a kernel that lacks a barrier differs among them."""
+    """The order in which a block's threads take turns: a kernel that lacks a barrier gives other results."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -31,14 +30,15 @@ class ThreadOrder(enum.Enum):
 
 @dataclass(frozen=True)
 class KernelCounts:
-    """What one kernel did over its launches.
+    """Counts of what one kernel did over all its launches.
 
     Attributes:
-        launches: how often it was started.
+        launches: the number of its launches.
         threads_per_block: the most threads of a block.
         shared_bytes: the most shared memory of a block, static and dynamic.
-        bytes_read, bytes_written: by its threads from and to device memory, cached reads left out.
-        cached_bytes: distinct bytes read of what stays in the device's cache (a norm's weight).
+        bytes_read, bytes_written: bytes that its threads read from and wrote to device memory, without cached
+            reads.
+        cached_bytes: distinct bytes read from tensors that stay in the device's cache (a norm's weight).
         sectors: 32-byte sectors that the warps' accesses touched, cached reads left out.
         ideal_sectors: the fewest that the same bytes fit in.
         shared_accesses: accesses of shared memory by warps.
@@ -75,7 +75,7 @@ class KernelCounts:
 
     @property
     def mistakes(self) -> int:
-        """How often it did what no kernel may do."""
+        """The number of times it did something that no kernel may do."""
         return (
             self.races
             + self.divergent_barriers
@@ -88,7 +88,7 @@ class KernelCounts:
 
 @dataclass(frozen=True)
 class WatchReport:
-    """Counts by kernel, and the first faults in words."""
+    """The counts of each kernel, and the first faults in words."""
 
     kernels: dict[str, KernelCounts]
     faults: tuple[str, ...]
@@ -106,25 +106,25 @@ class WatchedLibrary(KernelLibrary):
         self._library.megazero_on_cpu_order.argtypes = [ctypes.c_int64, ctypes.c_int64]
 
     def column_groups(self, count: int, width: int) -> int:
-        """Few, so that columns are added up over several rows of what is small enough to be run here."""
+        """The library's number, at most MOST_GROUPS, so that small inputs have several rows to a group."""
         return min(super().column_groups(count, width), MOST_GROUPS)
 
-    def launch(self, name: str, *arguments: Any) -> None:
-        """As `KernelLibrary.launch`, with the arguments' memory declared to the watch."""
-        for each in tensors_among(arguments):
-            if each.numel():
-                size = each.numel() * each.element_size()
-                self._library.megazero_on_cpu_declare(each.data_ptr(), size)
+    def launch(self, name: str, *arguments: Argument) -> None:
+        """Launch like `KernelLibrary.launch`, with the arguments' memory declared to the watch."""
+        for tensor in tensors_among(arguments):
+            if tensor.numel():
+                size = tensor.numel() * tensor.element_size()
+                self._library.megazero_on_cpu_declare(tensor.data_ptr(), size)
         try:
             super().launch(name, *arguments)
         finally:
             self._library.megazero_on_cpu_forget()
 
     def report(self) -> WatchReport:
-        """What this thread's launches did since the last `reset`."""
-        found = json.loads(self._library.megazero_on_cpu_report())
-        kernels = {name: KernelCounts(**counts) for name, counts in found["kernels"].items()}
-        return WatchReport(kernels, tuple(found["faults"]))
+        """The counts and faults of this thread's launches since the last `reset`."""
+        report = json.loads(self._library.megazero_on_cpu_report())
+        kernels = {name: KernelCounts(**counts) for name, counts in report["kernels"].items()}
+        return WatchReport(kernels, tuple(report["faults"]))
 
     def reset(self) -> None:
         """Forget counts and faults."""

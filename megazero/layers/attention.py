@@ -70,7 +70,8 @@ class SelfAttention(nn.Module):
             )
         else:
             context = self._core(query, key, value, inputs)
-        return self.out(context, inputs.deferred)
+        result: tuple[Tensor, Tensor | None] = self.out(context, inputs.deferred)
+        return result
 
     def _core(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:
         if inputs.rotary is not None:
@@ -78,9 +79,16 @@ class SelfAttention(nn.Module):
         if inputs.cache is not None:
             key, value = inputs.cache.extend(self.layer, key, value)
         dropout = inputs.attention_dropout(self.dropout, query.shape[2], self.placement, self.layer)
-        if inputs.wanted is None:
-            limits = {"causal": self.causal, "document_ids": inputs.document_ids}
-        else:
+        mask, document_ids = None, inputs.document_ids
+        if inputs.wanted is not None:
             assert not self.causal, "causality counts the queries from the last key"
-            limits = {"causal": False, "mask": inputs.attention_mask()}
-        return attention(inputs.narrow(query), key, value, dropout=dropout, **limits)
+            mask, document_ids = inputs.attention_mask(), None
+        return attention(
+            inputs.narrow(query),
+            key,
+            value,
+            causal=self.causal,
+            mask=mask,
+            document_ids=document_ids,
+            dropout=dropout,
+        )

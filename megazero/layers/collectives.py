@@ -6,11 +6,14 @@ and of sequence parallelism (Korthikanti et al. 2022).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from megazero.mpu import Group
+from megazero.ops.autograd import Gradients, apply
 
 
 def gather_rows(x: Tensor, group: Group) -> Tensor:
@@ -41,57 +44,57 @@ def _all_to_all_rows(x: Tensor, group: Group, sent: list[int], received: list[in
 
 class _ReduceFromSlices(Function):
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         total = x.contiguous().clone()
         group.all_reduce(total).wait()
         return total
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         return grad, None
 
 
 class _ReduceScatterSequence(Function):
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return reduce_scatter_rows(x, group)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         return gather_rows(grad, ctx.group), None
 
 
 class _GatherSequence(Function):
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return gather_rows(x, group)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         return own_rows(grad, ctx.group).contiguous(), None
 
 
 class _GatherForParts(Function):
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return gather_rows(x, group)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         return reduce_scatter_rows(grad, ctx.group), None
 
 
 class _ShareForParts(Function):
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         total = grad.contiguous().clone()
         ctx.group.all_reduce(total).wait()
         return total, None
@@ -99,72 +102,72 @@ class _ShareForParts(Function):
 
 class _SplitRows(Function):
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return own_rows(x, group).clone()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         return gather_rows(grad, ctx.group), None
 
 
 class _ExchangeRows(Function):
     @staticmethod
-    def forward(ctx, x, group, sent, received):
+    def forward(ctx: Any, x: Tensor, group: Group, sent: list[int], received: list[int]) -> Tensor:
         ctx.group, ctx.sent, ctx.received = group, sent, received
         return _all_to_all_rows(x, group, sent, received)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         return _all_to_all_rows(grad, ctx.group, ctx.received, ctx.sent), None, None, None
 
 
 class _GatherFeatures(Function):
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group, ctx.width = group, x.shape[-1]
         slices = gather_rows(x.unsqueeze(0), group)
         return torch.cat(list(slices), dim=-1)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         return grad.narrow(-1, ctx.group.rank * ctx.width, ctx.width).contiguous(), None
 
 
 def reduce_from_slices(x: Tensor, group: Group) -> Tensor:
     """Sum the members' partial results; backward is the identity."""
-    return x if group.size == 1 else _ReduceFromSlices.apply(x, group)
+    return x if group.size == 1 else apply(_ReduceFromSlices, x, group)
 
 
 def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     """Partial [s, b, h] -> total [s/tp, b, h]; backward gathers."""
-    return x if group.size == 1 else _ReduceScatterSequence.apply(x, group)
+    return x if group.size == 1 else apply(_ReduceScatterSequence, x, group)
 
 
 def gather_sequence(x: Tensor, group: Group) -> Tensor:
-    """[s/tp, b, h] -> [s, b, h] for computations that every member repeats in full; backward takes own rows.
+    """[s/tp, b, h] -> [s, b, h] for computations that every member repeats in full.
 
-    The gradient of each member is then the whole gradient already.
+    Each member's gradient is then the whole gradient already, so backward takes the member's own rows.
     """
-    return x if group.size == 1 else _GatherSequence.apply(x, group)
+    return x if group.size == 1 else apply(_GatherSequence, x, group)
 
 
 def gather_for_parts(x: Tensor, group: Group) -> Tensor:
     """[n, ...] -> [size * n, ...] for a computation of which each member does a part.
 
-    Backward sums the members' gradients and takes own rows.
+    Backward sums the members' gradients and takes the member's own rows.
     """
-    return x if group.size == 1 else _GatherForParts.apply(x, group)
+    return x if group.size == 1 else apply(_GatherForParts, x, group)
 
 
 def share_for_parts(x: Tensor, group: Group) -> Tensor:
-    """x, equal on all members, for a computation of which each does a part; backward sums the gradients."""
-    return x if group.size == 1 else _ShareForParts.apply(x, group)
+    """x, equal on all members, for a computation of which each does a part; backward sums their gradients."""
+    return x if group.size == 1 else apply(_ShareForParts, x, group)
 
 
 def split_rows(x: Tensor, group: Group) -> Tensor:
     """[size * n, ...], the same on all members -> this member's [n, ...]; backward gathers."""
-    return x if group.size == 1 else _SplitRows.apply(x, group)
+    return x if group.size == 1 else apply(_SplitRows, x, group)
 
 
 def exchange_rows(x: Tensor, group: Group, sent: list[int], received: list[int]) -> Tensor:
@@ -172,9 +175,9 @@ def exchange_rows(x: Tensor, group: Group, sent: list[int], received: list[int])
 
     Backward sends them back.
     """
-    return x if group.size == 1 else _ExchangeRows.apply(x, group, sent, received)
+    return x if group.size == 1 else apply(_ExchangeRows, x, group, sent, received)
 
 
 def gather_features(x: Tensor, group: Group) -> Tensor:
     """[..., n/tp] -> [..., n]; backward takes this member's slice."""
-    return x if group.size == 1 else _GatherFeatures.apply(x, group)
+    return x if group.size == 1 else apply(_GatherFeatures, x, group)

@@ -1,8 +1,8 @@
-"""Layers compiled by torch.compile, each for itself: what a step computes is not changed, only how.
+"""Layers compiled by torch.compile, one by one: a step computes the same values as without it.
 
 One layer is one region: a pipeline, recompute, ZeRO and the executor see the modules that they know, with
-their hooks, and all layers of a kind share what is compiled for the first. Within a region operators take
-their traceable implementations, which the compiler fuses (see `ops.dispatch`).
+their hooks, and all layers of a kind share the code that is compiled for the first. Within a region operators
+take their traceable implementations, which the compiler fuses (see `ops.dispatch`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from megazero.errors import ConfigError
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linear
-from megazero.layers.transformer import TransformerLayer
-
-Forward = Callable[[Tensor, LayerInputs], tuple[Tensor, Mapping[str, Tensor]]]
+from megazero.layers.transformer import Forward, TransformerLayer, use_forward
 
 
 def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
@@ -31,11 +29,11 @@ def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
     products of 8-bit floats, a region ends before the linear layer and another begins behind it.
 
     Args:
-        blocks: of a chunk; embedding and head stay as they are.
-        backend: name of torch's compiler, such as ``inductor``.
+        blocks: the blocks of a chunk; embedding and head stay as they are.
+        backend: the name of torch's compiler, such as ``inductor``.
 
     Raises:
-        ConfigError: what the compiler itself needs is not installed.
+        ConfigError: a tool that the compiler needs is not installed.
     """
     layers = [block for block in blocks if isinstance(block, TransformerLayer)]
     if backend == "inductor" and layers:
@@ -46,27 +44,27 @@ def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
             if linear and (layer.placement.tp.size > 1 or module.product is not column_linear):
                 module.forward = torch.compiler.disable(module.forward)
         compiled = torch.compile(layer.forward, dynamic=False, backend=backend)
-        layer.forward = _choosing(layer, layer.forward, compiled)
+        use_forward(layer, _choosing(layer.layer, layer.forward, compiled))
 
 
 def _check_tools(device: torch.device) -> None:
-    """Raise ConfigError unless there is what inductor needs for this device, which it would say obscurely."""
+    """Raise ConfigError unless the tools that inductor needs are installed; its own message is obscure."""
     if device.type == "cuda":
-        found, what = importlib.util.find_spec("triton") is not None, "Triton"
+        installed, what = importlib.util.find_spec("triton") is not None, "Triton"
     else:
-        found, what = shutil.which(os.environ.get("CXX", "g++")) is not None, "a C++ compiler"
-    if not found:
+        installed, what = shutil.which(os.environ.get("CXX", "g++")) is not None, "a C++ compiler"
+    if not installed:
         raise ConfigError(
             f"`compile` must be off where {what} is not installed, but is on; install it, or leave "
             "`--compile` out"
         )
 
 
-def _choosing(layer: nn.Module, plain: Forward, compiled: Forward) -> Forward:
+def _choosing(layer: int, plain: Forward, compiled: Forward) -> Forward:
     def forward(x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
         special = inputs.wanted is not None or inputs.cache is not None
         if special or not torch.is_grad_enabled():
             return plain(x, inputs)
-        return compiled(x, inputs.at(layer.layer))
+        return compiled(x, inputs.at(layer))
 
     return forward

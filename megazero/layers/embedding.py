@@ -63,7 +63,7 @@ class Embedding(nn.Module):
         self.token_type = self._table("token_type", token_types) if token_types else None
 
     def _table(self, name: str, rows: int) -> nn.Parameter:
-        """A table of `rows` vectors that every rank holds; each adds those of its own positions."""
+        """A table of `rows` vectors that every rank holds whole; a rank looks up its own positions."""
         spec = ParamSpec(
             f"embedding.{name}.weight",
             (rows, self.config.hidden_size),
@@ -82,6 +82,7 @@ class Embedding(nn.Module):
             positions = positions.t() if positions.dim() == 2 else positions.unsqueeze(1)
             x = x + _every_row(self._own(positions), self.position)
         if self.token_type is not None:
+            assert token_types is not None, "a table of token types needs the tokens' types"
             x = x + _every_row(self._own(token_types.t()), self.token_type)
         if self.config.fp32_residual_connection:
             x = x.float()
@@ -104,7 +105,10 @@ class Embedding(nn.Module):
         )
 
     def _look_up(self, tokens: Tensor, first: int) -> Tensor:
-        """Nothing here waits for a look at the ids; who makes a batch has looked (`data.check_token_ids`)."""
+        """Look tokens up without a check of the ids, which would wait for the device.
+
+        `data.check_token_ids` has checked them where the batch was made.
+        """
         try:
             return embedding(tokens, self.word, first, self.vocab_size)
         except IndexError as error:
@@ -116,5 +120,5 @@ class Embedding(nn.Module):
 
 
 def _every_row(numbers: Tensor, table: Tensor) -> Tensor:
-    """The rows of a table of which each rank has all."""
+    """Rows of a table that each rank holds whole."""
     return embedding(numbers, table, 0, len(table))

@@ -1,4 +1,4 @@
-"""Linear layers whose products are of 8-bit floats (Micikevicius et al. 2022).
+"""Linear layers that multiply 8-bit floats (Micikevicius et al. 2022).
 
 A tensor is multiplied by a scale that takes its largest magnitude, its amax, near the largest number of the
 format, rounded to e4m3 (the gradients of `hybrid` to e5m2), and multiplied with sums in fp32; the product
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from megazero.layers.inputs import Deferred
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.transformer import TransformerLayer
 from megazero.mpu import Group, SoloGroup, spec_of
+from megazero.ops.autograd import Gradients, apply
 
 LARGEST = MappingProxyType({torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0})
 """The largest number of each format."""
@@ -34,10 +36,10 @@ _INPUT, _WEIGHT, _GRADIENT = range(3)
 
 @dataclass(frozen=True)
 class Fp8Recipe:
-    """How tensors become 8-bit floats.
+    """The settings by which tensors become 8-bit floats.
 
     Attributes:
-        gradients: the format of gradients; all else is e4m3.
+        gradients: the format of gradients; all other tensors are e4m3.
         delayed: whether a scale comes from earlier steps.
         margin: powers of two that a scale stays below the largest one.
         history: steps whose amaxes are kept, with ``delayed``.
@@ -52,7 +54,7 @@ class Fp8Recipe:
 
     @classmethod
     def of(cls, config: PrecisionConfig) -> Fp8Recipe:
-        """The configured one."""
+        """The recipe that the configuration describes."""
         gradients = torch.float8_e5m2 if config.fp8_format == "hybrid" else torch.float8_e4m3fn
         return cls(
             gradients,
@@ -63,11 +65,11 @@ class Fp8Recipe:
         )
 
     def formats(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """Of input, weight and gradient."""
+        """The formats of input, weight and gradient."""
         return torch.float8_e4m3fn, torch.float8_e4m3fn, self.gradients
 
     def scales(self, amaxes: Tensor, largest: Tensor, before: Tensor | float = 1.0) -> Tensor:
-        """What takes amaxes near the largest numbers; `before` where an amax is 0 or not finite."""
+        """The scales that take amaxes near the largest numbers; `before` where an amax is 0 or not finite."""
         scales = largest / amaxes / 2.0**self.margin
         scales = scales.clamp(max=torch.finfo(torch.float32).max)
         return torch.where(amaxes.isfinite() & (amaxes > 0), scales, before)
@@ -78,10 +80,10 @@ class Fp8Scaling:
 
     Args:
         name: global name of the layer.
-        recipe: how they are made.
-        group: ranks that hold parts of the tensors, whose amax is that of all parts.
+        recipe: the settings of the scales.
+        group: the ranks that hold parts of the tensors; an amax is that of all parts.
         sliced_gradient: whether the gradient too is in parts.
-        device: of the scales.
+        device: the scales' device.
     """
 
     def __init__(
@@ -99,7 +101,8 @@ class Fp8Scaling:
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The scales of the input and the weight, or of parts of them."""
         amaxes = torch.stack([_amax(x), _amax(weight)])
-        return self._of(amaxes, slice(_INPUT, _GRADIENT), self.group).unbind()
+        scale_x, scale_w = self._of(amaxes, slice(_INPUT, _GRADIENT), self.group).unbind()
+        return scale_x, scale_w
 
     def backward(self, grad: Tensor) -> Tensor:
         """The scale of the gradient, or of a part of it."""
@@ -115,7 +118,7 @@ class Fp8Scaling:
         return self.recipe.scales(amaxes, self.largest[which])
 
     def advance(self) -> None:
-        """Take the step's amaxes into the history, and make the next step's scales."""
+        """Add the step's amaxes to the history, and compute the next step's scales."""
         # In place, because a CUDA graph knows these tensors by their addresses.
         self.history.copy_(torch.cat([self.amax.unsqueeze(0), self.history[:-1]]))
         latest = self.history[0] if self.recipe.most_recent else self.history.amax(0)
@@ -124,11 +127,15 @@ class Fp8Scaling:
 
 
 def _amax(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x.detach(), torch.inf).float()
+    largest: Tensor = torch.linalg.vector_norm(x.detach(), torch.inf)
+    return largest.float()
 
 
 def to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x times `scale`, rounded to `dtype`. What is too large becomes its largest number, inf and NaN NaN."""
+    """x times `scale`, rounded to `dtype`.
+
+    A value that is too large becomes the largest number of `dtype`; inf and NaN become NaN.
+    """
     wide = x.float() * scale
     limit = LARGEST[dtype]
     # A difference of equals is 0, but NaN of infinities, which the limit would hide from the loss scaler.
@@ -138,14 +145,14 @@ def to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def fp8_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
     """a b^T / (scale_a scale_b) for 8-bit floats a [m, k] and b [n, k], summed in fp32: [m, n]."""
     if a.is_cuda:
-        inverses = {"scale_a": scale_a.reciprocal(), "scale_b": scale_b.reciprocal()}
-        product = torch._scaled_mm(_padded(a), _padded(b).t(), **inverses, out_dtype=dtype)
+        inverses = (scale_a.reciprocal(), scale_b.reciprocal())
+        product = torch._scaled_mm(_padded(a), _padded(b).t(), *inverses, out_dtype=dtype)
         return product[: len(a), : len(b)]
     return ((a.float() @ b.float().t()) * (scale_a.reciprocal() * scale_b.reciprocal())).to(dtype)
 
 
 def _padded(codes: Tensor) -> Tensor:
-    """The same, contiguous, with zeros to multiples of 16 rows and columns, which tensor cores want."""
+    """The codes, contiguous and padded with zeros to multiples of 16 rows and columns for tensor cores."""
     rows, columns = (-size % 16 for size in codes.shape)
     if not rows and not columns:
         return codes.contiguous()
@@ -155,12 +162,20 @@ def _padded(codes: Tensor) -> Tensor:
 class _Fp8Linear(Function):
     """`x @ weight.T + bias`, forward and backward in 8-bit products; keeps its input as 8-bit floats.
 
-    Between the ranks of a sequence-parallel group the input travels so too.
+    It travels as 8-bit floats between the ranks of a sequence-parallel group, too.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, scaling):
-        scale_x, scale_w = (each.clone() for each in scaling.forward(x, weight))
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: Group,
+        sequence_parallel: bool,
+        scaling: Fp8Scaling,
+    ) -> Tensor:
+        scale_x, scale_w = (scale.clone() for scale in scaling.forward(x, weight))
         shard = to_fp8(x, scale_x, torch.float8_e4m3fn)
         ctx.save_for_backward(shard, weight, scale_x, scale_w)
         ctx.group, ctx.sequence_parallel, ctx.scaling = group, sequence_parallel, scaling
@@ -169,10 +184,11 @@ class _Fp8Linear(Function):
         codes = to_fp8(weight, scale_w, torch.float8_e4m3fn)
         y = fp8_product(whole.flatten(0, -2), codes, scale_x, scale_w, x.dtype)
         y = y if bias is None else y + bias
-        return y.unflatten(0, whole.shape[:-1])
+        out: Tensor = y.unflatten(0, whole.shape[:-1])
+        return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         shard, weight, scale_x, scale_w = ctx.saved_tensors
         group: Group = ctx.group
         scale_g = ctx.scaling.backward(grad)
@@ -203,70 +219,70 @@ def fp8_linear(
     sequence_parallel: bool,
     deferred: Deferred | None = None,
 ) -> Tensor:
-    """What `column_linear` computes, in 8-bit products: x [s, b, h] or [s/tp, b, h] -> [s, b, n/tp].
+    """`column_linear` in 8-bit products: x [s, b, h] or [s/tp, b, h] -> [s, b, n/tp].
 
-    A pass without gradients notes no amax, so an evaluation changes no later step.
+    A pass without gradients records no amax, so an evaluation changes no later step.
     """
     assert deferred is None, "rules refuse a split backward in 8-bit products"
     matrix, vector = weight.flatten(0, -2), None if bias is None else bias.flatten()
     if torch.is_grad_enabled():
-        return _Fp8Linear.apply(x, matrix, vector, group, sequence_parallel, scaling)
+        return apply(_Fp8Linear, x, matrix, vector, group, sequence_parallel, scaling)
     kept = scaling.amax.clone()
-    y = _Fp8Linear.apply(x, matrix, vector, group, sequence_parallel, scaling)
+    y = apply(_Fp8Linear, x, matrix, vector, group, sequence_parallel, scaling)
     scaling.amax.copy_(kept)
     return y
 
 
 class Fp8State:
-    """The scales of all layers here, and what they remember from step to step.
+    """The scales of all layers of this stage, and the amaxes that they keep from step to step.
 
     Args:
-        scalings: of the linear layers of this stage.
+        scalings: the scalings of the stage's linear layers.
         stage: the ranks of the stage, which agree on amaxes.
     """
 
     def __init__(self, scalings: Iterable[Fp8Scaling], stage: Group):
-        self.scalings = tuple(each for each in scalings if each.recipe.delayed)
+        self.scalings = tuple(scaling for scaling in scalings if scaling.recipe.delayed)
         self.stage = stage
 
     def advance(self) -> None:
         """End a step: the amax of a tensor is that of all micro-batches and all ranks that hold parts."""
         if not self.scalings:
             return
-        amaxes = torch.stack([each.amax for each in self.scalings])
+        amaxes = torch.stack([scaling.amax for scaling in self.scalings])
         self.stage.all_reduce(amaxes, "max").wait()
-        for each, amax in zip(self.scalings, amaxes, strict=True):
-            each.amax.copy_(amax)
-            each.advance()
+        for scaling, amax in zip(self.scalings, amaxes, strict=True):
+            scaling.amax.copy_(amax)
+            scaling.advance()
 
     def state(self) -> Mapping[str, Tensor]:
-        """What a checkpoint keeps, by global name: [steps, 3] histories, and the scales [3] in use.
+        """The tensors of a checkpoint by global name: [steps, 3] histories, and the scales [3] in use.
 
-        The same on all ranks of the stage.
+        They are equal on all ranks of the stage.
         """
-        found = {}
-        for each in self.scalings:
-            found[f"{each.name}.amax_history"] = each.history
-            found[f"{each.name}.scale"] = each.scale
-        return found
+        tensors = {}
+        for scaling in self.scalings:
+            tensors[f"{scaling.name}.amax_history"] = scaling.history
+            tensors[f"{scaling.name}.scale"] = scaling.scale
+        return tensors
 
 
 def use_fp8(
     blocks: Iterable[nn.Module], config: PrecisionConfig, layers: int, device: torch.device
 ) -> list[Fp8Scaling]:
-    """From now on the linear layers of the transformer layers among `blocks` multiply 8-bit floats.
+    """Make the linear layers of the transformer layers among `blocks` multiply 8-bit floats from now on.
 
     Args:
-        blocks: of a chunk; embedding and head stay as they are.
+        blocks: the blocks of a chunk; embedding and head stay as they are.
         config: the recipe, and which layers at both ends of the model are left out.
-        layers: of the whole model.
-        device: of the scales; parameters may still be on the meta device.
+        layers: the number of layers of the whole model.
+        device: the scales' device; parameters may still be on the meta device.
 
     Returns:
         The scales, which an `Fp8State` keeps.
     """
     recipe, left_out = Fp8Recipe.of(config), config.layers_in_16_bits(layers)
-    found = []
+    scalings = []
     for block in blocks:
         if not isinstance(block, TransformerLayer) or block.layer in left_out:
             continue
@@ -276,5 +292,5 @@ def use_fp8(
                 name = spec_of(module.weight).name.removesuffix(".weight")
                 scaling = Fp8Scaling(name, recipe, module.placement.tp, sliced_gradient, device)
                 module.product = partial(fp8_linear, scaling)
-                found.append(scaling)
-    return found
+                scalings.append(scaling)
+    return scalings

@@ -16,24 +16,24 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megazero.layers.inputs import LayerInputs
-from megazero.layers.transformer import TransformerLayer
+from megazero.layers.transformer import Forward, TransformerLayer, use_forward
+from megazero.ops.autograd import Gradients, apply
 
 Work = Callable[[], Sequence[Tensor | None]]
-Forward = Callable[[Tensor, LayerInputs], tuple[Tensor, Mapping[str, Tensor]]]
 
 WARM_CALLS = 3
 """Calls of a layer before its capture: libraries and the allocator set themselves up in them."""
 
 
 class Graphs(Protocol):
-    """What captures work."""
+    """A recorder of work, such as `CudaGraphs`."""
 
     def capture(self, work: Work) -> tuple[Sequence[Tensor | None], Callable[[], None]]:
-        """Run or record `work`; returns its results, and what computes them again in the same memory."""
+        """Run or record `work`; return its results, and a function that computes them again in place."""
 
 
 class CudaGraphs:
-    """CUDA's own, with one pool of memory for all graphs: they run in the order of their captures."""
+    """CUDA's graphs, with one pool of memory for all of them: they run in the order of their captures."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -53,13 +53,13 @@ def graph_layers(blocks: Iterable[nn.Module], graphs: Graphs, warm_calls: int = 
     Passes without gradients, with a cache, for some rows only or with documents run as before.
 
     Args:
-        blocks: of a chunk; embedding and head stay as they are.
-        graphs: what captures.
-        warm_calls: calls of a layer before its capture.
+        blocks: the blocks of a chunk; embedding and head stay as they are.
+        graphs: the recorder.
+        warm_calls: the number of calls of a layer before its capture.
     """
     for block in blocks:
         if isinstance(block, TransformerLayer):
-            block.forward = _GraphedForward(block, graphs, warm_calls)
+            use_forward(block, _GraphedForward(block, graphs, warm_calls))
 
 
 @dataclass(frozen=True)
@@ -72,22 +72,22 @@ class _Tensors:
 
     @classmethod
     def of(cls, inputs: LayerInputs) -> _Tensors:
-        found = {f"key {place}": key for place, key in (inputs.site_keys or {}).items()}
+        tensors = {f"key {place}": key for place, key in (inputs.site_keys or {}).items()}
         if inputs.rotary is not None:
-            found["cos"], found["sin"] = inputs.rotary
+            tensors["cos"], tensors["sin"] = inputs.rotary
         if isinstance(inputs.positions, Tensor):
-            found["positions"] = inputs.positions
+            tensors["positions"] = inputs.positions
         rest = replace(
             inputs, site_keys=None, rotary=None, sample_keys=None, positions=range(len(inputs.positions))
         )
-        return cls(rest, tuple(found), tuple(found.values()))
+        return cls(rest, tuple(tensors), tuple(tensors.values()))
 
     def inputs(self, values: Sequence[Tensor]) -> LayerInputs:
-        """The inputs with these values in the tensors' place."""
-        found = dict(zip(self.names, values, strict=True))
-        keys = {name.removeprefix("key "): value for name, value in found.items() if name.startswith("key ")}
-        rotary = (found["cos"], found["sin"]) if "cos" in found else None
-        positions = found.get("positions", self.rest.positions)
+        """The layer's inputs with `values` as their tensors."""
+        tensors = dict(zip(self.names, values, strict=True))
+        keys = {name.removeprefix("key "): x for name, x in tensors.items() if name.startswith("key ")}
+        rotary = (tensors["cos"], tensors["sin"]) if "cos" in tensors else None
+        positions = tensors.get("positions", self.rest.positions)
         any_key = next(iter(keys.values()), None)
         return replace(
             self.rest, site_keys=keys or None, rotary=rotary, positions=positions, sample_keys=any_key
@@ -95,14 +95,14 @@ class _Tensors:
 
 
 class _GraphedForward:
-    """A layer's `forward`, which captures and replays."""
+    """A layer's `forward` that captures graphs and replays them."""
 
     def __init__(self, layer: TransformerLayer, graphs: Graphs, warm_calls: int):
         self.layer = layer
         self.plain: Forward = layer.forward
         self.graphs = graphs
         self.left = warm_calls
-        self.captured: dict[tuple, _LayerGraph] = {}
+        self.captured: dict[tuple[object, ...], _LayerGraph] = {}
 
     def __call__(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
         special = inputs.wanted is not None or inputs.cache is not None or inputs.document_ids is not None
@@ -113,16 +113,16 @@ class _GraphedForward:
             return self.plain(x, inputs)
         tensors = _Tensors.of(inputs.at(self.layer.layer))
         params = [p for p in self.layer.parameters() if p.requires_grad]
-        shapes = tuple((tuple(each.shape), each.dtype) for each in (x, *tensors.values))
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in (x, *tensors.values))
         # A graph reads weights where they were when it was captured.
         key = (shapes, tensors.names, x.requires_grad, tuple(p.data_ptr() for p in params))
         if key not in self.captured:
             self.captured[key] = _LayerGraph(self.plain, x, tensors, params, self.graphs)
-        return _Replay.apply(self.captured[key], tensors.values, x, *params), {}
+        return apply(_Replay, self.captured[key], tensors.values, x, *params), {}
 
 
 class _LayerGraph:
-    """Forward and backward of a layer for inputs of these shapes."""
+    """The graphs of a layer's forward and backward for inputs of certain shapes."""
 
     def __init__(
         self, plain: Forward, x: Tensor, tensors: _Tensors, params: Sequence[nn.Parameter], graphs: Graphs
@@ -131,9 +131,11 @@ class _LayerGraph:
         self.values = tuple(value.clone() for value in tensors.values)
         self.inputs = tensors.inputs(self.values)
         self.wanted = [*([self.x] if x.requires_grad else []), *params]
-        self._plain, self._y = plain, None
-        (self.y,), self._forward = graphs.capture(self._run_forward)
-        self.grad_y = torch.zeros_like(self.y)
+        self._plain = plain
+        self._y: Tensor | None = None
+        (y,), self._forward = graphs.capture(self._run_forward)
+        assert y is not None, "a layer has a result"
+        self.y, self.grad_y = y, torch.zeros_like(y)
         self.grads, self._backward = graphs.capture(self._run_backward)
 
     def _run_forward(self) -> tuple[Tensor]:
@@ -142,7 +144,8 @@ class _LayerGraph:
         assert not sums, "rules refuse layers that add to loss terms"
         return (self._y.detach(),)
 
-    def _run_backward(self) -> tuple[Tensor | None, ...]:
+    def _run_backward(self) -> Gradients:
+        assert self._y is not None, "forward is captured first"
         return torch.autograd.grad(self._y, self.wanted, self.grad_y, allow_unused=True)
 
     def forward(self, values: Sequence[Tensor], x: Tensor) -> Tensor:
@@ -152,20 +155,22 @@ class _LayerGraph:
         self._forward()
         return self.y.detach()
 
-    def backward(self, grad: Tensor) -> list[Tensor | None]:
+    def backward(self, grad_y: Tensor) -> list[Tensor | None]:
         """The gradients of the input, if it needs one, and of the parameters, for the latest forward."""
-        self.grad_y.copy_(grad)
+        self.grad_y.copy_(grad_y)
         self._backward()
-        return [None if each is None else each.detach() for each in self.grads]
+        return [None if grad is None else grad.detach() for grad in self.grads]
 
 
 class _Replay(Function):
     @staticmethod
-    def forward(ctx, graph, values, x, *params):
+    def forward(
+        ctx: Any, graph: _LayerGraph, values: tuple[Tensor, ...], x: Tensor, *params: nn.Parameter
+    ) -> Tensor:
         ctx.graph, ctx.has_grad = graph, x.requires_grad
         return graph.forward(values, x)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         grads = ctx.graph.backward(grad)
         return None, None, *([] if ctx.has_grad else [None]), *grads

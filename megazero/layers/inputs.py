@@ -1,4 +1,4 @@
-"""What a micro-batch brings to every layer besides the hidden states."""
+"""The inputs that a micro-batch gives to every layer besides the hidden states."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megazero.ops.counter_random import derive
 from megazero.ops.dropout import AttentionDropout, Dropout
 from megazero.ops.positions import Positions, position_tensor
 
-# What backward has left to do: each call adds one weight's gradient to its `grad` and returns the weight.
+# The work that backward has left: each call adds one weight's gradient to its `grad` and returns the weight.
 Deferred = list[Callable[[], nn.Parameter]]
 
 
 PLACES = ("attention", "attention_out", "mlp_out")
-"""Where a layer draws random numbers: for the probabilities, and for what its two halves add."""
+"""The places where a layer draws random numbers: attention probabilities, and the outputs of its halves."""
 
 
 class KeyValueStore(Protocol):
@@ -32,13 +32,13 @@ class KeyValueStore(Protocol):
 
 @dataclass(frozen=True)
 class Skipping:
-    """What a step leaves out of its layers; by default nothing.
+    """The tokens and layers that a step leaves out; by default none.
 
     Attributes:
-        kept: tokens of each sequence that the layers in `dropping` see; None for all.
-        dropping: those layers, by their numbers along the model.
-        scales: of each layer of the model, what multiplies that which it adds to the hidden states: 0 leaves
-            it out. None for 1.
+        kept: the number of tokens of each sequence that the layers in `dropping` see; None for all.
+        dropping: the numbers of those layers in the model.
+        scales: for each layer of the model, a factor of its contribution to the hidden states; 0 leaves the
+            layer out. None for a factor of 1 everywhere.
     """
 
     kept: int | None = None
@@ -52,15 +52,15 @@ class Skipping:
 
     @property
     def layers_run(self) -> int | None:
-        """How many layers are not left out; None where none could be."""
+        """The number of layers that run; None if the step has no `scales`."""
         return None if self.scales is None else sum(scale != 0.0 for scale in self.scales)
 
     def scale_of(self, layer: int) -> float:
-        """What multiplies that which the layer adds."""
+        """The factor of the layer's contribution to the hidden states."""
         return 1.0 if self.scales is None else self.scales[layer]
 
     def kept_by(self, layer: int, length: int) -> int:
-        """How many tokens of each sequence of `length` the layer sees."""
+        """The number of tokens of each sequence of `length` that the layer sees."""
         return length if self.kept is None or layer not in self.dropping else min(self.kept, length)
 
 
@@ -69,22 +69,25 @@ NOTHING_SKIPPED = Skipping()
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Attributes:
-    positions: the places of the hidden states' rows in their sequences: a range, or int64 [s], or [s, b]
-        where samples differ. All s of them; under sequence parallelism a rank's own rows are its share.
-    rotary: (cos, sin) tables of the same rows, or None with learned positions.
-    document_ids: int [b, s]; positions attend only within equal ids. None: all earlier positions.
-    sample_keys: int64 [b], the key of each sample's random streams, or [s, b] where samples share a column
-        of rows; None turns dropout off.
-    cache: earlier keys and values during generation.
-    deferred: where backward leaves the gradients of the linear layers' weights, to be computed later (the
-        weight half of a split backward, Qi et al. 2023); None: backward computes them.
-    wanted: int64 [r, b], the rows to which a layer narrows each sequence: every row is attended to, but no
-        other is computed any further. Set for the last layer only; None: all rows.
-    skipping: what the step leaves out of its layers.
-    branch_scale: what multiplies that which a layer adds to the hidden states.
-    site_keys: int64 [b] or [s, b] by place, the keys of the one layer that these inputs are for, if they are
-        made ahead; None: the layer makes them. So its number, which would be a constant, need not be known.
+    """The inputs of a layer besides the hidden states.
+
+    Attributes:
+        positions: the places of the hidden states' rows in their sequences: a range, or int64 [s], or [s, b]
+            where samples differ. All s are given, also under sequence parallelism, where a rank has a share.
+        rotary: (cos, sin) tables of the same rows, or None with learned positions.
+        document_ids: int [b, s]; positions attend only within equal ids. None: all earlier positions.
+        sample_keys: int64 [b], the key of each sample's random streams, or [s, b] where samples share a
+            column of rows; None turns dropout off.
+        cache: earlier keys and values during generation.
+        deferred: the list to which backward adds the computation of the linear layers' weight gradients (the
+            weight half of a split backward, Qi et al. 2023); None: backward computes them.
+        wanted: int64 [r, b], the rows to which a layer narrows each sequence: every row is attended to, but
+            no other is computed any further. Set for the last layer only; None: all rows.
+        skipping: the tokens and layers that the step leaves out.
+        branch_scale: the factor of a layer's contribution to the hidden states.
+        site_keys: int64 [b] or [s, b] by place, the keys of the one layer that these inputs are for, if they
+            are made ahead, so that a compiled layer need not know its number, a constant; None: the layer
+            makes them.
     """
 
     positions: Positions
@@ -107,7 +110,7 @@ class LayerInputs:
         return positions[self.wanted] if positions.dim() == 1 else positions.gather(0, self.wanted)
 
     def at(self, layer: int) -> LayerInputs:
-        """The same for one layer, with the keys of its random streams."""
+        """The inputs of one layer, with the keys of its random streams."""
         if self.sample_keys is None:
             return self
         return replace(self, site_keys={place: self._keys(layer, place) for place in PLACES})
@@ -116,6 +119,7 @@ class LayerInputs:
         if self.site_keys is not None:
             return self.site_keys[place]
         site = ("attention", layer) if place == "attention" else ("hidden", layer, place)
+        assert self.sample_keys is not None, "without keys nothing is drawn"
         return derive(site_key(*site), self.sample_keys)
 
     def narrow(self, x: Tensor) -> Tensor:
@@ -125,7 +129,7 @@ class LayerInputs:
         return x[self.wanted, torch.arange(x.shape[1], device=x.device)]
 
     def narrowed(self) -> LayerInputs:
-        """The inputs that belong to the wanted rows alone."""
+        """The inputs of the wanted rows alone."""
         if self.wanted is None:
             return self
         return replace(self._keyed(self._wanted_keys), positions=self.wanted_positions, wanted=None)
@@ -134,7 +138,7 @@ class LayerInputs:
         return keys if self.wanted is None or keys.dim() == 1 else keys.gather(0, self.wanted)
 
     def _keyed(self, change: Callable[[Tensor], Tensor]) -> LayerInputs:
-        """The same with each tensor of keys changed."""
+        """The inputs with `change` applied to each tensor of keys."""
         sites = self.site_keys
         return replace(
             self,
@@ -143,7 +147,7 @@ class LayerInputs:
         )
 
     def of(self, columns: Tensor) -> LayerInputs:
-        """The inputs of some rows of each sequence, int64 [r, b], all of which are computed."""
+        """The inputs of the rows `columns` [r, b] (int64) of each sequence, all of which are computed."""
         positions = position_tensor(self.positions, columns.device)
         positions = positions[columns] if positions.dim() == 1 else positions.gather(0, columns)
         rotary, documents = self.rotary, self.document_ids
@@ -163,7 +167,7 @@ class LayerInputs:
         return self._dropout(p, placement, derive(site_key(*site), self.sample_keys))
 
     def layer_dropout(self, p: float, placement: Placement, layer: int, place: str) -> Dropout | None:
-        """The dropout of what a layer adds to hidden states [s or s/tp, b, h], at one of its `PLACES`."""
+        """The dropout of a layer's contribution to hidden states [s or s/tp, b, h] at one of `PLACES`."""
         if self.sample_keys is None or p == 0.0:
             return None
         return self._dropout(p, placement, self._keys(layer, place))

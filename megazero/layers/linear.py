@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from megazero.layers.collectives import gather_rows, reduce_from_slices, reduce_
 from megazero.layers.inputs import Deferred
 from megazero.layers.placement import Placement
 from megazero.mpu import DONE, Cut, Group, InitialValues, Matrices, ParamSpec, SoloGroup, Work
+from megazero.ops.autograd import Gradients, apply
 
 ONE_MATRIX = Matrices()
 """A weight [..., h] whose rows all belong together."""
@@ -30,7 +32,9 @@ class _ColumnLinear(Function):
     """`x @ weight.T + bias`, whose backward communicates while it computes the weight's gradient."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel):
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence_parallel: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.sequence_parallel, ctx.has_bias = group, sequence_parallel, bias is not None
         # Only this rank's part of the sequence is kept; backward gathers the whole again.
@@ -38,10 +42,11 @@ class _ColumnLinear(Function):
         return F.linear(whole, weight, bias)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
         group: Group = ctx.group
-        whole, gathering = x, DONE
+        whole = x
+        gathering: Work = DONE
         if ctx.sequence_parallel:
             whole = x.new_empty(group.size * x.shape[0], *x.shape[1:])
             gathering = group.all_gather(whole, x.contiguous(), async_op=True)
@@ -54,19 +59,27 @@ class _ColumnLinear(Function):
 
 
 class _InputHalf(Function):
-    """`x @ weight.T + bias`, whose backward passes what the weight's gradient needs to `defer(x, grad)`.
+    """`x @ weight.T + bias`, whose backward leaves the weight's gradient to `defer(x, grad)`.
 
     `weight` must be detached, or autograd would call the hooks of a parameter that gets no gradient.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, defer):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: Group,
+        sequence_parallel: bool,
+        defer: Callable[[Tensor, Tensor], None],
+    ) -> Tensor:
         assert not weight.requires_grad, "the weight half computes this weight's gradient"
         ctx.defer = defer
         return _ColumnLinear.forward(ctx, x, weight, bias, group, sequence_parallel)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
         grad_x, reducing = _reduce_input_grad(grad @ weight, ctx.group, ctx.sequence_parallel)
         # Detached, because `x` would otherwise keep the graph that made it.
@@ -77,7 +90,7 @@ class _InputHalf(Function):
 
 
 class _WeightHalf:
-    """Adds a weight's gradient to its `grad`, once, and releases the activations.
+    """A call that adds a weight's gradient to its `grad`, once, and releases the activations.
 
     Args:
         weight: the parameter, [..., h].
@@ -145,14 +158,14 @@ def column_linear(
         def defer(x: Tensor, grad: Tensor) -> None:
             deferred.append(_WeightHalf(weight, x, grad, part))
 
-        return _InputHalf.apply(x, matrix.detach(), vector, group, sequence_parallel, defer)
+        return apply(_InputHalf, x, matrix.detach(), vector, group, sequence_parallel, defer)
     if group.size == 1:
         return F.linear(x, matrix, vector)
-    return _ColumnLinear.apply(x, matrix, vector, group, sequence_parallel)
+    return apply(_ColumnLinear, x, matrix, vector, group, sequence_parallel)
 
 
-Product = Callable[..., Tensor]
-"""What multiplies in a linear layer, with the arguments of `column_linear`."""
+Product = Callable[[Tensor, nn.Parameter, nn.Parameter | None, Group, bool, Deferred | None], Tensor]
+"""The product of a linear layer, with the arguments of `column_linear`."""
 
 
 class ColumnParallelLinear(nn.Module):

@@ -17,7 +17,7 @@ from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
 
 MLPResult = tuple[Tensor, Tensor | None, Mapping[str, Tensor]]
-"""Hidden states, a bias still to be added to them, and what is added to loss terms and tallies."""
+"""Hidden states, a bias still to be added to them, and the contributions to loss terms and tallies."""
 
 _NO_SUMS: Mapping[str, Tensor] = MappingProxyType({})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor, nn
 
 from megazero.layers.placement import Placement
@@ -17,7 +19,7 @@ class Norm(nn.Module):
         super().__init__()
         self.eps = eps
 
-        def vector(suffix: str, init: str) -> nn.Parameter:
+        def vector(suffix: str, init: Literal["zeros", "ones"]) -> nn.Parameter:
             spec = ParamSpec(
                 f"{name}.{suffix}",
                 (features,),

@@ -1,4 +1,4 @@
-"""What every layer needs besides its own sizes: the ranks it is cut over, and where its parameters live."""
+"""The ranks that a layer is cut over, and the dtype and device of its parameters."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ TokenDispatcher = Literal["alltoall", "allgather"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Attributes:
-    place: where this rank sits along each axis of the mesh, which says which slices it holds.
-    groups: communicators by name; those named after an axis (``tp``, ``cp``, ``ep``) span its ranks.
-    sequence_parallel: whether norm and dropout regions hold `s / tp` positions instead of all.
-    dtype: the dtype of parameters and activations.
-    device: the device of parameters; ``meta`` builds shapes only.
-    token_dispatcher: how tokens reach the ranks of their experts.
+    """The ranks that a layer is cut over, and the dtype and device of its parameters.
+
+    Attributes:
+        place: this rank's coordinate along each axis of the mesh, which decides the slices that it holds.
+        groups: communicators by name; those named after an axis (``tp``, ``cp``, ``ep``) span its ranks.
+        sequence_parallel: whether norm and dropout regions hold `s / tp` positions instead of all.
+        dtype: the dtype of parameters and activations.
+        device: the device of parameters; ``meta`` builds shapes only.
+        token_dispatcher: the collective that takes tokens to the ranks of their experts.
     """
 
     place: Place
@@ -55,5 +57,5 @@ class Placement:
         """An uninitialized parameter that holds this rank's slice and carries `spec`."""
         shape = spec.local_shape(self.place)
         parameter = nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device))
-        parameter.spec = spec
+        vars(parameter)["spec"] = spec
         return parameter

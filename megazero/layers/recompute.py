@@ -1,4 +1,4 @@
-"""Activation recompute: what backward computes again instead of keeping (Chen et al. 2016)."""
+"""Activation recompute: backward computes activations again instead of keeping them (Chen et al. 2016)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megazero.mpu import Group
 
 
 def recompute_units(num_layers: int, config: RecomputeConfig) -> list[tuple[range, bool]]:
-    """How consecutive layers are grouped: (layers, whether the group is recomputed).
+    """The groups of consecutive layers, as pairs (layers, whether the group is recomputed).
 
     ``uniform`` cuts all layers into units of `num_layers`; ``block`` recomputes the first `num_layers` one by
     one and keeps the rest; ``every`` recomputes the first of each `num_layers` and keeps the others.
@@ -43,7 +43,7 @@ def recompute_units(num_layers: int, config: RecomputeConfig) -> list[tuple[rang
 
 @dataclass(frozen=True)
 class InputKeeping:
-    """How the input of a recomputed unit is kept until backward.
+    """The way in which the input of a recomputed unit is kept until backward.
 
     Attributes:
         partition: the ranks that have equal inputs: each keeps 1/size of the input, and backward gathers it
@@ -56,12 +56,12 @@ class InputKeeping:
 
     @classmethod
     def of(cls, config: RecomputeConfig, placement: Placement) -> InputKeeping:
-        """The way that `config` asks for, for layers at `placement`."""
+        """The way that `config` asks for, applied to layers at `placement`."""
         wanted = config.partition_activations and placement.tp.size > 1
         assert not (wanted and placement.sequence_parallel), "sequence parallelism already partitions them"
         return cls(placement.tp if wanted else None, config.offload)
 
-    def hooks(self) -> AbstractContextManager:
+    def hooks(self) -> AbstractContextManager[object]:
         """A context manager in which autograd keeps the tensors it saves in this way."""
         if self.partition is None and not self.offload:
             return nullcontext()
@@ -97,7 +97,8 @@ def run_layers(
 
     Args:
         layers: the layers of a pipeline chunk; units are numbered from its first layer.
-        keeping: how the inputs of recomputed units are kept; None keeps them whole and where they are.
+        keeping: the way in which the inputs of recomputed units are kept; None keeps them whole, on their
+            device.
         wanted: int64 [r, b], the rows of the last layer's result to compute; None for all.
         per_token: names of the sums that run over tokens.
     """

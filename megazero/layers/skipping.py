@@ -1,4 +1,4 @@
-"""What a step leaves out of its layers: tokens (random-LTD) and whole layers (progressive layer dropping)."""
+"""Tokens and layers that a step leaves out (random-LTD and progressive layer drop)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megazero.layers.collectives import gather_for_parts, own_rows
 from megazero.layers.inputs import LayerInputs
+from megazero.layers.placement import Placement
 from megazero.mpu import Group, site_key
 from megazero.ops.chosen_rows import chosen_rows
 from megazero.ops.counter_random import derive
@@ -19,7 +20,7 @@ Layers = tuple[Tensor, Mapping[str, Tensor]]
 
 
 def kept_columns(sample_keys: Tensor, layer: int, length: int, kept: int) -> Tensor:
-    """Which tokens of each sequence a layer sees: int64 [kept, b], ascending in each column.
+    """The tokens of each sequence that a layer sees: int64 [kept, b], ascending in each column.
 
     Each set of `kept` of the `length` tokens is equally likely. The choice is a function of the sample's key
     and the layer, so all ranks that hold a part of the sequence agree on it and recompute repeats it.
@@ -35,40 +36,49 @@ def run_layer(
 ) -> Layers:
     """Apply a layer as far as the step's `inputs.skipping` wants it.
 
-    Tokens that it does not see bypass it unchanged (random-LTD, Yao et al. 2022), and so do all if it is left
-    out (progressive layer drop, Zhang & He 2020). The others keep their positions: rotary angles, dropout
-    masks and document masks are those that they have among all tokens.
+    Tokens that the layer does not see bypass it unchanged (random-LTD, Yao et al. 2022), and so do all tokens
+    if the layer is left out (progressive layer drop, Zhang & He 2020). The other tokens keep the rotary
+    angles, dropout masks and document masks of their positions among all tokens.
 
     Args:
         layer: a layer with a `layer` number and a `placement`.
         x: [s, b, h], or [s/tp, b, h] under sequence parallelism.
-        inputs: of all tokens.
-        per_token: names of the sums that run over tokens. Those of a layer that sees r of s tokens are
+        inputs: the inputs of all tokens.
+        per_token: the names of the sums over tokens. If the layer sees r of s tokens, these sums are
             multiplied by s / r, as they will be divided by the number of all tokens.
     """
     skipping = inputs.skipping
     if skipping.idle:
-        return layer(x, inputs)
-    scale = skipping.scale_of(layer.layer)
+        return _run(layer, x, inputs)
+    number, placement = layer.layer, layer.placement
+    assert isinstance(number, int), "a layer knows its number"
+    assert isinstance(placement, Placement), "a layer knows its placement"
+    scale = skipping.scale_of(number)
     if scale == 0.0:
         return inputs.narrow(x), {}
     inputs = replace(inputs, branch_scale=scale)
     length = len(inputs.positions)
-    kept = skipping.kept_by(layer.layer, length)
+    kept = skipping.kept_by(number, length)
     if kept == length:
-        return layer(x, inputs)
-    columns = kept_columns(inputs.sample_keys, layer.layer, length, kept)
-    group = layer.placement.tp if layer.placement.sequence_parallel else None
+        return _run(layer, x, inputs)
+    assert inputs.sample_keys is not None, "the choice is a function of the samples' keys"
+    columns = kept_columns(inputs.sample_keys, number, length, kept)
+    group = placement.tp if placement.sequence_parallel else None
     rows = KeptRows.of(columns, length, group)
-    out, sums = layer(rows.taken(x), inputs.of(columns))
+    out, sums = _run(layer, rows.taken(x), inputs.of(columns))
     x = rows.put_back(x, out.to(x.dtype))
     sums = {name: value * (length / kept) if name in per_token else value for name, value in sums.items()}
     return inputs.narrow(x), sums
 
 
+def _run(layer: nn.Module, x: Tensor, inputs: LayerInputs) -> Layers:
+    result: Layers = layer(x, inputs)
+    return result
+
+
 @dataclass(frozen=True)
 class KeptRows:
-    """Where the kept tokens are among the rows of hidden states [s, b, h] when these are flattened.
+    """The rows of the kept tokens among the flattened rows of hidden states [s, b, h].
 
     Attributes:
         numbers: int64 [r b], the row of each kept token.
@@ -84,7 +94,7 @@ class KeptRows:
 
     @classmethod
     def of(cls, columns: Tensor, length: int, group: Group | None = None) -> KeptRows:
-        """Those of the tokens `columns` [r, b], in each of b sequences of `length` tokens."""
+        """The rows of the tokens `columns` [r, b] in b sequences of `length` tokens."""
         b = columns.shape[1]
         numbers = (columns * b + torch.arange(b, device=columns.device)).flatten()
         places = numbers.new_full((length * b,), -1)
@@ -97,10 +107,12 @@ class KeptRows:
         if self.group is not None:
             x, numbers = gather_for_parts(x, self.group), own_rows(numbers, self.group)
             places = _within(places, self.group.rank * len(numbers), len(numbers))
-        return chosen_rows(x.flatten(0, 1), numbers, places).unflatten(0, (-1, self.columns))
+        rows = chosen_rows(x.flatten(0, 1), numbers, places)
+        taken: Tensor = rows.unflatten(0, (-1, self.columns))
+        return taken
 
     def put_back(self, x: Tensor, out: Tensor) -> Tensor:
-        """x with what came of the kept rows."""
+        """x with the kept rows replaced by `out`."""
         numbers, places = self.numbers, self.places
         if self.group is not None:
             out, places = gather_for_parts(out, self.group), own_rows(places, self.group)
@@ -109,5 +121,5 @@ class KeptRows:
 
 
 def _within(numbers: Tensor, first: int, size: int) -> Tensor:
-    """The numbers counted from `first`; -1 for those that are not among its `size` next ones."""
+    """The numbers less `first`; -1 for a number that is not in [first, first + size)."""
     return torch.where((numbers >= first) & (numbers < first + size), numbers - first, -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
@@ -13,10 +13,13 @@ from megazero.layers.placement import Placement
 from megazero.ops.bias_dropout_add import bias_dropout_add
 from megazero.ops.dropout import Dropout
 
+Forward = Callable[[Tensor, LayerInputs], tuple[Tensor, Mapping[str, Tensor]]]
+"""The `forward` of a layer."""
+
 
 class TransformerLayer(nn.Module):
     """[s, b, h] -> ([s, b, h], sums): [s/tp, b, h] under sequence parallelism, [r, b, h] if the inputs name
-    the wanted rows. The sums are what the layer adds to loss terms and tallies, by name.
+    the wanted rows. The sums are the layer's contributions to loss terms and tallies, by name.
 
     The model passes each layer its two halves, so the layers of a model may differ.
 
@@ -61,8 +64,13 @@ class TransformerLayer(nn.Module):
         return inputs.layer_dropout(self.dropout, self.placement, self.layer, site)
 
 
+def use_forward(layer: nn.Module, forward: Forward) -> None:
+    """Let `forward` compute the layer from now on; the layer's hooks stay."""
+    layer.forward = forward
+
+
 def _scaled(out: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
-    """What a half adds to the hidden states, times scale."""
+    """A half's contribution to the hidden states, and its bias, times `scale`."""
     if scale == 1.0:
         return out, bias
     return out * scale, None if bias is None else bias * scale

@@ -12,6 +12,8 @@ function of keys and absolute positions, so that every layout sees the same numb
 `operators()` lists all tables; `dispatch.explain(operator)` says which implementation runs where.
 """
 
+from typing import Any
+
 from megazero.ops.adagrad import ADAGRAD
 from megazero.ops.adam import ADAM
 from megazero.ops.attention import ATTENTION
@@ -45,7 +47,7 @@ from megazero.ops.top_k import TOP_K
 __all__ = ["CallFacts", "Implementation", "Operator", "explain", "operators"]
 
 
-def operators() -> tuple[Operator, ...]:
+def operators() -> tuple[Operator[Any], ...]:
     """Every operator with a choice of implementations, in alphabetical order."""
     return (
         ADAGRAD,

@@ -1,4 +1,4 @@
-"""Row chunks: how many rows a hand-written operator handles at once, so its temporaries stay in cache.
+"""Row chunks: a hand-written operator handles so many rows at once that its temporaries stay in cache.
 
 A chain of elementwise passes over a tensor larger than the cache goes to main memory in every pass; over
 chunks that fit the cache it goes there once. On a GPU launching a pass costs more than the memory traffic,
@@ -8,6 +8,7 @@ so chunks there are as large as the bound on temporaries allows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,13 +28,24 @@ def row_chunks(tensor: Tensor, rows: int, width: int) -> Iterator[slice]:
 _UPDATE_ELEMENTS = 1 << 24  # enough to fill a GPU; a temporary has 64 MiB
 
 
-def side_by_side(*tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
+_Third = TypeVar("_Third", Tensor, Tensor | None)
+_Fourth = TypeVar("_Fourth", Tensor, Tensor | None)
+
+
+def side_by_side(
+    first: Tensor, second: Tensor, third: _Third, fourth: _Fourth
+) -> Iterator[tuple[Tensor, Tensor, _Third, _Fourth]]:
     """Chunks of contiguous tensors of one shape, flat, for an optimizer's pass; None stays None."""
-    first = tensors[0]
     on_cpu = first.device.type == "cpu"
     size = CPU_ELEMENTS * torch.get_num_threads() if on_cpu else _UPDATE_ELEMENTS
     for start in range(0, first.numel(), size):
-        yield tuple(None if each is None else each.view(-1)[start : start + size] for each in tensors)
+        part = slice(start, start + size)
+        yield (
+            first.view(-1)[part],
+            second.view(-1)[part],
+            None if third is None else third.view(-1)[part],
+            None if fourth is None else fourth.view(-1)[part],
+        )
 
 
 def scaled(grad: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

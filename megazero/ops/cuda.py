@@ -1,8 +1,7 @@
-"""The kernels for GPUs, or why there are none: torch's operators then run instead.
+"""The kernels for GPUs; without them, torch's operators run instead.
 
-They are looked for where there is a device to run them. A library that is there already, from the wheel or
-an earlier build, is taken as it is, without nvcc; or else one is built for this device on first use, if nvcc
-is there; without either, there is one warning.
+A process that has a device loads a library that exists already, from the wheel or an earlier build. If there
+is none and nvcc is installed, it builds one for its device. Otherwise it warns once.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megazero.kernels import DTYPE_CODES, KernelLibrary
+from megazero.kernels import DTYPE_CODES, Argument, KernelLibrary
 from megazero.kernels.build import (
     ARCHITECTURES,
     BuildError,
@@ -30,7 +29,11 @@ OLDEST_CAPABILITY = divmod(int(ARCHITECTURES[0].removeprefix("sm_")), 10)
 
 
 def load_cuda_kernels() -> KernelLibrary | None:
-    """The library for this process's devices; None, after a warning with the reason, if there can be none."""
+    """Load the library for this process's devices.
+
+    Return None without a device or with MEGAZERO_CUDA=0, and also, after a warning with the reason, if it
+    cannot be loaded.
+    """
     if not torch.cuda.is_available() or os.environ.get("MEGAZERO_CUDA") == "0":
         return None
     try:
@@ -44,11 +47,11 @@ def load_cuda_kernels() -> KernelLibrary | None:
 
 
 def cuda_library(capability: tuple[int, int]) -> KernelLibrary:
-    """The kernels for devices of a compute capability, built if need be.
+    """Load the kernels for devices of a compute capability, built if need be.
 
     Raises BuildError if they cannot be had, with the reason, and OSError if the library cannot be opened.
     """
-    code_for(capability, ARCHITECTURES)  # a device older than all of them is told so first
+    code_for(capability, ARCHITECTURES)  # refuses a device that is older than all of them
     path = built_cuda_library(capability)
     if path is None:
         path = build(cuda_recipe([code_for(capability, known_architectures())]))
@@ -61,13 +64,26 @@ def cuda_library(capability: tuple[int, int]) -> KernelLibrary:
     return library
 
 
-CUDA_KERNELS = load_cuda_kernels()
+class _NoKernels(KernelLibrary):
+    """The stand-in for a library that does not exist; no operator chooses its kernels."""
+
+    def __init__(self) -> None:
+        """Load nothing."""
+
+    def launch(self, name: str, *arguments: Argument) -> None:
+        """Raise RuntimeError."""
+        raise RuntimeError(
+            f"the kernel `{name}` must be built to be launched, but is not; see `megazero env`."
+        )
+
+
+CUDA_KERNELS: KernelLibrary = load_cuda_kernels() or _NoKernels()
 CUDA_DTYPES = frozenset(DTYPE_CODES)
 
 
 def cuda_built() -> bool:
-    """Whether the kernels are there."""
-    return CUDA_KERNELS is not None
+    """Whether the kernels are loaded."""
+    return not isinstance(CUDA_KERNELS, _NoKernels)
 
 
 def on_cuda_kernels(dtypes: frozenset[torch.dtype] = CUDA_DTYPES, **own: Any) -> Callable[[CallFacts], bool]:

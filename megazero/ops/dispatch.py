@@ -12,7 +12,7 @@ import enum
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,13 +22,16 @@ CPU, CUDA = frozenset({"cpu"}), frozenset({"cuda"})
 FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 TRAINING_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
+_Facts = TypeVar("_Facts", bound="CallFacts")
+_Fn = TypeVar("_Fn", bound=Callable[..., Any])  # the signature that all implementations of an operator share
+
 
 @dataclass(frozen=True)
 class CallFacts:
-    """What the choice of an implementation may depend on; an operator's own facts are fields of a subclass.
+    """The facts that decide which implementation runs; an operator's own facts are fields of a subclass.
 
     Attributes:
-        device: type of the device that the tensors are on.
+        device: the type of the device that the tensors are on.
         dtype: the dtype of the operator's first tensor.
     """
 
@@ -36,7 +39,7 @@ class CallFacts:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor, **own: Any):
+    def of(cls: type[_Facts], tensor: Tensor, **own: Any) -> _Facts:
         """The facts of a call whose first tensor is `tensor`; `own` holds the subclass's fields."""
         return cls(tensor.device.type, tensor.dtype, **own)
 
@@ -62,9 +65,9 @@ def everything(facts: CallFacts) -> bool:
 
 @dataclass(frozen=True)
 class Requirement:
-    """One thing that a call must meet, and the words for why not: "serves cpu only", "is not built"."""
+    """One requirement of a call, and the reason if the call fails it: "serves cpu only", "is not built"."""
 
-    met: Callable[[CallFacts], bool]
+    met: Callable[[Any], bool]  # of the operator's own kind of facts
     otherwise: str
 
 
@@ -72,18 +75,19 @@ class Requirement:
 class Requirements:
     """A predicate over calls that can tell which of its requirements a call fails."""
 
-    each: tuple[Requirement, ...]
+    requirements: tuple[Requirement, ...]
 
     def __call__(self, facts: CallFacts) -> bool:
-        return all(one.met(facts) for one in self.each)
+        return all(requirement.met(facts) for requirement in self.requirements)
 
     def unmet(self, facts: CallFacts) -> str | None:
-        """Why a call is not served, or None if it is."""
-        return next((one.otherwise for one in self.each if not one.met(facts)), None)
+        """The reason why a call is not served, or None if it is."""
+        unmet = (one.otherwise for one in self.requirements if not one.met(facts))
+        return next(unmet, None)
 
-    def needing(self, met: Callable[[CallFacts], bool], otherwise: str) -> Requirements:
-        """These and one more; `otherwise` says why a call that does not meet it is not served."""
-        return Requirements((*self.each, Requirement(met, otherwise)))
+    def needing(self, met: Callable[[Any], bool], otherwise: str) -> Requirements:
+        """Add a requirement; `otherwise` is the reason why a call that fails it is not served."""
+        return Requirements((*self.requirements, Requirement(met, otherwise)))
 
 
 def where(
@@ -92,17 +96,19 @@ def where(
     built: Callable[[], bool] = always,
     **own: Any,
 ) -> Requirements:
-    """Calls on these devices, in these dtypes (None: any), with the values in `own`, if it is built."""
-    each = []
+    """The requirements of an implementation: devices, dtypes (None: any), values of facts, being built."""
+    requirements = []
     if devices is not None:
-        each.append(Requirement(lambda facts: facts.device in devices, f"serves {_names(devices)} only"))
+        requirements.append(
+            Requirement(lambda facts: facts.device in devices, f"serves {_names(devices)} only")
+        )
     if dtypes is not None:
-        each.append(Requirement(lambda facts: facts.dtype in dtypes, f"serves {_names(dtypes)} only"))
+        requirements.append(Requirement(lambda facts: facts.dtype in dtypes, f"serves {_names(dtypes)} only"))
     for name, value in own.items():
-        each.append(Requirement(_has(name, value), f"serves {name}={_text(value)} only"))
+        requirements.append(Requirement(_has(name, value), f"serves {name}={_text(value)} only"))
     if built is not always:
-        each.append(Requirement(lambda facts: built(), "is not built"))
-    return Requirements(tuple(each))
+        requirements.append(Requirement(lambda facts: built(), "is not built"))
+    return Requirements(tuple(requirements))
 
 
 def _has(name: str, value: Any) -> Callable[[CallFacts], bool]:
@@ -110,34 +116,34 @@ def _has(name: str, value: Any) -> Callable[[CallFacts], bool]:
 
 
 def _names(choices: Iterable[Any]) -> str:
-    return ", ".join(sorted(_text(each) for each in choices))
+    return ", ".join(sorted(map(_text, choices)))
 
 
 @dataclass(frozen=True)
-class Implementation:
+class Implementation(Generic[_Fn]):
     """One way to compute an operator, and a predicate that says which calls it handles.
 
     Attributes:
         traceable: whether torch.compile can look into it; a reference always is.
-        of_lists: the same for lists of such tensors, where a kernel takes many in one launch; None if they go
-            through `fn` one by one.
+        of_lists: the implementation for lists of such tensors, if a kernel takes many in one launch; None if
+            `fn` takes them one by one.
     """
 
     name: str
-    fn: Callable[..., Any]
+    fn: _Fn
     serves: Callable[[CallFacts], bool] = everything
     traceable: bool = False
     of_lists: Callable[..., Any] | None = None
 
     def unmet(self, facts: CallFacts) -> str | None:
-        """Why it does not serve such a call, or None if it does."""
+        """The reason why it does not serve such a call, or None if it does."""
         if isinstance(self.serves, Requirements):
             return self.serves.unmet(facts)
         return None if self.serves(facts) else "does not serve such calls"
 
 
 @dataclass(frozen=True)
-class Operator:
+class Operator(Generic[_Fn]):
     """The table behind a public function; the last implementation is the reference, which defines the result.
 
     Attributes:
@@ -147,7 +153,7 @@ class Operator:
     """
 
     name: str
-    implementations: tuple[Implementation, ...]
+    implementations: tuple[Implementation[_Fn], ...]
     calls: tuple[CallFacts, ...] = kinds_of_calls()
 
     def __post_init__(self) -> None:
@@ -156,42 +162,42 @@ class Operator:
         assert last.serves is everything, f"{self.name}: the reference must handle every call"
 
     @property
-    def reference(self) -> Callable[..., Any]:
+    def reference(self) -> _Fn:
         """The formula in plain torch."""
         return self.implementations[-1].fn
 
-    def choose(self, facts: CallFacts) -> Implementation:
+    def choose(self, facts: CallFacts) -> Implementation[_Fn]:
         """The implementation that runs for such a call: the first that handles it.
 
         Within what torch.compile traces, the first that it can look into and fuse with its neighbours.
         """
         candidates = self.implementations
         if torch.compiler.is_compiling():
-            candidates = (*(each for each in candidates if each.traceable), candidates[-1])
-        return next(each for each in candidates if each.serves(facts))
+            candidates = (*(row for row in candidates if row.traceable), candidates[-1])
+        return next(row for row in candidates if row.serves(facts))
 
     def passed_over(self, facts: CallFacts) -> tuple[tuple[str, str], ...]:
         """The implementations above the chosen one, with the reason why each does not run for such a call."""
         chosen = self.choose(facts)
-        above = itertools.takewhile(lambda each: each is not chosen, self.implementations)
-        return tuple((each.name, each.unmet(facts)) for each in above)
+        above = itertools.takewhile(lambda row: row is not chosen, self.implementations)
+        return tuple((row.name, row.unmet(facts) or "is not traceable") for row in above)
 
     def kinds(self) -> dict[CallFacts, str]:
-        """Each of `calls`, with those of its own facts that change the choice on its device.
+        """The facts of each of `calls` that change the choice on its device, in words.
 
         The text is like ``dropout=True, lse=False``; it is empty where device and dtype decide alone.
         """
         kinds = {}
         for device in DEVICES:
             chosen = {call: self.choose(call).name for call in self.calls if call.device == device}
-            told = [name for name in _own_fields(self.calls[0]) if _changes_the_choice(name, chosen)]
+            deciding = [name for name in _own_fields(self.calls[0]) if _changes_the_choice(name, chosen)]
             for call in chosen:
-                kinds[call] = ", ".join(f"{field}={_text(getattr(call, field))}" for field in told)
+                kinds[call] = ", ".join(f"{field}={_text(getattr(call, field))}" for field in deciding)
         return kinds
 
 
-def explain(operator: Operator) -> str:
-    """Which implementation runs for which call: one line per device type, with dtypes grouped.
+def explain(operator: Operator[Any]) -> str:
+    """The implementation that runs for each call: one line per device type, with dtypes grouped.
 
     If the operator's own facts change the choice, a device has one line per combination, which names them.
     Example: `attention on cpu, dropout=True: native_cpu (bfloat16, float32), composed (float16), ...`.
@@ -216,9 +222,10 @@ def _own_fields(facts: CallFacts) -> list[str]:
 def _changes_the_choice(field: str, chosen: dict[CallFacts, str]) -> bool:
     """Whether two calls that differ in this field alone are computed by different implementations."""
     names: dict[CallFacts, set[str]] = {}
+    unset: dict[str, Any] = {field: None}
     for call, name in chosen.items():
-        names.setdefault(replace(call, **{field: None}), set()).add(name)
-    return any(len(each) > 1 for each in names.values())
+        names.setdefault(replace(call, **unset), set()).add(name)
+    return any(len(alternatives) > 1 for alternatives in names.values())
 
 
 def _text(value: Any) -> str:

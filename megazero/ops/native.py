@@ -1,14 +1,13 @@
-"""The compiled CPU kernels, or None if they are not built: torch's then run instead, after one warning.
+"""The compiled CPU kernels; if they are not built, torch's run instead, after one warning.
 
-A kernel takes addresses. Its callers share what is here: a tensor's address, and a tensor's rows as a kernel
-sees them.
+A kernel takes addresses. This module makes its arguments: a tensor's address, and descriptions of its rows.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch  # before the kernels, which use the OpenMP runtime that torch loads
@@ -18,22 +17,25 @@ from megazero.ops.counter_random import KeepRows, keep_threshold
 from megazero.ops.dispatch import CPU, CallFacts, where
 
 try:
-    from megazero.ops import _native as NATIVE
+    from megazero.ops import _native
+
+    _BUILT = True
 except ImportError as error:
-    NATIVE = None
+    _native, _BUILT = ModuleType("megazero.ops._native"), False  # empty: no operator chooses its kernels
     warnings.warn(
         f"megazero.ops works without its compiled kernels ({error}): activations, norms and the loss are "
         "slower on CPU. Install a C++17 compiler and run `pip install -e .` to build them.",
         stacklevel=2,
     )
 
+NATIVE = _native
 NATIVE_DTYPES = frozenset({torch.float32, torch.bfloat16})
 _KINDS = MappingProxyType({torch.float32: 1, torch.bfloat16: 2, torch.float16: 3})  # `ElementKind` of csrc
 
 
 def available() -> bool:
     """Whether the kernels are built."""
-    return NATIVE is not None
+    return _BUILT
 
 
 def on_native_cpu(**own: Any) -> Callable[[CallFacts], bool]:
@@ -41,7 +43,7 @@ def on_native_cpu(**own: Any) -> Callable[[CallFacts], bool]:
     return where(CPU, NATIVE_DTYPES, available, **own)
 
 
-def rows_of(x: Tensor, width: int, count: int | None = None):
+def rows_of(x: Tensor, width: int, count: int | None = None) -> _native.Rows:
     """Contiguous fp32 or bf16 `x` as rows of `width` elements, to be divided among torch's threads.
 
     There are as many rows as fill x, unless `count` gives another number.
@@ -51,16 +53,18 @@ def rows_of(x: Tensor, width: int, count: int | None = None):
     return NATIVE.Rows(count, width, torch.get_num_threads(), x.dtype == torch.bfloat16)
 
 
-def update_pass(param: Tensor, grad: Tensor | None, scale: float, weights: Tensor | None):
-    """What a pass of an optimizer over contiguous fp32 `param` reads and writes beside masters and moments.
+def update_pass(
+    param: Tensor, grad: Tensor | None, scale: float, weights: Tensor | None
+) -> _native.UpdatePass:
+    """The tensors that a pass of an optimizer over contiguous fp32 `param` uses besides masters and moments.
 
     Args:
         param: the masters.
         grad: their gradient, fp32, bf16 or fp16; None if the pass reads none.
-        scale: what the gradient is multiplied by.
-        weights: where the new weights go, fp32, bf16 or fp16; None if they are the masters.
+        scale: the factor of the gradient.
+        weights: the tensor for the new weights, fp32, bf16 or fp16; None if they are the masters.
     """
-    kinds = [0 if each is None else _KINDS[each.dtype] for each in (grad, weights)]
+    kinds = [0 if tensor is None else _KINDS[tensor.dtype] for tensor in (grad, weights)]
     threads = torch.get_num_threads()
     return NATIVE.UpdatePass(
         param.numel(), threads, address(grad), kinds[0], scale, address(weights), kinds[1]
@@ -72,10 +76,10 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def kept_by(rows: KeepRows, columns: Tensor, p: float):
-    """Dropout as the kernels see it, from contiguous shares of the hash, which must live as long."""
-    addresses = map(address, (rows.low, rows.odd_high, columns))
-    return NATIVE.Keep(*addresses, keep_threshold(p), 1 / (1 - p))
+def kept_by(rows: KeepRows, columns: Tensor, p: float) -> _native.Keep:
+    """The kernels' description of dropout; its arguments, contiguous shares of the hash, must outlive it."""
+    low, odd_high = address(rows.low), address(rows.odd_high)
+    return NATIVE.Keep(low, odd_high, address(columns), keep_threshold(p), 1 / (1 - p))
 
 
 def adjacent(x: Tensor) -> Tensor:
@@ -83,6 +87,6 @@ def adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def heads_of(x: Tensor):
-    """`adjacent` x [rows, samples, heads, size] as the kernels see it; it may have gaps between heads."""
+def heads_of(x: Tensor) -> _native.HeadTensor:
+    """The kernels' description of `adjacent` x [rows, samples, heads, size], which may have gaps."""
     return NATIVE.HeadTensor(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))

@@ -1,4 +1,4 @@
-"""What operators that add a residual to x demand of it."""
+"""The check of a residual by the operators that add it to x."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ _NO_WEIGHTS = -1  # as csrc/common/cuda_update.hpp has it
 
 @dataclass(frozen=True)
 class DeviceSignals:
-    """What an optimizer's step depends on and the device alone knows, so that the host need not wait for it.
+    """Inputs of an optimizer's step that only the device knows, so that the host need not wait for them.
 
     Attributes:
-        scale: fp32, one element: a further factor of the gradients, such as that of clipping; None for 1.
+        scale: fp32, one element: a further factor of the gradients, such as clipping's; None for 1.
         overflow: fp32, one element: unless it is 0, the step changes nothing; None for 0.
     """
 
@@ -49,26 +49,27 @@ def launch_update(
         grads: their gradients, of any float type; one that is not contiguous or is fp64 is copied.
         moments: for each kind of moments, a list of contiguous fp32 tensors, changed in place; None if the
             step has none of that kind.
-        weights: for each master, where the new weights go (fp32, fp16 or bf16), or None.
+        weights: for each master, the tensor for the new weights (fp32, fp16 or bf16), or None.
         settings: the kernel's numbers.
-        scale: what gradients are multiplied by.
-        signals: what else the step depends on.
+        scale: the factor of the gradients.
+        signals: the inputs of the step that only the device knows.
     """
     outs = [None] * len(params) if weights is None else weights
     grads = [readable(grad) for grad in grads]
+    beside: Sequence[Sequence[Tensor | None] | None] = (grads, outs, *moments)
     groups: dict[tuple[torch.dtype, torch.dtype | None], list[int]] = {}
     for index, (grad, out) in enumerate(zip(grads, outs, strict=True)):
         groups.setdefault((grad.dtype, None if out is None else out.dtype), []).append(index)
     for (grad_dtype, weight_dtype), chosen in groups.items():
-        lists = [
-            None if each is None else [each[i] for i in chosen] for each in (params, grads, outs, *moments)
-        ]
+        masters = [params[i] for i in chosen]
+        lists = [None if tensors is None else [tensors[i] for i in chosen] for tensors in beside]
         kernels.launch(
             name,
             grad_dtype,
             _NO_WEIGHTS if weight_dtype is None else weight_dtype,
             len(chosen),
-            lengths_of(*lists),
+            lengths_of(masters, *lists),
+            masters,
             *lists,
             scale,
             signals.scale,
@@ -83,11 +84,10 @@ def readable(tensor: Tensor) -> Tensor:
 
 
 def lengths_of(first: Sequence[Tensor], *others: Sequence[Tensor | None] | None) -> list[int]:
-    """The number of elements of each tensor, which those beside it in other lists share."""
-    lengths = [each.numel() for each in first]
+    """The number of elements of each tensor, which its counterparts in the other lists share."""
+    lengths = [tensor.numel() for tensor in first]
     for other in others:
         if other is not None:
-            assert all(e is None or e.numel() == n for e, n in zip(other, lengths, strict=True)), (
-                "other sizes"
-            )
+            pairs = zip(other, lengths, strict=True)
+            assert all(x is None or x.numel() == length for x, length in pairs), "other sizes"
     return lengths

@@ -14,7 +14,7 @@ from torch import Tensor
 from megazero.kernels import KernelLibrary, WatchedLibrary
 from megazero.kernels.build import build, on_cpu_recipe
 from megazero.kernels.on_cpu import ThreadOrder
-from megazero.ops.cuda import CUDA_KERNELS
+from megazero.ops.cuda import CUDA_KERNELS, cuda_built
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Every remainder of packs, warps and blocks, and both sides of each change of shape.
@@ -92,7 +92,7 @@ def in_every_order(
     for other in results[1:]:
         for first, second in zip(results[0], other, strict=True):
             assert (first is None and second is None) or same_bits(first, second)
-    if CUDA_KERNELS is not None:
+    if cuda_built():
         return [None if each is None else each.detach() for each in run(Mirrored(CUDA_KERNELS, "cuda"))]
     return results[0]
 

@@ -5,6 +5,7 @@ That they equal their references is swept by test_sweep.py; here is what is spec
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import subprocess
 import sys
@@ -217,6 +218,12 @@ def test_there_is_one_openmp_runtime() -> None:
         "before = omp(); from megazero.ops import native; print(native.available(), omp() == before)"
     )
     assert _run(code) == "True True"
+
+
+def test_the_stub_declares_what_the_module_has() -> None:
+    stub = ast.parse(Path(native.__file__).with_name("_native.pyi").read_text(encoding="utf-8"))
+    declared = {node.name for node in stub.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    assert declared == {name for name in vars(native.NATIVE) if not name.startswith("__")}
 
 
 def test_without_the_module_torch_serves_and_it_is_said() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,17 @@ from megazero.ops.native import NATIVE, address, available, update_pass
 _FP32 = frozenset({torch.float32})
 
 
-def adagrad_native_cpu(param, grad, total, weights=None, *, lr, eps, weight_decay, scale) -> None:
+def adagrad_native_cpu(
+    param: Tensor,
+    grad: Tensor,
+    total: Tensor,
+    weights: Tensor | None = None,
+    *,
+    lr: float,
+    eps: float,
+    weight_decay: float,
+    scale: float,
+) -> None:
     """The compiled kernel of csrc/adagrad: one pass, from the gradient as stored to the weights."""
     NATIVE.adagrad_step(
         update_pass(param, grad, scale, weights), address(param), address(total), lr, eps, weight_decay
@@ -23,13 +35,15 @@ def adagrad_native_cpu(param, grad, total, weights=None, *, lr, eps, weight_deca
 
 
 @torch.no_grad()
-def adagrad_chunks(param, grad, total, weights=None, **settings: float) -> None:
+def adagrad_chunks(
+    param: Tensor, grad: Tensor, total: Tensor, weights: Tensor | None = None, **settings: float
+) -> None:
     """The reference chunk by chunk, so that temporaries stay small."""
     for parts in side_by_side(param, grad, total, weights):
         adagrad_move(*parts, **settings)
 
 
-ADAGRAD = Operator(
+ADAGRAD: Operator[Callable[..., None]] = Operator(
     "adagrad",
     (
         Implementation("native_cpu", adagrad_native_cpu, where(CPU, _FP32, available)),
@@ -59,11 +73,11 @@ def adagrad_step(
         param: contiguous weights; all tensors have one shape and device.
         grad: their gradient, of any width.
         total: the sum s of squared gradients, changed in place.
-        weights: where the new weights also go, rounded to its dtype; None for nowhere.
+        weights: a tensor that also gets the new weights, rounded to its dtype; None for none.
         lr: learning rate.
         eps: added to the root.
         weight_decay: share of the weights in the gradient.
-        scale: what the gradient is multiplied by first.
+        scale: a factor that the gradient is first multiplied by.
     """
     ADAGRAD.choose(CallFacts.of(param)).fn(
         param,

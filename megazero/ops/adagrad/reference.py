@@ -13,6 +13,7 @@ def adagrad_move(
     grad: Tensor,
     total: Tensor,
     weights: Tensor | None,
+    /,
     *,
     lr: float,
     eps: float,
@@ -29,6 +30,8 @@ def adagrad_move(
 
 
 @torch.no_grad()
-def adagrad_reference(param, grad, total, weights=None, **settings: float) -> None:
+def adagrad_reference(
+    param: Tensor, grad: Tensor, total: Tensor, weights: Tensor | None = None, **settings: float
+) -> None:
     """`adagrad_move` on whole tensors."""
     adagrad_move(param, grad, total, weights, **settings)

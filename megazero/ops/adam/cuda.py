@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from megazero.kernels import KernelLibrary
 from megazero.ops.cuda import CUDA_KERNELS
@@ -13,19 +15,19 @@ from megazero.ops.segments import NO_SIGNALS, DeviceSignals, launch_update
 
 @torch.no_grad()
 def adam_cuda(
-    params,
-    grads,
-    exp_avgs,
-    exp_avg_sqs,
-    weights=None,
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    weights: Sequence[Tensor | None] | None = None,
     *,
-    step,
-    lr,
-    beta1,
-    beta2,
-    eps,
-    weight_decay,
-    scale=1.0,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    scale: float = 1.0,
     signals: DeviceSignals = NO_SIGNALS,
     kernels: KernelLibrary = CUDA_KERNELS,
 ) -> None:

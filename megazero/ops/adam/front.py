@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,19 +24,19 @@ def _fused_is_built() -> bool:
 
 
 def adam_native_cpu(
-    params,
-    grads,
-    exp_avgs,
-    exp_avg_sqs,
-    weights=None,
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    weights: Sequence[Tensor | None] | None = None,
     *,
-    step,
-    lr,
-    beta1,
-    beta2,
-    eps,
-    weight_decay,
-    scale=1.0,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    scale: float = 1.0,
 ) -> None:
     """The compiled kernel of csrc/adam: one pass over memory, from gradients as stored to the weights."""
     root = math.sqrt(1 - beta2**step)
@@ -48,24 +49,26 @@ def adam_native_cpu(
 
 @torch.no_grad()
 def adam_fused(
-    params,
-    grads,
-    exp_avgs,
-    exp_avg_sqs,
-    weights=None,
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    weights: Sequence[Tensor | None] | None = None,
     *,
-    step,
-    lr,
-    beta1,
-    beta2,
-    eps,
-    weight_decay,
-    scale=1.0,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    scale: float = 1.0,
 ) -> None:
     """torch's kernel, which needs one dtype throughout: other gradients are widened chunk by chunk."""
     counter = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
 
-    def move(params, grads, exp_avgs, exp_avg_sqs) -> None:
+    def move(
+        params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]
+    ) -> None:
         torch._fused_adamw_(
             params,
             grads,
@@ -94,19 +97,19 @@ def adam_fused(
 
 @torch.no_grad()
 def adam_foreach(
-    params,
-    grads,
-    exp_avgs,
-    exp_avg_sqs,
-    weights=None,
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    weights: Sequence[Tensor | None] | None = None,
     *,
-    step,
-    lr,
-    beta1,
-    beta2,
-    eps,
-    weight_decay,
-    scale=1.0,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    scale: float = 1.0,
 ) -> None:
     """The reference, with each line applied to all tensors at once."""
     grads = [scaled(grad, scale, m.dtype) for grad, m in zip(grads, exp_avgs, strict=True)]
@@ -122,7 +125,7 @@ def adam_foreach(
         adam_publish(weights, params)
 
 
-ADAM = Operator(
+ADAM: Operator[Callable[..., None]] = Operator(
     "adam",
     (
         Implementation("native_cpu", adam_native_cpu, where(CPU, _FP32, available)),
@@ -139,7 +142,7 @@ def adam_step(
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
-    weights: list[Tensor | None] | None = None,
+    weights: Sequence[Tensor | None] | None = None,
     *,
     step: int,
     lr: float,

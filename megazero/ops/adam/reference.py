@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ def adam_reference(
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
-    weights: list[Tensor | None] | None = None,
+    weights: Sequence[Tensor | None] | None = None,
     *,
     step: int,
     lr: float,
@@ -43,7 +44,7 @@ def adam_reference(
         adam_publish(weights, params)
 
 
-def adam_publish(weights: list[Tensor | None], params: list[Tensor]) -> None:
+def adam_publish(weights: Sequence[Tensor | None], params: list[Tensor]) -> None:
     """Write the new weights, rounded, where the model has its own."""
     for out, param in zip(weights, params, strict=True):
         if out is not None:

@@ -31,7 +31,9 @@ def attention_sdpa(
     assert dropout is None, "SDPA draws dropout masks of its own"
     s, b, n, d = q.shape
     out = F.scaled_dot_product_attention(
-        *(_heads_second(each) for each in (q, k, v)),
+        _heads_second(q),
+        _heads_second(k),
+        _heads_second(v),
         attn_mask=mask,
         is_causal=causal and mask is None,
         scale=scale,
@@ -56,7 +58,7 @@ def attention_with_dropout(
     """
     s, b, n, d = q.shape
     repeats = n // k.shape[2]
-    keys, values = (_heads_second(each).repeat_interleave(repeats, 1) for each in (k, v))
+    keys, values = (_heads_second(x).repeat_interleave(repeats, 1) for x in (k, v))
     scores = _heads_second(q) @ keys.transpose(2, 3)
     probs = scaled_softmax(scores, scale, causal, mask, document_ids=document_ids)
     if dropout is not None:

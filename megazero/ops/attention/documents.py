@@ -31,27 +31,29 @@ def document_runs(document_ids: Tensor) -> list[list[int]] | None:
     if document_ids.device.type != "cpu" or b * s == 0:
         return None
     runs = [torch.unique_consecutive(row, return_counts=True) for row in document_ids]
-    found = [lengths.tolist() for _, lengths in runs]
-    left_out = b * s * s - sum(length**2 for lengths in found for length in lengths)
-    if left_out < _WORTH * sum(map(len, found)):
+    lengths: list[list[int]] = [counts.tolist() for _, counts in runs]
+    left_out = b * s * s - sum(length**2 for row in lengths for length in row)
+    if left_out < _WORTH * sum(map(len, lengths)):
         return None
-    return None if any(len(ids) != len(ids.unique()) for ids, _ in runs) else found
+    return None if any(len(ids) != len(ids.unique()) for ids, _ in runs) else lengths
 
 
 def attention_by_document(
     q: Tensor, k: Tensor, v: Tensor, runs: list[list[int]], dropout: AttentionDropout | None, attend: Attend
 ) -> Tensor:
-    """[s, b, n d]: what `attend` makes of each run of each row.
+    """[s, b, n d]: the results of `attend` for each run of each row.
 
     q [s, b, n, d], k and v [s, b, g, d]. `attend` gets one run of one row, [l, 1, ...], and its dropout.
     """
     rows = []
     # By splits, because a slice's backward would fill a tensor of the whole size.
-    for i, tensors in enumerate(zip(*(each.split(1, 1) for each in (q, k, v)), runs, strict=True)):
-        lengths, start, parts = tensors[-1], 0, []
-        for part in zip(*(each.split(lengths) for each in tensors[:-1]), strict=True):
-            stop = start + len(part[0])
-            parts.append(attend(*part, _of_run(dropout, i, start, stop)))
+    samples = zip(q.split(1, 1), k.split(1, 1), v.split(1, 1), runs, strict=True)
+    for i, (queries, keys, values, lengths) in enumerate(samples):
+        start, parts = 0, []
+        split = (queries.split(lengths), keys.split(lengths), values.split(lengths))
+        for run_q, run_k, run_v in zip(*split, strict=True):
+            stop = start + len(run_q)
+            parts.append(attend(run_q, run_k, run_v, _of_run(dropout, i, start, stop)))
             start = stop
         rows.append(parts[0] if len(parts) == 1 else torch.cat(parts))
     return torch.cat(rows, 1)
@@ -64,8 +66,9 @@ def _of_run(dropout: AttentionDropout | None, row: int, start: int, stop: int) -
 
     def own(positions: Positions) -> Positions:
         positions = positions[start:stop]
-        one_for_all = isinstance(positions, range) or positions.dim() == 1
-        return positions if one_for_all else positions[:, row : row + 1]
+        if isinstance(positions, range) or positions.dim() == 1:  # of all rows
+            return positions
+        return positions[:, row : row + 1]
 
     keys = dropout.keys
     return replace(

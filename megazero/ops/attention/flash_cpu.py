@@ -16,10 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.counter_random import KeepRows, keep_columns, keep_multiplier
 from megazero.ops.dropout import AttentionDropout, attention_columns, attention_row_keys
 
@@ -58,7 +60,9 @@ def _foldable(x: Tensor) -> bool:
     return x.stride(1) == x.shape[2] * x.stride(2)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float):
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """out [s, b, n d] and log-sum-exp [b, n, s].
 
     Without a mask the samples are folded into the heads: the kernel writes [batch, s, heads, d], so
@@ -67,16 +71,16 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
     s, b, n, d = q.shape
     repeats = n // k.shape[2]
     if repeats > 1:
-        k, v = (each.repeat_interleave(repeats, 2) for each in (k, v))
+        k, v = (x.repeat_interleave(repeats, 2) for x in (k, v))
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    if mask is None and all(_foldable(each) for each in (q, k, v)):
-        heads = [each.view(1, each.shape[0], b * n, d).transpose(1, 2) for each in (q, k, v)]
+    if mask is None and all(map(_foldable, (q, k, v))):
+        heads = [x.view(1, x.shape[0], b * n, d).transpose(1, 2) for x in (q, k, v)]
         out, lse = flash(*heads, is_causal=causal, scale=scale)
         return out.transpose(1, 2).reshape(s, b, n * d), lse.view(b, n, s)
     additive = None
     if mask is not None:
         additive = q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-    heads = [each.permute(1, 2, 0, 3) for each in (q, k, v)]
+    heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
     out, lse = flash(*heads, is_causal=causal and mask is None, attn_mask=additive, scale=scale)
     return out.permute(2, 0, 1, 3).reshape(s, b, n * d), lse.reshape(b, n, s)
 
@@ -190,7 +194,7 @@ def _dropped_forward(shape: _Shape, samples: Iterator[_Sample], v: Tensor, keeps
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Where the gradients of q [s, b, n, d], k and v [t, b, g, d] are written."""
+    """The tensors to write the gradients of q [s, b, n, d], k and v [t, b, g, d] to."""
 
     q: Tensor
     k: Tensor
@@ -200,9 +204,12 @@ class _Gradients:
 def _backward_sample(
     sample: _Sample, tensors: tuple[Tensor, ...], delta: Tensor, keep: _Keep | None, into: _Gradients
 ) -> None:
-    """Takes q, dO [s, n, d]; k, v [t, g, d]; and delta [n, s], the sum of dO * O."""
+    """Write the gradients of one sample to `into`.
+
+    tensors: q [s, n, d], k and v [t, g, d], dO [s, n, d]. delta: [n, s], the sum of dO * O.
+    """
     shape = sample.shape
-    q, k, v, grad = (each.transpose(0, 1).contiguous() for each in tensors)
+    q, k, v, grad = (x.transpose(0, 1).contiguous() for x in tensors)
     wide = _wide(q.dtype)
     if keep is None:
         grad_beside, v_columns = _beside(grad, -delta), _columns_first(_beside(v, None))
@@ -236,11 +243,22 @@ class _FlashCPU(torch.autograd.Function):
     """Result [s, b, n d] and log-sum-exp [b, n, s], -inf for a query that may attend to nothing."""
 
     @staticmethod
-    def forward(ctx, q, k, v, mask, causal: bool, row_keys, columns, p: float, scale: float):
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        row_keys: Tensor | None,
+        columns: Tensor | None,
+        p: float,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
         s, b, n, d = q.shape
         shape = _Shape(s, k.shape[0], n, k.shape[2], causal, scale, q.dtype == torch.bfloat16)
         out, lse = _flash(q, k, v, mask, causal, scale)
-        if row_keys is not None:
+        if row_keys is not None and columns is not None:
             samples = _samples(shape, q, k, lse, mask)
             out = _dropped_forward(shape, samples, v, _keeps(row_keys, columns, p)).view(s, b, n * d)
         ctx.save_for_backward(q, k, v, out, lse, mask, row_keys, columns)
@@ -250,8 +268,8 @@ class _FlashCPU(torch.autograd.Function):
         return out, lse if mask is None else lse.masked_fill(~mask.any(-1), -torch.inf)
 
     @staticmethod
-    def backward(ctx, grad: Tensor | None, grad_lse: Tensor | None):
-        """A score's probability is the log-sum-exp's derivative by it, so lse's gradient goes into delta."""
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
+        """The gradients; lse's goes into delta, as its derivative by a score is the score's probability."""
         q, k, v, out, lse, mask, row_keys, columns = ctx.saved_tensors
         wide = _wide(q.dtype)
         grad = torch.zeros_like(q) if grad is None else grad.reshape(q.shape)
@@ -259,16 +277,16 @@ class _FlashCPU(torch.autograd.Function):
         if grad_lse is not None:
             delta = delta - grad_lse
         grads = _Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
-        keeps = [None] * q.shape[1] if row_keys is None else _keeps(row_keys, columns, ctx.p)
+        keeps = None if row_keys is None else _keeps(row_keys, columns, ctx.p)
         for i, sample in enumerate(_samples(ctx.attention_shape, q, k, lse, mask)):
             tensors = tuple(x[:, i] for x in (q, k, v, grad))
             into = _Gradients(grads.q[:, i], grads.k[:, i], grads.v[:, i])
-            _backward_sample(sample, tensors, delta[i], keeps[i], into)
+            _backward_sample(sample, tensors, delta[i], None if keeps is None else keeps[i], into)
         return grads.q, grads.k, grads.v, *(None,) * 6
 
 
 def _samples(shape: _Shape, q: Tensor, k: Tensor, lse: Tensor, mask: Tensor | None) -> Iterator[_Sample]:
-    """Each sample in turn, prepared only when its turn comes."""
+    """The samples, each prepared only when its turn comes."""
     b = q.shape[1]
     blocked = None if mask is None else (~mask).expand(b, -1, -1, -1)
     for i in range(b):
@@ -286,6 +304,6 @@ def attention_flash_cpu(
 ) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp: torch's CPU flash kernel forward, and our blocked backward."""
     if dropout is None:
-        return _FlashCPU.apply(q, k, v, mask, causal, None, None, 0.0, scale)
+        return apply(_FlashCPU, q, k, v, mask, causal, None, None, 0.0, scale)
     row_keys, columns = attention_row_keys(dropout, q.shape[2]), keep_columns(attention_columns(dropout))
-    return _FlashCPU.apply(q, k, v, mask, causal, row_keys, columns, dropout.p, scale)
+    return apply(_FlashCPU, q, k, v, mask, causal, row_keys, columns, dropout.p, scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ _FLASH_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16})
 
 
 class MaskKind(enum.Enum):
-    """What restricts the keys that a query may attend to: the most general kind that applies to a call."""
+    """The most general restriction of the keys that a query may attend to in a call."""
 
     NONE = "none"
     CAUSAL = "causal"
@@ -31,17 +32,15 @@ class MaskKind(enum.Enum):
     DENSE = "dense"
 
 
-# What compares documents' ids itself, and takes them instead of a mask [b, 1, s, t].
-_BY_IDS = frozenset({attention_with_dropout})
-
-
 @dataclass(frozen=True)
 class AttentionFacts(CallFacts):
-    """Attributes:
-    mask: what restricts the keys that a query may attend to.
-    dropout: whether probabilities are dropped.
-    head_size: channels per head.
-    lse: whether the log-sum-exp is needed too.
+    """The facts that decide which implementation runs.
+
+    Attributes:
+        mask: the restriction of the keys that a query may attend to.
+        dropout: whether probabilities are dropped.
+        head_size: channels per head.
+        lse: whether the log-sum-exp is needed too.
     """
 
     mask: MaskKind
@@ -51,14 +50,20 @@ class AttentionFacts(CallFacts):
 
 
 def _flash_pays(facts: AttentionFacts) -> bool:
-    """In fp32 torch's own backward is faster, but lacks our dropout and does not return the log-sum-exp."""
+    """Whether the blocked backward pays: torch's is faster in fp32, but lacks our dropout and the lse."""
     return facts.dropout or facts.lse or facts.dtype == torch.bfloat16
 
 
 _FLASH_PAYS = "pays with dropout, lse or bfloat16 only"
 
 
-ATTENTION = Operator(
+# (q, k, v, mask, causal, dropout, scale) -> the result, and the log-sum-exp where it is computed
+_Attend = Callable[
+    [Tensor, Tensor, Tensor, Tensor | None, bool, AttentionDropout | None, float],
+    tuple[Tensor, Tensor | None],
+]
+
+ATTENTION: Operator[_Attend] = Operator(
     "attention",
     (
         Implementation("native_cpu", attention_native_cpu, on_native_cpu()),
@@ -100,8 +105,9 @@ def attention(
     scale: 1 / sqrt(d) by default.
     A query that may attend to nothing gives zeros. Raises ValueError if the shapes do not fit together.
     """
-    whole = document_ids is not None and mask is None and q.shape[0] == k.shape[0]
-    if whole and not torch.compiler.is_compiling():  # reads where documents end
+    whole = mask is None and q.shape[0] == k.shape[0]
+    # Reads where documents end, which a compiler cannot trace.
+    if document_ids is not None and whole and not torch.compiler.is_compiling():
         _check(q, k, v, dropout)
         runs = document_runs(document_ids)
         if runs is not None:
@@ -131,10 +137,22 @@ def attention_with_lse(
     of Liu et al. 2023). Gradients flow through both. The log-sum-exp is -inf for a query that may attend to
     nothing. Scores of dropped probabilities count: dropout affects only the result.
     """
-    return _attend(q, k, v, causal, mask, document_ids, dropout, scale, lse=True)
+    out, lse = _attend(q, k, v, causal, mask, document_ids, dropout, scale, lse=True)
+    assert lse is not None, "the table has no implementation without it for such a call"
+    return out, lse
 
 
-def _attend(q, k, v, causal, mask, document_ids, dropout, scale, lse: bool) -> tuple[Tensor, Tensor | None]:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    document_ids: Tensor | None,
+    dropout: AttentionDropout | None,
+    scale: float | None,
+    lse: bool,
+) -> tuple[Tensor, Tensor | None]:
     _check(q, k, v, dropout)
     s, t = q.shape[0], k.shape[0]
     causal = causal and s > 1
@@ -148,9 +166,10 @@ def _attend(q, k, v, causal, mask, document_ids, dropout, scale, lse: bool) -> t
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1])
     fn = ATTENTION.choose(facts).fn
-    if fn in _BY_IDS and document_ids is not None:
-        mask = _joined_mask(mask, None, causal, s, t, q.device)
-        return fn(q, k, v, mask, causal, dropout, scale, document_ids=document_ids.expand(q.shape[1], t))
+    if fn is attention_with_dropout and document_ids is not None:
+        # It compares the ids itself, and needs no mask [b, 1, s, t] of them.
+        mask, ids = _joined_mask(mask, None, causal, s, t, q.device), document_ids.expand(q.shape[1], t)
+        return attention_with_dropout(q, k, v, mask, causal, dropout, scale, document_ids=ids)
     mask = _joined_mask(mask, document_ids, causal, s, t, q.device)
     return fn(q, k, v, mask, causal, dropout, scale)
 
@@ -170,11 +189,11 @@ def _joined_mask(
     if document_ids is not None:
         own = same_document(document_ids, s)
         mask = own if mask is None else mask & own
-    if mask is None and (not causal or s == t):
-        return None
-    if causal:
+    if causal and (mask is not None or s != t):
         order = may_attend(s, t, device)
         mask = order if mask is None else mask & order
+    if mask is None:
+        return None
     return mask.view((1,) * (4 - mask.dim()) + mask.shape).expand(-1, -1, s, t)
 
 

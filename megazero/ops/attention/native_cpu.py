@@ -7,28 +7,35 @@ saved.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.counter_random import KeepRows, keep_columns
 from megazero.ops.dropout import AttentionDropout, attention_columns, attention_row_keys
 from megazero.ops.native import NATIVE, address, adjacent, heads_of, kept_by
 
 
-def _shape(q: Tensor, k: Tensor, causal: bool, scale: float, **most: object):
-    """The sizes as the kernels see them; `most` limits the instruction set, for tests."""
+def _shape(
+    q: Tensor, k: Tensor, causal: bool, scale: float, **most: NATIVE.InstructionSet
+) -> NATIVE.AttentionShape:
+    """The kernels' description of the sizes; `most` limits the instruction set, for tests."""
     (s, b, n, d), (t, _, g, _) = q.shape, k.shape
     narrow = q.dtype == torch.bfloat16
     return NATIVE.AttentionShape(s, t, b, n, g, d, torch.get_num_threads(), scale, causal, narrow, **most)
 
 
-def _limits(mask: Tensor | None, rows: KeepRows | None, columns: Tensor | None, p: float):
-    """The mask and the dropout as the kernels see them; their tensors must live as long."""
+def _limits(
+    mask: Tensor | None, rows: KeepRows | None, columns: Tensor | None, p: float
+) -> NATIVE.AttentionLimits:
+    """The kernels' description of mask and dropout; the tensors must outlive it."""
     limits = NATIVE.AttentionLimits()
     if mask is not None:
         limits.mask(mask.data_ptr(), *(mask.stride(dim) if mask.shape[dim] > 1 else 0 for dim in range(3)))
-    if rows is not None:
+    if rows is not None and columns is not None:
         step = columns.stride(0) if len(columns) > 1 else 0
         limits.dropout(kept_by(rows, columns, p), step)
     return limits
@@ -38,12 +45,24 @@ class _NativeAttention(torch.autograd.Function):
     """Result [s, b, n d] and log-sum-exp [b, n, s], -inf for a query that may attend to nothing."""
 
     @staticmethod
-    def forward(ctx, q, k, v, mask, causal: bool, low, odd_high, columns, p: float, scale: float):
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        low: Tensor | None,
+        odd_high: Tensor | None,
+        columns: Tensor | None,
+        p: float,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
         q, k, v = map(adjacent, (q, k, v))
         s, b, n, d = q.shape
         out = q.new_empty(s, b, n, d)
         lse = torch.empty(b, n, s, dtype=torch.float32)
-        rows = None if low is None else KeepRows(low, odd_high)
+        rows = None if low is None or odd_high is None else KeepRows(low, odd_high)
         limits = _limits(mask, rows, columns, p)
         shape = _shape(q, k, causal, scale)
         NATIVE.attention_forward(shape, limits, *map(heads_of, (q, k, v, out)), address(lse))
@@ -54,7 +73,7 @@ class _NativeAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor | None, grad_lse: Tensor | None):
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
         q, k, v, out, lse, mask, low, odd_high, columns = ctx.saved_tensors
         grad = torch.zeros_like(out) if grad is None else adjacent(grad.view(out.shape))
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
@@ -62,8 +81,8 @@ class _NativeAttention(torch.autograd.Function):
         rows = None if low is None else KeepRows(low, odd_high)
         limits = _limits(mask, rows, columns, ctx.p)
         shape = _shape(q, k, ctx.causal, ctx.scale)
-        tensors = (*map(heads_of, (q, k, v, out)), address(lse), heads_of(grad), address(grad_lse))
-        NATIVE.attention_backward(shape, limits, *tensors, *map(heads_of, grads))
+        given, saved = map(heads_of, (q, k, v, out)), (address(lse), heads_of(grad), address(grad_lse))
+        NATIVE.attention_backward(shape, limits, *given, *saved, *map(heads_of, grads))
         return *grads, *(None,) * 7
 
 
@@ -84,4 +103,4 @@ def attention_native_cpu(
         low, odd_high = rows.low.contiguous(), rows.odd_high.contiguous()
         columns, p = keep_columns(attention_columns(dropout)).contiguous(), dropout.p
     mask = None if mask is None else adjacent(mask)
-    return _NativeAttention.apply(q, k, v, mask, causal, low, odd_high, columns, p, scale)
+    return apply(_NativeAttention, q, k, v, mask, causal, low, odd_high, columns, p, scale)

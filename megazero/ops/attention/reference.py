@@ -26,8 +26,8 @@ def attention_reference(
     """
     s, b, n, d = q.shape
     repeats = n // k.shape[2]
-    wide_q, wide_k, wide_v = (each.to(compute_dtype(q.dtype)) for each in (q, k, v))
-    wide_k, wide_v = (each.repeat_interleave(repeats, 2) for each in (wide_k, wide_v))
+    wide_q, wide_k, wide_v = (x.to(compute_dtype(q.dtype)) for x in (q, k, v))
+    wide_k, wide_v = (x.repeat_interleave(repeats, 2) for x in (wide_k, wide_v))
     scores = torch.einsum("sbnd,tbnd->bnst", wide_q, wide_k)
     wide_scores, none_allowed = masked_scores(scores, scale, causal, mask)
     lse = torch.logsumexp(wide_scores, -1).masked_fill(none_allowed.squeeze(-1), -torch.inf)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.kernels import KernelLibrary
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.counter_random import keep_threshold
 from megazero.ops.cuda import CUDA_KERNELS
 from megazero.ops.dropout import Dropout, hidden_row_keys
 
 
 class _CudaBiasDropoutAdd(torch.autograd.Function):
-    """Saves only the keys of the rows; backward makes the mask again."""
+    """The kernels' operator; it saves only the keys of the rows, and backward makes the mask again."""
 
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         x: Tensor,
         bias: Tensor | None,
         residual: Tensor,
@@ -42,7 +45,7 @@ class _CudaBiasDropoutAdd(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         (row_keys,) = ctx.saved_tensors
         known = (grad if grad.dtype == ctx.x_dtype else grad.float()).contiguous()
         grad_x, grad_bias, partials = grad, None, None
@@ -78,4 +81,4 @@ def bias_dropout_add_cuda(
     """residual + dropout(x + bias) for fp32, fp16 or bf16 x [s, b, h] on a GPU, in the residual's dtype."""
     row_keys = None if dropout is None else hidden_row_keys(dropout).contiguous()
     p = 0.0 if dropout is None else dropout.p
-    return _CudaBiasDropoutAdd.apply(x, bias, residual, row_keys, p, kernels)
+    return apply(_CudaBiasDropoutAdd, x, bias, residual, row_keys, p, kernels)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.bias_dropout_add.cuda import bias_dropout_add_cuda
 from megazero.ops.bias_dropout_add.reference import bias_dropout_add_reference
 from megazero.ops.chunks import compute_dtype, row_chunks
@@ -20,9 +23,11 @@ from megazero.ops.native import NATIVE, address, kept_by, on_native_cpu, rows_of
 
 @dataclass(frozen=True)
 class DropoutFacts(CallFacts):
-    """Attributes:
-    dropout: whether there is dropout.
-    mixed: whether the residual has another dtype than x.
+    """The facts that decide which implementation runs.
+
+    Attributes:
+        dropout: whether there is dropout.
+        mixed: whether the residual has another dtype than x.
     """
 
     dropout: bool
@@ -38,13 +43,15 @@ def _keep_hash(row_keys: Tensor, width: int) -> tuple[KeepRows, Tensor]:
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
-    """Works in row chunks that stay in cache, and saves only the keys.
+    """The operator in row chunks that stay in cache; it saves only the keys.
 
     Making the mask again in backward costs less than saving and reading it.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor | None, residual: Tensor, row_keys: Tensor, p: float):
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor, row_keys: Tensor, p: float
+    ) -> Tensor:
         ctx.p, ctx.x_dtype, ctx.bias_dtype = p, x.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(row_keys)
         x_rows, residual_rows = _rows(x), _rows(residual)
@@ -61,7 +68,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
         return out.view(residual.shape)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         (row_keys,) = ctx.saved_tensors
         grad_rows = _rows(grad)
         wide_type = compute_dtype(ctx.x_dtype)
@@ -74,15 +81,17 @@ class _BiasDropoutAdd(torch.autograd.Function):
             grad_x[chunk] = multiplier
             if ctx.bias_dtype is not None:
                 grad_bias += multiplier.sum(0)
-        grad_bias = None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype)
-        return grad_x.view(grad.shape), grad_bias, grad, None, None
+        of_bias = None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype)
+        return grad_x.view(grad.shape), of_bias, grad, None, None
 
 
 class _NativeBiasDropoutAdd(torch.autograd.Function):
     """The compiled kernels of csrc/bias_dropout_add: one pass each way, which makes the mask as it goes."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor | None, residual: Tensor, row_keys: Tensor, p: float):
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor, row_keys: Tensor, p: float
+    ) -> Tensor:
         ctx.p, ctx.x_dtype, ctx.bias_dtype = p, x.dtype, None if bias is None else bias.dtype
         x, residual = x.contiguous(), residual.contiguous()
         wide_bias = None if bias is None else bias.float().contiguous()
@@ -95,7 +104,7 @@ class _NativeBiasDropoutAdd(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         (row_keys,) = ctx.saved_tensors
         width = grad.shape[-1]
         own = grad.contiguous()
@@ -111,16 +120,18 @@ def bias_dropout_add_native_cpu(
     x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None
 ) -> Tensor:
     """residual + dropout(x + bias) for x and residual [s, b, h] of one dtype, fp32 or bf16, on CPU."""
+    assert dropout is not None
     row_keys = hidden_row_keys(dropout).view(-1, 1)
-    return _NativeBiasDropoutAdd.apply(x, bias, residual, row_keys, dropout.p)
+    return apply(_NativeBiasDropoutAdd, x, bias, residual, row_keys, dropout.p)
 
 
 def bias_dropout_add_chunked(
     x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None
 ) -> Tensor:
     """residual + dropout(x + bias), chunk by chunk; shapes [s, b, h]."""
+    assert dropout is not None
     row_keys = hidden_row_keys(dropout).view(-1, 1)
-    return _BiasDropoutAdd.apply(x, bias, residual, row_keys, dropout.p)
+    return apply(_BiasDropoutAdd, x, bias, residual, row_keys, dropout.p)
 
 
 def bias_add_torch(x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None) -> Tensor:
@@ -129,7 +140,7 @@ def bias_add_torch(x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dr
     return residual + (x if bias is None else x + bias)
 
 
-BIAS_DROPOUT_ADD = Operator(
+BIAS_DROPOUT_ADD: Operator[Callable[[Tensor, Tensor | None, Tensor, Dropout | None], Tensor]] = Operator(
     "bias_dropout_add",
     (
         Implementation("cuda", bias_dropout_add_cuda, on_cuda_kernels()),

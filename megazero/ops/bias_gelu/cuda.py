@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.kernels import KernelLibrary
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.cuda import CUDA_KERNELS
 
 
@@ -14,7 +17,7 @@ class _CudaBiasGELU(torch.autograd.Function):
     """One pass over memory each way; the bias's gradient is added up in fp32, in a fixed order."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor | None, exact: bool, kernels: KernelLibrary) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, exact: bool, kernels: KernelLibrary) -> Tensor:
         x = x.contiguous()
         wide_bias = None if bias is None else bias.float().contiguous()
         y, width = torch.empty_like(x), x.shape[-1]
@@ -26,7 +29,7 @@ class _CudaBiasGELU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, bias = ctx.saved_tensors
         grad, grad_x, width = grad.contiguous(), torch.empty_like(x), x.shape[-1]
         count = x.numel() // width if width else 0
@@ -43,4 +46,4 @@ def bias_gelu_cuda(
     x: Tensor, bias: Tensor | None, exact: bool, kernels: KernelLibrary = CUDA_KERNELS
 ) -> Tensor:
     """gelu(x + bias) on a GPU for x [..., f] and bias [f] of one dtype: fp32, fp16 or bf16."""
-    return _CudaBiasGELU.apply(x, bias, exact, kernels)
+    return apply(_CudaBiasGELU, x, bias, exact, kernels)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.bias_gelu.cuda import bias_gelu_cuda
 from megazero.ops.bias_gelu.reference import bias_gelu_reference
 from megazero.ops.cuda import on_cuda_kernels
@@ -18,9 +21,11 @@ from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
 
 @dataclass(frozen=True)
 class GeluFacts(CallFacts):
-    """Attributes:
-    exact: whether the erf form is used, rather than the tanh form.
-    mixed: whether the bias has a different dtype from x.
+    """The facts that decide which implementation runs.
+
+    Attributes:
+        exact: whether the erf form is used, rather than the tanh form.
+        mixed: whether the bias has a different dtype from x.
     """
 
     exact: bool
@@ -31,7 +36,7 @@ class _NativeBiasGELU(torch.autograd.Function):
     """The compiled kernel of csrc/bias_gelu: one pass over memory each way."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         x = x.contiguous()
         wide_bias = None if bias is None else bias.float().contiguous()
         y = torch.empty_like(x)
@@ -41,7 +46,7 @@ class _NativeBiasGELU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, wide_bias = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = torch.empty_like(x)
@@ -56,7 +61,7 @@ class _NativeBiasGELU(torch.autograd.Function):
 def bias_gelu_native_cpu(x: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
     """The tanh form of gelu(x + bias) on CPU, for x [..., f] and bias [f] of one dtype, fp32 or bf16."""
     assert not exact
-    return _NativeBiasGELU.apply(x, bias)
+    return apply(_NativeBiasGELU, x, bias)
 
 
 def bias_gelu_torch(x: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
@@ -65,7 +70,7 @@ def bias_gelu_torch(x: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
     return F.gelu(z, approximate="none" if exact else "tanh")
 
 
-BIAS_GELU = Operator(
+BIAS_GELU: Operator[Callable[[Tensor, Tensor | None, bool], Tensor]] = Operator(
     "bias_gelu",
     (
         Implementation("native_cpu", bias_gelu_native_cpu, on_native_cpu(exact=False, mixed=False)),

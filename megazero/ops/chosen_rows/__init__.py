@@ -1,4 +1,4 @@
-"""Rows chosen by number: how layers see some tokens of a sequence, and how these return among the others."""
+"""The choice of rows by number, which takes a layer's tokens out of a sequence and puts them back."""
 
 from megazero.ops.chosen_rows.front import CHOSEN_ROWS, chosen_rows
 

@@ -12,10 +12,10 @@ def copied_by_kernel(
 ) -> Tensor:
     """out [m, h] in fp32, fp16 or bf16 on a GPU: source[numbers[i]], or otherwise[i] where that is negative.
 
-    Nobody looks at the numbers before: a row that the source does not have comes out as NaN.
+    The numbers are not checked first: a row that the source does not have comes out as NaN.
     """
-    source, numbers, otherwise = (None if x is None else x.contiguous() for x in (source, numbers, otherwise))
+    source, otherwise = (None if x is None else x.contiguous() for x in (source, otherwise))
     out = like.new_empty(len(numbers), like.shape[1])
     sizes = (len(numbers), like.shape[1] * like.element_size(), 0 if source is None else len(source))
-    kernels.launch("chosen_rows", *sizes, source, numbers, otherwise, out)
+    kernels.launch("chosen_rows", *sizes, source, numbers.contiguous(), otherwise, out)
     return out

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.kernels import KernelLibrary
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chosen_rows.cuda import copied_by_kernel
 from megazero.ops.chosen_rows.reference import chosen_rows_reference
 from megazero.ops.cuda import CUDA_KERNELS, on_cuda_kernels
@@ -21,17 +23,19 @@ _Copy = Callable[[Tensor | None, Tensor, Tensor | None, Tensor], Tensor]
 
 
 class _ChosenRows(torch.autograd.Function):
-    """Backward is two choices more: the inverse one for the source, and what was not chosen for the rest."""
+    """The choice; backward is two more: the inverse for the source, and the rest for `otherwise`."""
 
     @staticmethod
-    def forward(ctx, source: Tensor, numbers: Tensor, inverse: Tensor, otherwise: Tensor | None, copy: _Copy):
+    def forward(
+        ctx: Any, source: Tensor, numbers: Tensor, inverse: Tensor, otherwise: Tensor | None, copy: _Copy
+    ) -> Tensor:
         ctx.save_for_backward(numbers, inverse)
         ctx.copy, ctx.has_rest = copy, otherwise is not None
         return copy(source, numbers, otherwise, source)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         numbers, inverse = ctx.saved_tensors
         grad = grad.contiguous()
         of_rest = ctx.copy(None, numbers, grad, grad) if ctx.has_rest else None
@@ -53,19 +57,20 @@ def _copied_by_index(
 ) -> Tensor:
     """A selection of rows, then a mask; for any device."""
     if source is None:
+        assert otherwise is not None, "a row comes from one of the two"
         return otherwise.masked_fill((numbers >= 0).unsqueeze(1), 0.0)
     if not len(source):
         return like.new_zeros(len(numbers), like.shape[1]) if otherwise is None else otherwise.clone()
-    found = source.index_select(0, numbers.clamp_min(0))
+    rows = source.index_select(0, numbers.clamp_min(0))
     absent = (numbers < 0).unsqueeze(1)
-    return found.masked_fill_(absent, 0.0) if otherwise is None else torch.where(absent, otherwise, found)
+    return rows.masked_fill_(absent, 0.0) if otherwise is None else torch.where(absent, otherwise, rows)
 
 
 def chosen_rows_native_cpu(
     source: Tensor, numbers: Tensor, inverse: Tensor, otherwise: Tensor | None
 ) -> Tensor:
-    """For rows in fp32 or bf16 on CPU."""
-    return _ChosenRows.apply(source, numbers, inverse, otherwise, _copied_natively)
+    """The choice by csrc/chosen_rows, for rows in fp32 or bf16 on CPU."""
+    return apply(_ChosenRows, source, numbers, inverse, otherwise, _copied_natively)
 
 
 def chosen_rows_cuda(
@@ -75,19 +80,19 @@ def chosen_rows_cuda(
     otherwise: Tensor | None,
     kernels: KernelLibrary = CUDA_KERNELS,
 ) -> Tensor:
-    """For rows in fp32, fp16 or bf16 on a GPU."""
+    """The choice by a kernel, for rows in fp32, fp16 or bf16 on a GPU."""
     copy = partial(copied_by_kernel, kernels=kernels)
-    return _ChosenRows.apply(source, numbers, inverse, otherwise, copy)
+    return apply(_ChosenRows, source, numbers, inverse, otherwise, copy)
 
 
 def chosen_rows_by_index(
     source: Tensor, numbers: Tensor, inverse: Tensor, otherwise: Tensor | None
 ) -> Tensor:
-    """For any device and dtype."""
-    return _ChosenRows.apply(source, numbers, inverse, otherwise, _copied_by_index)
+    """The choice by torch, for any device and dtype."""
+    return apply(_ChosenRows, source, numbers, inverse, otherwise, _copied_by_index)
 
 
-CHOSEN_ROWS = Operator(
+CHOSEN_ROWS: Operator[Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]] = Operator(
     "chosen_rows",
     (
         Implementation("native_cpu", chosen_rows_native_cpu, on_native_cpu()),

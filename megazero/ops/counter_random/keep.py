@@ -35,7 +35,7 @@ class KeepRows:
         row = mix_64_(keys + GOLDEN_GAMMA)
         return cls(row.to(torch.int32), (row >> 32).to(torch.int32).bitwise_or_(1))
 
-    def __getitem__(self, rows) -> KeepRows:
+    def __getitem__(self, rows: slice | tuple[slice, ...]) -> KeepRows:
         return KeepRows(self.low[rows], self.odd_high[rows])
 
 
@@ -45,7 +45,7 @@ def keep_columns(index: Tensor) -> Tensor:
 
 
 def keep_threshold(p: float) -> int:
-    """An element is kept if its hash, an int32, is not below this: for kernels that make the hash themselves.
+    """The least int32 hash of an element that is kept, for kernels that make the hash themselves.
 
     Raises ValueError unless 0 <= p < 1.
     """

@@ -24,7 +24,9 @@ def _normal_at(key: int, index: Tensor) -> Tensor:
     return symmetric.erfinv_().mul_(math.sqrt(2))
 
 
-def _flat_index(rows: Tensor, full_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]):
+def _flat_index(
+    rows: Tensor, full_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]
+) -> Tensor:
     """Flat index in the whole of the first element of each of the block's rows (all dims but the last)."""
     flat = torch.full_like(rows, offset[-1])
     stride = full_shape[-1]

@@ -1,4 +1,4 @@
-"""The generators in Python integers: what the tensor code must equal, bit for bit."""
+"""The generators in Python integers, which the tensor code must equal bit for bit."""
 
 from __future__ import annotations
 

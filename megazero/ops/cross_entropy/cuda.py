@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 
 from megazero.kernels import KernelLibrary
+from megazero.ops.autograd import apply
 from megazero.ops.cross_entropy.sliced import SlicedCrossEntropy, SlicePasses, SliceUse
 from megazero.ops.cuda import CUDA_KERNELS
+from megazero.ops.reduce_group import ReduceGroup
 
 
 def _statistics(
     kernels: KernelLibrary, logits: Tensor, columns: int, local: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    numbers = tuple(logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(3))
-    kernels.launch("cross_entropy_statistics", logits.dtype, *logits.shape, columns, logits, local, *numbers)
-    return numbers
+    maximum, total, picked = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(3))
+    tensors = (logits, local, maximum, total, picked)
+    kernels.launch("cross_entropy_statistics", logits.dtype, *logits.shape, columns, *tensors)
+    return maximum, total, picked
 
 
 def _gradient(
@@ -41,7 +44,7 @@ def cuda_passes(kernels: KernelLibrary) -> SlicePasses:
 def vocab_parallel_cross_entropy_cuda(
     logits: Tensor,
     target: Tensor,
-    group,
+    group: ReduceGroup,
     vocab_start: int,
     vocab_size: int,
     overwrite: bool = False,
@@ -49,4 +52,4 @@ def vocab_parallel_cross_entropy_cuda(
 ) -> Tensor:
     """Loss of each row of fp32, fp16 or bf16 logits [..., v/tp] on a GPU; fp32 [...]."""
     how = SliceUse(cuda_passes(kernels), overwrite)
-    return SlicedCrossEntropy.apply(logits, target, group, vocab_start, vocab_size, how)
+    return apply(SlicedCrossEntropy, logits, target, group, vocab_start, vocab_size, how)

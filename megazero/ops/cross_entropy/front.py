@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -15,19 +15,9 @@ from megazero.ops.cross_entropy.reference import vocab_parallel_cross_entropy_re
 from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.native import on_native_cpu
+from megazero.ops.reduce_group import ReduceGroup
 
-
-class ReduceGroup(Protocol):
-    """What this operator asks of a communicator; `mpu.Group` gives it."""
-
-    size: int
-    rank: int
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> object:
-        """Reduce over the group's ranks in place, by "sum" or "max"."""
-
-
-CROSS_ENTROPY = Operator(
+CROSS_ENTROPY: Operator[Callable[[Tensor, Tensor, ReduceGroup, int, int, bool], Tensor]] = Operator(
     "cross_entropy",
     (
         Implementation("native_cpu", vocab_parallel_cross_entropy_native_cpu, on_native_cpu()),

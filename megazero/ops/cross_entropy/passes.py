@@ -5,22 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megazero.ops.autograd import apply
 from megazero.ops.chunks import compute_dtype, row_chunks
 from megazero.ops.cross_entropy.sliced import SlicedCrossEntropy, SlicePasses, SliceUse
 from megazero.ops.native import NATIVE, address, rows_of
+from megazero.ops.reduce_group import ReduceGroup
 
 
-def _rows(logits: Tensor, columns: int):
+def _rows(logits: Tensor, columns: int) -> tuple[NATIVE.Rows, int]:
     """Rows of which only `columns` count, `stride` apart."""
     count, stride = logits.shape
     return rows_of(logits, columns, count), stride
 
 
 def _native_statistics(logits: Tensor, columns: int, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    numbers = torch.empty(3, logits.shape[0], dtype=torch.float32).unbind()
-    tensors = map(address, (logits, local, *numbers))
+    maximum, total, picked = torch.empty(3, logits.shape[0], dtype=torch.float32).unbind()
+    tensors = map(address, (logits, local, maximum, total, picked))
     NATIVE.cross_entropy_statistics(*_rows(logits, columns), *tensors)
-    return numbers
+    return maximum, total, picked
 
 
 def _native_gradient(
@@ -35,11 +37,16 @@ NATIVE_CPU_PASSES = SlicePasses(_native_statistics, _native_gradient)
 
 
 def vocab_parallel_cross_entropy_native_cpu(
-    logits: Tensor, target: Tensor, group, vocab_start: int, vocab_size: int, overwrite: bool = False
+    logits: Tensor,
+    target: Tensor,
+    group: ReduceGroup,
+    vocab_start: int,
+    vocab_size: int,
+    overwrite: bool = False,
 ) -> Tensor:
     """Loss of each row of fp32 or bf16 logits [..., v/tp] on CPU; fp32 [...]."""
     how = SliceUse(NATIVE_CPU_PASSES, overwrite)
-    return SlicedCrossEntropy.apply(logits, target, group, vocab_start, vocab_size, how)
+    return apply(SlicedCrossEntropy, logits, target, group, vocab_start, vocab_size, how)
 
 
 def _chunked_statistics(logits: Tensor, columns: int, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,8 +86,13 @@ CHUNKED_PASSES = SlicePasses(_chunked_statistics, _chunked_gradient)
 
 
 def vocab_parallel_cross_entropy_chunked(
-    logits: Tensor, target: Tensor, group, vocab_start: int, vocab_size: int, overwrite: bool = False
+    logits: Tensor,
+    target: Tensor,
+    group: ReduceGroup,
+    vocab_start: int,
+    vocab_size: int,
+    overwrite: bool = False,
 ) -> Tensor:
     """Loss of each row of logits [..., v/tp], chunk by chunk; fp32 [...]."""
     how = SliceUse(CHUNKED_PASSES, overwrite)
-    return SlicedCrossEntropy.apply(logits, target, group, vocab_start, vocab_size, how)
+    return apply(SlicedCrossEntropy, logits, target, group, vocab_start, vocab_size, how)

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megazero.ops.autograd import Gradients
+from megazero.ops.reduce_group import ReduceGroup
+
 
 @dataclass(frozen=True)
 class SlicePasses:
-    """How one rank reads its slice of the logits, [rows, width] of which the first `columns` count.
+    """The two passes of one rank over its slice of the logits, [rows, width] of which `columns` count.
 
     local: int64 [rows], the target's column here, or -1 where another rank holds it.
     statistics(logits, columns, local): each row's maximum (at least the lowest number of its type), its
@@ -44,7 +48,15 @@ class SlicedCrossEntropy(torch.autograd.Function):
     """Loss of each token of logits [..., v/tp], and back."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, target: Tensor, group, vocab_start: int, vocab_size: int, how: SliceUse):
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        group: ReduceGroup,
+        vocab_start: int,
+        vocab_size: int,
+        how: SliceUse,
+    ) -> Tensor:
         """The loss, shaped as target; see `vocab_parallel_cross_entropy`."""
         padded = logits.shape[-1]
         columns = min(max(vocab_size - vocab_start, 0), padded)
@@ -64,8 +76,8 @@ class SlicedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
-        """d logits = grad * (softmax - one_hot(target)), in the logits' dtype and, if so wanted, place."""
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        """d logits = grad * (softmax - one_hot(target)), in their dtype, and over them if `overwrite`."""
         logits, local, normalizer = ctx.saved_tensors
         rows = logits.reshape(-1, logits.shape[-1]).contiguous()
         grad = grad.reshape(-1).to(normalizer.dtype)

@@ -1,4 +1,4 @@
-"""What to drop: the share, the keys, and which positions of the whole the rows at hand are."""
+"""Dropout's description: the share, the keys, and the positions of the given rows in the whole."""
 
 from megazero.ops.dropout.masks import (
     AttentionDropout,

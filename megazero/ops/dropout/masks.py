@@ -18,11 +18,11 @@ from megazero.ops.positions import Positions, check_positions, position_tensor
 
 @dataclass(frozen=True)
 class Dropout:
-    """Drop a share `p` of hidden states [s, b, h].
+    """The dropout of a share `p` of hidden states [s, b, h].
 
     keys: int64 [b], one per sequence, or [s, b] where sequences share a column of rows (packing); equal on
         every rank that holds a part of the sequence.
-    positions: of the rows in their sequences.
+    positions: the rows' positions in their sequences.
     """
 
     p: float
@@ -33,19 +33,19 @@ class Dropout:
         _check_share(self.p)
 
     def check(self, s: int, b: int) -> None:
-        """Raise ValueError unless this is of `b` sequences and `s` rows."""
+        """Raise ValueError unless this describes `b` sequences of `s` rows."""
         _check_keys(self.keys, s, b)
         check_positions(self.positions, s, b, "positions")
 
 
 @dataclass(frozen=True)
 class AttentionDropout:
-    """Drop a share `p` of attention probabilities [b, n, q, k].
+    """The dropout of a share `p` of attention probabilities [b, n, q, k].
 
     keys: int64 [b], one per sequence, or [q, b], one per query, where sequences share a column of rows; equal
         on every rank that holds a part of the sequence.
-    query_positions, key_positions: of the queries and of what they attend to, in their sequences.
-    head_offset: first attention head that this rank holds.
+    query_positions, key_positions: the positions of queries and keys in their sequences.
+    head_offset: the first attention head that this rank holds.
     """
 
     p: float
@@ -58,7 +58,7 @@ class AttentionDropout:
         _check_share(self.p)
 
     def check(self, b: int, q: int, k: int) -> None:
-        """Raise ValueError unless this is of `b` sequences, `q` queries and `k` keys."""
+        """Raise ValueError unless this describes `b` sequences, `q` queries and `k` keys."""
         _check_keys(self.keys, q, b)
         check_positions(self.query_positions, q, b, "query_positions")
         check_positions(self.key_positions, k, b, "key_positions")

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.kernels import KernelLibrary
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.cuda import CUDA_KERNELS
 
-# How many tokens of one row are added up by themselves, before the row's sum.
+# The number of gradients of one row that make a partial sum, before the row's whole sum.
 SEGMENT = 64
 
 
 class _CudaEmbedding(torch.autograd.Function):
-    """Saves the tokens alone; backward sorts them, so that a row's gradients are added up in their order."""
+    """The look-up, which saves the tokens alone; backward sorts them and sums gradients in their order."""
 
     @staticmethod
-    def forward(ctx, tokens, weight, first, vocab_size, kernels) -> Tensor:
+    def forward(
+        ctx: Any, tokens: Tensor, weight: Tensor, first: int, vocab_size: int, kernels: KernelLibrary
+    ) -> Tensor:
         tokens, weight = tokens.contiguous(), weight.contiguous()
         rows, width = weight.shape
         out = weight.new_empty(*tokens.shape, width)
@@ -30,7 +35,7 @@ class _CudaEmbedding(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         (tokens,) = ctx.saved_tensors
         rows, width = ctx.weight_shape
         grad, count = grad.contiguous(), tokens.numel()
@@ -48,5 +53,5 @@ class _CudaEmbedding(torch.autograd.Function):
 def embedding_cuda(
     tokens: Tensor, weight: Tensor, first: int, vocab_size: int, kernels: KernelLibrary = CUDA_KERNELS
 ) -> Tensor:
-    """For a weight in fp32, fp16 or bf16 on a GPU. A token outside of the vocabulary gives NaN."""
-    return _CudaEmbedding.apply(tokens, weight, first, vocab_size, kernels)
+    """The look-up in a weight in fp32, fp16 or bf16 on a GPU; a token outside of the vocabulary gives NaN."""
+    return apply(_CudaEmbedding, tokens, weight, first, vocab_size, kernels)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -12,17 +14,17 @@ from megazero.ops.embedding.reference import embedding_reference
 
 
 def embedding_torch(tokens: Tensor, weight: Tensor, first: int, vocab_size: int) -> Tensor:
-    """torch's kernel. A foreign id, which padding would answer, asks for a row that is nowhere."""
+    """The look-up by torch's kernel; an id outside the vocabulary becomes -1, as padding would answer it."""
     foreign = (tokens < 0) | (tokens >= vocab_size)
     if first == 0 and len(weight) >= vocab_size:
         return F.embedding(tokens.masked_fill(foreign, -1), weight)
     local = tokens - first
     elsewhere = (local < 0) | (local >= len(weight))
-    found = F.embedding(local.masked_fill(elsewhere, 0).masked_fill(foreign, -1), weight)
-    return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+    rows = F.embedding(local.masked_fill(elsewhere, 0).masked_fill(foreign, -1), weight)
+    return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
-EMBEDDING = Operator(
+EMBEDDING: Operator[Callable[[Tensor, Tensor, int, int], Tensor]] = Operator(
     "embedding",
     (
         Implementation("cuda", embedding_cuda, on_cuda_kernels()),

@@ -1,4 +1,4 @@
-"""What a router's logits make of the chosen experts: their weights, and the probabilities of all."""
+"""The gate of a router: the weights of the chosen experts, and the probabilities of all."""
 
 from megazero.ops.gate.front import GATE, gate
 from megazero.ops.gate.reference import Gating

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.kernels import KernelLibrary
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.cuda import CUDA_KERNELS
 from megazero.ops.gate.reference import Gating
 
@@ -15,10 +18,12 @@ MOST_CHOSEN = 32
 
 
 class _CudaGate(torch.autograd.Function):
-    """Saves logits and results; a result without a gradient costs nothing in backward."""
+    """The gate; it saves logits and results, and a result without a gradient costs backward nothing."""
 
     @staticmethod
-    def forward(ctx, logits, chosen, gating, kernels) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, chosen: Tensor, gating: Gating, kernels: KernelLibrary
+    ) -> tuple[Tensor, Tensor]:
         logits, chosen = logits.contiguous(), chosen.contiguous()
         (n, experts), k = logits.shape, chosen.shape[1]
         probabilities, weights = torch.empty_like(logits), logits.new_empty(n, k)
@@ -31,7 +36,7 @@ class _CudaGate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_weights, grad_probabilities):
+    def backward(ctx: Any, grad_weights: Tensor | None, grad_probabilities: Tensor | None) -> Gradients:
         saved = ctx.saved_tensors
         grads = (None if g is None else g.contiguous() for g in (grad_probabilities, grad_weights))
         grad_logits = torch.empty_like(saved[0])
@@ -42,5 +47,5 @@ class _CudaGate(torch.autograd.Function):
 def gate_cuda(
     logits: Tensor, chosen: Tensor, gating: Gating, kernels: KernelLibrary = CUDA_KERNELS
 ) -> tuple[Tensor, Tensor]:
-    """For fp32 logits [n, E] on a GPU and at most 32 chosen experts each."""
-    return _CudaGate.apply(logits, chosen, gating, kernels)
+    """The gate for fp32 logits [n, E] on a GPU and at most 32 chosen experts per token."""
+    return apply(_CudaGate, logits, chosen, gating, kernels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,16 +16,16 @@ from megazero.ops.gate.reference import Gating, gate_reference
 
 @dataclass(frozen=True)
 class GateFacts(CallFacts):
-    """What the choice of an implementation depends on.
+    """The facts that decide which implementation runs.
 
     Attributes:
-        small: whether a warp can hold what is chosen.
+        small: whether a warp can hold the chosen experts.
     """
 
     small: bool
 
 
-GATE = Operator(
+GATE: Operator[Callable[[Tensor, Tensor, Gating], tuple[Tensor, Tensor]]] = Operator(
     "gate",
     (
         Implementation("cuda", gate_cuda, where(CUDA, frozenset({torch.float32}), cuda_built, small=True)),
@@ -35,7 +36,7 @@ GATE = Operator(
 
 
 def gate(logits: Tensor, chosen: Tensor, gating: Gating) -> tuple[Tensor, Tensor]:
-    """What the results of a token's experts are multiplied by, and how likely all experts are.
+    """The weights of each token's chosen experts, and the probabilities of all experts.
 
     With softmax gating, the weights are the softmax over the chosen logits, or the chosen ones of the softmax
     over all (Shazeer et al. 2017). With sigmoids they are the chosen scores, for k > 1 divided by their sum
@@ -44,7 +45,7 @@ def gate(logits: Tensor, chosen: Tensor, gating: Gating) -> tuple[Tensor, Tensor
     Args:
         logits: [n, E]; the router's are fp32.
         chosen: int64 [n, k], distinct numbers of experts for each token.
-        gating: which of the three.
+        gating: one of these three ways.
 
     Returns:
         weights [n, k], and probabilities [n, E], which sum to 1; both have gradients.

@@ -10,7 +10,7 @@ _TINY = 1e-20
 
 
 class Gating(enum.Enum):
-    """How logits become weights: by the softmax over the chosen ones or over all, or by sigmoids."""
+    """The way from logits to weights: a softmax over the chosen ones, a softmax over all, or sigmoids."""
 
     SOFTMAX_AFTER = "softmax_after"
     SOFTMAX_BEFORE = "softmax_before"

@@ -1,4 +1,4 @@
-"""Weighted sums of rows gathered by number: how a token's experts' results become one."""
+"""Weighted sums of rows gathered by number, which combine the results of a token's experts."""
 
 from megazero.ops.gathered_sum.front import GATHERED_SUM, gathered_sum
 

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.kernels import KernelLibrary
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.cuda import CUDA_KERNELS
 
 
 class _CudaGatheredSum(torch.autograd.Function):
-    """Saves its inputs; backward reads each sum's gradient once and adds nothing up in memory."""
+    """The sum, which saves its inputs; backward reads each sum's gradient once and adds nothing in memory."""
 
     @staticmethod
-    def forward(ctx, rows, slots, choice, weights, whole, kernels) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        slots: Tensor,
+        choice: Tensor,
+        weights: Tensor | None,
+        whole: bool,
+        kernels: KernelLibrary,
+    ) -> Tensor:
         rows, slots, choice = rows.contiguous(), slots.contiguous(), choice.contiguous()
         wide = None if weights is None else weights.float().contiguous()
         (m, h), (n, k) = rows.shape, slots.shape
@@ -27,14 +38,14 @@ class _CudaGatheredSum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         rows, slots, choice, wide = ctx.saved_tensors
         (m, h), (n, k) = rows.shape, slots.shape
         grad, grad_rows = grad.contiguous(), torch.empty_like(rows)
         grad_weights = None if wide is None else torch.empty_like(wide)
         tensors = (rows, slots, choice, wide, grad, grad_rows, grad_weights)
         ctx.kernels.launch("gathered_sum_backward", rows.dtype, n, h, m, k, int(ctx.whole), *tensors)
-        grad_weights = None if wide is None else grad_weights.to(ctx.weights_dtype)
+        grad_weights = None if grad_weights is None else grad_weights.to(ctx.weights_dtype)
         return grad_rows, None, None, grad_weights, None, None
 
 
@@ -46,5 +57,5 @@ def gathered_sum_cuda(
     whole: bool,
     kernels: KernelLibrary = CUDA_KERNELS,
 ) -> Tensor:
-    """For rows [m, h] in fp32, fp16 or bf16 on a GPU; a number that no row has adds nothing."""
-    return _CudaGatheredSum.apply(rows, slots, choice, weights, whole, kernels)
+    """The sum of rows [m, h] in fp32, fp16 or bf16 on a GPU; a number that no row has adds nothing."""
+    return apply(_CudaGatheredSum, rows, slots, choice, weights, whole, kernels)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
@@ -19,7 +23,7 @@ class _NativeSum(torch.autograd.Function):
     """The compiled kernels of csrc/gathered_sum: one pass over memory each way."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, slots: Tensor, choice: Tensor, weights: Tensor | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, slots: Tensor, choice: Tensor, weights: Tensor | None) -> Tensor:
         rows, slots, choice = rows.contiguous(), slots.contiguous(), choice.contiguous()
         wide = None if weights is None else weights.float().contiguous()
         (m, h), (n, k) = rows.shape, slots.shape
@@ -31,7 +35,7 @@ class _NativeSum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         rows, slots, choice, wide = ctx.saved_tensors
         (m, h), (n, k) = rows.shape, slots.shape
         grad, grad_rows = grad.contiguous(), torch.empty_like(rows)
@@ -44,8 +48,8 @@ class _NativeSum(torch.autograd.Function):
 def gathered_sum_native_cpu(
     rows: Tensor, slots: Tensor, choice: Tensor, weights: Tensor | None, whole: bool
 ) -> Tensor:
-    """For rows [m, h] in fp32 or bf16 on CPU."""
-    return _NativeSum.apply(rows, slots, choice, weights)
+    """The sum of rows [m, h] in fp32 or bf16 on CPU."""
+    return apply(_NativeSum, rows, slots, choice, weights)
 
 
 class _SelectedSum(torch.autograd.Function):
@@ -53,20 +57,21 @@ class _SelectedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, rows: Tensor, slots: Tensor, choice: Tensor, weights: Tensor | None, whole: bool
+        ctx: Any, rows: Tensor, slots: Tensor, choice: Tensor, weights: Tensor | None, whole: bool
     ) -> Tensor:
         ctx.save_for_backward(rows, slots, choice, weights)
-        total = None
+        total: Tensor | None = None
         for j in range(slots.shape[1]):
             row = _selected(rows, slots[:, j], whole)
             if weights is not None:
                 row.mul_(weights[:, j : j + 1])
             total = row if total is None else total.add_(row)
+        assert total is not None, "a sum has at least one term"
         return total.to(rows.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         rows, slots, choice, weights = ctx.saved_tensors
         if not len(slots):
             return (
@@ -77,14 +82,14 @@ class _SelectedSum(torch.autograd.Function):
                 None,
             )
         number = choice.clamp_min(0)
-        each = grad.index_select(0, number // slots.shape[1]).to(compute_dtype(rows.dtype))
+        per_row = grad.index_select(0, number // slots.shape[1]).to(compute_dtype(rows.dtype))
         if weights is None:
-            return each.mul_((choice >= 0).unsqueeze(1)).to(rows.dtype), None, None, None, None
+            return per_row.mul_((choice >= 0).unsqueeze(1)).to(rows.dtype), None, None, None, None
         # A choice without a row has the number that is one too high.
-        products = F.pad((rows * each).sum(1), (0, 1))
+        products = F.pad((rows * per_row).sum(1), (0, 1))
         grad_weights = products.index_select(0, slots.reshape(-1)).view_as(weights)
         scale = weights.reshape(-1).index_select(0, number).mul_(choice >= 0).unsqueeze(1)
-        return each.mul_(scale).to(rows.dtype), None, None, grad_weights.to(weights.dtype), None
+        return per_row.mul_(scale).to(rows.dtype), None, None, grad_weights.to(weights.dtype), None
 
 
 def _selected(rows: Tensor, slot: Tensor, whole: bool) -> Tensor:
@@ -94,18 +99,18 @@ def _selected(rows: Tensor, slot: Tensor, whole: bool) -> Tensor:
         return rows.index_select(0, slot).to(wide)
     if not len(rows):
         return rows.new_zeros(len(slot), rows.shape[1], dtype=wide)
-    found = rows.index_select(0, slot.clamp_max(len(rows) - 1)).to(wide)
-    return found.mul_((slot < len(rows)).unsqueeze(1))
+    selected = rows.index_select(0, slot.clamp_max(len(rows) - 1)).to(wide)
+    return selected.mul_((slot < len(rows)).unsqueeze(1))
 
 
 def gathered_sum_selected(
     rows: Tensor, slots: Tensor, choice: Tensor, weights: Tensor | None, whole: bool
 ) -> Tensor:
-    """For any device and dtype."""
-    return _SelectedSum.apply(rows, slots, choice, weights, whole)
+    """The sum by torch, for any device and dtype."""
+    return apply(_SelectedSum, rows, slots, choice, weights, whole)
 
 
-GATHERED_SUM = Operator(
+GATHERED_SUM: Operator[Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]] = Operator(
     "gathered_sum",
     (
         Implementation("native_cpu", gathered_sum_native_cpu, on_native_cpu()),

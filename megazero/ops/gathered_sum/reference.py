@@ -13,7 +13,7 @@ def gathered_sum_reference(
 ) -> Tensor:
     """out[i] = sum over j of weights[i, j] rows[slots[i, j]], where row m is zeros."""
     wide = compute_dtype(rows.dtype)
-    found = F.pad(rows.to(wide), (0, 0, 0, 1))[slots]  # [n, k, h]
+    terms = F.pad(rows.to(wide), (0, 0, 0, 1))[slots]  # [n, k, h]
     if weights is not None:
-        found = found * weights.to(wide).unsqueeze(2)
-    return found.sum(1).to(rows.dtype)
+        terms = terms * weights.to(wide).unsqueeze(2)
+    return terms.sum(1).to(rows.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -18,8 +18,10 @@ _ALIGNED = 16  # bytes that torch's grouped product wants rows to be multiples o
 
 @dataclass(frozen=True)
 class GroupedFacts(CallFacts):
-    """Attributes:
-    aligned: whether the rows of all operands are whole multiples of 16 bytes.
+    """The facts that decide which implementation runs.
+
+    Attributes:
+        aligned: whether the rows of all operands are whole multiples of 16 bytes.
     """
 
     aligned: bool
@@ -46,7 +48,7 @@ def _grouped_mm_outer(grad: Tensor, x: Tensor, sizes: Sequence[int]) -> Tensor:
 # On CPU, torch's own grouped product is a loop too; other dtypes on CUDA take its slow path.
 _ON_CUDA = where(CUDA, frozenset({torch.bfloat16}), lambda: hasattr(F, "grouped_mm"), aligned=True)
 _CALLS = kinds_of_calls(GroupedFacts, aligned=(False, True))
-GROUPED_LINEAR = Operator(
+GROUPED_LINEAR: Operator[Callable[[Tensor, Tensor, Sequence[int]], Tensor]] = Operator(
     "grouped_linear",
     (
         Implementation("torch", _grouped_mm, _ON_CUDA),
@@ -54,7 +56,7 @@ GROUPED_LINEAR = Operator(
     ),
     _CALLS,
 )
-GROUPED_OUTER = Operator(
+GROUPED_OUTER: Operator[Callable[[Tensor, Tensor, Sequence[int]], Tensor]] = Operator(
     "grouped_outer",
     (
         Implementation("torch", _grouped_mm_outer, _ON_CUDA),
@@ -65,12 +67,12 @@ GROUPED_OUTER = Operator(
 
 
 def grouped_linear(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
-    """x [R, K], in consecutive groups of so many rows, times weight [E, n, K]: [R, n]. Has no backward.
+    """Multiply consecutive groups of the rows of x [R, K] by weight [E, n, K]: [R, n]. It has no backward.
 
     Args:
         x: the rows; those of group e come after those of group e - 1.
         weight: one matrix for each group.
-        sizes: number of rows of each of the E groups, on the host; their sum is R.
+        sizes: the number of rows of each of the E groups, on the host; their sum is R.
     """
     return GROUPED_LINEAR.choose(_facts(x, weight)).fn(x, weight, sizes)
 

@@ -13,7 +13,7 @@ LONGEST = 1 << 16
 
 
 def kept_columns_cuda(keys: Tensor, length: int, kept: int, kernels: KernelLibrary = CUDA_KERNELS) -> Tensor:
-    """For sequences of at most 65,536 tokens on a GPU: one launch."""
+    """The choice for sequences of at most 65,536 tokens on a GPU, in one launch."""
     keys = keys.contiguous()
     columns = keys.new_empty(len(keys), kept)
     kernels.launch("kept_columns", len(keys), length, kept, token_bits(length), keys, columns)

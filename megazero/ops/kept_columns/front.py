@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,16 +18,16 @@ _KEYS = torch.int64
 
 @dataclass(frozen=True)
 class KeptFacts(CallFacts):
-    """What the choice of an implementation depends on.
+    """The facts that decide which implementation runs.
 
     Attributes:
-        short: whether a block can see to a sequence by itself.
+        short: whether one block can handle a sequence.
     """
 
     short: bool
 
 
-KEPT_COLUMNS = Operator(
+KEPT_COLUMNS: Operator[Callable[[Tensor, int, int], Tensor]] = Operator(
     "kept_columns",
     (
         Implementation("cuda", kept_columns_cuda, where(CUDA, frozenset({_KEYS}), cuda_built, short=True)),

@@ -9,7 +9,7 @@ from megazero.ops.counter_random import derive
 
 
 def token_bits(length: int) -> int:
-    """How many of the lowest bits of a random number give way to the token's number."""
+    """The number of lowest bits of a random number that the token's number replaces."""
     return max(1, (length - 1).bit_length())
 
 

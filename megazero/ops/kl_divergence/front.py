@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
-from megazero.ops.cross_entropy.front import ReduceGroup
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.kl_divergence.reference import vocab_parallel_kl_divergence_reference
 from megazero.ops.kl_divergence.sliced import vocab_parallel_kl_divergence_chunked
+from megazero.ops.reduce_group import ReduceGroup
 
-KL_DIVERGENCE = Operator(
+KL_DIVERGENCE: Operator[Callable[[Tensor, Tensor, ReduceGroup, int, int, float], Tensor]] = Operator(
     "kl_divergence",
     (
         Implementation("chunked", vocab_parallel_kl_divergence_chunked),

@@ -7,25 +7,40 @@ exponential of which the largest is 1. Saved: both logits and two numbers per to
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype, row_chunks
+from megazero.ops.reduce_group import ReduceGroup
 
 
 def vocab_parallel_kl_divergence_chunked(
-    student: Tensor, teacher: Tensor, group, vocab_start: int, vocab_size: int, temperature: float
+    student: Tensor,
+    teacher: Tensor,
+    group: ReduceGroup,
+    vocab_start: int,
+    vocab_size: int,
+    temperature: float,
 ) -> Tensor:
     """Divergence of each row of logits [..., v/tp], chunk by chunk; fp32 [...]."""
-    return _SlicedDivergence.apply(student, teacher, group, vocab_start, vocab_size, temperature)
+    return apply(_SlicedDivergence, student, teacher, group, vocab_start, vocab_size, temperature)
 
 
 class _SlicedDivergence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, student: Tensor, teacher: Tensor, group, vocab_start: int, vocab_size: int, temperature: float
-    ):
+        ctx: Any,
+        student: Tensor,
+        teacher: Tensor,
+        group: ReduceGroup,
+        vocab_start: int,
+        vocab_size: int,
+        temperature: float,
+    ) -> Tensor:
         padded = student.shape[-1]
         columns = min(max(vocab_size - vocab_start, 0), padded)
         mine, its = student.reshape(-1, padded), teacher.reshape(-1, padded)
@@ -42,24 +57,24 @@ class _SlicedDivergence(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         """d student = grad * (softmax of the student - softmax of the teacher) / temperature."""
         mine, its, normalizers = ctx.saved_tensors
         columns = ctx.columns
         scale = (grad.reshape(-1).to(normalizers.dtype) / ctx.temperature).unsqueeze(1)
-        found = torch.empty_like(mine, memory_format=torch.contiguous_format)
-        found[:, columns:].zero_()
+        grad_mine = torch.empty_like(mine, memory_format=torch.contiguous_format)
+        grad_mine[:, columns:].zero_()
         for chunk in row_chunks(mine, len(mine), columns):
             probs, wanted = (
                 torch.sub(_scaled(x[chunk, :columns], ctx.temperature), normalizer[chunk].unsqueeze(1)).exp_()
                 for x, normalizer in zip((mine, its), normalizers, strict=True)
             )
-            found[chunk, :columns] = probs.sub_(wanted).mul_(scale[chunk])
-        return found.view(ctx.shape), None, None, None, None, None
+            grad_mine[chunk, :columns] = probs.sub_(wanted).mul_(scale[chunk])
+        return grad_mine.view(ctx.shape), None, None, None, None, None
 
 
 def _statistics(mine: Tensor, its: Tensor, columns: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """Of rows of logits [rows, width], the first `columns` of which count.
+    """Statistics of rows of logits [rows, width], of which the first `columns` count.
 
     Returns:
         The maxima of student and teacher, at least the lowest number of their type, [2, rows]; and the sums
@@ -83,5 +98,5 @@ def _statistics(mine: Tensor, its: Tensor, columns: int, temperature: float) -> 
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """A copy in which to compute."""
+    """The logits over the temperature, as a new tensor in the dtype to compute in."""
     return torch.div(logits.to(compute_dtype(logits.dtype)), temperature)

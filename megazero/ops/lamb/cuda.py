@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,8 +104,10 @@ def lamb_move_pieces(
     kernels.launch("lamb_move", dtypes.pop() if dtypes else -1, len(lengths), lengths, *lists, *settings)
 
 
-def lamb_norms_cuda(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, **settings) -> Tensor:
-    """`lamb_norms_of_pieces` of one."""
+def lamb_norms_cuda(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, **settings: Any
+) -> Tensor:
+    """`lamb_norms_of_pieces` for one piece."""
     return lamb_norms_of_pieces([param], [grad], [exp_avg], [exp_avg_sq], **settings).view(2)
 
 
@@ -114,7 +117,7 @@ def lamb_move_cuda(
     exp_avg_sq: Tensor,
     rate: Tensor,
     weights: Tensor | None = None,
-    **settings,
+    **settings: Any,
 ) -> None:
-    """`lamb_move_pieces` of one."""
+    """`lamb_move_pieces` for one piece."""
     lamb_move_pieces([param], [exp_avg], [exp_avg_sq], [rate], [weights], **settings)

@@ -7,7 +7,7 @@ them small: the kernels for GPUs take many in one launch (`lamb_norms_of_all`, `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,17 @@ _NATIVE_BLOCK = 1 << 14  # elements per partial sum: as many as a second thread 
 
 
 def lamb_norms_native_cpu(
-    param, grad, exp_avg, exp_avg_sq, *, beta1, beta2, factor, eps, weight_decay, scale=1.0
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    factor: float,
+    eps: float,
+    weight_decay: float,
+    scale: float = 1.0,
 ) -> Tensor:
     """The compiled kernel of csrc/lamb: one pass over memory, no temporaries."""
     sums = param.new_zeros(-(-param.numel() // _NATIVE_BLOCK), 2, dtype=torch.float64)
@@ -46,7 +56,15 @@ def lamb_norms_native_cpu(
 
 
 def lamb_move_native_cpu(
-    param, exp_avg, exp_avg_sq, rate, weights=None, *, factor, eps, weight_decay
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    rate: Tensor,
+    weights: Tensor | None = None,
+    *,
+    factor: float,
+    eps: float,
+    weight_decay: float,
 ) -> None:
     """The compiled kernel of csrc/lamb."""
     passed, addresses = update_pass(param, None, 1.0, weights), map(address, (param, exp_avg, exp_avg_sq))
@@ -55,7 +73,17 @@ def lamb_move_native_cpu(
 
 @torch.no_grad()
 def lamb_norms_blocks(
-    param, grad, exp_avg, exp_avg_sq, *, beta1, beta2, factor, eps, weight_decay, scale=1.0
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    factor: float,
+    eps: float,
+    weight_decay: float,
+    scale: float = 1.0,
 ) -> Tensor:
     """The reference block by block, so that temporaries stay small; a GPU sums a block as a tree."""
     squares = torch.zeros(2, dtype=torch.float64, device=param.device)
@@ -64,13 +92,23 @@ def lamb_norms_blocks(
         m.lerp_(g, 1.0 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
         update = lamb_update(p, m, v, factor=factor, eps=eps, weight_decay=weight_decay)
-        norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in (p, update)]
+        norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in (p, update)]
         squares += torch.stack(norms).double().square_()
     return squares.sqrt_()
 
 
 @torch.no_grad()
-def lamb_move_blocks(param, exp_avg, exp_avg_sq, rate, weights=None, *, factor, eps, weight_decay) -> None:
+def lamb_move_blocks(
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    rate: Tensor,
+    weights: Tensor | None = None,
+    *,
+    factor: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
     """The reference block by block."""
     for p, m, v, out in side_by_side(param, exp_avg, exp_avg_sq, weights):
         lamb_move_reference(p, m, v, rate, out, factor=factor, eps=eps, weight_decay=weight_decay)
@@ -78,7 +116,7 @@ def lamb_move_blocks(param, exp_avg, exp_avg_sq, rate, weights=None, *, factor, 
 
 _FP32 = frozenset({torch.float32})
 
-LAMB_NORMS = Operator(
+LAMB_NORMS: Operator[Callable[..., Tensor]] = Operator(
     "lamb_norms",
     (
         Implementation("native_cpu", lamb_norms_native_cpu, where(CPU, _FP32, available)),
@@ -88,7 +126,7 @@ LAMB_NORMS = Operator(
     ),
 )
 
-LAMB_MOVE = Operator(
+LAMB_MOVE: Operator[Callable[..., None]] = Operator(
     "lamb_move",
     (
         Implementation("native_cpu", lamb_move_native_cpu, where(CPU, _FP32, available)),
@@ -193,17 +231,16 @@ def lamb_norms_of_all(
         For each piece, the L2 norms of weights and update, fp64 [2] on its device.
     """
     lists = (params, grads, exp_avgs, exp_avg_sqs)
-    found: list[Tensor | None] = [None] * len(params)
+    norms: dict[int, Tensor] = {}
     for decay, chosen in _alike(params, grads, weight_decays):
         implementation = LAMB_NORMS.choose(CallFacts.of(params[chosen[0]]))
         terms = {**settings, "weight_decay": decay}
         if implementation.of_lists is None:
-            norms = [implementation.fn(*(each[i] for each in lists), **terms) for i in chosen]
+            measured = [implementation.fn(*(tensors[i] for tensors in lists), **terms) for i in chosen]
         else:
-            norms = implementation.of_lists(*([each[i] for i in chosen] for each in lists), **terms)
-        for i, each in zip(chosen, norms, strict=True):
-            found[i] = each
-    return found
+            measured = implementation.of_lists(*([tensors[i] for i in chosen] for tensors in lists), **terms)
+        norms.update(zip(chosen, measured, strict=True))
+    return [norms[i] for i in range(len(params))]
 
 
 def lamb_move_all(
@@ -223,15 +260,15 @@ def lamb_move_all(
         weight_decays: for each piece, its weight decay.
         settings: the other arguments of `lamb_move`, for all pieces.
     """
-    lists = (params, exp_avgs, exp_avg_sqs, rates, weights)
+    lists: tuple[Sequence[Tensor | None], ...] = (params, exp_avgs, exp_avg_sqs, rates, weights)
     for decay, chosen in _alike(params, weights, weight_decays):
         implementation = LAMB_MOVE.choose(CallFacts.of(params[chosen[0]]))
         terms = {**settings, "weight_decay": decay}
         if implementation.of_lists is not None:
-            implementation.of_lists(*([each[i] for i in chosen] for each in lists), **terms)
+            implementation.of_lists(*([tensors[i] for i in chosen] for tensors in lists), **terms)
             continue
         for i in chosen:
-            implementation.fn(*(each[i] for each in lists), **terms)
+            implementation.fn(*(tensors[i] for tensors in lists), **terms)
 
 
 def _alike(
@@ -240,13 +277,13 @@ def _alike(
     """The numbers of the pieces that one call takes, with their decay; most models have two of these.
 
     Args:
-        params: the pieces' weights, which tell device and dtype.
-        beside: their gradients or what the model uses, of which a launch takes one dtype.
+        params: the pieces' weights; one call takes pieces of one device and dtype.
+        beside: their gradients or the model's weights, of which a launch takes one dtype.
         decays: their weight decays.
     """
-    groups: dict[tuple[object, ...], list[int]] = {}
+    groups: dict[tuple[float, torch.device, torch.dtype, torch.dtype | None], list[int]] = {}
     for i, (param, other, decay) in enumerate(zip(params, beside, decays, strict=True)):
         key = (decay, param.device, param.dtype, None if other is None else other.dtype)
         groups.setdefault(key, []).append(i)
-    for (decay, *_), chosen in groups.items():
-        yield decay, chosen
+    for key, chosen in groups.items():
+        yield key[0], chosen

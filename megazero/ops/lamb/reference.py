@@ -34,7 +34,7 @@ def lamb_norms_reference(
     exp_avg.lerp_(grad, 1.0 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
     update = lamb_update(param, exp_avg, exp_avg_sq, factor=factor, eps=eps, weight_decay=weight_decay)
-    return torch.stack([each.double().square().sum() for each in (param, update)]).sqrt()
+    return torch.stack([x.double().square().sum() for x in (param, update)]).sqrt()
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from megazero.ops.cuda import on_cuda_kernels
@@ -43,7 +45,7 @@ def add_layer_norm_torch(
     return layer_norm_torch(total, weight, bias, eps), total
 
 
-ADD_LAYER_NORM = Operator(
+ADD_LAYER_NORM: Operator[Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]] = Operator(
     "add_layer_norm",
     (
         Implementation("native_cpu", add_layer_norm_native_cpu, on_native_cpu()),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import row_chunks
 from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, where
@@ -22,7 +26,7 @@ class _NativeLayerNorm(torch.autograd.Function):
     """The compiled kernels of csrc/layer_norm: statistics and parameter gradients in fp32."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         wide_weight, wide_bias = weight.float().contiguous(), bias.float().contiguous()
         rows, y = rows_of(x, x.shape[-1]), torch.empty_like(x)
@@ -36,7 +40,7 @@ class _NativeLayerNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, wide_weight, mean, scale = ctx.saved_tensors
         grad, grad_x = grad.contiguous(), torch.empty_like(x)
         grad_weight, grad_bias = torch.empty(2, x.shape[-1], dtype=torch.float32)
@@ -47,7 +51,7 @@ class _NativeLayerNorm(torch.autograd.Function):
 
 def layer_norm_native_cpu(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Layer norm of x [..., h] in fp32 or bf16 on CPU; weight and bias may have any float type."""
-    return _NativeLayerNorm.apply(x, weight, bias, eps)
+    return apply(_NativeLayerNorm, x, weight, bias, eps)
 
 
 class _ReducedLayerNorm(torch.autograd.Function):
@@ -58,7 +62,7 @@ class _ReducedLayerNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         wide_weight = weight.float()
         y, mean, scale = torch.native_layer_norm(x, x.shape[-1:], wide_weight, bias.float(), eps)
         ctx.save_for_backward(x, wide_weight, mean, scale)
@@ -66,7 +70,7 @@ class _ReducedLayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, wide_weight, mean, scale = ctx.saved_tensors
         h = x.shape[-1]
         grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
@@ -85,7 +89,7 @@ class _ReducedLayerNorm(torch.autograd.Function):
 
 def layer_norm_reduced_cpu(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Layer norm of x [..., h] in bf16 or fp16 on CPU."""
-    return _ReducedLayerNorm.apply(x, weight, bias, eps)
+    return apply(_ReducedLayerNorm, x, weight, bias, eps)
 
 
 def layer_norm_torch(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -97,7 +101,7 @@ def layer_norm_torch(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Ten
     return wide.to(x.dtype)
 
 
-LAYER_NORM = Operator(
+LAYER_NORM: Operator[Callable[[Tensor, Tensor, Tensor, float], Tensor]] = Operator(
     "layer_norm",
     (
         Implementation("native_cpu", layer_norm_native_cpu, on_native_cpu()),

@@ -11,35 +11,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megazero.ops.autograd import Gradients
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.cross_entropy.sliced import SlicePasses
+from megazero.ops.reduce_group import ReduceGroup
 
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """The columns of a rank: which ids they are, how many at once are projected to, and how they are read.
+    """A rank's slice of the vocabulary, and the way in which its logits are computed.
 
-    group: the ranks that hold the other slices. start: the first id here. size: ids of the whole vocabulary.
+    group: the ranks that hold the other slices. start: the first id here. size: the number of ids of the
+    whole vocabulary. block: the number of columns to project to at once. passes: the passes over logits.
     """
 
-    group: object
+    group: ReduceGroup
     start: int
     size: int
     block: int
     passes: SlicePasses
 
     def held(self, padded: int) -> int:
-        """How many of the `padded` columns are no padding."""
+        """The number of the `padded` columns that are no padding."""
         return min(max(self.size - self.start, 0), padded)
 
     def blocks(self, padded: int) -> Iterator[tuple[slice, int]]:
-        """Each block of columns and how many of it are no padding; blocks of padding alone are left out."""
+        """The blocks that are not padding alone, each with the number of its columns that are no padding."""
         held = self.held(padded)
         for first in range(0, held, self.block):
             columns = slice(first, min(first + self.block, padded))
@@ -56,7 +60,7 @@ class BlockwiseLoss(torch.autograd.Function):
     """Loss of each token of x [..., h] by weight [v/tp, h], and back; saves both and one number per token."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, target: Tensor, part: VocabularySlice):
+    def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, part: VocabularySlice) -> Tensor:
         """The loss, shaped as target; see `linear_cross_entropy`."""
         rows, padded = x.reshape(-1, x.shape[-1]), weight.shape[0]
         held = (target >= part.start) & (target < part.start + part.held(padded))
@@ -66,10 +70,10 @@ class BlockwiseLoss(torch.autograd.Function):
         total, picked = torch.zeros_like(maximum), torch.zeros_like(maximum)
         for columns, counted in part.blocks(padded):
             logits = F.linear(rows, weight[columns])
-            highest, summed, found = part.passes.statistics(logits, counted, _within(local, columns))
+            highest, summed, logit = part.passes.statistics(logits, counted, _within(local, columns))
             before, maximum = maximum, torch.maximum(maximum, highest)
             total = total * torch.exp(before - maximum) + summed * torch.exp(highest - maximum)
-            picked += found
+            picked += logit
         of_slice = maximum.clone()
         part.group.all_reduce(maximum, op="max")
         sums = torch.stack((total * torch.exp(of_slice - maximum), picked))
@@ -82,7 +86,7 @@ class BlockwiseLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         """The gradients of x, this slice's part of the sum, and of the weight."""
         x, weight, local, normalizer = ctx.saved_tensors
         rows, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1).to(normalizer.dtype)

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from megazero.kernels import KernelLibrary
+from megazero.ops.autograd import apply
 from megazero.ops.cross_entropy.cuda import cuda_passes
-from megazero.ops.cross_entropy.front import ReduceGroup
 from megazero.ops.cross_entropy.passes import CHUNKED_PASSES, NATIVE_CPU_PASSES
 from megazero.ops.cuda import CUDA_KERNELS, on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.linear_cross_entropy.blocks import BlockwiseLoss, VocabularySlice
 from megazero.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
 from megazero.ops.native import on_native_cpu
+from megazero.ops.reduce_group import ReduceGroup
 
 BLOCK = 8192
 
 
 def linear_cross_entropy_native_cpu(
-    x: Tensor, weight: Tensor, target: Tensor, group, vocab_start: int, vocab_size: int, block: int
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    group: ReduceGroup,
+    vocab_start: int,
+    vocab_size: int,
+    block: int,
 ) -> Tensor:
     """Loss of each row of fp32 or bf16 x [..., h] on CPU."""
     part = VocabularySlice(group, vocab_start, vocab_size, block, NATIVE_CPU_PASSES)
-    return BlockwiseLoss.apply(x, weight, target, part)
+    return apply(BlockwiseLoss, x, weight, target, part)
 
 
 def linear_cross_entropy_cuda(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
-    group,
+    group: ReduceGroup,
     vocab_start: int,
     vocab_size: int,
     block: int,
@@ -37,25 +46,33 @@ def linear_cross_entropy_cuda(
 ) -> Tensor:
     """Loss of each row of fp32, fp16 or bf16 x [..., h] on a GPU."""
     part = VocabularySlice(group, vocab_start, vocab_size, block, cuda_passes(kernels))
-    return BlockwiseLoss.apply(x, weight, target, part)
+    return apply(BlockwiseLoss, x, weight, target, part)
 
 
 def linear_cross_entropy_chunked(
-    x: Tensor, weight: Tensor, target: Tensor, group, vocab_start: int, vocab_size: int, block: int
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    group: ReduceGroup,
+    vocab_start: int,
+    vocab_size: int,
+    block: int,
 ) -> Tensor:
     """Loss of each row of x [..., h] by torch."""
     part = VocabularySlice(group, vocab_start, vocab_size, block, CHUNKED_PASSES)
-    return BlockwiseLoss.apply(x, weight, target, part)
+    return apply(BlockwiseLoss, x, weight, target, part)
 
 
-LINEAR_CROSS_ENTROPY = Operator(
-    "linear_cross_entropy",
-    (
-        Implementation("native_cpu", linear_cross_entropy_native_cpu, on_native_cpu()),
-        Implementation("cuda", linear_cross_entropy_cuda, on_cuda_kernels()),
-        Implementation("chunked", linear_cross_entropy_chunked),
-        Implementation("reference", linear_cross_entropy_reference),
-    ),
+LINEAR_CROSS_ENTROPY: Operator[Callable[[Tensor, Tensor, Tensor, ReduceGroup, int, int, int], Tensor]] = (
+    Operator(
+        "linear_cross_entropy",
+        (
+            Implementation("native_cpu", linear_cross_entropy_native_cpu, on_native_cpu()),
+            Implementation("cuda", linear_cross_entropy_cuda, on_cuda_kernels()),
+            Implementation("chunked", linear_cross_entropy_chunked),
+            Implementation("reference", linear_cross_entropy_reference),
+        ),
+    )
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,18 @@ from megazero.ops.native import NATIVE, address, available, update_pass
 _FP32 = frozenset({torch.float32})
 
 
-def lion_native_cpu(param, grad, exp_avg, weights=None, *, lr, beta1, beta2, weight_decay, scale) -> None:
+def lion_native_cpu(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    weights: Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    scale: float,
+) -> None:
     """The compiled kernel of csrc/lion: one pass, from the gradient as stored to the weights."""
     NATIVE.lion_step(
         update_pass(param, grad, scale, weights),
@@ -29,13 +42,15 @@ def lion_native_cpu(param, grad, exp_avg, weights=None, *, lr, beta1, beta2, wei
 
 
 @torch.no_grad()
-def lion_chunks(param, grad, exp_avg, weights=None, **settings: float) -> None:
+def lion_chunks(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, weights: Tensor | None = None, **settings: float
+) -> None:
     """The reference chunk by chunk, so that temporaries stay small."""
     for parts in side_by_side(param, grad, exp_avg, weights):
         lion_move(*parts, **settings)
 
 
-LION = Operator(
+LION: Operator[Callable[..., None]] = Operator(
     "lion",
     (
         Implementation("native_cpu", lion_native_cpu, where(CPU, _FP32, available)),
@@ -66,12 +81,12 @@ def lion_step(
         param: contiguous weights; all tensors have one shape and device.
         grad: their gradient, of any width.
         exp_avg: the momentum m, changed in place.
-        weights: where the new weights also go, rounded to its dtype; None for nowhere.
+        weights: a tensor that also gets the new weights, rounded to its dtype; None for none.
         lr: learning rate.
         beta1: share of m in the sum whose sign is taken.
         beta2: decay of m.
         weight_decay: decoupled weight decay.
-        scale: what the gradient is multiplied by first.
+        scale: a factor that the gradient is first multiplied by.
     """
     LION.choose(CallFacts.of(param)).fn(
         param,

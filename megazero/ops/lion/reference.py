@@ -13,6 +13,7 @@ def lion_move(
     grad: Tensor,
     exp_avg: Tensor,
     weights: Tensor | None,
+    /,
     *,
     lr: float,
     beta1: float,
@@ -30,6 +31,8 @@ def lion_move(
 
 
 @torch.no_grad()
-def lion_reference(param, grad, exp_avg, weights=None, **settings: float) -> None:
+def lion_reference(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, weights: Tensor | None = None, **settings: float
+) -> None:
     """`lion_move` on whole tensors."""
     lion_move(param, grad, exp_avg, weights, **settings)

@@ -1,4 +1,4 @@
-"""The rows that experts get of tokens."""
+"""The permutation of tokens into the rows that experts take."""
 
 from megazero.ops.permute.front import PERMUTE, permute
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.kernels import KernelLibrary
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.cuda import CUDA_KERNELS, on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.gathered_sum.cuda import gathered_sum_cuda
@@ -25,10 +27,12 @@ _Add = Callable[[Tensor, Tensor, Tensor, None, bool], Tensor]
 
 
 class _Permute(torch.autograd.Function):
-    """Saves the places alone; backward adds up each token's rows and scatters none."""
+    """The permutation; it saves the places alone, and backward sums each token's rows and scatters none."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, slots: Tensor, choice: Tensor, whole: bool, copy: _Copy, add: _Add) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, slots: Tensor, choice: Tensor, whole: bool, copy: _Copy, add: _Add
+    ) -> Tensor:
         x, slots, choice = x.contiguous(), slots.contiguous(), choice.contiguous()
         ctx.save_for_backward(slots, choice)
         ctx.whole, ctx.add = whole, add
@@ -36,7 +40,7 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         return ctx.add(grad, *ctx.saved_tensors, None, ctx.whole), *[None] * 5
 
 
@@ -55,29 +59,30 @@ def _permuted_by_index(x: Tensor, slots: Tensor, choice: Tensor, whole: bool) ->
         return x.index_select(0, choice // slots.shape[1])
     if not len(x):
         return x.new_zeros(len(choice), x.shape[1])
-    found = x.index_select(0, choice.clamp_min(0) // slots.shape[1])
-    return found.masked_fill_((choice < 0).unsqueeze(1), 0.0)
+    rows = x.index_select(0, choice.clamp_min(0) // slots.shape[1])
+    return rows.masked_fill_((choice < 0).unsqueeze(1), 0.0)
 
 
 def permute_native_cpu(x: Tensor, slots: Tensor, choice: Tensor, whole: bool) -> Tensor:
-    """For x [n, h] in fp32 or bf16 on CPU."""
-    return _Permute.apply(x, slots, choice, whole, _permuted_natively, gathered_sum_native_cpu)
+    """The permutation of x [n, h] in fp32 or bf16 on CPU."""
+    return apply(_Permute, x, slots, choice, whole, _permuted_natively, gathered_sum_native_cpu)
 
 
 def permute_cuda(
     x: Tensor, slots: Tensor, choice: Tensor, whole: bool, kernels: KernelLibrary = CUDA_KERNELS
 ) -> Tensor:
-    """For x [n, h] in fp32, fp16 or bf16 on a GPU; a number that no row has stands for none."""
-    copy, add = (partial(each, kernels=kernels) for each in (permuted_by_kernel, gathered_sum_cuda))
-    return _Permute.apply(x, slots, choice, whole, copy, add)
+    """The permutation of x [n, h] in fp32, fp16 or bf16 on a GPU; a number that no row has means none."""
+    copy = partial(permuted_by_kernel, kernels=kernels)
+    add = partial(gathered_sum_cuda, kernels=kernels)
+    return apply(_Permute, x, slots, choice, whole, copy, add)
 
 
 def permute_selected(x: Tensor, slots: Tensor, choice: Tensor, whole: bool) -> Tensor:
-    """For any device and dtype."""
-    return _Permute.apply(x, slots, choice, whole, _permuted_by_index, gathered_sum_selected)
+    """The permutation by torch, for any device and dtype."""
+    return apply(_Permute, x, slots, choice, whole, _permuted_by_index, gathered_sum_selected)
 
 
-PERMUTE = Operator(
+PERMUTE: Operator[Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = Operator(
     "permute",
     (
         Implementation("native_cpu", permute_native_cpu, on_native_cpu()),

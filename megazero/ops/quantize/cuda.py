@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from megazero.kernels import DTYPE_CODES, KernelLibrary
-from megazero.ops.counter_random.reference import mix_64
-from megazero.ops.counter_random.splitmix import MASK_64, signed_64
+from megazero.ops.counter_random.reference import MASK_64, mix_64
+from megazero.ops.counter_random.splitmix import signed_64
 from megazero.ops.cuda import CUDA_KERNELS
 from megazero.ops.quantize.scheme import Quantization
 
 
 def stream_start(key: int | None) -> int:
-    """Where the key's stream of random bits starts, as kernels take it; 0 if they need none."""
+    """The start of the key's stream of random bits, as kernels take it; 0 without a key."""
     return 0 if key is None else signed_64(mix_64(key & MASK_64))
 
 
@@ -25,7 +25,7 @@ def quantize_cuda(
     first: int = 0,
     kernels: KernelLibrary = CUDA_KERNELS,
 ) -> Tensor:
-    """One pass over memory that is not in cache."""
+    """Quantize in one pass over memory that is not in cache."""
     rows, numel = x.shape
     wide = (x if x.dtype in DTYPE_CODES else x.float()).contiguous()
     packed = x.new_empty(rows, how.row_bytes(numel), dtype=torch.uint8)
@@ -42,7 +42,7 @@ def dequantize_cuda(
     dtype: torch.dtype,
     kernels: KernelLibrary = CUDA_KERNELS,
 ) -> Tensor:
-    """One pass over memory; packed rows that do not lie on a multiple of 4 bytes are copied first."""
+    """Dequantize in one pass over memory; rows that do not lie on a multiple of 4 bytes are copied first."""
     packed = packed.contiguous()
     packed = packed.clone() if packed.data_ptr() % 4 else packed
     rows = packed.shape[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,7 @@ def dequantize_native_cpu(packed: Tensor, numel: int, how: Quantization, dtype: 
 
 _SERVED = where(CPU, TRAINING_FLOATS, available)
 
-QUANTIZE = Operator(
+QUANTIZE: Operator[Callable[[Tensor, Quantization, int | None, int], Tensor]] = Operator(
     "quantize",
     (
         Implementation("native_cpu", quantize_native_cpu, _SERVED),
@@ -53,7 +55,7 @@ QUANTIZE = Operator(
     ),
 )
 
-DEQUANTIZE = Operator(
+DEQUANTIZE: Operator[Callable[[Tensor, int, Quantization, torch.dtype], Tensor]] = Operator(
     "dequantize",
     (
         Implementation("native_cpu", dequantize_native_cpu, _SERVED),
@@ -75,7 +77,7 @@ def quantize(x: Tensor, how: Quantization, key: int | None = None, first: int = 
         how: the kind of codes, and the size of blocks.
         key: rounds stochastically with the random bits of this key (`counter_random.hash_uniform`), without
             bias; None rounds to the nearest code, ties to even.
-        first: number of the first element, counted over all rows; an element's random bits are a function
+        first: the number of the first element, counted over all rows; an element's random bits are a function
             of the key and its number, so a part of a tensor is rounded as within the whole.
 
     Returns:
@@ -85,13 +87,13 @@ def quantize(x: Tensor, how: Quantization, key: int | None = None, first: int = 
 
 
 def dequantize(packed: Tensor, numel: int, how: Quantization, dtype: torch.dtype) -> Tensor:
-    """What the codes stand for; how far it is from what was quantized, `Quantization.step` bounds.
+    """The numbers that the codes stand for; `Quantization.step` bounds their error.
 
     Args:
-        packed: what `quantize` returned, or rows of it.
-        numel: elements of a row.
-        how: as it was quantized.
-        dtype: of the result.
+        packed: the result of `quantize`, or rows of it.
+        numel: the number of elements of a row.
+        how: the quantization that made the codes.
+        dtype: the dtype of the result.
 
     Returns:
         [rows, numel] on the device of `packed`.

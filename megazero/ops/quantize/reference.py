@@ -44,7 +44,7 @@ def dequantize_reference(packed: Tensor, numel: int, how: Quantization, dtype: t
 
 
 def _round_stochastically(quotients: Tensor, uniform: Tensor, how: Quantization) -> Tensor:
-    """Up with a probability that is the distance from the code below, in units of that between codes."""
+    """Round up with a probability equal to the distance from the code below, in units of a code's spacing."""
     unit = _fp8_units(quotients) if how.kind == "fp8" else quotients.new_ones(())
     whole = quotients / unit
     below = whole.floor()
@@ -69,7 +69,7 @@ def _codes(quotients: Tensor, how: Quantization) -> Tensor:
 
 
 def _values(codes: Tensor, how: Quantization) -> Tensor:
-    """What the codes stand for, float32, in units of the scale."""
+    """The numbers that the codes stand for, float32, in units of the scale."""
     if how.kind == "fp8":
         return codes.contiguous().view(torch.float8_e4m3fn).float()
     if how.kind == "int8":

@@ -1,4 +1,4 @@
-"""`Quantization`: how blocks of numbers become codes, and how many bytes these take."""
+"""`Quantization`: the codes that blocks of numbers become, and the bytes that they take."""
 
 from __future__ import annotations
 

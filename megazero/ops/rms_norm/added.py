@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from megazero.ops.cuda import on_cuda_kernels
@@ -31,7 +33,7 @@ def add_rms_norm_chunked(x: Tensor, residual: Tensor, weight: Tensor, eps: float
     return rms_norm_chunked(total, weight, eps), total
 
 
-ADD_RMS_NORM = Operator(
+ADD_RMS_NORM: Operator[Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]] = Operator(
     "add_rms_norm",
     (
         Implementation("native_cpu", add_rms_norm_native_cpu, on_native_cpu()),

@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.kernels import KernelLibrary
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.cuda import CUDA_KERNELS
 
 
 class _CudaRMSNorm(torch.autograd.Function):
-    """Saves the input and one number per row; the weight's gradient is added up in fp32, in a fixed order."""
+    """The norm; it saves the input and one number per row, and sums over rows in fp32, in a fixed order."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float, kernels: KernelLibrary) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kernels: KernelLibrary) -> Tensor:
         return _normalize(ctx, x, None, weight, eps, kernels)[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         return *_gradients(ctx, grad, None), None, None
 
 
 class _CudaAddRMSNorm(torch.autograd.Function):
-    """As without the residual; the gradient that arrives for the total is added in the same pass."""
+    """The norm of a sum; backward adds the gradient that arrives for the sum in the same pass."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, residual: Tensor, weight: Tensor, eps: float, kernels: KernelLibrary):
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, kernels: KernelLibrary
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         return _normalize(ctx, x, residual.contiguous(), weight, eps, kernels)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor | None, grad_total: Tensor | None):
+    def backward(ctx: Any, grad: Tensor | None, grad_total: Tensor | None) -> Gradients:
         grad_x, grad_weight = _gradients(ctx, grad, grad_total)
         return grad_x, grad_x, grad_weight, None, None
 
 
 def _normalize(
-    ctx, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kernels: KernelLibrary
+    ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kernels: KernelLibrary
 ) -> tuple[Tensor, Tensor]:
-    """y and what was normalized, which `ctx` keeps."""
+    """The result y and the normalized tensor, which `ctx` keeps."""
     x, wide_weight = x.contiguous(), weight.float().contiguous()
     width = x.shape[-1]
     count = x.numel() // width if width else 0
@@ -54,8 +59,8 @@ def _normalize(
     return y, normalized
 
 
-def _gradients(ctx, grad: Tensor | None, grad_total: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The gradients of what was normalized and of the weight."""
+def _gradients(ctx: Any, grad: Tensor | None, grad_total: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The gradients of the normalized tensor and the weight."""
     x, weight, scale = ctx.saved_tensors
     count, width = scale.numel(), x.shape[-1]
     grad = torch.zeros_like(x) if grad is None else grad.contiguous()
@@ -70,11 +75,11 @@ def _gradients(ctx, grad: Tensor | None, grad_total: Tensor | None) -> tuple[Ten
 
 def rms_norm_cuda(x: Tensor, weight: Tensor, eps: float, kernels: KernelLibrary = CUDA_KERNELS) -> Tensor:
     """RMSNorm of x [..., h] in fp32, fp16 or bf16 on a GPU; the weight may have any float type."""
-    return _CudaRMSNorm.apply(x, weight, eps, kernels)
+    return apply(_CudaRMSNorm, x, weight, eps, kernels)
 
 
 def add_rms_norm_cuda(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, kernels: KernelLibrary = CUDA_KERNELS
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm of x + residual, and x + residual, in one pass over memory."""
-    return _CudaAddRMSNorm.apply(x, residual, weight, eps, kernels)
+    return apply(_CudaAddRMSNorm, x, residual, weight, eps, kernels)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype, row_chunks
 from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, where
@@ -19,7 +23,7 @@ class _NativeRMSNorm(torch.autograd.Function):
     """The compiled kernels of csrc/rms_norm: the mean and the weight's gradient in fp32."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x, wide_weight = x.contiguous(), weight.float().contiguous()
         y, scale = torch.empty_like(x), torch.empty(x.shape[:-1], dtype=torch.float32)
         rows = rows_of(x, x.shape[-1])
@@ -30,7 +34,7 @@ class _NativeRMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, wide_weight, scale = ctx.saved_tensors
         grad, grad_x, grad_weight = grad.contiguous(), torch.empty_like(x), torch.empty_like(wide_weight)
         tensors = (x, wide_weight, scale, grad, grad_x, grad_weight)
@@ -40,14 +44,14 @@ class _NativeRMSNorm(torch.autograd.Function):
 
 def rms_norm_native_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of x [..., h] in fp32 or bf16 on CPU; the weight may have any float type."""
-    return _NativeRMSNorm.apply(x, weight, eps)
+    return apply(_NativeRMSNorm, x, weight, eps)
 
 
 class _ChunkedRMSNorm(torch.autograd.Function):
-    """Works in row chunks that stay in cache; saves the input and one number per row."""
+    """The norm in row chunks that stay in cache; it saves the input and one number per row."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         wide_type = compute_dtype(x.dtype)
         wide_weight = weight.to(wide_type)
@@ -62,7 +66,7 @@ class _ChunkedRMSNorm(torch.autograd.Function):
         return y.view(x.shape)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         """With n = x * scale and g = grad * weight: dx = scale * (g - n * mean(g * n))."""
         rows, weight, scale = ctx.saved_tensors
         wide_type = scale.dtype
@@ -82,7 +86,7 @@ class _ChunkedRMSNorm(torch.autograd.Function):
 
 def rms_norm_chunked(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of x [..., h], chunk by chunk."""
-    return _ChunkedRMSNorm.apply(x, weight, eps)
+    return apply(_ChunkedRMSNorm, x, weight, eps)
 
 
 def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -92,7 +96,7 @@ def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, eps).to(x.dtype)
 
 
-RMS_NORM = Operator(
+RMS_NORM: Operator[Callable[[Tensor, Tensor, float], Tensor]] = Operator(
     "rms_norm",
     (
         Implementation("native_cpu", rms_norm_native_cpu, on_native_cpu()),

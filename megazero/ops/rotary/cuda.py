@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.kernels import KernelLibrary
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.cuda import CUDA_KERNELS
 
 
@@ -22,28 +25,30 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: float, kernels: Kernel
     by_sample = cos.shape[1] > 1
     kernels.launch(
         "rotary",
-        *(x.dtype, s, b, n, d, cos.shape[-1], memory, *x.stride()[:3]),
+        *(x.dtype, s, b, n, d, cos.shape[-1], memory),
+        *x.stride()[:3],
         *(cos, sin, int(by_sample), direction, y),
     )
     return y
 
 
 class _CudaRotary(torch.autograd.Function):
-    """Saves only the table; backward turns by the negative angle."""
+    """The rotation, which saves only the table; backward turns by the negative angle."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, kernels: KernelLibrary) -> Tensor:
-        cos, sin = (each.float().contiguous() for each in (cos, sin))
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, kernels: KernelLibrary) -> Tensor:
+        cos, sin = (table.float().contiguous() for table in (cos, sin))
         ctx.save_for_backward(cos, sin)
         ctx.kernels = kernels
         return _turn(x, cos, sin, 1.0, kernels)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
-        return _turn(grad, *ctx.saved_tensors, -1.0, ctx.kernels), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, -1.0, ctx.kernels), None, None, None
 
 
 def apply_rotary_cuda(x: Tensor, cos: Tensor, sin: Tensor, kernels: KernelLibrary = CUDA_KERNELS) -> Tensor:
     """x [s, b, n, d] in fp32, fp16 or bf16 on a GPU, turned in fp32 by the table's angles."""
-    return _CudaRotary.apply(x, cos, sin, kernels)
+    return apply(_CudaRotary, x, cos, sin, kernels)

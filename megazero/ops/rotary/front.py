@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import row_chunks
 from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator, kinds_of_calls, where
@@ -58,25 +61,26 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 
 class _Rotary(torch.autograd.Function):
-    """Saves only the table; backward rotates by the negative angle."""
+    """The rotation, which saves only the table; backward rotates by the negative angle."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return _turn(x, cos, sin, 1)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _turn(grad, *ctx.saved_tensors, -1), None, None
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, -1), None, None
 
 
 def apply_rotary_fused(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [s, b, n, d] rotated by the table's angles."""
-    return _Rotary.apply(x, cos, sin)
+    return apply(_Rotary, x, cos, sin)
 
 
 def _turn_natively(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """The same in one pass of csrc/rotary."""
+    """x rotated by direction * angle in one pass of csrc/rotary."""
     x = adjacent(x)
     s, b, n, d = x.shape
     out = torch.empty(s, b, n, d, dtype=x.dtype)
@@ -89,34 +93,37 @@ def _turn_natively(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tenso
 
 
 class _NativeRotary(torch.autograd.Function):
-    """Saves only the table; backward rotates by the negative angle."""
+    """The rotation, which saves only the table; backward rotates by the negative angle."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return _turn_natively(x, cos, sin, 1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
-        return _turn_natively(grad, *ctx.saved_tensors, -1), None, None
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        cos, sin = ctx.saved_tensors
+        return _turn_natively(grad, cos, sin, -1), None, None
 
 
 def apply_rotary_native_cpu(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [s, b, n, d] in fp32 or bf16 on CPU, rotated by angles in fp32."""
-    return _NativeRotary.apply(x, cos.contiguous(), sin.contiguous())
+    return apply(_NativeRotary, x, cos.contiguous(), sin.contiguous())
 
 
 @dataclass(frozen=True)
 class RotaryFacts(CallFacts):
-    """Attributes:
-    table: the dtype of cosines and sines.
+    """The facts that decide which implementation runs.
+
+    Attributes:
+        table: the dtype of cosines and sines.
     """
 
     table: torch.dtype
 
 
-ROTARY = Operator(
+ROTARY: Operator[Callable[[Tensor, Tensor, Tensor], Tensor]] = Operator(
     "rotary",
     (
         Implementation("native_cpu", apply_rotary_native_cpu, on_native_cpu(table=torch.float32)),

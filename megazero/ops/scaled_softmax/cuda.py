@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.kernels import KernelLibrary
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.cuda import CUDA_KERNELS
 
 
@@ -38,11 +41,11 @@ def _id_bytes(ids: Tensor | None) -> int:
 
 
 class _CudaScaledSoftmax(torch.autograd.Function):
-    """Saves its result, in the input's dtype, and the ids of documents."""
+    """The softmax; it saves its result, in the input's dtype, and the ids of documents."""
 
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         scores: Tensor,
         scale: float,
         causal: bool,
@@ -63,7 +66,7 @@ class _CudaScaledSoftmax(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         probs, ids = ctx.saved_tensors
         b, n, q, k = _four(probs)
         grad, grad_scores = grad.contiguous(), torch.empty_like(probs)
@@ -88,4 +91,4 @@ def scaled_softmax_cuda(
 
     With document_ids [b, k], what lies outside of a query's document is neither read forward nor backward.
     """
-    return _CudaScaledSoftmax.apply(scores, scale, causal, mask, document_ids, kernels)
+    return apply(_CudaScaledSoftmax, scores, scale, causal, mask, document_ids, kernels)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
@@ -13,10 +17,10 @@ from megazero.ops.scaled_softmax.reference import may_attend, same_document, sca
 
 
 class _ScaledSoftmax(torch.autograd.Function):
-    """Saves only its result, in the input's dtype."""
+    """The softmax; it saves only its result, in the input's dtype."""
 
     @staticmethod
-    def forward(ctx, scores: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
         q, k = scores.shape[-2:]
         wide = scores.to(compute_dtype(scores.dtype)) * scale
         if causal and q > 1:
@@ -32,7 +36,7 @@ class _ScaledSoftmax(torch.autograd.Function):
         return probs
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         (probs,) = ctx.saved_tensors
         grad_scores = torch._softmax_backward_data(grad, probs, -1, probs.dtype)
         return grad_scores.mul_(ctx.scale), None, None, None
@@ -41,14 +45,14 @@ class _ScaledSoftmax(torch.autograd.Function):
 def scaled_softmax_fused(
     scores: Tensor, scale: float, causal: bool, mask: Tensor | None, *, document_ids: Tensor | None = None
 ) -> Tensor:
-    """Softmax of scale * scores [..., q, k] where the mask allows, of which documents are a part."""
+    """Softmax of scale * scores [..., q, k] where mask and documents allow."""
     if document_ids is not None:
         own = same_document(document_ids, scores.shape[-2])
         mask = own if mask is None else mask & own
-    return _ScaledSoftmax.apply(scores, scale, causal, mask)
+    return apply(_ScaledSoftmax, scores, scale, causal, mask)
 
 
-SCALED_SOFTMAX = Operator(
+SCALED_SOFTMAX: Operator[Callable[..., Tensor]] = Operator(
     "scaled_softmax",
     (
         Implementation("cuda", scaled_softmax_cuda, on_cuda_kernels()),

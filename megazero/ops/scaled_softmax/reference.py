@@ -29,7 +29,7 @@ def masked_scores(
     wide = scores.to(compute_dtype(scores.dtype)) * scale
     allowed = torch.ones_like(wide, dtype=torch.bool)
     if causal:
-        allowed = allowed & may_attend(*scores.shape[-2:], scores.device)
+        allowed = allowed & may_attend(scores.shape[-2], scores.shape[-1], scores.device)
     if mask is not None:
         allowed = allowed & mask
     if document_ids is not None:

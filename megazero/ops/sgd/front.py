@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,17 @@ from megazero.ops.sgd.reference import sgd_move, sgd_reference
 _FP32 = frozenset({torch.float32})
 
 
-def sgd_native_cpu(param, grad, momentum_sum, weights=None, *, lr, momentum, weight_decay, scale) -> None:
+def sgd_native_cpu(
+    param: Tensor,
+    grad: Tensor,
+    momentum_sum: Tensor | None,
+    weights: Tensor | None = None,
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    scale: float,
+) -> None:
     """The compiled kernel of csrc/sgd: one pass, from the gradient as stored to the weights."""
     NATIVE.sgd_step(
         update_pass(param, grad, scale, weights),
@@ -28,13 +40,15 @@ def sgd_native_cpu(param, grad, momentum_sum, weights=None, *, lr, momentum, wei
 
 
 @torch.no_grad()
-def sgd_chunks(param, grad, momentum_sum, weights=None, **settings: float) -> None:
+def sgd_chunks(
+    param: Tensor, grad: Tensor, momentum_sum: Tensor | None, weights: Tensor | None = None, **settings: float
+) -> None:
     """The reference chunk by chunk, so that temporaries stay small."""
     for parts in side_by_side(param, grad, momentum_sum, weights):
         sgd_move(*parts, **settings)
 
 
-SGD = Operator(
+SGD: Operator[Callable[..., None]] = Operator(
     "sgd",
     (
         Implementation("native_cpu", sgd_native_cpu, where(CPU, _FP32, available)),
@@ -64,11 +78,11 @@ def sgd_step(
         param: contiguous weights; all tensors have one shape and device.
         grad: their gradient, of any width.
         momentum_sum: the sum u, changed in place; None without momentum.
-        weights: where the new weights also go, rounded to its dtype; None for nowhere.
+        weights: a tensor that also gets the new weights, rounded to its dtype; None for none.
         lr: learning rate.
         momentum: decay of u.
         weight_decay: share of the weights in the gradient.
-        scale: what the gradient is multiplied by first.
+        scale: a factor that the gradient is first multiplied by.
     """
     SGD.choose(CallFacts.of(param)).fn(
         param,

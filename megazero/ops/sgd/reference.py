@@ -13,6 +13,7 @@ def sgd_move(
     grad: Tensor,
     momentum_sum: Tensor | None,
     weights: Tensor | None,
+    /,
     *,
     lr: float,
     momentum: float,
@@ -30,6 +31,8 @@ def sgd_move(
 
 
 @torch.no_grad()
-def sgd_reference(param, grad, momentum_sum, weights=None, **settings: float) -> None:
+def sgd_reference(
+    param: Tensor, grad: Tensor, momentum_sum: Tensor | None, weights: Tensor | None = None, **settings: float
+) -> None:
     """`sgd_move` on whole tensors."""
     sgd_move(param, grad, momentum_sum, weights, **settings)

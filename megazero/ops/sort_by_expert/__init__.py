@@ -1,4 +1,4 @@
-"""The rows that tokens' choices of experts make, sorted by expert."""
+"""The sort of tokens' choices of experts into rows, by expert."""
 
 from megazero.ops.sort_by_expert.front import SORT_BY_EXPERT, sort_by_expert
 

@@ -17,7 +17,7 @@ BLOCK = 1024
 def sort_by_expert_cuda(
     chosen: Tensor, kept: Tensor | None, experts: int, room: int | None, kernels: KernelLibrary = CUDA_KERNELS
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For at most 1,024 experts on a GPU: three launches, and no wait."""
+    """The sort for at most 1,024 experts on a GPU, in three launches and without a wait."""
     chosen, kept = chosen.contiguous(), None if kept is None else kept.contiguous()
     count = chosen.numel()
     blocks = max(1, -(-count // BLOCK))

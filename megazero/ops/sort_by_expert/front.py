@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +19,10 @@ _CHOICES = torch.int64
 
 @dataclass(frozen=True)
 class SortFacts(CallFacts):
-    """What the choice of an implementation depends on.
+    """The facts that decide which implementation runs.
 
     Attributes:
-        few: whether there are so few experts that a block can count their choices.
+        few: whether there are so few experts that one block can count their choices.
     """
 
     few: bool
@@ -40,7 +41,9 @@ def sort_by_expert_native_cpu(
     return choice, slots, counts
 
 
-SORT_BY_EXPERT = Operator(
+SORT_BY_EXPERT: Operator[
+    Callable[[Tensor, Tensor | None, int, int | None], tuple[Tensor, Tensor, Tensor]]
+] = Operator(
     "sort_by_expert",
     (
         Implementation("native_cpu", sort_by_expert_native_cpu, where(CPU, frozenset({_CHOICES}), available)),
@@ -54,11 +57,11 @@ SORT_BY_EXPERT = Operator(
 def sort_by_expert(
     chosen: Tensor, kept: Tensor | None, experts: int, room: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows that choices of experts make: those of one expert together, in order of the choices.
+    """The rows of the choices of experts: an expert's rows lie together, in the order of the choices.
 
-    Without `room` there is a row for each choice, those of choices that are not kept last. With it, each
-    expert has that many rows, some of them blank, and there are none for choices that are not kept or find
-    no room. A number that no expert has is not kept.
+    Without `room` there is a row for each choice; the rows of choices that are not kept come last. With
+    `room`, each expert has that many rows, some of them blank, and choices that are not kept or find no room
+    have no row. A number that no expert has is not kept.
 
     Args:
         chosen: int64 [n, k], numbers of experts.

@@ -18,10 +18,10 @@ _CHUNK = 1 << 14  # elements per partial sum; a multiple of 8
 def square_sum_cuda(
     tensors: Sequence[Tensor], overflow: Tensor | None = None, kernels: KernelLibrary = CUDA_KERNELS
 ) -> Tensor:
-    """One pass over all tensors, in double, with sums of a fixed order.
+    """The sum in one pass over all tensors, in fp64 and in a fixed order.
 
     Args:
-        tensors: of one dtype: fp32, fp16 or bf16.
+        tensors: tensors of one dtype: fp32, fp16 or bf16.
         overflow: fp32, one element: becomes 1 if an element is inf or NaN, otherwise 0.
         kernels: the library.
     """

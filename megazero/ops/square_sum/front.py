@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from itertools import groupby
 
 import torch
@@ -19,17 +20,19 @@ _BLOCK = 1 << 16
 
 
 def square_sum_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """torch's norm of each: a GPU sums as a tree, which keeps fp32 accurate enough, and widens while reading.
+    """The sum by torch's norm of each tensor, in fp32 unless the tensors are fp64.
 
-    Asking for fp64 would first make an fp64 copy. Not finite also if a norm is above 1.8 x 10^19.
+    A GPU sums as a tree, which keeps fp32 accurate enough, and widens while reading; for fp64, torch would
+    first make an fp64 copy. The result is not finite if a norm is above 1.8 x 10^19.
     """
     wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
-    return sum(torch.linalg.vector_norm(tensor, dtype=wide).double().square() for tensor in tensors)
+    norms: list[Tensor] = [torch.linalg.vector_norm(tensor, dtype=wide) for tensor in tensors]
+    return reduce(torch.add, (norm.double().square() for norm in norms))
 
 
 def square_sum_blocks(tensors: Sequence[Tensor]) -> Tensor:
-    """Partial sums are short and are added in fp64; those of fp32 are taken in fp32 if it holds them."""
-    return sum(_in_blocks(tensor) for tensor in tensors)
+    """The sum of short partial sums in fp64; those of fp32 are themselves taken in fp32 if it holds them."""
+    return reduce(torch.add, map(_in_blocks, tensors))
 
 
 def _in_blocks(tensor: Tensor) -> Tensor:
@@ -49,7 +52,7 @@ def _dot_sum(blocks: Iterable[Tensor]) -> Tensor:
     return total
 
 
-SQUARE_SUM = Operator(
+SQUARE_SUM: Operator[Callable[[Sequence[Tensor]], Tensor]] = Operator(
     "square_sum",
     (
         Implementation("cuda", square_sum_cuda, on_cuda_kernels()),
@@ -73,9 +76,5 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     Returns:
         fp64 scalar tensor `[]` on the tensors' device; nothing is copied to the host.
     """
-    total = None
-    for _, alike in groupby(tensors, key=lambda tensor: tensor.dtype):
-        run = list(alike)
-        part = SQUARE_SUM.choose(CallFacts.of(run[0])).fn(run)
-        total = part if total is None else total + part
-    return total
+    runs = [list(alike) for _, alike in groupby(tensors, key=lambda tensor: tensor.dtype)]
+    return reduce(torch.add, (SQUARE_SUM.choose(CallFacts.of(run[0])).fn(run) for run in runs))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.kernels import KernelLibrary
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.cuda import CUDA_KERNELS
 
 
@@ -14,7 +17,7 @@ class _CudaSquaredReLU(torch.autograd.Function):
     """One pass over memory each way; saves only its input."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, kernels: KernelLibrary) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kernels: KernelLibrary) -> Tensor:
         x = x.contiguous()
         y = torch.empty_like(x)
         kernels.launch("squared_relu_forward", x.dtype, x.numel(), x, y)
@@ -24,7 +27,7 @@ class _CudaSquaredReLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         (x,) = ctx.saved_tensors
         grad, grad_x = grad.contiguous(), torch.empty_like(x)
         ctx.kernels.launch("squared_relu_backward", x.dtype, x.numel(), x, grad, grad_x)
@@ -33,4 +36,4 @@ class _CudaSquaredReLU(torch.autograd.Function):
 
 def squared_relu_cuda(x: Tensor, kernels: KernelLibrary = CUDA_KERNELS) -> Tensor:
     """max(x, 0)^2 for x of any shape in fp32, fp16 or bf16 on a GPU."""
-    return _CudaSquaredReLU.apply(x, kernels)
+    return apply(_CudaSquaredReLU, x, kernels)

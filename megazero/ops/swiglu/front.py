@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megazero.ops.autograd import apply
 from megazero.ops.chunks import compute_dtype, row_chunks
 from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
@@ -19,7 +23,7 @@ class _NativeSwiGLU(torch.autograd.Function):
     """The compiled kernel of csrc/swiglu: one pass over memory each way; saves only its input."""
 
     @staticmethod
-    def forward(ctx, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         gate_up = gate_up.contiguous()
         y = gate_up.new_empty(*gate_up.shape[:-2], gate_up.shape[-1])
         NATIVE.swiglu_forward(rows_of(y, y.shape[-1]), address(gate_up), address(y))
@@ -28,7 +32,7 @@ class _NativeSwiGLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         grad, grad_gate_up = grad.contiguous(), torch.empty_like(gate_up)
         rows = rows_of(grad, gate_up.shape[-1])
@@ -38,14 +42,14 @@ class _NativeSwiGLU(torch.autograd.Function):
 
 def swiglu_native_cpu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [..., 2, f] in fp32 or bf16 on CPU; returns [..., f]."""
-    return _NativeSwiGLU.apply(gate_up)
+    return apply(_NativeSwiGLU, gate_up)
 
 
 class _ChunkedSwiGLU(torch.autograd.Function):
-    """Works in row chunks that stay in cache; saves only its input."""
+    """The activation in row chunks that stay in cache; it saves only its input."""
 
     @staticmethod
-    def forward(ctx, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
         width = gate_up.shape[-1]
         pairs = gate_up.reshape(-1, 2, width)
@@ -57,7 +61,7 @@ class _ChunkedSwiGLU(torch.autograd.Function):
         return y.view(*gate_up.shape[:-2], width)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         """With s = sigmoid(gate): d gate = grad up s (1 + gate (1 - s)), d up = grad gate s."""
         (gate_up,) = ctx.saved_tensors
         width = gate_up.shape[-1]
@@ -75,10 +79,10 @@ class _ChunkedSwiGLU(torch.autograd.Function):
 
 def swiglu_chunked(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [..., 2, f], chunk by chunk; returns [..., f]."""
-    return _ChunkedSwiGLU.apply(gate_up)
+    return apply(_ChunkedSwiGLU, gate_up)
 
 
-SWIGLU = Operator(
+SWIGLU: Operator[Callable[[Tensor], Tensor]] = Operator(
     "swiglu",
     (
         Implementation("native_cpu", swiglu_native_cpu, on_native_cpu()),

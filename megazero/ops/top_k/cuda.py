@@ -13,7 +13,7 @@ WIDEST, MOST_CHOSEN = 1024, 32
 
 
 def top_k_cuda(values: Tensor, k: int, kernels: KernelLibrary = CUDA_KERNELS) -> Tensor:
-    """For values [n, E] in fp32, fp16 or bf16 on a GPU, E at most 1,024 and k at most 32."""
+    """The choice for values [n, E] in fp32, fp16 or bf16 on a GPU, E at most 1,024 and k at most 32."""
     values = values.detach().contiguous()
     n, width = values.shape
     chosen = values.new_empty(n, k, dtype=torch.int64)

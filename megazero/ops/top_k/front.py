@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,16 +15,16 @@ from megazero.ops.top_k.reference import top_k_reference
 
 @dataclass(frozen=True)
 class TopKFacts(CallFacts):
-    """What the choice of an implementation depends on.
+    """The facts that decide which implementation runs.
 
     Attributes:
-        small: whether a warp can hold a row and what is chosen of it.
+        small: whether a warp can hold a row and its chosen columns.
     """
 
     small: bool
 
 
-TOP_K = Operator(
+TOP_K: Operator[Callable[[Tensor, int], Tensor]] = Operator(
     "top_k",
     (
         Implementation("cuda", top_k_cuda, on_cuda_kernels(small=True)),
