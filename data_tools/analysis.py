@@ -1,4 +1,4 @@
-"""The parts of `analyze_dataset.py`: which samples and metrics its flags mean, and what it tells the user."""
+"""The parts of `analyze_dataset.py`: the samples and metrics that its flags mean, and its reports."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ class TrainSplit:
                 f"`--vocab-size` must be given to count ids for {VOCABULARY_COUNTS}, but is not; give it or "
                 "a tokenizer."
             )
-        return flags.vocab_size
+        size: int = flags.vocab_size
+        return size
 
     def _tokenizer(self) -> Tokenizer:
         return build_tokenizer(cli.tokenizer_spec(self.flags))
@@ -164,18 +165,20 @@ class Wanted:
 
     def metrics(self, split: TrainSplit, save: Path, dataset: AnalyzedDataset) -> list[Metric]:
         """The metrics themselves. DataError if counts are needed and missing, or are of other data."""
-        found: list[Metric] = list(self.own)
+        metrics: list[Metric] = list(self.own)
         table = _rarity_table(save, dataset) if NEED_COUNTS & set(self.shipped) else None
         for name in self.shipped:
             if name == "seqlen":
-                found.append(SequenceLength())
+                metrics.append(SequenceLength())
             elif name == VOCABULARY_COUNTS:
-                found.append(VocabularyCounts(split.vocabulary_size()))
-            elif name == "vocab_rarity":
-                found.append(VocabularyRarity(table))
+                metrics.append(VocabularyCounts(split.vocabulary_size()))
             else:
-                found.append(LengthThenRarity(table, split.flags.seq_length))
-        return found
+                assert table is not None, f"{name} needs counts"
+                by_length = name == "seqlen_vocab_rarity"
+                metrics.append(
+                    LengthThenRarity(table, split.flags.seq_length) if by_length else VocabularyRarity(table)
+                )
+        return metrics
 
 
 def _rarity_table(save: Path, dataset: AnalyzedDataset) -> RarityTable:
@@ -234,7 +237,7 @@ def metered(what: str, total: int) -> Iterator[Meter]:
 
 
 def report(folder: MetricFolder, suffix: str | None) -> None:
-    """Prints what a metric turned out to be, and with a suffix draws it."""
+    """Print a summary of a metric's values, and with a suffix draw them."""
     prefix = folder.home / folder.name
     picture = None if suffix is None else Path(f"{prefix}_histogram.{suffix}")
     if folder.accumulates:

@@ -15,12 +15,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_tools import cli
+
+if TYPE_CHECKING:
+    from megazero.data.indexed.reader import IndexedDataset
 
 _BAR = 50
 
@@ -78,7 +81,7 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
     return facts
 
 
-def _document(dataset, args: argparse.Namespace) -> dict[str, Any]:
+def _document(dataset: IndexedDataset, args: argparse.Namespace) -> dict[str, Any]:
     ids = [[int(i) for i in sequence] for sequence in dataset.document(args.document)]
     shown: dict[str, Any] = {"number": args.document, "ids": ids}
     if args.tokenizer_type is not None:

@@ -41,7 +41,10 @@ def chapters(source: str) -> Iterator[tuple[int, str]]:
         DataError: the source is not laid out as that of this version of the package.
     """
     try:
-        call = ast.parse(source).body[-1].value
+        statement = ast.parse(source).body[-1]
+        if not isinstance(statement, (ast.Expr, ast.Assign)) or not isinstance(statement.value, ast.Call):
+            raise ValueError("it does not end with a call")
+        call = statement.value
         text, starts, ends = (ast.literal_eval(argument) for argument in call.args[1:4])
         numbers = sorted(starts)
         spans: dict[int, tuple[int, int]] = {}

@@ -27,11 +27,11 @@ def input_prefixes(inputs: Sequence[str], output: str) -> list[str]:
         if not Path(name).is_dir():
             prefixes.append(name)
             continue
-        found = [str(path)[: -len(".idx")] for path in sorted(Path(name).glob("*.idx"))]
-        found = [prefix for prefix in found if Path(prefix).resolve() != Path(output).resolve()]
-        if not found:
+        inside = [str(path)[: -len(".idx")] for path in sorted(Path(name).glob("*.idx"))]
+        inside = [prefix for prefix in inside if Path(prefix).resolve() != Path(output).resolve()]
+        if not inside:
             raise DataError(f"`--input` must name datasets, but the directory {name} holds no .idx file.")
-        prefixes += found
+        prefixes += inside
     twice = next((prefix for i, prefix in enumerate(prefixes) if prefix in prefixes[:i]), None)
     if twice is not None:
         raise DataError(f"`--input` must name each dataset once, but names {twice} twice.")

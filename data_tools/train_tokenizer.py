@@ -77,16 +77,16 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     else:
         tokenizer, contents = _train_bpe(corpus, args.vocab_size)
         said = f"{END_OF_TEXT} is id {tokenizer.token_to_id(END_OF_TEXT)}"
-    found = tokenizer.get_vocab_size()
-    if found < args.vocab_size:
+    size = tokenizer.get_vocab_size()
+    if size < args.vocab_size:
         raise DataError(
             f"`--vocab-size` must not exceed what the text yields, but is {args.vocab_size} where this "
-            f"text yields {found}; give more text or a smaller vocabulary."
+            f"text yields {size}; give more text or a smaller vocabulary."
         )
     for name, content in contents.items():
         with whole_file(Path(args.output) / name) as file:
             file.write(content.encode())
-    print(f"{args.output}: {found:,} tokens, {said}")
+    print(f"{args.output}: {size:,} tokens, {said}")
 
 
 def _train_bpe(corpus: Iterator[str], size: int) -> tuple[Tokenizer, dict[str, str]]:

@@ -202,6 +202,11 @@ class Column:
     texts: list[str]
     counts: list[int] | None = None
 
+    @classmethod
+    def of(cls, documents: Sequence[Sequence[str]]) -> Column:
+        """The column of these documents, each given as its texts."""
+        return cls([text for texts in documents for text in texts], [len(texts) for texts in documents])
+
 
 @dataclass
 class Parsed:
@@ -301,19 +306,18 @@ def parse_carefully(
 
     `accept`, and `split` (see `parse`), may raise DataError for a text that they cannot take.
     """
-    columns = [Column([], []) for _ in keys]
+    columns: list[list[list[str]]] = [[] for _ in keys]
     problems: list[Problem] = []
     for number, line in enumerate(lines):
         if not line.strip():
             continue
-        found = _parse_line(line, keys, accept, split)
-        if isinstance(found, tuple):
-            problems.append(Problem(number, *found))
+        row = _parse_line(line, keys, accept, split)
+        if isinstance(row, tuple):
+            problems.append(Problem(number, *row))
             continue
-        for column, texts in zip(columns, found, strict=True):
-            column.texts += texts
-            column.counts.append(len(texts))
-    return Parsed(len(lines), columns, problems)
+        for column, texts in zip(columns, row, strict=True):
+            column.append(texts)
+    return Parsed(len(lines), [Column.of(documents) for documents in columns], problems)
 
 
 def _parse_line(
@@ -346,8 +350,9 @@ def _parse_line(
                 text.encode("utf-8")
             if split is not None and isinstance(row[key], str):
                 texts = split(row[key])
-            for text in texts if accept is not None else []:
-                accept(text)
+            if accept is not None:
+                for text in texts:
+                    accept(text)
         except UnicodeEncodeError as error:
             return "lone surrogate", f"key `{key}` holds {text[error.start]!a}, half of a surrogate pair"
         except DataError as error:

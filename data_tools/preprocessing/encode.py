@@ -21,6 +21,7 @@ from data_tools.preprocessing.chunks import (
 from data_tools.preprocessing.sentences import SentenceRules, SentenceSplitter
 from megazero.data.indexed.format import dtype_for_vocab
 from megazero.data.tokenizers import (
+    FastChoice,
     TokenBatch,
     TokenizerSpec,
     build_tokenizer,
@@ -72,14 +73,14 @@ class EncodedChunk:
     bytes: int
     columns: list[EncodedColumn]
     problems: list[Problem] = field(default_factory=list)
-    problem_counts: Counter = field(default_factory=Counter)
+    problem_counts: Counter[str] = field(default_factory=Counter)
     disagreement: str | None = None
 
 
 @dataclass(frozen=True)
 class EncoderFacts:
-    """What the rest of a run must know about its encoder. `fast` names the fast one; None means the tokenizer
-    itself, and `reason` then says why, if the user could change that."""
+    """A description of a run's encoder for the rest of the run. `fast` names the fast one; None means the
+    tokenizer itself, and `reason` then says why, if the user could change that."""
 
     tokenizer: str
     dtype: np.dtype
@@ -88,7 +89,7 @@ class EncoderFacts:
 
     @property
     def encoder(self) -> str:
-        """The name of what encodes."""
+        """The name of the encoder."""
         return self.fast or self.tokenizer
 
 
@@ -100,7 +101,7 @@ class ChunkEncoder:
         self._split = None if job.sentences is None else SentenceSplitter(job.sentences)
         self.tokenizer = build_tokenizer(job.spec)
         self.dtype = dtype_for_vocab(self.tokenizer.vocab_size)
-        self.fast, self.reason = try_fast(self.tokenizer) if job.fast else (None, None)
+        self.fast, self.reason = try_fast(self.tokenizer) if job.fast else FastChoice(None, None)
         if job.append_eod and self.tokenizer.eod is None:
             raise DataError(
                 f"`--append-eod` must have an end-of-document token, but {self.tokenizer.name} has none; "
@@ -185,6 +186,7 @@ class ChunkEncoder:
         if len(ids) and int(ids.max()) >= self.tokenizer.vocab_size:
             raise RuntimeError(f"{self.tokenizer.name} gave id {int(ids.max())} beyond its vocabulary")
         if self.job.append_eod:
+            assert self.tokenizer.eod is not None, "refused when this object was made"
             lengths = lengths.copy()
             lengths[last] += 1
             ids = _with_eod(ids, np.cumsum(lengths)[last] - 1, self.tokenizer.eod, self.dtype)

@@ -168,4 +168,5 @@ def _library() -> Callable[[str, str], list[str]]:
             "`--split-sentences` must have the package sentencex, but it is not installed; run `pip install "
             "sentencex`, or give lists of sentences in the jsonl."
         ) from error
-    return segment
+    split: Callable[[str, str], list[str]] = segment
+    return split

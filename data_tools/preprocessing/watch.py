@@ -33,8 +33,8 @@ PATIENCE = WorkerPatience()
 
 
 class Watched(Protocol):
-    """What is watched. process: the worker's; done: how many results it gave; verdict: set to why it was
-    killed, a clause after "but"."""
+    """A worker that is watched. process: the worker's; done: how many results it gave; verdict: set to why it
+    was killed, a clause after "but"."""
 
     process: BaseProcess
     done: int

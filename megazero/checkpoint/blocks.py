@@ -13,12 +13,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from xxhash import xxh3_64
 
 from megazero.errors import DamagedCheckpointError
 
-BLOCK = 4 << 20
+BLOCK: Final = 4 << 20
 # Bytes are hashed in pieces of this size as soon as they are read, while a cache may still have them.
 _PIECE = 512 << 10
 # Hashing takes half as long as reading from the page cache. Blocks are independent, so threads hide it.

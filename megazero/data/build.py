@@ -53,7 +53,7 @@ class DatasetBuilder(Protocol):
 
 
 class TextVocabulary(Protocol):
-    """What datasets need to know of a vocabulary."""
+    """A vocabulary as datasets need to know it."""
 
     @property
     def size(self) -> int:
@@ -70,7 +70,7 @@ class TextVocabulary(Protocol):
 
 @dataclass(frozen=True)
 class DatasetRequest:
-    """What to build.
+    """The datasets to build, and from which files.
 
     builder: makes the datasets. data_path: a prefix, prefixes, or weights and prefixes, divided by `split`;
     or each split's own train_data_path, valid_data_path, test_data_path (then `split` is not used).
@@ -111,10 +111,11 @@ def build_datasets(request: DatasetRequest) -> Datasets:
     Raises DataError for damaged or missing files, impossible blends and splits too small for one sample.
     """
     if request.mock:
-        return tuple(
+        train, valid, test = (
             None if size == 0 else request.builder.mock(size or _MOCK_EPOCH, name)
             for name, size in zip(SPLIT_NAMES, request.num_samples, strict=True)
         )
+        return train, valid, test
     opened: dict[str, IndexedDataset] = {}
     built: list[SampleDataset | None] = []
     for number in range(len(SPLIT_NAMES)):
@@ -291,7 +292,7 @@ def _assemble(
         return BlendedDataset(parts, None, blend_size, builder.cache_dir, name)
     if size is None:
         raise DataError(f"`num_samples` must be given for the weighted {name} blend, but is None.")
-    weights = normalized([source.weight for source in sources]).tolist()
+    weights = normalized([source.weight for source in sources if source.weight is not None]).tolist()
     targets = [math.ceil(size * weight) for weight in weights]
     parts = [
         builder.build(s.indexed, s.units, math.ceil(target * (1 + _RESERVE)), name, None)

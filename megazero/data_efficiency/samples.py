@@ -1,4 +1,4 @@
-"""What a metric sees of a batch of samples: whole text without masks, and how much of it is padding."""
+"""A batch of samples as a metric sees it: whole text without masks, and how much of it is padding."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megazero.data_efficiency.crew import run_tasks
 from megazero.data_efficiency.map import ChunkGrid
 from megazero.data_efficiency.row_writer import neutral_dtype
+from megazero.data_efficiency.tasks import run_tasks
 
 _RANGE = 1 << 20  # samples of a range of values, about; each takes some 50 bytes while it is sorted
 _THIN = 1 << 18  # values of all runs together that boundaries are chosen from
@@ -25,7 +25,7 @@ _LARGEST = int(np.iinfo(np.int64).max)
 
 @dataclass(frozen=True)
 class SortedSamples:
-    """Where sorted samples are.
+    """The files of sorted samples.
 
     samples: file of sample numbers, `dtype` [n]. pieces: files of (value, how many have it), int64 [d, 2],
     which together are ascending.
@@ -73,7 +73,7 @@ class ExternalSort:
         yield from run_tasks(work, range(len(starts)), self.processes)
 
     def result(self) -> SortedSamples:
-        """What `run` made."""
+        """The files that `run` made."""
         pieces = sorted(self.scratch.glob("piece-*"))
         return SortedSamples(self.target, self.dtype, tuple(pieces))
 
@@ -111,7 +111,7 @@ class ExternalSort:
         return written
 
     def _of_range(self, boundaries: np.ndarray, number: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Of each run, the values of a range and their samples."""
+        """For each run, the values within a range and their samples."""
         for chunk in range(len(self.grid)):
             run, order = self._run(chunk)
             begin = np.searchsorted(run, boundaries[number])
@@ -135,8 +135,8 @@ class ExternalSort:
 
     def _run(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
         """The sorted values of a chunk and where in it they were, mapped."""
-        kinds = (("values", np.int64), ("order", np.uint32))
-        return tuple(np.memmap(self._path(name, chunk), dtype, mode="r") for name, dtype in kinds)
+        values = np.memmap(self._path("values", chunk), np.int64, mode="r")
+        return values, np.memmap(self._path("order", chunk), np.uint32, mode="r")
 
     def _path(self, kind: str, number: int) -> Path:
         return self.scratch / f"{kind}-{number:08d}"

@@ -1,7 +1,7 @@
 """Whether all ranks of a job mean the same: facts by name, compared before any of them matters.
 
-`agree` compares over a group. `agree_by_notes` does so on the job's board, before there are groups: ranks
-that want different layouts, backends or devices could not even open them.
+`agree` compares over a group. `agree_by_notes` does so by notes that the processes leave for each other,
+before there are groups: ranks that want different layouts, backends or devices could not even open them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def agree_by_notes(job_notes: JobNotes, rank: int, world_size: int, facts: Facts
     two notes per rank. Only where they differ are the facts themselves exchanged.
 
     Args:
-        board: where the ranks leave notes for each other.
+        job_notes: where the ranks leave notes for each other.
         patience: seconds to wait for a note.
 
     Raises:
@@ -70,7 +70,7 @@ def agree_by_notes(job_notes: JobNotes, rank: int, world_size: int, facts: Facts
         everyone = {r: json.loads(_read(job_notes, f"facts/{r}", r, patience)) for r in range(world_size)}
         job_notes.post(_key("found"), json.dumps(disagreements(everyone)))
     found = json.loads(_read(job_notes, "found", 0, patience))
-    if rank == 0:  # whose process may keep the board; a rank that has gone must not hide what was found
+    if rank == 0:  # whose process may keep the notes; a rank that has gone must not hide what was found
         with suppress(CommunicationError):
             for other in range(1, world_size):
                 _read(job_notes, f"heard/{other}", other, min(patience, _FAREWELL))

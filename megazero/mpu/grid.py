@@ -95,7 +95,8 @@ class ProcessGrid:
             )
 
     def __getitem__(self, axis: str) -> int:
-        return getattr(self, axis)
+        size: int = getattr(self, axis)
+        return size
 
     @property
     def edp(self) -> int:

@@ -23,7 +23,7 @@ class Work(Protocol):
         """Return when the result is ready."""
 
 
-class Done:
+class Done(Work):
     """A collective that has already happened."""
 
     def wait(self) -> None:

@@ -176,7 +176,7 @@ def open_context(
 def leave(context: ParallelContext) -> None:
     """Leave the job cleanly: wait for everyone, then close the groups."""
     if context.watch is not None:
-        context.watch.leave()  # while the process that keeps the board is sure to be there
+        context.watch.leave()  # while the process that keeps the notes is sure to be there
     context.world.barrier()
     if context.watch is not None:
         context.watch.close()

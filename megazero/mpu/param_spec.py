@@ -95,7 +95,7 @@ class ParamSpec:
         return "expert_replica" if self.expert or "ep" in self.axes else "replica"
 
     @property
-    def traits(self) -> tuple:
+    def traits(self) -> tuple[object, ...]:
         """What the gradient norm and the update must tell apart within a bucket; the same on every rank."""
         return (not self.weight_decay, copy_axes(self), self.tied_with is not None, self.partial_grad)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import socket
 import uuid
@@ -15,8 +16,9 @@ from megazero.mpu.messages import gather_values
 from megazero.mpu.shared_group import SharedGroup
 from megazero.mpu.torch_group import TorchGroup
 
+NATIVE: Any  # csrc/mpu, which has no type annotations
 try:
-    from megazero.mpu import _native as NATIVE
+    NATIVE = importlib.import_module("megazero.mpu._native")
 except ImportError:
     NATIVE = None
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megazero.errors import CommunicationError
-from megazero.mpu.group import DONE, Reduction, Transfer, Work
+from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
 from megazero.mpu.thread_turns import RankThread, Ticket, Turns
 
 
@@ -70,7 +70,9 @@ class ThreadMeeting:
         for ticket in tickets:
             ticket.call()
 
-    def gather(self, rank: int, call: str, brought: Any, combine: Callable) -> _Round | None:
+    def gather(
+        self, rank: int, call: str, brought: Any, combine: Callable[[list[Any]], Sequence[Any]]
+    ) -> _Round | None:
         """Come to this round as member `rank`; the round when all have come, or None if they did not.
 
         Every member brings something and says how results follow from what all have brought.
@@ -181,7 +183,7 @@ class ThreadWorld:
         return results
 
 
-class ThreadGroup:
+class ThreadGroup(Group):
     """One thread's end of a `ThreadMeeting`."""
 
     def __init__(self, name: str, rank: int, meeting: ThreadMeeting):
@@ -209,7 +211,7 @@ class ThreadGroup:
         self, output: Tensor, tensor: Tensor, op: Reduction = "sum", *, async_op: bool = False
     ) -> Work:
         def rows(all_: list[Tensor]) -> Sequence[Tensor]:
-            return _reduce([t.reshape(self.size, -1) for t in all_], op)
+            return _reduce([t.reshape(self.size, -1) for t in all_], op).unbind()
 
         output.copy_(self._meet(f"reduce_scatter({op})", tensor, rows).view(output.shape))
         return DONE
@@ -279,10 +281,11 @@ class ThreadGroup:
             raise CommunicationError(
                 f"`{call}` over group `{self.name}` on rank {self.ranks[self.rank]}: {found.error}"
             ) from found.error
+        assert found.results is not None, "a round that is over has results, a difference or an error"
         return found.results[self.rank]
 
 
-class _Receipt:
+class _Receipt(Work):
     """A receive in progress; `wait` blocks until its message has arrived."""
 
     def __init__(self, group: ThreadGroup, transfer: Transfer):

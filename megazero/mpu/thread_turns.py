@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from typing import Any
 
 _PATIENCE = 0.5
 """Seconds after which a thread that could go on does so without a turn: who has it may be waiting for what
@@ -100,7 +101,7 @@ class RankThread(threading.Thread):
         more: as for a `threading.Thread`.
     """
 
-    def __init__(self, turns: Turns, **more):
+    def __init__(self, turns: Turns, **more: Any):
         super().__init__(**more)
         self.turns = turns
 

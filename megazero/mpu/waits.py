@@ -29,7 +29,8 @@ class Waited:
         """The sum; None while the device has not come to the end. Does not wait for it."""
         if not all(end.query() for _, end in self.spans):
             return None
-        return self.host + sum(start.elapsed_time(end) for start, end in self.spans) / 1000.0
+        milliseconds: float = sum(start.elapsed_time(end) for start, end in self.spans)
+        return self.host + milliseconds / 1000.0
 
 
 class Waits:

@@ -98,7 +98,7 @@ def test_both_metrics_in_one_command(text, tmp_path, capsys):
 
 
 def test_processes_that_cannot_be_forked_open_everything_again(text, tmp_path, monkeypatch):
-    monkeypatch.setattr("megazero.data_efficiency.crew.can_fork", lambda: False)
+    monkeypatch.setattr("megazero.data_efficiency.tasks.can_fork", lambda: False)
     (tmp_path / "mine.py").write_text("def first(samples):\n    return samples['text'][:, 0]\n")
     flags = ("--metric", f"{tmp_path / 'mine.py'}:first", "--analyzing-num-threads", "2")
     assert main(gpt(text, tmp_path, *flags)) == 0

@@ -1,4 +1,4 @@
-"""What numbers a tensor holds, and how far apart two tensors are."""
+"""Statistics of a tensor's elements, and how far apart two tensors are."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.hf.architecture import TensorLike
 from megazero.checkpoint.hf.config_json import read_json
 from megazero.checkpoint.tensor_file import TensorFile, memory_of
 from megazero.errors import CheckpointError
@@ -51,6 +52,9 @@ class Stored:
         """Some of its rows, into contiguous memory of its dtype on the CPU."""
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         self.file.read_into(memory_of(memory), self.start + rows.start * row_bytes)
+
+
+_: type[TensorLike] = Stored
 
 
 class TensorFolder:

@@ -14,7 +14,7 @@ from megazero.checkpoint.box import Box
 from megazero.checkpoint.hf.config_json import CONFIG, Description, differences
 from megazero.checkpoint.hf.folder import FLOATS, Stored, TensorFolder, named
 from megazero.checkpoint.naming import Link, Table, TensorRule, cut
-from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.part import Key, Part, Source
 from megazero.config.derive import experts_of
 from megazero.config.tree import ModelConfig
 from megazero.errors import CheckpointError
@@ -23,7 +23,7 @@ CHUNK = 1 << 18
 """The number of elements read at a time: few enough to be transposed within the cache."""
 
 
-class HFReader:
+class HFReader(Source):
     """A folder that `save_pretrained` wrote, as a `Source` of weights; nothing in it is unpickled.
 
     `read` holds `CHUNK` elements besides the destination. Use it from one thread at a time.

@@ -8,7 +8,7 @@ tensor-parallel ranks split them.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megazero.checkpoint.box import Box
@@ -191,7 +191,14 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     """
     qkv = {0.0: "(s g d)", 1.0: "(g d s)"}.get(checkpoint_version, "(g s d)")
 
-    def row(ours, dims, theirs, their_dims=None, letter=None, when=always) -> Sliced:
+    def row(
+        ours: str,
+        dims: str,
+        theirs: str,
+        their_dims: str | None = None,
+        letter: str | None = None,
+        when: Callable[[ModelConfig], bool] = always,
+    ) -> Sliced:
         return Sliced(TensorRule(ours, dims, theirs, their_dims or dims, when=when), letter)
 
     def norm(ours: str, theirs: str) -> tuple[Sliced, Sliced]:
@@ -261,4 +268,4 @@ def held_whole(name: str) -> bool:
     """Whether each tensor-parallel rank has all of a tensor with this (Core) name."""
     number = layer_of(name)
     template = name if number is None else name.replace(f"layers.{number}.", "layers.{i}.", 1)
-    return any(each.rule.theirs == template and each.letter is None for each in rules(3.0))
+    return any(sliced.rule.theirs == template and sliced.letter is None for sliced in rules(3.0))

@@ -18,7 +18,7 @@ from megazero.checkpoint.megatron.names import VERSIONS, WORD, Sliced, links_of,
 from megazero.checkpoint.megatron.settings import read_settings
 from megazero.checkpoint.megatron.stages import Header, Stages
 from megazero.checkpoint.naming import Link
-from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.part import Key, Part, Source
 from megazero.errors import CheckpointError, ConfigError
 
 
@@ -198,3 +198,6 @@ def _rows(inventory: Inventory) -> int:
 
 def _mean(copies: Iterable[Tensor]) -> Tensor:
     return torch.stack([copy.float() for copy in copies]).mean(0)
+
+
+_: type[Source] = MegatronReader

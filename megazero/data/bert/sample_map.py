@@ -61,7 +61,7 @@ class MapPlan:
 
 @dataclass(frozen=True)
 class DocumentCounts:
-    """Of how many documents a map makes samples, and how many it leaves out, by reason.
+    """The number of documents that a map makes samples of, and of those that it leaves out, by reason.
 
     empty: without a sentence. single: of one sentence where two segments are wanted. long: of several
     sentences, one of which has more than LONGEST_SENTENCE tokens.
@@ -88,8 +88,8 @@ class DocumentCounts:
 
 
 def count_documents(lengths: np.ndarray, boundaries: np.ndarray, min_sentences: int) -> DocumentCounts:
-    """What a map makes of the documents. lengths: int32 [S], for the whole dataset; boundaries: int64
-    [n + 1], the sentence that each document starts with, and the end of the last."""
+    """Count the documents that a map uses and leaves out. lengths: int32 [S], for the whole dataset;
+    boundaries: int64 [n + 1], the sentence that each document starts with, and the end of the last."""
     boundaries = np.asarray(boundaries)
     sentences = np.diff(boundaries)
     first, last = int(boundaries[0]), int(boundaries[-1])
@@ -105,7 +105,7 @@ def build_sample_map(lengths: np.ndarray, boundaries: np.ndarray, plan: MapPlan)
     than 2^32 - 1 sentences. At least one document must be usable, see `count_documents`."""
     if NATIVE is None:
         return sample_map_reference(lengths, boundaries, plan)
-    return NATIVE.sentence_map(
+    rows: np.ndarray = NATIVE.sentence_map(
         lengths,
         boundaries,
         -1 if plan.num_samples is None else plan.num_samples,
@@ -116,10 +116,11 @@ def build_sample_map(lengths: np.ndarray, boundaries: np.ndarray, plan: MapPlan)
         plan.seed,
         LONGEST_SENTENCE,
     )
+    return rows
 
 
 def sample_map_reference(lengths: np.ndarray, boundaries: np.ndarray, plan: MapPlan) -> np.ndarray:
-    """The same, as it reads."""
+    """The algorithm of `build_sample_map`, in Python."""
     targets = _targets(plan)
     rows: list[tuple[int, int, int]] = []
     documents = list(zip(boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True))

@@ -38,7 +38,8 @@ class BlockChecksum:
     _open: int = 0
 
     def update(self, data: bytes | memoryview | np.ndarray) -> None:
-        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        bytes_of = data.data if isinstance(data, np.ndarray) else memoryview(data)
+        view = bytes_of.cast("B") if len(data) else memoryview(b"")
         at = 0
         while at < len(view):
             room = BLOCK - self.size % BLOCK
@@ -144,11 +145,11 @@ class TokenBlocks:
     def check(self, number: int) -> None:
         """Raises DataError, naming bytes, sums and documents, unless this block has its recorded sum."""
         begin, end = number * BLOCK, min((number + 1) * BLOCK, self.content.size)
-        found, recorded = crc32(self.content[begin:end]), self.sidecar.bin_blocks[number]
-        if found != recorded:
+        actual, recorded = crc32(self.content[begin:end]), self.sidecar.bin_blocks[number]
+        if actual != recorded:
             raise DataError(
                 f"`{self.path.with_suffix('.bin')}` must have CRC-32 {recorded:08x} in bytes {begin}..{end}, "
-                f"but has {found:08x}; the tokens are damaged ({self._documents(begin, end)}): make the "
+                f"but has {actual:08x}; the tokens are damaged ({self._documents(begin, end)}): make the "
                 f"dataset again, or delete {self.path.name} if another tool rewrote it."
             )
 
@@ -171,5 +172,5 @@ def hash_bytes(data: np.ndarray) -> str:
     """BLAKE2b (16 bytes, hex) of a uint8 array, taken in blocks so that a mapped file is not copied."""
     digest = hashlib.blake2b(digest_size=16)
     for begin in range(0, data.size, BLOCK):
-        digest.update(memoryview(data[begin : begin + BLOCK]))
+        digest.update(data[begin : begin + BLOCK].data)
     return digest.hexdigest()

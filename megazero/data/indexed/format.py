@@ -1,4 +1,4 @@
-"""The Megatron indexed-dataset file layouts: what the bytes of an `.idx` mean, and whether to trust them.
+"""The Megatron indexed-dataset file layouts: the meaning of an `.idx`'s bytes, and whether to trust them.
 
 A dataset is two files. `prefix.bin` is the raw little-endian token ids of all sequences, one after the
 other. `prefix.idx` says where each *sequence* (one run of tokens) and each *document* (a run of
@@ -13,6 +13,7 @@ integers before anything is allocated, so a hostile count is refused and never b
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +27,7 @@ TNTIDX_MAGIC = b"TNTIDX\x00\x00"
 MMIDIDX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, element code, sequences, document entries
 TNTIDX_HEADER = struct.Struct("<8sQQQQQQ")  # magic, version, code, element size, items, sizes, documents
 
-DTYPE_CODES = MappingProxyType(
+DTYPE_CODES: Mapping[int, np.dtype] = MappingProxyType(
     {
         1: np.dtype("u1"),
         2: np.dtype("i1"),

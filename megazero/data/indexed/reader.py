@@ -205,12 +205,12 @@ class IndexedDataset:
             if with_time:
                 digest.update(str(os.stat(self.path_bin).st_mtime_ns).encode())
             for sample in self._samples():
-                digest.update(memoryview(sample))
+                digest.update(sample.data)
         return digest.hexdigest()
 
     @cached_property
     def _bin_hash(self) -> str:
-        """Of the whole `.bin` if it is small enough, else of samples of it."""
+        """The hash of the whole `.bin` if it is small enough, else of samples of it."""
         if self._bytes.size <= _FULL_HASH_LIMIT:
             return hash_bytes(self._bytes)
         return hash_bytes(np.concatenate(list(self._samples())))
@@ -269,7 +269,7 @@ def content_hash(dataset: IndexedDataset) -> str:
 
 
 def file_hashes(dataset: IndexedDataset) -> dict[str, str | None]:
-    """Hashes of what is in each file, equal for every copy.
+    """Hashes of the content of each file, equal for every copy.
 
     `idx`; `bin`, of samples if it is over 64 MiB; `blocks`, of the recorded sums of all blocks of the `.bin`,
     None without a sidecar.

@@ -90,8 +90,8 @@ class IndexedDatasetWriter:
         counts = self._as_counts("document_lengths", document_lengths, lengths.size, None)
         with self._disk(self._temporary[0]):
             self._write_tokens(data.view(np.uint8))
-            self._lengths.write(memoryview(lengths.astype("<i4")))
-            self._counts.write(memoryview(counts.astype("<i8")))
+            self._lengths.write(lengths.astype("<i4").data)
+            self._counts.write(counts.astype("<i8").data)
         self.sequences += lengths.size
         self.documents += counts.size
 
@@ -111,10 +111,10 @@ class IndexedDatasetWriter:
             for begin in range(0, raw.size, _COPY_BYTES):
                 self._write_tokens(raw[begin : begin + _COPY_BYTES])
             for begin in range(0, len(other), step):
-                self._lengths.write(memoryview(other.lengths[begin : begin + step].astype("<i4")))
+                self._lengths.write(other.lengths[begin : begin + step].astype("<i4").data)
             for begin in range(0, other.document_index.size - 1, step):
                 counts = np.diff(other.document_index[begin : begin + step + 1])
-                self._counts.write(memoryview(counts.astype("<i8")))
+                self._counts.write(counts.astype("<i8").data)
         self.sequences += len(other)
         self.documents += other.document_index.size - 1
 
@@ -194,7 +194,7 @@ class IndexedDatasetWriter:
 
     def _write_tokens(self, data: np.ndarray) -> None:
         if data.size:
-            self._bin.write(memoryview(data))
+            self._bin.write(data.data)
             self._checksum.update(data)
 
     def _write_index(self) -> tuple[int, str]:

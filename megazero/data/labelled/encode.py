@@ -77,6 +77,7 @@ class SampleEncoder:
 
     def _row(self, texts: Sequence[np.ndarray], most_of_first: int | None) -> tuple[np.ndarray, int]:
         room = self.length - len(self.begin) - len(texts) * len(self.after)
+        kept: tuple[int, ...]
         if len(texts) == 1:
             kept = (min(len(texts[0]), room),)
         elif most_of_first is None:

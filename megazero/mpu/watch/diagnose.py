@@ -259,7 +259,7 @@ def _failed(reports: Mapping[int, Report]) -> list[Finding]:
     return [
         Finding(FindingKind.FAILED, (rank,), f"rank {rank}: {report.error}")
         for rank, report in sorted(reports.items(), key=lambda item: item[1].time)
-        if report.alarm in (Alarm.COMMUNICATION, Alarm.BOARD)
+        if report.alarm in (Alarm.COMMUNICATION, Alarm.NOTES)
     ]
 
 

@@ -43,7 +43,7 @@ class FailureDiagnosis:
     no report, another process on the same host reads the log that it left.
 
     Args:
-        board: the job's board.
+        job_notes: the notes of the job's processes.
         rank: this process's rank.
         world_size: number of processes.
         grace: seconds within which reports must arrive.
@@ -67,14 +67,14 @@ class FailureDiagnosis:
 
     @property
     def longest(self) -> float:
-        """Seconds within which `hold` is sure to return, if the board answers."""
+        """Seconds within which `hold` is sure to return, if the notes are within reach."""
         return 5 * self.grace + 2 * _SECOND_CALL
 
     def announce(self, host: str, log: str | None) -> None:
         """Tell the others, before anything happens, where this process keeps its log.
 
         Raises:
-            CommunicationError: the board is out of reach.
+            CommunicationError: the notes are out of reach.
         """
         self._host = host
         self.job_notes.post(f"log/{self.rank}", json.dumps([host, log]))
@@ -83,7 +83,7 @@ class FailureDiagnosis:
         """Whether some process has said that the job has failed.
 
         Raises:
-            CommunicationError: the board is out of reach.
+            CommunicationError: the notes are out of reach.
         """
         return self.job_notes.read("trouble") is not None
 
@@ -95,7 +95,7 @@ class FailureDiagnosis:
             still: for each rank from which this process hears nothing, a sentence that says so. No report is
                 expected of it.
         """
-        if report.alarm is Alarm.BOARD:
+        if report.alarm is Alarm.NOTES:
             return self._say_alone(report.error, replace(report, error=""))
         try:
             if still:
@@ -112,7 +112,7 @@ class FailureDiagnosis:
             return self._say_alone(str(error), report)
 
     def _say_alone(self, why: str, report: Report) -> str:
-        """Without the board each process prints what it knows by itself."""
+        """Print what this process knows by itself, as the notes are out of reach."""
         summary = f"{why}; rank {self.rank}: {standing(report)}"
         self._tell(JobFailure(summary, f"megazero: the job has failed: {summary}"))
         return summary
@@ -155,7 +155,7 @@ class FailureDiagnosis:
         self._tell(JobFailure(diagnosis.summary, page, diagnosis.findings[0].ranks))
         self.job_notes.post("summary", diagnosis.summary)
         others = [rank for rank, report in reports.items() if report.alive and rank != self.rank]
-        # The board may live in this process, so wait until the others have read it.
+        # The notes may live in this process, so wait until the others have read it.
         deadline = time.monotonic() + _SECOND_CALL
         while others and time.monotonic() < deadline:
             time.sleep(_LOOK)

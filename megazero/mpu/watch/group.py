@@ -41,7 +41,7 @@ class WatchedGroup(WrappingGroup):
         self._channel = watch.collective_channel(inner.name, inner.ranks)
 
     def _collective(self, call: GroupCall) -> Work:
-        shape = call.given.shape
+        shape: tuple[int | str, ...] = call.given.shape
         if call.operation == "all_to_all" and call.arguments[2:] != (None, None):
             # With splits each member has its own number of rows, which a star stands for.
             shape = ("*", *shape[1:])
@@ -111,7 +111,7 @@ class WatchedGroup(WrappingGroup):
         )
 
 
-class WatchedWork:
+class WatchedWork(Work):
     """A call in progress: waiting for it is recorded, and so is dropping it without a wait."""
 
     def __init__(self, call: Call, work: Work, watch: Watch):

@@ -89,7 +89,7 @@ class CallLog:
         self.pending: dict[int, Call] = {}
         self._serials = itertools.count(1)
         self._latest = 0
-        self._texts: dict[tuple, bytes] = {}
+        self._texts: dict[tuple[object, ...], bytes] = {}
         self._to_wall = time.time() - time.monotonic()
         size = SLOTS * _SLOT_BYTES
         if folder is None:
@@ -202,14 +202,22 @@ def spell_place(file: str, line: int) -> str:
     return f"{os.sep.join(file.split(os.sep)[-4:])}:{line}"
 
 
-def _place(frame: FrameType | None) -> tuple | None:
+def _place(frame: FrameType | None) -> tuple[str, int, int] | None:
     if frame is None:
         return None
     code = frame.f_code
     return code.co_filename, code.co_firstlineno, frame.f_lasti
 
 
-def _compose(channel, what, detail, shape, dtype, site, asker) -> bytes:
+def _compose(
+    channel: Channel,
+    what: str,
+    detail: str | int | None,
+    shape: Sequence[int | str] | None,
+    dtype: torch.dtype | None,
+    site: FrameType | None,
+    asker: FrameType | None,
+) -> bytes:
     name = what if detail is None else f"{what}({detail})"
     sizes = "" if shape is None else f"[{', '.join(map(str, shape))}] {str(dtype).removeprefix('torch.')}"
     place = "?" if site is None else spell_place(site.f_code.co_filename, site.f_lineno)

@@ -20,7 +20,7 @@ class Alarm(str, Enum):
     """Why a process believes that its job has failed.
 
     `TOLD`: another process said so. `TIMEOUT`: a call took too long. `COMMUNICATION`: a call raised.
-    `RAISED`: something else raised. `BOARD`: the key-value store is out of reach. `STILL`: another process
+    `RAISED`: something else raised. `NOTES`: the notes are out of reach. `STILL`: another process
     gives no sign of life.
     """
 
@@ -28,7 +28,7 @@ class Alarm(str, Enum):
     TIMEOUT = "timeout"
     COMMUNICATION = "communication"
     RAISED = "raised"
-    BOARD = "board"
+    NOTES = "notes"
     STILL = "still"
 
 
