@@ -156,7 +156,7 @@ class Wanted:
 
     @property
     def waves(self) -> Iterator[Wanted]:
-        """Those that need nothing, then those that need the counts of the vocabulary."""
+        """The metrics that need nothing, then those that need the counts of the vocabulary."""
         first = tuple(name for name in self.shipped if name not in NEED_COUNTS)
         second = tuple(name for name in self.shipped if name in NEED_COUNTS)
         yield from (

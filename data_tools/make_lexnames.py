@@ -54,7 +54,7 @@ LEXNAMES = (
 
 @dataclass(frozen=True)
 class Synset:
-    """What a line of WordNet's database says.
+    """One line of WordNet's database.
 
     Attributes:
         name: part of speech and number.

@@ -94,7 +94,7 @@ class SentenceSplitter:
         return (start + length for length in accumulate(lengths))
 
     def _pieces(self, paragraph: str) -> Iterator[str]:
-        """What the library makes of a paragraph, asked about no more than it needs to see at once."""
+        """Divide a paragraph by the library, which is given no more than it needs to see at once."""
         start, width = 0, _WINDOW
         while len(paragraph) - start > width:
             pieces = self._ask(paragraph[start : start + width])

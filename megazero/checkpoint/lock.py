@@ -1,4 +1,4 @@
-"""Who may write into a run's folder, and whether it is still the same folder.
+"""The right to write into a run's folder, and whether it is still the same folder.
 
 The system's lock belongs to a file, not to a name: when somebody deletes a folder and makes it anew, the next
 job gets a fresh lock while the first one goes on. So whoever holds a lock looks, before each change of the

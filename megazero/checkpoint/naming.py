@@ -240,10 +240,10 @@ class Table:
     @cached_property
     def by_key(self) -> Mapping[Key, tuple[Link, ...]]:
         """Our tensor -> the links it is made of, in the order of the rules."""
-        found: dict[Key, list[Link]] = defaultdict(list)
+        by_key: dict[Key, list[Link]] = defaultdict(list)
         for link in self.links:
-            found[link.key].append(link)
-        return MappingProxyType({key: tuple(links) for key, links in found.items()})
+            by_key[link.key].append(link)
+        return MappingProxyType({key: tuple(links) for key, links in by_key.items()})
 
     @cached_property
     def by_theirs(self) -> Mapping[str, Link]:
@@ -274,8 +274,8 @@ def _link(
 
     def name(template: str) -> str:
         before = None if number is None else number - 1
-        for mark, each in (("{i}", number), ("{i-1}", before), ("{last}", last), ("{x}", slot)):
-            template = template.replace(mark, str(each))
+        for mark, value in (("{i}", number), ("{i-1}", before), ("{last}", last), ("{x}", slot)):
+            template = template.replace(mark, str(value))
         return template
 
     return Link(Key(name(rule.ours)), shape, box, name(rule.theirs), merged)

@@ -32,7 +32,7 @@ def cyclic_sample(position: int, num_samples: int, seed: int) -> int:
 
 
 def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """What makes the permutation of one epoch."""
+    """The keys of the permutation of one epoch."""
     return struct.unpack(f"<{_ROUNDS}Q", hashlib.shake_128(f"{seed} {epoch}".encode()).digest(8 * _ROUNDS))
 
 

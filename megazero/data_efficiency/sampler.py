@@ -65,13 +65,13 @@ class CurriculumSampler:
         """
         first = consumed_samples + self.spec.data_parallel_rank * self.spec.micro_batch_size
         places = range(first, first + self.spec.micro_batch_size)
-        found = np.array([self._drawn(place) for place in places], dtype=np.int64)
-        if found.min() < 0 or found.max() >= self.spec.num_samples:
+        numbers = np.array([self._drawn(place) for place in places], dtype=np.int64)
+        if numbers.min() < 0 or numbers.max() >= self.spec.num_samples:
             raise DataError(
                 f"`index_to_sample_path` must list samples of the dataset, 0..{self.spec.num_samples - 1}, "
-                f"but lists {found.tolist()}; analyze this dataset."
+                f"but lists {numbers.tolist()}; analyze this dataset."
             )
-        return found
+        return numbers
 
     def _drawn(self, place: int) -> int:
         """The sample at a place of the training order."""
@@ -100,11 +100,11 @@ class CurriculumSampler:
         if key != (piece, begin):
             key = (piece, begin)
             phase, bounds = self._phases(piece, piece + 1), self._bounds_of(piece, piece + 1)
-            found, counts = owners(np.arange(begin, end) + phase, bounds[0])
-            counts += (self._turns_before(piece) - shares(phase, bounds)[0])[found]
-            clusters, turns = found[shuffled(end - begin, self._key(f"block {begin}", piece))], counts.copy()
+            owner, counts = owners(np.arange(begin, end) + phase, bounds[0])
+            counts += (self._turns_before(piece) - shares(phase, bounds)[0])[owner]
+            clusters, turns = owner[shuffled(end - begin, self._key(f"block {begin}", piece))], counts.copy()
             # A cluster's turns keep their order.
-            turns[np.argsort(clusters, kind="stable")] = counts[np.argsort(found, kind="stable")]
+            turns[np.argsort(clusters, kind="stable")] = counts[np.argsort(owner, kind="stable")]
             self._dealt = (key, clusters, turns)
         return clusters, turns
 

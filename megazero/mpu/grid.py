@@ -21,7 +21,7 @@ from megazero.errors import ConfigError
 
 @dataclass(frozen=True)
 class Axis:
-    """What tells the ranks along one axis of the mesh apart.
+    """The differences between the ranks along one axis of the mesh.
 
     Attributes:
         setting: the field of `ParallelConfig` that gives the axis's size; None if the axis takes what the

@@ -1,4 +1,4 @@
-"""What transformers' two kinds of BERT have in common: all but the place of their norms.
+"""The common parts of transformers' two kinds of BERT, which differ only in the place of their norms.
 
 Each is several classes, one for each set of heads, which are rows of their own. A class without the binary
 head still has token types. Ours has them only if that is set, so a table of zeros stands for none.

@@ -152,9 +152,9 @@ class HFReader(Source):
                 for name, tensor in present.items()
             }
         for pattern, name in architecture.renamed:
-            present = {re.sub(rf"\A{pattern}\Z", name, found): tensor for found, tensor in present.items()}
+            present = {re.sub(rf"\A{pattern}\Z", name, theirs): tensor for theirs, tensor in present.items()}
         ignored = [re.compile(pattern) for pattern in architecture.ignored]
-        return {n: t for n, t in present.items() if not any(each.fullmatch(n) for each in ignored)}
+        return {n: t for n, t in present.items() if not any(pattern.fullmatch(n) for pattern in ignored)}
 
     def _match(self, present: dict[str, Stored]) -> dict[str, Stored]:
         """The stored tensor behind each name of the table; raises unless exactly these are `present`."""
@@ -169,8 +169,8 @@ class HFReader(Source):
         for name, link in self.table.by_theirs.items():
             stored = present.get(name)
             if stored is not None and (stored.shape != link.their_shape or stored.dtype not in FLOATS):
-                found, expected = list(stored.shape), list(link.their_shape)
-                wrong.append(f"hold {name} as {stored.dtype} {found} instead of floats {expected}")
+                actual, expected = list(stored.shape), list(link.their_shape)
+                wrong.append(f"hold {name} as {stored.dtype} {actual} instead of floats {expected}")
         if wrong:
             raise self._misfit("they " + "; ".join(wrong[:8]))
         return present

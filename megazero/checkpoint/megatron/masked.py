@@ -1,4 +1,4 @@
-"""What Megatron's BERT has beyond its GPT: how to tell it, its settings, and its tensors' conditions.
+"""Megatron's BERT, as far as it differs from its GPT: how to tell it, its settings and conditions of tensors.
 
 Megatron's arguments do not say which kind of model they are of; the names of the tensors do.
 """

@@ -11,7 +11,7 @@ from megazero.data.index_check import ONE, blocks
 def sample_map_fault(
     rows: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray, plan: MapPlan
 ) -> str | None:
-    """What is wrong with a sample map, as a clause, or None.
+    """Return a clause that says what is wrong with a sample map, or None.
 
     In each epoch the rows of a document that is used are all its sentences, one row after the other; of other
     documents there are none. Arguments as for `build_sample_map`. Takes time and memory in proportion to the

@@ -1,4 +1,4 @@
-"""What a process of a failed job tells the others about itself: plain values, sent as JSON."""
+"""The report of a process of a failed job about itself: plain values, sent as JSON."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class CallRecord:
 
     @property
     def signature(self) -> str:
-        """What the members of the channel must agree on; a send and its receive agree on their sizes."""
+        """The part on which the channel's members must agree; for a send and its receive, their sizes."""
         return self.sizes if self.what in ("send", "recv") else self.call
 
     @property
