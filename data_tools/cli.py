@@ -23,7 +23,7 @@ def run(
     args: argparse.Namespace,
     left: str = "nothing was left behind",
 ) -> int:
-    """Runs the tool; exit status 0, the error's own code, 1 for disk errors, 130/143 for signals, after which
+    """Run the tool; exit status 0, the error's own code, 1 for disk errors, 130/143 for signals, after which
     `left` says what there is."""
     previous = _on_sigterm()
     try:

@@ -87,7 +87,7 @@ def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator
 
 
 def gaps_or_overlaps(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
-    """Why the boxes do not cover a tensor exactly once, in words; None if they do."""
+    """Say why the boxes do not cover a tensor exactly once; None if they do."""
     whole = Box.whole(shape)
     filled = sorted(box for box in boxes if box.numel)
     for box in filled:

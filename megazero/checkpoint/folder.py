@@ -48,7 +48,7 @@ def iteration_folder(directory: str | Path, iteration: int) -> Path:
 
 
 def hidden_folder(directory: str | Path, iteration: int, state: str) -> Path:
-    """Its folder while it is `partial`, `replaced` or `removed`."""
+    """The folder of a checkpoint while it is `partial`, `replaced` or `removed`."""
     return Path(directory) / f".iter_{iteration:07d}.{state}"
 
 
@@ -249,7 +249,7 @@ def publish(disk: Disk, directory: Path, iteration: int) -> Path:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept: the newest, and ...
+    """The checkpoints to keep: the newest, and ...
 
     Attributes:
         last: this many of the newest; None keeps all.

@@ -1,4 +1,4 @@
-"""Which checkpoint a path means: the folder of a run, or of one checkpoint."""
+"""The checkpoint that a path means: the folder of a run, or of one checkpoint."""
 
 from __future__ import annotations
 

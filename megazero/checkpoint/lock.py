@@ -128,7 +128,7 @@ class WriterLock:
         holder = _holder(self._directory / LOCK)
         return LostFolderError(
             f"`{self._directory}` must be written by one job at a time, but was deleted and made anew, or "
-            f"replaced, while this job ran, and is now that of {holder or 'another run'}; this job writes "
+            f"replaced, while this job ran, and now belongs to {holder or 'another run'}; this job writes "
             "nothing more there: begin it again with another folder to save to"
         )
 

@@ -55,42 +55,42 @@ Take = tuple[str, slice]
 
 
 def always(model: ModelConfig) -> bool:
-    """Present in every model."""
+    """Whether a tensor is present: in every model."""
     return True
 
 
 def every_layer(model: ModelConfig, number: int) -> bool:
-    """Present in every layer."""
+    """Whether a tensor is present: in every layer."""
     return True
 
 
 def biased(model: ModelConfig) -> bool:
-    """Present where linear layers have biases."""
+    """Whether a tensor is present: where linear layers have biases."""
     return model.add_bias_linear
 
 
 def with_experts(model: ModelConfig, number: int) -> bool:
-    """Present in layers with experts."""
+    """Whether a tensor is present: in layers with experts."""
     return experts_of(model, number) > 0
 
 
 def with_shared_experts(model: ModelConfig, number: int) -> bool:
-    """Present in layers with experts, if there are shared ones among them."""
+    """Whether a tensor is present: in layers with experts, if some of them are shared."""
     return model.moe_shared_expert_intermediate_size is not None and with_experts(model, number)
 
 
 def without_experts(model: ModelConfig, number: int) -> bool:
-    """Present in dense layers."""
+    """Whether a tensor is present: in dense layers."""
     return experts_of(model, number) == 0
 
 
 def qkv_biased(model: ModelConfig) -> bool:
-    """Present where queries, keys and values have biases."""
+    """Whether a tensor is present: where queries, keys and values have biases."""
     return model.qkv_bias
 
 
 def untied(model: ModelConfig) -> bool:
-    """Present where the output head has a weight of its own."""
+    """Whether a tensor is present: where the output head has a weight of its own."""
     return model.untie_embeddings_and_output_weights
 
 

@@ -1,4 +1,4 @@
-"""Which boxes of which logical tensors a rank holds, in an optimizer's buckets or a model's parameters."""
+"""The boxes of logical tensors that a rank holds, in an optimizer's buckets or a model's parameters."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def parts_in_use(optimizer: Optimizer, context: ParallelContext) -> list[Part]:
 
 
 def parts_of_parameters(parameters: Iterable[nn.Parameter], context: ParallelContext) -> list[Part]:
-    """Only the weights, of parameters that hold this rank's whole slice."""
+    """The parts of the weights alone, of parameters that hold this rank's whole slice."""
     parts: list[Part] = []
     for param in parameters:
         spec = spec_of(param)
@@ -111,8 +111,8 @@ def state_keys(optimizer: Optimizer) -> set[Key]:
 def _flats(
     optimizer: Optimizer, moments: bool
 ) -> Iterator[tuple[BucketLayout, Mapping[str, Tensor], Collection[str]]]:
-    """The state that replicas hold together: flat tensors over a layout's `state_range`, and the kinds of them
-    that are offloaded."""
+    """The state that replicas hold together: flat tensors over a layout's `state_range`, and which kinds are
+    offloaded."""
     apart = {*optimizer.private_kinds, *optimizer.rule.needs.scalars, SERVER_ERROR}
     for bucket in optimizer.store.buckets:
         flats, layout = optimizer.store.at_rest(bucket), bucket.layout

@@ -87,7 +87,7 @@ class RarityTable:
 
     @classmethod
     def of(cls, counts: np.ndarray) -> RarityTable:
-        """From how often each id occurs, int64 [ids]."""
+        """The table for ids that occur so often, int64 [ids]."""
         occurred = np.maximum(counts, 1).astype(np.float64)
         return cls(-np.log(occurred / occurred.sum()))
 

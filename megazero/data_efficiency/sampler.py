@@ -27,7 +27,7 @@ _AT_A_TIME = 1 << 20  # turns that are counted at once, to bound memory
 
 
 class CurriculumSampler:
-    """Which samples each micro-batch takes; has the protocol of `megazero.data.BatchSampler`.
+    """The samples of each micro-batch; has the protocol of `megazero.data.BatchSampler`.
 
     spec: this rank's share of each micro-batch; its `num_samples` are those of the dataset. order: what may
     be drawn when. begins: for each piece of `order`, how many samples are consumed when it begins, in this
@@ -109,7 +109,7 @@ class CurriculumSampler:
         return clusters, turns
 
     def _turns_before(self, piece: int) -> np.ndarray:
-        """How often each cluster is drawn from before a piece, int64 [clusters]."""
+        """The number of draws from each cluster before a piece, int64 [clusters]."""
         known, turns = self._turns
         if known != piece:
             known, turns = (known, turns.copy()) if known < piece else (0, np.zeros_like(turns))
@@ -123,7 +123,7 @@ class CurriculumSampler:
         return turns
 
     def _phases(self, begin: int, end: int) -> np.ndarray:
-        """Where pieces begin to deal, int64: always at the same cluster, that would have more turns."""
+        """The draws at which pieces begin, int64: if always at one cluster, it would have more turns."""
         ends = self._bounds[begin + 1 : end + 1].tolist()
         return np.array([self._key("phase", k) % size for k, size in enumerate(ends, begin)], dtype=np.int64)
 

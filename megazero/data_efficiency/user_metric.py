@@ -41,7 +41,7 @@ class UserMetric:
         object.__setattr__(self, "function", function)
 
     def __reduce__(self) -> tuple[type, tuple[str, bool]]:
-        """Pickles as the function's name: a process that is started afresh looks it up itself."""
+        """Pickle as the function's name: a process that is started afresh looks it up itself."""
         return type(self), (self.spec, self.accumulates)
 
     @property

@@ -109,7 +109,7 @@ def _key(name: str) -> str:
 
 
 def _read(job_notes: JobNotes, name: str, author: int, patience: float) -> str:
-    """A note, when it is there."""
+    """Wait for a note, and return it."""
     pause, end = 0.001, time.monotonic() + patience
     while (text := job_notes.read(_key(name))) is None:
         if time.monotonic() > end:

@@ -44,7 +44,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Where one parameter lives.
+    """The place of one parameter.
 
     Attributes:
         name: global name, the same on every layout, such as ``layers.3.mlp.up.weight``.
@@ -117,14 +117,14 @@ class ParamSpec:
         return tuple(shape)
 
     def offset(self, place: Place) -> tuple[int, ...]:
-        """Where that slice starts in the whole parameter."""
+        """The offset of the slice at `place` in the whole parameter."""
         start, local = [0] * len(self.shape), self.local_shape(place)
         for cut in self.cuts:
             start[cut.dim] = place.index(cut.axis) * local[cut.dim]
         return tuple(start)
 
     def present(self, place: Place) -> tuple[int, ...]:
-        """How much of each dim of that slice, counted from its start, is not padding."""
+        """The size of each dim of the slice at `place` without padding, which is at its end."""
         bounds = zip(self.local_shape(place), self.shape, self.offset(place), strict=True)
         return tuple(max(0, min(size, whole - start)) for size, whole, start in bounds)
 

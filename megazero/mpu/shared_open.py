@@ -54,7 +54,7 @@ def open_shared(
 
 
 def _obstacle(base: TorchGroup) -> str | None:
-    """Why the members cannot share memory, the same on each of them, or None if no obstacle is known."""
+    """Say why the members cannot share memory, alike on each of them; None if no obstacle is known."""
     missing = (
         "megazero.mpu._native is not built; install a C++17 compiler and run `pip install -e .` on Linux"
     )

@@ -1,4 +1,4 @@
-"""How the groups of a job move data; this decides the order of their sums, and so the last bits."""
+"""The transports of a job's groups, which decide the order of sums, and so their last bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a process waits in calls of its groups: for the other members, and for the data to move."""
+"""The time that a process waits in calls of its groups: for other members, and for the data to move."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Json = Mapping[str, Any]
 
 
 def same(value: Any) -> Any:
-    """The value itself."""
+    """Return the value itself."""
     return value
 
 
@@ -56,7 +56,7 @@ class TensorLike(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The shape of the tensor."""
 
     def rows(self, rows: slice) -> Tensor:
         """Some of its rows (indexes of the first dim)."""

@@ -65,7 +65,7 @@ _FREE = frozenset(
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Which tokens begin, end and fill sequences; transformers allows several that end one."""
+    """The tokens that begin, end and fill sequences; transformers allows several that end one."""
 
     bos: int | None = None
     eos: int | tuple[int, ...] | None = None
@@ -292,7 +292,7 @@ def architecture_of(model: ModelConfig) -> Architecture:
 
 
 def objections(architecture: Architecture, model: ModelConfig) -> list[str]:
-    """Why an architecture cannot express this model; empty if it can."""
+    """The reasons why an architecture cannot express this model; empty if it can."""
     allowed = [(field, [value]) for field, value in architecture.ours_fixed]
     allowed += [
         (setting.ours, [ours for _, ours in setting.words])

@@ -144,7 +144,7 @@ LIMITS = (
 
 
 def heads_seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfig:
-    """With the binary head if its tensors are there, and with token types if they say anything.
+    """The model with the binary head if its tensors are there, and token types if they say anything.
 
     Google's own files name the class without the binary head, but hold it.
     """

@@ -176,7 +176,7 @@ class HFReader(Source):
         return present
 
     def _without_copies(self, present: dict[str, Stored]) -> dict[str, Stored]:
-        """Either of two tensors that must be equal may be missing; what the table does not have is left out.
+        """Drop copies that the table does not have; either of two tensors that must be equal may be missing.
 
         Raises:
             CheckpointError: both are there, and differ.
@@ -195,7 +195,7 @@ class HFReader(Source):
         return present
 
     def _check_copy(self, copy: Stored, original: Stored, name: str) -> None:
-        """Two tensors that must be the same: `original`, whose name today is `name`, and its copy."""
+        """Check that a copy equals its `original`, whose name today is `name`."""
         same = (copy.shape, copy.dtype) == (original.shape, original.dtype)
         if same:
             step = max(1, CHUNK // max(1, copy.shape[-1])) if copy.shape else 1

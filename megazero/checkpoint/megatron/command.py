@@ -24,7 +24,7 @@ _TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_mod
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Build the parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="megazero checkpoint import-megatron",
         description="Import the weights of a GPT or BERT from a checkpoint of Megatron-LM or "

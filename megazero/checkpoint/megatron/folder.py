@@ -1,4 +1,4 @@
-"""Which files make up a checkpoint of Megatron-LM or Megatron-DeepSpeed; only text files are opened here.
+"""The files of a checkpoint of Megatron-LM or Megatron-DeepSpeed; only text files are opened here.
 
 Three forms, by pipeline stage PPP and tensor-parallel rank TT::
 

@@ -64,7 +64,7 @@ _FOREIGN = tuple(
             r"inter_attention|cross_attention|cross_attn|^language_model\.decoder\.|^encoder\.",
             "encoder-decoder",
         ),
-        (r"tokentype_embeddings|pooler|binary_head|^lm_head\.", "other heads than those of its kind"),
+        (r"tokentype_embeddings|pooler|binary_head|^lm_head\.", "heads that its kind does not have"),
         (r"vision|image|patch", "vision"),
         (r"^mtp\.", "multi-token prediction"),
         (r"mixer\.|mamba", "state-space"),

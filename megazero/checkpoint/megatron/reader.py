@@ -90,7 +90,7 @@ class MegatronReader:
         settings = read_settings(arguments, family=family, core=core)
         if settings.model.num_layers > len(inventory):  # before names are made for all of them
             raise CheckpointError(
-                f"`num_layers` must be that of the {len(inventory)} tensors in `{self.files.folder}`, but "
+                f"`num_layers` must fit the {len(inventory)} tensors in `{self.files.folder}`, but "
                 f"Megatron's arguments say {settings.model.num_layers}; correct them with --megatron-args"
             )
         self.padded_vocab_size = _rows(inventory)

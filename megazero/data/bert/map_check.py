@@ -49,7 +49,7 @@ def sample_map_fault(
 
 
 def _used(lengths: np.ndarray, boundaries: np.ndarray, min_sentences: int) -> np.ndarray:
-    """Which documents give samples, bool [documents]; as `count_documents` counts them."""
+    """A mask of the documents that give samples, bool [documents], as `count_documents` counts them."""
     sentences = np.diff(boundaries)
     low, high = int(boundaries[0]), int(boundaries[-1])
     places = low + np.flatnonzero(np.asarray(lengths[low:high]) > LONGEST_SENTENCE)

@@ -83,7 +83,7 @@ def _channels(reports: Iterable[Report]) -> dict[str, ChannelRecord]:
 
 
 def _diverged(reports: Mapping[int, Report]) -> list[Finding]:
-    """For each channel, the first call number at which members made different calls, ordered by time."""
+    """The first call number of each channel at which members made different calls, ordered by time."""
     channels = _channels(reports.values())
     by_number: dict[str, dict[int, dict[int, CallRecord]]] = defaultdict(lambda: defaultdict(dict))
     for rank, report in sorted(reports.items()):

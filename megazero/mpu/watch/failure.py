@@ -1,4 +1,4 @@
-"""How the processes of a failed job reach one diagnosis over a `JobNotes`."""
+"""The steps by which the processes of a failed job reach one diagnosis over a `JobNotes`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOBODY: Mapping[int, str] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class JobFailure:
-    """Why a job has failed, as the process that made the diagnosis knows it.
+    """The cause of a job's failure, as the process that made the diagnosis knows it.
 
     Attributes:
         summary: one line.
