@@ -1,4 +1,4 @@
-"""The parts of `analyze_dataset.py`: which samples and metrics its flags mean, and what it tells the user."""
+"""The parts of `analyze_dataset.py`: the samples and metrics that its flags mean, and its reports."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class TrainSplit:
         return dataset
 
     def vocabulary_size(self) -> int:
-        """How many ids there are. DataError if no flag says so."""
+        """The number of ids. DataError if no flag gives it."""
         flags = self.flags
         if flags.tokenizer_type is not None:
             return max(flags.vocab_size or 0, self._tokenizer().vocab_size)
@@ -87,7 +87,8 @@ class TrainSplit:
                 f"`--vocab-size` must be given to count ids for {VOCABULARY_COUNTS}, but is not; give it or "
                 "a tokenizer."
             )
-        return flags.vocab_size
+        size: int = flags.vocab_size
+        return size
 
     def _tokenizer(self) -> Tokenizer:
         return build_tokenizer(cli.tokenizer_spec(self.flags))
@@ -124,7 +125,7 @@ class Wanted:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Wanted:
-        """Raises DataError for metrics that are unknown, named twice or mean nothing for the data."""
+        """Raise DataError for metrics that are unknown, named twice or mean nothing for the data."""
         shipped = tuple(name for name in args.analyzing_metric if ":" not in name)
         own = [UserMetric(spec) for spec in args.analyzing_metric if ":" in spec]
         own += [UserMetric(spec, accumulates=True) for spec in args.accumulate]
@@ -155,7 +156,7 @@ class Wanted:
 
     @property
     def waves(self) -> Iterator[Wanted]:
-        """Those that need nothing, then those that need the counts of the vocabulary."""
+        """The metrics that need nothing, then those that need the counts of the vocabulary."""
         first = tuple(name for name in self.shipped if name not in NEED_COUNTS)
         second = tuple(name for name in self.shipped if name in NEED_COUNTS)
         yield from (
@@ -164,18 +165,20 @@ class Wanted:
 
     def metrics(self, split: TrainSplit, save: Path, dataset: AnalyzedDataset) -> list[Metric]:
         """The metrics themselves. DataError if counts are needed and missing, or are of other data."""
-        found: list[Metric] = list(self.own)
+        metrics: list[Metric] = list(self.own)
         table = _rarity_table(save, dataset) if NEED_COUNTS & set(self.shipped) else None
         for name in self.shipped:
             if name == "seqlen":
-                found.append(SequenceLength())
+                metrics.append(SequenceLength())
             elif name == VOCABULARY_COUNTS:
-                found.append(VocabularyCounts(split.vocabulary_size()))
-            elif name == "vocab_rarity":
-                found.append(VocabularyRarity(table))
+                metrics.append(VocabularyCounts(split.vocabulary_size()))
             else:
-                found.append(LengthThenRarity(table, split.flags.seq_length))
-        return found
+                assert table is not None, f"{name} needs counts"
+                by_length = name == "seqlen_vocab_rarity"
+                metrics.append(
+                    LengthThenRarity(table, split.flags.seq_length) if by_length else VocabularyRarity(table)
+                )
+        return metrics
 
 
 def _rarity_table(save: Path, dataset: AnalyzedDataset) -> RarityTable:
@@ -192,7 +195,7 @@ def _rarity_table(save: Path, dataset: AnalyzedDataset) -> RarityTable:
 
 
 class Meter:
-    """How far a step is: a bar on a terminal, a line now and then elsewhere."""
+    """The progress of a step: a bar on a terminal, a line now and then elsewhere."""
 
     def __init__(self, what: str, total: int):
         self._what, self._total, self._next = what, total, time.monotonic() + _EVERY
@@ -234,7 +237,7 @@ def metered(what: str, total: int) -> Iterator[Meter]:
 
 
 def report(folder: MetricFolder, suffix: str | None) -> None:
-    """Prints what a metric turned out to be, and with a suffix draws it."""
+    """Print a summary of a metric's values, and with a suffix draw them."""
     prefix = folder.home / folder.name
     picture = None if suffix is None else Path(f"{prefix}_histogram.{suffix}")
     if folder.accumulates:

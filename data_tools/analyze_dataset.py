@@ -13,12 +13,18 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_tools import cli
 from megazero.errors import DataError
+
+if TYPE_CHECKING:
+    from megazero.data.blended import SampleDataset
+    from megazero.data_efficiency.analyzed import AnalyzedDataset
+    from megazero.data_efficiency.map import MapJob, MetricFolder, Share
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -90,7 +96,7 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze_dataset(args: argparse.Namespace) -> None:
-    """Does what the flags say, and prints what came out. DataError or ConfigError if it cannot."""
+    """Do what the flags say, and print what came out. DataError or ConfigError if it cannot."""
     from data_tools.analysis import TrainSplit, Wanted
     from megazero.data_efficiency.analyzed import AnalyzedDataset
     from megazero.data_efficiency.histogram import check_drawing
@@ -126,7 +132,7 @@ def analyze_dataset(args: argparse.Namespace) -> None:
             _reduce([folder for _, folder in pairs], [folder for _, folder in todo], facts, args)
 
 
-def _map(job, share, dataset) -> None:
+def _map(job: MapJob, share: Share, dataset: SampleDataset) -> None:
     from data_tools.analysis import metered
     from megazero.data_efficiency.map import run_map
 
@@ -139,7 +145,9 @@ def _map(job, share, dataset) -> None:
             meter.show(done)
 
 
-def _reduce(folders, todo, facts, args: argparse.Namespace) -> None:
+def _reduce(
+    folders: list[MetricFolder], todo: list[MetricFolder], facts: AnalyzedDataset, args: argparse.Namespace
+) -> None:
     from data_tools.analysis import metered, report
     from megazero.data_efficiency.reduce import reduce_metric, reduce_steps
 
@@ -155,7 +163,7 @@ def _reduce(folders, todo, facts, args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tool; 0 if all index files are whole, else an error's status."""
+    """Run the tool; 0 if all index files are whole, else an error's status."""
     args = build_parser().parse_args(argv)
     return cli.run(
         analyze_dataset, args, left="finished chunks are kept: the same command goes on from there"

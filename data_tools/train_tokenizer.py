@@ -63,7 +63,7 @@ def _bad_line(path: str, line: int, problem: Problem) -> DataError:
 
 
 def train_tokenizer(args: argparse.Namespace) -> None:
-    """Trains and writes the files, each whole or not at all."""
+    """Train and write the files, each whole or not at all."""
     if args.cased and args.type != "wordpiece":
         raise DataError(
             "`--cased` must come with `--type wordpiece`, but does not; BPE always keeps the case."
@@ -77,16 +77,16 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     else:
         tokenizer, contents = _train_bpe(corpus, args.vocab_size)
         said = f"{END_OF_TEXT} is id {tokenizer.token_to_id(END_OF_TEXT)}"
-    found = tokenizer.get_vocab_size()
-    if found < args.vocab_size:
+    size = tokenizer.get_vocab_size()
+    if size < args.vocab_size:
         raise DataError(
             f"`--vocab-size` must not exceed what the text yields, but is {args.vocab_size} where this "
-            f"text yields {found}; give more text or a smaller vocabulary."
+            f"text yields {size}; give more text or a smaller vocabulary."
         )
     for name, content in contents.items():
         with whole_file(Path(args.output) / name) as file:
             file.write(content.encode())
-    print(f"{args.output}: {found:,} tokens, {said}")
+    print(f"{args.output}: {size:,} tokens, {said}")
 
 
 def _train_bpe(corpus: Iterator[str], size: int) -> tuple[Tokenizer, dict[str, str]]:
@@ -116,7 +116,7 @@ def _train_bpe(corpus: Iterator[str], size: int) -> tuple[Tokenizer, dict[str, s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tool; 0 if the files were written."""
+    """Run the tool; 0 if the files were written."""
     parser = argparse.ArgumentParser(prog="train_tokenizer.py", description=__doc__.split("\n")[0])
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="jsonl files or globs")
     parser.add_argument("--output", required=True, metavar="DIR", help="directory for the files")

@@ -16,6 +16,8 @@ from megazero.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from tokenizers.normalizers import Normalizer
+    from tokenizers.pre_tokenizers import PreTokenizer
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _CONTINUED = "##"
@@ -47,7 +49,7 @@ def train_wordpiece(corpus: Iterable[str], size: int, *, cased: bool) -> tuple[T
     }
 
 
-def _count_words(corpus: Iterable[str], normalizer, pre_tokenizer) -> Counter[str]:
+def _count_words(corpus: Iterable[str], normalizer: Normalizer, pre_tokenizer: PreTokenizer) -> Counter[str]:
     """BERT's words, with how often each occurs. What lies between spaces is looked at once."""
     between_spaces: Counter[str] = Counter()
     for text in corpus:

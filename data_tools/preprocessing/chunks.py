@@ -127,7 +127,7 @@ def _cut_plain(stretch: Segment, step: int, longest: int, goes_on: bool) -> Iter
 
 
 def skip_line(file: IO[bytes], most: int | None = None) -> int:
-    """Goes to the start of the next line, or as soon as more than `most` bytes are read, there; returns how
+    """Go to the start of the next line, or as soon as more than `most` bytes are read, there; returns how
     many bytes the line had left, without its newline. Keeps no more than a megabyte at once."""
     count = 0
     while (most is None or count < most) and (
@@ -140,7 +140,7 @@ def skip_line(file: IO[bytes], most: int | None = None) -> int:
 
 
 def _last_line(file: IO[bytes], start: int, size: int) -> int:
-    """Where the last line that begins in these bytes begins, counted from `start`."""
+    """The beginning of the last line that begins in these bytes, counted from `start`."""
     file.seek(start)
     return file.read(size).rfind(b"\n") + 1
 
@@ -202,6 +202,11 @@ class Column:
     texts: list[str]
     counts: list[int] | None = None
 
+    @classmethod
+    def of(cls, documents: Sequence[Sequence[str]]) -> Column:
+        """The column of these documents, each given as its texts."""
+        return cls([text for texts in documents for text in texts], [len(texts) for texts in documents])
+
 
 @dataclass
 class Parsed:
@@ -262,7 +267,7 @@ def _split_all(texts: list[str], split: Split) -> Column:
 
 
 def _parse_all_good(lines: Sequence[bytes], keys: Sequence[str]) -> list[list[str]] | None:
-    """All lines at once if each is an object with a plain string under every key, else None."""
+    """Parse all lines at once if each is an object with a plain string under every key; else return None."""
     loads = fast_loads()
     try:
         rows = [loads(line) for line in lines]
@@ -297,23 +302,22 @@ def parse_carefully(
     accept: Callable[[str], object] | None = None,
     split: Split | None = None,
 ) -> Parsed:
-    """Line by line. A line that is bad under one key is left out under all, so that columns stay aligned.
+    """Parse line by line. A line that is bad under one key is left out under all, so columns stay aligned.
 
     `accept`, and `split` (see `parse`), may raise DataError for a text that they cannot take.
     """
-    columns = [Column([], []) for _ in keys]
+    columns: list[list[list[str]]] = [[] for _ in keys]
     problems: list[Problem] = []
     for number, line in enumerate(lines):
         if not line.strip():
             continue
-        found = _parse_line(line, keys, accept, split)
-        if isinstance(found, tuple):
-            problems.append(Problem(number, *found))
+        row = _parse_line(line, keys, accept, split)
+        if isinstance(row, tuple):
+            problems.append(Problem(number, *row))
             continue
-        for column, texts in zip(columns, found, strict=True):
-            column.texts += texts
-            column.counts.append(len(texts))
-    return Parsed(len(lines), columns, problems)
+        for column, texts in zip(columns, row, strict=True):
+            column.append(texts)
+    return Parsed(len(lines), [Column.of(documents) for documents in columns], problems)
 
 
 def _parse_line(
@@ -346,8 +350,9 @@ def _parse_line(
                 text.encode("utf-8")
             if split is not None and isinstance(row[key], str):
                 texts = split(row[key])
-            for text in texts if accept is not None else []:
-                accept(text)
+            if accept is not None:
+                for text in texts:
+                    accept(text)
         except UnicodeEncodeError as error:
             return "lone surrogate", f"key `{key}` holds {text[error.start]!a}, half of a surrogate pair"
         except DataError as error:

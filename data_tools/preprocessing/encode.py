@@ -21,6 +21,7 @@ from data_tools.preprocessing.chunks import (
 from data_tools.preprocessing.sentences import SentenceRules, SentenceSplitter
 from megazero.data.indexed.format import dtype_for_vocab
 from megazero.data.tokenizers import (
+    FastChoice,
     TokenBatch,
     TokenizerSpec,
     build_tokenizer,
@@ -36,7 +37,7 @@ _FIRST_CHECKED, _CHECKED_PER_CHUNK, _CHECKED_LETTERS = 16, 1, 1000
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """All a worker must know. `sentences` says how to split each text, None leaves it whole; `fast` False
+    """A worker's task. `sentences` says how to split each text, None leaves it whole; `fast` False
     uses only the tokenizer itself; `seed` picks the checked texts."""
 
     spec: TokenizerSpec
@@ -72,14 +73,14 @@ class EncodedChunk:
     bytes: int
     columns: list[EncodedColumn]
     problems: list[Problem] = field(default_factory=list)
-    problem_counts: Counter = field(default_factory=Counter)
+    problem_counts: Counter[str] = field(default_factory=Counter)
     disagreement: str | None = None
 
 
 @dataclass(frozen=True)
 class EncoderFacts:
-    """What the rest of a run must know about its encoder. `fast` names the fast one; None means the tokenizer
-    itself, and `reason` then says why, if the user could change that."""
+    """A description of a run's encoder for the rest of the run. `fast` names the fast one; None means the
+    tokenizer itself, and `reason` then says why, if the user could change that."""
 
     tokenizer: str
     dtype: np.dtype
@@ -88,7 +89,7 @@ class EncoderFacts:
 
     @property
     def encoder(self) -> str:
-        """The name of what encodes."""
+        """The name of the encoder."""
         return self.fast or self.tokenizer
 
 
@@ -100,7 +101,7 @@ class ChunkEncoder:
         self._split = None if job.sentences is None else SentenceSplitter(job.sentences)
         self.tokenizer = build_tokenizer(job.spec)
         self.dtype = dtype_for_vocab(self.tokenizer.vocab_size)
-        self.fast, self.reason = try_fast(self.tokenizer) if job.fast else (None, None)
+        self.fast, self.reason = try_fast(self.tokenizer) if job.fast else FastChoice(None, None)
         if job.append_eod and self.tokenizer.eod is None:
             raise DataError(
                 f"`--append-eod` must have an end-of-document token, but {self.tokenizer.name} has none; "
@@ -164,7 +165,7 @@ class ChunkEncoder:
             return None, f"{where}, with {type(error).__name__}: {error}"
 
     def _assemble(self, batch: TokenBatch, counts: Sequence[int] | None) -> EncodedColumn:
-        """Drops empty documents, puts EOD after each document (inside its last sequence), narrows the ids."""
+        """Drop empty documents, put EOD after each document (inside its last sequence), narrow the ids."""
         kept = batch.lengths > 0
         lengths = batch.lengths[kept]
         if counts is None:
@@ -185,6 +186,7 @@ class ChunkEncoder:
         if len(ids) and int(ids.max()) >= self.tokenizer.vocab_size:
             raise RuntimeError(f"{self.tokenizer.name} gave id {int(ids.max())} beyond its vocabulary")
         if self.job.append_eod:
+            assert self.tokenizer.eod is not None, "refused when this object was made"
             lengths = lengths.copy()
             lengths[last] += 1
             ids = _with_eod(ids, np.cumsum(lengths)[last] - 1, self.tokenizer.eod, self.dtype)

@@ -38,11 +38,11 @@ class PreprocessRun:
     patience: WorkerPatience = PATIENCE
 
     def workers_pool(self, workers: int) -> WorkerPool:
-        """So many processes that encode."""
+        """A pool of so many processes that encode."""
         return WorkerPool(self.job, workers, self.chunk_bytes, self.patience)
 
     def chunks(self, sources: Sequence[str | Segment]) -> Iterator[Chunk]:
-        """What these sources are cut into."""
+        """The chunks that these sources are cut into."""
         return cut(sources, self.chunk_bytes, self.longest_line, goes_on=self.job.skip_bad_lines)
 
     def outputs(self) -> dict[str, str]:
@@ -53,7 +53,7 @@ class PreprocessRun:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was done, by which encoder, and in how many seconds."""
+    """The totals of a run that is done, the encoder it used, and the seconds it took."""
 
     totals: Totals
     encoder: str
@@ -65,7 +65,7 @@ class _Disagreement(Exception):
 
 
 def preprocess(run: PreprocessRun) -> Outcome:
-    """Runs to the end. The output does not depend on the numbers of workers and partitions.
+    """Carry out the run. The output does not depend on the numbers of workers and partitions.
 
     Raises DataError for bad lines (unless skipped), unfit tokenizers, a killed worker or a disk that refuses;
     nothing is visible then.
@@ -88,39 +88,41 @@ def _attempt(run: PreprocessRun, progress: Progress) -> tuple[Totals, str]:
 
 
 def _in_one(run: PreprocessRun, tally: _Tally) -> str:
-    """All inputs through one crew into the datasets; returns what encoded them."""
+    """Put all inputs through one pool into the datasets; returns the name of what encoded them."""
     with ExitStack() as stack:
-        solo = run.workers == 1
-        workers_pool = stack.enter_context(InlinePool(run.job) if solo else run.workers_pool(run.workers))
-        _say_if_slow(workers_pool.facts)
+        workers: InlinePool | WorkerPool = (
+            InlinePool(run.job) if run.workers == 1 else run.workers_pool(run.workers)
+        )
+        stack.enter_context(workers)
+        _say_if_slow(workers.facts)
         # Started only now: the bar draws on a thread, and a process with threads cannot fork its workers.
         stack.enter_context(tally.progress)
-        writers = _open_writers(stack, run.outputs().values(), workers_pool.facts)
-        tally.totals.first_problems = _write(run, workers_pool, run.paths, writers, tally)
+        writers = _open_writers(stack, run.outputs().values(), workers.facts)
+        tally.totals.first_problems = _write(run, workers, run.paths, writers, tally)
         _require_documents(tally.totals)
-    return workers_pool.facts.encoder
+    return workers.facts.encoder
 
 
 def _in_parts(run: PreprocessRun, tally: _Tally) -> str:
-    """Each part through its own crew into its own datasets, all at once; then these one after another into
-    the whole."""
+    """Put each part through a pool of its own into its own datasets, all at once; then append these one after
+    another to the whole."""
     parts = divide(run.paths, run.partitions)
     with ExitStack() as stack:
-        crews = [stack.enter_context(run.workers_pool(run.workers // run.partitions)) for _ in parts]
-        facts = crews[0].facts
+        pools = [stack.enter_context(run.workers_pool(run.workers // run.partitions)) for _ in parts]
+        facts = pools[0].facts
         _say_if_slow(facts)
         writers = _open_writers(stack, run.outputs().values(), facts)
         # Named as a temporary file of the first output, so that the next run removes what a killed one left.
         folder = temporary_path(next(iter(run.outputs().values())), ".parts")
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        pool = stack.enter_context(ThreadPoolExecutor(len(parts)))
+        threads = stack.enter_context(ThreadPoolExecutor(len(parts)))
         # Left in the opposite order: the workers end, so that the threads do, whose files then go.
-        for workers_pool in crews:
-            stack.push(workers_pool)
+        for pool in pools:
+            stack.push(pool)
         stack.enter_context(tally.progress)
         prefixes = [[f"{folder}/{number}-{key}" for key in run.job.keys] for number in range(len(parts))]
-        rows = zip(crews, parts, prefixes, strict=True)
-        futures = [pool.submit(_write_part, run, *row, tally) for row in rows]
+        rows = zip(pools, parts, prefixes, strict=True)
+        futures = [threads.submit(_write_part, run, *row, tally) for row in rows]
         for future in _until_one_fails(futures):
             tally.totals.first_problems += future.result()
         del tally.totals.first_problems[KEPT_PROBLEMS:]
@@ -131,18 +133,18 @@ def _in_parts(run: PreprocessRun, tally: _Tally) -> str:
     return facts.encoder
 
 
-def _until_one_fails(futures: list[Future]) -> list[Future]:
-    """All of them when they are done; as soon as some have failed, those."""
+def _until_one_fails(futures: list[Future[list[str]]]) -> list[Future[list[str]]]:
+    """Wait for the futures; return all when they are done, or, as soon as some have failed, those."""
     done = wait(futures, return_when=FIRST_EXCEPTION).done
     failed = [future for future in futures if future in done and future.exception() is not None]
     return failed or futures
 
 
 def _write_part(
-    run: PreprocessRun, workers_pool: WorkerPool, part: list[Segment], prefixes: list[str], tally: _Tally
+    run: PreprocessRun, pool: WorkerPool, part: list[Segment], prefixes: list[str], tally: _Tally
 ) -> list[str]:
     with ExitStack() as stack:
-        return _write(run, workers_pool, part, _open_writers(stack, prefixes, workers_pool.facts), tally)
+        return _write(run, pool, part, _open_writers(stack, prefixes, pool.facts), tally)
 
 
 def _open_writers(
@@ -153,17 +155,17 @@ def _open_writers(
 
 def _write(
     run: PreprocessRun,
-    workers_pool: InlinePool | WorkerPool,
+    pool: InlinePool | WorkerPool,
     sources: Sequence[str | Segment],
     writers: list[IndexedDatasetWriter],
     tally: _Tally,
 ) -> list[str]:
-    """Encodes these sources into the writers, one per key; returns the first skipped lines' descriptions."""
+    """Encode these sources into the writers, one per key; returns the first skipped lines' descriptions."""
     skipped: list[str] = []
-    first = next((each for each in sources if isinstance(each, Segment)), None)
-    for chunk, first_line in _with_line_numbers(workers_pool.results(run.chunks(sources)), first):
+    first = next((source for source in sources if isinstance(source, Segment)), None)
+    for chunk, first_line in _with_line_numbers(pool.results(run.chunks(sources)), first):
         if chunk.disagreement is not None:
-            facts = workers_pool.facts
+            facts = pool.facts
             raise _Disagreement(f"{facts.fast} and {facts.tokenizer} differ in {chunk.disagreement}")
         problems = [_describe(chunk.path, first_line, problem) for problem in chunk.problems]
         if problems and not run.job.skip_bad_lines:

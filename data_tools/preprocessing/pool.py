@@ -23,7 +23,7 @@ from typing import Any
 from data_tools.preprocessing.chunks import CHUNK_BYTES, Chunk
 from data_tools.preprocessing.encode import ChunkEncoder, EncodedChunk, EncodeJob, EncoderFacts
 from data_tools.preprocessing.slots import SharedSlots
-from data_tools.preprocessing.watch import PATIENCE, WorkerPatience, WorkerWatch
+from data_tools.preprocessing.watch import PATIENCE, Watched, WorkerPatience, WorkerWatch
 from megazero.data.workers import can_fork, or_raise, outcome, signals_held, start_worker
 from megazero.errors import DataError
 
@@ -51,7 +51,7 @@ class InlinePool:
 
 
 @dataclass
-class _Worker:
+class _Worker(Watched):
     """The parent's view of a worker. `working` are the chunks sent to it whose result is not yet here,
     `results` are those that are and wait for their turn; `done` counts all that ever came. `verdict` says why
     the watch killed it."""
@@ -79,7 +79,7 @@ class _Worker:
             raise self._death() from error
 
     def take_in(self) -> None:
-        """Waits for the result of the first chunk that it has."""
+        """Wait for the result of the first chunk that it has."""
         self.results.append(self.receive())
         self.working.popleft()
         self.done += 1
@@ -124,24 +124,24 @@ class WorkerPool:
     ):
         self._workers: list[_Worker] = []
         self._waits = False
-        # Begins with the first chunk: before, a thread of ours would keep other crews from forking.
+        # Begins with the first chunk: before, a thread of ours would keep other pools from forking.
         self._watch = WorkerWatch(self._workers, patience, lambda: self._waits)
         # Kept to the end: freeing it would copy the pages that the workers still share.
         self._encoder = ChunkEncoder(job) if can_fork() else None
         try:
             for number in range(workers):
                 self._start(number, job, chunk_bytes)
-            every = [or_raise(worker.receive()) for worker in self._workers]
-            self.facts = every[0]
+            facts = [or_raise(worker.receive()) for worker in self._workers]
+            self.facts = facts[0]
         except BaseException:
             self.close()
             raise
 
     def _start(self, number: int, job: EncodeJob, chunk_bytes: int) -> None:
-        forked = self._encoder is not None
+        encoder = self._encoder
         # Room for one token per byte of the chunk; what needs more goes through the pipe.
-        slots = SharedSlots(_AHEAD, chunk_bytes * self._encoder.dtype.itemsize) if forked else None
-        source = self._encoder if forked else job
+        slots = None if encoder is None else SharedSlots(_AHEAD, chunk_bytes * encoder.dtype.itemsize)
+        source, forked = encoder or job, encoder is not None
         others = [worker.pipe for worker in self._workers]
         with signals_held():
             pipe, process = start_worker(
@@ -179,9 +179,9 @@ class WorkerPool:
         return min(free, key=lambda worker: len(worker.working), default=None)
 
     def _collect(self) -> None:
-        """Waits for a result, then takes in all there are."""
-        by_pipe = {worker.pipe: worker for worker in self._workers if worker.working}
-        for pipe in wait(by_pipe):
+        """Wait for a result, then take in all there are."""
+        by_pipe: dict[object, _Worker] = {worker.pipe: worker for worker in self._workers if worker.working}
+        for pipe in wait([worker.pipe for worker in by_pipe.values()]):
             by_pipe[pipe].take_in()
 
     @contextmanager
@@ -193,7 +193,7 @@ class WorkerPool:
             self._waits = False
 
     def close(self) -> None:
-        """Ends the workers, whatever they are doing; again does nothing."""
+        """End the workers, whatever they are doing; a second call does nothing."""
         self._watch.stop()
         for worker in self._workers:
             worker.process.kill()  # SIGTERM would wait until a stopped one goes on

@@ -1,4 +1,4 @@
-"""How a run tells the user where it is: a bar on a terminal, plain lines elsewhere, a table at the end."""
+"""The progress of a run, for the user: a bar on a terminal, plain lines elsewhere, a table at the end."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from data_tools.preprocessing.encode import EncodedChunk
 
 @dataclass
 class Totals:
-    """What a run has done so far; documents to tokens per key, the rest per input line. `single` documents
+    """The counts of a run so far; documents to tokens per key, the rest per input line. `single` documents
     have one sequence."""
 
     keys: tuple[str, ...]
     lines: int = 0
     bytes: int = 0
-    documents: Counter = field(default_factory=Counter)
-    single: Counter = field(default_factory=Counter)
-    empty: Counter = field(default_factory=Counter)
-    sequences: Counter = field(default_factory=Counter)
-    tokens: Counter = field(default_factory=Counter)
-    problems: Counter = field(default_factory=Counter)
+    documents: Counter[str] = field(default_factory=Counter)
+    single: Counter[str] = field(default_factory=Counter)
+    empty: Counter[str] = field(default_factory=Counter)
+    sequences: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+    problems: Counter[str] = field(default_factory=Counter)
     first_problems: list[str] = field(default_factory=list)
 
     def add(self, chunk: EncodedChunk) -> None:
-        """Counts one chunk in."""
+        """Count one chunk in."""
         self.lines += chunk.lines
         self.bytes += chunk.bytes
         self.problems += chunk.problem_counts

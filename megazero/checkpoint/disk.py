@@ -121,7 +121,7 @@ class Disk:
             raise
 
 
-class _PosixFile:
+class _PosixFile(File):
     """A file descriptor, unbuffered. Bytes go to the medium while later ones are still being written."""
 
     def __init__(self, path: Path):

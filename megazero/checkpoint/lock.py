@@ -1,4 +1,4 @@
-"""Who may write into a run's folder, and whether it is still the same folder.
+"""The right to write into a run's folder, and whether it is still the same folder.
 
 The system's lock belongs to a file, not to a name: when somebody deletes a folder and makes it anew, the next
 job gets a fresh lock while the first one goes on. So whoever holds a lock looks, before each change of the
@@ -88,8 +88,8 @@ class WriterLock:
             raise
         self.release()
         self._file, self._folder = file, folder
-        found = _IDENTITY.search(os.pread(file, _LARGEST, 0))
-        return found[1].decode() if found else None
+        match = _IDENTITY.search(os.pread(file, _LARGEST, 0))
+        return match[1].decode() if match else None
 
     def _is_mine(self, there: os.stat_result) -> bool:
         try:
@@ -110,10 +110,10 @@ class WriterLock:
         if not same and saved_iterations(self._directory):
             raise self._lost()
         try:
-            found = self._open()
+            identity = self._open()
         except CheckpointError:
             raise self._lost() from None
-        if found is not None:  # another job was faster
+        if identity is not None:  # another job was faster
             raise self._lost()
         self._content = self._sign()
 
@@ -128,23 +128,23 @@ class WriterLock:
         holder = _holder(self._directory / LOCK)
         return LostFolderError(
             f"`{self._directory}` must be written by one job at a time, but was deleted and made anew, or "
-            f"replaced, while this job ran, and is now that of {holder or 'another run'}; this job writes "
+            f"replaced, while this job ran, and now belongs to {holder or 'another run'}; this job writes "
             "nothing more there: begin it again with another folder to save to"
         )
 
 
 def saved_elsewhere(folder: Path, saved_into: str | None) -> str | None:
-    """In words, that a checkpoint was not saved into the folder that it is in; None if nothing says so.
+    """Say that a checkpoint was not saved into the folder that it is in; None if nothing shows that.
 
     Args:
         folder: the checkpoint's folder.
         saved_into: the identity of the run's folder that the checkpoint names.
     """
     try:
-        found = _IDENTITY.search(_content(folder.parent / LOCK))
+        match = _IDENTITY.search(_content(folder.parent / LOCK))
     except OSError:
         return None
-    if found is None or saved_into is None or found[1].decode() == saved_into:
+    if match is None or saved_into is None or match[1].decode() == saved_into:
         return None
     return f"{folder} was saved into another folder: it was copied to this one, or two jobs wrote here"
 
@@ -177,7 +177,7 @@ def _locked(directory: Path) -> int:
 
 
 def _holder(path: Path) -> str | None:
-    """What a lock file says about who holds it, or held it last."""
+    """The process that holds a lock file, or held it last, in the file's words; None if it has none."""
     try:
         first = _content(path).partition(b"\n")[0]
     except OSError:

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
@@ -25,7 +25,7 @@ from megazero.checkpoint.safetensors_header import DTYPES, distinct
 from megazero.checkpoint.tensor_file import read_bytes
 from megazero.errors import CheckpointError, DamagedCheckpointError
 
-FORMAT = 2
+FORMAT: Final = 2
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 STATE = "state.json"
@@ -40,6 +40,9 @@ Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 
 class _ManifestModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 class FileEntry(_ManifestModel):
@@ -61,7 +64,7 @@ class FileEntry(_ManifestModel):
 
 
 class Manifest(_ManifestModel):
-    """What a checkpoint consists of.
+    """The contents of a checkpoint.
 
     Attributes:
         format: the format of the whole checkpoint.
@@ -113,7 +116,7 @@ class Logical(_ManifestModel):
 
     @property
     def key(self) -> Key:
-        """Which tensor."""
+        """The key of the tensor."""
         return Key(self.name, self.kind)
 
 
@@ -123,7 +126,7 @@ class Index(_ManifestModel):
     tensors: tuple[Logical, ...]
 
     def trouble(self, sizes: Mapping[str, int]) -> str | None:
-        """What is wrong with the index itself, in words, given the sizes of the files; None if nothing is."""
+        """Return what is wrong with the index, in words, given the files' sizes; None if nothing is."""
         seen: set[Key] = set()
         for tensor in self.tensors:
             if tensor.key in seen:
@@ -177,14 +180,14 @@ def read_manifest(folder: Path) -> Manifest:
             f"`{path}` must be as it was written, but its checksum differs; use another checkpoint"
         )
     rest = b"{" + data[first.end() :]
-    if (found := _plain(rest, path).get("format")) != FORMAT:
+    if (written := _plain(rest, path).get("format")) != FORMAT:
         raise CheckpointError(
-            f"`{path}` must be of format {FORMAT}, but is of {found!r}; use the version that wrote it"
+            f"`{path}` must be of format {FORMAT}, but is of {written!r}; use the version that wrote it"
         )
     return parse(Manifest, rest, path)
 
 
-def parse(model: type[BaseModel], data: bytes, path: Path) -> Any:
+def parse(model: type[_Model], data: bytes, path: Path) -> _Model:
     """A validated description.
 
     Raises:
@@ -208,9 +211,9 @@ def parse_facts(data: bytes, path: Path) -> dict[str, Any]:
 
 def _plain(data: bytes, path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(data, object_pairs_hook=distinct)
+        value = json.loads(data, object_pairs_hook=distinct)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"`{path}` must hold JSON, but does not: {error}") from error
-    if not isinstance(found, dict):
-        raise DamagedCheckpointError(f"`{path}` must hold an object, but holds a {type(found).__name__}")
-    return found
+    if not isinstance(value, dict):
+        raise DamagedCheckpointError(f"`{path}` must hold an object, but holds a {type(value).__name__}")
+    return value

@@ -43,7 +43,7 @@ class Part:
         shape: the shape of the whole logical tensor, without padding.
         box: the part of it.
         tensor: the memory, in the box's shape, with any strides, dtype and device.
-        asleep: whether the memory is where offloaded state is kept; it is written from there, without a copy.
+        offloaded: whether the memory is where offloaded state is kept; it is written from there, not copied.
     """
 
     key: Key
@@ -73,12 +73,12 @@ class Source(Protocol):
         """
 
 
-def misfits(found: Mapping[Key, tuple[int, ...]], wanted: Mapping[Key, tuple[int, ...]]) -> list[str]:
-    """In words, which of the wanted logical tensors are missing or have another shape."""
+def misfits(held: Mapping[Key, tuple[int, ...]], wanted: Mapping[Key, tuple[int, ...]]) -> list[str]:
+    """A clause for each wanted logical tensor that is missing or has another shape."""
     wrong = []
     for key, shape in wanted.items():
-        if key not in found:
+        if key not in held:
             wrong.append(f"{key} is missing")
-        elif tuple(found[key]) != tuple(shape):
-            wrong.append(f"{key} has shape {list(found[key])}, not {list(shape)}")
+        elif tuple(held[key]) != tuple(shape):
+            wrong.append(f"{key} has shape {list(held[key])}, not {list(shape)}")
     return wrong

@@ -36,7 +36,7 @@ from megazero.checkpoint.manifest import (
     piece_name,
     read_manifest,
 )
-from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.part import Key, Part, Source
 from megazero.checkpoint.safetensors_header import DTYPES, Entry
 from megazero.checkpoint.tensor_file import TensorFile, memory_of, read_bytes
 from megazero.errors import DamagedCheckpointError
@@ -46,7 +46,7 @@ _KEPT_OPEN = 64
 
 
 class Verify(str, Enum):
-    """How a checkpoint is checked while it is loaded.
+    """The checks of a checkpoint while it is loaded.
 
     FULL: the hash of every block that is read. SIZE: only that all files exist with the right sizes.
     """
@@ -57,7 +57,7 @@ class Verify(str, Enum):
 
 @dataclass(frozen=True)
 class _Copy:
-    """What one piece contributes to one part."""
+    """The box of elements that one piece contributes to one part."""
 
     part: Part
     piece: Piece
@@ -89,7 +89,7 @@ class CheckpointReader:
         self._kept: dict[str, TensorFile] | None = None
         self.manifest = read_manifest(self.folder)
         self._check_files()
-        self.index: Index = parse(Index, self._json(INDEX), self.folder / INDEX)
+        self.index = parse(Index, self._json(INDEX), self.folder / INDEX)
         if wrong := self.index.trouble({n: e.size for n, e in self.manifest.files.items()}):
             raise DamagedCheckpointError(f"`{self.folder / INDEX}` must fit the other files, but {wrong}")
         facts = parse_facts(self._json(STATE), self.folder / STATE)
@@ -166,7 +166,7 @@ class CheckpointReader:
             with self.open(name) as file:
                 yield file
             return
-        file = self._kept.pop(name, None) or self.open(name)
+        file = self._kept.pop(name) if name in self._kept else self.open(name)
         self._kept[name] = file
         if len(self._kept) > _KEPT_OPEN:
             self._kept.pop(next(iter(self._kept))).close()
@@ -174,12 +174,12 @@ class CheckpointReader:
 
     @cached_property
     def _listed(self) -> Mapping[str, list[tuple[Logical, Piece]]]:
-        """What lies in each file."""
-        found: dict[str, list[tuple[Logical, Piece]]] = defaultdict(list)
+        """The pieces in each file, and the tensors that they are of."""
+        listed: dict[str, list[tuple[Logical, Piece]]] = defaultdict(list)
         for tensor in self.index.tensors:
             for piece in tensor.pieces:
-                found[piece.file].append((tensor, piece))
-        return found
+                listed[piece.file].append((tensor, piece))
+        return listed
 
     def _check_files(self) -> None:
         expected = iteration_folder(self.folder.parent, self.manifest.iteration).name
@@ -212,6 +212,9 @@ class CheckpointReader:
         return read_bytes(self.folder / name, self.manifest.files[name].record, most=LARGEST)
 
 
+_: type[Source] = CheckpointReader
+
+
 @dataclass(frozen=True)
 class _FileSpan:
     """Consecutive bytes of a file, and which elements of a part they hold.
@@ -239,7 +242,7 @@ class _FileSpan:
 
 
 def _runs(entry: Entry, copy: _Copy) -> Iterator[_FileSpan]:
-    """What to read for a copy, at most `_STAGED` bytes at a time."""
+    """The spans to read for a copy, each of at most `_STAGED` bytes."""
     size, strides = entry.dtype.itemsize, _strides(copy.piece.shape)
     for box in _chunks(copy.box, strides, _STAGED // size):
         inside = (o - p for o, p in zip(box.offset, copy.piece.offset, strict=True))

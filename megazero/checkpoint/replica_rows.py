@@ -1,4 +1,4 @@
-"""State of which each replica has its own, stored as one row for each, and read by another number of them."""
+"""State that each replica has a copy of its own of: stored as a row for each, read by any number of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class ReplicaRows:
 
     def read(self, parts: Iterable[Part]) -> None:
         """Fill the memory of parts; see `Source`. Takes the memory of one row of one part, in fp64."""
-        straight, averaged = [], []
+        straight: list[Part] = []
+        averaged: list[Part] = []
         for part in parts:
             (averaged if part.key in self._saved else straight).append(part)
         self._source.read(straight)
@@ -52,3 +53,6 @@ class ReplicaRows:
                 self._source.read([Part(part.key, (rows, *inner), box, row)])
                 total += row
             part.tensor.copy_(total / rows)
+
+
+_: type[Source] = ReplicaRows

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import (
@@ -27,7 +27,9 @@ from megazero.checkpoint.writer import Written, write_description, write_parts
 from megazero.errors import CheckpointError, DamagedCheckpointError, LostFolderError
 from megazero.mpu import ParallelContext, gather_values
 
-# What `together` raises on all ranks, by name.
+_Result = TypeVar("_Result")
+
+# The errors that `together` raises on all ranks, by name.
 _KINDS = MappingProxyType({kind.__name__: kind for kind in (DamagedCheckpointError, LostFolderError)})
 
 
@@ -47,8 +49,8 @@ class _PendingSave:
     iteration: int
     facts: Mapping[str, Any]
     staging: Staging
-    job: Future
-    copied: Future
+    job: Future[Any]
+    copied: Future[Written]
     completing: bool = False
 
 
@@ -57,10 +59,10 @@ class Saver:
 
     With `in_flight` 0 a save returns when its checkpoint is visible. Otherwise it returns at once: threads
     copy the parts, which must not change before `wait_for_copies` has returned, and write them. Parts that
-    are asleep are written from where they are instead, into files of their own, so that no memory is taken
-    for them; `wait_for_copies` then takes until they are written. Between two
-    training steps the ranks call `advance` together, first when all files are written, then when the first
-    rank has made them a visible checkpoint. A save beyond `in_flight` waits for the oldest.
+    are offloaded are written from where they are instead, into files of their own, so that no memory is taken
+    for them; `wait_for_copies` then takes until they are written. Between two training steps the ranks call
+    `advance` together, first when all files are written, then when the first rank has made them a visible
+    checkpoint. A save beyond `in_flight` waits for the oldest.
 
     Args:
         directory: the run's folder; made if missing.
@@ -148,7 +150,7 @@ class Saver:
 
     def wait_for_copies(self) -> None:
         """Return when the parts of all checkpoints on their way may change."""
-        wait([flight.copied for flight in self._flights])  # what failed is told when the flight is settled
+        wait([flight.copied for flight in self._flights])  # `settle` reports failures
 
     def advance(self) -> int | None:
         """Take the oldest checkpoint one stage further; every rank calls this, ideally when none is `busy`.
@@ -200,6 +202,12 @@ class Saver:
             self._lock.release()
             self._lock = None
 
+    @property
+    def _held(self) -> WriterLock:
+        """The lock of the first rank, which has it until `close`."""
+        assert self._lock is not None, "only the first rank holds the lock, until it closes"
+        return self._lock
+
     def _open(self) -> None:
         try:
             self.disk.make_parents(self.directory)
@@ -219,8 +227,8 @@ class Saver:
         return [flight.iteration for flight in self._flights]
 
     def _begin(self, folder: Path) -> None:
-        self._lock.check()
-        flying = {hidden_folder(self.directory, each.iteration, "partial") for each in self._flights}
+        self._held.check()
+        flying = {hidden_folder(self.directory, iteration, "partial") for iteration in self._iterations()}
         self._tidy(lambda path: path.suffix == ".partial" and path not in flying)
         self.disk.make_folder(folder)
 
@@ -229,13 +237,13 @@ class Saver:
         return write_parts(self.disk, folder, parts, *place, beside)
 
     def _complete(self, folder: Path, flight: _PendingSave, everyone: Sequence[Mapping[str, Any]]) -> None:
-        self._lock.check()
+        self._held.check()
         self._tidy(lambda path: path.suffix != ".partial")
-        facts = {**flight.facts, FOLDER_FACT: self._lock.identity}
+        facts = {**flight.facts, FOLDER_FACT: self._held.identity}
         write_description(self.disk, folder, flight.iteration, map(Written.load, everyone), facts)
-        self._lock.check()
+        self._held.check()
         visible = publish(self.disk, self.directory, flight.iteration)
-        self._lock.check()
+        self._held.check()
         try:
             prune(self.disk, self.directory, self.retention)
         except OSError as error:
@@ -244,7 +252,7 @@ class Saver:
     def _tidy(self, which: Callable[[Path], bool]) -> None:
         """Clear what a failed save left. A faulty disk may make this fail too; a later save tries again."""
         with contextlib.suppress(OSError, CheckpointError):
-            self._lock.check()
+            self._held.check()
             recover(self.disk, self.directory, which)
 
     def _forget(self, flight: _PendingSave) -> None:
@@ -261,26 +269,26 @@ def together(context: ParallelContext, work: Callable[[], Any] | None, what: str
 
     Raises:
         CheckpointError: on every rank, of the kind that was raised; it names the first rank that failed and
-    why.
+            why.
     """
-    found: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     if work is not None:
         try:
-            found["result"] = work()
+            outcome["result"] = work()
         except CheckpointError as error:
-            found |= {"failure": str(error), "kind": type(error).__name__}
+            outcome |= {"failure": str(error), "kind": type(error).__name__}
         except OSError as error:
-            found["failure"] = f"{type(error).__name__}: {error}"
-    everyone = gather_values(context.world, found, context.device)
-    for rank, each in enumerate(everyone):
-        if "failure" in each:
-            kind = _KINDS.get(each.get("kind"), CheckpointError)
-            raise kind(f"rank {rank} could not {what}: {each['failure']}")
-    return [each.get("result") for each in everyone]
+            outcome["failure"] = f"{type(error).__name__}: {error}"
+    outcomes = gather_values(context.world, outcome, context.device)
+    for rank, theirs in enumerate(outcomes):
+        if "failure" in theirs:
+            kind = _KINDS.get(theirs.get("kind"), CheckpointError)
+            raise kind(f"rank {rank} could not {what}: {theirs['failure']}")
+    return [theirs.get("result") for theirs in outcomes]
 
 
-def _done_here(work: Callable[[], Any]) -> Future:
-    future: Future = Future()
+def _done_here(work: Callable[[], _Result]) -> Future[_Result]:
+    future: Future[_Result] = Future()
     try:
         future.set_result(work())
     except Exception as error:  # raised again when the future's result is taken

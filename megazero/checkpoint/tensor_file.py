@@ -50,7 +50,7 @@ def memory_of(tensor: Tensor) -> memoryview:
     # A single element counts as contiguous whatever its strides, and `view` would keep them.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     # numpy knows neither bfloat16 nor 8-bit floats.
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def write_tensors(
@@ -80,7 +80,7 @@ def write_tensors(
         OSError: the system refuses.
     """
     named = list(tensors)
-    header = encode_header(((name, each.dtype, tuple(each.shape)) for name, each in named), metadata)
+    header = encode_header(((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named), metadata)
     with disk.create(path) as file:
         stream = _Stream(file, block_size, hashed)
         stream.write(header)

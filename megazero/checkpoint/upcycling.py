@@ -69,3 +69,6 @@ class Upcycled:
         self._source.read(wanted)
         for tensor in stacked:
             tensor[1:] = tensor[0]
+
+
+_: type[Source] = Upcycled

@@ -53,13 +53,13 @@ class WrittenPiece:
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank wrote; `dump` and `load` convert it to and from JSON."""
+    """The files and pieces that one rank wrote; `dump` and `load` convert them to and from JSON."""
 
     files: Mapping[str, FileRecord]
     entries: Sequence[WrittenPiece]
 
     def dump(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return it as JSON."""
         return {
             "files": {n: asdict(r) for n, r in self.files.items()},
             "entries": [asdict(e) for e in self.entries],
@@ -103,7 +103,8 @@ def write_parts(
     for part in parts:
         if part.box.numel or part.box == Box.whole(part.shape):
             sorts[sort_of(part.key)].append(part)
-    files, entries = {}, []
+    files: dict[str, FileRecord] = {}
+    entries: list[WrittenPiece] = []
     for sort, mine in sorts.items():
         if not mine:
             continue
@@ -148,9 +149,9 @@ def write_description(
     """
     files: dict[str, FileRecord] = {}
     tensors: dict[Key, tuple[WrittenPiece, list[Piece]]] = {}
-    for each in written:
-        files |= each.files
-        for entry in each.entries:
+    for of_rank in written:
+        files |= of_rank.files
+        for entry in of_rank.entries:
             first, pieces = tensors.setdefault(entry.key, (entry, []))
             if (entry.shape, entry.dtype) != (first.shape, first.dtype):
                 raise CheckpointError(
@@ -237,7 +238,7 @@ def _write_shard(disk: Disk, path: Path, shard: Sequence[tuple[Key, Later]]) -> 
 
 
 def _weight_map(written: Iterable[Written]) -> bytes:
-    weights = [entry for each in written for entry in each.entries if entry.key.kind == WEIGHT]
+    weights = [entry for shard in written for entry in shard.entries if entry.key.kind == WEIGHT]
     total = sum(entry.box.numel * DTYPES[entry.dtype].itemsize for entry in weights)
     places = {str(entry.key): entry.file for entry in weights}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1).encode()

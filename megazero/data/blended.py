@@ -7,7 +7,7 @@ ratio is right at every moment of training and not only on average.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -23,7 +23,7 @@ _INDEX_ARRAYS = ("dataset_index", "sample_index")
 
 
 class SampleDataset(Protocol):
-    """What a blend is made of, and what it is itself."""
+    """Numbered samples: a blend is made of such datasets, and is one itself."""
 
     name: str
 
@@ -44,8 +44,8 @@ class SampleDataset(Protocol):
 
 
 def whereabouts(dataset: SampleDataset, number: int) -> str:
-    """Where in which files the text of a sample is, for people; empty if it is in none."""
-    find = getattr(dataset, "whereabouts", None)
+    """The place of a sample's text in the files, for people; empty if it is in none."""
+    find: Callable[[int], str] | None = getattr(dataset, "whereabouts", None)
     return "" if find is None else find(number)
 
 
@@ -97,7 +97,7 @@ def _weight(text: str) -> float:
     return weight
 
 
-class BlendedDataset:
+class BlendedDataset(SampleDataset):
     """A mixture of datasets; its items are theirs plus `dataset_id` (int64).
 
     weights: one positive number for each, normalized here, or None to mix in proportion to sizes; size: the
@@ -156,7 +156,7 @@ class BlendedDataset:
         return {**merged, "dataset_id": owners}
 
     def whereabouts(self, number: int) -> str:
-        """Where the text of a sample is, as its dataset says."""
+        """The place of a sample's text, as its dataset says."""
         return whereabouts(self.datasets[self.dataset_index[number]], int(self.sample_index[number]))
 
     @property
@@ -175,7 +175,7 @@ class BlendedDataset:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Those of all datasets."""
+        """The notes of all datasets."""
         return tuple(note for dataset in self.datasets for note in dataset.notes)
 
     def _build(self) -> dict[str, np.ndarray]:

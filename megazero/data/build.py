@@ -32,16 +32,16 @@ Sizes = tuple[int | None, int | None, int | None]
 
 
 class DatasetBuilder(Protocol):
-    """How a family of models has its samples made; the rest of this module is the same for all."""
+    """The builder of a family of models' samples; the rest of this module is the same for all."""
 
     unit: str  # what split strings divide, in the plural
 
     @property
     def cache_dir(self) -> str | Path | None:
-        """Where built indexes are kept; None for nowhere."""
+        """The folder of built indexes; None if they are not kept."""
 
     def units(self, indexed: IndexedDataset) -> int:
-        """How many of its units a dataset has."""
+        """The number of units in a dataset."""
 
     def build(
         self, indexed: IndexedDataset, units: range, num_samples: int | None, name: str, epochs: int | None
@@ -53,11 +53,11 @@ class DatasetBuilder(Protocol):
 
 
 class TextVocabulary(Protocol):
-    """What datasets need to know of a vocabulary."""
+    """A vocabulary as datasets need to know it."""
 
     @property
     def size(self) -> int:
-        """Its entries, without padding."""
+        """The number of entries, without padding."""
 
     @property
     def eod(self) -> int | None:
@@ -65,12 +65,12 @@ class TextVocabulary(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None if only the size is known."""
+        """The tokenizer; None if only the size is known."""
 
 
 @dataclass(frozen=True)
 class DatasetRequest:
-    """What to build.
+    """The datasets to build, and from which files.
 
     builder: makes the datasets. data_path: a prefix, prefixes, or weights and prefixes, divided by `split`;
     or each split's own train_data_path, valid_data_path, test_data_path (then `split` is not used).
@@ -111,10 +111,11 @@ def build_datasets(request: DatasetRequest) -> Datasets:
     Raises DataError for damaged or missing files, impossible blends and splits too small for one sample.
     """
     if request.mock:
-        return tuple(
+        train, valid, test = (
             None if size == 0 else request.builder.mock(size or _MOCK_EPOCH, name)
             for name, size in zip(SPLIT_NAMES, request.num_samples, strict=True)
         )
+        return train, valid, test
     opened: dict[str, IndexedDataset] = {}
     built: list[SampleDataset | None] = []
     for number in range(len(SPLIT_NAMES)):
@@ -202,7 +203,7 @@ def _cache_of(data: DataConfig) -> str | None:
 
 
 def _train_size(config: Config, wanted: int | None) -> int | None:
-    """How many samples to build for training: one epoch (None) for a cyclic order and for a curriculum.
+    """The number of samples to build for training: one epoch (None) for a cyclic order or a curriculum.
 
     An epoch is then the data, whatever the batch size and the length of the training. A weighted blend, which
     gives what its weights say, has no epoch; and Megatron's own order is over what Megatron builds.
@@ -217,7 +218,7 @@ def _train_size(config: Config, wanted: int | None) -> int | None:
 
 
 def default_cache(paths: tuple[str, ...]) -> str | None:
-    """Beside the first dataset, where Megatron-DeepSpeed keeps its indexes too."""
+    """The default cache: beside the first dataset, where Megatron-DeepSpeed keeps its indexes too."""
     if not paths:
         return None
     _, prefix = parse_blend(paths, must_exist=False)[0]
@@ -291,7 +292,7 @@ def _assemble(
         return BlendedDataset(parts, None, blend_size, builder.cache_dir, name)
     if size is None:
         raise DataError(f"`num_samples` must be given for the weighted {name} blend, but is None.")
-    weights = normalized([source.weight for source in sources]).tolist()
+    weights = normalized([source.weight for source in sources if source.weight is not None]).tolist()
     targets = [math.ceil(size * weight) for weight in weights]
     parts = [
         builder.build(s.indexed, s.units, math.ceil(target * (1 + _RESERVE)), name, None)

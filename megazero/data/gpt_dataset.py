@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megazero.data.blended import SampleDataset
 from megazero.data.cache import cached_arrays
 from megazero.data.index_build import GPTIndex, SamplePlan, build_gpt_index, gather_reference, plan_samples
 from megazero.data.index_check import gpt_index_fault
@@ -28,7 +29,7 @@ _INDEX_ARRAYS = ("document_index", "sample_index", "shuffle_index")
 
 @dataclass(frozen=True)
 class GPTSettings:
-    """What all GPT datasets of a run share.
+    """The settings that all GPT datasets of a run share.
 
     sequence_length: T, in tokens. seed: determines the order of documents and samples. cache_dir: index
     cache, None for none. vocab_size: ids at or above it are an error; None turns the check off. eod_token:
@@ -62,20 +63,15 @@ class GPTSettings:
         return int(self.add_extra_token)
 
 
-class _FullSamples:
-    """What there is to say about samples without padding."""
-
-    padding_share = 0.0
-    notes = ()
-
-
-class GPTDataset(_FullSamples):
+class GPTDataset(SampleDataset):
     """Samples of one split of one indexed dataset.
 
     sequence_ids: the split's sequences, a range or int [n]; num_samples: the least number of samples, over
     as many epochs as it takes (None: one epoch); epochs: exactly this many epochs instead. name: the split's
     name, for messages and cache files. Raises DataError if the split holds too few tokens for one sample.
     """
+
+    padding_share = 0.0  # all samples are full
 
     def __init__(
         self,
@@ -115,14 +111,14 @@ class GPTDataset(_FullSamples):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should hear at the start of a run, in whole sentences."""
+        """Sentences that a user should read at the start of a run."""
         return self.indexed.guard.notes
 
     def whereabouts(self, number: int) -> str:
-        """Where the text of a sample is: its first and its last sequence, and the tokens in them."""
+        """The place of a sample's text: its first and its last sequence, and the tokens in them."""
         row = int(self.index.shuffle_index[number])
         (first, begin), (last, end) = self.index.sample_index[row : row + 2].tolist()
-        first, last = (int(self.index.document_index[each]) for each in (first, last))
+        first, last = (int(self.index.document_index[place]) for place in (first, last))
         return f"{self.indexed.prefix}: sequence {first}, token {begin}, to sequence {last}, token {end}"
 
     @property
@@ -132,7 +128,7 @@ class GPTDataset(_FullSamples):
         if isinstance(ids, range):
             split = f"{ids.start}..{ids.stop}"
         else:
-            split = hashlib.blake2b(np.ascontiguousarray(ids, dtype="<i8"), digest_size=16).hexdigest()
+            split = hashlib.blake2b(np.ascontiguousarray(ids, dtype="<i8").data, digest_size=16).hexdigest()
         plan = self.plan
         return {
             "kind": "gpt",
@@ -172,10 +168,10 @@ class GPTDataset(_FullSamples):
         length, extra = self.plan.sequence_length, self.plan.extra
         self.indexed.guard.before_use(lambda: self._spans(numbers))
         if NATIVE is None:
-            found = gather_reference(self.indexed.tokens, self._tables, starts, length, extra)
+            gathered = gather_reference(self.indexed.tokens, self._tables, starts, length, extra)
         else:
-            found = NATIVE.gather(self.indexed.tokens, *self._tables, starts, length, extra)
-        tokens, labels, lowest, highest = found
+            gathered = NATIVE.gather(self.indexed.tokens, *self._tables, starts, length, extra)
+        tokens, labels, lowest, highest = gathered
         limit = self.settings.vocab_size
         if indices.size and (lowest < 0 or (limit is not None and highest >= limit)):
             self._refuse_ids(indices, tokens, labels)
@@ -232,11 +228,14 @@ def finish_batch(tokens: np.ndarray, labels: np.ndarray, settings: GPTSettings) 
     return batch
 
 
-class MockGPTDataset(_FullSamples):
+class MockGPTDataset(SampleDataset):
     """Random tokens for trying out a run without data: sample i is a function of (seed, name, i) alone.
 
     Items are like `GPTDataset`'s. Raises DataError without a vocabulary size.
     """
+
+    padding_share = 0.0
+    notes = ()
 
     def __init__(self, num_samples: int, settings: GPTSettings, name: str = "train"):
         if settings.vocab_size is None:

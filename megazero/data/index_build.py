@@ -11,6 +11,7 @@ Each builder has a `*_reference` twin in numpy; the compiled one (csrc/data) is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,7 @@ MAX_DATASETS = int(np.iinfo(np.int16).max)
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """How many samples a split gives, and over how many epochs.
+    """The number of samples that a split gives, and of epochs that they take.
 
     samples: rows of the shuffle index, at least the number asked for. samples_before_last: samples in all
     epochs but the last. separate_last: the last epoch is shuffled on its own, after the others.
@@ -56,7 +57,7 @@ def plan_samples(
     epochs: int | None = None,
     extra: int = 1,
 ) -> SamplePlan:
-    """Counts epochs and samples.
+    """Count epochs and samples.
 
     num_samples: the least number of samples (None: one epoch); epochs: exactly this many epochs instead.
     extra: 1 if a sample reads one token past its end for the last label, else 0. Raises DataError if the data
@@ -143,15 +144,16 @@ def build_sample_index(
     if NATIVE is None:
         return sample_index_reference(lengths, document_index, sequence_length, samples, extra)
     try:
-        return NATIVE.sample_index(lengths, document_index, sequence_length, extra, samples)
+        rows: np.ndarray = NATIVE.sample_index(lengths, document_index, sequence_length, extra, samples)
     except IndexError as error:
         raise _too_few_tokens(str(error), samples, sequence_length, extra) from error
+    return rows
 
 
 def sample_index_reference(
     lengths: np.ndarray, document_index: np.ndarray, sequence_length: int, samples: int, extra: int = 1
 ) -> np.ndarray:
-    """The same, by prefix sums: sample k - 1 ends with token k * T + extra - 1, found by binary search."""
+    """The reference of `build_sample_index`, by prefix sums: sample k - 1 ends with token kT + extra - 1."""
     sizes = np.asarray(lengths)[document_index].astype(np.int64)
     ends = np.cumsum(sizes)
     needed = np.arange(1, samples + 1, dtype=np.int64) * sequence_length + extra
@@ -173,7 +175,7 @@ def _too_few_tokens(reason: str, samples: int, sequence_length: int, extra: int)
 
 
 def build_blending_index(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which dataset gives sample i of a blend, and which of its samples.
+    """The dataset that gives sample i of a blend, and the number of the sample in it, for each i.
 
     weights: [d], positive, normalized here; size: samples. At each i the dataset with the largest
     weight * max(i, 1) - taken is chosen, the lowest number on ties. Returns int16 [size], int64 [size].
@@ -181,7 +183,8 @@ def build_blending_index(weights: np.ndarray, size: int) -> tuple[np.ndarray, np
     shares = normalized(weights)
     if NATIVE is None:
         return blending_index_reference(shares, None, size)
-    return NATIVE.blending_index(shares, None, size)
+    index: tuple[np.ndarray, np.ndarray] = NATIVE.blending_index(shares, None, size)
+    return index
 
 
 def build_exhaustive_blending_index(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -194,13 +197,14 @@ def build_exhaustive_blending_index(sizes: np.ndarray) -> tuple[np.ndarray, np.n
     shares = limits / float(total)
     if NATIVE is None:
         return blending_index_reference(shares, limits, total)
-    return NATIVE.blending_index(shares, limits, total)
+    index: tuple[np.ndarray, np.ndarray] = NATIVE.blending_index(shares, limits, total)
+    return index
 
 
 def blending_index_reference(
     shares: np.ndarray, limits: np.ndarray | None, size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Twin of both blending builders. shares: float64 [d], summing to 1; limits: samples of each, or None."""
+    """The reference of both blending builders. shares: float64 [d], of sum 1; limits: int64 [d], or None."""
     dataset_index = np.empty(size, dtype=np.int16)
     sample_index = np.empty(size, dtype=np.int64)
     taken = np.zeros(len(shares), dtype=np.int64)
@@ -215,13 +219,14 @@ def blending_index_reference(
     return dataset_index, sample_index
 
 
-def normalized(weights: np.ndarray) -> np.ndarray:
+def normalized(weights: np.ndarray | Sequence[float]) -> np.ndarray:
     """`weights` divided by their sum, float64 [d]; DataError unless all are positive and finite."""
     values = np.asarray(weights, dtype=np.float64)
     if values.size == 0 or not np.isfinite(values).all() or float(values.min()) <= 0:
         raise DataError(f"`weights` of a blend must be positive numbers, but are {values.tolist()}.")
     _check_dataset_count(values.size)
-    return values / np.sum(values)
+    shares: np.ndarray = values / np.sum(values)
+    return shares
 
 
 def _check_dataset_count(count: int) -> None:
@@ -238,7 +243,7 @@ def gather_reference(
     length: int,
     extra: int,
 ) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """Twin of the compiled gather.
+    """The reference of the compiled gather.
 
     tokens: the ids [total] in the `.bin`; tables: (lengths, offsets, document_index); starts: int64 [b, 2],
     rows of the sample index. Returns tokens and labels, int64 [b, length] each, and the lowest and highest id

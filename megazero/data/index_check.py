@@ -25,19 +25,18 @@ ONE = np.int32(1)  # `np.add.at` is ten times as fast with a number of the array
 def gpt_index_fault(
     index: GPTIndex, lengths: np.ndarray, sequence_ids: range | np.ndarray, plan: SamplePlan
 ) -> str | None:
-    """What is wrong with a GPT index. Arguments as for `build_gpt_index`."""
-    faults = (
-        lambda: _document_fault(index.document_index, sequence_ids, plan),
-        lambda: _sample_fault(index.sample_index, index.document_index, lengths, plan),
-        lambda: _shuffle_fault(index.shuffle_index, plan),
+    """Say what is wrong with a GPT index; None if nothing is. Arguments as for `build_gpt_index`."""
+    return (
+        _document_fault(index.document_index, sequence_ids, plan)
+        or _sample_fault(index.sample_index, index.document_index, lengths, plan)
+        or _shuffle_fault(index.shuffle_index, plan)
     )
-    return next((fault for look in faults if (fault := look()) is not None), None)
 
 
 def blend_index_fault(
     owners: np.ndarray, samples: np.ndarray, sizes: list[int], shares: np.ndarray | None, size: int
 ) -> str | None:
-    """What is wrong with the index of a blend.
+    """Say what is wrong with the index of a blend; None if nothing is.
 
     owners, samples: the arrays of `build_blending_index`; sizes: samples of each dataset; shares: of each
     dataset, summing to 1, None if each gives every sample once; size: samples of the blend.
@@ -66,7 +65,7 @@ def blend_index_fault(
 
 
 def _document_fault(index: np.ndarray, sequence_ids: range | np.ndarray, plan: SamplePlan) -> str | None:
-    """Each part that is shuffled by itself must have every sequence as often as it has epochs."""
+    """Check that each part that is shuffled by itself has every sequence as often as it has epochs."""
     count = len(sequence_ids)
     if not _fits(index, (plan.epochs * count,)):
         return _shape_fault("document_index", index, (plan.epochs * count,))
@@ -79,13 +78,13 @@ def _document_fault(index: np.ndarray, sequence_ids: range | np.ndarray, plan: S
     for repeats in (plan.epochs - 1, 1) if plan.separate_last else (plan.epochs,):
         part = index[begin : begin + repeats * count]
         begin += repeats * count
-        found = np.zeros_like(once)
+        times = np.zeros_like(once)
         for block in blocks(part.size):
             numbers = part[block].astype(np.int64) - low
             if (fault := _range_fault("document_index", numbers, once.size)) is not None:
                 return fault
-            np.add.at(found, numbers, ONE)
-        if not np.array_equal(found, repeats * once):
+            np.add.at(times, numbers, ONE)
+        if not np.array_equal(times, repeats * once):
             return "document_index does not have each sequence once per epoch"
     return None
 
@@ -93,7 +92,7 @@ def _document_fault(index: np.ndarray, sequence_ids: range | np.ndarray, plan: S
 def _sample_fault(
     rows: np.ndarray, documents: np.ndarray, lengths: np.ndarray, plan: SamplePlan
 ) -> str | None:
-    """Row k must be where token k * T lies, and the last token of the sample before must lie there too."""
+    """Check that row k is where token k * T lies, and the last token of the sample before lies there too."""
     shape = (plan.samples + 1, 2)
     if not _fits(rows, shape):
         return _shape_fault("sample_index", rows, shape)
@@ -123,7 +122,7 @@ def _sample_fault(
 
 
 def _shuffle_fault(index: np.ndarray, plan: SamplePlan) -> str | None:
-    """Each part that is shuffled by itself must be a permutation of its own numbers."""
+    """Check that each part that is shuffled by itself is a permutation of its own numbers."""
     if not _fits(index, (plan.samples,)):
         return _shape_fault("shuffle_index", index, (plan.samples,))
     bounds = [0, plan.samples_before_last, plan.samples] if plan.separate_last else [0, plan.samples]
@@ -147,7 +146,7 @@ def _shape_fault(name: str, array: np.ndarray, shape: tuple[int, ...]) -> str:
 
 def _range_fault(name: str, numbers: np.ndarray, count: int) -> str | None:
     low, high = int(numbers.min()), int(numbers.max())
-    return None if low >= 0 and high < count else f"{name} names what is not there"
+    return None if low >= 0 and high < count else f"{name} is out of range"
 
 
 def blocks(size: int) -> Iterator[slice]:

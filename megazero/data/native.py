@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
+from typing import Any
 
+NATIVE: Any  # csrc/data, which has no type annotations
 try:
-    from megazero.data import _native as NATIVE
+    NATIVE = importlib.import_module("megazero.data._native")
 except ImportError as error:
     NATIVE = None
     warnings.warn(

@@ -19,7 +19,7 @@ SPLIT_NAMES = ("train", "valid", "test")
 
 
 class SplitReading(enum.Enum):
-    """Whose reading of a split string to follow."""
+    """The program whose reading of a split string to follow."""
 
     MEGATRON_CORE = "megatron-core"
     MEGATRON_DEEPSPEED = "megatron-deepspeed"
@@ -61,4 +61,5 @@ def split_ranges(
             bounds.append(bounds[-1] + round(share * float(count)))
         overshoot = bounds[-1] - count
         bounds[1:] = [bound - overshoot for bound in bounds[1:]]
-    return tuple(range(begin, max(begin, end)) for begin, end in pairwise(bounds))
+    train, valid, test = (range(begin, max(begin, end)) for begin, end in pairwise(bounds))
+    return train, valid, test

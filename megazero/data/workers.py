@@ -1,4 +1,4 @@
-"""Worker processes that live on a pipe: how they are started, and how what goes wrong in one is told.
+"""Worker processes that live on a pipe: how they are started, and how their errors reach the parent.
 
 If a worker dies, its pipe closes and the parent notices; if the parent dies, its ends close and the workers
 find out. Every worker has a pipe of its own, and no lock is shared.
@@ -15,9 +15,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, TypeVar
 
 from megazero.errors import MegazeroError
 
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkContext, SpawnContext
+
+_Given = TypeVar("_Given")
+_Result = TypeVar("_Result")
 _STOPPING = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
@@ -63,7 +69,8 @@ def start_worker(
     Returns:
         The parent's end of the pipe, and the process.
     """
-    context = multiprocessing.get_context("fork" if forked else "spawn")
+    context: ForkContext | SpawnContext
+    context = multiprocessing.get_context("fork") if forked else multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     inherited = (*others, ours) if forked else ()
     arguments = (live, theirs, inherited, given)
@@ -73,8 +80,8 @@ def start_worker(
     return ours, process
 
 
-def outcome(action: Callable[[object], object], argument: object) -> object:
-    """What the action returns, or its error, which the parent is to raise: see `or_raise`."""
+def outcome(action: Callable[[_Given], _Result], argument: _Given) -> _Result | Exception:
+    """Call the action; return its result, or its error, which the parent is to raise: see `or_raise`."""
     try:
         return action(argument)
     except (MegazeroError, OSError) as error:
@@ -83,14 +90,19 @@ def outcome(action: Callable[[object], object], argument: object) -> object:
         return RuntimeError(f"a worker failed:\n{traceback.format_exc()}")
 
 
-def or_raise(result: object) -> object:
-    """The result, unless it is an error."""
+def or_raise(result: _Result | BaseException) -> _Result:
+    """Return the result, or raise it if it is an error."""
     if isinstance(result, BaseException):
         raise result
     return result
 
 
-def _begin(live: Callable, pipe: Connection, inherited: tuple[Connection, ...], given: tuple) -> None:
+def _begin(
+    live: Callable[..., None],
+    pipe: Connection,
+    inherited: tuple[Connection, ...],
+    given: tuple[object, ...],
+) -> None:
     # Ctrl-C reaches every process of the terminal; only the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Which dataset an index was made of: `{metric}_dataset.json` beside the analyzer's files.
+"""The dataset that an index was made of: `{metric}_dataset.json` beside the analyzer's files.
 
 An index lists samples by number, and numbers mean something only for one dataset with one sequence length,
 seed, split and number of epochs. So our analyzer writes down what it looked at, and a training compares that
@@ -29,7 +29,7 @@ _SUFFIX = re.compile(
 
 @dataclass(frozen=True)
 class AnalyzedDataset:
-    """What sample numbers refer to.
+    """The dataset that sample numbers refer to.
 
     key: hex hash of `description`. samples: how many there are. description: everything that the samples and
     their order depend on, as JSON values: hashes of the datasets (the same for copies elsewhere), sequence
@@ -44,11 +44,11 @@ class AnalyzedDataset:
     def of(cls, dataset: SampleDataset) -> AnalyzedDataset:
         """The facts of a run's built dataset: a split of `megazero.data.build.build_datasets`."""
         copies = {indexed.fingerprint: content_hash(indexed) for indexed in sources(dataset)}
-        description = _plain(dataset.description, copies)
+        description = _plain_items(dataset.description, copies)
         return cls(cache_key(description), len(dataset), description)
 
     def check(self, other: AnalyzedDataset, name: str) -> None:
-        """Raises DataError unless `other`, a run's dataset, is this one. name: of the index, for messages."""
+        """Raise DataError unless `other`, a run's dataset, is this one. name: of the index, for messages."""
         if self.key == other.key and self.samples == other.samples:
             return
         differing = _differences("", self.description, other.description)
@@ -71,7 +71,7 @@ def facts_path(prefix: str | Path) -> Path:
 
 
 def dataset_of(prefix: str | Path) -> AnalyzedDataset | None:
-    """What dataset an index is of; None if nothing beside it says so, as for DeepSpeed's own files.
+    """The dataset that an index is of; None if nothing beside it says so, as for DeepSpeed's own files.
 
     prefix: path of an index file without .bin or .idx. Raises DataError for a file that cannot be read.
     """
@@ -93,10 +93,14 @@ def dataset_of(prefix: str | Path) -> AnalyzedDataset | None:
 def _plain(value: object, copies: Mapping[str, str]) -> object:
     """A description with hashes that hold for copies, and without what does not change the text."""
     if isinstance(value, Mapping):
-        return {key: _plain(each, copies) for key, each in value.items() if key not in _NOT_OF_SAMPLES}
+        return _plain_items(value, copies)
     if isinstance(value, (list, tuple)):
-        return [_plain(each, copies) for each in value]
+        return [_plain(item, copies) for item in value]
     return copies.get(value, value) if isinstance(value, str) else value
+
+
+def _plain_items(values: Mapping[str, object], copies: Mapping[str, str]) -> dict[str, object]:
+    return {key: _plain(value, copies) for key, value in values.items() if key not in _NOT_OF_SAMPLES}
 
 
 def _differences(where: str, then: object, now: object) -> list[tuple[str, object, object]]:
@@ -104,11 +108,11 @@ def _differences(where: str, then: object, now: object) -> list[tuple[str, objec
     if isinstance(then, Mapping) and isinstance(now, Mapping):
         keys = sorted({*then, *now})
         return [
-            found
+            difference
             for key in keys
-            for found in _differences(f"{where}.{key}" if where else key, then.get(key), now.get(key))
+            for difference in _differences(f"{where}.{key}" if where else key, then.get(key), now.get(key))
         ]
     if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
         pairs = enumerate(zip(then, now, strict=True))
-        return [found for i, (a, b) in pairs for found in _differences(f"{where}[{i}]", a, b)]
+        return [leaf for i, (a, b) in pairs for leaf in _differences(f"{where}[{i}]", a, b)]
     return [] if then == now else [(where, then, now)]

@@ -1,4 +1,4 @@
-"""Which samples may be drawn when: those within the current difficulty, by every metric at once.
+"""The samples that may be drawn at a time: those within the current difficulty, by every metric at once.
 
 Difficulties never fall, so a sample that may be drawn once may be drawn for good. Sorted by when that is, the
 samples of any moment are a prefix of one order.
@@ -48,12 +48,12 @@ class EligibilityOrder:
             for index, metric, levels in zip(indexes, difficulties.metrics, columns, strict=True)
         ]
         if len(indexes) == 1:
-            found = cls(indexes[0].samples, tuple(counts[0]))
+            order = cls(indexes[0].samples, tuple(counts[0]))
         else:
-            found = cls._of_several(counts, indexes)
-        if not found.ends[0]:
+            order = cls._of_several(counts, indexes)
+        if not order.ends[0]:
             raise DataError(_nobody(difficulties, indexes, [ends[0] for ends in counts]))
-        return found
+        return order
 
     @classmethod
     def _of_several(cls, counts: list[list[int]], indexes: Sequence[MetricIndex]) -> EligibilityOrder:
@@ -66,25 +66,26 @@ class EligibilityOrder:
                 late = index.samples[begin:end]
                 since[late] = np.maximum(since[late], piece)
         order = np.argsort(since, kind="stable").astype(np.int32 if size < 1 << 31 else np.int64)
-        ends = np.cumsum(np.bincount(since, minlength=pieces + 1)[:pieces])
-        return cls(order, tuple(ends.tolist()))
+        totals = np.cumsum(np.bincount(since, minlength=pieces + 1)[:pieces])
+        return cls(order, tuple(totals.tolist()))
 
 
 def eligible(index: MetricIndex, metric: CurriculumMetric, level: int) -> int:
-    """How many of the first samples of an index are within a difficulty.
+    """The number of the first samples of an index that are within a difficulty.
 
     By value: those whose value is not above it. By percentile: that share of the samples, rounded down, where
     the metric's largest difficulty is all of them, as in DeepSpeed (which rounds a single percent down and
     multiplies, so that it has up to 99 samples fewer).
     """
     if metric.difficulty_type == "percentile":
+        assert metric.end is not None, "a percentile has a default"
         return len(index) * level // metric.end
     below = int(np.searchsorted(index.values, level, side="right"))
     return int(index.ends[below - 1]) if below else 0
 
 
 def _nobody(difficulties: Difficulties, indexes: Sequence[MetricIndex], counts: list[int]) -> str:
-    """Why there is nothing to begin with."""
+    """Say why there is no sample to begin with."""
     begins = []
     for metric, level, index, count in zip(
         difficulties.metrics, difficulties.levels[0], indexes, counts, strict=True

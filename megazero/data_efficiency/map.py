@@ -62,7 +62,7 @@ def part_of(whole: range, number: int, parts: int) -> range:
 
 @dataclass(frozen=True)
 class MetricFolder:
-    """Where the chunks of one metric of one dataset are.
+    """The place of the chunks of one metric of one dataset.
 
     save: the folder of the whole analysis. name: of the metric. accumulates: whether a chunk is one vector.
     grid: the chunks. identity: everything that values depend on, as JSON.
@@ -76,7 +76,7 @@ class MetricFolder:
 
     @classmethod
     def of(cls, save: str | Path, metric: Metric, dataset: AnalyzedDataset, grid: ChunkGrid) -> MetricFolder:
-        """That of a metric of a dataset."""
+        """The folder of a metric of a dataset."""
         identity = {
             "dataset": dataset.key,
             "samples": dataset.samples,
@@ -87,12 +87,12 @@ class MetricFolder:
 
     @property
     def home(self) -> Path:
-        """Where the metric's results go."""
+        """The folder of the metric's results."""
         return self.save / self.name
 
     @property
     def chunks(self) -> Path:
-        """Where the chunks are until they are reduced."""
+        """The folder of the chunks until they are reduced."""
         return self.home / f"map-{cache_key(self.identity)}"
 
     def path(self, chunk: int) -> Path:
@@ -105,7 +105,7 @@ class MetricFolder:
         return [chunk for chunk in among if self.path(chunk).name not in there]
 
     def write(self, chunk: int, values: np.ndarray) -> None:
-        """Stores a chunk's values. DataError if the disk refuses."""
+        """Store a chunk's values. DataError if the disk refuses."""
         path = self.path(chunk)
         with disk(path), whole_file(path) as file:
             np.save(file, values, allow_pickle=False)
@@ -115,7 +115,7 @@ class MetricFolder:
         path, expected = self.path(chunk), len(self.grid[chunk])
         try:
             with open_regular(path) as file:
-                values = np.load(file, allow_pickle=False)
+                values: np.ndarray = np.load(file, allow_pickle=False)
         except FileNotFoundError:
             raise DataError(
                 f"`{path}` must exist, but does not: samples {self.grid[chunk].start}.."
@@ -136,7 +136,7 @@ class MetricFolder:
 
 @dataclass(frozen=True)
 class MapJob:
-    """What to measure. source: opens the dataset, and can be pickled. pairs: metrics and their folders."""
+    """A measurement. source: opens the dataset, and can be pickled. pairs: metrics and their folders."""
 
     source: Callable[[], SampleDataset]
     pairs: tuple[tuple[Metric, MetricFolder], ...]
@@ -147,10 +147,10 @@ class MapJob:
 
     def missing(self, among: range) -> list[int]:
         """The chunks that some metric has no values of yet."""
-        found: set[int] = set()
+        missing: set[int] = set()
         for _, folder in self.pairs:
-            found.update(folder.missing(among))
-        return sorted(found)
+            missing.update(folder.missing(among))
+        return sorted(missing)
 
 
 class ChunkMapper:
@@ -164,13 +164,13 @@ class ChunkMapper:
         return type(self), (self._job,)
 
     def __call__(self, chunk: int) -> int:
-        """Measures a chunk and stores what was missing; returns how many samples it has."""
+        """Measure a chunk and store what was missing; returns how many samples it has."""
         wanted = [
             (metric, folder) for metric, folder in self._job.pairs if folder.missing(range(chunk, chunk + 1))
         ]
         samples = self._job.grid[chunk]
         totals: list[np.ndarray | None] = [None] * len(wanted)
-        values = [[] for _ in wanted]
+        values: list[list[np.ndarray]] = [[] for _ in wanted]
         for begin in range(samples.start, samples.stop, _BATCH) if wanted else ():
             index = np.arange(begin, min(begin + _BATCH, samples.stop))
             batch = Samples.of(index, self._dataset.batch(index))
@@ -179,14 +179,14 @@ class ChunkMapper:
                     totals[k] = added(totals[k], measured(metric, batch), metric.name)
                 else:
                     values[k].append(measured(metric, batch))
-        for k, (metric, folder) in enumerate(wanted):
-            folder.write(chunk, totals[k] if metric.accumulates else np.concatenate(values[k]))
+        for (_, folder), total, parts in zip(wanted, totals, values, strict=True):
+            folder.write(chunk, np.concatenate(parts) if total is None else total)
         return len(samples)
 
 
 @dataclass(frozen=True)
 class Share:
-    """Whose part of the chunks to map.
+    """The part of the chunks to map here.
 
     workers, worker: machines, and which this one is. processes: of this machine, each with a part of its
     own. only: the numbers of the processes to run, all if empty. Raises DataError for numbers out of range.
@@ -218,7 +218,7 @@ class Share:
 
 
 def run_map(job: MapJob, share: Share, dataset: SampleDataset | None = None) -> Iterator[int]:
-    """Measures the chunks of a share that are missing, and yields how many samples are done, as it goes.
+    """Measure the chunks of a share that are missing, and yield how many samples are done, as it goes.
 
     The first number counts what earlier runs did. dataset: what `job.source` gives, if it is open already.
     Raises DataError if a metric fails, a worker dies or the disk refuses; finished chunks stay.

@@ -30,7 +30,7 @@ ROWS, VALUES, MERGED = "index_to_sample", "index_to_metric", "index_to_sample_pe
 
 
 def reduce_metric(folder: MetricFolder, dataset: AnalyzedDataset, processes: int = 1) -> Iterator[int]:
-    """Makes a metric's files from its chunks, and yields how much is done, up to `reduce_steps`, as it goes.
+    """Make a metric's files from its chunks, and yield how much is done, up to `reduce_steps`, as it goes.
 
     The files appear together in `folder.home`, replacing those of an earlier analysis; the chunks are removed
     afterwards. Memory does not grow with the number of samples. Raises DataError if chunks are missing or
@@ -65,20 +65,22 @@ def is_reduced(folder: MetricFolder) -> bool:
             RowFile(f"{prefix}_{kind}")
     except (OSError, ValueError, KeyError, TypeError, DataError):
         return False  # missing or damaged, so it is to be made again
-    return said == folder.identity
+    return bool(said == folder.identity)
 
 
 def reduce_steps(folder: MetricFolder) -> int:
-    """What the last number of `reduce_metric` is."""
+    """The last number that `reduce_metric` yields."""
     return folder.grid.samples * (1 if folder.accumulates else 2)
 
 
 def _write_sum(folder: MetricFolder, scratch: Path) -> Iterator[int]:
-    total, done = None, 0
+    total: np.ndarray | None = None
+    done = 0
     for chunk in range(len(folder.grid)):
         total = added(total, folder.read(chunk), folder.name)
         done += len(folder.grid[chunk])
         yield done
+    assert total is not None, "a grid has a chunk"
     dtype = neutral_dtype(int(total.min()), int(total.max()))
     write_rows(_named(scratch, folder, "metric_value"), dtype, [(total, np.array([total.size]))])
 
@@ -92,15 +94,15 @@ def _write_order(folder: MetricFolder, scratch: Path, processes: int) -> Iterato
     for count in sort.run():
         done += count
         yield done
-    found = sort.result()
-    low, high, distinct = _extent(found)
+    order = sort.result()
+    low, high, distinct = _extent(order)
     values = neutral_dtype(low, high)
-    write_rows(_named(scratch, folder, VALUES), values, _one_each(c[:, 0] for c in found.counts()))
+    write_rows(_named(scratch, folder, VALUES), values, _one_each(c[:, 0] for c in order.counts()))
     write_rows(_named(scratch, folder, "sample_to_metric"), values, _one_each(_in_order(folder)))
-    _write_index(prefix, found, 1)
+    _write_index(prefix, order, 1)
     merged = _named(scratch, folder, MERGED)
     shutil.copyfile(f"{prefix}.bin", f"{merged}.bin")
-    _write_index(merged, found, max(1, distinct // _PERCENTILES))
+    _write_index(merged, order, max(1, distinct // _PERCENTILES))
     for path in (f"{prefix}.bin", f"{merged}.bin"):
         with open(path, "r+b") as file:
             flush(file)
@@ -110,14 +112,14 @@ def _named(scratch: Path, folder: MetricFolder, kind: str) -> Path:
     return scratch / f"{folder.name}_{kind}"
 
 
-def _extent(found: SortedSamples) -> tuple[int, int, int]:
+def _extent(order: SortedSamples) -> tuple[int, int, int]:
     """(least value, greatest value, number of distinct values)."""
-    low, high, distinct = None, 0, 0
-    for counts in found.counts():
-        low = int(counts[0, 0]) if low is None else low
+    lows, high, distinct = [], 0, 0
+    for counts in order.counts():
+        lows.append(int(counts[0, 0]))
         high = int(counts[-1, 0])
         distinct += len(counts)
-    return low, high, distinct
+    return lows[0], high, distinct
 
 
 def _in_order(folder: MetricFolder) -> Iterator[np.ndarray]:
@@ -132,11 +134,11 @@ def _one_each(blocks: Iterable[np.ndarray]) -> Iterator[tuple[np.ndarray, np.nda
         yield block, np.ones(block.size, dtype=np.int32)
 
 
-def _write_index(prefix: Path, found: SortedSamples, step: int) -> None:
+def _write_index(prefix: Path, order: SortedSamples, step: int) -> None:
     """The `.idx` of the sorted samples, with a row for every `step` distinct values."""
-    writer = RowIndexWriter(prefix, found.dtype)
+    writer = RowIndexWriter(prefix, order.dtype)
     held = np.empty(0, dtype=np.int64)
-    for counts in found.counts():
+    for counts in order.counts():
         held = np.concatenate([held, counts[:, 1]])
         whole = held.size - held.size % step
         if whole:

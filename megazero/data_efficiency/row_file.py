@@ -9,6 +9,7 @@ uint16 is read in either dialect. Code 7 is uint32, for no analyzer writes float
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,7 +24,7 @@ from megazero.data.indexed.format import (
 from megazero.data.indexed.reader import map_file, prefix_path
 from megazero.errors import DataError
 
-DEEPSPEED_DTYPES = MappingProxyType(
+DEEPSPEED_DTYPES: Mapping[int, np.dtype] = MappingProxyType(
     {
         1: np.dtype("u1"),
         2: np.dtype("i1"),
@@ -35,7 +36,8 @@ DEEPSPEED_DTYPES = MappingProxyType(
         8: np.dtype("<u8"),
     }
 )
-_MEGATRON_DTYPES = MappingProxyType({6: np.dtype("<f8"), 8: np.dtype("<u2")})  # where the size differs
+# Where the size differs.
+_MEGATRON_DTYPES: Mapping[int, np.dtype] = MappingProxyType({6: np.dtype("<f8"), 8: np.dtype("<u2")})
 
 
 class RowFile:

@@ -52,7 +52,7 @@ class RowIndexWriter:
         self.rows += lengths.size
 
     def close(self) -> None:
-        """Writes the index."""
+        """Write the index."""
         with self._file, open(self._path, "wb", buffering=1 << 20) as out:
             header = (MMIDIDX_MAGIC, 1, CODE_OF_DTYPE[self._dtype], self.rows, 2)
             out.write(MMIDIDX_HEADER.pack(*header))
@@ -69,7 +69,7 @@ class RowIndexWriter:
 
 
 def write_rows(prefix: str | Path, dtype: np.dtype, rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Writes both files from blocks of (elements, lengths of their rows). Errors as in `RowIndexWriter`."""
+    """Write both files from blocks of (elements, lengths of their rows). Errors as in `RowIndexWriter`."""
     index = RowIndexWriter(prefix, dtype)
     with open(prefix_path(prefix, ".bin"), "wb", buffering=1 << 20) as out:
         for elements, lengths in rows:

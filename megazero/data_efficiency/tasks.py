@@ -11,13 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
 
 from megazero.data.workers import can_fork, or_raise, outcome, signals_held, start_worker
 from megazero.errors import DataError
 
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
 
-def run_tasks(work: Callable[[object], object], tasks: Iterable[object], processes: int) -> Iterator[object]:
-    """What `work` returns for each task, in the order in which they finish.
+
+def run_tasks(work: Callable[[_Task], _Result], tasks: Iterable[_Task], processes: int) -> Iterator[_Result]:
+    """Yield the result of `work` for each task, in the order in which they finish.
 
     processes: how many to use; with 1, all is done in this one. Raises what `work` raises, and DataError if a
     worker is killed. Leaving the iterator ends the workers.
@@ -37,12 +41,13 @@ def run_tasks(work: Callable[[object], object], tasks: Iterable[object], process
             pipe.send((waiting.pop(),))
         busy = set(workers)
         while busy:
-            for pipe in wait(list(busy)):
-                result = _receive(pipe, workers[pipe])
+            for ready in wait(list(busy)):
+                assert isinstance(ready, Connection)
+                result: _Result = or_raise(_receive(ready, workers[ready]))
                 if waiting:
-                    pipe.send((waiting.pop(),))
+                    ready.send((waiting.pop(),))
                 else:
-                    busy.discard(pipe)
+                    busy.discard(ready)
                 yield result
     finally:
         for process in workers.values():
@@ -52,14 +57,14 @@ def run_tasks(work: Callable[[object], object], tasks: Iterable[object], process
             pipe.close()
 
 
-def _serve(pipe: Connection, work: Callable) -> None:
+def _serve(pipe: Connection, work: Callable[[Any], object]) -> None:
     """A worker's life: does what comes through `pipe` until the other end closes."""
     while True:
         (task,) = pipe.recv()
         pipe.send((outcome(work, task),))
 
 
-def _receive(pipe: Connection, process: BaseProcess) -> object:
+def _receive(pipe: Connection, process: BaseProcess) -> Any:
     try:
         (result,) = pipe.recv()
     except (EOFError, ConnectionResetError) as error:
@@ -68,4 +73,4 @@ def _receive(pipe: Connection, process: BaseProcess) -> object:
             f"worker process {process.pid} must finish its work, but ended with status {process.exitcode}; "
             "start again, which continues where this stopped. If memory ran out, use fewer processes."
         ) from error
-    return or_raise(result)
+    return result

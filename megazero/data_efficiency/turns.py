@@ -1,4 +1,4 @@
-"""Whose turn it is: draws are dealt to clusters in proportion to their sizes, by counting.
+"""Turns: draws are dealt to clusters in proportion to their sizes, by counting.
 
 Of any number of first draws each half of the clusters gets its share, rounded down for the first half, and so
 on within each half down to single clusters. In as many draws as there are samples each cluster has exactly as
@@ -28,7 +28,7 @@ def owners(draws: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def shares(draws: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """How many of the first draws each cluster has as its turns, int64 [deals, clusters].
+    """The number of turns that each cluster has among the first draws, int64 [deals, clusters].
 
     draws: how many of each deal, int64 [deals]. bounds: of each deal, [deals, clusters + 1].
     """
@@ -45,10 +45,12 @@ def shares(draws: np.ndarray, bounds: np.ndarray) -> np.ndarray:
 def _share(draws: np.ndarray, part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     """draws * part // whole, within 64 bits; nothing of nothing."""
     whole = np.maximum(whole, 1)
-    return draws // whole * part + draws % whole * part // whole
+    share: np.ndarray = draws // whole * part + draws % whole * part // whole
+    return share
 
 
 def _both(first: np.ndarray, second: np.ndarray, open_: np.ndarray) -> np.ndarray:
     """Both values side by side where there are two halves, else the first; along the last dim."""
     sides = np.stack([first, second], axis=-1)
-    return sides[..., np.stack([np.ones_like(open_), open_], axis=-1)]
+    pairs: np.ndarray = sides[..., np.stack([np.ones_like(open_), open_], axis=-1)]
+    return pairs

@@ -1,4 +1,4 @@
-"""A user's own function as a metric, and what may come out of one."""
+"""A user's own function as a metric, and the checks of its values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class UserMetric:
         object.__setattr__(self, "function", function)
 
     def __reduce__(self) -> tuple[type, tuple[str, bool]]:
-        """Pickles as the function's name: a process that is started afresh looks it up itself."""
+        """Pickle as the function's name: a process that is started afresh looks it up itself."""
         return type(self), (self.spec, self.accumulates)
 
     @property
@@ -50,11 +50,14 @@ class UserMetric:
         return {"metric": self.name, "accumulates": self.accumulates, "source": self.source_hash}
 
     def measure(self, samples: Samples) -> np.ndarray:
-        return self.function(samples.as_dict())
+        return np.asarray(self.function(samples.as_dict()))
 
 
-def _source_hash(function: Callable) -> str:
-    """Of the file that a function is defined in; empty for one without a file, such as a builtin."""
+_: type[Metric] = UserMetric
+
+
+def _source_hash(function: Callable[..., object]) -> str:
+    """The hash of the file that a function is defined in; empty for one without a file, such as a builtin."""
     try:
         path = inspect.getsourcefile(function)
     except TypeError:
@@ -63,7 +66,7 @@ def _source_hash(function: Callable) -> str:
 
 
 def measured(metric: Metric, samples: Samples) -> np.ndarray:
-    """What a metric says of samples, int64, checked.
+    """Measure samples; the values are int64, and checked.
 
     Raises DataError if it raises, or returns no integers, or not one for each sample (a vector, if it
     accumulates).
@@ -94,7 +97,8 @@ def measured(metric: Metric, samples: Samples) -> np.ndarray:
         )
     if values.dtype == np.uint64 and int(values.max()) > _INT64.max:
         raise DataError(f"{where} must return integers below 2**63, but returned {int(values.max())}.")
-    return values.astype(np.int64, copy=False)
+    checked: np.ndarray = values.astype(np.int64, copy=False)
+    return checked
 
 
 def added(total: np.ndarray | None, values: np.ndarray, name: str) -> np.ndarray:
@@ -106,7 +110,7 @@ def added(total: np.ndarray | None, values: np.ndarray, name: str) -> np.ndarray
             f"metric `{name}` must return vectors of one length, but returned {total.size} and {values.size} "
             "numbers; give np.bincount a `minlength`."
         )
-    result = total + values
+    result: np.ndarray = total + values
     # The sign of a sum of two of one sign differs from theirs only if it did not fit.
     if (((total ^ result) & (values ^ result)) < 0).any():
         raise DataError(f"metric `{name}` must add up to less than 2**63, but does not; scale it down.")

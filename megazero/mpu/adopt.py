@@ -55,10 +55,12 @@ def find_context(
     device = choose_device("auto", launch.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    config = ParallelConfig(
-        **_sizes(mpu),
-        distributed_backend=backend or "auto",
-        distributed_timeout_minutes=timeout.total_seconds() / 60,
+    config = ParallelConfig.model_validate(
+        {
+            **_sizes(mpu),
+            "distributed_backend": backend or "auto",
+            "distributed_timeout_minutes": timeout.total_seconds() / 60,
+        }
     )
     dense = grid_of(config, launch.world_size)  # raises before anything is joined
     replicas = dense.dp * dense.cp

@@ -15,20 +15,22 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _POLL = 0.01
 
 
-def agent_store(timeout: timedelta, environment: Mapping[str, str] | None = None) -> dist.Store | None:
+def agent_store(timeout: timedelta, environment: Mapping[str, str] | None = None) -> Store | None:
     """The store that the launcher keeps, or None if the first rank should open one."""
     environment = os.environ if environment is None else environment
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    address = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
-    return dist.TCPStore(*address, is_master=False, timeout=timeout)
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    store: Store = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]  # torch exports it without saying so
+    return store
 
 
-def store_of_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def store_of_attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """The part of a store that belongs to this attempt alone, whatever earlier attempts left in the store.
 
     Every rank asks with a word of its own that no earlier attempt knew, and the first rank answers them all.
@@ -39,15 +41,15 @@ def store_of_attempt(store: dist.Store, rank: int, world_size: int, timeout: tim
     word = uuid.uuid4().hex
     if rank == 0:
         _answer(store, word, set(range(1, world_size)), timeout)
-        return dist.PrefixStore(word, store)
+        return PrefixStore(word, store)
     store.set(f"asks/{rank}", word)
     store.wait([f"answer/{word}"], timeout)
     attempt = store.get(f"answer/{word}").decode()
     store.set(f"heard/{word}", attempt)
-    return dist.PrefixStore(attempt, store)
+    return PrefixStore(attempt, store)
 
 
-def _answer(store: dist.Store, attempt: str, missing: set[int], timeout: timedelta) -> None:
+def _answer(store: Store, attempt: str, missing: set[int], timeout: timedelta) -> None:
     """Tell every rank the attempt's name; dead ranks of earlier attempts are answered too, to no effect."""
     deadline = time.monotonic() + timeout.total_seconds()
     while missing:

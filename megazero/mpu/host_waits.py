@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, MappingProxyType
+from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -51,28 +52,35 @@ _METHODS = ("tolist", "cpu", "numpy", "__array__", "to", "cuda")
 
 
 class HostWaits(TorchDispatchMode):
-    """Within it, `found` counts (where in megazero, what) of this thread, autograd's calls included.
+    """A mode that counts this thread's waits, autograd's included, in `found`: (where in megazero, what).
 
     Args:
         refuses: whether what a step may not do is an error at once.
     """
 
     def __init__(self, refuses: bool = False):
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.refuses = refuses
         self.found: Counter[tuple[str, str]] = Counter()
         self.unexpected: Counter[tuple[str, str]] = Counter()
         self._methods = _Methods(self)
 
     def __enter__(self) -> HostWaits:
-        self._methods.__enter__()
-        return super().__enter__()
+        TorchFunctionMode.__enter__(self._methods)
+        TorchDispatchMode.__enter__(self)
+        return self
 
-    def __exit__(self, *error) -> None:
-        super().__exit__(*error)
-        self._methods.__exit__(*error)
+    def __exit__(self, *error: Any) -> None:
+        TorchDispatchMode.__exit__(self, *error)
+        TorchFunctionMode.__exit__(self._methods, *error)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         name = func.overloadpacket.__name__
         if name in _READS:
             self.add(_READS[name])
@@ -87,7 +95,8 @@ class HostWaits(TorchDispatchMode):
         Raises:
             HostWaitError: the call is not one of those that a step may make, and this object refuses them.
         """
-        frame, reads = sys._getframe(1), False
+        frame: FrameType | None = sys._getframe(1)
+        reads = False
         while frame is not None and not _counts(Path(frame.f_code.co_filename)):
             reads |= Path(frame.f_code.co_filename) == _READER
             frame = frame.f_back
@@ -106,13 +115,19 @@ class _Methods(TorchFunctionMode):
         super().__init__()
         self._waits = waits
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _METHODS and not kwargs.get("non_blocking"):
             if name != "to":
                 self._waits.add("reads numbers")
-            elif any(isinstance(each, (str, torch.device)) for each in (*args[1:], *kwargs.values())):
+            elif any(isinstance(value, (str, torch.device)) for value in (*args[1:], *kwargs.values())):
                 self._waits.add("copies between devices")
         if func is torch.Tensor.backward:
             with self:  # a mode is off in what it calls, and backward calls hooks and custom functions
@@ -120,8 +135,14 @@ class _Methods(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _backward(tensor, gradient=None, retain_graph=None, create_graph=False, inputs=None) -> None:
-    """What `torch.Tensor.backward` does. Given a tensor, torch would ask the mode again."""
+def _backward(
+    tensor: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[torch.Tensor] | None = None,
+) -> None:
+    """Do as `torch.Tensor.backward` does. Given a tensor, torch would ask the mode again."""
     torch.autograd.backward(
         [get_gradient_edge(tensor)], [gradient], retain_graph, create_graph, inputs=inputs
     )
@@ -144,32 +165,32 @@ def _sentence(where: str, what: str) -> str:
 
 @contextmanager
 def host_waits(device: torch.device, *, refuses: bool) -> Iterator[Counter[tuple[str, str]]]:
-    """Within it, count the calls that make the host wait for `device`: (where, what), complete at its end.
+    """Count, within the block, the calls that make the host wait for `device`: (where, what).
 
     `read_values` and `on_device` may wait; on a CPU, groups may too. On CUDA the place is a file and a line.
 
     Raises:
         HostWaitError: there is such a call, and this `refuses` them.
     """
-    found: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     if device.type != "cuda":
         with HostWaits(refuses) as waits:
-            yield found
-        found.update(waits.unexpected)
+            yield counts
+        counts.update(waits.unexpected)
         return
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         # As an error it would name no place: a traceback may end within autograd.
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield counts
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    for each in told:
-        if "synchronizing CUDA operation" in str(each.message):
-            found[f"{each.filename}, line {each.lineno}", "waits for the device"] += 1
+    for warning in caught:
+        if "synchronizing CUDA operation" in str(warning.message):
+            counts[f"{warning.filename}, line {warning.lineno}", "waits for the device"] += 1
         else:
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-    if found and refuses:
-        raise HostWaitError(_sentence(*next(iter(found))))
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    if counts and refuses:
+        raise HostWaitError(_sentence(*next(iter(counts))))

@@ -30,7 +30,7 @@ _LATER = timedelta(minutes=1)
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher (torchrun, SLURM through torchrun, or none) says about this process."""
+    """This process's place in the job, as the launcher (torchrun, SLURM with torchrun, or none) says."""
 
     rank: int = 0
     world_size: int = 1
@@ -176,7 +176,7 @@ def open_context(
 def leave(context: ParallelContext) -> None:
     """Leave the job cleanly: wait for everyone, then close the groups."""
     if context.watch is not None:
-        context.watch.leave()  # while the process that keeps the board is sure to be there
+        context.watch.leave()  # while the process that keeps the notes is sure to be there
     context.world.barrier()
     if context.watch is not None:
         context.watch.close()

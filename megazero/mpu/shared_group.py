@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megazero.errors import CommunicationError
-from megazero.mpu.group import DONE, Reduction, Transfer, Work
+from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
 from megazero.mpu.torch_group import TorchGroup
 
 _REDUCIBLE = frozenset(
@@ -28,7 +28,7 @@ _REDUCIBLE = frozenset(
 )
 
 
-class SharedGroup:
+class SharedGroup(Group):
     """A communicator of ranks on one host, made by `open_shared`.
 
     An asynchronous collective runs in a thread outside Python, or in the thread that waits for it if the wait
@@ -114,7 +114,12 @@ class SharedGroup:
         self._base.close()
 
     def _call(
-        self, start: Callable, what: str, arguments: tuple, tensors: tuple[Tensor, ...], later: bool
+        self,
+        start: Callable[..., Any],
+        what: str,
+        arguments: tuple[Any, ...],
+        tensors: tuple[Tensor, ...],
+        later: bool,
     ) -> Work:
         self._contiguous(what, tensors)
         if not later:
@@ -133,7 +138,7 @@ class SharedGroup:
         while self._under_way and self._under_way[0].ticket <= done:
             self._under_way.popleft()
 
-    def _native(self, what: str, function: Callable, *arguments: Any) -> Any:
+    def _native(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)
         except RuntimeError as error:
@@ -168,7 +173,7 @@ class SharedGroup:
         return [size * tensor[:1].nbytes for size in sizes]
 
 
-class _PendingCall:
+class _PendingCall(Work):
     """A collective in progress; it keeps its tensors alive."""
 
     def __init__(self, group: SharedGroup, what: str, ticket: int, tensors: tuple[Tensor, ...]):

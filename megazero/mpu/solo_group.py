@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megazero.mpu.group import DONE, Reduction, Transfer, Work
+from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
 
 
-class SoloGroup:
+class SoloGroup(Group):
     """The communicator of a single rank."""
 
     def __init__(self, name: str = "solo", world_rank: int = 0):

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megazero.mpu.group import DONE, Reduction, Transfer, Work
+from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
 
 
-class StillGroup:
+class StillGroup(Group):
     """Member `rank` of a group of `ranks` of which only this member exists.
 
     Results are what equal members would give as far as shapes go; values are this member's own.

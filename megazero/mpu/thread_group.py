@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from megazero.errors import CommunicationError
-from megazero.mpu.group import DONE, Reduction, Transfer, Work
+from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
 from megazero.mpu.thread_turns import RankThread, Ticket, Turns
 
 
 class _Round:
-    """One call of all members of a group: what each brings, and what each gets."""
+    """One call of all members of a group: the input and the result of each."""
 
     def __init__(self, size: int):
         self.calls: list[str] = [""] * size
@@ -47,7 +47,7 @@ class _Round:
 
 
 class ThreadMeeting:
-    """What the threads of one group share: the round that they gather for, and mailboxes.
+    """The state that the threads of one group share: the round that they gather for, and mailboxes.
 
     All members come together once for each call. The last one to come works out the results of all, and what
     the others brought stays as it is until then, as they sleep.
@@ -66,14 +66,16 @@ class ThreadMeeting:
         """Wake everyone who is waiting here; their calls fail."""
         with self.lock:
             self.broken = True
-            tickets = [*self.round.waiting, *(t for each in self.receivers.values() for t in each)]
+            tickets = [*self.round.waiting, *(t for waiting in self.receivers.values() for t in waiting)]
         for ticket in tickets:
             ticket.call()
 
-    def gather(self, rank: int, call: str, brought: Any, combine: Callable) -> _Round | None:
-        """Come to this round as member `rank`; the round when all have come, or None if they did not.
+    def gather(
+        self, rank: int, call: str, brought: Any, combine: Callable[[list[Any]], Sequence[Any]]
+    ) -> _Round | None:
+        """Join this round as member `rank`; returns it once all have joined, or None if they did not.
 
-        Every member brings something and says how results follow from what all have brought.
+        Every member brings something and says how the results follow from what all have brought.
         """
         with self.lock:
             if self.broken:
@@ -181,7 +183,7 @@ class ThreadWorld:
         return results
 
 
-class ThreadGroup:
+class ThreadGroup(Group):
     """One thread's end of a `ThreadMeeting`."""
 
     def __init__(self, name: str, rank: int, meeting: ThreadMeeting):
@@ -209,7 +211,7 @@ class ThreadGroup:
         self, output: Tensor, tensor: Tensor, op: Reduction = "sum", *, async_op: bool = False
     ) -> Work:
         def rows(all_: list[Tensor]) -> Sequence[Tensor]:
-            return _reduce([t.reshape(self.size, -1) for t in all_], op)
+            return _reduce([t.reshape(self.size, -1) for t in all_], op).unbind()
 
         output.copy_(self._meet(f"reduce_scatter({op})", tensor, rows).view(output.shape))
         return DONE
@@ -266,23 +268,24 @@ class ThreadGroup:
         if isinstance(mine, Tensor):
             mine = mine.detach()
             signature = f"{tuple(mine.shape)} {mine.dtype}"
-        found = self._meeting.gather(self.rank, f"{call} {signature}".strip(), mine, combine)
-        if found is None:
+        settled = self._meeting.gather(self.rank, f"{call} {signature}".strip(), mine, combine)
+        if settled is None:
             raise CommunicationError(
                 f"`{call}` over group `{self.name}` on rank {self.ranks[self.rank]}: another member failed "
                 f"or did not arrive within {self._meeting.timeout} s"
             )
-        if found.difference is not None:
-            listing = "; ".join(f"rank {r}: {c}" for r, c in zip(self.ranks, found.difference, strict=True))
+        if settled.difference is not None:
+            listing = "; ".join(f"rank {r}: {c}" for r, c in zip(self.ranks, settled.difference, strict=True))
             raise CommunicationError(f"the members of group `{self.name}` made different calls: {listing}")
-        if found.error is not None:
+        if settled.error is not None:
             raise CommunicationError(
-                f"`{call}` over group `{self.name}` on rank {self.ranks[self.rank]}: {found.error}"
-            ) from found.error
-        return found.results[self.rank]
+                f"`{call}` over group `{self.name}` on rank {self.ranks[self.rank]}: {settled.error}"
+            ) from settled.error
+        assert settled.results is not None, "a round that is over has results, a difference or an error"
+        return settled.results[self.rank]
 
 
-class _Receipt:
+class _Receipt(Work):
     """A receive in progress; `wait` blocks until its message has arrived."""
 
     def __init__(self, group: ThreadGroup, transfer: Transfer):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import MappingProxyType
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from megazero.errors import CommunicationError
 from megazero.mpu.attempt_store import agent_store, store_of_attempt
-from megazero.mpu.group import DONE, Reduction, Transfer, Work
+from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
 
 # torch 2.13 renamed the two single-tensor collectives and deprecated the older names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -20,7 +21,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _OPS = MappingProxyType({"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN})
 
 
-class TorchGroup:
+class TorchGroup(Group):
     """A communicator backed by a torch process group.
 
     Args:
@@ -34,7 +35,7 @@ class TorchGroup:
         self.name = name
         self.rank = ranks.index(world_rank)
         self.ranks = ranks
-        self.process_group = process_group
+        self.process_group: dist.ProcessGroup | None = process_group  # None once closed
 
     @property
     def size(self) -> int:
@@ -82,11 +83,11 @@ class TorchGroup:
             for t in (transfers[i] for i in order)
         ]
         try:
-            works = dist.batch_isend_irecv(operations)
+            works: Sequence[Work] = dist.batch_isend_irecv(operations)
         except (RuntimeError, ValueError) as error:
             raise self._failure("exchange", error) from error
         if len(works) != len(order):  # NCCL gives one work for the whole batch
-            return works * len(order)
+            return [*works] * len(order)
         return [work for _, work in sorted(zip(order, works, strict=True), key=lambda pair: pair[0])]
 
     def barrier(self) -> None:
@@ -100,7 +101,7 @@ class TorchGroup:
         """
         self.process_group = None
 
-    def _call(self, what: str, collective, *args, **kwargs) -> Work:
+    def _call(self, what: str, collective: Callable[..., Work | None], *args: Any, **kwargs: Any) -> Work:
         try:
             work = collective(*args, group=self.process_group, **kwargs)
         except (RuntimeError, ValueError) as error:
@@ -114,7 +115,7 @@ class TorchGroup:
         )
 
 
-def start_world(backend: str, rank: int, world_size: int, timeout: timedelta, **where) -> None:
+def start_world(backend: str, rank: int, world_size: int, timeout: timedelta, **where: Any) -> None:
     """Join the world. `where` is torch's init_method, store or device_id; the environment is the default."""
     try:
         kept = None if where else agent_store(timeout)
@@ -129,13 +130,16 @@ def start_world(backend: str, rank: int, world_size: int, timeout: timedelta, **
 
 def join_file_world(path: str, rank: int, world_size: int, timeout: timedelta) -> None:
     """Join a Gloo world of processes on one host that find each other through a file."""
-    start_world("gloo", rank, world_size, timeout, store=dist.FileStore(path, world_size))
+    store = dist.FileStore(path, world_size)  # type: ignore[attr-defined]  # torch exports it without saying so
+    start_world("gloo", rank, world_size, timeout, store=store)
 
 
 def open_group(name: str, world_rank: int, ranks: tuple[int, ...], timeout: timedelta) -> TorchGroup:
     """Open the group of `ranks`. Only its members need to call this."""
     if len(ranks) == dist.get_world_size():
-        return TorchGroup(name, world_rank, ranks, dist.group.WORLD)
+        world = dist.group.WORLD
+        assert world is not None, "the world has not been joined"
+        return TorchGroup(name, world_rank, ranks, world)
     handle = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     return TorchGroup(name, world_rank, ranks, handle)
 

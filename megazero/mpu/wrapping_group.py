@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,15 +15,15 @@ class GroupCall(NamedTuple):
 
     Attributes:
         operation: the method of `Group`.
-        arguments: its positional ones.
-        given: what this member brings.
+        arguments: its positional arguments.
+        given: this member's input.
         payload: the larger side, which is `given` but for all_gather.
         detail: the reduction's name, or the source of a broadcast; None for the others.
         async_op: whether the caller waits for it later.
     """
 
     operation: str
-    arguments: tuple
+    arguments: tuple[Any, ...]
     given: Tensor
     payload: Tensor
     detail: str | int | None
@@ -31,10 +31,11 @@ class GroupCall(NamedTuple):
 
     def start(self, group: Group) -> Work:
         """Ask `group` for it."""
-        return getattr(group, self.operation)(*self.arguments, async_op=self.async_op)
+        work: Work = getattr(group, self.operation)(*self.arguments, async_op=self.async_op)
+        return work
 
 
-class WrappingGroup:
+class WrappingGroup(Group):
     """Passes every call on to `inner`.
 
     A subclass overrides `_collective`, which all collectives go through, and `exchange` and `barrier` where

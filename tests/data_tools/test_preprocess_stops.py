@@ -72,13 +72,13 @@ def test_orphaned_workers_leave(tmp_path, threads):
     code = (
         "import threading, time\n"
         "from data_tools.preprocessing.encode import EncodeJob\n"
-        "from data_tools.preprocessing.pool import Crew\n"
+        "from data_tools.preprocessing.pool import WorkerPool\n"
         "from megazero.data.tokenizers import TokenizerSpec\n"
         "if __name__ == '__main__':\n"
         f"    for _ in range({threads}):\n"
         "        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
-        "    crew = Crew(EncodeJob(TokenizerSpec('ByteLevelTokenizer'), ('text',)), 2)\n"
-        "    print(*[worker.process.pid for worker in crew._workers], flush=True)\n"
+        "    pool = WorkerPool(EncodeJob(TokenizerSpec('ByteLevelTokenizer'), ('text',)), 2)\n"
+        "    print(*[worker.process.pid for worker in pool._workers], flush=True)\n"
         "    time.sleep(60)\n"
     )
     script = tmp_path / "parent.py"

@@ -53,16 +53,16 @@ def main(argv: Sequence[str]) -> int:
         return main_import_megatron(rest)
     flags = build_parser().parse_args(argv)
     try:
-        status = flags.run(flags)
+        status: int = flags.run(flags)
         sys.stdout.flush()
         return status
     except MegazeroError as error:
         print(f"error: {printable(error)}", file=sys.stderr)
-        return max(flags.trouble, error.exit_code)
+        return max(int(flags.trouble), error.exit_code)
     except BrokenPipeError:
         # The reader has seen enough; what is still buffered must not be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # such as a checkpoint that its run removes at this very moment
         print(f"error: {printable(error)}", file=sys.stderr)
-        return flags.trouble
+        return int(flags.trouble)

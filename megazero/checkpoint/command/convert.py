@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from megazero.version import VERSION
 _DTYPES = (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16))
 
 
-def add_verb(verbs: argparse._SubParsersAction) -> None:
+def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The flags of `convert`."""
     parser = verbs.add_parser(
         "convert",
@@ -54,7 +55,7 @@ def add_verb(verbs: argparse._SubParsersAction) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the result should be.
+    """The form that the result should have.
 
     Attributes:
         dtype: the type of the weights; None leaves it as stored.
@@ -115,7 +116,7 @@ def _laters(reader: CheckpointReader, keys: list[Key], choice: Choice) -> Iterat
         dtype = reader.dtype(key)
         if key.kind == WEIGHT and choice.dtype is not None and dtype.is_floating_point:
             dtype = choice.dtype
-        yield key, Later(dtype, reader.shapes[key], lambda key=key, dtype=dtype: _next(stream, key, dtype))
+        yield key, Later(dtype, reader.shapes[key], partial(_next, stream, key, dtype))
 
 
 def _next(stream: Iterator[tuple[Key, Tensor]], expected: Key, dtype: torch.dtype) -> Tensor:

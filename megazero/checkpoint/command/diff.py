@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from megazero.checkpoint.command.show import print_facts, print_table, printable
 from megazero.checkpoint.command.stats import Distance, distance
 from megazero.checkpoint.command.stream import whole_tensors
@@ -24,7 +26,7 @@ _ESTIMATES = "state.recent"
 _ABSENT = "-"
 
 
-def add_verb(verbs: argparse._SubParsersAction) -> None:
+def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The flags of `diff`."""
     parser = verbs.add_parser(
         "diff",
@@ -87,13 +89,13 @@ def run(flags: argparse.Namespace) -> int:
     counters = [row for row in counters if row[0] != _ESTIMATES]
     _show("counter", counters)
     with a, b:
-        found = compare(a, b)
-    beyond = [each for each in found.apart if not _within(each, flags.tolerance)]
-    _show_tensors(found, flags.top)
-    if counters or found.unequal or beyond:
+        comparison = compare(a, b)
+    beyond = [tensor for tensor in comparison.apart if not _within(tensor, flags.tolerance)]
+    _show_tensors(comparison, flags.top)
+    if counters or comparison.unequal or beyond:
         print("different")
         return 1
-    if found.apart:
+    if comparison.apart:
         print(f"the same to {flags.tolerance:g} of each tensor's largest magnitude")
     else:
         print("equal bit for bit" + (", settings apart" if settings else ""))
@@ -122,18 +124,21 @@ def compare(a: CheckpointReader, b: CheckpointReader) -> Comparison:
             unequal.append(f"{key} has shape {list(shape)} in A and {list(b.shapes[key])} in B")
     apart = []
     for (key, x), (_, y) in zip(whole_tensors(a, common), whole_tensors(b, common), strict=True):
-        found = distance(x, y)
-        if not found.equal_bits:
-            dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in (x, y))
-            apart.append(Difference(key, dtypes, found))
-    apart.sort(key=lambda each: (-each.distance.relative, str(each.key)))
+        between = distance(x, y)
+        if not between.equal_bits:
+            apart.append(Difference(key, (_dtype_name(x), _dtype_name(y)), between))
+    apart.sort(key=lambda difference: (-difference.distance.relative, str(difference.key)))
     return Comparison(len(common) - len(apart), tuple(apart), tuple(unequal))
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _flat(value: Any) -> Iterator[tuple[str, Any]]:
     for name, entry in value.items() if isinstance(value, Mapping) else ():
         if isinstance(entry, Mapping):
-            yield from ((f"{name}.{inner}", each) for inner, each in entry.items())
+            yield from ((f"{name}.{inner}", value) for inner, value in entry.items())
         else:
             yield name, entry
 
@@ -142,8 +147,8 @@ def _counters(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: facts[name] for name in _COUNTERS if facts.get(name) is not None}
 
 
-def _within(each: Difference, tolerance: float | None) -> bool:
-    return tolerance is not None and each.distance.relative <= tolerance
+def _within(difference: Difference, tolerance: float | None) -> bool:
+    return tolerance is not None and difference.distance.relative <= tolerance
 
 
 def _show(what: str, rows: list[tuple[str, Any, Any]]) -> None:
@@ -152,25 +157,25 @@ def _show(what: str, rows: list[tuple[str, Any, Any]]) -> None:
         print_table((what, "A", "B"), rows, left=3)
 
 
-def _show_tensors(found: Comparison, top: int) -> None:
+def _show_tensors(tensors: Comparison, top: int) -> None:
     print()
-    for words in found.unequal[:top]:
+    for words in tensors.unequal[:top]:
         print(printable(words))
-    if len(found.unequal) > top:
-        print(f"and {len(found.unequal) - top} more of this kind")
-    if found.apart[:top]:
+    if len(tensors.unequal) > top:
+        print(f"and {len(tensors.unequal) - top} more of this kind")
+    if tensors.apart[:top]:
         rows = [
             (
-                each.key.name,
-                each.key.kind,
-                each.dtypes[0] if len(set(each.dtypes)) == 1 else " and ".join(each.dtypes),
-                f"{each.distance.largest:.3g}",
-                f"{each.distance.relative:.3g}",
+                difference.key.name,
+                difference.key.kind,
+                difference.dtypes[0] if len(set(difference.dtypes)) == 1 else " and ".join(difference.dtypes),
+                f"{difference.distance.largest:.3g}",
+                f"{difference.distance.relative:.3g}",
             )
-            for each in found.apart[:top]
+            for difference in tensors.apart[:top]
         ]
         print_table(("tensor", "kind", "dtype", "difference", "relative"), rows, left=3)
-    if len(found.apart) > top:
-        print(f"and {len(found.apart) - top} more that differ, by less")
-    total = found.alike + len(found.apart)
-    print(f"{found.alike} of {total} tensors that both have are equal bit for bit")
+    if len(tensors.apart) > top:
+        print(f"and {len(tensors.apart) - top} more that differ, by less")
+    total = tensors.alike + len(tensors.apart)
+    print(f"{tensors.alike} of {total} tensors that both have are equal bit for bit")

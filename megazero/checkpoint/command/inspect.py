@@ -1,15 +1,17 @@
-"""`megazero checkpoint inspect`: what a run's folder holds, or one checkpoint."""
+"""`megazero checkpoint inspect`: shows what a run's folder holds, or one checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from megazero.checkpoint.command.show import count_text, print_facts, print_table, printable, size_text
 from megazero.checkpoint.command.stats import Stats, stats_of
@@ -25,12 +27,13 @@ from megazero.checkpoint.command.summary import (
 )
 from megazero.checkpoint.locate import is_checkpoint, one_checkpoint
 from megazero.checkpoint.manifest import Logical
+from megazero.checkpoint.part import Key
 from megazero.checkpoint.reader import CheckpointReader
 
 _STATS = ("min", "max", "mean", "rms", "nan")
 
 
-def add_verb(verbs: argparse._SubParsersAction) -> None:
+def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The flags of `inspect`."""
     parser = verbs.add_parser(
         "inspect",
@@ -69,13 +72,13 @@ def run(flags: argparse.Namespace) -> int:
     with reader:
         stats = {key: stats_of(tensor) for key, tensor in _read(reader, chosen)} if flags.stats else {}
     if flags.json:
-        found = describe_checkpoint(reader)
+        description = describe_checkpoint(reader)
         if pattern is not None:
-            found["tensors"] = [
+            description["tensors"] = [
                 tensor.model_dump() | ({"stats": _plain(asdict(stats[tensor.key]))} if stats else {})
                 for tensor in chosen
             ]
-        print(json.dumps(found))
+        print(json.dumps(description))
         return 0
     if pattern is None and not flags.files:
         _show_checkpoint(reader)
@@ -94,7 +97,7 @@ def _chosen(reader: CheckpointReader, pattern: str) -> list[Logical]:
     ]
 
 
-def _read(reader: CheckpointReader, tensors: list[Logical]):
+def _read(reader: CheckpointReader, tensors: list[Logical]) -> Iterator[tuple[Key, Tensor]]:
     return whole_tensors(reader, (tensor.key for tensor in tensors))
 
 
@@ -103,31 +106,32 @@ def _plain(stats: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value if math.isfinite(value) else str(value) for name, value in stats.items()}
 
 
-def _show_run(found: RunSummary, as_json: bool) -> int:
-    broken = found.trouble is not None or any(each.trouble for each in found.checkpoints)
+def _show_run(summary: RunSummary, as_json: bool) -> int:
+    checkpoints = summary.checkpoints
+    broken = summary.trouble is not None or any(checkpoint.trouble for checkpoint in checkpoints)
     if as_json:
-        print(json.dumps(asdict(found)))
+        print(json.dumps(asdict(summary)))
         return int(broken)
     rows = [
         (
-            each.name + (" (latest)" if each.latest else ""),
-            each.saved or "-",
-            each.layout or "-",
-            "no" if each.trouble else "yes",
-            size_text(each.bytes),
-            count_text(each.samples),
-            count_text(each.tokens),
+            checkpoint.name + (" (latest)" if checkpoint.latest else ""),
+            checkpoint.saved or "-",
+            checkpoint.layout or "-",
+            "no" if checkpoint.trouble else "yes",
+            size_text(checkpoint.bytes),
+            count_text(checkpoint.samples),
+            count_text(checkpoint.tokens),
         )
-        for each in found.checkpoints
+        for checkpoint in checkpoints
     ]
     if rows:
         print_table(("checkpoint", "saved", "by", "whole", "size", "samples", "tokens"), rows, left=4)
-    for each in found.checkpoints:
-        if each.trouble:
-            print(f"not whole  {printable(each.trouble)}")
-    if found.trouble:
-        print(f"warning    {printable(found.trouble)}")
-    for name, size in found.leftovers:
+    for checkpoint in checkpoints:
+        if checkpoint.trouble:
+            print(f"not whole  {printable(checkpoint.trouble)}")
+    if summary.trouble:
+        print(f"warning    {printable(summary.trouble)}")
+    for name, size in summary.leftovers:
         print(f"left over  {name}, {size_text(size)}: of a save under way, or of one that was killed")
     return int(broken)
 
@@ -151,7 +155,7 @@ def _show_checkpoint(reader: CheckpointReader) -> None:
 
 
 def _origin(reader: CheckpointReader) -> list[tuple[str, str]]:
-    """What saved it, when, and how far training had come."""
+    """Rows (name, value) that say which program saved it, when, and how far training had come."""
     facts = reader.facts
     counters = [("samples", "consumed_samples"), ("tokens", "consumed_tokens"), ("skipped", "skipped")]
     progress = [f"{count_text(pick(facts, 'state', key))} {word}" for word, key in counters]
@@ -186,8 +190,8 @@ def _origin(reader: CheckpointReader) -> list[tuple[str, str]]:
 
 def _show_files(reader: CheckpointReader) -> None:
     rows = [
-        (each["name"], size_text(each["bytes"]), each.get("blocks", "-"), each.get("pieces", "-"))
-        for each in describe_checkpoint(reader)["files"]
+        (file["name"], size_text(file["bytes"]), file.get("blocks", "-"), file.get("pieces", "-"))
+        for file in describe_checkpoint(reader)["files"]
     ]
     print_table(("file", "size", "blocks", "pieces"), rows)
 
@@ -201,8 +205,8 @@ def _show_tensors(tensors: list[Logical], stats: Mapping[Any, Stats]) -> None:
         row = [tensor.name, tensor.kind, tensor.dtype, shape, len(tensor.pieces), files]
         row.append(f"{elements_of(tensor):,}")
         if stats:
-            found = stats[tensor.key]
-            row += [f"{getattr(found, name):.4g}" for name in _STATS[:-1]] + [found.nan]
+            of_tensor = stats[tensor.key]
+            row += [f"{getattr(of_tensor, name):.4g}" for name in _STATS[:-1]] + [of_tensor.nan]
         rows.append(row)
     print_table(columns, rows, left=4)
     print(f"{len(tensors)} tensors")

@@ -26,7 +26,7 @@ from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.errors import CheckpointError, ConfigError
 
 
-def add_verb(verbs: argparse._SubParsersAction) -> None:
+def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The flags of `prune`."""
     parser = verbs.add_parser(
         "prune",
@@ -44,10 +44,10 @@ def add_verb(verbs: argparse._SubParsersAction) -> None:
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """What to remove.
+    """The files and folders to remove.
 
     Attributes:
-        leftovers: what killed saves left.
+        leftovers: those that killed saves left.
         iterations: the iterations of the checkpoints to remove, oldest first.
     """
 
@@ -86,17 +86,17 @@ def prune(directory: Path, retention: Retention, disk: Disk | None) -> int:
         CheckpointError: as for `plan`.
         OSError: the disk refuses.
     """
-    found = plan(directory, retention)
+    removals = plan(directory, retention)
     freed = 0
-    for each in found.leftovers:
-        if each.restored is not None:
-            _say("restore" if disk is None else "restored", each.restored)
+    for leftover in removals.leftovers:
+        if leftover.restored is not None:
+            _say("restore" if disk is None else "restored", leftover.restored)
         else:
-            freed += (size := bytes_in(each.path))
-            _say("remove" if disk is None else "removed", each.path, size)
+            freed += (size := bytes_in(leftover.path))
+            _say("remove" if disk is None else "removed", leftover.path, size)
     if disk is not None:
         recover(disk, directory)
-    for iteration in found.iterations:
+    for iteration in removals.iterations:
         folder = iteration_folder(directory, iteration)
         freed += (size := bytes_in(folder))
         if disk is not None:
@@ -106,7 +106,7 @@ def prune(directory: Path, retention: Retention, disk: Disk | None) -> int:
 
 
 def plan(directory: Path, retention: Retention) -> PrunePlan:
-    """What would be removed. A checkpoint that is yet to be restored stays, besides those that are kept.
+    """Choose what to remove. A checkpoint that is yet to be restored stays, besides those that are kept.
 
     Raises:
         CheckpointError: there is no checkpoint, or some would be removed although none is whole.
@@ -117,13 +117,14 @@ def plan(directory: Path, retention: Retention) -> PrunePlan:
         raise no_checkpoint(directory)
     going = retention.superseded(saved, latest_iteration(directory), partial(was_healthy, directory))
     if going:
-        whole = next((each for each in reversed(saved) if _is_whole(iteration_folder(directory, each))), None)
+        newest_first = reversed(saved)
+        whole = next((it for it in newest_first if _is_whole(iteration_folder(directory, it))), None)
         if whole is None:
             raise CheckpointError(
                 f"`{directory}` must hold a whole checkpoint before others are removed, but has none; look "
                 "at it with `megazero checkpoint verify`"
             )
-        going = [each for each in going if each != whole]
+        going = [iteration for iteration in going if iteration != whole]
     return PrunePlan(left, tuple(going))
 
 

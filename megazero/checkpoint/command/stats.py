@@ -1,4 +1,4 @@
-"""What numbers a tensor holds, and how far apart two tensors are."""
+"""Statistics of a tensor's elements, and how far apart two tensors are."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def stats_of(tensor: Tensor) -> Stats:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far apart two tensors of one shape are.
+    """The distance between two tensors of one shape.
 
     Attributes:
         equal_bits: whether they have the same dtype and the same bytes.

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, as plain values for tables and JSON."""
+"""The contents of a checkpoint in brief, as plain values for tables and JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pick(facts: Any, *path: str) -> Any:
 
 @dataclass(frozen=True)
 class SavedLayout:
-    """How a run was laid out over ranks when it saved.
+    """The layout of a run over ranks when it saved.
 
     Attributes:
         world_size: the number of ranks.
@@ -95,7 +95,7 @@ class Summary:
 
 
 def summarize(directory: Path, iteration: int, latest: int | None) -> Summary:
-    """One line of a run's list."""
+    """Summarize one checkpoint, for a line of a run's list."""
     folder = iteration_folder(directory, iteration)
     size = bytes_in(folder)
     try:
@@ -132,18 +132,18 @@ class RunSummary:
 
 
 def describe_run(directory: Path) -> RunSummary:
-    """All checkpoints of a run.
+    """Describe all checkpoints of a run.
 
     Raises:
         CheckpointError: there is no checkpoint.
     """
     named, trouble = latest_or_trouble(directory)
     saved = saved_iterations(directory)
-    left = tuple((each.path.name, bytes_in(each.path)) for each in leftovers(directory))
+    left = tuple((leftover.path.name, bytes_in(leftover.path)) for leftover in leftovers(directory))
     if not (saved or left or trouble):
         raise no_checkpoint(directory)
-    found = tuple(summarize(directory, each, named) for each in saved)
-    return RunSummary(str(directory), found, left, trouble)
+    checkpoints = tuple(summarize(directory, iteration, named) for iteration in saved)
+    return RunSummary(str(directory), checkpoints, left, trouble)
 
 
 def latest_or_trouble(directory: Path) -> tuple[int | None, str | None]:
@@ -156,8 +156,8 @@ def latest_or_trouble(directory: Path) -> tuple[int | None, str | None]:
         named = latest_iteration(directory)
     except DamagedCheckpointError as error:
         return None, str(error)
-    there = [iteration_folder(directory, each) for each in saved_iterations(directory)]
-    there += [each.restored for each in leftovers(directory)]
+    there = [iteration_folder(directory, iteration) for iteration in saved_iterations(directory)]
+    there += [leftover.restored for leftover in leftovers(directory) if leftover.restored is not None]
     if named is not None and iteration_folder(directory, named) not in there:
         missing = iteration_folder(directory, named).name
         return named, f"`{directory / LATEST}` names {missing}, which is missing"
@@ -188,13 +188,13 @@ def totals_by_kind(reader: CheckpointReader) -> list[KindTotal]:
     groups: dict[tuple[str, str], list[Logical]] = defaultdict(list)
     for tensor in reader.index.tensors:
         groups[tensor.kind, tensor.dtype].append(tensor)
-    found = []
+    totals = []
     for (kind, dtype), tensors in sorted(groups.items(), key=lambda item: (item[0][0] != "weight", item[0])):
         elements = sum(elements_of(tensor) for tensor in tensors)
         width = reader.dtype(tensors[0].key).itemsize
         pieces = sum(len(tensor.pieces) for tensor in tensors)
-        found.append(KindTotal(kind, dtype, len(tensors), pieces, elements, elements * width))
-    return found
+        totals.append(KindTotal(kind, dtype, len(tensors), pieces, elements, elements * width))
+    return totals
 
 
 def elements_of(tensor: Logical) -> int:
@@ -215,7 +215,7 @@ def file_rows(reader: CheckpointReader) -> list[dict[str, Any]]:
 
 
 def describe_checkpoint(reader: CheckpointReader) -> dict[str, Any]:
-    """One checkpoint, as JSON."""
+    """Describe one checkpoint, as JSON."""
     layout = layout_of(reader.facts)
     return {
         "folder": str(reader.folder),

@@ -23,7 +23,7 @@ from megazero.errors import CheckpointError, DamagedCheckpointError
 _AT_ONCE = 8 * BLOCK
 
 
-def add_verb(verbs: argparse._SubParsersAction) -> None:
+def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The flags of `verify`."""
     parser = verbs.add_parser(
         "verify",
@@ -39,7 +39,7 @@ def add_verb(verbs: argparse._SubParsersAction) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found in one checkpoint.
+    """The result of checking one checkpoint.
 
     Attributes:
         bytes: the size of the files that were looked at.
@@ -68,10 +68,10 @@ def run(flags: argparse.Namespace) -> int:
         print(
             f"{word:<8} {printable(folder)}  {size_text(verdict.bytes)} in {verdict.files} files", flush=True
         )
-        for each in verdict.damage:
-            print(f"  {printable(each)}")
-        for each in verdict.warnings:
-            print(f"  warning: {printable(each)}")
+        for words in verdict.damage:
+            print(f"  {printable(words)}")
+        for words in verdict.warnings:
+            print(f"  warning: {printable(words)}")
     lost = None if is_checkpoint(path) else _check_run(path)
     seconds = max(time.perf_counter() - began, 1e-9)
     how = "sizes of" if flags.size_only else "all bytes of"
@@ -86,7 +86,7 @@ def check(folder: Path, *, size_only: bool = False) -> Verdict:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return Verdict(0, 0, (str(error),))
-    damage = []
+    damage: list[str] = []
     for name, entry in manifest.files.items():
         damage += _damage(folder / name, entry.record, size_only)
     if not damage:
@@ -101,7 +101,7 @@ def check(folder: Path, *, size_only: bool = False) -> Verdict:
 
 
 def _damage(path: Path, record: FileRecord, size_only: bool) -> Iterator[str]:
-    """What in a file is not as recorded, with neighboring blocks in one line."""
+    """A clause for each place where a file is not as recorded, with neighboring blocks in one."""
     try:
         file = BlockFile(path, record)
     except DamagedCheckpointError as error:
@@ -111,14 +111,16 @@ def _damage(path: Path, record: FileRecord, size_only: bool) -> Iterator[str]:
         bad = [] if size_only else list(_bad_blocks(file))
     finally:
         file.close()
-    first = last = None
-    for block in [*bad, None]:
-        if first is not None and block != last + 1:
-            words = f"block {first} is" if first == last else f"blocks {first} to {last} are"
-            stop = min((last + 1) * BLOCK, file.size)
-            yield f"{path.name}: {words} not as written (bytes {first * BLOCK:,} to {stop:,})"
-            first = None
-        first, last = block if first is None else first, block
+    runs: list[tuple[int, int]] = []
+    for block in bad:
+        if runs and block == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], block
+        else:
+            runs.append((block, block))
+    for first, last in runs:
+        words = f"block {first} is" if first == last else f"blocks {first} to {last} are"
+        stop = min((last + 1) * BLOCK, file.size)
+        yield f"{path.name}: {words} not as written (bytes {first * BLOCK:,} to {stop:,})"
 
 
 def _bad_blocks(file: BlockFile) -> Iterator[int]:
@@ -140,7 +142,7 @@ def _reads(file: BlockFile, memory: memoryview, start: int) -> bool:
 
 
 def _misfits(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """What does not fit together although each file is as it was written."""
+    """A clause for what does not fit together although each file is as it was written."""
     try:
         reader = CheckpointReader(folder, verify=Verify.SIZE)
         for name in manifest.files:
@@ -155,6 +157,6 @@ def _check_run(directory: Path) -> str | None:
     lost = latest_or_trouble(directory)[1]
     if lost is not None:
         print(f"damaged  {printable(lost)}")
-    for each in leftovers(directory):
-        print(f"warning  {printable(each.path)} is of a save under way, or of one that was killed")
+    for leftover in leftovers(directory):
+        print(f"warning  {printable(leftover.path)} is of a save under way, or of one that was killed")
     return lost

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.hf.architecture import TensorLike
 from megazero.checkpoint.hf.config_json import read_json
 from megazero.checkpoint.tensor_file import TensorFile, memory_of
 from megazero.errors import CheckpointError
@@ -51,6 +52,9 @@ class Stored:
         """Some of its rows, into contiguous memory of its dtype on the CPU."""
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         self.file.read_into(memory_of(memory), self.start + rows.start * row_bytes)
+
+
+_: type[TensorLike] = Stored
 
 
 class TensorFolder:
@@ -102,7 +106,7 @@ class TensorFolder:
                 raise CheckpointError(
                     f"`{path}` must name files that are there, but {name:.200} is missing; fetch it again"
                 )
-        found: dict[str, Stored] = {}
+        stored: dict[str, Stored] = {}
         for name in sorted(set(weight_map.values())):
             tensors = self._tensors_of(files, name)
             claimed = {tensor for tensor, file in weight_map.items() if file == name}
@@ -111,8 +115,8 @@ class TensorFolder:
                     f"`{path}` must say what is in {name}, but they differ in {named(wrong)}; fetch both "
                     "again"
                 )
-            found |= tensors
-        return found
+            stored |= tensors
+        return stored
 
     def _tensors_of(self, files: ExitStack, name: str) -> dict[str, Stored]:
         # Download caches consist of links.

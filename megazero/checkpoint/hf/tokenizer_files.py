@@ -32,7 +32,7 @@ _NAMED_ROLES = ("bos", "eos", "unk", "pad")
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What is written for a tokenizer.
+    """The files to write for a tokenizer.
 
     Attributes:
         files: (name, content).
@@ -59,7 +59,7 @@ def tokenizer_files(section: TokenizerConfig, vocab_size: int | None, positions:
     kind = section.tokenizer_type
     if kind is None:
         return TokenizerFiles(remark="the run had no tokenizer")
-    tokenizer = _built(section, vocab_size)
+    tokenizer = _built(section, kind, vocab_size)
     roles = tokenizer.special_ids
     tokens = TokenIds(roles.get("bos"), roles.get("eos", tokenizer.eod), roles.get("pad"))
     common = {"model_max_length": positions}
@@ -101,17 +101,14 @@ def tokenizer_settings(folder: Path, vocab_size: int) -> dict[str, Any]:
         return {"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": str(folder / _PIECES)}
     if (folder / WORDS).is_file():
         settings = read_json(folder / _SETTINGS) if (folder / _SETTINGS).is_file() else {}
-        section = TokenizerConfig(
-            tokenizer_type=word_piece_kind(settings.get("do_lower_case") is not False),
-            vocab_file=str(folder / WORDS),
-        )
-        if _built(section, None).vocab_size <= vocab_size:
+        kind = word_piece_kind(settings.get("do_lower_case") is not False)
+        section = TokenizerConfig(tokenizer_type=kind, vocab_file=str(folder / WORDS))
+        if _built(section, kind, None).vocab_size <= vocab_size:
             return section.model_dump(exclude_defaults=True)
     return {}
 
 
-def _built(section: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
-    kind = section.tokenizer_type
+def _built(section: TokenizerConfig, kind: str, vocab_size: int | None) -> Tokenizer:
     return build_tokenizer(
         TokenizerSpec(
             kind,
@@ -137,7 +134,7 @@ def _tokenizer_json(path: Path, common: Mapping[str, Any]) -> tuple[tuple[str, b
     if not path.with_name(_SETTINGS).is_file():
         return main, (_SETTINGS, _json({"tokenizer_class": _GENERIC, **common}))
     beside = (path.with_name(name) for name in _BESIDE)
-    return main, *((each.name, read_regular(each)) for each in beside if each.is_file())
+    return main, *((path.name, read_regular(path)) for path in beside if path.is_file())
 
 
 def _pieces(path: Path, common: Mapping[str, Any]) -> tuple[tuple[str, bytes], ...] | None:

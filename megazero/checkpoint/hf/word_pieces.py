@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from megazero.data.tokenizers.wordpiece import WordPieceTokenizer
 
@@ -30,7 +30,9 @@ def word_piece_files(
     vocabulary: dict[str, int] = definition["model"]["vocab"]
     names = {role: tokenizer.decode([tokenizer.special_ids[role]]) for role in _ROLES}
     backend = tokenizers.Tokenizer.from_str(json.dumps(definition))
-    backend.add_special_tokens([names[role] for role in sorted(_ROLES, key=tokenizer.special_ids.get)])
+    backend.add_special_tokens(
+        [names[role] for role in sorted(_ROLES, key=tokenizer.special_ids.__getitem__)]
+    )
     first, last = names["cls"], names["sep"]
     backend.post_processor = processors.TemplateProcessing(
         single=f"{first}:0 $A:0 {last}:0",
@@ -43,7 +45,7 @@ def word_piece_files(
         "do_lower_case": definition["normalizer"]["lowercase"],
         "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
     }
-    words = "".join(f"{word}\n" for word in sorted(vocabulary, key=vocabulary.get))
+    words = "".join(f"{word}\n" for word in sorted(vocabulary, key=vocabulary.__getitem__))
     files = (
         (WORDS, words.encode()),
         ("tokenizer.json", backend.to_str(pretty=True).encode()),
@@ -52,6 +54,6 @@ def word_piece_files(
     return files, settings
 
 
-def word_piece_kind(lower_case: bool) -> str:
+def word_piece_kind(lower_case: bool) -> Literal["BertWordPieceLowerCase", "BertWordPieceCase"]:
     """The kind of a folder's tokenizer."""
     return "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"

@@ -1,4 +1,4 @@
-"""What Megatron's tensors are called and how ours are made from them.
+"""The names of Megatron's tensors, and how ours are made from them.
 
 Each generation has names of its own. `core_name` turns all of them into those of Megatron-Core's plain
 layers, which are a decoder's; one table says which parts of ours those are, and along which of our dims
@@ -8,7 +8,7 @@ tensor-parallel ranks split them.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megazero.checkpoint.box import Box
@@ -64,7 +64,7 @@ _FOREIGN = tuple(
             r"inter_attention|cross_attention|cross_attn|^language_model\.decoder\.|^encoder\.",
             "encoder-decoder",
         ),
-        (r"tokentype_embeddings|pooler|binary_head|^lm_head\.", "other heads than those of its kind"),
+        (r"tokentype_embeddings|pooler|binary_head|^lm_head\.", "heads that its kind does not have"),
         (r"vision|image|patch", "vision"),
         (r"^mtp\.", "multi-token prediction"),
         (r"mixer\.|mamba", "state-space"),
@@ -106,7 +106,7 @@ def moved(name: str, by: int) -> str:
 
 
 def prefix_of_layer_file(names: Iterable[str]) -> str:
-    """What a whole model puts before the names in the file of one module of DeepSpeed's pipeline."""
+    """The prefix that names in the file of one module of DeepSpeed's pipeline have in a whole model."""
     names = set(names)
     if "word_embeddings.weight" in names:
         return "language_model.embedding."
@@ -143,8 +143,8 @@ class Sliced:
         step = rows if self.letter == "v" else size // ranks
         for rank in range(ranks):
             start, stop = min(size, rank * step), min(size, (rank + 1) * step)
-            offset = tuple(start if each == dim else 0 for each in range(len(link.shape)))
-            shape = tuple(stop - start if each == dim else n for each, n in enumerate(link.shape))
+            offset = tuple(start if d == dim else 0 for d in range(len(link.shape)))
+            shape = tuple(stop - start if d == dim else n for d, n in enumerate(link.shape))
             yield Box(offset, shape)
 
     def shape(self, link: Link, ranks: int) -> tuple[int, ...] | None:
@@ -191,7 +191,14 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     """
     qkv = {0.0: "(s g d)", 1.0: "(g d s)"}.get(checkpoint_version, "(g s d)")
 
-    def row(ours, dims, theirs, their_dims=None, letter=None, when=always) -> Sliced:
+    def row(
+        ours: str,
+        dims: str,
+        theirs: str,
+        their_dims: str | None = None,
+        letter: str | None = None,
+        when: Callable[[ModelConfig], bool] = always,
+    ) -> Sliced:
         return Sliced(TensorRule(ours, dims, theirs, their_dims or dims, when=when), letter)
 
     def norm(ours: str, theirs: str) -> tuple[Sliced, Sliced]:
@@ -261,4 +268,4 @@ def held_whole(name: str) -> bool:
     """Whether each tensor-parallel rank has all of a tensor with this (Core) name."""
     number = layer_of(name)
     template = name if number is None else name.replace(f"layers.{number}.", "layers.{i}.", 1)
-    return any(each.rule.theirs == template and each.letter is None for each in rules(3.0))
+    return any(sliced.rule.theirs == template and sliced.letter is None for sliced in rules(3.0))

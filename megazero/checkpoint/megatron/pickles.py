@@ -11,7 +11,7 @@ import argparse
 import pickle
 import re
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -39,6 +39,8 @@ INERT = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
 )
+SafeGlobal = Callable[..., Any] | tuple[Any, str]
+"""A function or class that torch's unpickler may call, or (what stands for a name, that name)."""
 _ZIP = b"PK\x03\x04"
 _NAMED = re.compile(r"GLOBAL ([\w.]+)")
 # What torch puts before it is advice to load the file without restrictions.
@@ -70,7 +72,7 @@ class PositionEmbedding(Enum):
 
 
 def load_pickle(path: Path, inert: Iterable[str] = ()) -> Any:
-    """What a file of `torch.save` holds; tensors stay in the file until they are used, if its format allows.
+    """Return the contents of a file of `torch.save`; tensors are mapped until they are used, if they can be.
 
     Args:
         path: the file.
@@ -99,7 +101,7 @@ def load_pickle(path: Path, inert: Iterable[str] = ()) -> Any:
 
 
 @contextmanager
-def _allowing(allowed: Sequence[Callable | tuple[Callable, str]]) -> Iterator[None]:
+def _allowing(allowed: list[SafeGlobal]) -> Iterator[None]:
     """Let torch call only these: what other libraries have allowed must not replace our stand-ins."""
     others = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
@@ -117,18 +119,18 @@ def _damaged(path: Path, reason: str) -> DamagedCheckpointError:
     )
 
 
-def _allowed(inert: Iterable[str]) -> list[Callable | tuple[Callable, str]]:
+def _allowed(inert: Iterable[str]) -> list[SafeGlobal]:
     positions = [f"megatron.{module}.PositionEmbeddingType" for module in ("enums", "model.enums")]
     return [
         argparse.Namespace,
         *((Inert, name) for name in (*INERT, *inert)),
         *((PositionEmbedding, name) for name in positions),
         # Some versions of Python 3.11 store signals by their own names.
-        *((Inert(), f"signal.{each.name}") for each in signal.Signals),
+        *((Inert(), f"signal.{number.name}") for number in signal.Signals),
         (_member, "builtins.getattr"),
     ]
 
 
 def _member(owner: Any, name: str) -> Any:
-    """Stands in for `getattr`, with which some versions of Python store members of enums."""
+    """Stand in for `getattr`, with which some versions of Python store members of enums."""
     return PositionEmbedding[name] if owner is PositionEmbedding else Inert()

@@ -61,7 +61,7 @@ _NORMS = MappingProxyType({"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"})
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What the arguments say about a model.
+    """A model as the arguments describe it.
 
     Attributes:
         model: its shape, without the vocabulary.
@@ -113,10 +113,10 @@ def read_settings(arguments: Arguments, *, family: Mapping[str, Any], core: bool
     try:
         return ModelSettings(ModelConfig(**fields), _vocab_size(arguments))
     except ValidationError as error:
-        found = [f"`{'.'.join(map(str, each['loc']))}`: {each['msg']}" for each in error.errors()]
+        wrong = [f"`{'.'.join(map(str, fault['loc']))}`: {fault['msg']}" for fault in error.errors()]
         raise CheckpointError(
             "Megatron's arguments must tell the model's shape, but do not: "
-            + "; ".join(found)
+            + "; ".join(wrong)
             + "; add what is missing with --megatron-args"
         ) from error
 

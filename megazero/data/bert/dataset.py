@@ -20,6 +20,7 @@ from megazero.data.bert.map_check import sample_map_fault
 from megazero.data.bert.sample import SPECIAL_TOKENS, SampleRecipe, SentenceStore, make_samples
 from megazero.data.bert.sample_map import LONGEST_SENTENCE, MapPlan, build_sample_map, count_documents
 from megazero.data.bert.word_pieces import WordPieces
+from megazero.data.blended import SampleDataset
 from megazero.data.cache import cached_arrays
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.sample_numbers import sample_numbers
@@ -30,7 +31,7 @@ _MEASURED = 1 << 14  # samples whose padding is counted; they are shuffled, so a
 
 @dataclass(frozen=True)
 class BERTSettings:
-    """What all BERT datasets of a run share.
+    """The settings that all BERT datasets of a run share.
 
     sequence_length: T, in tokens, special ones included. words: the vocabulary. seed: determines order and
     content of the samples. cache_dir: index cache, None for none. mask_prob: share of the tokens to predict.
@@ -70,7 +71,7 @@ class BERTSettings:
 
     @property
     def masking(self) -> dict[str, object]:
-        """What turns sentences into samples, as JSON."""
+        """The settings that turn sentences into samples, as JSON."""
         return {
             "sequence_length": self.sequence_length,
             "vocabulary": self.words.fingerprint,
@@ -80,7 +81,7 @@ class BERTSettings:
         }
 
 
-class BERTDataset:
+class BERTDataset(SampleDataset):
     """Samples of one split of one indexed dataset.
 
     documents: the split's documents, consecutive ones; num_samples: the least number of samples, over as
@@ -140,7 +141,7 @@ class BERTDataset:
         return batch
 
     def whereabouts(self, number: int) -> str:
-        """Where the text of a sample is: its first and its last sentence."""
+        """The place of a sample's text: its first and its last sentence."""
         first, end = self.rows[number, :2].tolist()
         return f"{self.indexed.prefix}: sentences {first} to {end - 1}"
 
@@ -156,11 +157,12 @@ class BERTDataset:
         special = SPECIAL_TOKENS if self.settings.binary_head else SPECIAL_TOKENS - 1
         measured = self.rows[:_MEASURED].tolist()
         texts = (min(int(lengths[first:end].sum(dtype=np.int64)), t) for first, end, t in measured)
-        return 1.0 - (sum(texts) / len(measured) + special) / (target + SPECIAL_TOKENS)
+        padding: float = 1.0 - (sum(texts) / len(measured) + special) / (target + SPECIAL_TOKENS)
+        return padding
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should hear at the start of a run, in whole sentences."""
+        """Sentences that a user should read at the start of a run."""
         where = f"{self.name} split of {self.indexed.prefix}"
         padding = f"{self.padding_share:.1%} of the positions of the {where} are padding."
         out, total = self.counts.left_out, len(self._documents)

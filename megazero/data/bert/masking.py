@@ -20,21 +20,22 @@ def run_chances() -> np.ndarray:
     twice as Megatron-Core does."""
     inverse = 1.0 / np.arange(1, LONGEST_RUN + 1)
     once = inverse / inverse.sum()
-    return once / once.sum()
+    chances: np.ndarray = once / once.sum()
+    return chances
 
 
 def words_of(tokens: Sequence[int], words: WordPieces) -> list[list[int]]:
     """The places of each word's pieces. A piece that continues a word joins the last one, even one before a
     [SEP]: that is where truncation can leave it."""
-    found: list[list[int]] = []
+    pieces: list[list[int]] = []
     for place, token in enumerate(tokens):
         if token in (words.cls, words.sep):
             continue
-        if found and 0 <= token < words.size and words.continues[token]:
-            found[-1].append(place)
+        if pieces and 0 <= token < words.size and words.continues[token]:
+            pieces[-1].append(place)
         else:
-            found.append([place])
-    return found
+            pieces.append([place])
+    return pieces
 
 
 def mask_tokens(
@@ -45,17 +46,18 @@ def mask_tokens(
     tokens: a sample with its special tokens; target: the sample's target length, without them; prob: the
     share to predict.
     """
-    found = words_of(tokens, words)
+    pieces = words_of(tokens, words)
     budget = min(prob * target, max(1, round(len(tokens) * prob)))
-    order = list(range(len(found)))
+    order = list(range(len(pieces)))
     random.shuffle(order)
-    masked, places, chances = list(tokens), set(), run_chances()
+    masked, chances = list(tokens), run_chances()
+    places: set[int] = set()
     for start in order:
         # Upstream goes on to draw lengths that cannot fit; nothing is drawn afterwards, so they are left out.
         if len(places) + 1 > budget:
             break
         count = int(random.choice(LONGEST_RUN, p=chances)) + 1
-        run = _fitting_run(found[start : start + count], budget - len(places))
+        run = _fitting_run(pieces[start : start + count], budget - len(places))
         if run and places.isdisjoint(run):
             for place in run:
                 masked[place] = _masked(tokens[place], words, random)

@@ -14,7 +14,7 @@ _MASK = (1 << 64) - 1
 
 
 def mersenne_64(seed: int) -> Iterator[int]:
-    """Its numbers for a seed, without end."""
+    """The twister's numbers for a seed, without end."""
     state = np.empty(_WORDS, dtype=np.uint64)
     value = seed & _MASK
     for i in range(_WORDS):
@@ -26,7 +26,7 @@ def mersenne_64(seed: int) -> Iterator[int]:
 
 
 def _turn(state: np.ndarray) -> None:
-    """The next block. A word needs one 156 further on, so either half is made in one go, but for the last."""
+    """Make the next block, either half in one go, but for the last word: a word needs one 156 further on."""
     for begin, end, source in ((0, _AHEAD, _AHEAD), (_AHEAD, _WORDS - 1, 0)):
         mixed = (state[begin:end] & _HIGH) | (state[begin + 1 : end + 1] & _LOW)
         state[begin:end] = state[source : source + end - begin] ^ _twisted(mixed)
@@ -36,11 +36,13 @@ def _turn(state: np.ndarray) -> None:
 
 def _twisted(mixed: np.ndarray) -> np.ndarray:
     one = np.uint64(1)
-    return (mixed >> one) ^ np.where(mixed & one, _TWIST, np.uint64(0))
+    twisted: np.ndarray = (mixed >> one) ^ np.where(mixed & one, _TWIST, np.uint64(0))
+    return twisted
 
 
 def _tempered(state: np.ndarray) -> np.ndarray:
     x = state ^ ((state >> np.uint64(29)) & np.uint64(0x5555555555555555))
     x = x ^ ((x << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000))
     x = x ^ ((x << np.uint64(37)) & np.uint64(0xFFF7EEE000000000))
-    return x ^ (x >> np.uint64(43))
+    tempered: np.ndarray = x ^ (x >> np.uint64(43))
+    return tempered

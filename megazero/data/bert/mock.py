@@ -9,11 +9,12 @@ import numpy as np
 
 from megazero.data.bert.dataset import BERTSettings
 from megazero.data.bert.sample import SentenceStore, make_samples
+from megazero.data.blended import SampleDataset
 
 _SENTENCE = (5, 41)  # tokens, from and below
 
 
-class MockBERTDataset:
+class MockBERTDataset(SampleDataset):
     """Samples of random sentences: sample i is a function of (seed, name, i) alone.
 
     Items are like `BERTDataset`'s; as there, some are shorter than the full length. Raises DataError if the

@@ -46,7 +46,8 @@ class SentenceStore:
 
     def sentence(self, number: int) -> list[int]:
         begin = int(self.offsets[number]) // self.tokens.itemsize
-        return self.tokens[begin : begin + int(self.lengths[number])].tolist()
+        ids: list[int] = self.tokens[begin : begin + int(self.lengths[number])].tolist()
+        return ids
 
 
 def make_samples(
@@ -78,7 +79,7 @@ def _make_samples_reference(
     store: SentenceStore, rows: np.ndarray, seeds: np.ndarray, recipe: SampleRecipe
 ) -> tuple[dict[str, np.ndarray], int, int]:
     shape = (len(rows), recipe.sequence_length)
-    batch = {
+    batch: dict[str, np.ndarray] = {
         "tokens": np.full(shape, recipe.words.pad, dtype=np.int64),
         "token_types": np.zeros(shape, dtype=np.int64),
         "labels": np.full(shape, -1, dtype=np.int64),
@@ -144,7 +145,7 @@ def _segments(
 def _shortened(
     a: list[int], b: list[int], target: int, random: np.random.RandomState
 ) -> tuple[list[int], list[int]]:
-    """Both without a token at a time from either end of the longer, until they fit together."""
+    """Drop a token at a time from either end of the longer segment, until both fit together."""
     spans = [[0, len(a)], [0, len(b)]]
     sizes = [len(a), len(b)]
     while sum(sizes) > target:

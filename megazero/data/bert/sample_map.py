@@ -1,4 +1,4 @@
-"""Which sentences make which sample of a BERT dataset, in Megatron-Core's order.
+"""The sentences of each sample of a BERT dataset, in Megatron-Core's order.
 
 The documents are walked in file order, epoch after epoch, until the samples suffice. Sentences of a document
 are packed until they reach a target length; now and then the target is a short one, so that the model meets
@@ -25,7 +25,7 @@ _DRAWS = 4096  # random numbers that the reference draws in one go
 
 @dataclass(frozen=True)
 class MapPlan:
-    """How to pack sentences.
+    """A plan by which to pack sentences.
 
     num_samples: the least number of samples, over as many epochs as it takes; None: exactly `epochs` epochs.
     target: tokens of a full sample, without the special tokens; at least 2. min_sentences: 2 if a sample has
@@ -48,20 +48,20 @@ class MapPlan:
 
     @property
     def short_ratio(self) -> int:
-        """One target in so many is a short one; 0: none is."""
+        """The number of targets to each short one; 0 if none is short."""
         if self.short_seq_prob == 0:
             return 0
         # Half away from zero, as C rounds. From 2^32 on only the draw 0 is a multiple, whatever the ratio.
         return math.floor(min(1.0 / self.short_seq_prob, 2.0**32) + 0.5)
 
     def is_reached(self, rows: int, epoch: int) -> bool:
-        """Whether no epoch follows after `epoch` of them gave so many rows."""
+        """Whether `epoch` epochs, which gave `rows` rows, are enough."""
         return epoch >= self.epochs if self.num_samples is None else rows >= self.num_samples
 
 
 @dataclass(frozen=True)
 class DocumentCounts:
-    """Of how many documents a map makes samples, and how many it leaves out, by reason.
+    """The number of documents that a map makes samples of, and of those that it leaves out, by reason.
 
     empty: without a sentence. single: of one sentence where two segments are wanted. long: of several
     sentences, one of which has more than LONGEST_SENTENCE tokens.
@@ -78,7 +78,7 @@ class DocumentCounts:
 
     @property
     def reasons(self) -> str:
-        """Why documents are left out, with the number of each."""
+        """The reasons for which documents are left out, with the number of documents for each."""
         listed = (
             (self.empty, "empty"),
             (self.single, "of one sentence"),
@@ -88,8 +88,8 @@ class DocumentCounts:
 
 
 def count_documents(lengths: np.ndarray, boundaries: np.ndarray, min_sentences: int) -> DocumentCounts:
-    """What a map makes of the documents. lengths: int32 [S], for the whole dataset; boundaries: int64
-    [n + 1], the sentence that each document starts with, and the end of the last."""
+    """Count the documents that a map uses and leaves out. lengths: int32 [S], for the whole dataset;
+    boundaries: int64 [n + 1], the sentence that each document starts with, and the end of the last."""
     boundaries = np.asarray(boundaries)
     sentences = np.diff(boundaries)
     first, last = int(boundaries[0]), int(boundaries[-1])
@@ -105,7 +105,7 @@ def build_sample_map(lengths: np.ndarray, boundaries: np.ndarray, plan: MapPlan)
     than 2^32 - 1 sentences. At least one document must be usable, see `count_documents`."""
     if NATIVE is None:
         return sample_map_reference(lengths, boundaries, plan)
-    return NATIVE.sentence_map(
+    rows: np.ndarray = NATIVE.sentence_map(
         lengths,
         boundaries,
         -1 if plan.num_samples is None else plan.num_samples,
@@ -116,10 +116,11 @@ def build_sample_map(lengths: np.ndarray, boundaries: np.ndarray, plan: MapPlan)
         plan.seed,
         LONGEST_SENTENCE,
     )
+    return rows
 
 
 def sample_map_reference(lengths: np.ndarray, boundaries: np.ndarray, plan: MapPlan) -> np.ndarray:
-    """The same, as it reads."""
+    """The algorithm of `build_sample_map`, in Python."""
     targets = _targets(plan)
     rows: list[tuple[int, int, int]] = []
     documents = list(zip(boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""What masking needs to know about a vocabulary."""
+"""A vocabulary of word pieces, as masking needs to know it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WordPieces:
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> WordPieces:
-        """Those of a tokenizer. Raises DataError if it is of another kind or lacks a special token."""
+        """The vocabulary of a tokenizer. Raises DataError if it is no WordPiece or lacks a special token."""
         pieces = tokenizer.word_pieces()
         if pieces is None:
             raise DataError(
@@ -41,8 +41,9 @@ class WordPieces:
                 "BertWordPieceLowerCase or BertWordPieceCase with its vocab.txt, or HFTokenizer with a "
                 "tokenizer.json that holds WordPiece."
             )
-        spelled = {role: tokenizer.special_ids.get(role, pieces.get(f"[{role.upper()}]")) for role in _ROLES}
-        missing = [f"[{role.upper()}]" for role, found in spelled.items() if found is None]
+        named = {role: pieces[name] for role in _ROLES if (name := f"[{role.upper()}]") in pieces}
+        named |= {role: tokenizer.special_ids[role] for role in _ROLES if role in tokenizer.special_ids}
+        missing = [f"[{role.upper()}]" for role in _ROLES if role not in named]
         if missing:
             raise DataError(
                 "`vocabulary` must contain [CLS], [SEP], [MASK] and [PAD], but lacks "
@@ -51,14 +52,18 @@ class WordPieces:
         continues = np.zeros(tokenizer.vocab_size, dtype=bool)
         continues[[number for piece, number in pieces.items() if piece.startswith(_CONTINUES)]] = True
         return WordPieces(
-            **spelled,
+            cls=named["cls"],
+            sep=named["sep"],
+            mask=named["mask"],
+            pad=named["pad"],
             continues=continues,
             replacements=np.unique(np.fromiter(pieces.values(), dtype=np.int64, count=len(pieces))),
         )
 
     @staticmethod
     def numbered(size: int) -> WordPieces:
-        """For runs without a tokenizer: `size` words, of which 0 to 4 are [PAD] [UNK] [CLS] [SEP] [MASK].
+        """A vocabulary for runs without a tokenizer: ids 0 to `size` - 1, 0 to 4 of them special tokens:
+        [PAD] [UNK] [CLS] [SEP] [MASK].
 
         Raises DataError if no id is left for words.
         """

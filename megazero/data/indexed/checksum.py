@@ -38,7 +38,8 @@ class BlockChecksum:
     _open: int = 0
 
     def update(self, data: bytes | memoryview | np.ndarray) -> None:
-        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        bytes_of = data.data if isinstance(data, np.ndarray) else memoryview(data)
+        view = bytes_of.cast("B") if len(data) else memoryview(b"")
         at = 0
         while at < len(view):
             room = BLOCK - self.size % BLOCK
@@ -108,7 +109,7 @@ class Sidecar:
         return sidecar
 
     def check_index(self, path: Path, idx_hash: str, idx_size: int, bin_size: int) -> None:
-        """Raises DataError unless both files have the recorded sizes and the `.idx` the recorded hash."""
+        """Raise DataError unless both files have the recorded sizes and the `.idx` the recorded hash."""
         for suffix, size, recorded in ((".idx", idx_size, self.idx_size), (".bin", bin_size, self.bin_size)):
             if size != recorded:
                 raise DataError(
@@ -142,13 +143,13 @@ class TokenBlocks:
         return len(self.sidecar.bin_blocks)
 
     def check(self, number: int) -> None:
-        """Raises DataError, naming bytes, sums and documents, unless this block has its recorded sum."""
+        """Raise DataError, naming bytes, sums and documents, unless this block has its recorded sum."""
         begin, end = number * BLOCK, min((number + 1) * BLOCK, self.content.size)
-        found, recorded = crc32(self.content[begin:end]), self.sidecar.bin_blocks[number]
-        if found != recorded:
+        actual, recorded = crc32(self.content[begin:end]), self.sidecar.bin_blocks[number]
+        if actual != recorded:
             raise DataError(
                 f"`{self.path.with_suffix('.bin')}` must have CRC-32 {recorded:08x} in bytes {begin}..{end}, "
-                f"but has {found:08x}; the tokens are damaged ({self._documents(begin, end)}): make the "
+                f"but has {actual:08x}; the tokens are damaged ({self._documents(begin, end)}): make the "
                 f"dataset again, or delete {self.path.name} if another tool rewrote it."
             )
 
@@ -159,7 +160,7 @@ class TokenBlocks:
         return sorted({number for first, last in set(pairs) for number in range(first, last + 1)})
 
     def _documents(self, begin: int, end: int) -> str:
-        """Which documents have some of these bytes."""
+        """Name the documents that have some of these bytes."""
         first = int(np.searchsorted(self.offsets, begin, "right")) - 1
         last = int(np.searchsorted(self.offsets, end, "left")) - 1
         numbers = np.searchsorted(self.document_index, [first, last], "right") - 1
@@ -171,5 +172,5 @@ def hash_bytes(data: np.ndarray) -> str:
     """BLAKE2b (16 bytes, hex) of a uint8 array, taken in blocks so that a mapped file is not copied."""
     digest = hashlib.blake2b(digest_size=16)
     for begin in range(0, data.size, BLOCK):
-        digest.update(memoryview(data[begin : begin + BLOCK]))
+        digest.update(data[begin : begin + BLOCK].data)
     return digest.hexdigest()

@@ -24,7 +24,7 @@ from megazero.errors import DataError
 
 @dataclass(frozen=True)
 class FileState:
-    """What tells a file from another. size: in bytes; modified: time of the last change in ns; inode."""
+    """The facts that tell one file from another. size: in bytes; modified: time of the last change in ns."""
 
     size: int
     modified: int
@@ -34,13 +34,13 @@ class FileState:
     def of(cls, path: Path) -> FileState | None:
         """The state of a file; None if it cannot be looked at."""
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except OSError:
             return None
-        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
 
     def difference(self, now: FileState | None) -> str:
-        """How a file that was so differs now, as a clause without its subject."""
+        """Say how a file that was so differs `now`, as a clause without its subject."""
         if now is None:
             return f"is gone or cannot be read, and was {self.size} bytes"
         if now.size != self.size:
@@ -53,8 +53,8 @@ class FileState:
 class Guard:
     """Watches over the files of one dataset. Several threads may use it at once.
 
-    prefix: of the dataset; files: what they were when they were opened, none to watch over nothing; blocks:
-    those of the `.bin`, None if there are no sums.
+    prefix: the dataset's; files: each file's state when it was opened, empty to watch over nothing; blocks:
+    the blocks of the `.bin`, None if there are no sums.
     """
 
     def __init__(self, prefix: str, files: Mapping[Path, FileState | None], blocks: TokenBlocks | None):
@@ -66,7 +66,7 @@ class Guard:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should hear at the start: that there are no sums, and what writes them."""
+        """Sentences that a user should read at the start: that there are no sums, and how to write them."""
         if not self._files or self._blocks is not None:
             return ()
         return (
@@ -75,7 +75,7 @@ class Guard:
         )
 
     def before_use(self, spans: Callable[[], tuple[np.ndarray, np.ndarray]]) -> None:
-        """To be called before tokens are read.
+        """Check the files; called before tokens are read.
 
         spans: gives their bytes in the `.bin`, those from begins[i] up to ends[i], both int64 [n]. It is not
         called once all blocks are known to be sound. Raises DataError if a file is shorter than when it was
@@ -88,7 +88,7 @@ class Guard:
                     f"`{path}` must stay as it is while it is trained on, but {then.difference(now)}; put "
                     "the file back and resume."
                 )
-        if 0 in self._checked:
+        if self._blocks is not None and 0 in self._checked:
             for number in self._blocks.covering(*spans()):
                 if not self._checked[number]:
                     self._blocks.check(number)
@@ -96,12 +96,12 @@ class Guard:
 
     def changed(self) -> list[str]:
         """A clause for each file that is not what it was when it was opened, beginning with its path."""
-        found = []
+        changes = []
         for path, then in self._files.items():
             now = FileState.of(path)
             if then is not None and now != then:
-                found.append(f"{path} {then.difference(now)}")
-        return found
+                changes.append(f"{path} {then.difference(now)}")
+        return changes
 
 
 def sums_command(prefix: str) -> str:

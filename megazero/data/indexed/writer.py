@@ -63,7 +63,7 @@ class IndexedDatasetWriter:
         return self._checksum.size // self.dtype.itemsize
 
     def add_document(self, sequences: Sequence[np.ndarray]) -> None:
-        """Appends one document. sequences: arrays of token ids, [n], of any integer type; may be empty."""
+        """Append one document. sequences: arrays of token ids, [n], of any integer type; may be empty."""
         arrays = [np.asarray(sequence).reshape(-1) for sequence in sequences]
         arrays = [array if array.size else np.empty(0, self.dtype) for array in arrays]
         tokens = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
@@ -75,7 +75,7 @@ class IndexedDatasetWriter:
         lengths: np.ndarray,
         document_lengths: np.ndarray | None = None,
     ) -> None:
-        """Appends many documents at once.
+        """Append many documents at once.
 
         tokens: all their ids in a row, as an integer array [n] or as bytes already in the dataset's dtype;
         lengths: int [sequences], tokens of each; document_lengths: int [documents], *sequences* in each
@@ -90,13 +90,13 @@ class IndexedDatasetWriter:
         counts = self._as_counts("document_lengths", document_lengths, lengths.size, None)
         with self._disk(self._temporary[0]):
             self._write_tokens(data.view(np.uint8))
-            self._lengths.write(memoryview(lengths.astype("<i4")))
-            self._counts.write(memoryview(counts.astype("<i8")))
+            self._lengths.write(lengths.astype("<i4").data)
+            self._counts.write(counts.astype("<i8").data)
         self.sequences += lengths.size
         self.documents += counts.size
 
     def append_dataset(self, prefix: str | Path) -> None:
-        """Appends all documents of another dataset; its tokens are verified if it has checksums."""
+        """Append all documents of another dataset; its tokens are verified if it has checksums."""
         self._require_open()
         other = open_indexed(prefix)
         if other.dtype != self.dtype:
@@ -111,15 +111,15 @@ class IndexedDatasetWriter:
             for begin in range(0, raw.size, _COPY_BYTES):
                 self._write_tokens(raw[begin : begin + _COPY_BYTES])
             for begin in range(0, len(other), step):
-                self._lengths.write(memoryview(other.lengths[begin : begin + step].astype("<i4")))
+                self._lengths.write(other.lengths[begin : begin + step].astype("<i4").data)
             for begin in range(0, other.document_index.size - 1, step):
                 counts = np.diff(other.document_index[begin : begin + step + 1])
-                self._counts.write(memoryview(counts.astype("<i8")))
+                self._counts.write(counts.astype("<i8").data)
         self.sequences += len(other)
         self.documents += other.document_index.size - 1
 
     def close(self) -> None:
-        """Finishes the dataset and makes it visible; again does nothing. DataError if the disk fails."""
+        """Finish the dataset and make it visible; a second call does nothing. DataError if the disk fails."""
         if self._finished:
             return
         try:
@@ -135,7 +135,7 @@ class IndexedDatasetWriter:
         self._release()
 
     def abort(self) -> None:
-        """Removes everything written; a dataset that had the same name before stays as it was."""
+        """Remove everything written; a dataset that had the same name before stays as it was."""
         if not self._finished:
             self._release()
 
@@ -194,11 +194,11 @@ class IndexedDatasetWriter:
 
     def _write_tokens(self, data: np.ndarray) -> None:
         if data.size:
-            self._bin.write(memoryview(data))
+            self._bin.write(data.data)
             self._checksum.update(data)
 
     def _write_index(self) -> tuple[int, str]:
-        """Writes the temporary `.idx` from the spools; returns its size and hash."""
+        """Write the temporary `.idx` from the spools; returns its size and hash."""
         digest = hashlib.blake2b(digest_size=16)
         size = 0
         with self._open_temporary(".idx") as file:
@@ -237,7 +237,7 @@ class IndexedDatasetWriter:
             os.fsync(file.fileno())
 
     def _publish(self) -> None:
-        """Removes an old dataset of this name, then renames the new files into place, `.idx` last."""
+        """Remove an old dataset of this name, then rename the new files into place, `.idx` last."""
         for suffix in (".idx", ".sum"):
             prefix_path(self.prefix, suffix).unlink(missing_ok=True)
         self._sync_directory()
@@ -281,7 +281,7 @@ class IndexedDatasetWriter:
 
     @contextlib.contextmanager
     def _disk(self, path: Path) -> Iterator[None]:
-        """Turns an OSError into a DataError naming the path; the half-written dataset is removed."""
+        """Turn an OSError into a DataError naming the path; the half-written dataset is removed."""
         try:
             yield
         except OSError as error:

@@ -105,7 +105,7 @@ class EpochOrder(SampleDataset):
         """Everything that the order and content of the samples depend on, as JSON."""
         digest = hashlib.blake2b(digest_size=16)
         for array in (self.samples.ids, self.samples.offsets, self.samples.firsts, self.samples.labels):
-            digest.update(np.ascontiguousarray(array))
+            digest.update(np.ascontiguousarray(array).data)
         return {
             "kind": "labelled",
             "samples": digest.hexdigest(),
@@ -122,7 +122,7 @@ class EpochOrder(SampleDataset):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """None: `train/finetuning` says what was left out of the files."""
+        """No notes: `train/finetuning` says what was left out of the files."""
         return ()
 
     def _sample(self, position: int) -> int:

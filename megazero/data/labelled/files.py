@@ -94,10 +94,10 @@ def _files(path: Path) -> list[Path]:
         raise DataError(
             f"`{path}` must be a file or folder of labelled samples, but is missing; check the path."
         )
-    found = sorted(each for each in path.rglob("*") if each.suffix in _READ_IN_FOLDERS and each.is_file())
-    if not found:
+    files = sorted(file for file in path.rglob("*") if file.suffix in _READ_IN_FOLDERS and file.is_file())
+    if not files:
         raise DataError(f"`{path}` must hold files ending in {', '.join(_READ_IN_FOLDERS)}, but has none.")
-    return found
+    return files
 
 
 def _rows(file: Path, task: Task, path: str) -> tuple[Iterator[dict[str, Any]], int]:
@@ -148,17 +148,19 @@ def _objects(text: str, file: Path) -> Iterator[dict[str, Any]]:
 def _questions(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The samples of a passage that lists several questions; else the row itself."""
     lists = [row[many] for many, _ in _PLURALS if isinstance(row.get(many), list)]
-    if len(lists) < len(_PLURALS) or len({len(each) for each in lists}) > 1:
+    if len(lists) < len(_PLURALS) or len({len(values) for values in lists}) > 1:
         yield row
         return
     rest = {name: value for name, value in row.items() if name not in dict(_PLURALS)}
     for number, values in enumerate(zip(*lists, strict=True)):
-        found = {one: value for (_, one), value in zip(_PLURALS, values, strict=True)}
-        yield {**rest, **found, "id": f"{row.get('id', '')}-{number}"}
+        own = {one: value for (_, one), value in zip(_PLURALS, values, strict=True)}
+        yield {**rest, **own, "id": f"{row.get('id', '')}-{number}"}
 
 
 def _sample(row: dict[str, Any], task: Task, place: str, number: str, labels_needed: bool) -> LabelledText:
-    identity = number if row.get(task.identity) is None else _text(row[task.identity], task.identity, place)
+    identity = number
+    if task.identity is not None and row.get(task.identity) is not None:
+        identity = _text(row[task.identity], task.identity, place)
     return LabelledText(
         identity,
         tuple(_text(_at(row, column, place), column, place) for column in task.texts),

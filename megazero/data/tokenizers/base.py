@@ -1,4 +1,4 @@
-"""What every tokenizer offers.
+"""The interface that every tokenizer has.
 
 One rule holds for all kinds: **a document is plain text**. A document that happens to contain the letters
 `<|endoftext|>` (or `</s>`, `[MASK]`, ...) is encoded as these letters and never as the special id, so no text
@@ -27,7 +27,7 @@ class TokenBatch:
     lengths: np.ndarray
 
     @staticmethod
-    def of(rows: Sequence[Sequence[int]]) -> TokenBatch:
+    def of(rows: Sequence[Sequence[int] | np.ndarray]) -> TokenBatch:
         """The batch of these id lists."""
         lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
         ids = np.empty(int(lengths.sum()), dtype=np.int64)
@@ -44,7 +44,7 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class FastSource:
-    """What a tokenizer hands over: `form` is "tokenizer.json" or "sentencepiece", `data` the file's bytes.
+    """A tokenizer's file for a fast encoder: `form` is "tokenizer.json" or "sentencepiece", `data` its bytes.
 
     `reserved` are strings that gigatoken would read as special tokens although a document means the letters;
     `normalizes` says that text is changed before it is split into tokens.
@@ -91,5 +91,5 @@ class Tokenizer(ABC):
         return None
 
     def fast_source(self) -> FastSource | None:
-        """What a fast encoder can be built from, or None if this kind has no such form."""
+        """The form that a fast encoder can be built from, or None if this kind has none."""
         return None

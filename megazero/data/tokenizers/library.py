@@ -45,8 +45,9 @@ class LibraryTokenizer(Tokenizer):
         self._source = source
 
     def definition(self) -> dict[str, Any]:
-        """What the library makes it from, as in a `tokenizer.json`."""
-        return json.loads(self._backend.to_str())
+        """The library's description of it, as in a `tokenizer.json`."""
+        description: dict[str, Any] = json.loads(self._backend.to_str())
+        return description
 
     def encode(self, text: str) -> list[int]:
         with _refusals(f"text must have tokens in this {self.name}, but has none", self._source):
@@ -80,7 +81,7 @@ class LibraryTokenizer(Tokenizer):
 
 @contextmanager
 def _refusals(must: str, source: Path | None = None) -> Iterator[None]:
-    """Turns the library's errors into DataErrors: plain Exceptions, and panics of Rust, which are none.
+    """Turn the library's errors into DataErrors: plain Exceptions, and panics of Rust, which are none.
 
     source: the tokenizer's file, where `must` does not name it.
     """

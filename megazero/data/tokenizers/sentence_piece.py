@@ -96,7 +96,8 @@ class GPTSentencePieceTokenizer(Tokenizer):
         self.eod = self.special_ids.get("eos")
 
     def encode(self, text: str) -> list[int]:
-        return self._processor.encode(text, out_type=int)
+        ids: list[int] = self._processor.encode(text, out_type=int)
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
         return TokenBatch.of(self._processor.encode(list(texts), out_type=int, num_threads=1))
@@ -104,7 +105,8 @@ class GPTSentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         ids = [int(i) for i in ids]
         check_ids(ids, self.vocab_size)
-        return self._processor.decode(ids)
+        text: str = self._processor.decode(ids)
+        return text
 
     def fast_source(self) -> FastSource | None:
         model = self._processor

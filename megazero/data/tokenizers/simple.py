@@ -17,7 +17,7 @@ class ByteLevelTokenizer(Tokenizer):
     vocab_size = 257
     eod = 256
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.special_ids = {"eos": 256}
 
     def encode(self, text: str) -> list[int]:
@@ -46,6 +46,7 @@ class NullTokenizer(Tokenizer):
     """Its texts are token ids in decimal, separated by blanks. As in Megatron, `eod` is the given size."""
 
     name = "NullTokenizer"
+    eod: int
 
     def __init__(self, vocab_size: int | None):
         if vocab_size is None or vocab_size < 1:

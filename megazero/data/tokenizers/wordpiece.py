@@ -8,6 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megazero.data.tokenizers.base import FastSource, TokenBatch
 from megazero.data.tokenizers.files import require_file
 from megazero.data.tokenizers.library import LibraryTokenizer, check_ids
@@ -50,7 +52,8 @@ class WordPieceTokenizer(LibraryTokenizer):
 
     def _encode_parts(self, parts: Sequence[str]) -> TokenBatch:
         # To a part in ASCII the normalizer does nothing but this, and the other steps nothing at all.
-        model, rows = self._backend.model, {}
+        model = self._backend.model
+        rows: dict[str, list[int] | np.ndarray] = {}
         for part in filter(_is_plain, parts):
             rows[part] = [token.id for token in model.tokenize(part.lower() if self._lowercases else part)]
         others = [part for part in parts if part not in rows]
@@ -80,7 +83,7 @@ class WordPieceTokenizer(LibraryTokenizer):
 
 
 def _parts(word: str) -> list[str]:
-    """What BERT makes of a word before it looks for pieces: runs of letters and digits, and single signs."""
+    """Divide a word as BERT does before it looks for pieces: runs of letters and digits, and single signs."""
     return _ASCII_PARTS.findall(word) if _is_plain(word) else [word]
 
 

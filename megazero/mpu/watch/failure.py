@@ -1,4 +1,4 @@
-"""How the processes of a failed job reach one diagnosis over a `JobNotes`."""
+"""The steps by which the processes of a failed job reach one diagnosis over a `JobNotes`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOBODY: Mapping[int, str] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class JobFailure:
-    """Why a job has failed, as the process that made the diagnosis knows it.
+    """The cause of a job's failure, as the process that made the diagnosis knows it.
 
     Attributes:
         summary: one line.
@@ -43,7 +43,7 @@ class FailureDiagnosis:
     no report, another process on the same host reads the log that it left.
 
     Args:
-        board: the job's board.
+        job_notes: the notes of the job's processes.
         rank: this process's rank.
         world_size: number of processes.
         grace: seconds within which reports must arrive.
@@ -67,14 +67,14 @@ class FailureDiagnosis:
 
     @property
     def longest(self) -> float:
-        """Seconds within which `hold` is sure to return, if the board answers."""
+        """Seconds within which `hold` is sure to return, if the notes are within reach."""
         return 5 * self.grace + 2 * _SECOND_CALL
 
     def announce(self, host: str, log: str | None) -> None:
         """Tell the others, before anything happens, where this process keeps its log.
 
         Raises:
-            CommunicationError: the board is out of reach.
+            CommunicationError: the notes are out of reach.
         """
         self._host = host
         self.job_notes.post(f"log/{self.rank}", json.dumps([host, log]))
@@ -83,7 +83,7 @@ class FailureDiagnosis:
         """Whether some process has said that the job has failed.
 
         Raises:
-            CommunicationError: the board is out of reach.
+            CommunicationError: the notes are out of reach.
         """
         return self.job_notes.read("trouble") is not None
 
@@ -95,7 +95,7 @@ class FailureDiagnosis:
             still: for each rank from which this process hears nothing, a sentence that says so. No report is
                 expected of it.
         """
-        if report.alarm is Alarm.BOARD:
+        if report.alarm is Alarm.NOTES:
             return self._say_alone(report.error, replace(report, error=""))
         try:
             if still:
@@ -104,15 +104,15 @@ class FailureDiagnosis:
             self.job_notes.post(f"report/{self.rank}", report.to_json())
             if (summary := self.job_notes.read("summary")) is not None:
                 return self._end_with(summary)
-            told = json.loads(self.job_notes.read("still") or "{}")
-            still = {int(rank): text for rank, text in told.items() if int(rank) != self.rank}
+            known = json.loads(self.job_notes.read("still") or "{}")
+            still = {int(rank): text for rank, text in known.items() if int(rank) != self.rank}
             lower = [rank for rank in range(self.rank) if rank not in still]
             return self._await(still) if lower else self._collect(self.grace, still)
         except CommunicationError as error:
             return self._say_alone(str(error), report)
 
     def _say_alone(self, why: str, report: Report) -> str:
-        """Without the board each process prints what it knows by itself."""
+        """Print what this process knows by itself, as the notes are out of reach."""
         summary = f"{why}; rank {self.rank}: {standing(report)}"
         self._tell(JobFailure(summary, f"megazero: the job has failed: {summary}"))
         return summary
@@ -155,7 +155,7 @@ class FailureDiagnosis:
         self._tell(JobFailure(diagnosis.summary, page, diagnosis.findings[0].ranks))
         self.job_notes.post("summary", diagnosis.summary)
         others = [rank for rank, report in reports.items() if report.alive and rank != self.rank]
-        # The board may live in this process, so wait until the others have read it.
+        # The notes may live in this process, so wait until the others have read it.
         deadline = time.monotonic() + _SECOND_CALL
         while others and time.monotonic() < deadline:
             time.sleep(_LOOK)
@@ -177,8 +177,8 @@ class FailureDiagnosis:
     def _speak_for(self, silent: list[int]) -> None:
         """Post reports for those of the `silent` ranks whose logs are on this host."""
         for rank in silent:
-            told = self.job_notes.read(f"log/{rank}")
-            host, path = json.loads(told) if told else ("", None)
+            note = self.job_notes.read(f"log/{rank}")
+            host, path = json.loads(note) if note else ("", None)
             if host != self._host or path is None:
                 continue
             try:

@@ -41,7 +41,7 @@ class WatchedGroup(WrappingGroup):
         self._channel = watch.collective_channel(inner.name, inner.ranks)
 
     def _collective(self, call: GroupCall) -> Work:
-        shape = call.given.shape
+        shape: tuple[int | str, ...] = call.given.shape
         if call.operation == "all_to_all" and call.arguments[2:] != (None, None):
             # With splits each member has its own number of rows, which a star stands for.
             shape = ("*", *shape[1:])
@@ -103,15 +103,15 @@ class WatchedGroup(WrappingGroup):
         self.inner.all_gather(everyone, mine).wait()
         if bool((everyone == mine).all()):
             return
-        told = gather_values(self.inner, f"{record.call} at {record.place}", self._check_on)
-        listing = "; ".join(f"rank {rank} made {call}" for rank, call in zip(self.ranks, told, strict=True))
+        calls = gather_values(self.inner, f"{record.call} at {record.place}", self._check_on)
+        listing = "; ".join(f"rank {rank} made {call}" for rank, call in zip(self.ranks, calls, strict=True))
         raise CommunicationError(
             f"the members of group `{self.name}` must make the same calls, but differ at call "
             f"{call.sequence}: {listing}"
         )
 
 
-class WatchedWork:
+class WatchedWork(Work):
     """A call in progress: waiting for it is recorded, and so is dropping it without a wait."""
 
     def __init__(self, call: Call, work: Work, watch: Watch):

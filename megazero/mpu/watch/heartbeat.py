@@ -32,7 +32,7 @@ class Heartbeat:
     alone, was stopped for a while and went on. Nor is a rank from which nothing was ever heard.
 
     Args:
-        board: where they are left.
+        job_notes: where they are left.
         rank: this process's rank.
         world_size: number of processes.
         where: host and process id.
@@ -60,7 +60,7 @@ class Heartbeat:
             For each rank that has stopped, a sentence that says so.
 
         Raises:
-            CommunicationError: the board is out of reach.
+            CommunicationError: the notes are out of reach.
         """
         self._clock += awake
         if self._clock < self._due:
@@ -75,7 +75,7 @@ class Heartbeat:
         return {rank: text for rank in self._heard if (text := self._verdict(rank)) is not None}
 
     def expect(self, patience: float) -> None:
-        """From now on, `patience` seconds count; the silence until now does not."""
+        """Count silence from now on, and take `patience` seconds of it for a stop."""
         self.patience = patience
         for heard in list(self._heard.values()):
             heard.since = self._clock
@@ -84,7 +84,7 @@ class Heartbeat:
         """Tell the others that no more signs are to be expected.
 
         Raises:
-            CommunicationError: the board is out of reach.
+            CommunicationError: the notes are out of reach.
         """
         with self._lock:  # or a sign that is on its way would come after this
             if not self._left:

@@ -1,4 +1,4 @@
-"""The board where the processes of a job leave notes for each other, outside any collective."""
+"""Notes that the processes of a job leave for each other, outside any collective."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
-import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
 
 from megazero.errors import CommunicationError
 
@@ -53,28 +54,28 @@ class JobNotes(Protocol):
         """The text left under each key, or None."""
 
 
-class StoreJobNotes:
-    """A board in a key-value store of torch.distributed.
+class StoreJobNotes(JobNotes):
+    """Notes in a key-value store of torch.distributed.
 
     Args:
-        store: for example the world's. The board opens its own connection to it: otherwise a main thread that
-            waits for a key in the store would keep the notes from getting through.
+        store: for example the world's. This object opens its own connection to it: otherwise a main thread
+            that waits for a key in the store would keep the notes from getting through.
         keeper: the process that keeps the store, in words.
         patience: seconds to wait for an answer. The store's own calls wait forever for a process that is
-            stopped, so they run in a thread of the board, which may stay behind in one.
+            stopped, so they run in a thread of this object, which may stay behind in one.
     """
 
-    def __init__(self, store: dist.Store, keeper: str = "the launcher or rank 0", patience: float = _ANSWER):
-        self._store = store.clone()
+    def __init__(self, store: Store, keeper: str = "the launcher or rank 0", patience: float = _ANSWER):
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # torch's stub leaves it out
         self._keeper = keeper
         self._patience = patience
-        self._asked: SimpleQueue[tuple[Future, Callable[[], object]] | None] = SimpleQueue()
-        threading.Thread(target=_answer, args=(self._asked,), daemon=True, name="board").start()
+        self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=_answer, args=(self._asked,), daemon=True, name="job notes").start()
         weakref.finalize(self, self._asked.put, None)
 
     @classmethod
     def of_world(cls, keeper: str = "the launcher or rank 0", patience: float = _ANSWER) -> StoreJobNotes:
-        """A board in the store that the world was started with, which only this attempt of the job uses."""
+        """Notes in the store that the world was started with, which only this attempt of the job uses."""
         # torch has no public name for it.
         return cls(distributed_c10d._get_default_store(), keeper, patience)
 
@@ -97,7 +98,7 @@ class StoreJobNotes:
 
     def _ask(self, work: Callable[[], _Result]) -> _Result:
         answer: Future[_Result] = Future()
-        self._asked.put((answer, work))
+        self._asked.put(partial(_settle, answer, work))
         try:
             return answer.result(self._patience)
         except TimeoutError:
@@ -117,12 +118,16 @@ def keeper_of_store(environment: Mapping[str, str] | None = None) -> str:
     return f"{who} on {host}" if host else who
 
 
-def _answer(asked: SimpleQueue[tuple[Future, Callable[[], object]] | None]) -> None:
-    """Do what is asked, one after the other, until the board is dropped."""
+def _answer(asked: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Do the jobs that are put into `asked`, one after the other, until None comes."""
     while (job := asked.get()) is not None:
-        answer, work = job
-        if answer.set_running_or_notify_cancel():
-            try:
-                answer.set_result(work())
-            except BaseException as error:
-                answer.set_exception(error)
+        job()
+
+
+def _settle(answer: Future[_Result], work: Callable[[], _Result]) -> None:
+    """Do the work and set its answer, unless that has been cancelled."""
+    if answer.set_running_or_notify_cancel():
+        try:
+            answer.set_result(work())
+        except BaseException as error:
+            answer.set_exception(error)

@@ -89,7 +89,7 @@ class CallLog:
         self.pending: dict[int, Call] = {}
         self._serials = itertools.count(1)
         self._latest = 0
-        self._texts: dict[tuple, bytes] = {}
+        self._texts: dict[tuple[object, ...], bytes] = {}
         self._to_wall = time.time() - time.monotonic()
         size = SLOTS * _SLOT_BYTES
         if folder is None:
@@ -153,10 +153,10 @@ class CallLog:
 
     def records(self) -> list[CallRecord]:
         """The calls in the ring and those pending, oldest first."""
-        found = {record.serial: record for record in _decode(self._ring)}
+        records = {record.serial: record for record in _decode(self._ring)}
         for call in list(self.pending.values()):
-            found[call.serial] = self.record(call)
-        return [found[serial] for serial in sorted(found)]
+            records[call.serial] = self.record(call)
+        return [records[serial] for serial in sorted(records)]
 
     def record(self, call: Call) -> CallRecord:
         """`call` as a record."""
@@ -202,14 +202,22 @@ def spell_place(file: str, line: int) -> str:
     return f"{os.sep.join(file.split(os.sep)[-4:])}:{line}"
 
 
-def _place(frame: FrameType | None) -> tuple | None:
+def _place(frame: FrameType | None) -> tuple[str, int, int] | None:
     if frame is None:
         return None
     code = frame.f_code
     return code.co_filename, code.co_firstlineno, frame.f_lasti
 
 
-def _compose(channel, what, detail, shape, dtype, site, asker) -> bytes:
+def _compose(
+    channel: Channel,
+    what: str,
+    detail: str | int | None,
+    shape: Sequence[int | str] | None,
+    dtype: torch.dtype | None,
+    site: FrameType | None,
+    asker: FrameType | None,
+) -> bytes:
     name = what if detail is None else f"{what}({detail})"
     sizes = "" if shape is None else f"[{', '.join(map(str, shape))}] {str(dtype).removeprefix('torch.')}"
     place = "?" if site is None else spell_place(site.f_code.co_filename, site.f_lineno)
@@ -228,13 +236,13 @@ def _compose(channel, what, detail, shape, dtype, site, asker) -> bytes:
 
 
 def _decode(ring: mmap.mmap | bytes) -> list[CallRecord]:
-    found = []
+    records = []
     for at in range(0, SLOTS * _SLOT_BYTES, _SLOT_BYTES):
         serial, sequence, start, state, length = _HEADER.unpack_from(ring, at)
         if length:
             text = ring[at + _HEADER.size : at + _HEADER.size + length]
-            found.append(_record(serial, sequence, start, state, text))
-    return found
+            records.append(_record(serial, sequence, start, state, text))
+    return records
 
 
 def _record(serial: int, sequence: int, start: float, state: int, text: bytes) -> CallRecord:

@@ -1,7 +1,7 @@
 """`Watch`: no process of a failed job waits forever, and the first rank that diverged is named.
 
 Each process records its calls (`watch/log.py`). When a call takes too long, or something raises an error, the
-process leaves a note on the job's board. All processes then post their reports, one of them makes the
+process leaves a note in the job's store. All processes then post their reports, one of them makes the
 diagnosis (`watch/diagnose.py`) and prints it, and every process ends with an error.
 """
 
@@ -42,11 +42,11 @@ _LONGEST_ERROR = 500
 
 
 class ProcessExit:
-    """How a process of a failed job ends when its main thread cannot end it."""
+    """The end of a process of a failed job whose main thread cannot end it."""
 
     def prepare(self, seconds: float) -> None:
         """End the process after `seconds` and show all stacks, no matter what holds the interpreter then."""
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
 
     def cancel(self) -> None:
         """Undo `prepare`."""
@@ -63,12 +63,12 @@ class ProcessExit:
 
 @dataclass(frozen=True)
 class WatchLimits:
-    """How long a watch waits for what, in seconds.
+    """The limits of a watch's patience, in seconds.
 
     Attributes:
         call: how long a call may take; the groups' own timeouts should be longer.
         grace: how long a process has to post its report, and its main thread to end by itself.
-        poll: the time between checks of the calls and the board.
+        poll: the time between checks of the calls and the notes.
         patience: how long a rank may give no sign of life before it counts as stopped; `call` until
             `Watch.under_way`. None for a job in which nobody listens for them.
     """
@@ -80,12 +80,12 @@ class WatchLimits:
 
 
 class Watch:
-    """Watches the calls of this process, and the board for news from the others.
+    """Watches the calls of this process, and the job's notes for news from the others.
 
     In a world of one it starts no threads. Call `close` at the end of the job, on every process.
 
     Args:
-        board: where the processes of the job leave notes.
+        job_notes: where the processes of the job leave notes.
         rank: this process's rank in the world.
         world_size: number of processes.
         limits: how long it waits for what.
@@ -145,13 +145,14 @@ class Watch:
         Before, a rank may hold the interpreter for minutes, with its heartbeat: shuffling the samples of a
         large corpus does.
         """
-        if self._heartbeat is not None and self._heartbeat.patience != self._limits.patience:
-            self._heartbeat.expect(self._limits.patience)
+        patience = self._limits.patience
+        if self._heartbeat is not None and patience is not None and self._heartbeat.patience != patience:
+            self._heartbeat.expect(patience)
 
     def leave(self) -> None:
         """Say that this process is about to end, so that nobody misses its heartbeat."""
         if self._heartbeat is not None and self._threads and self._alarm is None:
-            with suppress(CommunicationError):  # the others may be gone, with the board
+            with suppress(CommunicationError):  # the others may be gone, with the notes
                 self._heartbeat.leave()
 
     def close(self) -> None:
@@ -266,20 +267,20 @@ class Watch:
             now, awake = time.monotonic(), self._limits.poll + patience / 4
             before, awake = now, min(now - before, awake)
             try:
-                told = self._diagnosis.trouble()
-                self._still = {} if self._heartbeat is None or told else self._heartbeat.turn(awake)
+                failed = self._diagnosis.trouble()
+                self._still = {} if self._heartbeat is None or failed else self._heartbeat.turn(awake)
                 silent = 0.0
             except SilentKeeperError as error:
                 silent += awake
                 if silent >= patience:
-                    self._sound(Alarm.BOARD, str(SilentKeeperError(error.keeper, silent)))
+                    self._sound(Alarm.NOTES, str(SilentKeeperError(error.keeper, silent)))
                 continue
             except CommunicationError as error:
                 # At the end of a job the store may be gone before this process is.
                 if not self._wake.wait(self._limits.grace):
-                    self._sound(Alarm.BOARD, str(error))
+                    self._sound(Alarm.NOTES, str(error))
                 return
-            if told:
+            if failed:
                 self._sound(Alarm.TOLD, "")
             elif self._still:
                 self._sound(Alarm.STILL, "; ".join(self._still.values()))
@@ -293,7 +294,7 @@ class Watch:
             return
         try:
             self._ending.prepare(self._diagnosis.longest + self._limits.grace)
-            self._summary = self._diagnosis.hold(self._report(), self._still)
+            self._summary = self._diagnosis.hold(self._report(*self._alarm), self._still)
         except Exception as error:
             traceback.print_exc()
             self._summary = f"{self._alarm[1]}; its diagnosis failed: {type(error).__name__}: {error}"
@@ -318,9 +319,9 @@ class Watch:
                 return call
         return None
 
-    def _report(self) -> Report:
-        kind, text, frames = self._alarm
-        main = sys._current_frames().get(threading.main_thread().ident)
+    def _report(self, kind: Alarm, text: str, frames: tuple[str, ...]) -> Report:
+        main = threading.main_thread().ident
+        assert main is not None, "the main thread has been started"
         return Report(
             rank=self.rank,
             where=_where(),
@@ -332,7 +333,7 @@ class Watch:
                 for channel in list(self._channels.values())
             },
             calls=tuple(self._log.records()),
-            stack=frames or _spell_stack(main),
+            stack=frames or _spell_stack(sys._current_frames().get(main)),
         )
 
     def _at_exit(self) -> None:
@@ -359,13 +360,14 @@ def _open_log() -> CallLog:
 def _spell_trace(trace: TracebackType | None) -> tuple[str, ...]:
     """The frames that an error passed through, outermost first, without those of this package."""
     frames = () if trace is None else traceback.walk_tb(trace)
-    return tuple(_spell_frame(*each) for each in frames if not _is_ours(each[0]))
+    return tuple(_spell_frame(frame, line) for frame, line in frames if not _is_ours(frame))
 
 
 def _spell_stack(frame: FrameType | None) -> tuple[str, ...]:
     """The frames from the outermost to the one that called into this package, or else to `frame`."""
     frames = reversed(list(traceback.walk_stack(frame)))
-    return tuple(_spell_frame(*each) for each in takewhile(lambda each: not _is_ours(each[0]), frames))
+    outer = takewhile(lambda frame_line: not _is_ours(frame_line[0]), frames)
+    return tuple(_spell_frame(frame, line) for frame, line in outer)
 
 
 def _spell_frame(frame: FrameType, line: int) -> str:
