@@ -63,7 +63,8 @@ class Outcome:
         facts = asdict(self)
         curve, size = facts.pop("curve"), facts.pop("size")
         end = {"validation_loss": self.end.loss, **{n: curve[-1][n] for n in ("tokens", "flops", "seconds")}}
-        record: dict[str, Any] = to_json({**facts, **size, **end, "curve": curve})
+        record = to_json({**facts, **size, **end, "curve": curve})
+        assert isinstance(record, dict)
         return record
 
 

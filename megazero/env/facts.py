@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megazero.ops import Operator
 
@@ -149,7 +150,7 @@ class Environment:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def operator_rows(operator: Operator) -> tuple[OperatorRow, ...]:
+def operator_rows(operator: Operator[Any]) -> tuple[OperatorRow, ...]:
     """The implementation for each kind of call, and why no faster one runs; like calls share a row."""
     groups: dict[tuple[str, str, str, tuple[tuple[str, str], ...]], list[str]] = {}
     for call, kind in operator.kinds().items():
