@@ -266,7 +266,14 @@ class MockGPTDataset(_FullSamples):
 
     @property
     def description(self) -> dict[str, object]:
-        return {"kind": "mock", "name": self.name, "key": self._key, "samples": self._size}
+        return {
+            "kind": "mock",
+            "name": self.name,
+            "key": self._key,
+            "samples": self._size,
+            "sequence_length": self.settings.sequence_length,
+            "vocab_size": self.settings.vocab_size,
+        }
 
 
 @dataclass(frozen=True)
