@@ -89,6 +89,7 @@ def _in_order(members: Sequence[BucketMember], place: Place) -> list[BucketMembe
     """
     ordered, shared = [], 0
     for number, member in enumerate(members):
+        order: tuple[int, ...]
         if member.spec.expert:
             order = (member.chunk, shared, 0, place.index("ep"), number)
         else:
