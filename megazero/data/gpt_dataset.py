@@ -16,8 +16,16 @@ from pathlib import Path
 import numpy as np
 
 from megazero.data.blended import SampleDataset
+from megazero.data.build_report import BuildReport
 from megazero.data.cache import cached_arrays
-from megazero.data.index_build import GPTIndex, SamplePlan, build_gpt_index, gather_reference, plan_samples
+from megazero.data.index_build import (
+    GPTIndex,
+    SamplePlan,
+    build_gpt_index,
+    build_seconds,
+    gather_reference,
+    plan_samples,
+)
 from megazero.data.index_check import gpt_index_fault
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.native import NATIVE
@@ -157,7 +165,10 @@ class GPTDataset(SampleDataset):
 
     def _build(self) -> dict[str, np.ndarray]:
         ids = np.arange(self._ids.start, self._ids.stop) if isinstance(self._ids, range) else self._ids
-        return vars(build_gpt_index(self.indexed.lengths, ids, self.plan, self.settings.seed))
+        plan, seed = self.plan, self.settings.seed
+        what = f"index of the {self.name} split of {self.indexed.prefix}"
+        with BuildReport(what, plan.samples, build_seconds(plan, len(ids))) as report:
+            return vars(build_gpt_index(self.indexed.lengths, ids, plan, seed, step=report.step))
 
     def _fault(self, arrays: Mapping[str, np.ndarray]) -> str | None:
         return gpt_index_fault(GPTIndex(**arrays), self.indexed.lengths, self._ids, self.plan)
@@ -265,7 +276,14 @@ class MockGPTDataset(SampleDataset):
 
     @property
     def description(self) -> dict[str, object]:
-        return {"kind": "mock", "name": self.name, "key": self._key, "samples": self._size}
+        return {
+            "kind": "mock",
+            "name": self.name,
+            "key": self._key,
+            "samples": self._size,
+            "sequence_length": self.settings.sequence_length,
+            "vocab_size": self.settings.vocab_size,
+        }
 
 
 @dataclass(frozen=True)

@@ -218,10 +218,12 @@ class SteppingEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, nn.Module)
         was_training = self.module.training
         self.eval()
         losses = []
-        for batch in self._take(data_iter):
-            args, kwargs = as_arguments(batch, self.device)
-            losses.append(loss_of(self(*args, **kwargs)).float().reshape(()))
-        self.train(was_training)
+        try:
+            for batch in self._take(data_iter):
+                args, kwargs = as_arguments(batch, self.device)
+                losses.append(loss_of(self(*args, **kwargs)).float().reshape(()))
+        finally:
+            self.train(was_training)
         return self._mean_loss(losses)
 
     def _take(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:

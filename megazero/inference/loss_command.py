@@ -49,8 +49,9 @@ def _run(config: Config, output: Path) -> None:
     from megazero.mpu import Launch, join, leave, reporting
     from megazero.train.agreement import settings_and_code
 
-    facts = partial(settings_and_code, config)
-    context = join(config.parallel, Launch.from_environment(), facts=facts)
+    launch = Launch.from_environment()
+    facts = partial(settings_and_code, config, launch.speaks_for_node)
+    context = join(config.parallel, launch, facts=facts)
     with reporting(context):
         due = 0.0
         for done, total in measure_loss(config, context, output):

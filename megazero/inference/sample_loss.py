@@ -131,8 +131,14 @@ def measure_loss(config: Config, context: ParallelContext, output: Path) -> Iter
     meter, model = _loss_meter(config, vocabulary, context, dataset)
     facts = AnalyzedDataset.of(dataset)
     grid = ChunkGrid(len(dataset), _CHUNK)
-    masks = {"mask_prob": config.data.mask_prob} if config.model.family == "bert" else {}
-    identity = {"dataset": facts.key, "samples": facts.samples, "chunk": grid.size, "model": model, **masks}
+    objective = family_of(config.model).objective(config)
+    identity = {
+        "dataset": facts.key,
+        "samples": facts.samples,
+        "chunk": grid.size,
+        "model": model,
+        **objective,
+    }
     folder = MetricFolder(output, METRIC, False, grid, {"metric": METRIC, "scale": SCALE, **identity})
     first = context.rank == 0
     progress = (is_reduced(folder), folder.missing(range(len(grid)))) if first else None

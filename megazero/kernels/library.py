@@ -26,10 +26,14 @@ class KernelLibrary:
 
     A function's parameters are addresses, integers and doubles, and a stream last. The library says which for
     each function, so a call with the wrong number or kind of arguments is an error of Python's.
+
+    Attributes:
+        path: the library's file, whose name says what it was built from and for.
     """
 
     def __init__(self, path: Path) -> None:
         """Load the library at `path`. Raises OSError if it cannot be loaded."""
+        self.path = path
         self._library = ctypes.CDLL(str(path))
         self._library.megazero_cuda_error_text.restype = ctypes.c_char_p
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -19,8 +19,8 @@ from megazero.mpu.group import Group
 from megazero.mpu.messages import gather_values, name_ranks
 from megazero.mpu.watch.job_notes import JobNotes
 
-Facts = Mapping[str, str]
-"""What a rank holds to be true, by the name that a message uses."""
+Facts = Mapping[str, str | None]
+"""What a rank holds to be true, by the name that a message uses; None where another rank answers for it."""
 
 _SHOWN = 3  # values of a fact in a message
 _LONGEST = 60  # characters of a value in a message
@@ -41,7 +41,8 @@ def agree(group: Group, gather: Callable[[], Facts], device: torch.device) -> No
     if len(set(digests)) == 1:
         return
     everyone = gather_values(group, dict(facts), device)
-    raise ConfigError(disagreements(dict(zip(group.ranks, everyone, strict=True))))
+    if violations := disagreements(dict(zip(group.ranks, everyone, strict=True))):
+        raise ConfigError(violations)
 
 
 def agree_by_notes(job_notes: JobNotes, rank: int, world_size: int, facts: Facts, patience: float) -> None:
@@ -52,6 +53,7 @@ def agree_by_notes(job_notes: JobNotes, rank: int, world_size: int, facts: Facts
 
     Args:
         job_notes: where the ranks leave notes for each other.
+        facts: what this rank holds to be true; the first rank answers for all of them itself.
         patience: seconds to wait for a note.
 
     Raises:
@@ -59,10 +61,12 @@ def agree_by_notes(job_notes: JobNotes, rank: int, world_size: int, facts: Facts
         CommunicationError: a rank left no note in time.
     """
     if rank == 0:
-        others = [_read(job_notes, f"digest/{other}", other, patience) for other in range(1, world_size)]
-        job_notes.post(_key("verdict"), _SAME if {*others} <= {_digest(facts)} else _DIFFERENT)
+        notes = {_read(job_notes, f"digest/{other}", other, patience) for other in range(1, world_size)}
+        alike = all(_note(facts, leaving_out=json.loads(note)["not said"]) == note for note in notes)
+        job_notes.post(_key("verdict"), _SAME if alike else _DIFFERENT)
     else:
-        job_notes.post(_key(f"digest/{rank}"), _digest(facts))
+        unsaid = sorted(name for name, value in facts.items() if value is None)
+        job_notes.post(_key(f"digest/{rank}"), _note(facts, leaving_out=unsaid))
     if _read(job_notes, "verdict", 0, patience) == _SAME:
         return
     job_notes.post(_key(f"facts/{rank}"), json.dumps(dict(facts)))
@@ -86,7 +90,9 @@ def disagreements(facts: Mapping[int, Facts]) -> list[str]:
     for name in names:
         holders: dict[str, list[int]] = {}
         for rank, of_rank in facts.items():
-            holders.setdefault(of_rank.get(name, "not known"), []).append(rank)
+            value = of_rank.get(name, "not known")
+            if value is not None:
+                holders.setdefault(value, []).append(rank)
         if len(holders) > 1:
             order = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
             values = [f"{_short(value)} on {name_ranks(ranks)}" for value, ranks in order[:_SHOWN]]
@@ -98,6 +104,12 @@ def disagreements(facts: Mapping[int, Facts]) -> list[str]:
 
 def _short(value: str) -> str:
     return value if len(value) <= _LONGEST else f"{value[:_LONGEST]}..."
+
+
+def _note(facts: Facts, leaving_out: Sequence[str]) -> str:
+    """A digest of the facts but for some, which the note names."""
+    said = {name: value for name, value in facts.items() if name not in leaving_out}
+    return json.dumps({"not said": leaving_out, "digest": _digest(said)})
 
 
 def _digest(facts: Facts) -> str:

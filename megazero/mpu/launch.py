@@ -36,6 +36,11 @@ class Launch:
     world_size: int = 1
     local_rank: int = 0
 
+    @property
+    def speaks_for_node(self) -> bool:
+        """Whether this process is the one that looks at what all processes of its machine share."""
+        return self.local_rank == 0 or self.rank == 0
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Launch:
         """Read RANK, WORLD_SIZE and LOCAL_RANK; without them this is a job of one process.

@@ -86,6 +86,13 @@ def cuda_built() -> bool:
     return not isinstance(CUDA_KERNELS, _NoKernels)
 
 
+def kernel_build() -> str:
+    """The hash of the sources and the commands that made the kernels, whatever devices they are for; or that
+    there are none.
+    """
+    return "missing" if CUDA_KERNELS is None else CUDA_KERNELS.path.stem.split("-")[1]
+
+
 def on_cuda_kernels(dtypes: frozenset[torch.dtype] = CUDA_DTYPES, **own: Any) -> Callable[[CallFacts], bool]:
     """The calls that a CUDA kernel of ours handles: in these dtypes, if built; `own` is as in `where`."""
     return where(CUDA, dtypes, cuda_built, **own)

@@ -13,7 +13,7 @@ from megazero.config.rules.rule import display_name, value_at
 from megazero.config.tree import Config
 from megazero.data.blended import SampleDataset
 from megazero.data_efficiency.analyzed import AnalyzedDataset
-from megazero.ops import native
+from megazero.ops import cuda, native
 from megazero.regular_file import read_regular
 from megazero.train.state import TrainState
 from megazero.train.vocabulary import Vocabulary
@@ -51,8 +51,14 @@ MAY_DIFFER = frozenset(
 """Settings in which ranks may differ: they have no part in what is trained."""
 
 
-def settings_and_code(config: Config) -> dict[str, str]:
-    """The facts known before the ranks meet: settings by their names, and the code that runs."""
+def settings_and_code(config: Config, speaks_for_node: bool = True) -> dict[str, str | None]:
+    """The facts known before the ranks meet: settings by their names, and the code that runs.
+
+    Args:
+        config: the run's configuration.
+        speaks_for_node: whether this rank reads the sources; the others of its machine, which runs the same
+            files, leave that to it.
+    """
     settings = {
         display_name(spec.path): str(value_at(config, spec.path))
         for spec in FIELDS
@@ -61,10 +67,16 @@ def settings_and_code(config: Config) -> dict[str, str]:
     return {
         **settings,
         "version of megazero": VERSION,
-        "sources of megazero": _digest_of(sorted(Path(__file__).parents[1].rglob("*.py"))),
+        "sources of megazero": _digest_of(source_files()) if speaks_for_node else None,
         "version of torch": torch.__version__,
         "compiled kernels": "there" if native.available() else "missing",
+        "CUDA kernels": "not in use" if config.parallel.device == "cpu" else cuda.kernel_build(),
     }
+
+
+def source_files() -> list[Path]:
+    """All files of Python that megazero consists of."""
+    return sorted(Path(__file__).parents[1].rglob("*.py"))
 
 
 def tokenizer_and_place(config: Config, vocabulary: Vocabulary, state: TrainState) -> dict[str, str]:

@@ -234,7 +234,8 @@ def in_job(
     if config.training.deterministic_mode:
         compute_deterministically()
     place, nodes = launch or Launch.from_environment(), replicas_per_node(config.zero)
-    joined = join(config.parallel, place, nodes, partial(settings_and_code, config))
+    facts = partial(settings_and_code, config, place.speaks_for_node)
+    joined = join(config.parallel, place, nodes, facts)
     with reporting(joined):
         state = work(joined)
     leave(joined)

@@ -86,6 +86,7 @@ class Family(Generic[M]):
         collate: (configuration, vocabulary size, device, dropout seed or None) -> a function that checks
             arrays and turns them into micro-batches.
         datasets: (configuration, vocabulary, samples of each split) -> the three splits.
+        objective: (configuration) -> the settings that decide which tokens of a sample its loss is of.
         random_arrays: (generator, number of sequences, tokens in each, vocabulary size) -> arrays like a
             dataset's, with uneven loss masks, for checks and measurements.
         architectures: the architectures in transformers that its models can be converted from and to, those
@@ -100,6 +101,7 @@ class Family(Generic[M]):
     ties: Callable[[ModelConfig], bool]
     collate: Callable[[Config, int, torch.device, int | None], Collate[M]]
     datasets: Callable[[Config, Vocabulary, Sizes], Datasets]
+    objective: Callable[[Config], dict[str, float]]
     random_arrays: Callable[[np.random.Generator, int, int, int], dict[str, np.ndarray]]
     architectures: tuple[Architecture, ...]
     verb: str
@@ -124,6 +126,7 @@ _ROWS: tuple[Family[Any], ...] = (
         ties=lambda model: not model.untie_embeddings_and_output_weights,
         collate=TextCollate.of,
         datasets=gpt_datasets,
+        objective=lambda config: {},
         random_arrays=random_text,
         architectures=DECODERS,
         verb="generate",
@@ -136,6 +139,7 @@ _ROWS: tuple[Family[Any], ...] = (
         ties=lambda model: not model.untie_embeddings_and_output_weights,
         collate=BertCollate.of,
         datasets=bert_datasets,
+        objective=lambda config: {"mask_prob": config.data.mask_prob},
         random_arrays=random_samples,
         architectures=ENCODERS,
         verb="fill-mask",
@@ -169,6 +173,7 @@ def classifiers_of(name: str, num_classes: int) -> Family[LabelledBatch]:
         ties=lambda model: False,
         collate=partial(ClassifierCollate.of, classifier.causal),
         datasets=family.datasets,
+        objective=family.objective,
         random_arrays=partial(random_labelled, num_classes),
         architectures=tuple(architecture for architecture in family.architectures if architecture.classifies),
         verb=family.verb,

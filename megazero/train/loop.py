@@ -288,18 +288,18 @@ class Loop:
             self._on_the_way(lambda: self._tell(saver.settle()))
 
     def _on_the_way(self, work: Callable[[], None]) -> None:
-        """Do work that saves; if it fails, every rank says so, and earlier checkpoints remain."""
+        """Do work that saves; if it fails, which it does on all ranks, training goes on.
+
+        The first rank says so, and earlier checkpoints remain.
+        """
         try:
             work()
         except LostFolderError:
             raise  # nothing would be saved from now on
         except CheckpointError as error:
             self._saved_at = -1
-            print(
-                f"error: rank {self.context.rank} goes on without saving: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
+            if self.context.rank == 0:
+                print(f"error: training goes on without saving: {error}", file=sys.stderr, flush=True)
 
     def _tell(self, iteration: int | None) -> None:
         if iteration is not None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
-from megazero.mpu import ParallelContext, spec_of
+from megazero.mpu import ParallelContext, Place, spec_of
 from megazero.zero.bucket import Bucket, Fill
 from megazero.zero.comm_hooks import choose_comm_hook
 from megazero.zero.layout import BucketLayout
@@ -46,7 +47,7 @@ def build_store(
         ConfigError: parameters are on the meta device, the context's device is real, and `fill` is None.
     """
     store = kind(policy)
-    params, members = _members(units, groups or {})
+    params, members = _members(units, groups or {}, context.place)
     for key, numbers in plan_buckets(members, policy, lambda name: context.groups[name].size):
         group = context.groups[key.replicas]
         mine = tuple(members[i] for i in numbers)
@@ -57,7 +58,7 @@ def build_store(
 
 
 def _members(
-    units: Sequence[Unit], groups: Mapping[int, int]
+    units: Sequence[Unit], groups: Mapping[int, int], place: Place
 ) -> tuple[list[nn.Parameter], list[BucketMember]]:
     """Each parameter once, in the order of its first use."""
     first_use: dict[int, tuple[int, nn.Parameter]] = {}
@@ -78,4 +79,21 @@ def _members(
         )
         for u, param in first_use.values()
     ]
-    return [param for _, param in first_use.values()], members
+    return [param for _, param in first_use.values()], _in_order(members, place)
+
+
+def _in_order(members: Sequence[BucketMember], place: Place) -> list[BucketMember]:
+    """Say of each member where it comes in the model: by its chunk, and there by its first use.
+
+    Of experts with parameters of their own, each rank along ``ep`` has others, but as many.
+    """
+    ordered, shared = [], 0
+    for number, member in enumerate(members):
+        order: tuple[int, ...]
+        if member.spec.expert:
+            order = (member.chunk, shared, 0, place.index("ep"), number)
+        else:
+            order = (member.chunk, shared, 1)
+            shared += 1
+        ordered.append(replace(member, order=order))
+    return ordered

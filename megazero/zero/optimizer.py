@@ -32,7 +32,8 @@ class StepReport:
         grad_norm: global L2 norm before clipping, each parameter counted once; inf or nan when skipped, and
             nan on the meta device.
         applied: False when a gradient was not finite anywhere, and no rank changed anything.
-        first_bad_parameter: when skipped, the first parameter with such a gradient and the rank it is on.
+        first_bad_parameter: when skipped, the first parameter of the model with such a gradient, the same on
+            every layout, and the first rank that it is on.
     """
 
     grad_norm: float
@@ -337,17 +338,23 @@ class Optimizer:
 
     @torch.no_grad()
     def _first_bad_parameter(self) -> str:
-        found = gather_values(self.context.world, next(self._bad_parameters(), None), self.context.device)
-        rank, name = next(((r, n) for r, n in enumerate(found) if n is not None), (None, None))
-        return f"{name} (rank {rank})" if name else "none: the sum of squares overflowed"
+        """The first parameter of the model with a gradient that is not finite, and the rank it is on."""
+        first = min(self._bad_parameters(), default=None)
+        firsts = gather_values(self.context.world, first, self.context.device)
+        bad = [(*first, rank) for rank, first in enumerate(firsts) if first is not None]
+        if not bad:
+            return "none: the sum of squares overflowed"
+        _, name, rank = min(bad)
+        return f"{name} (rank {rank})"
 
-    def _bad_parameters(self) -> Iterator[str]:
-        """Names of parameters with gradients here that are not finite."""
+    def _bad_parameters(self) -> Iterator[tuple[tuple[int, ...], str]]:
+        """The order and the name of each parameter with gradients here that are not finite."""
         for loaded_buckets in self.store.stream((GRADIENT,), self._trained):
             for loaded in loaded_buckets:
                 for number, _, piece in loaded.bucket.layout.member_pieces(loaded.flats[GRADIENT]):
                     if not piece.isfinite().all():
-                        yield loaded.bucket.layout.specs[number].name
+                        member = loaded.bucket.layout.members[number]
+                        yield member.order, member.spec.name
 
 
 def _as_used(bucket: Bucket, sums: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ class BucketMember:
         trainable: whether it gets gradients.
         alone: whether it is used in several places (tied, reused) and therefore has its own bucket.
         group: number of its parameter group, which has its own learning rate and weight decay.
+        order: where it comes among the parameters of the model; sorts alike on all ranks and layouts.
     """
 
     spec: ParamSpec
@@ -36,6 +37,7 @@ class BucketMember:
     trainable: bool = True
     alone: bool = False
     group: int = 0
+    order: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:

@@ -238,7 +238,7 @@ def test_training_goes_on(tmp_path, capsys, number, how):
     records = train(tmp_path, FaultyDisk(fault), *how)
     assert len(records) == 9
     printed = capsys.readouterr()
-    assert printed.err.count("error: rank 0 goes on without saving: ") == 1
+    assert printed.err.count("error: training goes on without saving: ") == 1
     assert os.strerror(number) in printed.err
     assert saved_iterations(tmp_path / "run") == [2, 6, 8, 9]
     assert not hidden(tmp_path / "run")
@@ -256,8 +256,11 @@ def test_the_last_save_must_work(tmp_path, how):
 
 
 @pytest.mark.gloo
-def test_real_ranks_go_on_and_all_say_so(tmp_path):
-    """The second of two ranks can write neither the checkpoint of iteration 4 nor the last one."""
+def test_real_ranks_go_on_and_the_first_says_so(tmp_path):
+    """The second of two ranks can write neither the checkpoint of iteration 4 nor the last one.
+
+    Every rank once said that it goes on, though all of them do, in the same words.
+    """
     done = run("-m", "tests.checkpoint.failing_ranks", tmp_path)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
@@ -265,8 +268,9 @@ def test_real_ranks_go_on_and_all_say_so(tmp_path):
         folder = tmp_path / way
         for rank in range(2):
             said = (folder / f"rank{rank}.txt").read_text()
-            assert said.count("error: ") == 2
-            assert f"error: rank {rank} goes on without saving: rank 1 could not write into" in said
+            goes_on = "error: training goes on without saving: rank 1 could not write into"
+            assert said.count(goes_on) == (rank == 0)
+            assert said.count("error: ") == 1 + (rank == 0)
             assert "error: rank 1 could not write into" in said
             assert os.strerror(errno.ENOSPC) in said
         assert results[way] == [1, 1]

@@ -202,6 +202,13 @@ class TestMock:
         ids = MockGPTDataset(200, self.settings).batch(range(200))["tokens"]
         assert (ids.min(), ids.max()) == (0, 49)
 
+    @pytest.mark.parametrize("change", [{"sequence_length": 7}, {"vocab_size": 51}, {"seed": 3}])
+    def test_its_description_has_all_that_samples_depend_on(self, change):
+        """Length and vocabulary were missing: ranks or runs with other samples took theirs for the same."""
+        one, other = MockGPTDataset(4, self.settings), MockGPTDataset(4, replace(self.settings, **change))
+        assert one[0]["tokens"].tolist() != other[0]["tokens"].tolist()
+        assert one.description != other.description
+
     def test_refuses_what_it_cannot_give(self):
         with pytest.raises(DataError, match="`vocab_size`"):
             MockGPTDataset(3, GPTSettings(4))

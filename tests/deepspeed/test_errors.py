@@ -209,6 +209,13 @@ def test_the_same_graph_twice_is_torchs_error():
         engine.backward(loss)
 
 
+def test_an_evaluation_that_fails_leaves_the_model_in_training():
+    engine = start(solo_context(), build(Tied), settings(0, 2, optimizer=ADAMW))
+    with pytest.raises(DataError, match="ended after 1"):
+        engine.eval_batch(iter([batch(0, 0, 0)]))
+    assert engine.module.training
+
+
 def test_an_iterator_that_ends_early():
     engine = start(solo_context(), build(Tied), settings(0, 2, optimizer=ADAMW))
     with pytest.raises(DataError, match="`data_iter` must give 2 micro-batches, but ended after 1"):

@@ -77,6 +77,24 @@ def test_every_rank_hears_who_differs_in_what(way, odd):
         ]
 
 
+@pytest.mark.parametrize("way", [over_a_group, by_notes])
+def test_what_another_rank_answers_for_is_not_compared(way):
+    """Two machines of two ranks; on each, the first rank alone looks at the code."""
+
+    def machines(*code: str) -> list[dict[str, str | None]]:
+        return [{**FACTS, "code": value} for first in code for value in (first, None)]
+
+    assert way(machines("a", "a")) == [None] * 4
+    for error in way(machines("a", "b")):
+        assert error.violations == ["`code` must be the same on all ranks, but is a on rank 0, b on rank 2."]
+    facts = machines("a", "a")
+    facts[3]["lr"] = "0.5"  # what it does answer for counts
+    for error in way(facts):
+        assert error.violations == [
+            "`lr` must be the same on all ranks, but is 0.1 on ranks 0-2, 0.5 on rank 3."
+        ]
+
+
 def test_the_first_rank_stays_until_all_have_heard():
     """Its process may keep the notes, and the others would find it gone."""
     job_notes = Notes()

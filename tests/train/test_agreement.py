@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,11 @@ from megazero.config.fields import FIELD_BY_PATH, FIELDS
 from megazero.config.resolve import parse_config
 from megazero.data import IndexedDatasetWriter
 from megazero.errors import ConfigError
-from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
-from megazero.train.agreement import MAY_DIFFER, settings_and_code
+from megazero.mpu import Launch, ProcessGrid, ThreadWorld, thread_context
+from megazero.mpu.agreement import disagreements
+from megazero.ops import cuda
+from megazero.train import agreement
+from megazero.train.agreement import MAY_DIFFER, settings_and_code, source_files
 from megazero.train.assemble import pretrain_on
 from tests.forks import run_ranks
 
@@ -25,9 +29,41 @@ SMALL = (
 def test_all_settings_count_but_those_of_the_list():
     facts = settings_and_code(parse_config([*SMALL.split(), "--mock-data", "--vocab-size", "9"]).config)
     assert set(FIELD_BY_PATH) >= MAY_DIFFER
-    assert len(facts) == len(FIELDS) - len(MAY_DIFFER) + 4
+    assert len(facts) == len(FIELDS) - len(MAY_DIFFER) + 5
     assert facts["lr"] == "0.01"
     assert facts["compiled kernels"] in ("there", "missing")
+
+
+def test_one_rank_of_a_machine_reads_the_sources(monkeypatch):
+    """Every rank once opened all of them: 680,000 files at the start of a job of 1,024 ranks."""
+    config = parse_config([*SMALL.split(), "--mock-data", "--vocab-size", "9"]).config
+    read = []
+    monkeypatch.setattr(agreement, "read_regular", lambda path: read.append(path) or path.read_bytes())
+    first, other = settings_and_code(config), settings_and_code(config, speaks_for_node=False)
+    assert read == source_files()
+    assert {**other, "sources of megazero": first["sources of megazero"]} == first
+    assert other["sources of megazero"] is None
+    speakers = [Launch(rank, 8, rank % 4).speaks_for_node for rank in range(8)]
+    assert speakers == [True, False, False, False] * 2
+
+
+def test_ranks_compare_their_cuda_kernels(monkeypatch):
+    """A rank without them computed by torch's operators, in other bits than the ranks with them."""
+
+    def facts(device: str, name: str | None) -> dict[str, str | None]:
+        library = None if name is None else SimpleNamespace(path=Path(f"/somewhere/{name}.so"))
+        monkeypatch.setattr(cuda, "CUDA_KERNELS", library)
+        argv = [*SMALL.split(), "--mock-data", "--vocab-size", "9", "--device", device]
+        return settings_and_code(parse_config(argv).config, speaks_for_node=False)
+
+    here = facts("auto", "libmegazero_cuda-0123456789abcdef-sm_90+compute_90")
+    assert here == facts("auto", "libmegazero_cuda-0123456789abcdef-sm_80+compute_80")
+    for name in (None, "libmegazero_cuda-fedcba9876543210-sm_90+compute_90"):
+        (violation,) = disagreements({0: here, 1: facts("auto", name)})
+        assert violation.startswith(
+            "`CUDA kernels` must be the same on all ranks, but is 0123456789abcdef on"
+        )
+    assert facts("cpu", None) == facts("cpu", "libmegazero_cuda-0123456789abcdef-sm_90+compute_90")
 
 
 def write(prefix: Path, tokens: int) -> str:

@@ -46,6 +46,13 @@ def test_classifiers_have_the_architectures_that_classify():
     assert names("gpt", 3) == set()
 
 
+def test_measured_losses_of_an_encoder_are_of_the_share_that_is_masked():
+    config = Layout().config()
+    masked = config.model_copy(update={"data": config.data.model_copy(update={"mask_prob": 0.4})})
+    assert FAMILIES["bert"].objective(masked) == {"mask_prob": 0.4}
+    assert FAMILIES["gpt"].objective(masked) == {}
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_a_row_says_is_what_it_builds(shape):
     config = Layout(layers=3, shape=shape).config()

@@ -21,11 +21,13 @@ from megazero.data.bert.sample import SPECIAL_TOKENS, SampleRecipe, SentenceStor
 from megazero.data.bert.sample_map import LONGEST_SENTENCE, MapPlan, build_sample_map, count_documents
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import SampleDataset
+from megazero.data.build_report import BuildReport
 from megazero.data.cache import cached_arrays
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.sample_numbers import sample_numbers
 from megazero.errors import DataError
 
+_ROW_SECONDS = 200e-9  # about what each row of a sample map takes on one busy core
 _MEASURED = 1 << 14  # samples whose padding is counted; they are shuffled, so any are a random subset
 
 
@@ -186,7 +188,12 @@ class BERTDataset(SampleDataset):
         }
 
     def _build(self) -> dict[str, np.ndarray]:
-        return {"rows": build_sample_map(self.indexed.lengths, self._boundaries, self.plan)}
+        lengths, plan = self.indexed.lengths, self.plan
+        text = lengths[int(self._boundaries[0]) : int(self._boundaries[-1])].sum(dtype=np.int64)
+        samples = plan.num_samples or plan.epochs * int(text) // plan.target + 1
+        what = f"sample map of the {self.name} split of {self.indexed.prefix}"
+        with BuildReport(what, samples, samples * _ROW_SECONDS):
+            return {"rows": build_sample_map(lengths, self._boundaries, plan)}
 
     def _spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """First byte and end in the `.bin`, int64 [b] each, of the samples of these rows of the map."""

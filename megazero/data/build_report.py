@@ -1,0 +1,62 @@
+"""`BuildReport`: what is built of a dataset, for how many samples and how far it is, on stderr.
+
+The order of hundreds of millions of samples takes minutes, in which a job seemed to hang.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from types import TracebackType
+
+_PATIENCE = 5.0  # seconds that may pass in silence
+
+
+class BuildReport:
+    """Reports a build in steps that takes more than some seconds, or is going to.
+
+        with BuildReport("order of the train split", samples, forecast) as report:
+            report.step("documents")
+
+    Every process that does not find an index builds it; one on each machine, local rank 0, speaks.
+    """
+
+    def __init__(self, what: str, samples: int, forecast: float):
+        """What is built, for how many samples, and how many seconds that may take."""
+        self.what = what
+        self.samples = samples
+        self.forecast = forecast
+        self._began = time.monotonic()
+        self._open = False
+        self._speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+
+    def __enter__(self) -> BuildReport:
+        if self.forecast >= _PATIENCE:
+            self._begin(f", which takes about {self.forecast:.0f} s")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._open and kind is None:
+            self._say(f"built the {self.what} in {self._elapsed:.0f} s")
+
+    def step(self, what: str) -> None:
+        """Report that this part is next."""
+        if not self._open and self._elapsed >= _PATIENCE:  # slower than was forecast
+            self._begin()
+        if self._open:
+            self._say(f"building the {self.what}: {what}, after {self._elapsed:.0f} s")
+
+    @property
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._began
+
+    def _begin(self, forecast: str = "") -> None:
+        self._open = True
+        self._say(f"building the {self.what}: {self.samples:,} samples{forecast}")
+
+    def _say(self, line: str) -> None:
+        if self._speaks:
+            print(line, file=sys.stderr, flush=True)
