@@ -56,14 +56,14 @@ LARGE_CONSTRUCTORS = {
     "megazero.optim.muon.Muon": 9,
     "megazero.train.engine.Engine": 9,
     "megazero.train.engine.StepResult": 9,
-    "megazero.train.families.Family": 10,
+    "megazero.train.families.Family": 11,
     "megazero.train.finetuning.loop.TaskMetrics": 9,
     "megazero.train.metrics.StepMetrics": 29,
     "megazero.train.run_plan.RunPlan": 15,
     "megazero.train.state.TrainState": 8,
     "megazero.train.stragglers.Straggler": 9,
     "megazero.verify.layouts.Layout": 31,
-    "megazero.zero.plan.BucketMember": 8,
+    "megazero.zero.plan.BucketMember": 9,
     "megazero.zero.policy.ZeroPolicy": 17,
     "megazero.zero.update._RulePiece": 9,
 }
@@ -355,22 +355,18 @@ def test_constructors_are_small():
     assert list(large_constructors(constructor_sizes(tree), LARGE_CONSTRUCTORS)) == []
 
 
-@pytest.mark.xfail(strict=True, reason="annotations of ops, layers, moe, mpu, optim, config and data_tools")
 def test_every_function_is_annotated():
     assert unheld(annotation_violations, "megazero", "data_tools") == []
 
 
-@pytest.mark.xfail(strict=True, reason="words of the packages other than train, models, pipeline, inference")
 def test_docstrings_and_names_say_what_they_mean():
     assert unheld(word_violations, "megazero", "data_tools") == []
 
 
-@pytest.mark.xfail(strict=True, reason="declarations in checkpoint, config, data, mpu, optim and zero")
 def test_who_follows_a_protocol_says_so():
     assert list(undeclared_followers(sources("megazero", "data_tools"))) == []
 
 
-@pytest.mark.xfail(strict=True, reason="inference.sample_loss")
 def test_only_the_table_decides_by_a_family():
     violations = unheld(family_name_violations, "megazero")
     assert [line for line in violations if not line.startswith(MAY_NAME_FAMILIES)] == []

@@ -6,7 +6,7 @@ import operator
 from bisect import bisect_left
 from collections.abc import Callable
 
-from megazero.config.pacing import pieces
+from megazero.config.pacing import Pacing, pieces
 from megazero.config.user_function import user_function
 from megazero.errors import ConfigError
 
@@ -76,6 +76,9 @@ class Custom:
                 f"`{_FLAG}` must never fall, but {self.name} gives {before} at {self._counts[first]} and "
                 f"{after} at {self._counts[second]}; let it grow or stay"
             )
+
+
+_: type[Pacing] = Custom
 
 
 def custom_pacing(name: str, hardest: int) -> Custom:

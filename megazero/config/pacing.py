@@ -86,6 +86,9 @@ class FromZero:
         return self.pacing.at(count - 1)
 
 
+_: tuple[type[Pacing], ...] = (Root, Discrete, FromZero)
+
+
 def root_of(
     first: int | None, last: int | None, total: int | None, step: int, degree: float | None
 ) -> Root | None:

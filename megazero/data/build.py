@@ -52,6 +52,9 @@ class DatasetBuilder(Protocol):
         """Random samples."""
 
 
+_: tuple[type[DatasetBuilder], ...] = (GPTBuilder, BERTBuilder)
+
+
 class TextVocabulary(Protocol):
     """A vocabulary as datasets need to know it."""
 

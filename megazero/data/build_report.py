@@ -23,7 +23,7 @@ class BuildReport:
     """
 
     def __init__(self, what: str, samples: int, forecast: float):
-        """What is built, for how many samples, and how many seconds that may take."""
+        """Take the name of the thing to build, its samples, and the seconds that it may take."""
         self.what = what
         self.samples = samples
         self.forecast = forecast

@@ -32,7 +32,7 @@ class Graphs(Protocol):
         """Run or record `work`; return its results, and a function that computes them again in place."""
 
 
-class CudaGraphs:
+class CudaGraphs(Graphs):
     """CUDA's graphs, with one pool of memory for all of them: they run in the order of their captures."""
 
     def __init__(self) -> None:
