@@ -90,7 +90,7 @@ def kernel_build() -> str:
     """The hash of the sources and the commands that made the kernels, whatever devices they are for; or that
     there are none.
     """
-    return "missing" if CUDA_KERNELS is None else CUDA_KERNELS.path.stem.split("-")[1]
+    return CUDA_KERNELS.path.stem.split("-")[1] if cuda_built() else "missing"
 
 
 def on_cuda_kernels(dtypes: frozenset[torch.dtype] = CUDA_DTYPES, **own: Any) -> Callable[[CallFacts], bool]:
