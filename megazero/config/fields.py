@@ -50,7 +50,6 @@ class FieldSpec:
     switches: Mapping[str, Any]
     yielding: frozenset[str]
     implies: Mapping[str, tuple[str, Any]]
-    beside: Mapping[str, tuple[str, str]]
     synonyms: Mapping[str, Any]
     refused: Mapping[str, str]
     unit: str | None
@@ -153,7 +152,6 @@ def _field_spec(section: str, name: str, annotation: Any, info: FieldInfo) -> Fi
         switches=types.MappingProxyType(extra["switches"]),
         yielding=frozenset(extra["yielding"]),
         implies=types.MappingProxyType(extra["implies"]),
-        beside=types.MappingProxyType(extra["beside"]),
         synonyms=types.MappingProxyType(extra["synonyms"]),
         refused=types.MappingProxyType(extra["refused"]),
         unit=extra["unit"],

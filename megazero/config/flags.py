@@ -109,9 +109,9 @@ def scan(argv: Sequence[str]) -> Scan:
         name, equals, inline = token.partition("=")
         values = [inline] if equals else []
         following = [] if equals else _values_after(argv, position)
-        position += _read_flag(result, name, values, following, argv)
+        position += _read_flag(result, name, values, following)
     result.settings = _settle(result)
-    result.problems += _deepspeed_pair(result) + _missing_companions(result, argv)
+    result.problems += _deepspeed_pair(result)
     return result
 
 
@@ -127,21 +127,6 @@ def _deepspeed_pair(result: Scan) -> list[str]:
     return []
 
 
-def _missing_companions(result: Scan, argv: Sequence[str]) -> list[str]:
-    """Flags that Megatron reads only beside another one: alone, they are no settings there."""
-    given = {token.split("=")[0] for token in argv}
-    found = []
-    for setting in result.settings:
-        companion, otherwise = setting.spec.beside.get(setting.source, (None, ""))
-        if companion is not None and companion not in given:
-            found.append(
-                f"`{setting.source}` must go with `{companion}`, without which {otherwise}, but is "
-                f"{setting.value}; add it, or leave `{setting.source}` out."
-            )
-            result.broken.add(setting.spec.path)
-    return found
-
-
 def _is_flag(token: str) -> bool:
     return token.startswith("-") and len(token) > 1 and not re.match(r"-\.?\d", token)
 
@@ -153,7 +138,7 @@ def _values_after(argv: Sequence[str], position: int) -> list[str]:
     return list(argv[position:end])
 
 
-def _read_flag(result: Scan, name: str, inline: list[str], following: list[str], argv: Sequence[str]) -> int:
+def _read_flag(result: Scan, name: str, inline: list[str], following: list[str]) -> int:
     """Read one flag with its values into `result`; returns how many of `following` it took."""
     if name in FLAGS:
         return _read_field(result, FLAGS[name], inline, following)
@@ -162,7 +147,7 @@ def _read_flag(result: Scan, name: str, inline: list[str], following: list[str],
     if name in FOREIGN_FLAGS:
         foreign = FOREIGN_FLAGS[name]
         taken = 0 if inline else min(len(following), foreign.most_values)
-        outcome = verdict(foreign, inline or following[:taken], argv)
+        outcome = verdict(foreign, inline or following[:taken])
         if isinstance(outcome, Ignored):
             result.ignored.append(outcome)
         else:
@@ -214,14 +199,20 @@ def _read_field(result: Scan, flag: Flag, inline: list[str], following: list[str
         return 0
     try:
         value = coerce(spec, values if spec.is_list and not inline else values[0])
-        result.settings.append(Setting(spec, value, flag.name))
-        if flag.name in spec.implies:
-            sibling, implied = spec.implies[flag.name]
-            result.settings.append(Setting(FIELD_BY_PATH[f"{spec.section}.{sibling}"], implied, flag.name))
+        _set(result, flag, value)
     except Unreadable as error:
         result.problems.append(f"`{flag.name}` {error}, but is `{' '.join(values)}`.")
         result.broken.add(spec.path)
     return 0 if inline else len(values)
+
+
+def _set(result: Scan, flag: Flag, value: Any) -> None:
+    """Set the flag's field, and the other one that the flag implies."""
+    spec = flag.spec
+    result.settings.append(Setting(spec, value, flag.name))
+    if flag.name in spec.implies:
+        sibling, implied = spec.implies[flag.name]
+        result.settings.append(Setting(FIELD_BY_PATH[f"{spec.section}.{sibling}"], implied, flag.name))
 
 
 def _read_switch(result: Scan, flag: Flag, inline: list[str]) -> None:
@@ -229,7 +220,7 @@ def _read_switch(result: Scan, flag: Flag, inline: list[str]) -> None:
     text = inline[0].lower() if inline else "true"
     if not inline or (flag.spec.kind is Kind.BOOL and text in ("true", "false")):
         value = flag.constant if text == "true" else not flag.constant
-        result.settings.append(Setting(flag.spec, value, flag.name))
+        _set(result, flag, value)
         return
     allowed = "true or false" if flag.spec.kind is Kind.BOOL else "no value"
     result.problems.append(f"`{flag.name}` is a switch that takes {allowed}, but is `{inline[0]}`.")

@@ -17,7 +17,6 @@ def option(
     switches: Mapping[str, Any] | None = None,
     yielding: tuple[str, ...] = (),
     implies: Mapping[str, tuple[str, Any]] | None = None,
-    beside: Mapping[str, tuple[str, str]] | None = None,
     synonyms: Mapping[str, Any] | None = None,
     refused: Mapping[str, str] | None = None,
     unit: str | None = None,
@@ -34,7 +33,6 @@ def option(
         yielding: the switches and aliases that give way to any other flag of this field, as they do in
             Megatron scripts: `--no-position-embedding` beside `--use-rotary-position-embeddings` is rotary.
         implies: flags that set another field of the section too, flag -> (that field, its value).
-        beside: flags that count only beside another one, flag -> (the other one, what it means without that).
         synonyms: other words for a choice, word -> choice.
         refused: choices of other trainers that are not offered, choice -> the reason.
         unit: what the number counts.
@@ -45,7 +43,6 @@ def option(
         "switches": dict(switches or {}),
         "yielding": list(yielding),
         "implies": dict(implies or {}),
-        "beside": dict(beside or {}),
         "synonyms": dict(synonyms or {}),
         "refused": dict(refused or {}),
         "unit": unit,

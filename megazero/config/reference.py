@@ -228,7 +228,7 @@ def _conditional_row(row: Foreign) -> tuple[str, ...]:
     if row.where:
         when = f"where {' or '.join(each.says for each in row.where)}"
     else:
-        when = f"beside `{row.beside}`" if row.beside else f"with {' or '.join(row.values)}"
+        when = f"with {' or '.join(row.values)}"
     return (f"`{row.name}`", when, row.accepted or "", row.refused or "")
 
 

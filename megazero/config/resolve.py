@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megazero.config.compat import Ignored, contradiction, left_out
+from megazero.config.compat import Ignored, contradiction, left_out, ungrouped
 from megazero.config.deepspeed import DeepSpeedSettings, conflicts, left_to_json, read_deepspeed
 from megazero.config.derive import DEFAULT_TOKENIZERS
 from megazero.config.document import Document, read_file
@@ -88,8 +88,8 @@ def _with_default_tokenizer(config: Config, broken: set[str]) -> Config:
 def _left_out(flags: Scan, config: Config, settings: dict[str, Setting]) -> list[str]:
     names = {setting.source for setting in flags.settings} | {each.name for each in flags.ignored}
     given = {path: setting.value for path, setting in settings.items()}
-    line = left_out(names, given) if config.model.num_experts else None
-    return [] if line is None else [line]
+    lines = [ungrouped(names, config.model), left_out(names, given) if config.model.num_experts else None]
+    return [line for line in lines if line is not None]
 
 
 def _overruled(flag: Setting, deepspeed: DeepSpeedSettings, config: Config) -> str:
@@ -217,7 +217,9 @@ def _warnings(flags: Scan, deepspeed: DeepSpeedSettings) -> tuple[str, ...]:
     """At most one line on ignored flags and one on ignored keys, then the rest."""
     keys = [*deepspeed.ignored, *deepspeed.script_ignored]
     return (
-        *_without_effect("flags", [(each.name, each.reason) for each in flags.ignored]),
+        *_without_effect(
+            "flags", [(each.name, each.reason) for each in flags.ignored if not each.foreign.silent]
+        ),
         *_without_effect(f"keys of {deepspeed.name}", [(each.key, each.reason) for each in keys]),
         *flags.warnings,
     )

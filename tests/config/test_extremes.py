@@ -49,8 +49,6 @@ def test_integers_beyond_64_bits(spec: FieldSpec, written: str) -> None:
 @pytest.mark.parametrize("spec", INTEGERS, ids=lambda spec: spec.path)
 def test_the_largest_integer_is_accepted_or_refused_by_a_rule(spec: FieldSpec) -> None:
     argv = [*BASE_FLAGS, spec.flag, *(["9223372036854775807"] * (spec.length or 1))]
-    if spec.name == "num_query_groups":
-        argv.append("--group-query-attention")
     refused = []
     try:
         text = shown_config(parse_config(argv, world_size=1).config, 1)

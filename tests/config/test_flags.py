@@ -76,7 +76,7 @@ def test_one_flag(argv: str, expected: dict[str, object]) -> None:
         # Unfused, Megatron computes torch's exact GELU; fused, the tanh form.
         ("--no-bias-gelu-fusion", "model.activation", "gelu_exact"),
         ("--no-bias-gelu-fusion --swiglu", "model.activation", "swiglu"),
-        ("--no-bias-gelu-fusion --openai-gelu", "model.activation", "gelu"),
+        ("--no-bias-gelu-fusion --squared-relu", "model.activation", "squared_relu"),
         # Megatron-DeepSpeed's switch overrules its factor, which its scripts always give.
         (
             "--disable-moe-token-dropping --moe-train-capacity-factor 1.0",
@@ -123,13 +123,6 @@ def test_flags_that_go_together(argv: str, field: str, value: str) -> None:
             "`recompute.granularity` must be set one way, but `--activations-checkpoint-method` says full "
             "and "
             "`--recompute-granularity` says selective; keep one of these flags.",
-        ),
-        # Megatron-LM reads the number of groups only beside its switch, and is silent without it.
-        (
-            "--num-query-groups 4",
-            "`--num-query-groups` must go with `--group-query-attention`, without which Megatron-LM gives "
-            "every "
-            "query head its own key/value head, but is 4; add it, or leave `--num-query-groups` out.",
         ),
         (
             "--enable-expert-tensor-parallelism --expert-tensor-parallel-size 1",

@@ -1,14 +1,31 @@
-"""What a script for Megatron-DeepSpeed means by the settings of experts that it leaves out.
-
-The defaults here are Megatron-LM's. Such a script runs with them, and one line of warning says which of its
-own defaults they replace.
-"""
+"""What a script for one of the Megatrons means by the flags that it leaves out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from types import MappingProxyType
 from typing import Any
+
+from megazero.config.tree import ModelConfig
+
+_GROUPS = "--num-query-groups"
+_GROUPED = "--group-query-attention"
+
+
+def ungrouped(flags: Set[str], model: ModelConfig) -> str | None:
+    """The line on `--num-query-groups` alone, which Megatron-LM ignores; None if that is the same model.
+
+    Args:
+        flags: names of the flags that were given.
+        model: the model that they describe.
+    """
+    if _GROUPS not in flags or _GROUPED in flags or model.kv_heads == model.num_attention_heads:
+        return None
+    return (
+        f"`{_GROUPS} {model.kv_heads}` gives the model {model.kv_heads} key/value heads. Megatron-LM ignores "
+        f"it without `{_GROUPED}` and trains one for each query head; leave it out for that model."
+    )
+
 
 _SPELLINGS = (
     "--moe-expert-parallel-size",

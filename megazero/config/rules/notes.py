@@ -28,7 +28,6 @@ _LOADING = tuple(
 _TENSORBOARD = ("logging.log_validation_ppl_to_tensorboard", "logging.log_timers_to_tensorboard")
 _MASKED = (
     "model.bert_binary_head",
-    "model.bert_head_activation",
     "data.mask_prob",
     "data.short_seq_prob",
     "data.bert_pack",
