@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megazero.config.compat import Ignored, contradiction, left_out, ungrouped
+from megazero.config.compat import Ignored, contradiction, megatron_deepspeed, ungrouped
 from megazero.config.deepspeed import DeepSpeedSettings, conflicts, left_to_json, read_deepspeed
 from megazero.config.derive import DEFAULT_TOKENIZERS
 from megazero.config.document import Document, read_file
-from megazero.config.fields import FIELDS, SECTIONS, FieldSpec
+from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec, spoken
 from megazero.config.flags import Scan, Setting, scan
 from megazero.config.help import format_help
 from megazero.config.rules import check, notes_on, value_at
@@ -59,14 +59,16 @@ def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resol
     problems += conflicts(heard, deepspeed.settings)
     layers = (deepspeed.defaults, document.settings, deepspeed.settings, heard)
     settings = {setting.spec.path: setting for layer in layers for setting in layer}
+    names = _names(flags)
+    said = _leave_to_megatron_deepspeed(names, settings)
     broken = flags.broken | ((document.broken | deepspeed.broken) - {s.spec.path for s in flags.settings})
     config = _with_default_tokenizer(_build(settings, broken, problems), broken)
     problems += [line for each in flags.ignored if (line := _contradiction(each, config, broken))]
     problems += check(config, ranks, broken)
     if problems:
         raise ConfigError(problems)
-    said = [_overruled(each, deepspeed, config) for each in overruled]
-    said += _left_out(flags, config, settings)
+    said += [_overruled(each, deepspeed, config) for each in overruled]
+    said += [line] if (line := ungrouped(names, config.model)) else []
     return Resolved(config, (*_warnings(flags, deepspeed), *said, *notes_on(config)), flags.check_only)
 
 
@@ -85,11 +87,27 @@ def _with_default_tokenizer(config: Config, broken: set[str]) -> Config:
     return config.model_copy(update={"tokenizer": section})
 
 
-def _left_out(flags: Scan, config: Config, settings: dict[str, Setting]) -> list[str]:
-    names = {setting.source for setting in flags.settings} | {each.name for each in flags.ignored}
-    given = {path: setting.value for path, setting in settings.items()}
-    lines = [ungrouped(names, config.model), left_out(names, given) if config.model.num_experts else None]
-    return [line for line in lines if line is not None]
+def _names(flags: Scan) -> set[str]:
+    """Names of the flags that were given, except those of commands."""
+    names = {setting.source for setting in flags.settings} | {ignored.name for ignored in flags.ignored}
+    return names | {"--deepspeed"} if flags.deepspeed else names
+
+
+def _leave_to_megatron_deepspeed(names: set[str], settings: dict[str, Setting]) -> list[str]:
+    """Add Megatron-DeepSpeed's defaults to the settings of one of its lines; returns what to say of them."""
+    left_out = megatron_deepspeed(names, {path: setting.value for path, setting in settings.items()})
+    if left_out is None or not left_out[1]:
+        return []
+    spelling, meant = left_out
+    implied = [Setting(FIELD_BY_PATH[path], value, spelling) for path, value in meant.items()]
+    settings |= {setting.spec.path: setting for setting in implied}
+    listed = " ".join(
+        each.spec.flag if each.value is True else f"{each.spec.flag} {spoken(each.value)}" for each in implied
+    )
+    return [
+        f"`{spelling}` is Megatron-DeepSpeed's, so what is left out about experts means what it means there: "
+        f"`{listed}`; any of these flags changes it."
+    ]
 
 
 def _overruled(flag: Setting, deepspeed: DeepSpeedSettings, config: Config) -> str:

@@ -53,7 +53,10 @@ def values(*argv: str) -> dict[str, object]:
         ("--moe-loss-coeff 0.01", {"model.moe_aux_loss_coeff": (0.01,)}),
         ("--moe-aux-loss-coeff 0.1 0.2", {"model.moe_aux_loss_coeff": (0.1, 0.2)}),
         ("--moe-token-dispatcher-type alltoall_seq", {"parallel.moe_token_dispatcher_type": "alltoall"}),
-        ("--disable-moe-token-dropping", {"model.moe_expert_capacity_factor": None}),
+        (
+            "--disable-moe-token-dropping",
+            {"model.moe_expert_capacity_factor": None, "model.moe_eval_capacity_factor": None},
+        ),
         ("--enable-expert-tensor-parallelism", {"parallel.expert_tensor_parallel_size": None}),
         ("--moe-expert-parallel-size 2", {"parallel.expert_model_parallel_size": 2}),
         ("--disable-moe-top2-2nd-expert-sampling", {"model.moe_router_sampling": "none"}),
@@ -77,12 +80,6 @@ def test_one_flag(argv: str, expected: dict[str, object]) -> None:
         ("--no-bias-gelu-fusion", "model.activation", "gelu_exact"),
         ("--no-bias-gelu-fusion --swiglu", "model.activation", "swiglu"),
         ("--no-bias-gelu-fusion --squared-relu", "model.activation", "squared_relu"),
-        # Megatron-DeepSpeed's switch overrules its factor, which its scripts always give.
-        (
-            "--disable-moe-token-dropping --moe-train-capacity-factor 1.0",
-            "model.moe_expert_capacity_factor",
-            None,
-        ),
         (
             "--moe-train-capacity-factor 1.0 --moe-expert-capacity-factor 2",
             "model.moe_expert_capacity_factor",
