@@ -13,6 +13,9 @@ from pydantic.fields import FieldInfo
 from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.tree import Config, Section
 
+_OF_RUNS = frozenset({"training", "optimizer", "checkpoint", "logging", "guards", "distillation"})
+_COUNTED = frozenset({"iterations", "samples", "tokens"})
+
 
 class Kind(Enum):
     """How the text of a field is read."""
@@ -68,6 +71,11 @@ class FieldSpec:
     def is_list(self) -> bool:
         """Whether its value is a tuple."""
         return self.kind in (Kind.INTS, Kind.FLOATS, Kind.CHOICES, Kind.TEXTS)
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether it is a length or an interval of the training, which a large number makes endless."""
+        return self.section in _OF_RUNS and self.unit in _COUNTED
 
     @property
     def type_name(self) -> str:

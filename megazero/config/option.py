@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 
 
 def option(
@@ -64,6 +64,17 @@ def _split_proportions(text: str) -> str:
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
 """A dropout rate, a decay of a running mean, a share of the schedule: in [0, 1)."""
+
+
+def _none_if_zero(value: Any) -> Any:
+    return None if value == 0 and not isinstance(value, bool) else value
+
+
+Interval = Annotated[PositiveInt | None, BeforeValidator(_none_if_zero)]
+"""Every how many iterations; None, and 0 as in both Megatrons, for never."""
+
+Duration = Annotated[PositiveFloat | None, BeforeValidator(_none_if_zero)]
+"""After how long; None and 0 for never."""
 
 Patience = Annotated[float, Field(gt=0, le=525_600)]
 """Minutes to wait: more than none, and a year at most, which clocks can count."""

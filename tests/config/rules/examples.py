@@ -221,7 +221,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "delayed_update_needs_pretraining": {**DELAYED, **TASK},
     "training_length_given": {"training.train_iters": None},
     "iters_or_samples": {"training.train_samples": 1000},
-    "tokens_countable": {"training.train_iters": 10**17},
+    "tokens_countable": {"training.eval_iters": 10**17},
     "min_lr_below_lr": {"optimizer.min_lr": 2e-3},
     "warmup_starts_below_lr": {"optimizer.lr_warmup_init": 2e-3},
     "one_lr_unit": {"optimizer.lr_decay_iters": 90, "optimizer.lr_warmup_samples": 9},
