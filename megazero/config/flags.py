@@ -60,7 +60,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "--config": "FILE: read settings from a YAML file; flags take precedence over it",
         "--deepspeed": "read the file of --deepspeed_config, as scripts for DeepSpeed say",
         "--deepspeed_config": "FILE: read settings from a DeepSpeed JSON; it takes precedence over the YAML "
-        "file, and flags that contradict it are refused (also --deepspeed-config)",
+        "file; flags take precedence over its batch sizes, learning rate and folder of events, and others "
+        "that contradict it are refused (also --deepspeed-config)",
         "--check-config": "print the resolved configuration and exit; 0 accepted, 2 refused",
         "--help": "print this text and exit",
         "--version": "print the version and exit",

@@ -16,6 +16,7 @@ from typing import Any
 
 from megazero.config.bounded import bounded_text
 from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
+from megazero.config.deepspeed.beside import leave_batch_to_flags
 from megazero.config.deepspeed.extras import Extras
 from megazero.config.deepspeed.row import AUTO, LARGEST, NOTHING, SECTION, KeyRow, say
 from megazero.config.deepspeed.rows.optimizer import optimizer_faults
@@ -29,6 +30,7 @@ from megazero.regular_file import why_unreadable
 _LONGEST_SHOWN = 80  # characters of a value in a message
 _DEEPEST = 32  # levels; DeepSpeed's own keys need eight
 _NOTHING_GIVEN: Mapping[str, Any] = MappingProxyType({})
+_NO_FLAGS: Mapping[str, Setting] = MappingProxyType({})
 _WARMUP = frozenset({"warmup_num_steps", "warmup_type", "last_batch_iteration"})
 _SCHEDULER_TAKES: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -62,6 +64,7 @@ class DeepSpeedSettings:
         broken: paths of fields whose value could not be read.
         extras: what it says beyond the tree.
         batch: the batch sizes, if they could be resolved.
+        overruled: sentences on its batch sizes that give way to flags.
     """
 
     name: str
@@ -74,6 +77,7 @@ class DeepSpeedSettings:
     broken: set[str] = field(default_factory=set)
     extras: Extras = field(default_factory=Extras)
     batch: BatchTriangle | None = None
+    overruled: list[str] = field(default_factory=list)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -86,6 +90,7 @@ def read_deepspeed(
     *,
     data_parallel: int | None = None,
     given: Mapping[str, Any] = _NOTHING_GIVEN,
+    flags: Mapping[str, Setting] = _NO_FLAGS,
 ) -> DeepSpeedSettings:
     """Read a JSON file, or its content as a mapping.
 
@@ -94,6 +99,7 @@ def read_deepspeed(
         data_parallel: ranks that samples are split over; None leaves the batch sizes unresolved.
         given: path -> value of fields that are known from elsewhere; they resolve "auto" and complete the
             batch sizes.
+        flags: path -> the flag that sets it; a batch size of the file gives way to one.
     """
     if isinstance(source, Mapping):
         result, document = DeepSpeedSettings("the DeepSpeed configuration"), source
@@ -111,31 +117,10 @@ def read_deepspeed(
     if values.get("scheduler.type") == "WarmupDecayLR":
         extras.setdefault("scheduler.warmup_max_lr", 1e-3)  # unlike WarmupLR, which takes the optimizer's
     result.extras = Extras.of(extras)
+    result.overruled = leave_batch_to_flags(result.name, values, flags, data_parallel)
     _set_batch(result, values, given, data_parallel)
     _settle(result)
     return result
-
-
-def left_to_json(flags: Sequence[Setting], read: DeepSpeedSettings) -> list[Setting]:
-    """The flags that have no effect beside this JSON: `--loss-scale`, where the JSON's own scale is dynamic.
-
-    In Megatron-DeepSpeed the engine scales the loss, and looks at the JSON alone. Its scripts give the flag
-    the exponent of the first scale (`--loss-scale 15` beside `initial_scale_power` 15): no static scale.
-    """
-    dynamic = read.values.get("precision.dtype") == "fp16" and not read.values.get("precision.loss_scale")
-    return [flag for flag in flags if dynamic and flag.spec.path == "precision.loss_scale"]
-
-
-def conflicts(flags: Sequence[Setting], settings: Sequence[Setting]) -> list[str]:
-    """Every field that a flag and the JSON set differently, as sentences."""
-    by_path = {setting.spec.path: setting for setting in flags}
-    rivals = [(by_path[each.spec.path], each) for each in settings if each.spec.path in by_path]
-    return [
-        f"`{each.spec.path}` must be set one way, but `{flag.source}` says {say(flag.value)} and "
-        f"{each.source} says {say(each.value)}; change one of them."
-        for flag, each in rivals
-        if flag.value != each.value
-    ]
 
 
 def _load(result: DeepSpeedSettings, path: Path) -> Mapping[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megazero.config.data_sampling import CurriculumMetric
-from megazero.config.pacing import MOST_CHANGES, reached
-from megazero.config.rules.rule import END_FIELDS, Case, Rule
+from megazero.config.pacing import MOST_CHANGES
+from megazero.config.rules.rule import Case, Rule
 
 _METRICS = "data_sampling.curriculum_metrics"
 _UNIT = "data_sampling.curriculum_unit"
@@ -51,23 +51,6 @@ def _changes_rarely(metric: CurriculumMetric) -> bool:
     if pacing is None or metric.schedule_type == "fixed_discrete":
         return True
     return (metric.end - metric.min_difficulty) // metric.difficulty_step <= MOST_CHANGES
-
-
-def _last_change(case: Case) -> dict[str, int]:
-    """Name -> the count at which it changes for the last time, of metrics that change within reason."""
-    sound = [m for m in _metrics(case) if m.pacing is not None]
-    return {metric.name: reached(metric.pacing) for metric in sound}
-
-
-def _end(case: Case) -> int | None:
-    """The length of the training in the unit of the schedules; None while it is unknown."""
-    end = case.end if _metrics(case) else None
-    return None if end is None else end.count(case.config.data_sampling.curriculum_unit)
-
-
-def _late(case: Case) -> dict[str, int]:
-    end = _end(case)
-    return {} if end is None else {name: last for name, last in _last_change(case).items() if last >= end > 0}
 
 
 def _each(
@@ -165,19 +148,6 @@ DATA_SAMPLING_RULES: tuple[Rule, ...] = (
         "min_difficulty",
         "max_difficulty",
         "difficulty_step",
-    ),
-    Rule(
-        "metric_ramp_ends_in_time",
-        (),
-        "each of `curriculum_metrics` must get to its end within the training",
-        "shorten its schedule, or train for longer",
-        lambda c: not _late(c),
-        lambda c: "; ".join(
-            f"{name} does after {last} {c.config.data_sampling.curriculum_unit}, and the training has "
-            f"{_end(c)}"
-            for name, last in _late(c).items()
-        ),
-        reads=(_METRICS, _UNIT, *END_FIELDS),
     ),
     Rule(
         "metrics_are_for_pretraining",

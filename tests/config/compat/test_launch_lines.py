@@ -29,7 +29,7 @@ OTHERS = {
     "fp8_needs_dense_layers": "experts whose products are of 8-bit floats",
     "--fp8-recipe mxfp8": "scales of blocks of 32 elements",
     "--fp8-recipe blockwise": "scales of blocks",
-    "flags contradict the JSON": "two batch sizes or learning rates or types in one script",
+    "flags contradict the JSON": "two types in one script",
 }
 """Other reasons for a refusal, with what the script does."""
 

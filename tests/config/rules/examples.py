@@ -383,7 +383,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "parallel.tensor_model_parallel_size": 2,
         "parallel.sequence_parallel": True,
     },
-    "seqlen_ramp_ends_in_time": {**RAMP, "curriculum.seqlen_total_curriculum_step": 10**6},
     "seqlen_is_for_pretraining": {**RAMP, **TASK},
     "seqlen_custom_has_a_function": {"curriculum.seqlen_schedule": "custom"},
     "seqlen_custom_is_a_pacing": {
@@ -400,7 +399,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "metric_difficulty_grows": metric(min_difficulty=501),
     "percentile_within_hundred": metric(difficulty_type="percentile"),
     "metric_changes_countable": metric(max_difficulty=10**9),
-    "metric_ramp_ends_in_time": metric(total_curriculum_step=101),
     "metrics_are_for_pretraining": {**metric(), **TASK},
     "metrics_or_data_sharding": {
         **metric(),
@@ -424,7 +422,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "parallel.sequence_parallel": True,
     },
     "random_ltd_leaves_packed_rows": {**DROPS, "data.bert_pack": True},
-    "random_ltd_ramp_ends_in_time": {**DROPS, "skipping.random_ltd_require_steps": 10**6},
     "skipping_is_for_pretraining": {"skipping.progressive_layer_drop": True, **TASK},
     "layer_drop_settings_need_it": {"skipping.pld_theta": 0.25},
 }
@@ -432,6 +429,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 # Combinations near a rule's border that must run.
 ACCEPTED: list[dict[str, Any]] = [
     {},
+    {**RAMP, "curriculum.seqlen_total_curriculum_step": 10**6},
+    metric(total_curriculum_step=101),
+    {**DROPS, "skipping.random_ltd_require_steps": 10**6},
     metric(),
     metric(difficulty_type="percentile", index_to_metric_path="", min_difficulty=1, max_difficulty=None),
     metric(**LEVELS),
