@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from megazero.config.coerce import Unreadable, coerce, nearest
 from megazero.config.compat import FOREIGN_FLAGS, Ignored, verdict
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, FieldSpec, Kind, spoken
+from megazero.config.words import Few
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Scan:
     deepspeed: bool = False
     deepspeed_config: str | None = None
     check_only: bool = False
+    unknown: Few = field(default_factory=lambda: Few("unknown flags"))
+    stray: Few = field(default_factory=lambda: Few("unexpected arguments"))
 
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -103,16 +107,14 @@ def scan(argv: Sequence[str]) -> Scan:
         token = argv[position]
         position += 1
         if not _is_flag(token):
-            result.problems.append(
-                f"unexpected argument `{token}`: values belong after a flag; quote those that hold blanks."
-            )
+            result.stray.add(result.problems, partial(_stray, token))
             continue
         name, equals, inline = token.partition("=")
         values = [inline] if equals else []
         following = [] if equals else _values_after(argv, position)
         position += _read_flag(result, name, values, following)
     result.settings = _settle(result)
-    result.problems += _deepspeed_pair(result)
+    result.problems += [*result.unknown.rest(), *result.stray.rest(), *_deepspeed_pair(result)]
     return result
 
 
@@ -154,10 +156,18 @@ def _read_flag(result: Scan, name: str, inline: list[str], following: list[str])
         else:
             result.problems.append(outcome)
         return taken
+    result.unknown.add(result.problems, partial(_unknown, name))
+    return len(following)
+
+
+def _unknown(name: str) -> str:
     close = nearest(name, [*FLAGS, *COMMANDS])
     hint = f"; did you mean `{close}`?" if close else "; see --help."
-    result.problems.append(f"unknown flag `{name}`{hint}")
-    return len(following)
+    return f"unknown flag `{name}`{hint}"
+
+
+def _stray(token: str) -> str:
+    return f"unexpected argument `{token}`: values belong after a flag; quote those that hold blanks."
 
 
 def _read_command(result: Scan, name: str, inline: list[str], following: list[str]) -> int:

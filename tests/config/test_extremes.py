@@ -154,3 +154,21 @@ def test_a_process_ends_with_a_sentence(flags: list[str], says: str, tmp_path: P
 def test_a_ramp_of_endless_increments_is_refused_at_once() -> None:
     argv = [*BASE_FLAGS, "--rampup-batch-size", "2", "2", "1000000", "--global-batch-size", "2000000000000"]
     assert any("[rule ramp_increments]" in line for line in violations(argv))
+
+
+def test_thousands_of_unknown_names_are_counted(tmp_path: Path) -> None:
+    """They were once a line each, and each was compared with every known name: minutes."""
+    names = [f"strange_{number}" for number in range(20_000)]
+    (tmp_path / "run.yaml").write_text("".join(f"{name}: 1\n" for name in names))
+    (tmp_path / "ds.json").write_text("{" + ", ".join(f'"{name}": 1' for name in names) + "}")
+    flags = ["stray"] * 20_000 + [f"--{name}" for name in names]
+    files = ["--config", str(tmp_path / "run.yaml")]
+    document = ["--deepspeed", "--deepspeed_config", str(tmp_path / "ds.json")]
+    lines = violations([*BASE_FLAGS, *files, *document, *flags])
+    assert len([line for line in lines if "unknown" in line or "stray" in line]) <= 4 * 21
+    assert f"{tmp_path}/run.yaml: there are 19,980 more unknown keys." in lines
+    assert f"{tmp_path}/ds.json: there are 19,980 more unknown keys." in lines
+    assert "there are 19,980 more unknown flags." in lines
+    assert "there are 19,980 more unexpected arguments." in lines
+    assert f"{tmp_path}/run.yaml:20: unknown key `strange_19`; docs/configuration.md lists the keys." in lines
+    assert len(lines) < 100
