@@ -15,6 +15,7 @@ from megazero.config.tree import Config, Section
 
 _OF_RUNS = frozenset({"training", "optimizer", "checkpoint", "logging", "guards", "distillation"})
 _COUNTED = frozenset({"iterations", "samples", "tokens"})
+_SCALE_WINDOW = "precision.loss_scale_window"
 
 
 class Kind(Enum):
@@ -75,7 +76,7 @@ class FieldSpec:
     @property
     def is_endless(self) -> bool:
         """Whether it is a length or an interval of the training, which a large number makes endless."""
-        return self.section in _OF_RUNS and self.unit in _COUNTED
+        return (self.section in _OF_RUNS and self.unit in _COUNTED) or self.path == _SCALE_WINDOW
 
     @property
     def type_name(self) -> str:

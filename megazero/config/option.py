@@ -76,6 +76,9 @@ Interval = Annotated[PositiveInt | None, BeforeValidator(_none_if_zero)]
 Duration = Annotated[PositiveFloat | None, BeforeValidator(_none_if_zero)]
 """After how long; None and 0 for never."""
 
+Scale = Annotated[PositiveFloat | None, BeforeValidator(_none_if_zero)]
+"""A factor that stays as it is; None, and 0 as in both Megatrons, for one that does not."""
+
 Patience = Annotated[float, Field(gt=0, le=525_600)]
 """Minutes to wait: more than none, and a year at most, which clocks can count."""
 

@@ -20,7 +20,7 @@ from megazero.config.finetuning import FinetuneConfig
 from megazero.config.guards import GuardsConfig
 from megazero.config.offload import OffloadConfig
 from megazero.config.optimization import OptimizerConfig as OptimizerConfig
-from megazero.config.option import Duration, Interval, Patience, option
+from megazero.config.option import Duration, Interval, Patience, Scale, option
 from megazero.config.option import Section as Section
 from megazero.config.skipping import SkippingConfig
 from megazero.config.sources import DataConfig as DataConfig
@@ -209,8 +209,8 @@ class PrecisionConfig(Section):
         flag="--params-dtype",
         switches={"--fp16": "fp16", "--bf16": "bf16"},
     )
-    loss_scale: PositiveFloat | None = option(
-        None, "static loss scale of fp16 and bf16; default: dynamic for fp16, none for bf16"
+    loss_scale: Scale = option(
+        None, "static loss scale of fp16 and bf16; default, and with 0: dynamic for fp16, none for bf16"
     )
     initial_loss_scale: PositiveFloat = option(2.0**32, "first dynamic loss scale")
     min_loss_scale: PositiveFloat = option(1.0, "floor of the dynamic loss scale")

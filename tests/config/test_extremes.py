@@ -62,7 +62,7 @@ def test_lengths_and_intervals_beyond_64_bits_are_never_reached(spec: FieldSpec,
 def test_the_settings_without_a_largest_value() -> None:
     names = {spec.name for spec in ENDLESS}
     assert names >= {"train_iters", "train_samples", "train_tokens", "lr_decay_iters", "lr_warmup_samples"}
-    assert names >= {"eval_interval", "exit_interval", "save_interval", "log_interval"}
+    assert names >= {"loss_scale_window", "eval_interval", "exit_interval", "save_interval", "log_interval"}
     assert not names & {"seq_length", "fp8_amax_history_len", "spike_window", "log_stability"}
 
 

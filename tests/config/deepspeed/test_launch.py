@@ -348,3 +348,10 @@ def test_a_script_of_megatron_deepspeed_runs_unchanged(launch: Launch) -> None:
     assert resolved.config.precision.initial_loss_scale == 2048
     assert resolved.config.batch.global_batch_size == 512
     assert len(resolved.warnings) == 2
+
+
+def test_intervals_that_no_run_reaches(launch: Launch) -> None:
+    document = {"steps_per_print": 10**23, "fp16": {"enabled": True, "loss_scale_window": 1e30}}
+    assert launch(document).config.precision.loss_scale_window == 2**63 - 1
+    (problem,) = refusals(launch, {"steps_per_print": 1.5})
+    assert problem == "ds.json: `steps_per_print` must be a positive integer, but is 1.5."
