@@ -102,7 +102,19 @@ def _means(value: Any, got: Any, spec: FieldSpec) -> bool:
         return len(items) == len(got) and all(_same(a, b) for a, b in zip(items, got, strict=True))
     if isinstance(got, str) and spec.choices and isinstance(value, str):
         return value.lower() == got.lower()
-    return _same(value, got)
+    return _same(value, got) or _is_never(value, got, spec)
+
+
+def _is_never(value: Any, got: Any, spec: FieldSpec) -> bool:
+    """Whether `got` is how the tree says the never, or the no end, that `value` stands for."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return False
+    if got is None or spec.name == "eval_iters":
+        return value <= 0 and not got
+    return spec.is_endless and value > got == 2**63 - 1
 
 
 def _same(value: Any, got: Any) -> bool:

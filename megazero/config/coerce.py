@@ -14,7 +14,7 @@ from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.fields import FieldSpec, Kind
 from megazero.config.lists import Unreadable, plain_text, read_list
 from megazero.config.metric_text import read_metrics
-from megazero.config.numbers import of_64_bits, read_float, read_int
+from megazero.config.numbers import of_64_bits, read_count, read_float, read_int
 from megazero.config.words import nearest
 
 
@@ -28,7 +28,7 @@ def coerce(spec: FieldSpec, value: Any) -> Any:
 
 
 def _read_int(spec: FieldSpec, value: Any) -> int:
-    return read_int(value)
+    return read_count(value) if spec.is_endless else read_int(value)
 
 
 def _read_float(spec: FieldSpec, value: Any) -> float:

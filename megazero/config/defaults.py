@@ -45,7 +45,7 @@ DECISIONS: tuple[Decision, ...] = (
         "1, or none with `--expert-interval`",
         "1",
         _NO_FLAG,
-        "experts are placed as in Megatron-LM unless Megatron-DeepSpeed's flag is given; the two count "
+        "experts are placed as in Megatron-LM unless the launch line is Megatron-DeepSpeed's; the two count "
         "layers differently",
     ),
     Decision(
@@ -53,9 +53,15 @@ DECISIONS: tuple[Decision, ...] = (
         "none: `--moe-layer-freq` says it",
         _NO_FLAG,
         "2",
-        "experts are placed as in Megatron-LM unless it is given",
+        "experts are placed as in Megatron-LM unless the launch line is Megatron-DeepSpeed's",
     ),
-    Decision("model.moe_router_topk", "2", "2", "1", "it goes with the flag's name, which is Megatron-LM's"),
+    Decision(
+        "model.moe_router_topk",
+        "2",
+        "2",
+        "1",
+        "it goes with the flag's name; a line of Megatron-DeepSpeed's has 1",
+    ),
     Decision(
         "model.moe_aux_loss_coeff",
         "0.0",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megazero.config.flags import Setting
 from megazero.config.lists import Unreadable, plain_text
 from megazero.config.metric_text import as_mapping, repeated_key
 from megazero.config.tree import Config
-from megazero.config.words import nearest
+from megazero.config.words import Few, nearest
 from megazero.regular_file import why_unreadable
 
 BASE = "base"
@@ -35,11 +36,15 @@ class Document:
         settings: one for each field that any of them sets.
         problems: why they are refused.
         broken: paths of the fields whose value could not be read.
+        unknown: how many keys of the file are unknown.
+        repeated: how many are given again.
     """
 
     settings: list[Setting] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
+    unknown: Few = field(default_factory=lambda: Few("unknown keys"))
+    repeated: Few = field(default_factory=lambda: Few("repeated keys"))
 
     def over(self, base: Document) -> Document:
         """Both documents, where what this one says takes precedence over `base`."""
@@ -99,6 +104,8 @@ def _read_text(text: str, name: str, above: tuple[Path, ...]) -> Document:
         document.problems.append(_syntax_problem(error, name))
     except RecursionError:
         document.problems.append(f"{name}: the document must not be nested this deeply.")
+    rest = [*document.unknown.rest(), *document.repeated.rest()]
+    document.problems += [f"{name}: {line}" for line in rest]
     if base is None:
         return document
     path, where = base
@@ -141,22 +148,24 @@ def _entries(document: Document, node: yaml.Node, name: str, what: str) -> Itera
         line = key_node.start_mark.line + 1
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else str(key_node.tag)
         if key in seen:
-            document.problems.append(
-                f"{name}:{line}: `{key}` must be given once, but is given on line {seen[key]} too."
-            )
+            document.repeated.add(document.problems, partial(_given_again, f"{name}:{line}", key, seen[key]))
             continue
         seen[key] = line
         yield _YamlKey(key, value_node, line)
 
 
+def _given_again(where: str, key: str, line: int) -> str:
+    return f"{where}: `{key}` must be given once, but is given on line {line} too."
+
+
 def _read_section(document: Document, loader: yaml.SafeLoader, entry: _YamlKey, name: str) -> None:
     if entry.key not in SECTIONS:
-        document.problems.append(_unknown_key(entry, name))
+        document.unknown.add(document.problems, partial(_unknown_key, entry, name))
         return
     for item in _entries(document, entry.node, name, f"`{entry.key}`"):
         spec = FIELD_BY_PATH.get(f"{entry.key}.{item.key}")
         if spec is None:
-            document.problems.append(_unknown_key(item, name, entry.key))
+            document.unknown.add(document.problems, partial(_unknown_key, item, name, entry.key))
         else:
             _read_value(document, loader, spec, item.node, f"{name}:{item.line}")
 

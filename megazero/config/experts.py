@@ -138,11 +138,14 @@ class ModelConfig(TransformerConfig):
         "default, and with a negative number: no limit",
         aliases=("--moe-train-capacity-factor",),
         switches={"--disable-moe-token-dropping": None},
-        # Megatron-DeepSpeed's switch overrules its factor, which its scripts always give.
+        # Megatron-DeepSpeed's switch overrules its factors, which its scripts always give.
         yielding=("--moe-train-capacity-factor",),
+        implies={"--disable-moe-token-dropping": ("moe_eval_capacity_factor", None)},
     )
     moe_eval_capacity_factor: Capacity = option(
-        None, "the same factor in evaluation; default: that of the training"
+        None,
+        "the same factor in evaluation; default: that of the training",
+        yielding=("--moe-eval-capacity-factor",),
     )
     moe_min_capacity: NonNegativeInt = option(0, "least capacity of an expert", unit="tokens")
     moe_token_drop_policy: Literal["probs", "position", "random"] = option(

@@ -13,6 +13,10 @@ from pydantic.fields import FieldInfo
 from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.tree import Config, Section
 
+_OF_RUNS = frozenset({"training", "optimizer", "checkpoint", "logging", "guards", "distillation"})
+_COUNTED = frozenset({"iterations", "samples", "tokens"})
+_SCALE_WINDOW = "precision.loss_scale_window"
+
 
 class Kind(Enum):
     """The type of a field, by which its text is read."""
@@ -50,7 +54,6 @@ class FieldSpec:
     switches: Mapping[str, Any]
     yielding: frozenset[str]
     implies: Mapping[str, tuple[str, Any]]
-    beside: Mapping[str, tuple[str, str]]
     synonyms: Mapping[str, Any]
     refused: Mapping[str, str]
     unit: str | None
@@ -69,6 +72,11 @@ class FieldSpec:
     def is_list(self) -> bool:
         """Whether its value is a tuple."""
         return self.kind in (Kind.INTS, Kind.FLOATS, Kind.CHOICES, Kind.TEXTS)
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether it is a length or an interval of the training, which a large number makes endless."""
+        return (self.section in _OF_RUNS and self.unit in _COUNTED) or self.path == _SCALE_WINDOW
 
     @property
     def type_name(self) -> str:
@@ -153,7 +161,6 @@ def _field_spec(section: str, name: str, annotation: Any, info: FieldInfo) -> Fi
         switches=types.MappingProxyType(extra["switches"]),
         yielding=frozenset(extra["yielding"]),
         implies=types.MappingProxyType(extra["implies"]),
-        beside=types.MappingProxyType(extra["beside"]),
         synonyms=types.MappingProxyType(extra["synonyms"]),
         refused=types.MappingProxyType(extra["refused"]),
         unit=extra["unit"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +17,7 @@ from megazero.config.coerce import coerce
 from megazero.config.compat import FOREIGN_FLAGS, Ignored, verdict
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, FieldSpec, Kind, spoken
 from megazero.config.lists import Unreadable
-from megazero.config.words import nearest
+from megazero.config.words import Few, nearest
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Scan:
     deepspeed: bool = False
     deepspeed_config: str | None = None
     check_only: bool = False
+    unknown: Few = field(default_factory=lambda: Few("unknown flags"))
+    stray: Few = field(default_factory=lambda: Few("unexpected arguments"))
 
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -62,7 +65,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "--config": "FILE: read settings from a YAML file; flags take precedence over it",
         "--deepspeed": "read the file of --deepspeed_config, as scripts for DeepSpeed say",
         "--deepspeed_config": "FILE: read settings from a DeepSpeed JSON; it takes precedence over the YAML "
-        "file, and flags that contradict it are refused (also --deepspeed-config)",
+        "file; flags take precedence over its batch sizes, learning rate and folder of events, and others "
+        "that contradict it are refused (also --deepspeed-config)",
         "--check-config": "print the resolved configuration and exit; 0 accepted, 2 refused",
         "--help": "print this text and exit",
         "--version": "print the version and exit",
@@ -104,16 +108,14 @@ def scan(argv: Sequence[str]) -> Scan:
         token = argv[position]
         position += 1
         if not _is_flag(token):
-            result.problems.append(
-                f"unexpected argument `{token}`: values belong after a flag; quote those that hold blanks."
-            )
+            result.stray.add(result.problems, partial(_stray, token))
             continue
         name, equals, inline = token.partition("=")
         values = [inline] if equals else []
         following = [] if equals else _values_after(argv, position)
-        position += _read_flag(result, name, values, following, argv)
+        position += _read_flag(result, name, values, following)
     result.settings = _settle(result)
-    result.problems += _deepspeed_pair(result) + _missing_companions(result, argv)
+    result.problems += [*result.unknown.rest(), *result.stray.rest(), *_deepspeed_pair(result)]
     return result
 
 
@@ -129,21 +131,6 @@ def _deepspeed_pair(result: Scan) -> list[str]:
     return []
 
 
-def _missing_companions(result: Scan, argv: Sequence[str]) -> list[str]:
-    """The problems of flags that Megatron reads only beside another one, which is missing."""
-    given = {token.split("=")[0] for token in argv}
-    problems = []
-    for setting in result.settings:
-        companion, otherwise = setting.spec.beside.get(setting.source, (None, ""))
-        if companion is not None and companion not in given:
-            problems.append(
-                f"`{setting.source}` must go with `{companion}`, without which {otherwise}, but is "
-                f"{setting.value}; add it, or leave `{setting.source}` out."
-            )
-            result.broken.add(setting.spec.path)
-    return problems
-
-
 def _is_flag(token: str) -> bool:
     return token.startswith("-") and len(token) > 1 and not re.match(r"-\.?\d", token)
 
@@ -155,7 +142,7 @@ def _values_after(argv: Sequence[str], position: int) -> list[str]:
     return list(argv[position:end])
 
 
-def _read_flag(result: Scan, name: str, inline: list[str], following: list[str], argv: Sequence[str]) -> int:
+def _read_flag(result: Scan, name: str, inline: list[str], following: list[str]) -> int:
     """Read one flag with its values into `result`; returns how many of `following` it took."""
     if name in FLAGS:
         return _read_field(result, FLAGS[name], inline, following)
@@ -164,16 +151,24 @@ def _read_flag(result: Scan, name: str, inline: list[str], following: list[str],
     if name in FOREIGN_FLAGS:
         foreign = FOREIGN_FLAGS[name]
         taken = 0 if inline else min(len(following), foreign.most_values)
-        outcome = verdict(foreign, inline or following[:taken], argv)
+        outcome = verdict(foreign, inline or following[:taken])
         if isinstance(outcome, Ignored):
             result.ignored.append(outcome)
         else:
             result.problems.append(outcome)
         return taken
+    result.unknown.add(result.problems, partial(_unknown, name))
+    return len(following)
+
+
+def _unknown(name: str) -> str:
     close = nearest(name, [*FLAGS, *COMMANDS])
     hint = f"; did you mean `{close}`?" if close else "; see --help."
-    result.problems.append(f"unknown flag `{name}`{hint}")
-    return len(following)
+    return f"unknown flag `{name}`{hint}"
+
+
+def _stray(token: str) -> str:
+    return f"unexpected argument `{token}`: values belong after a flag; quote those that hold blanks."
 
 
 def _read_command(result: Scan, name: str, inline: list[str], following: list[str]) -> int:
@@ -216,14 +211,20 @@ def _read_field(result: Scan, flag: Flag, inline: list[str], following: list[str
         return 0
     try:
         value = coerce(spec, values if spec.is_list and not inline else values[0])
-        result.settings.append(Setting(spec, value, flag.name))
-        if flag.name in spec.implies:
-            sibling, implied = spec.implies[flag.name]
-            result.settings.append(Setting(FIELD_BY_PATH[f"{spec.section}.{sibling}"], implied, flag.name))
+        _set(result, flag, value)
     except Unreadable as error:
         result.problems.append(f"`{flag.name}` {error}, but is `{' '.join(values)}`.")
         result.broken.add(spec.path)
     return 0 if inline else len(values)
+
+
+def _set(result: Scan, flag: Flag, value: Any) -> None:
+    """Set the flag's field, and the other one that the flag implies."""
+    spec = flag.spec
+    result.settings.append(Setting(spec, value, flag.name))
+    if flag.name in spec.implies:
+        sibling, implied = spec.implies[flag.name]
+        result.settings.append(Setting(FIELD_BY_PATH[f"{spec.section}.{sibling}"], implied, flag.name))
 
 
 def _read_switch(result: Scan, flag: Flag, inline: list[str]) -> None:
@@ -231,7 +232,7 @@ def _read_switch(result: Scan, flag: Flag, inline: list[str]) -> None:
     text = inline[0].lower() if inline else "true"
     if not inline or (flag.spec.kind is Kind.BOOL and text in ("true", "false")):
         value = flag.constant if text == "true" else not flag.constant
-        result.settings.append(Setting(flag.spec, value, flag.name))
+        _set(result, flag, value)
         return
     allowed = "true or false" if flag.spec.kind is Kind.BOOL else "no value"
     result.problems.append(f"`{flag.name}` is a switch that takes {allowed}, but is `{inline[0]}`.")

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megazero.config.option import Section, option
 
-Window = Annotated[int, Field(ge=20, le=10_000)]
-"""The number of updates in a running estimate: enough for a median, few enough to be saved."""
+_FEWEST, _MOST = 20, 10_000
+
+
+def _window(updates: int) -> int:
+    if not _FEWEST <= updates <= _MOST:
+        raise ValueError(
+            f"must be from {_FEWEST}, the fewest updates whose median says what is usual, to {_MOST}"
+        )
+    return updates
+
+
+Window = Annotated[int, AfterValidator(_window)]
+"""Updates that a running estimate is made of: enough for a median, few enough to be saved."""
 
 
 class GuardsConfig(Section):
@@ -40,7 +51,12 @@ class GuardsConfig(Section):
     spike_threshold: PositiveFloat = option(
         10.0, "how far above the median of the latest updates a spike is, in robust standard deviations"
     )
-    spike_window: Window = option(128, "updates that the median is taken of", unit="updates")
+    spike_window: Window = option(
+        128,
+        f"updates that the median is taken of, from {_FEWEST} to {_MOST}; a run looks for spikes once it has "
+        f"made {_FEWEST}",
+        unit="updates",
+    )
     spike_steps: PositiveInt = option(
         2, "steps whose samples `--on-spike rollback` sets aside: the spike's and those before it"
     )

@@ -30,15 +30,9 @@ class TransformerConfig(Section):
     )
     num_query_groups: PositiveInt | None = option(
         None,
-        "key/value heads of grouped-query attention; default: one per query head. --num-query-groups goes "
-        "with --group-query-attention",
+        "key/value heads of grouped-query attention; default: one per query head. Here "
+        "--group-query-attention may be left out, without which Megatron-LM ignores --num-query-groups",
         aliases=("--num-key-value-heads",),
-        beside={
-            "--num-query-groups": (
-                "--group-query-attention",
-                "Megatron-LM gives every query head its own key/value head",
-            )
-        },
     )
     kv_channels: PositiveInt | None = option(None, "width of one head; default: hidden / heads")
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(

@@ -9,29 +9,40 @@ from typing import Any
 from megazero.config.lists import Unreadable
 
 _LARGEST_EXPONENT = 30  # 1e30 is more than any count here; 1e999999999 would fill the memory
+_BEYOND = Decimal(10) ** _LARGEST_EXPONENT  # stands for all that is larger
 _LONGEST_NUMBER = 40  # characters
-_LARGEST = 2**63 - 1  # what an integer of 64 bits holds, as sample numbers and file offsets do
+LARGEST = 2**63 - 1
+"""What an integer of 64 bits holds, as sample numbers and file offsets do."""
 
 
 def read_int(value: Any) -> int:
     """An integer of 64 bits, from a number or its text. Raises Unreadable."""
+    return of_64_bits(_any_int(value))
+
+
+def read_count(value: Any) -> int:
+    """Likewise a count that is never reached if it is large: beyond 64 bits it is the largest of them."""
+    return of_64_bits(min(_any_int(value), LARGEST))
+
+
+def _any_int(value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
-        return of_64_bits(value)
+        return value
     if isinstance(value, float | str):
         text = str(value).strip()
         if len(text) > _LONGEST_NUMBER:
             raise Unreadable("must be an integer of fewer digits")
         if re.fullmatch(r"[+-]?\d+(_\d+)*", text):
-            return of_64_bits(int(text))
+            return int(text)
         if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text):
-            return of_64_bits(_exact_int(text))
+            return _exact_int(text)
     raise Unreadable("must be an integer")
 
 
 def of_64_bits(number: int) -> int:
     """The number. Raises Unreadable if it does not fit 64 bits."""
-    if abs(number) > _LARGEST:
-        raise Unreadable(f"must be an integer of at most 64 bits, no larger than {_LARGEST}")
+    if abs(number) > LARGEST:
+        raise Unreadable(f"must be an integer of at most 64 bits, no larger than {LARGEST}")
     return number
 
 
@@ -40,9 +51,9 @@ def _exact_int(text: str) -> int:
         number = Decimal(text)
     except InvalidOperation as error:
         raise Unreadable("must be an integer") from error
-    if number.adjusted() > _LARGEST_EXPONENT or number != number.to_integral_value():
+    if number != number.to_integral_value():
         raise Unreadable("must be an integer")
-    return int(number)
+    return int(number) if number.adjusted() <= _LARGEST_EXPONENT else int(_BEYOND.copy_sign(number))
 
 
 def read_float(value: Any) -> float:

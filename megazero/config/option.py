@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 
 
 def option(
@@ -17,7 +17,6 @@ def option(
     switches: Mapping[str, Any] | None = None,
     yielding: tuple[str, ...] = (),
     implies: Mapping[str, tuple[str, Any]] | None = None,
-    beside: Mapping[str, tuple[str, str]] | None = None,
     synonyms: Mapping[str, Any] | None = None,
     refused: Mapping[str, str] | None = None,
     unit: str | None = None,
@@ -34,7 +33,6 @@ def option(
         yielding: the switches and aliases that give way to any other flag of this field, as they do in
             Megatron scripts: `--no-position-embedding` beside `--use-rotary-position-embeddings` is rotary.
         implies: flags that set another field of the section too, flag -> (that field, its value).
-        beside: flags that count only beside another one, flag -> (the other one, what it means without that).
         synonyms: other words for a choice, word -> choice.
         refused: choices of other trainers that are not offered, choice -> the reason.
         unit: the unit of the number.
@@ -45,7 +43,6 @@ def option(
         "switches": dict(switches or {}),
         "yielding": list(yielding),
         "implies": dict(implies or {}),
-        "beside": dict(beside or {}),
         "synonyms": dict(synonyms or {}),
         "refused": dict(refused or {}),
         "unit": unit,
@@ -67,6 +64,20 @@ def _split_proportions(text: str) -> str:
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
 """A dropout rate, a decay of a running mean, a share of the schedule: in [0, 1)."""
+
+
+def _none_if_zero(value: Any) -> Any:
+    return None if value == 0 and not isinstance(value, bool) else value
+
+
+Interval = Annotated[PositiveInt | None, BeforeValidator(_none_if_zero)]
+"""Every how many iterations; None, and 0 as in both Megatrons, for never."""
+
+Duration = Annotated[PositiveFloat | None, BeforeValidator(_none_if_zero)]
+"""After how long; None and 0 for never."""
+
+Scale = Annotated[PositiveFloat | None, BeforeValidator(_none_if_zero)]
+"""A factor that stays as it is; None, and 0 as in both Megatrons, for one that does not."""
 
 Patience = Annotated[float, Field(gt=0, le=525_600)]
 """Minutes to wait: more than none, and a year at most, which clocks can count."""

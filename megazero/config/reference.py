@@ -21,8 +21,10 @@ _HEADER = "<!-- Written by `python -m megazero.config.reference docs`; do not ed
 
 _DEEPSPEED_INTRODUCTION = """\
 `--deepspeed --deepspeed_config FILE` reads a DeepSpeed JSON into the same tree of settings as flags and YAML.
-It takes precedence over the YAML file. A flag that sets a field differently is refused, and all such
-conflicts are listed at once. `megazero.initialize(config=...)` reads the same table.
+It takes precedence over the YAML file. Flags take precedence over its batch sizes, its learning rate and its
+folder of TensorBoard events, and a line of the log names both values; a flag that sets another field
+differently is refused, and all such conflicts are listed at once. `megazero.initialize(config=...)` reads the
+same table.
 
 Each key either sets fields of the tree, or has no effect here (one warning names all such keys with the
 reasons), or is refused with what to do instead. Unknown keys, keys given twice and values of the wrong type
@@ -31,7 +33,8 @@ is read.
 
 A key that counts only beside another one, such as `fp16.loss_scale` beside `fp16.enabled`, has no effect
 without it and is named in the same warning. `--loss-scale` has no effect beside a JSON whose `fp16` scales
-the loss dynamically: Megatron-DeepSpeed's scripts pass the exponent of `initial_scale_power` there.
+the loss dynamically, where Megatron-DeepSpeed's scripts pass the exponent of `initial_scale_power`, or beside
+`bf16`, which is not scaled.
 
 Where "auto" is allowed, the value is what flags, YAML or the caller give. For `reduce_bucket_size`,
 `stage3_prefetch_bucket_size` and `stage3_param_persistence_threshold` it is h x h, 0.9 x h x h and 10 x h,
@@ -228,7 +231,7 @@ def _conditional_row(row: Foreign) -> tuple[str, ...]:
     if row.where:
         when = f"where {' or '.join(condition.says for condition in row.where)}"
     else:
-        when = f"beside `{row.beside}`" if row.beside else f"with {' or '.join(row.values)}"
+        when = f"with {' or '.join(row.values)}"
     return (f"`{row.name}`", when, row.accepted or "", row.refused or "")
 
 

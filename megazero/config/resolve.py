@@ -11,14 +11,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megazero.config.compat import Ignored, contradiction, left_out
-from megazero.config.deepspeed import DeepSpeedSettings, conflicts, left_to_json, read_deepspeed
+from megazero.config.compat import Ignored, contradiction, megatron_deepspeed, ungrouped
+from megazero.config.deepspeed import DeepSpeedSettings, conflicts, left_to_json, overruled, read_deepspeed
 from megazero.config.derive import DEFAULT_TOKENIZERS
 from megazero.config.document import Document, read_file
-from megazero.config.fields import FIELDS, SECTIONS, FieldSpec
+from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec, spoken
 from megazero.config.flags import Scan, Setting, scan
 from megazero.config.help import format_help
-from megazero.config.rules import check, notes_on, value_at
+from megazero.config.rules import Case, check, cut_short, notes_on, value_at
 from megazero.config.shown import shown_config
 from megazero.config.tree import Config, Section
 from megazero.errors import ConfigError
@@ -53,21 +53,25 @@ def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resol
     ranks = world_size_of_environment(problems) if world_size is None else world_size
     given = [*document.settings, *flags.settings]
     deepspeed = _read_deepspeed(flags, given, ranks)
+    said = deepspeed.overruled + overruled(flags.settings, deepspeed.settings)
     problems += [*deepspeed.problems, *deepspeed.script_problems]
-    overruled = left_to_json(flags.settings, deepspeed)
-    heard = [setting for setting in flags.settings if setting not in overruled]
+    unheard = left_to_json(flags.settings, deepspeed.values)
+    heard = [setting for setting in flags.settings if setting not in unheard]
     problems += conflicts(heard, deepspeed.settings)
     layers = (deepspeed.defaults, document.settings, deepspeed.settings, heard)
     settings = {setting.spec.path: setting for layer in layers for setting in layer}
+    names = _names(flags)
+    said += _leave_to_megatron_deepspeed(names, settings)
     broken = flags.broken | ((document.broken | deepspeed.broken) - {s.spec.path for s in flags.settings})
     config = _with_default_tokenizer(_build(settings, broken, problems), broken)
     problems += [line for flag in flags.ignored if (line := _contradiction(flag, config, broken))]
     problems += check(config, ranks, broken)
     if problems:
         raise ConfigError(problems)
-    said = [_overruled(flag, deepspeed, config) for flag in overruled]
-    said += _left_out(flags, config, settings)
-    return Resolved(config, (*_warnings(flags, deepspeed), *said, *notes_on(config)), flags.check_only)
+    said += [_unheard(flag, deepspeed, config) for flag in unheard]
+    said += [line] if (line := ungrouped(names, config.model)) else []
+    said += [*notes_on(config), *cut_short(Case(config, ranks))]
+    return Resolved(config, (*_warnings(flags, deepspeed), *said), flags.check_only)
 
 
 def _with_default_tokenizer(config: Config, broken: set[str]) -> Config:
@@ -85,19 +89,41 @@ def _with_default_tokenizer(config: Config, broken: set[str]) -> Config:
     return config.model_copy(update={"tokenizer": section})
 
 
-def _left_out(flags: Scan, config: Config, settings: dict[str, Setting]) -> list[str]:
-    names = {setting.source for setting in flags.settings} | {flag.name for flag in flags.ignored}
-    given = {path: setting.value for path, setting in settings.items()}
-    line = left_out(names, given) if config.model.num_experts else None
-    return [] if line is None else [line]
+def _names(flags: Scan) -> set[str]:
+    """Names of the flags that were given, except those of commands."""
+    names = {setting.source for setting in flags.settings} | {ignored.name for ignored in flags.ignored}
+    return names | {"--deepspeed"} if flags.deepspeed else names
 
 
-def _overruled(flag: Setting, deepspeed: DeepSpeedSettings, config: Config) -> str:
-    first = config.precision.initial_loss_scale
+def _leave_to_megatron_deepspeed(names: set[str], settings: dict[str, Setting]) -> list[str]:
+    """Add Megatron-DeepSpeed's defaults to the settings of one of its lines; returns what to say of them."""
+    left_out = megatron_deepspeed(names, {path: setting.value for path, setting in settings.items()})
+    if left_out is None or not left_out[1]:
+        return []
+    spelling, meant = left_out
+    implied = [Setting(FIELD_BY_PATH[path], value, spelling) for path, value in meant.items()]
+    settings |= {setting.spec.path: setting for setting in implied}
+    listed = " ".join(
+        flag if value is True else f"{flag} {spoken(value)}"
+        for flag, value in ((setting.spec.flag, setting.value) for setting in implied)
+    )
+    return [
+        f"`{spelling}` is Megatron-DeepSpeed's, so what is left out about experts means what it means there: "
+        f"`{listed}`; any of these flags changes it."
+    ]
+
+
+def _unheard(flag: Setting, deepspeed: DeepSpeedSettings, config: Config) -> str:
+    precision = config.precision
+    scale = "a loss in bf16 is not scaled"
+    if precision.dtype == "fp16":
+        scale = (
+            f"the loss scale is dynamic and starts at {precision.initial_loss_scale:g}; a static one is set "
+            "by `fp16.loss_scale` there"
+        )
     return (
-        f"`{flag.source} {flag.value:g}` has no effect beside `fp16.enabled` of {deepspeed.name}, as in "
-        f"Megatron-DeepSpeed: the loss scale is dynamic and starts at {first:g}; a static one is set by "
-        "`fp16.loss_scale` there."
+        f"`{flag.source} {flag.value:g}` has no effect beside `{precision.dtype}.enabled` of "
+        f"{deepspeed.name}, as in Megatron-DeepSpeed: {scale}."
     )
 
 
@@ -110,7 +136,10 @@ def _read_deepspeed(flags: Scan, given: list[Setting], ranks: int | None) -> Dee
     replica = math.prod(sizes)
     whole = ranks is not None and min(sizes) > 0 and ranks % replica == 0
     return read_deepspeed(
-        flags.deepspeed_config, data_parallel=ranks // replica if whole else None, given=known
+        flags.deepspeed_config,
+        data_parallel=ranks // replica if whole else None,
+        given=known,
+        flags={setting.spec.path: setting for setting in flags.settings},
     )
 
 
@@ -219,7 +248,9 @@ def _warnings(flags: Scan, deepspeed: DeepSpeedSettings) -> tuple[str, ...]:
     """The warnings: at most one line on ignored flags and one on ignored keys, then the rest."""
     keys = [*deepspeed.ignored, *deepspeed.script_ignored]
     return (
-        *_without_effect("flags", [(flag.name, flag.reason) for flag in flags.ignored]),
+        *_without_effect(
+            "flags", [(flag.name, flag.reason) for flag in flags.ignored if not flag.foreign.silent]
+        ),
         *_without_effect(f"keys of {deepspeed.name}", [(key.key, key.reason) for key in keys]),
         *flags.warnings,
     )

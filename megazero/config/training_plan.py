@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from megazero.config.numbers import LARGEST
 from megazero.config.steps import BEGINNING, UNITS, Progress, Step, Steps, Unit
 from megazero.config.tree import Config
 from megazero.errors import ConfigError
@@ -33,6 +34,8 @@ class Limits:
     def end(self, steps: Steps) -> Progress:
         """The progress when these steps stop; their start, if a limit lies before it.
 
+        They stop before 64 bits cannot count their tokens any more, which no run lives to see.
+
         Raises:
             ConfigError: there is no limit.
         """
@@ -48,6 +51,7 @@ class Limits:
                 "`train_iters`, `train_samples` or `train_tokens` must be set, but none is; "
                 "say how long to train."
             )
+        ends.append(max(steps.reaching(LARGEST + 1) - 1, steps.start.iteration))
         return steps.before(min(ends))
 
 
@@ -118,25 +122,32 @@ class Evaluations:
     """The data that evaluations read; each uses the batch size at the end of a ramp.
 
     Attributes:
-        interval: training steps from one to the next.
+        interval: training steps from one to the next; None if there is only one, at the end.
         batches: global batches per evaluation.
         batch_size: samples per global batch.
         micro_batches: micro-batches per global batch, on each replica.
         same: whether all of them read the same samples.
+        sequence_length: tokens of each sample.
     """
 
-    interval: int
+    interval: int | None
     batches: int
     batch_size: int
     micro_batches: int
     same: bool
+    sequence_length: int = 1
 
     @classmethod
     def of(cls, config: Config, steps: Steps) -> Evaluations:
         """The evaluations between these steps."""
         training, size = config.training, steps.ramp.final
         return cls(
-            training.eval_interval, training.eval_iters, size, size // steps.unit, training.eval_from_start
+            training.eval_interval,
+            training.eval_iters,
+            size,
+            size // steps.unit,
+            training.eval_from_start,
+            config.model.seq_length,
         )
 
     @property
@@ -149,7 +160,7 @@ class Evaluations:
 
         Each evaluation reads the next part of the data, as Megatron-LM's do, unless all are to read the same.
         """
-        if self.same:
+        if self.same or self.interval is None:
             return 0
         past = iteration // self.interval
         if past and iteration % self.interval == 0:
@@ -157,8 +168,13 @@ class Evaluations:
         return past * self.samples
 
     def samples_until(self, iteration: int) -> int:
-        """Validation samples read by a training of `iteration` steps, including the evaluation at its end."""
-        return self.samples if self.same else (iteration // self.interval + 1) * self.samples
+        """Validation samples read by a training of `iteration` steps, including the evaluation at its end.
+
+        No more than 64 bits can number: a run does not live to read the others.
+        """
+        if self.same or self.interval is None:
+            return self.samples
+        return min((iteration // self.interval + 1) * self.samples, LARGEST // self.sequence_length)
 
 
 @dataclass(frozen=True)

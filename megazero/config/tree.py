@@ -7,9 +7,9 @@ what spans fields. Names are Megatron's wherever Megatron has one.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megazero.config.acceleration import AccelerationConfig
 from megazero.config.curriculum import CurriculumConfig
@@ -20,7 +20,7 @@ from megazero.config.finetuning import FinetuneConfig
 from megazero.config.guards import GuardsConfig
 from megazero.config.offload import OffloadConfig
 from megazero.config.optimization import OptimizerConfig as OptimizerConfig
-from megazero.config.option import Patience, option
+from megazero.config.option import Duration, Interval, Patience, Scale, option
 from megazero.config.option import Section as Section
 from megazero.config.skipping import SkippingConfig
 from megazero.config.sources import DataConfig as DataConfig
@@ -209,8 +209,8 @@ class PrecisionConfig(Section):
         flag="--params-dtype",
         switches={"--fp16": "fp16", "--bf16": "bf16"},
     )
-    loss_scale: PositiveFloat | None = option(
-        None, "static loss scale of fp16 and bf16; default: dynamic for fp16, none for bf16"
+    loss_scale: Scale = option(
+        None, "static loss scale of fp16 and bf16; default, and with 0: dynamic for fp16, none for bf16"
     )
     initial_loss_scale: PositiveFloat = option(2.0**32, "first dynamic loss scale")
     min_loss_scale: PositiveFloat = option(1.0, "floor of the dynamic loss scale")
@@ -302,6 +302,14 @@ class RecomputeConfig(Section):
     )
 
 
+def _none_below_zero(batches: Any) -> Any:
+    return 0 if isinstance(batches, int) and batches < 0 else batches
+
+
+Batches = Annotated[NonNegativeInt, BeforeValidator(_none_below_zero)]
+"""How many batches; both Megatrons evaluate where there is at least one, so -1 is none."""
+
+
 class TrainingConfig(Section):
     """Training length and evaluation"""
 
@@ -309,16 +317,20 @@ class TrainingConfig(Section):
     train_samples: PositiveInt | None = option(None, "length of the training", unit="samples")
     train_tokens: PositiveInt | None = option(None, "length of the training", unit="tokens")
     seed: NonNegativeInt = option(1234, "seed of initial weights, data order and dropout")
-    eval_interval: PositiveInt = option(1000, "iterations between evaluations", unit="iterations")
-    eval_iters: NonNegativeInt = option(100, "global batches per evaluation; 0 turns it off")
+    eval_interval: Interval = option(
+        1000, "iterations between evaluations; 0: only one, at the end", unit="iterations"
+    )
+    eval_iters: Batches = option(100, "global batches per evaluation; 0 or less turns it off")
     eval_from_start: bool = option(
         False,
         "let every evaluation read the same validation samples, the first ones, so that losses of different "
         "steps and runs compare; default: each reads the next ones",
     )
-    exit_interval: PositiveInt | None = option(None, "save and exit at multiples of this", unit="iterations")
-    exit_duration_in_mins: PositiveFloat | None = option(
-        None, "save and exit after this time", unit="minutes"
+    exit_interval: Interval = option(
+        None, "save and exit at multiples of this; default, and with 0: never", unit="iterations"
+    )
+    exit_duration_in_mins: Duration = option(
+        None, "save and exit after so long; default, and with 0: never", unit="minutes"
     )
     skip_train: bool = option(False, "evaluate and test only")
     deterministic_mode: bool = option(False, "use only kernels that give the same bits each time")

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from megazero.config.option import Section, option
+from megazero.config.option import Interval, Section, option
 
 
 class CheckpointConfig(Section):
@@ -25,7 +25,11 @@ class CheckpointConfig(Section):
         "where --load or --load-hf has a dense model, begin experts from it: each is a copy of the MLP whose "
         "place it takes",
     )
-    save_interval: PositiveInt | None = option(None, "iterations between checkpoints", unit="iterations")
+    save_interval: Interval = option(
+        None,
+        "iterations between checkpoints; default, and with 0: one where the run ends, and no other",
+        unit="iterations",
+    )
     save_retain_interval: PositiveInt | None = option(
         None,
         "keep one checkpoint per this many iterations; others but the newest --keep-last are removed",

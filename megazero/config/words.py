@@ -2,7 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+MOST_LISTED = 20
+"""Complaints of one kind that are put into words; the others are counted."""
+
+
+@dataclass
+class Few:
+    """Complaints of one kind, as many as there are.
+
+    Attributes:
+        what: what they are about, in the plural.
+        count: how many there are.
+    """
+
+    what: str
+    count: int = 0
+
+    def add(self, problems: list[str], sentence: Callable[[], str]) -> None:
+        """One more; among `problems` if it is one of the first."""
+        self.count += 1
+        if self.count <= MOST_LISTED:
+            problems.append(sentence())
+
+    def rest(self) -> list[str]:
+        """A line that counts the others; none if there are none."""
+        others = self.count - MOST_LISTED
+        return [f"there are {others:,} more {self.what}."] if others > 0 else []
 
 
 def split_training_flags(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:

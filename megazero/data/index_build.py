@@ -20,6 +20,7 @@ from megazero.data.native import NATIVE
 from megazero.errors import DataError
 
 _FINAL_EPOCH_SHARE = 0.80  # a last epoch used less than this is shuffled apart from the earlier ones
+_MOST_BYTES = 2**42  # of an index
 MAX_DATASETS = int(np.iinfo(np.int16).max)
 
 
@@ -107,8 +108,15 @@ def build_gpt_index(
 
     lengths: int32 [S], for the whole dataset; sequence_ids: int [n], the split's; native: use the compiled
     builder if it is built; step: is told what is built next. `plan.tokens_per_epoch` must be the number of
-    tokens in `sequence_ids`.
+    tokens in `sequence_ids`. Raises DataError if no memory holds the index.
     """
+    size = 4 * plan.epochs * sequence_ids.size + 12 * plan.samples
+    if size > _MOST_BYTES:
+        raise DataError(
+            f"the samples must fit into memory as an index, but {plan.samples:,} samples over "
+            f"{plan.epochs:,} epochs take {size / 2**40:,.0f} TiB; train on fewer samples, or evaluate less "
+            "often."
+        )
     random = np.random.RandomState(seed)
     step("the order of the sequences, step 1 of 3")
     document_index = build_document_index(sequence_ids, plan, random)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,18 +176,31 @@ def launched(flags: str, world_size: int = 4) -> tuple[str, ...]:
             "`moe_aux_loss_coeff` has no effect without a `moe_router_load_balancing_type`: no loss balances "
             "the experts.",
         ),
+        (
+            "--num-experts 8 --moe-min-capacity 4 --moe-token-drop-policy position",
+            "`moe_min_capacity` and `moe_token_drop_policy` have no effect without "
+            "`moe_expert_capacity_factor`: no token is dropped.",
+        ),
+        # 32 tokens give each of 8 experts 8 of the choices.
+        (
+            "--num-experts 8 --moe-expert-capacity-factor 1 --moe-min-capacity 9",
+            "`moe_expert_capacity_factor` has no effect without a smaller `moe_min_capacity`: it gives an "
+            "expert less than that, and the larger one counts.",
+        ),
         # A script for Megatron-DeepSpeed that leaves its defaults unsaid.
         (
             "--num-experts 8 --moe-loss-coeff 0.01 --moe-train-capacity-factor 1.0 --moe-min-capacity 4",
-            "`--moe-loss-coeff` is Megatron-DeepSpeed's, where what is left out here means "
-            "`--expert-interval 2` and `--topk 1 --moe-router-pre-softmax`; the defaults here are "
-            "Megatron-LM's, so write out what is meant.",
+            "`--moe-loss-coeff` is Megatron-DeepSpeed's, so what is left out about experts means what it "
+            "means there: `--moe-router-topk 1 --expert-interval 2 --moe-router-pre-softmax "
+            "--moe-eval-capacity-factor 1.0 --moe-token-drop-policy random --moe-capacity-scope "
+            "micro_batch`; any of these flags changes it.",
         ),
         (
             "--num-experts 8 --topk 2 --expert-interval 2",
-            "`--topk` is Megatron-DeepSpeed's, where what is left out here means "
-            "`--moe-router-sampling second` and `--moe-train-capacity-factor 1` and `--moe-min-capacity 4` "
-            "and `--moe-loss-coeff 0.1`; the defaults here are Megatron-LM's, so write out what is meant.",
+            "`--topk` is Megatron-DeepSpeed's, so what is left out about experts means what it means "
+            "there: `--moe-router-sampling second --moe-expert-capacity-factor 1.0 "
+            "--moe-eval-capacity-factor 1.0 --moe-min-capacity 4 --moe-token-drop-policy position "
+            "--moe-capacity-scope micro_batch --moe-aux-loss-coeff 0.1`; any of these flags changes it.",
         ),
     ],
 )
@@ -200,7 +214,12 @@ def test_what_has_no_effect_is_said(flags: str, note: str) -> None:
         "--num-experts 8",
         "--num-experts 8 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3",
         "--num-experts 8 --topk 2 --expert-interval 2 --moe-loss-coeff 0 --moe-train-capacity-factor 2 "
-        "--moe-min-capacity 4 --moe-router-sampling second",
+        "--moe-min-capacity 4 --moe-router-sampling second --moe-eval-capacity-factor 2 "
+        "--moe-token-drop-policy probs --moe-capacity-scope sequence",
+        "--num-experts 8 --moe-expert-capacity-factor 1 --moe-min-capacity 8",
+        # Names that Megatron-DeepSpeed shares, beside one of Megatron-LM's.
+        "--num-experts 8 --expert-interval 2 --moe-router-topk 2",
+        "--num-experts 8 8 --expert-interval 2 --mlp-type residual --moe-router-load-balancing-type none",
         "--num-experts 8 --topk 2 --moe-layer-freq 1 --moe-loss-coeff 0 --disable-moe-token-dropping "
         "--disable-moe-top2-2nd-expert-sampling",
         "--num-experts 8 --topk 3 --moe-layer-freq 1 --moe-loss-coeff 0 --disable-moe-token-dropping",
@@ -209,6 +228,77 @@ def test_what_has_no_effect_is_said(flags: str, note: str) -> None:
 )
 def test_what_is_said_whole_is_not_remarked_on(flags: str) -> None:
     assert launched(flags) == ()
+
+
+MEGATRON_DEEPSPEED = {
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+    "moe_router_sampling": "none",
+    "expert_interval": 2,
+    "moe_layer_freq": None,
+    "moe_expert_capacity_factor": 1.0,
+    "moe_eval_capacity_factor": 1.0,
+    "moe_min_capacity": 4,
+    "moe_token_drop_policy": "random",
+    "moe_capacity_scope": "micro_batch",
+    "moe_aux_loss_coeff": (0.1,),
+}
+"""The model of `--num-experts` alone in Megatron-DeepSpeed."""
+
+NO_DROPS = {
+    "moe_expert_capacity_factor": None,
+    "moe_eval_capacity_factor": None,
+    "moe_min_capacity": 0,
+    "moe_token_drop_policy": "probs",
+    "moe_capacity_scope": "sequence",
+}
+TWO = {"moe_router_topk": 2, "moe_router_pre_softmax": False, "moe_token_drop_policy": "position"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "differs"),
+    [
+        ("--num-experts 4 --moe-expert-parallel-size 2", {}),
+        ("--num-experts 4 --create-moe-param-group", {}),
+        ("--num-experts 4 --use-tutel", {}),
+        ("--num-experts 4 --mlp-type residual", {"mlp_type": "residual"}),
+        ("--num-experts 4 --expert-interval 1", {"expert_interval": 1}),
+        ("--num-experts 4 --enable-expert-tensor-parallelism", {}),
+        ("--num-experts 2 4", {"num_experts": (2, 4)}),
+        ("--num-experts 4 --moe-min-capacity 0", {"moe_min_capacity": 0}),
+        ("--num-experts 4 --moe-eval-capacity-factor 2", {"moe_eval_capacity_factor": 2.0}),
+        ("--num-experts 4 --moe-loss-coeff 0.01", {"moe_aux_loss_coeff": (0.01,)}),
+        ("--num-experts 4 --topk 2", {**TWO, "moe_router_sampling": "second"}),
+        ("--num-experts 4 --topk 2 --disable-moe-top2-2nd-expert-sampling", TWO),
+        ("--num-experts 4 --topk 3", {**TWO, "moe_router_topk": 3, "moe_token_drop_policy": "probs"}),
+        (
+            "--num-experts 4 --disable-moe-token-dropping --moe-train-capacity-factor 1.0 "
+            "--moe-eval-capacity-factor 1.0 --moe-min-capacity 4",
+            {**NO_DROPS, "moe_min_capacity": 4},
+        ),
+        # One spelling of Megatron-DeepSpeed alone decides, whatever else is there.
+        ("--num-experts 4 --topk 1 --moe-z-loss-coeff 1e-3", {"moe_z_loss_coeff": 1e-3}),
+        ("--num-experts 4 --topk 1 --moe-layer-freq 4", {"expert_interval": None, "moe_layer_freq": (4,)}),
+    ],
+)
+def test_a_line_of_megatron_deepspeed_gives_its_model(flags: str, differs: dict[str, Any]) -> None:
+    launched = parse_config([*BASE_FLAGS, *flags.split()], world_size=2).config.model
+    expected = {**MEGATRON_DEEPSPEED, **differs}
+    assert {name: getattr(launched, name) for name in expected} == expected
+
+
+def test_experts_of_megatron_deepspeed_are_whole_unless_it_is_asked_for_otherwise() -> None:
+    flags = [*BASE_FLAGS, "--num-experts", "4", "--topk", "1", "--tensor-model-parallel-size", "2"]
+    assert expert_tensor_size(parse_config(flags, world_size=2).config) == 1
+    cut = [*flags, "--enable-expert-tensor-parallelism"]
+    assert expert_tensor_size(parse_config(cut, world_size=2).config) == 2
+
+
+def test_experts_in_a_file_are_not_megatron_deepspeeds(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {num_experts: 4, expert_interval: 4, mlp_type: residual}\n")
+    launched = parse_config([*BASE_FLAGS, "--config", str(file)])
+    assert (launched.config.model.moe_router_topk, launched.warnings) == (2, ())
 
 
 def test_bad_settings_of_experts_are_refused_together() -> None:
@@ -262,14 +352,6 @@ def test_bad_settings_of_experts_are_refused_together() -> None:
                 "model.moe_router_topk": 6,
             },
             "(they have 4 experts)",
-        ),
-        (
-            {
-                "model.num_experts": (8,),
-                "model.moe_expert_capacity_factor": 1.0,
-                "model.moe_min_capacity": 9,
-            },
-            "(the capacity is 8 of 32 tokens); lower `--moe-min-capacity`",
         ),
         (
             {"model.num_experts": (8,), "model.mlp_type": "residual", "model.moe_ffn_hidden_size": 30}

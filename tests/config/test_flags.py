@@ -53,7 +53,10 @@ def values(*argv: str) -> dict[str, object]:
         ("--moe-loss-coeff 0.01", {"model.moe_aux_loss_coeff": (0.01,)}),
         ("--moe-aux-loss-coeff 0.1 0.2", {"model.moe_aux_loss_coeff": (0.1, 0.2)}),
         ("--moe-token-dispatcher-type alltoall_seq", {"parallel.moe_token_dispatcher_type": "alltoall"}),
-        ("--disable-moe-token-dropping", {"model.moe_expert_capacity_factor": None}),
+        (
+            "--disable-moe-token-dropping",
+            {"model.moe_expert_capacity_factor": None, "model.moe_eval_capacity_factor": None},
+        ),
         ("--enable-expert-tensor-parallelism", {"parallel.expert_tensor_parallel_size": None}),
         ("--moe-expert-parallel-size 2", {"parallel.expert_model_parallel_size": 2}),
         ("--disable-moe-top2-2nd-expert-sampling", {"model.moe_router_sampling": "none"}),
@@ -76,13 +79,7 @@ def test_one_flag(argv: str, expected: dict[str, object]) -> None:
         # Unfused, Megatron computes torch's exact GELU; fused, the tanh form.
         ("--no-bias-gelu-fusion", "model.activation", "gelu_exact"),
         ("--no-bias-gelu-fusion --swiglu", "model.activation", "swiglu"),
-        ("--no-bias-gelu-fusion --openai-gelu", "model.activation", "gelu"),
-        # Megatron-DeepSpeed's switch overrules its factor, which its scripts always give.
-        (
-            "--disable-moe-token-dropping --moe-train-capacity-factor 1.0",
-            "model.moe_expert_capacity_factor",
-            None,
-        ),
+        ("--no-bias-gelu-fusion --squared-relu", "model.activation", "squared_relu"),
         (
             "--moe-train-capacity-factor 1.0 --moe-expert-capacity-factor 2",
             "model.moe_expert_capacity_factor",
@@ -123,13 +120,6 @@ def test_flags_that_go_together(argv: str, field: str, value: str) -> None:
             "`recompute.granularity` must be set one way, but `--activations-checkpoint-method` says full "
             "and "
             "`--recompute-granularity` says selective; keep one of these flags.",
-        ),
-        # Megatron-LM reads the number of groups only beside its switch, and is silent without it.
-        (
-            "--num-query-groups 4",
-            "`--num-query-groups` must go with `--group-query-attention`, without which Megatron-LM gives "
-            "every "
-            "query head its own key/value head, but is 4; add it, or leave `--num-query-groups` out.",
         ),
         (
             "--enable-expert-tensor-parallelism --expert-tensor-parallel-size 1",

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import shlex
+from pathlib import Path
 
 import pytest
 
 from megazero.config import Resolved, parse_config
+from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.training_plan import training_plan_of
 from megazero.data.splits import parse_split
 from megazero.errors import ConfigError
@@ -70,13 +72,52 @@ def test_megatron_2_recomputes_whole_layers_where_it_is_told_how(flags: str, exp
     assert (found.granularity, found.method, found.num_layers) == expected
 
 
-def test_query_groups_need_their_switch_as_in_megatron_lm() -> None:
-    assert refusals("--num-query-groups 2") == [
-        "`--num-query-groups` must go with `--group-query-attention`, without which Megatron-LM gives "
-        "every query head its own key/value head, but is 2; add it, or leave `--num-query-groups` out."
+@pytest.mark.parametrize(
+    ("flags", "heads"),
+    [
+        ("--num-query-groups 2 --group-query-attention", 2),
+        ("--group-query-attention --num-query-groups=2", 2),
+        ("--group-query-attention --num-key-value-heads 2", 2),
+        ("--num-key-value-heads 2", 2),
+        ("--num-query-groups 4", 4),  # one for each query head, as without it
+    ],
+)
+def test_query_groups_are_taken_in_silence(flags: str, heads: int) -> None:
+    launched = launch(flags)
+    assert (launched.config.model.kv_heads, launched.warnings) == (heads, ())
+
+
+def test_query_groups_without_their_switch_are_another_model_than_megatron_lms() -> None:
+    launched = launch("--num-query-groups 2")
+    assert launched.config.model.kv_heads == 2
+    assert launched.warnings == (
+        "`--num-query-groups 2` gives the model 2 key/value heads. Megatron-LM ignores it without "
+        "`--group-query-attention` and trains one for each query head; leave it out for that model.",
+    )
+
+
+def test_the_switch_of_query_groups_needs_their_number(tmp_path: Path) -> None:
+    assert refusals("--group-query-attention") == [
+        "`--group-query-attention` is not accepted: say how many key/value heads there are with "
+        "`--num-query-groups`."
     ]
-    for flags in ("--num-query-groups 2 --group-query-attention", "--num-key-value-heads 2"):
-        assert launch(flags).config.model.kv_heads == 2
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {num_query_groups: 2}\n")
+    assert launch(f"--group-query-attention --config {file}").warnings == ()
+
+
+def test_openai_gelu_is_that_of_the_head_of_a_bert_too() -> None:
+    model = launch("--openai-gelu").config.model
+    assert (model.activation, model.bert_head_activation) == ("gelu", "gelu")
+
+
+@pytest.mark.parametrize("window", [19, 10_001])
+def test_a_window_of_spikes_has_bounds_with_a_reason(window: int) -> None:
+    assert refusals(f"--spike-window {window}") == [
+        "`--spike-window` must be from 20, the fewest updates whose median says what is usual, to 10000, but "
+        f"is `{window}`."
+    ]
+    assert "from 20 to 10000" in FIELD_BY_PATH["guards.spike_window"].help
 
 
 class _MegatronDeepSpeedRates:
@@ -207,6 +248,8 @@ def test_bf16_takes_a_static_loss_scale() -> None:
     """Megatron-LM multiplies the loss by it and divides the gradients by it again, as with fp16."""
     precision = launch("--bf16 --loss-scale 4096").config.precision
     assert build_loss_scaler(precision) == StaticLossScaler(4096.0)
+    # 0 is dynamic, as in both
+    assert launch("--fp16 --loss-scale 0").config.precision.loss_scale is None
     assert refusals("--loss-scale 4096") == [
         "`loss_scale` must not be set unless `dtype` is fp16 or bf16, but `loss_scale` is 4096.0 and "
         "`dtype` is fp32; add `--fp16` or `--bf16`, or leave it out [rule loss_scale_needs_16_bits]."

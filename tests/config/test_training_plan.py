@@ -116,7 +116,7 @@ def test_lr_lengths(changes: dict[str, Any], expected: LrLengths) -> None:
 def test_evaluations_by_hand() -> None:
     every_10 = {"training.eval_interval": 10, "training.eval_iters": 3}
     found = training_plan_of(make_config({**RAMP, **every_10}), 2).evaluations
-    assert found == Evaluations(interval=10, batches=3, batch_size=12, micro_batches=3, same=False)
+    assert found == Evaluations(10, 3, batch_size=12, micro_batches=3, same=False, sequence_length=32)
     assert found.samples == 36
     # one at 10 reads the first part, one at 20 the second; one at the end, at 25, the third
     assert [found.first_sample(n) for n in (0, 9, 10, 20, 25, 30)] == [0, 0, 0, 36, 72, 72]
@@ -126,6 +126,20 @@ def test_evaluations_by_hand() -> None:
     ).evaluations
     assert [same.first_sample(n) for n in (9, 10, 25)] == [0, 0, 0]
     assert [same.samples_until(n) for n in (9, 10, 25)] == [36, 36, 36]
+
+
+def test_without_an_interval_there_is_one_evaluation_at_the_end() -> None:
+    found = Evaluations(None, 3, 12, 3, same=False)
+    assert (found.first_sample(25), found.samples_until(25)) == (0, 36)
+
+
+def test_a_training_ends_before_its_tokens_cannot_be_counted() -> None:
+    plan = training_plan_of(make_config({"training.train_iters": 2**63 - 1}), 2)
+    assert 2**63 - 4 * 32 <= plan.end.tokens < 2**63
+    assert plan.evaluations.samples_until(plan.end.iteration) * 32 < 2**63
+    often = {"training.train_iters": 2**63 - 1, "training.eval_interval": 1}
+    plan = training_plan_of(make_config(often), 2)
+    assert plan.evaluations.samples_until(plan.end.iteration) == (2**63 - 1) // 32
 
 
 @pytest.mark.parametrize("batches", [0, 1, 4])

@@ -6,6 +6,14 @@ tune something that is off or refused itself), in `refused.py` (said in another 
 """
 
 from megazero.config.compat.foreign import FOREIGN_FLAGS, Foreign, Ignored, contradiction, verdict
-from megazero.config.compat.left_out import left_out
+from megazero.config.compat.left_out import megatron_deepspeed, ungrouped
 
-__all__ = ["FOREIGN_FLAGS", "Foreign", "Ignored", "contradiction", "left_out", "verdict"]
+__all__ = [
+    "FOREIGN_FLAGS",
+    "Foreign",
+    "Ignored",
+    "contradiction",
+    "megatron_deepspeed",
+    "ungrouped",
+    "verdict",
+]

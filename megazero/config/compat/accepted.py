@@ -2,9 +2,9 @@
 
 `ACCEPTED`: reason -> flags. A mark at a flag's end says how many values follow it: none without a mark,
 `=` one, `=?` at most one, `=*` any number.
-`CONDITIONAL`: flag -> (when, the reason, what to do otherwise). `when` lists values, or names a
-flag that must be given too, or states `section.field=value` or `section.field!=value` of the tree; of several
-of these, with `or` between them, one must hold.
+`CONDITIONAL`: flag -> (when, the reason, what to do otherwise). `when` lists values, or states
+`section.field=value` or `section.field!=value` of the tree; of several of these, with `or` between them, one
+must hold. `SILENT`: those that have their effect through the setting that `when` names.
 """
 
 from __future__ import annotations
@@ -238,8 +238,8 @@ CONDITIONAL: Mapping[str, tuple[str, str, str]] = MappingProxyType(
             "rows are sent to experts in the model's type; leave it out",
         ),
         "--group-query-attention": (
-            "--num-query-groups",
-            "`--num-query-groups` says the same",
+            "model.num_query_groups!=None",
+            "`--num-query-groups` has its effect",
             "say how many key/value heads there are with `--num-query-groups`",
         ),
         "--softmax-type=": (
@@ -289,3 +289,5 @@ CONDITIONAL: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         ),
     }
 )
+
+SILENT: frozenset[str] = frozenset({"--group-query-attention"})

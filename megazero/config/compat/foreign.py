@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.compat.absent import ABSENT, ABSENT_VALUES
-from megazero.config.compat.accepted import ACCEPTED, CONDITIONAL
+from megazero.config.compat.accepted import ACCEPTED, CONDITIONAL, SILENT
 from megazero.config.compat.dependent import DEPENDENT
 from megazero.config.compat.refused import REFUSED
 
@@ -57,9 +57,9 @@ class Foreign:
         values: the values it is accepted with, compared in lower case; empty means any (none for a switch).
         least_values: how many values must follow it.
         most_values: how many of the arguments after it can be its values.
-        beside: the flag without which it is refused.
         where: conditions on the tree once everything is resolved, of which one must hold.
         feature: the feature that it asks for where it is refused, if that feature does not exist here.
+        silent: whether a run says nothing about it, because the setting in `where` has its effect.
     """
 
     name: str
@@ -68,9 +68,9 @@ class Foreign:
     values: tuple[str, ...] = ()
     least_values: int = 0
     most_values: int = 0
-    beside: str | None = None
     where: tuple[Condition, ...] = ()
     feature: str | None = None
+    silent: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ class Ignored:
 def contradiction(ignored: Ignored, value_of: Callable[[str], Any]) -> str | None:
     """The reason for refusing a flag after all, now that fields have values; None if it is not refused."""
     foreign = ignored.foreign
-    if not foreign.where or any(each.holds(value_of(each.path)) for each in foreign.where):
+    if not foreign.where or any(condition.holds(value_of(condition.path)) for condition in foreign.where):
         return None
     return f"`{foreign.name}` is not accepted: {foreign.refused}."
 
 
-def verdict(foreign: Foreign, values: Sequence[str], argv: Sequence[str]) -> Ignored | str:
+def verdict(foreign: Foreign, values: Sequence[str]) -> Ignored | str:
     """Judge a foreign flag that was given `values`: Ignored, or the reason for refusing it."""
     given = " ".join([foreign.name, *values])
     if foreign.accepted is None:
@@ -98,8 +98,6 @@ def verdict(foreign: Foreign, values: Sequence[str], argv: Sequence[str]) -> Ign
     if len(values) < foreign.least_values:
         return f"`{foreign.name}` must be followed by a value."
     if foreign.values and not (values and all(value.lower() in foreign.values for value in values)):
-        return f"`{given}` is not accepted: {foreign.refused}."
-    if foreign.beside and not any(token.split("=")[0] == foreign.beside for token in argv):
         return f"`{given}` is not accepted: {foreign.refused}."
     return Ignored(foreign.name, foreign.accepted, foreign)
 
@@ -129,10 +127,8 @@ def _conditional() -> Iterable[Foreign]:
             least_values=least,
             most_values=most,
         )
-        if when.startswith("--"):
-            yield row(beside=when)
-        elif "=" in when:
-            yield row(where=tuple(map(Condition.read, when.split(" or "))))
+        if "=" in when:
+            yield row(where=tuple(map(Condition.read, when.split(" or "))), silent=name in SILENT)
         else:
             yield row(values=tuple(when.split()))
 

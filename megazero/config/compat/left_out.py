@@ -1,8 +1,4 @@
-"""The meaning of the settings of experts that a script for Megatron-DeepSpeed leaves out.
-
-The defaults here are Megatron-LM's. Such a script runs with them, and one line of warning says which of its
-own defaults they replace.
-"""
+"""The meaning of the flags that a script for one of the Megatrons leaves out."""
 
 from __future__ import annotations
 
@@ -10,7 +6,12 @@ from collections.abc import Mapping, Set
 from types import MappingProxyType
 from typing import Any
 
-_SPELLINGS = (
+from megazero.config.tree import ModelConfig
+
+_GROUPS = "--num-query-groups"
+_GROUPED = "--group-query-attention"
+
+_OWN = (
     "--moe-expert-parallel-size",
     "--moe-loss-coeff",
     "--moe-train-capacity-factor",
@@ -22,38 +23,103 @@ _SPELLINGS = (
 )
 """Flags that only Megatron-DeepSpeed knows."""
 
+_SHARED = (
+    "--expert-interval",
+    "--mlp-type",
+    "--moe-eval-capacity-factor",
+    "--moe-min-capacity",
+    "--enable-expert-tensor-parallelism",
+    "--ds-sequence-parallel-size",
+    "--deepspeed",
+)
+"""Flags of Megatron-DeepSpeed, and not of Megatron-LM, that have the same name here."""
+
+_MEGATRON_LM = frozenset(
+    {"--num-moe-experts", "--expert-model-parallel-size", "--expert-tensor-parallel-size"}
+)
+"""Flags about experts that Megatron-DeepSpeed does not know, besides those that begin with `--moe-`."""
+
 _TOPK = "model.moe_router_topk"
 _FACTOR = "model.moe_expert_capacity_factor"
-_MEANT: Mapping[str, tuple[str, ...]] = MappingProxyType(
+_TENSOR_RANKS = "parallel.tensor_model_parallel_size"
+_CHOICES: Mapping[int, Mapping[str, Any]] = MappingProxyType(
     {
-        "--expert-interval 2": ("model.expert_interval", "model.moe_layer_freq"),
-        "--topk 1 --moe-router-pre-softmax": (_TOPK,),
-        "--moe-router-sampling second": ("model.moe_router_sampling",),
-        "--moe-train-capacity-factor 1": (_FACTOR,),
-        "--moe-min-capacity 4": ("model.moe_min_capacity",),
-        "--moe-loss-coeff 0.1": ("model.moe_aux_loss_coeff",),
+        1: {"model.moe_router_pre_softmax": True},
+        2: {"model.moe_router_sampling": "second"},
     }
 )
-"""The meaning of what is left out: flags -> the settings that are then missing."""
+"""What DeepSpeed does with so many choices of each token: path -> value."""
+
+_DROPPED = MappingProxyType({1: "random", 2: "position"})
+"""Which tokens DeepSpeed drops with so many choices; with more, those of the least probability."""
 
 
-def left_out(flags: Set[str], settings: Mapping[str, Any]) -> str | None:
-    """The line for a script that leaves out settings of experts; None if it leaves out none.
+def megatron_deepspeed(flags: Set[str], settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Megatron-DeepSpeed's defaults of the settings about experts that its launch line leaves out.
+
+    A line is Megatron-DeepSpeed's if it has a spelling that only Megatron-DeepSpeed knows, or one that it
+    shares with this toolkit and none of Megatron-LM's.
 
     Args:
         flags: names of the flags that were given.
         settings: path -> value of the settings that anything gives.
+
+    Returns:
+        The spelling that tells, and path -> value; None for another line, or for a model without experts.
     """
-    spelling = next((name for name in _SPELLINGS if name in flags), None)
-    meant = [words for words, paths in _MEANT.items() if settings.keys().isdisjoint(paths)]
-    if settings.get(_TOPK) != 2:
-        meant = [words for words in meant if "sampling" not in words]
-    if _FACTOR in settings and settings[_FACTOR] is None:
-        meant = [words for words in meant if "capacity" not in words]
-    if spelling is None or not meant:
+    counts = settings.get("model.num_experts") or (1,)
+    spelling = _spelling(flags, counts)
+    if spelling is None or set(counts) == {1}:
         return None
-    listed = " and ".join(f"`{words}`" for words in meant)
+    meant = {path: value for path, value in _meant(settings).items() if path not in settings}
+    return spelling, meant
+
+
+def _spelling(flags: Set[str], counts: tuple[int, ...]) -> str | None:
+    own = next((name for name in _OWN if name in flags), None)
+    foreign = {name for name in flags if name.startswith("--moe-")} | (_MEGATRON_LM & flags)
+    if own is not None or foreign - {*_OWN, *_SHARED}:
+        return own
+    if "--num-experts" in flags and len(counts) > 1:
+        return "--num-experts"
+    return next((name for name in _SHARED if name in flags), None)
+
+
+def _meant(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Path -> value of the defaults, given what else is set."""
+    topk = settings.get(_TOPK, 1)
+    meant: dict[str, Any] = {_TOPK: 1}
+    if settings.get("model.moe_layer_freq") is None:
+        meant["model.expert_interval"] = 2
+    scores = settings.get("model.moe_router_score_function", "softmax")
+    if scores == "softmax" and settings.get("model.moe_router_num_groups") is None:
+        meant |= _CHOICES.get(topk, {})
+    factor = settings.get(_FACTOR, 1.0)
+    if factor is not None and factor >= 0:
+        meant |= {
+            _FACTOR: 1.0,
+            "model.moe_eval_capacity_factor": 1.0,
+            "model.moe_min_capacity": 4,
+            "model.moe_token_drop_policy": _DROPPED.get(topk, "probs"),
+            "model.moe_capacity_scope": "micro_batch",
+        }
+    if settings.get("model.moe_router_load_balancing_type", ("aux_loss",)) == ("aux_loss",):
+        meant["model.moe_aux_loss_coeff"] = (0.1,)
+    if settings.get(_TENSOR_RANKS, 1) > 1:
+        meant["parallel.expert_tensor_parallel_size"] = 1
+    return meant
+
+
+def ungrouped(flags: Set[str], model: ModelConfig) -> str | None:
+    """The line on `--num-query-groups` alone, which Megatron-LM ignores; None if that is the same model.
+
+    Args:
+        flags: names of the flags that were given.
+        model: the model that they describe.
+    """
+    if _GROUPS not in flags or _GROUPED in flags or model.kv_heads == model.num_attention_heads:
+        return None
     return (
-        f"`{spelling}` is Megatron-DeepSpeed's, where what is left out here means {listed}; the defaults "
-        "here are Megatron-LM's, so write out what is meant."
+        f"`{_GROUPS} {model.kv_heads}` gives the model {model.kv_heads} key/value heads. Megatron-LM ignores "
+        f"it without `{_GROUPED}` and trains one for each query head; leave it out for that model."
     )

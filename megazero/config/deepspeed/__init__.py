@@ -4,8 +4,9 @@
 """
 
 from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
+from megazero.config.deepspeed.beside import conflicts, left_to_json, overruled
 from megazero.config.deepspeed.extras import Extras, OptimizerExtras, SchedulerExtras
-from megazero.config.deepspeed.read import DeepSpeedSettings, conflicts, left_to_json, read_deepspeed
+from megazero.config.deepspeed.read import DeepSpeedSettings, read_deepspeed
 
 __all__ = [
     "BatchTriangle",
@@ -15,6 +16,7 @@ __all__ = [
     "SchedulerExtras",
     "conflicts",
     "left_to_json",
+    "overruled",
     "read_deepspeed",
     "resolve_batch",
 ]

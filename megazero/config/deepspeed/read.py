@@ -7,28 +7,30 @@ file are collected, to be reported together with all others.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megazero.config.bounded import bounded_text
 from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
+from megazero.config.deepspeed.beside import leave_batch_to_flags
 from megazero.config.deepspeed.extras import Extras
+from megazero.config.deepspeed.load import load_json
 from megazero.config.deepspeed.row import AUTO, LARGEST, NOTHING, SECTION, KeyRow, say
 from megazero.config.deepspeed.rows.optimizer import optimizer_faults
 from megazero.config.deepspeed.rows.train import BATCH_ROWS
 from megazero.config.deepspeed.table import ALIASES, ROWS, SECTIONS, unknown_key
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.flags import Setting
+from megazero.config.words import Few
 from megazero.errors import ConfigError
-from megazero.regular_file import why_unreadable
 
 _LONGEST_SHOWN = 80  # characters of a value in a message
 _DEEPEST = 32  # levels; DeepSpeed's own keys need eight
 _NOTHING_GIVEN: Mapping[str, Any] = MappingProxyType({})
+_NO_FLAGS: Mapping[str, Setting] = MappingProxyType({})
 _WARMUP = frozenset({"warmup_num_steps", "warmup_type", "last_batch_iteration"})
 _SCHEDULER_TAKES: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -62,6 +64,7 @@ class DeepSpeedSettings:
         broken: paths of fields whose value could not be read.
         extras: what it says beyond the tree.
         batch: the batch sizes, if they could be resolved.
+        overruled: sentences on its batch sizes that give way to flags.
     """
 
     name: str
@@ -74,6 +77,7 @@ class DeepSpeedSettings:
     broken: set[str] = field(default_factory=set)
     extras: Extras = field(default_factory=Extras)
     batch: BatchTriangle | None = None
+    overruled: list[str] = field(default_factory=list)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -86,6 +90,7 @@ def read_deepspeed(
     *,
     data_parallel: int | None = None,
     given: Mapping[str, Any] = _NOTHING_GIVEN,
+    flags: Mapping[str, Setting] = _NO_FLAGS,
 ) -> DeepSpeedSettings:
     """Read a JSON file, or its content as a mapping.
 
@@ -94,12 +99,13 @@ def read_deepspeed(
         data_parallel: ranks that samples are split over; None leaves the batch sizes unresolved.
         given: path -> value of fields that are known from elsewhere; they resolve "auto" and complete the
             batch sizes.
+        flags: path -> the flag that sets it; a batch size of the file gives way to one.
     """
     if isinstance(source, Mapping):
         result, document = DeepSpeedSettings("the DeepSpeed configuration"), source
     else:
         result = DeepSpeedSettings(str(source))
-        document = _load(result, Path(source))
+        document, result.problems = load_json(Path(source))
     if _nested_deeply(document):
         result.problems.append(f"{result.name}: the file must not be nested this deeply.")
         return result
@@ -111,63 +117,10 @@ def read_deepspeed(
     if values.get("scheduler.type") == "WarmupDecayLR":
         extras.setdefault("scheduler.warmup_max_lr", 1e-3)  # unlike WarmupLR, which takes the optimizer's
     result.extras = Extras.of(extras)
+    result.overruled = leave_batch_to_flags(result.name, values, flags, data_parallel)
     _set_batch(result, values, given, data_parallel)
     _settle(result)
     return result
-
-
-def left_to_json(flags: Sequence[Setting], read: DeepSpeedSettings) -> list[Setting]:
-    """The flags that have no effect beside this JSON: `--loss-scale`, where the JSON's own scale is dynamic.
-
-    In Megatron-DeepSpeed the engine scales the loss, and looks at the JSON alone. Its scripts give the flag
-    the exponent of the first scale (`--loss-scale 15` beside `initial_scale_power` 15): no static scale.
-    """
-    dynamic = read.values.get("precision.dtype") == "fp16" and not read.values.get("precision.loss_scale")
-    return [flag for flag in flags if dynamic and flag.spec.path == "precision.loss_scale"]
-
-
-def conflicts(flags: Sequence[Setting], settings: Sequence[Setting]) -> list[str]:
-    """The fields that a flag and the JSON set differently, as sentences."""
-    by_path = {setting.spec.path: setting for setting in flags}
-    rivals = [(by_path[setting.spec.path], setting) for setting in settings if setting.spec.path in by_path]
-    return [
-        f"`{setting.spec.path}` must be set one way, but `{flag.source}` says {say(flag.value)} and "
-        f"{setting.source} says {say(setting.value)}; change one of them."
-        for flag, setting in rivals
-        if flag.value != setting.value
-    ]
-
-
-def _load(result: DeepSpeedSettings, path: Path) -> Mapping[str, Any]:
-    """The file's object; empty, with a problem noted, if there is none."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        repeated = sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        result.problems += [f"{path}: `{key}` must be given once, but is given again." for key in repeated]
-        return dict(pairs)
-
-    def no_constant(name: str) -> None:
-        raise ValueError(f"{name} is not a JSON number")
-
-    try:
-        text = bounded_text(path)
-        document = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
-    except OSError as error:
-        result.problems.append(
-            f"`--deepspeed_config` must name a readable file, but {path}: {why_unreadable(error)}."
-        )
-    except RecursionError:  # within the parser; what it can read is judged by `_nested_deeply`
-        result.problems.append(f"{path}: the file must not be nested this deeply.")
-    except ValueError as error:
-        result.problems.append(
-            f"{path}: the file must be valid JSON, but is not ({error}); replace the placeholders of a "
-            "template first."
-        )
-    else:
-        if isinstance(document, dict):
-            return document
-        result.problems.append(f"{path}: the file must hold one JSON object.")
-    return {}
 
 
 def _nested_deeply(document: Mapping[str, Any]) -> bool:
@@ -188,7 +141,8 @@ def _read_keys(
     """The readable values by key path, and those of the paths that were resolved from "auto"."""
     values: dict[str, Any] = {}
     resolved: set[str] = set()
-    for path, value in _leaves(result, document):
+    unknown = Few("unknown keys")
+    for path, value in _leaves(result, document, unknown):
         row = ROWS[path]
         if path in values:
             result.problems.append(f"{result.name}: `{path}` must be given once, but is given as two names.")
@@ -200,11 +154,12 @@ def _read_keys(
             resolved.add(path)
         else:
             _read_value(result, row, value, values)
+    result.problems += [f"{result.name}: {line}" for line in unknown.rest()]
     return values, resolved
 
 
 def _leaves(
-    result: DeepSpeedSettings, node: Mapping[str, Any], section: str = ""
+    result: DeepSpeedSettings, node: Mapping[str, Any], unknown: Few, section: str = ""
 ) -> Iterator[tuple[str, Any]]:
     """Path and value of every key that has a row; other keys are problems."""
     for key, value in node.items():
@@ -212,11 +167,15 @@ def _leaves(
         if path in ROWS:
             yield path, value
         elif path not in SECTIONS:
-            result.problems.append(f"{result.name}: {unknown_key(path)}")
+            unknown.add(result.problems, partial(_unknown, result.name, path))
         elif isinstance(value, Mapping):
-            yield from _leaves(result, value, path)
+            yield from _leaves(result, value, unknown, path)
         elif value is not None:
             result.problems.append(f"{result.name}: `{path}` must be an object, but is {_shown(value)}.")
+
+
+def _unknown(name: str, path: str) -> str:
+    return f"{name}: {unknown_key(path)}"
 
 
 def _read_value(result: DeepSpeedSettings, row: KeyRow, value: Any, values: dict[str, Any]) -> None:

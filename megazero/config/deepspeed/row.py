@@ -50,6 +50,12 @@ def _integer(value: Any) -> Any:
     return int(value) if exact else NOTHING
 
 
+def _endless(value: Any) -> Any:
+    """A positive integer; one that no run reaches is the largest of 64 bits."""
+    whole = isinstance(value, int | float) and not isinstance(value, bool) and value > LARGEST
+    return LARGEST if whole and value != math.inf else _at_least(1, _integer)(value)
+
+
 def _at_least(least: int, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def within(value: Any) -> Any:
         number = read(value)
@@ -78,6 +84,7 @@ def _of(*types: type) -> Callable[[Any], Any]:
 BOOL = ValueShape("true or false", _of(bool))
 INTEGER = ValueShape("an integer", _integer)
 COUNT = ValueShape("a positive integer", _at_least(1, _integer))
+INTERVAL = ValueShape("a positive integer", _endless)
 SIZE = ValueShape("an integer, at least 0", _at_least(0, _integer))
 NUMBER = ValueShape("a number", _number)
 AMOUNT = ValueShape("a number, at least 0", _at_least(0, _number))

@@ -5,6 +5,7 @@ accepted without effect; the other files hold the rules by subject.
 """
 
 from megazero.config.rules.notes import NOTES, Note, notes_on
+from megazero.config.rules.ramps import cut_short
 from megazero.config.rules.rule import Case, Rule, value_at
 from megazero.config.rules.table import RULES, broken_rules, check, check_sections
 
@@ -17,6 +18,7 @@ __all__ = [
     "broken_rules",
     "check",
     "check_sections",
+    "cut_short",
     "notes_on",
     "value_at",
 ]

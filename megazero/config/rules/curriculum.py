@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from megazero.config.curriculum import CurriculumConfig
 from megazero.config.pacing import MOST_CHANGES, Pacing, pieces
-from megazero.config.rules.rule import END_FIELDS, SEQUENCE_FIELDS, Case, Rule
+from megazero.config.rules.rule import SEQUENCE_FIELDS, Case, Rule
 
 _SCHEDULE = "curriculum.seqlen_schedule"
 _MIN = "curriculum.seqlen_min_difficulty"
@@ -70,18 +70,6 @@ def _divides(case: Case, pacing: Pacing) -> bool:
     parallel = case.config.parallel
     ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     return all(length % ranks == 0 for _, length in pieces(pacing))
-
-
-def _ends_in_time(case: Case, pacing: Pacing) -> bool:
-    last, end = pieces(pacing)[-1][0], case.end
-    return end is None or last < end.count(_settings(case).seqlen_unit) or last == 0
-
-
-def _when_it_ends(case: Case) -> str:
-    pacing, unit, end = _pacing(case), _settings(case).seqlen_unit, case.end
-    if pacing is None or end is None:
-        return ""
-    return f"it does after {pieces(pacing)[-1][0]} {unit}, and the training has {end.count(unit)}"
 
 
 CURRICULUM_RULES: tuple[Rule, ...] = (
@@ -153,15 +141,6 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
         "choose a `--seqlen-difficulty-step` and an end that are",
         _if_paced(_divides),
         reads=(*SEQUENCE_FIELDS, "parallel.sequence_parallel"),
-    ),
-    Rule(
-        "seqlen_ramp_ends_in_time",
-        (_TOTAL, _ENDS),
-        "a `seqlen_schedule` must get to its end within the training",
-        "shorten it, or train for longer",
-        _if_paced(_ends_in_time),
-        _when_it_ends,
-        reads=END_FIELDS,
     ),
     Rule(
         "seqlen_is_for_pretraining",

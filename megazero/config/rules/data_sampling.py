@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megazero.config.data_sampling import CurriculumMetric
-from megazero.config.pacing import MOST_CHANGES, Root, reached
-from megazero.config.rules.rule import END_FIELDS, Case, Rule
+from megazero.config.pacing import MOST_CHANGES, Root
+from megazero.config.rules.rule import Case, Rule
 
 _METRICS = "data_sampling.curriculum_metrics"
 _UNIT = "data_sampling.curriculum_unit"
@@ -35,36 +35,20 @@ def _levels_fit(metric: CurriculumMetric) -> bool:
 
 def _grows(metric: CurriculumMetric) -> bool:
     """Whether the difficulties lie from the first to the last, where these are given."""
-    found = [each for each in (metric.min_difficulty, *metric.difficulty, metric.end) if each is not None]
-    return found == sorted(found)
+    levels = [level for level in (metric.min_difficulty, *metric.difficulty, metric.end) if level is not None]
+    return levels == sorted(levels)
 
 
 def _within_hundred(metric: CurriculumMetric) -> bool:
     if metric.difficulty_type == "value":
         return True
-    found = (metric.min_difficulty, *metric.difficulty, metric.end)
-    return all(1 <= each <= 100 for each in found if each is not None)
+    levels = (metric.min_difficulty, *metric.difficulty, metric.end)
+    return all(1 <= level <= 100 for level in levels if level is not None)
 
 
 def _changes_rarely(metric: CurriculumMetric) -> bool:
     pacing = metric.pacing
     return not isinstance(pacing, Root) or (pacing.hardest - pacing.easiest) // pacing.step <= MOST_CHANGES
-
-
-def _last_change(case: Case) -> dict[str, int]:
-    """Name -> the count at which it changes for the last time, of metrics that change within reason."""
-    return {m.name: reached(pacing) for m in _metrics(case) if (pacing := m.pacing) is not None}
-
-
-def _end(case: Case) -> int | None:
-    """The length of the training in the unit of the schedules; None while it is unknown."""
-    end = case.end if _metrics(case) else None
-    return None if end is None else end.count(case.config.data_sampling.curriculum_unit)
-
-
-def _late(case: Case) -> dict[str, int]:
-    end = _end(case)
-    return {} if end is None else {name: last for name, last in _last_change(case).items() if last >= end > 0}
 
 
 def _each(
@@ -74,7 +58,8 @@ def _each(
 
     def detail(case: Case) -> str:
         return "; ".join(
-            f"{metric.name} has " + ", ".join(f"{each} {_said(getattr(metric, each))}" for each in shown)
+            f"{metric.name} has "
+            + ", ".join(f"{setting} {_said(getattr(metric, setting))}" for setting in shown)
             for metric in _metrics(case)
             if not holds(metric)
         )
@@ -162,19 +147,6 @@ DATA_SAMPLING_RULES: tuple[Rule, ...] = (
         "min_difficulty",
         "max_difficulty",
         "difficulty_step",
-    ),
-    Rule(
-        "metric_ramp_ends_in_time",
-        (),
-        "each of `curriculum_metrics` must get to its end within the training",
-        "shorten its schedule, or train for longer",
-        lambda c: not _late(c),
-        lambda c: "; ".join(
-            f"{name} does after {last} {c.config.data_sampling.curriculum_unit}, and the training has "
-            f"{_end(c)}"
-            for name, last in _late(c).items()
-        ),
-        reads=(_METRICS, _UNIT, *END_FIELDS),
     ),
     Rule(
         "metrics_are_for_pretraining",

@@ -76,7 +76,7 @@ def _is_blend(items: tuple[str, ...]) -> bool:
         return True
     weights = items[::2]
     return len(items) % 2 == 0 and all(
-        _is_number(each) and 0 < float(each) < float("inf") for each in weights
+        _is_number(weight) and 0 < float(weight) < float("inf") for weight in weights
     )
 
 

@@ -69,7 +69,7 @@ MODEL_RULES: tuple[Rule, ...] = (
 
 
 def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, min(number, _LARGEST_AXIS) + 1) if number % each == 0]
+    return [size for size in range(1, min(number, _LARGEST_AXIS) + 1) if number % size == 0]
 
 
 def _fitting_layouts(case: Case) -> str:

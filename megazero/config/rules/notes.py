@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megazero.config.derive import EXPERT_FIELDS
 from megazero.config.fields import FIELD_BY_PATH
+from megazero.config.rules.routing import expert_counts
 from megazero.config.rules.rule import display_name, value_at
 from megazero.config.tree import Config
 
@@ -28,7 +29,6 @@ _LOADING = tuple(
 _TENSORBOARD = ("logging.log_validation_ppl_to_tensorboard", "logging.log_timers_to_tensorboard")
 _MASKED = (
     "model.bert_binary_head",
-    "model.bert_head_activation",
     "data.mask_prob",
     "data.short_seq_prob",
     "data.bert_pack",
@@ -72,6 +72,16 @@ class Note:
         return f"{names} {has} no effect without {self.needs}: {self.effect}."
 
 
+def _floor_counts(config: Config) -> bool:
+    """Whether the least capacity of an expert is more than the capacity in training, in every layer."""
+    model, counts = config.model, expert_counts(config.model)
+    if model.moe_expert_capacity_factor is None or not counts:
+        return False
+    together = config.batch.micro_batch_size if model.moe_capacity_scope == "micro_batch" else 1
+    share = model.seq_length * together * model.moe_router_topk / min(counts)
+    return share * model.moe_expert_capacity_factor <= model.moe_min_capacity - 1
+
+
 NOTES: tuple[Note, ...] = (
     Note.without("checkpoint.save", _SAVING, "nothing is saved"),
     Note.without("checkpoint.load", _LOADING, "no checkpoint is read"),
@@ -89,6 +99,18 @@ NOTES: tuple[Note, ...] = (
         "samples are not drawn by difficulty",
     ),
     Note.without("model.num_experts", _OF_EXPERTS, "no layer has experts"),
+    Note(
+        ("model.moe_min_capacity", "model.moe_token_drop_policy", "model.moe_capacity_scope"),
+        "`moe_expert_capacity_factor`",
+        lambda config: not config.model.num_experts or config.model.moe_expert_capacity_factor is not None,
+        "no token is dropped",
+    ),
+    Note(
+        ("model.moe_expert_capacity_factor",),
+        "a smaller `moe_min_capacity`",
+        lambda config: not _floor_counts(config),
+        "it gives an expert less than that, and the larger one counts",
+    ),
     Note(
         ("model.moe_router_bias_update_rate",),
         "`moe_router_enable_expert_bias`",
@@ -114,4 +136,4 @@ NOTES: tuple[Note, ...] = (
 
 def notes_on(config: Config) -> list[str]:
     """The notes of a run on its settings without effect."""
-    return [line for each in NOTES if (line := each.sentence(config))]
+    return [line for note in NOTES if (line := note.sentence(config))]

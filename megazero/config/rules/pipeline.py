@@ -35,8 +35,10 @@ def _virtual_stages_run(case: Case) -> bool:
 
 
 def _chunk_clause(case: Case) -> str:
-    layers, each = case.config.model.num_layers, chunks_per_stage(case.config)
-    fit = f"{layers} layers suffice for {layers // each} stages of {each}" if layers >= each else "fewer fit"
+    layers, chunks = case.config.model.num_layers, chunks_per_stage(case.config)
+    fit = "fewer fit"
+    if layers >= chunks:
+        fit = f"{layers} layers suffice for {layers // chunks} stages of {chunks}"
     return f"that makes {num_chunks(case.config)} chunks; {fit}"
 
 

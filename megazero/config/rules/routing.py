@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
-from megazero.config.fields import FIELD_BY_PATH
-from megazero.config.rules.rule import Case, Rule, value_at
+from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree import ModelConfig
 
 _EXPERTS = "model.num_experts"
@@ -15,13 +13,6 @@ _GROUPS = ("model.moe_router_num_groups", "model.moe_router_group_topk")
 _SCORES = "model.moe_router_score_function"
 _BALANCE = ("model.moe_router_load_balancing_type", "model.moe_aux_loss_coeff")
 _CAPACITY = "model.moe_expert_capacity_factor"
-_ENDLESS = 2**63  # tokens, as a capacity; a factor may be any float
-_OF_CAPACITY = (
-    "model.moe_eval_capacity_factor",
-    "model.moe_min_capacity",
-    "model.moe_token_drop_policy",
-    "model.moe_capacity_scope",
-)
 
 
 def with_experts(holds: Callable[[ModelConfig], bool]) -> Callable[[Case], bool]:
@@ -191,36 +182,16 @@ ROUTER_RULES: tuple[Rule, ...] = (
 )
 
 
-def _capacity(model: ModelConfig, tokens: int) -> int:
-    """Tokens that an expert takes of so many, before the floor, in the layer with the most experts."""
-    share = tokens * model.moe_router_topk / max(expert_counts(model), default=1)
-    return math.ceil(min(share * (model.moe_expert_capacity_factor or 0), _ENDLESS))
-
-
-def _counted_tokens(case: Case) -> int:
-    """Tokens among which capacity is counted."""
-    model = case.config.model
-    together = case.config.batch.micro_batch_size if model.moe_capacity_scope == "micro_batch" else 1
-    return model.seq_length * together
-
-
-def _capacity_above_floor(case: Case) -> bool:
-    model = case.config.model
-    if model.moe_expert_capacity_factor is None or not expert_counts(model):
-        return True
-    return _capacity(model, _counted_tokens(case)) >= model.moe_min_capacity
-
-
 CAPACITY_RULES: tuple[Rule, ...] = (
     Rule(
-        "capacity_settings_need_a_factor",
-        (_CAPACITY, *_OF_CAPACITY),
-        "`moe_expert_capacity_factor` must be set with other settings of the capacity",
-        "add `--moe-expert-capacity-factor`, or leave them out: without it no token is dropped",
-        lambda c: (
-            not c.config.model.num_experts
-            or c.config.model.moe_expert_capacity_factor is not None
-            or all(value_at(c.config, path) == FIELD_BY_PATH[path].default for path in _OF_CAPACITY)
+        "evaluation_drops_as_training_does",
+        (_CAPACITY, "model.moe_eval_capacity_factor"),
+        "`moe_expert_capacity_factor` must be set with `moe_eval_capacity_factor`",
+        "add `--moe-expert-capacity-factor`, or leave the other one out: without it no token is dropped",
+        with_experts(
+            lambda model: (
+                model.moe_expert_capacity_factor is not None or model.moe_eval_capacity_factor is None
+            )
         ),
         reads=(_EXPERTS,),
     ),
@@ -247,18 +218,6 @@ CAPACITY_RULES: tuple[Rule, ...] = (
             or c.config.parallel.moe_token_dispatcher_type == "alltoall"
         ),
         reads=(_EXPERTS,),
-    ),
-    Rule(
-        "capacity_above_floor",
-        ("model.moe_min_capacity", _CAPACITY, _EXPERTS),
-        "`moe_min_capacity` must be at most the capacity that `moe_expert_capacity_factor` gives, or the "
-        "factor would have no effect",
-        "lower `--moe-min-capacity`, or raise the factor",
-        _capacity_above_floor,
-        lambda c: (
-            f"the capacity is {_capacity(c.config.model, _counted_tokens(c))} of {_counted_tokens(c)} tokens"
-        ),
-        reads=(_TOPK, "model.seq_length", "model.moe_capacity_scope", "batch.micro_batch_size"),
     ),
 )
 

@@ -110,8 +110,8 @@ class Rule:
         shown = [f"`{display_name(path)}` {_say(value_at(case.config, path))}" for path in self.fields]
         values = " and ".join(shown)
         detail = self.detail(case) if self.detail else ""
-        found = f"{values} ({detail})" if values and detail else values or detail
-        return f"{self.message}, but {found}; {self.remedy} [rule {self.name}]."
+        facts = f"{values} ({detail})" if values and detail else values or detail
+        return f"{self.message}, but {facts}; {self.remedy} [rule {self.name}]."
 
 
 def value_at(config: Config, path: str) -> Any:

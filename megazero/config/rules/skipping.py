@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megazero.config.pacing import MOST_CHANGES, pieces
-from megazero.config.rules.rule import END_FIELDS, Case, Rule
+from megazero.config.rules.rule import Case, Rule
 from megazero.config.skipping import SkippingConfig
 
 _LTD = "skipping.random_ltd"
@@ -59,14 +59,6 @@ def _divides(case: Case) -> bool:
         return True
     ranks = parallel.tensor_model_parallel_size
     return all(kept % ranks == 0 for _, kept in pieces(pacing) if kept < length)
-
-
-def _ends_in_time(case: Case) -> bool:
-    total = _settings(case).random_ltd_require_steps
-    if not _settings(case).random_ltd or total is None:
-        return True
-    end = case.end
-    return end is None or total <= end.iteration
 
 
 SKIPPING_RULES: tuple[Rule, ...] = (
@@ -144,15 +136,6 @@ SKIPPING_RULES: tuple[Rule, ...] = (
         "share its row",
         "leave one of them out",
         lambda c: not (_settings(c).random_ltd and c.config.data.bert_pack),
-    ),
-    Rule(
-        "random_ltd_ramp_ends_in_time",
-        (_STEPS,),
-        "`random_ltd_require_steps` must be at most the number of steps of the training",
-        "shorten it, or train for longer",
-        _ends_in_time,
-        lambda c: "" if c.end is None else f"the training has {c.end.iteration}",
-        reads=(_LTD, *END_FIELDS),
     ),
     Rule(
         "skipping_is_for_pretraining",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from megazero.config.numbers import LARGEST
 from megazero.config.rules.rule import STEP_FIELDS, Case, Rule, value_at
 from megazero.config.steps import UNITS
 from megazero.config.training_plan import Evaluations, Limits, LrLengths
 
-_LARGEST = 2**63 - 1  # what an integer of 64 bits holds, as positions in the data do
 _LENGTHS = tuple(f"training.train_{unit}" for unit in UNITS)
 _LR_DECAY = tuple(f"optimizer.lr_decay_{unit}" for unit in UNITS)
 _LR_WARMUP = tuple(f"optimizer.lr_warmup_{unit}" for unit in UNITS)
@@ -80,13 +80,12 @@ def _lengths_clause(case: Case) -> str:
 
 
 def _tokens_read(case: Case) -> int:
-    """Tokens of the training data or of the validation data, whichever are more."""
+    """Tokens of a step, once the batch has grown, or of an evaluation, whichever are more."""
     steps = case.steps
-    if steps is None or not _given(case, _LENGTHS):
+    if steps is None:
         return 0
-    end = Limits.of(case.config).end(steps)
-    evaluated = Evaluations.of(case.config, steps).samples_until(end.iteration)
-    return max(end.tokens, evaluated * case.config.model.seq_length)
+    samples = max(steps.ramp.final, Evaluations.of(case.config, steps).samples)
+    return samples * case.config.model.seq_length
 
 
 LENGTH_RULES: tuple[Rule, ...] = (
@@ -108,17 +107,12 @@ LENGTH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "tokens_countable",
-        _LENGTHS,
-        f"training and evaluations must each read at most {_LARGEST} tokens, which 64 bits can count",
-        "train less, evaluate less often, or lower the batch size",
-        lambda c: _tokens_read(c) <= _LARGEST,
+        ("training.eval_iters", "batch.global_batch_size"),
+        f"a step and an evaluation must each read at most {LARGEST} tokens, which 64 bits can count",
+        "lower one of them",
+        lambda c: _tokens_read(c) <= LARGEST,
         lambda c: f"they read up to {_tokens_read(c):.3g}",
-        reads=(
-            "training.eval_interval",
-            "training.eval_iters",
-            "training.eval_from_start",
-            *STEP_FIELDS,
-        ),
+        reads=("training.eval_interval", "training.eval_from_start", *STEP_FIELDS),
     ),
 )
 

@@ -334,3 +334,13 @@ def test_the_flags_that_are_printed_make_the_model(name):
     flags = [word for line in model_flags(model) for word in line.split()]
     flags += ["--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "1", "--mock-data"]
     assert parse_config(flags).config.model == model
+
+
+def test_the_flags_that_are_printed_are_no_line_of_megatron_deepspeeds():
+    """`--expert-interval` alone would have Megatron-DeepSpeed's defaults beside it."""
+    shape = {"vocab_size": VOCAB, "num_experts": (4,), "moe_layer_freq": None, "expert_interval": 2}
+    model = LLAMA.model_copy(update=shape)
+    flags = [word for line in model_flags(model) for word in line.split()]
+    flags += ["--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "1", "--mock-data"]
+    resolved = parse_config(flags)
+    assert (resolved.config.model, resolved.warnings) == (model, ())

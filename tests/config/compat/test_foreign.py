@@ -48,8 +48,6 @@ def test_each_foreign_flag_says_why(name: str) -> None:
         "--local_rank 3",
         "--local_rank=3",
         "--use-flash-attn-v2",
-        "--group-query-attention --num-query-groups 2",
-        "--num-query-groups=2 --group-query-attention",
     ],
 )
 def test_accepted_without_effect(argv: str) -> None:
@@ -80,7 +78,6 @@ def test_accepted_without_effect(argv: str) -> None:
         ("--account-for-embedding-in-pipeline-split", "use `--pipeline-partition`"),
         ("--batch-size 8", "`--batch-size 8` is not accepted: use `--micro-batch-size`."),
         ("--cpu-offloading", "activations are not offloaded layer by layer"),
-        ("--group-query-attention", "say how many key/value heads"),
         ("--master_port 6000", "it belongs to the launcher"),
         ("--task STS-B", "has scores instead of labels, and regression is not offered"),
         ("--guess-file g", "belongs to scoring tasks"),

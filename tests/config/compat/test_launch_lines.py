@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from functools import cache
+from itertools import takewhile
 
 import pytest
 
+from megazero.config import parse_config
 from tests.config.compat.launch_lines import (
     FAMILIES,
+    JSON_NAME,
     PAGE,
     TITLES,
     LaunchLine,
@@ -22,12 +25,11 @@ from tests.config.compat.launch_lines import (
 OTHERS = {
     "chunks_within_layers": "six layers in eight chunks, with the embedding and the loss counted as layers",
     "experts_over_expert_ranks": "fewer experts than ranks for them, at which Megatron-DeepSpeed fails too",
-    "pyramid_has_all_layers": "a pyramid whose interval is left to Megatron-DeepSpeed's default",
     "data_source_given": "the data of fine-tuning on conversations",
     "fp8_needs_dense_layers": "experts whose products are of 8-bit floats",
     "--fp8-recipe mxfp8": "scales of blocks of 32 elements",
     "--fp8-recipe blockwise": "scales of blocks",
-    "flags contradict the JSON": "two batch sizes or learning rates or types in one script",
+    "flags contradict the JSON": "two types in one script",
 }
 """Other reasons for a refusal, with what the script does."""
 
@@ -58,6 +60,40 @@ def test_a_line_is_refused_only_for_a_feature_or_a_reason_that_is_listed() -> No
         (line.origin, outcome.others - listed) for line, outcome in judged() if outcome.others - listed
     ]
     assert unlisted == []
+
+
+def _experts_of_megatron_deepspeed(layers: int, counts: list[int]) -> tuple[int, ...]:
+    """Experts of each layer at its interval of 2: layers 2, 4 and so on, counted from 1, have some."""
+    places = iter(counts * (layers if len(counts) == 1 else 1))
+    return tuple(next(places) if number % 2 == 0 else 0 for number in range(1, layers + 1))
+
+
+def test_lines_with_experts_give_megatron_deepspeeds_model() -> None:
+    """Experts in every second layer, pyramids included, one of them for each token, and its capacities.
+
+    Where a layer has fewer experts than ranks for them, at which Megatron-DeepSpeed fails too, there are as
+    many ranks as experts.
+    """
+    lines = [line for line in read_lines() if "--num-experts" in line.argv and line.program in FAMILIES]
+    shapes = {}
+    for line in lines:
+        argv = [token for token in line.argv if token not in ("--deepspeed", "--deepspeed_config", JSON_NAME)]
+        start = argv.index("--num-experts") + 1
+        counts = [int(token) for token in takewhile(str.isdigit, argv[start:])]
+        if counts == [1] or line.corpus != "megatron_deepspeed":
+            continue
+        ranks = argv.index("--moe-expert-parallel-size") + 1
+        argv[ranks] = str(min(int(argv[ranks]), *counts))
+        model = parse_config(argv, world_size=line.world_size).config.model
+        assert model.experts_by_layer == _experts_of_megatron_deepspeed(model.num_layers, counts)
+        assert (model.moe_router_topk, model.moe_router_pre_softmax) == (1, True)
+        assert (model.moe_expert_capacity_factor, model.moe_eval_capacity_factor) == (1.0, 1.0)
+        assert (model.moe_min_capacity, model.moe_aux_loss_coeff) == (4, (0.01,))
+        assert (model.moe_token_drop_policy, model.moe_capacity_scope) == ("random", "micro_batch")
+        shapes[line.origin.rpartition("ds_pretrain_gpt_")[2]] = model.experts_by_layer
+    assert len(shapes) == 7
+    assert shapes["350M_PR-MoE32or64.sh"] == (0, 32) * 10 + (0, 64) * 2
+    assert shapes["1.3B_PR-MoE64or128_MoS.sh"] == (0, 64) * 8 + (0, 128) * 2 + (0,)
 
 
 def test_a_flag_that_is_said_another_way_is_rare() -> None:

@@ -63,10 +63,8 @@ def test_every_conflict_with_a_flag_is_listed(launch: Launch) -> None:
         "zero_optimization": {"stage": 2, "overlap_comm": False},
         "fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2},
         "gradient_clipping": 1.0,
-        "train_micro_batch_size_per_gpu": 4,
-        "train_batch_size": 64,
     }
-    flags = "--zero-stage 1 --bf16 --clip-grad 1 --hysteresis 3 --global-batch-size 32 --overlap-grad-reduce"
+    flags = "--zero-stage 1 --bf16 --clip-grad 1 --hysteresis 3 --overlap-grad-reduce"
     assert refusals(launch, document, *shlex.split(flags)) == [
         "`precision.dtype` must be set one way, but `--bf16` says bf16 and ds.json: `fp16.enabled` says "
         "fp16; change one of them.",
@@ -76,13 +74,84 @@ def test_every_conflict_with_a_flag_is_listed(launch: Launch) -> None:
         "says 2; change one of them.",
         "`zero.overlap_grad_reduce` must be set one way, but `--overlap-grad-reduce` says true and ds.json: "
         "`zero_optimization.overlap_comm` says false; change one of them.",
-        "`batch.global_batch_size` must be set one way, but `--global-batch-size` says 32 and ds.json: "
-        "`train_batch_size` says 64; change one of them.",
-        "`batch.micro_batch_size` must be set one way, but `--micro-batch-size` says 2 and ds.json: "
-        "`train_micro_batch_size_per_gpu` says 4; change one of them.",
     ]
     (loss_scale,) = refusals(launch, {"fp16": {"enabled": True, "loss_scale": 128}}, "--loss-scale", "12")
     assert "`--loss-scale` says 12.0 and ds.json: `fp16.loss_scale` says 128.0" in loss_scale
+
+
+SIZES = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}
+STEPS = {"gradient_accumulation_steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("document", "flags", "sizes", "said"),
+    [
+        (SIZES, "--micro-batch-size 4 --global-batch-size 64", (4, 64), []),
+        (
+            SIZES,
+            "--global-batch-size 32",
+            (4, 32),
+            ["`--global-batch-size` 32 takes precedence over 64 of ds.json: `train_batch_size`."],
+        ),
+        (
+            SIZES,
+            "--micro-batch-size 2 --global-batch-size 32",
+            (2, 32),
+            [
+                "`--global-batch-size` 32 takes precedence over 64 of ds.json: `train_batch_size`.",
+                "`--micro-batch-size` 2 takes precedence over 4 of ds.json: "
+                "`train_micro_batch_size_per_gpu`.",
+            ],
+        ),
+        (
+            {**SIZES, **STEPS},
+            "--micro-batch-size 2",
+            (2, 64),
+            [
+                "`--micro-batch-size` 2 takes precedence over 4 of ds.json: "
+                "`train_micro_batch_size_per_gpu`.",
+                "`--micro-batch-size` 2 takes precedence over 4 of ds.json: `gradient_accumulation_steps`.",
+            ],
+        ),
+        (
+            STEPS,
+            "--micro-batch-size 2 --global-batch-size 8",
+            (2, 8),
+            ["`--micro-batch-size` 2 takes precedence over 4 of ds.json: `gradient_accumulation_steps`."],
+        ),
+        ({**SIZES, **STEPS}, "--micro-batch-size 4", (4, 64), []),
+        ({**SIZES, "train_batch_size": "auto"}, "--global-batch-size 32", (4, 32), []),
+    ],
+)
+def test_a_batch_size_of_a_flag_takes_precedence(
+    launch: Launch, document: dict[str, Any], flags: str, sizes: tuple[int, int], said: list[str]
+) -> None:
+    resolved = launch(document, *flags.split(), base=NO_BATCH)
+    batch = resolved.config.batch
+    assert (batch.micro_batch_size, batch.global_batch_size, list(resolved.warnings)) == (*sizes, said)
+
+
+def test_a_learning_rate_and_a_folder_of_a_flag_take_precedence(launch: Launch) -> None:
+    document = {
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+        "tensorboard": {"enabled": True, "output_path": "runs", "job_name": "a"},
+    }
+    resolved = launch(document, "--tensorboard-dir", "events")
+    assert (resolved.config.optimizer.lr, resolved.config.logging.tensorboard_dir) == (1e-3, "events")
+    rate, folder = resolved.warnings
+    assert rate == "`--lr` 0.001 takes precedence over 0.0001 of ds.json: `optimizer.params.lr`."
+    assert folder.startswith("`--tensorboard-dir` events takes precedence over runs/a of ds.json: ")
+    document["optimizer"]["params"]["lr"] = 1e-3
+    assert len(launch(document, "--tensorboard-dir", "runs/a").warnings) == 0
+
+
+def test_a_loss_scale_has_no_effect_beside_bf16_in_the_json(launch: Launch) -> None:
+    resolved = launch({"bf16": {"enabled": True}}, "--bf16", "--loss-scale", "12")
+    assert (resolved.config.precision.dtype, resolved.config.precision.loss_scale) == ("bf16", None)
+    assert resolved.warnings == (
+        "`--loss-scale 12` has no effect beside `bf16.enabled` of ds.json, as in Megatron-DeepSpeed: a loss "
+        "in bf16 is not scaled.",
+    )
 
 
 @pytest.mark.parametrize("dynamic", [{}, {"loss_scale": 0}])
@@ -146,8 +215,12 @@ def test_batch_sizes(launch: Launch, document: dict[str, Any], flags: str, sizes
 
 
 def test_batch_sizes_that_contradict_the_number_of_ranks(launch: Launch) -> None:
-    document = {"train_batch_size": 64, "gradient_accumulation_steps": 4}
-    assert refusals(launch, document) == [
+    document = {
+        "train_batch_size": 64,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+    }
+    assert refusals(launch, document, base=NO_BATCH) == [
         "ds.json: `train_batch_size` must be micro-batch size x accumulation steps x data-parallel ranks, "
         "but 64 is not 2 x 4 x 4 = 32; leave one of the three out."
     ]
@@ -194,12 +267,15 @@ def test_what_has_no_effect_is_named_in_one_warning(launch: Launch) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"seed": 1, "seed": 2}', "ds.json: `seed` must be given once, but is given again."),
-        ('{"fp16": {"enabled": true, "enabled": true}}', "ds.json: `enabled` must be given once"),
-        ('{"train_batch_size": GBSIZE}', "replace the placeholders of a template first."),
-        ('{"gradient_clipping": NaN}', "NaN is not a JSON number"),
+        ('{"seed": 1, "seed": 2}', "ds.json:1:13: `seed` must be given once, but is given on line 1 too."),
+        ('{"fp16": {"enabled": true, "enabled": true}}', "ds.json:1:28: `enabled` must be given once"),
+        (
+            '{"train_batch_size": GBSIZE}',
+            "but `GBSIZE` is a placeholder or has no quotes; write the value itself.",
+        ),
+        ('{"gradient_clipping": NaN}', "NaN is no number there"),
         ("[]", "ds.json: the file must hold one JSON object."),
-        ("", "ds.json: the file must be valid JSON"),
+        ("", "ds.json:1:1: the file must be valid JSON, but it is empty"),
         ("[" * 100_000, "ds.json: the file must not be nested this deeply."),
         ('{"a":' * 900 + "1" + "}" * 900, "ds.json: the file must not be nested this deeply."),
         ('{"aio": ' + "[" * 900 + "]" * 900 + "}", "ds.json: the file must not be nested this deeply."),
@@ -226,7 +302,7 @@ def test_what_has_no_effect_is_named_in_one_warning(launch: Launch) -> None:
             '{"gradient_clipping": 1' + "0" * 400 + "}",
             'must be a number, at least 0, that a float can hold or "auto", but is an integer of 1329 bits.',
         ),
-        ('{"gradient_clipping": 1' + "0" * 9000 + "}", "ds.json: the file must be valid JSON"),
+        ('{"gradient_clipping": 1' + "0" * 9000 + "}", "but a number has too many digits"),
     ],
 )
 def test_broken_files(launch: Launch, text: str, says: str) -> None:
@@ -272,3 +348,10 @@ def test_a_script_of_megatron_deepspeed_runs_unchanged(launch: Launch) -> None:
     assert resolved.config.precision.initial_loss_scale == 2048
     assert resolved.config.batch.global_batch_size == 512
     assert len(resolved.warnings) == 2
+
+
+def test_intervals_that_no_run_reaches(launch: Launch) -> None:
+    document = {"steps_per_print": 10**23, "fp16": {"enabled": True, "loss_scale_window": 1e30}}
+    assert launch(document).config.precision.loss_scale_window == 2**63 - 1
+    (problem,) = refusals(launch, {"steps_per_print": 1.5})
+    assert problem == "ds.json: `steps_per_print` must be a positive integer, but is 1.5."

@@ -134,18 +134,13 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         **EXPERTS,
         "model.moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
     },
-    "capacity_settings_need_a_factor": {**EXPERTS, "model.moe_token_drop_policy": "position"},
+    "evaluation_drops_as_training_does": {**EXPERTS, "model.moe_eval_capacity_factor": 1.0},
     "padding_needs_a_factor": {**EXPERTS, "model.moe_pad_expert_input_to_capacity": True},
     "padding_needs_alltoall": {
         **EXPERTS,
         "model.moe_pad_expert_input_to_capacity": True,
         "model.moe_expert_capacity_factor": 2.0,
         "parallel.moe_token_dispatcher_type": "allgather",
-    },
-    "capacity_above_floor": {
-        **EXPERTS,
-        "model.moe_expert_capacity_factor": 1.0,
-        "model.moe_min_capacity": 9,
     },
     "upcycling_makes_experts": {"checkpoint.moe_use_upcycling": True, "checkpoint.load": "dense"},
     "upcycling_has_a_dense_model": {**EXPERTS, "checkpoint.moe_use_upcycling": True},
@@ -226,7 +221,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "delayed_update_needs_pretraining": {**DELAYED, **TASK},
     "training_length_given": {"training.train_iters": None},
     "iters_or_samples": {"training.train_samples": 1000},
-    "tokens_countable": {"training.train_iters": 10**17},
+    "tokens_countable": {"training.eval_iters": 10**17},
     "min_lr_below_lr": {"optimizer.min_lr": 2e-3},
     "warmup_starts_below_lr": {"optimizer.lr_warmup_init": 2e-3},
     "one_lr_unit": {"optimizer.lr_decay_iters": 90, "optimizer.lr_warmup_samples": 9},
@@ -388,7 +383,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "parallel.tensor_model_parallel_size": 2,
         "parallel.sequence_parallel": True,
     },
-    "seqlen_ramp_ends_in_time": {**RAMP, "curriculum.seqlen_total_curriculum_step": 10**6},
     "seqlen_is_for_pretraining": {**RAMP, **TASK},
     "seqlen_custom_has_a_function": {"curriculum.seqlen_schedule": "custom"},
     "seqlen_custom_is_a_pacing": {
@@ -405,7 +399,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "metric_difficulty_grows": metric(min_difficulty=501),
     "percentile_within_hundred": metric(difficulty_type="percentile"),
     "metric_changes_countable": metric(max_difficulty=10**9),
-    "metric_ramp_ends_in_time": metric(total_curriculum_step=101),
     "metrics_are_for_pretraining": {**metric(), **TASK},
     "metrics_or_data_sharding": {
         **metric(),
@@ -429,7 +422,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "parallel.sequence_parallel": True,
     },
     "random_ltd_leaves_packed_rows": {**DROPS, "data.bert_pack": True},
-    "random_ltd_ramp_ends_in_time": {**DROPS, "skipping.random_ltd_require_steps": 10**6},
     "skipping_is_for_pretraining": {"skipping.progressive_layer_drop": True, **TASK},
     "layer_drop_settings_need_it": {"skipping.pld_theta": 0.25},
 }
@@ -437,6 +429,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 # Combinations near a rule's border that must run.
 ACCEPTED: list[dict[str, Any]] = [
     {},
+    {**RAMP, "curriculum.seqlen_total_curriculum_step": 10**6},
+    metric(total_curriculum_step=101),
+    {**DROPS, "skipping.random_ltd_require_steps": 10**6},
     metric(),
     metric(difficulty_type="percentile", index_to_metric_path="", min_difficulty=1, max_difficulty=None),
     metric(**LEVELS),
@@ -547,8 +542,9 @@ ACCEPTED: list[dict[str, Any]] = [
         **EXPERTS,
         "model.moe_expert_capacity_factor": 1.0,
         "model.moe_capacity_scope": "micro_batch",
-        "model.moe_min_capacity": 16,
+        "model.moe_min_capacity": 9,
     },
+    {**EXPERTS, "model.moe_min_capacity": 4, "model.moe_token_drop_policy": "position"},
     {**EXPERTS, "model.mlp_type": "residual", "model.family": "bert"},
     {**EXPERTS, **TASK},
     {"offload.optimizer": "cpu", "offload.fraction": 0.25, "offload.gradients": "none"},

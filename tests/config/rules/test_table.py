@@ -48,9 +48,6 @@ def test_without_a_world_size_only_its_rules_are_silent() -> None:
         "expert_ranks_fill_stages",
         "warmup_shorter_than_decay",
         "wsd_decay_fits",
-        "seqlen_ramp_ends_in_time",
-        "metric_ramp_ends_in_time",
-        "random_ltd_ramp_ends_in_time",
     }
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from megazero.config.deepspeed.row import (
     ANYTHING,
     BOOL,
-    COUNT,
     DISABLED,
     INTEGER,
+    INTERVAL,
     NOTHING,
     NOTHING_ENABLED,
     NUMBER,
@@ -57,7 +57,7 @@ _FIXED_METRICS = "the set of metrics is fixed, and training is the same without 
 LOGGING_ROWS: tuple[KeyRow, ...] = (
     KeyRow(
         "steps_per_print",
-        COUNT,
+        INTERVAL,
         extra="steps_per_print",
         accepted="`--log-interval` says how often a line is printed",
     ),

@@ -12,6 +12,7 @@ from megazero.config.deepspeed.row import (
     BOOL,
     COUNT,
     INTEGER,
+    INTERVAL,
     NOTHING,
     SIZE,
     TEXT,
@@ -123,7 +124,7 @@ PRECISION_ROWS: tuple[KeyRow, ...] = (
         when="fp16.enabled",
         absent=16,
     ),
-    sets("fp16.loss_scale_window", COUNT, "precision.loss_scale_window", when="fp16.enabled"),
+    sets("fp16.loss_scale_window", INTERVAL, "precision.loss_scale_window", when="fp16.enabled"),
     sets("fp16.hysteresis", COUNT, "precision.hysteresis", when="fp16.enabled"),
     sets("fp16.min_loss_scale", AMOUNT, "precision.min_loss_scale", when="fp16.enabled"),
     *refuses(

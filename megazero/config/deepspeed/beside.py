@@ -1,0 +1,84 @@
+"""A DeepSpeed JSON beside flags: which of the two counts, where they say different things."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megazero.config.deepspeed.row import AUTO, say
+from megazero.config.deepspeed.rows.train import BATCH_ROWS
+from megazero.config.flags import Setting
+
+_FLAG_COUNTS = ("optimizer.lr", "logging.tensorboard_dir")
+"""Fields, besides the batch sizes, of which a flag takes precedence over the JSON."""
+
+
+def left_to_json(flags: Sequence[Setting], values: Mapping[str, Any]) -> list[Setting]:
+    """The flags that have no effect beside this JSON: `--loss-scale`, where the JSON has no static scale.
+
+    In Megatron-DeepSpeed the engine scales the loss in fp16 alone, and looks at the JSON alone. Its scripts
+    give the flag the exponent of the first scale (`--loss-scale 15` beside `initial_scale_power` 15).
+    `values` are path -> value of all fields that the JSON sets or implies.
+    """
+    scaled = values.get("precision.dtype") in ("fp16", "bf16")
+    dynamic = scaled and not values.get("precision.loss_scale")
+    return [flag for flag in flags if dynamic and flag.spec.path == "precision.loss_scale"]
+
+
+def overruled(flags: Sequence[Setting], settings: Sequence[Setting]) -> list[str]:
+    """A sentence on each setting of the JSON that gives way to a flag, as it does in Megatron-DeepSpeed."""
+    by_path = {flag.spec.path: flag for flag in flags if flag.spec.path in _FLAG_COUNTS}
+    return [
+        _overruled(by_path[json_setting.spec.path], json_setting.source, json_setting.value)
+        for json_setting in settings
+        if json_setting.spec.path in by_path and by_path[json_setting.spec.path].value != json_setting.value
+    ]
+
+
+def _overruled(flag: Setting, source: str, value: Any) -> str:
+    return f"`{flag.source}` {say(flag.value)} takes precedence over {say(value)} of {source}."
+
+
+def conflicts(flags: Sequence[Setting], settings: Sequence[Setting]) -> list[str]:
+    """Every field that a flag and the JSON set differently, as sentences."""
+    by_path = {setting.spec.path: setting for setting in flags}
+    rivals = [(by_path[setting.spec.path], setting) for setting in settings if setting.spec.path in by_path]
+    return [
+        f"`{setting.spec.path}` must be set one way, but `{flag.source}` says {say(flag.value)} and "
+        f"{setting.source} says {say(setting.value)}; change one of them."
+        for flag, setting in rivals
+        if flag.value != setting.value and setting.spec.path not in _FLAG_COUNTS
+    ]
+
+
+def leave_batch_to_flags(
+    name: str,
+    values: dict[str, Any],
+    flags: Mapping[str, Setting],
+    data_parallel: int | None,
+) -> list[str]:
+    """Take those batch sizes out of a JSON's `values` that differ from flags, or do not go with these.
+
+    Args:
+        name: what messages call the file.
+        values: key path -> value of all its keys.
+        flags: path -> the flag that sets it.
+        data_parallel: ranks that samples are split over, or None.
+
+    Returns:
+        A sentence on each of them.
+    """
+    said: list[str] = []
+    total, micro, steps = (row.key for row in BATCH_ROWS)
+    sizes = {total: flags.get("batch.global_batch_size"), micro: flags.get("batch.micro_batch_size")}
+    given = {key: flag for key, flag in sizes.items() if flag is not None}
+    for key, flag in given.items():
+        if values.get(key, AUTO) not in (AUTO, flag.value):
+            said.append(_overruled(flag, f"{name}: `{key}`", values.pop(key)))
+    known = {key: given[key].value if key in given else values.get(key, AUTO) for key in sizes}
+    if not given or data_parallel is None or AUTO in (*known.values(), values.get(steps, AUTO)):
+        return said
+    if known[total] != known[micro] * values[steps] * data_parallel:
+        flag = given.get(micro) or given[total]
+        said.append(_overruled(flag, f"{name}: `{steps}`", values.pop(steps)))
+    return said

@@ -1,0 +1,167 @@
+"""The object in a JSON file, or what is wrong with the file and where, in a user's words."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megazero.config.bounded import bounded_text
+from megazero.config.words import Few
+from megazero.regular_file import why_unreadable
+
+_TEXT = r'"(?:\\.|[^"\\])*"'
+_TOKEN = re.compile(_TEXT + r"|[{}\[\]:,]")
+_CONSTANT = re.compile(_TEXT + r"|(-?(?:NaN|Infinity))")
+_LONG_NUMBER = re.compile(_TEXT + r"|(\d{4301,})")
+_WORD = re.compile(r"\$\{\w+\}|\{+ *\w+ *\}+|<[\w -]+>|[@$%]?[\w.-]+[@%]?")
+_LITERALS: Mapping[str, str] = MappingProxyType(
+    {"true": "true", "false": "false", "none": "null", "null": "null", "nan": "a number"}
+)
+"""How other notations write values -> what JSON has in their place."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of a text that should be JSON: its index there, the reason, and what to do about it."""
+
+    position: int
+    reason: str
+    remedy: str
+
+    def sentence(self, path: Path, text: str) -> str:
+        """The complaint about the file at `path`."""
+        where = f"{path}:{_line(text, self.position)}:{_column(text, self.position)}"
+        return f"{where}: the file must be valid JSON, but {self.reason}; {self.remedy}."
+
+
+class _Constant(ValueError):
+    pass
+
+
+def load_json(path: Path) -> tuple[Mapping[str, Any], list[str]]:
+    """The object that a file holds, and why the file is refused, as sentences; then it may be empty."""
+    try:
+        text = bounded_text(path)
+    except OSError as error:
+        return {}, [f"`--deepspeed_config` must name a readable file, but {path}: {why_unreadable(error)}."]
+    except UnicodeDecodeError as error:
+        return {}, [f"{path}: the file must be UTF-8, but has {error.reason}; save it as UTF-8."]
+    repeats: list[bool] = []
+
+    def pairs_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        repeats.append(len(content) < len(pairs))
+        return content
+
+    try:
+        document = json.loads(text, object_pairs_hook=pairs_of, parse_constant=_no_constant)
+    except RecursionError:  # within the parser; what it can read is judged by the caller
+        return {}, [f"{path}: the file must not be nested this deeply."]
+    except ValueError as error:
+        return {}, [_fault(text, error).sentence(path, text)]
+    if not isinstance(document, dict):
+        return {}, [f"{path}: the file must hold one JSON object."]
+    return document, _repeated(path, text) if any(repeats) else []
+
+
+def _no_constant(name: str) -> None:
+    raise _Constant(name)
+
+
+def _fault(text: str, error: ValueError) -> Fault:
+    if isinstance(error, _Constant):
+        return Fault(_first(_CONSTANT, text), f"{error} is no number there", "write a finite number")
+    if not isinstance(error, json.JSONDecodeError):
+        return Fault(_first(_LONG_NUMBER, text), "a number has too many digits", "write it shorter")
+    if text.startswith("\ufeff"):
+        return Fault(0, "it begins with a byte order mark (BOM)", "save it as UTF-8 without one")
+    within_text = error.msg.startswith("Invalid")
+    position = error.pos if within_text else len(text) - len(text[error.pos :].lstrip())
+    rest, before = text[position:], text[:position].rstrip()
+    if not rest:
+        reason = "it ends before it is whole" if before else "it is empty"
+        return Fault(len(before), reason, "close what is open" if before else "write an object in braces")
+    comma = position if re.match(r",\s*[}\]]", rest) else len(before) - 1
+    if comma == position or (rest[0] in "}]" and before.endswith(",")):
+        return Fault(comma, "a comma stands before a closing bracket", "remove the comma")
+    return _fault_at(position, rest, error.msg)
+
+
+def _fault_at(position: int, rest: str, message: str) -> Fault:
+    """The fault of a text that goes on with `rest`, where the parser stopped with `message`."""
+    word = _WORD.match(rest)
+    if rest.startswith(("//", "/*", "#")):
+        return Fault(position, "it has a comment", "remove it")
+    if rest[0] == "'":
+        return Fault(position, "a text is in single quotes", "write double ones")
+    if word and word[0].lower() in _LITERALS:
+        return Fault(position, f"`{word[0]}` is no value there", f"write {_LITERALS[word[0].lower()]}")
+    if word and message.startswith("Expecting value"):
+        return Fault(position, f"`{word[0]}` is a placeholder or has no quotes", "write the value itself")
+    if word and message.startswith("Expecting property name"):
+        return Fault(position, f"the key `{word[0]}` has no quotes", "put it in double quotes")
+    for start, reason, remedy in _OF_PARSER:
+        if message.startswith(start):
+            return Fault(position, reason, remedy)
+    return Fault(position, f"the parser says: {message}", "correct it")
+
+
+_OF_PARSER = (
+    ("Expecting ','", "a comma or a closing bracket is missing", "add it before this place"),
+    ("Expecting ':'", "a colon is missing after a key", "add it before this place"),
+    ("Unterminated string", "a text has no closing quote", "close it"),
+    ("Invalid control character", "a text runs over the end of its line", "close it, or write \\n"),
+    ("Invalid \\", "a backslash begins no escape that JSON knows", "write two of them"),
+    ("Extra data", "something follows the object", "remove it"),
+)
+"""How a message of Python's parser begins -> the fault, and what to do."""
+
+
+def _first(pattern: re.Pattern[str], text: str) -> int:
+    """Where the pattern's group first matches outside texts."""
+    return next((match.start() for match in pattern.finditer(text) if match[1]), 0)
+
+
+def _repeated(path: Path, text: str) -> list[str]:
+    """A sentence on each key of a valid JSON text that its object has had already."""
+    problems: list[str] = []
+    others = Few("repeated keys")
+    for key, position, first in _repeated_keys(text):
+        others.add(problems, _sentence_of(path, text, key, position, first))
+    return problems + [f"{path}: {line}" for line in others.rest()]
+
+
+def _sentence_of(path: Path, text: str, key: str, position: int, first: int) -> Callable[[], str]:
+    return lambda: (
+        f"{path}:{_line(text, position)}:{_column(text, position)}: `{key}` must be given once, but is given "
+        f"on line {_line(text, first)} too."
+    )
+
+
+def _repeated_keys(text: str) -> Iterator[tuple[str, int, int]]:
+    """Each such key, where it stands and where it stood first."""
+    open_objects: list[dict[str, int]] = []
+    for token, following in pairwise(_TOKEN.finditer(text)):
+        if token[0] in "{[":
+            open_objects.append({})
+        elif token[0] in "}]":
+            open_objects.pop()
+        elif following[0] == ":":
+            key = json.loads(token[0])
+            first = open_objects[-1].setdefault(key, token.start())
+            if first != token.start():
+                yield key, token.start(), first
+
+
+def _line(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1
+
+
+def _column(text: str, position: int) -> int:
+    return position - text.rfind("\n", 0, position)

@@ -1,0 +1,82 @@
+"""A broken JSON: the complaint says what is wrong with it, where, and what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megazero.config.deepspeed.load import load_json
+
+
+def complaints(text: str | bytes, tmp_path: Path) -> list[str]:
+    """Why a file with this text is refused, without its path."""
+    file = tmp_path / "ds.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return [line.removeprefix(str(file)) for line in load_json(file)[1]]
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "fault"),
+    [
+        ('{\n "a": 1,\n}', "2:8", "a comma stands before a closing bracket; remove the comma"),
+        ('{"a": [1, 2,]}', "1:12", "a comma stands before a closing bracket; remove the comma"),
+        ('{\n  // stage\n "a": 1}', "2:3", "it has a comment; remove it"),
+        ('{"a": 1 # stage\n}', "1:9", "it has a comment; remove it"),
+        ('{"a": /* 1 */ 2}', "1:7", "it has a comment; remove it"),
+        ('\ufeff{"a": 1}', "1:1", "it begins with a byte order mark (BOM); save it as UTF-8 without one"),
+        ('{"NaN": "NaN",\n "a": NaN}', "2:7", "NaN is no number there; write a finite number"),
+        ('{"a": -Infinity}', "1:7", "-Infinity is no number there; write a finite number"),
+        ('{"a": True}', "1:7", "`True` is no value there; write true"),
+        ('{"a": None}', "1:7", "`None` is no value there; write null"),
+        ('{"a": nan}', "1:7", "`nan` is no value there; write a number"),
+        ('{"a": CONFIG_GBSIZE}', "1:7", "`CONFIG_GBSIZE` is a placeholder or has no quotes; write the value"),
+        ('{"a": ${GBSIZE}}', "1:7", "`${GBSIZE}` is a placeholder or has no quotes; write the value itself"),
+        ('{"a": @GBSIZE@}', "1:7", "`@GBSIZE@` is a placeholder or has no quotes; write the value itself"),
+        ('{"a": <size>}', "1:7", "`<size>` is a placeholder or has no quotes; write the value itself"),
+        ("{fp16: {}}", "1:2", "the key `fp16` has no quotes; put it in double quotes"),
+        ("{'fp16': {}}", "1:2", "a text is in single quotes; write double ones"),
+        ('{"a": 1\n "b": 2}', "2:2", "a comma or a closing bracket is missing; add it before this place"),
+        ('{"a" 1}', "1:6", "a colon is missing after a key; add it before this place"),
+        ('{"a": "b', "1:7", "a text has no closing quote; close it"),
+        ('{"a": "b\nc"}', "1:9", "a text runs over the end of its line; close it, or write \\n"),
+        ('{"a": "C:\\data"}', "1:10", "a backslash begins no escape that JSON knows; write two of them"),
+        ('{"a": 1}\n{"b": 2}', "2:1", "something follows the object; remove it"),
+        ('{"a": {"b": 1}\n', "1:15", "it ends before it is whole; close what is open"),
+        (" \n", "1:1", "it is empty; write an object in braces"),
+        ('{"a": ]}', "1:7", "the parser says: Expecting value; correct it"),
+        ('{"a": 1' + "0" * 5000 + "}", "1:7", "a number has too many digits; write it shorter"),
+    ],
+)
+def test_a_fault_has_a_place_and_a_name(text: str, where: str, fault: str, tmp_path: Path) -> None:
+    (line,) = complaints(text, tmp_path)
+    assert line.startswith(f":{where}: the file must be valid JSON, but {fault}")
+    assert line.endswith(".")
+
+
+def test_files_that_are_no_text(tmp_path: Path) -> None:
+    assert complaints(b'{"a": "\xff"}', tmp_path) == [
+        ": the file must be UTF-8, but has invalid start byte; save it as UTF-8."
+    ]
+    assert complaints("[1]", tmp_path) == [": the file must hold one JSON object."]
+
+
+def test_repeated_keys_have_their_lines(tmp_path: Path) -> None:
+    text = '{"a": {"b": 1, "c": {"b": 2}},\n "d": [{"b": 3}, {"b": "b", "\\u0062": 4}],\n "a": {}}'
+    assert complaints(text, tmp_path) == [
+        ":2:29: `b` must be given once, but is given on line 2 too.",
+        ":3:2: `a` must be given once, but is given on line 1 too.",
+    ]
+
+
+def test_many_repeated_keys_are_counted(tmp_path: Path) -> None:
+    lines = complaints("{" + ", ".join(['"a": 1'] * 5000) + "}", tmp_path)
+    assert len(lines) == 21
+    assert lines[-1] == ": there are 4,979 more repeated keys."
+
+
+def test_a_sound_file_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"a": [1, {"b": None}]}))
+    assert load_json(file) == ({"a": [1, {"b": None}]}, [])
