@@ -57,18 +57,22 @@ class WorkerWatch:
         self._waits = waits
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # one thread may stop the watch while another starts it
 
     def start(self) -> None:
-        """Begins to look; again does nothing."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name="worker watch", daemon=True)
-            self._thread.start()
+        """Begin to look; a second call does nothing."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._look, name="worker watch", daemon=True)
+                self._thread.start()
 
     def stop(self) -> None:
-        """Returns when nobody looks any more."""
+        """Stop looking; return when the thread has ended."""
         self._over.set()
-        if self._thread is not None:
-            self._thread.join()
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
 
     def _look(self) -> None:
         patience, count = self._patience, len(self._workers)
@@ -94,7 +98,7 @@ def _end(worker: Watched, why: str) -> None:
 
 
 def _is_stopped(process: BaseProcess) -> bool:
-    """Whether the system says so; False where it says nothing, as on macOS."""
+    """Whether the system says that a process is stopped; False where it says nothing, as on macOS."""
     try:
         stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -16,7 +16,7 @@ from data_tools.preprocessing import pipeline
 from data_tools.preprocessing.chunks import cut
 from data_tools.preprocessing.encode import ChunkEncoder, EncodeJob
 from data_tools.preprocessing.pool import WorkerPool
-from data_tools.preprocessing.watch import WorkerPatience
+from data_tools.preprocessing.watch import WorkerPatience, WorkerWatch
 from megazero.data.tokenizers import TokenizerSpec
 from megazero.errors import DataError
 from tests.data_tools.conftest import NULL, visible, write_jsonl
@@ -132,3 +132,26 @@ def test_the_tool_ends_with_one_sentence(tmp_path, out, path, monkeypatch, capsy
     assert "Traceback" not in error
     assert visible(out) == []
     assert multiprocessing.active_children() == []
+
+
+def test_a_watch_is_stopped_while_another_thread_starts_it(monkeypatch):
+    """A part that failed at once closed the pools of others as they started, and a thread that was made but
+    not yet started could not be joined."""
+    making, made = threading.Event(), threading.Event()
+
+    class SlowToStart(threading.Thread):
+        def start(self):
+            making.set()
+            assert made.wait(10)
+            super().start()
+
+    watch = WorkerWatch([], QUICK, lambda: False)
+    starter = threading.Thread(target=watch.start)
+    releaser = threading.Timer(0.1, made.set)
+    monkeypatch.setattr("data_tools.preprocessing.watch.threading.Thread", SlowToStart)
+    starter.start()
+    assert making.wait(10)
+    releaser.start()
+    watch.stop()
+    starter.join()
+    assert not any(thread.name == "worker watch" for thread in threading.enumerate())
